@@ -1,0 +1,62 @@
+"""The code predictor as a CUDA graph: hidden state and token go in, 15 more codes and the next embedding come out.
+
+One frame's loop over the codebooks is unrolled into a single graph: each of its positions has a mask and a rotary
+embedding that never change, and its StaticCache is simply written over in the next frame. It reads `hidden`, `token`
+and `frame` of the talker and writes the talker's `embedding`; it owns what a request needs and leaves behind,
+one row a frame: `text`, `codes` and `hiddens`.
+"""
+import torch
+
+from cudagraph_talker import Sampling, aligned, capture, sample, static_cache
+
+
+class PredictorGraph:
+    def __init__(self, talker, graph, pool=None):
+        """`talker` is upstream's, `graph` the TalkerGraph to work with."""
+        predictor, device = talker.code_predictor, talker.device
+        self.talker, self.model, self.heads = graph, predictor.model, predictor.lm_head
+        self.project = predictor.small_to_mtp_projection
+        self.embed_token, self.embed_code = talker.get_input_embeddings(), predictor.get_input_embeddings()
+        self.sampling = Sampling(predictor.config.vocab_size, device)
+
+        batch, length, width = graph.prompt.shape
+        groups = talker.config.num_code_groups
+        self.text = torch.zeros(batch, length, width, dtype=talker.dtype, device=device)
+        self.hiddens = torch.zeros_like(self.text)
+        self.codes = torch.zeros(batch, length, groups, dtype=torch.long, device=device)
+
+        self.cache = static_cache(self.model, batch, aligned(groups))
+        self.positions = torch.arange(self.cache.max_cache_len, device=device)
+        hidden_from = self.positions > self.positions[:, None]
+        masks = torch.zeros(hidden_from.shape, dtype=talker.dtype, device=device)
+        self.masks = masks.masked_fill(hidden_from, torch.finfo(talker.dtype).min)[None, None]     # (1, 1, S, S)
+
+        self.step = capture(self.step, device, pool)
+
+    def begin(self, trailing_text_hidden, tts_pad_embed):
+        """The text that each frame adds to its embedding (B, T, H), and what it adds when the text is over (1, 1, H)."""
+        length = min(trailing_text_hidden.shape[1], self.text.shape[1])
+        self.text[:, :length] = trailing_text_hidden[:, :length]
+        self.text[:, length:] = tts_pad_embed
+
+    def forward(self, embeds, first):
+        """Embeddings at the positions from `first` on -> last hidden state. (B, L, H) -> (B, H')"""
+        rows = slice(first, first + embeds.shape[1])
+        return self.model(
+            inputs_embeds=self.project(embeds), attention_mask={"full_attention": self.masks[:, :, rows]},
+            position_ids=self.positions[None, rows], cache_position=self.positions[rows], past_key_values=self.cache,
+        ).last_hidden_state[:, -1]
+
+    def step(self):
+        codes, embeds = [self.talker.token], [self.embed_token(self.talker.token)]
+        hidden = self.forward(torch.cat([self.talker.hidden, embeds[0]], dim=1), 0)                # positions 0 and 1
+        for i, (head, embed) in enumerate(zip(self.heads, self.embed_code)):
+            if i > 0:
+                hidden = self.forward(embeds[-1], i + 1)
+            codes.append(sample(head(hidden).float(), self.sampling))
+            embeds.append(embed(codes[-1]))
+        frame = self.talker.frame
+        self.codes.index_copy_(1, frame, torch.cat(codes, dim=1)[:, None])                         # (B, 1, 16)
+        self.hiddens.index_copy_(1, frame, self.talker.hidden)
+        text = self.text.index_select(1, frame)
+        self.talker.embedding.copy_(torch.cat(embeds, dim=1).sum(1, keepdim=True) + text)          # (B, 1, H)

@@ -1,0 +1,252 @@
+#!/usr/bin/env python3
+"""Qwen3-TTS with every frame captured: the loop, the public functions, the command line.
+
+    from generate import load, accelerate, stream
+
+Upstream builds every kind of prompt and then calls `talker.generate` once. `accelerate` replaces that one callable, so
+all of upstream's methods stay as they are. `Decoder.frames` is the only loop: a whole call drains it, `stream` takes
+its frames in chunks.
+"""
+import argparse
+import sys
+import time
+import types
+import warnings
+from pathlib import Path
+
+import soundfile
+import torch
+import torch.nn.functional as F
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.utils import logging
+
+# The 12 Hz models never use the 25 Hz tokenizer, whose import needs torchaudio, sox and onnxruntime.
+unused = types.ModuleType("qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1")
+unused.Qwen3TTSTokenizerV1Model = type("Qwen3TTSTokenizerV1Model", (), {})
+sys.modules.setdefault(unused.__name__, unused)
+from qwen_tts import Qwen3TTSModel
+
+from cudagraph_predictor import PredictorGraph
+from cudagraph_talker import TalkerGraph, aligned, fewer_kernels, first_rows, static_cache
+from voices import load_speaker
+
+MODELS = {size: f"Qwen/Qwen3-TTS-12Hz-{size}-Base" for size in ("0.6B", "1.7B")}
+
+
+def load_upstream(model, device=None, dtype=None):
+    """Upstream's Qwen3TTSModel as it is. `model`: "0.6B", "1.7B", a hub id or a folder."""
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return Qwen3TTSModel.from_pretrained(MODELS.get(model, model), device_map=device, dtype=dtype)
+
+
+def load(model, device=None, dtype=None, max_seq_len=2048, max_batch=16):
+    """Upstream's Qwen3TTSModel, accelerated. Defaults to CUDA and bfloat16, without CUDA to CPU and float32."""
+    return accelerate(load_upstream(model, device, dtype), max_seq_len, max_batch)
+
+
+def accelerate(tts, max_seq_len=2048, max_batch=16):
+    """Makes the methods of a Qwen3TTSModel fast, in place. Prompt and speech together may take `max_seq_len`
+    positions, one a frame; lists of more than `max_batch` texts run in groups of that many."""
+    tts.model.talker.generate = Decoder(tts.model.talker, max_seq_len, max_batch).generate
+    return tts
+
+
+def stream(method, chunk_frames=8, **kwargs):
+    """Speaks one text; yields (audio, rate) as it is made, `chunk_frames` frames at a time.
+
+    `method` is tts.generate_voice_clone, tts.generate_custom_voice or tts.generate_voice_design of an accelerated
+    model, and `kwargs` are its arguments. The chunks joined are the audio of the whole call."""
+    tts = method.__self__
+    if kwargs.get("voice_clone_prompt") is None and kwargs.get("ref_audio") is not None:
+        kwargs["voice_clone_prompt"] = tts.create_voice_clone_prompt(
+            kwargs.pop("ref_audio"), kwargs.pop("ref_text", None), kwargs.pop("x_vector_only_mode", False))
+    decoder, request = handed_over(method, kwargs)
+    if len(request["inputs_embeds"]) != 1:
+        raise ValueError(f"stream speaks one text at a time, not {len(request['inputs_embeds'])}")
+    codec = tts.model.speech_tokenizer
+    codes = reference_codes(kwargs.get("voice_clone_prompt"))
+    heard = len(codes)                                   # the listener has heard, or need not hear, so many frames
+
+    def unheard():
+        audio, rate = codec.decode([{"audio_codes": torch.stack(codes)}])
+        return audio[0][heard * codec.get_decode_upsample_rate():], rate
+    for frame, _ in decoder.frames(**request):
+        codes.append(frame[0].clone())
+        if len(codes) - heard == chunk_frames:
+            yield unheard()
+            heard = len(codes)
+    if len(codes) > heard:
+        yield unheard()
+
+
+class Handover(Exception):
+    """Brings back what upstream's method was about to pass to talker.generate."""
+
+
+def handed_over(method, kwargs):
+    """Lets upstream's method build its prompt. Returns the decoder, and the arguments it would have been called with."""
+    talker = method.__self__.model.talker
+    generate = talker.generate
+    if not isinstance(getattr(generate, "__self__", None), Decoder):
+        raise ValueError("stream needs an accelerated model: call accelerate(tts) first")
+
+    def hand_over(**request):
+        raise Handover(request)
+    talker.generate = hand_over
+    try:
+        method(**kwargs)
+    except Handover as handover:
+        return generate.__self__, handover.args[0]
+    finally:
+        talker.generate = generate
+
+
+def reference_codes(voice_clone_prompt):
+    """The frames that the codec must hear before the speech: the reference of in-context cloning, else none."""
+    prompt = voice_clone_prompt or {}
+    codes = prompt.get("ref_code") if isinstance(prompt, dict) else [item.ref_code for item in prompt]
+    return list(codes[0]) if codes and codes[0] is not None else []
+
+
+def progress(line):
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+
+class Decoder:
+    """Stands in for `talker.generate`. Graphs for one row are captured at once, those for a batch when first asked for.
+    All batch sizes share one cache; a request takes it over from the one before, whether that had finished or not."""
+
+    def __init__(self, talker, max_seq_len, max_batch):
+        self.talker, self.max_seq_len, self.max_batch = talker, max_seq_len, max_batch
+        self.on_gpu = talker.device.type == "cuda"
+        self.rng = torch.cuda.default_generators[talker.device.index] if self.on_gpu else torch.default_generator
+        self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
+        self.caches, self.graphs, self.request = {}, {}, 0
+        predictor = talker.code_predictor.model
+        for model in (talker.model, predictor):
+            fewer_kernels(model, plain=predictor, length=aligned(max_seq_len))
+        talker_graph, _ = self.graphs_for(1)
+        for bucket in talker_graph.prefills:
+            progress(f"capturing prompts of up to {bucket} positions")
+            talker_graph.captured_prefill(bucket)
+        progress("")
+
+    @torch.no_grad()
+    def graphs_for(self, batch):
+        if batch not in self.graphs:
+            progress(f"capturing frames for {batch} at a time")
+            rows = 1 if batch == 1 else self.max_batch
+            if rows not in self.caches:
+                self.caches[rows] = static_cache(self.talker.model, rows, aligned(self.max_seq_len))
+            talker = TalkerGraph(self.talker, first_rows(self.caches[rows], batch), self.pool)
+            self.graphs[batch] = talker, PredictorGraph(self.talker, talker, self.pool)
+            progress("")
+        return self.graphs[batch]
+
+    @torch.no_grad()
+    def frames(self, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed, *, max_new_tokens,
+               min_new_tokens, eos_token_id, suppress_tokens, repetition_penalty, do_sample, temperature, top_k, top_p,
+               subtalker_dosample, subtalker_temperature, subtalker_top_k, subtalker_top_p, **_):
+        """The loop. Yields the codes (B, 16) and the hidden state (B, H) of one frame after another, until every row
+        has chosen its end token. They are views of static tensors: the next request writes over them."""
+        batch, length = attention_mask.shape
+        if length >= self.max_seq_len:
+            raise ValueError(f"the prompt takes {length} positions, the cache has {self.max_seq_len}: shorten the text "
+                             "or the reference, or load with a larger max_seq_len")
+        if max_new_tokens < 2:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 2: the last token makes no sound")
+        limit = min(max_new_tokens - 1, self.max_seq_len - length)
+        self.request += 1
+        request = self.request
+        talker, predictor = self.graphs_for(batch)
+        talker.configure(dict(do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p),
+                         repetition_penalty, suppress_tokens, eos_token_id, min_new_tokens)
+        predictor.sampling.set(subtalker_dosample, subtalker_temperature, subtalker_top_k, subtalker_top_p)
+        predictor.begin(trailing_text_hidden, tts_pad_embed)
+        talker.begin(inputs_embeds, attention_mask)
+        chosen = self.now()
+        for frame in range(limit):
+            # The frame starts before the host knows that there is one: the GPU never waits for Python. If the token
+            # before it was the end, the frame is dropped, and its noise counts as not drawn.
+            rng_state = self.rng.get_state()
+            predictor.step()
+            talker.step()
+            before, chosen = chosen, self.now()
+            if talker.ended_by(frame, before):
+                self.rng.set_state(rng_state)
+                return
+            yield predictor.codes[:, frame], predictor.hiddens[:, frame]
+            if self.request != request:
+                raise RuntimeError("another request has taken this model over: finish a stream before the next call")
+        if not talker.ended_by(limit, chosen):
+            remedy = (f"load with max_seq_len above {self.max_seq_len}" if limit < max_new_tokens - 1
+                      else f"call with max_new_tokens above {max_new_tokens}")
+            warnings.warn(f"the speech was cut off after {limit} frames, before it ended: {remedy}", stacklevel=2)
+
+    def now(self):
+        return torch.cuda.current_stream(self.talker.device).record_event() if self.on_gpu else None
+
+    def generate(self, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed, **settings):
+        """What upstream's talker.generate returns, as far as upstream looks at it."""
+        groups = []
+        for first in range(0, len(inputs_embeds), self.max_batch):
+            rows = slice(first, first + self.max_batch)
+            frames = list(self.frames(inputs_embeds[rows], attention_mask[rows], trailing_text_hidden[rows],
+                                      tts_pad_embed, **settings))
+            groups.append([torch.stack(column, dim=1) for column in zip(*frames)])
+        longest = max(codes.shape[1] for codes, _ in groups)      # shorter ones end in end tokens, and are cut there
+        codes, hiddens = (
+            torch.cat([F.pad(group[i], (0, 0, 0, longest - group[i].shape[1]), value=filler) for group in groups])
+            for i, filler in enumerate([settings["eos_token_id"], 0]))
+        # One entry a forward: the prompt's gave no codes, and upstream drops the last one's hidden state.
+        forwards = zip(hiddens.roll(-1, dims=1).split(1, dim=1), codes.unbind(1))
+        return GenerateDecoderOnlyOutput(sequences=codes[..., 0], hidden_states=(
+            ((hiddens[:, :1],), None), *(((hidden,), frame) for hidden, frame in forwards)))
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Speak a text with Qwen3-TTS.")
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--speaker", required=True, help="speaker.pt made by extract_speaker.py")
+    parser.add_argument("--output", required=True, type=Path, help="WAV file to write")
+    parser.add_argument("--language", default="Auto")
+    parser.add_argument("--model", default="0.6B", help="0.6B, 1.7B, a hub id or a folder")
+    parser.add_argument("--seed", type=int, help="the same seed gives the same speech")
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--repetition-penalty", type=float)
+    parser.add_argument("--max-seq-len", type=int, default=2048, help="positions for prompt and speech, 12.5 a second")
+    parser.add_argument("--device", help="cuda, cuda:1, cpu")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"])
+    args = parser.parse_args()
+    warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+    logging.set_verbosity_error()                                 # upstream's notes on its own arguments
+    try:
+        if not args.text.strip():
+            raise ValueError("the text is empty")
+        if not args.output.parent.is_dir():
+            raise ValueError(f"there is no folder {args.output.parent}: create it, or choose another --output")
+        if not Path(args.speaker).is_file():
+            raise ValueError(f"there is no file {args.speaker}: make one with extract_speaker.py")
+        tts = load(args.model, args.device, args.dtype and getattr(torch, args.dtype), args.max_seq_len)
+        prompt = load_speaker(args.speaker, tts.model.config.talker_config.hidden_size)
+        if args.seed is not None:
+            torch.manual_seed(args.seed)
+        start = time.perf_counter()
+        (audio,), rate = tts.generate_voice_clone(
+            args.text, args.language, voice_clone_prompt=prompt, temperature=args.temperature, top_k=args.top_k,
+            top_p=args.top_p, repetition_penalty=args.repetition_penalty)
+        wall = time.perf_counter() - start
+        soundfile.write(args.output, audio, rate, subtype="PCM_16")
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    seconds = len(audio) / rate
+    print(f"{args.output}: {seconds:.2f} s of audio in {wall:.2f} s, RTF {seconds / wall:.2f}")
+
+
+if __name__ == "__main__":
+    main()

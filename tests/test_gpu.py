@@ -1,0 +1,46 @@
+"""What only a GPU can show, on random weights of the published shapes. Skipped without one."""
+import pytest
+import torch
+
+import cudagraph_predictor
+import cudagraph_talker
+from generate import accelerate, handed_over, load_upstream, stream
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+GREEDY = dict(do_sample=False, subtalker_dosample=False)
+TEXTS = ["Real time speech synthesis.", "Hi!", "A much longer sentence than the two others, in the same batch."]
+
+
+@pytest.fixture(scope="module", params=["0.6B", "1.7B"])
+def tts(request, checkpoint):
+    model = load_upstream(str(checkpoint("base", request.param)))
+    model.speaker = torch.randn(model.model.config.talker_config.hidden_size)
+    return model
+
+
+def codes(tts, text, seed=0, frames=60, **settings):
+    rows = len(text) if isinstance(text, list) else 1
+    voice = dict(ref_code=None, ref_spk_embedding=[tts.speaker] * rows, x_vector_only_mode=[True] * rows,
+                 icl_mode=[False] * rows)
+    decoder, request = handed_over(tts.generate_voice_clone, dict(
+        text=text, language="English", voice_clone_prompt=voice, max_new_tokens=frames + 1, **settings))
+    torch.manual_seed(seed)
+    return torch.stack([codes.clone() for codes, _ in decoder.frames(**request)], dim=1).cpu()
+
+
+@pytest.mark.filterwarnings("ignore:the speech was cut off")
+def test_captured_frames_are_the_uncaptured_ones(tts, monkeypatch):
+    """A graph that misses a tensor, a setting or the generator's state repeats old tokens."""
+    requests = [dict(text=text, seed=seed, **settings) for text in (TEXTS[0], TEXTS) for seed, settings in (
+        (0, GREEDY), (1, {}), (2, dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.3)),
+        (3, dict(subtalker_temperature=0.5, subtalker_top_k=5)), (1, {}))]
+    accelerate(tts, max_seq_len=256)
+    captured = [codes(tts, **request) for request in requests]
+    for module in (cudagraph_talker, cudagraph_predictor):
+        monkeypatch.setattr(module, "capture", lambda fn, *_: fn)
+    accelerate(tts, max_seq_len=256)
+    uncaptured = [codes(tts, **request) for request in requests]
+    for request, a, b in zip(requests, captured, uncaptured):
+        assert torch.equal(a, b), request
+    assert torch.equal(captured[1], captured[4])                  # a seed reproduces, whatever came between
+    assert not torch.equal(captured[1], captured[3])              # the predictor's own settings are used
