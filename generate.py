@@ -118,6 +118,7 @@ class Decoder:
     """Stands in for `talker.generate`. Graphs for one row are captured at once, those for a batch when first asked for.
     All batch sizes share one cache; a request takes it over from the one before, whether that had finished or not."""
 
+    @torch.no_grad()
     def __init__(self, talker, max_seq_len, max_batch):
         self.talker, self.max_seq_len, self.max_batch = talker, max_seq_len, max_batch
         self.on_gpu = talker.device.type == "cuda"
@@ -133,7 +134,6 @@ class Decoder:
             talker_graph.captured_prefill(bucket)
         progress("")
 
-    @torch.no_grad()
     def graphs_for(self, batch):
         if batch not in self.graphs:
             progress(f"capturing frames for {batch} at a time")
