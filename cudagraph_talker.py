@@ -11,7 +11,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from transformers import StaticCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NEVER = 1 << 40                                                   # the length of a row that has not ended
 
@@ -54,14 +53,14 @@ class Sampling:
     def set(self, do_sample, temperature, top_k, top_p):
         if do_sample and not temperature > 0:
             raise ValueError(f"temperature is {temperature}, it must be above 0: use do_sample=False for greedy choice")
-        if do_sample and top_p is not None and not 0 <= top_p <= 1:
-            raise ValueError(f"top_p is {top_p}, it must lie between 0 and 1")
+        if do_sample and top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f"top_p is {top_p}, it must be above 0 and at most 1")
         if do_sample and top_k is not None and top_k < 0:
             raise ValueError(f"top_k is {top_k}, it must be a number of candidates, or 0 for all of them")
         top_k = min(top_k or self.vocab, self.vocab) if do_sample else 1
         self.temperature.fill_(temperature if do_sample else 1.0)
         self.kth.fill_(self.vocab - top_k)
-        self.tail.fill_(1 - top_p if do_sample and top_p is not None else 0.0)
+        self.tail.fill_(min(1 - top_p, 1 - 1e-6) if do_sample and top_p is not None else 0.0)
         self.greedy.fill_(not do_sample)
         # Upstream draws nothing for a greedy choice. Uncaptured code can follow it: the noise that nobody looks at
         # comes from a generator of its own, and the caller's seed stays where upstream would leave it.
@@ -70,46 +69,69 @@ class Sampling:
 
 
 def sample(scores, how):
-    """Top-k, then top-p, then one draw, in transformers' order and with its noise. (B, V) -> (B, 1)"""
-    scores = scores / how.temperature
-    ranked, order = scores.sort(-1)                               # ascending
-    ranked = ranked.masked_fill(ranked < ranked.index_select(-1, how.kth), float("-inf"))
-    removed = ranked.softmax(-1).cumsum(-1) <= how.tail           # below the k-th best the sum is 0: removed too
-    removed[:, -1] = False
-    probs = scores.masked_fill(removed.scatter(-1, order, removed), float("-inf")).softmax(-1)
-    noise = torch.empty_like(probs).exponential_(generator=how.generator)
-    return (probs / torch.where(how.greedy, 1.0, noise)).argmax(-1, keepdim=True)
+    """Top-k, then top-p, then one draw with the noise of torch.multinomial. (B, V) -> (B, 1)"""
+    ranked, order = (scores / how.temperature).sort(-1)           # ascending
+    weights = (ranked - ranked[:, -1:]).exp()                     # a softmax but for its sum, which changes no choice
+    weights = weights.masked_fill(ranked < ranked.index_select(-1, how.kth), 0)
+    summed = weights.cumsum(-1)
+    weights = weights.masked_fill(summed <= how.tail * summed[:, -1:], 0)
+    noise = torch.empty_like(scores).exponential_(generator=how.generator)
+    noise = torch.where(how.greedy, 1.0, noise).gather(-1, order)
+    return order.gather(-1, (weights / noise).argmax(-1, keepdim=True))
 
 
-def grouped_attention(module, query, key, value, attention_mask, scaling, **_):
-    """SDPA that reads each key-value head once: the query heads which share it become its query rows."""
-    batch, heads, length, width = query.shape
-    groups = heads // key.shape[1]
-    mask = attention_mask if length == 1 else attention_mask.repeat(1, 1, groups, 1)   # (B, 1, G * L, S)
-    query = query.reshape(batch, -1, groups * length, width)                           # (B, KV, G * L, D)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    return out.view(query.shape).reshape(batch, heads, length, width).transpose(1, 2), None
+def attention(attn, qkv, qk_norm, hidden_states, position_embeddings, attention_mask, past_key_values, cache_position, **_):
+    """Upstream's attention from fewer kernels: one projection, queries and keys normed and rotated together, and each
+    key and value read once, the query heads that share them being rows of one head."""
+    batch, length, _ = hidden_states.shape
+    (both, width), kv = qk_norm.shape, len(qkv) // attn.head_dim - len(qk_norm)
+    heads = F.linear(hidden_states, qkv).view(batch, length, both + kv, width)
+    qk = F.rms_norm(heads[:, :, :both], (width,), eps=attn.q_norm.variance_epsilon) * qk_norm
+    cos, sin = position_embeddings                                                     # (B, L, 1, D)
+    qk = qk * cos + qk.roll(width // 2, -1) * sin
+    query, key, value = (x.transpose(1, 2) for x in (qk[:, :, :-kv], qk[:, :, -kv:], heads[:, :, both:]))
+    keys, values = past_key_values.update(key, value, attn.layer_idx, {"cache_position": cache_position})
+    query = query.reshape(batch, kv, -1, width)                                        # (B, KV, G * L, D)
+    mask = attention_mask if length == 1 else attention_mask.repeat(1, 1, query.shape[2] // length, 1)
+    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=attn.scaling)
+    return attn.o_proj(out.reshape(batch, -1, length, width).transpose(1, 2).reshape(batch, length, -1)), None
 
 
-def fewer_kernels(model, plain, length):
-    """The same numbers from the model's own forward with fewer kernels: norms in one, keys and values not repeated,
-    rotary embeddings looked up. The three rows of the talker's multimodal RoPE are always equal in speech, so its
-    layers take the forward of the `plain` model's, the predictor."""
-    ALL_ATTENTION_FUNCTIONS.register("grouped", grouped_attention)
+def feed_forward(mlp, gate_up, x):
+    gate, up = F.linear(x, gate_up).chunk(2, -1)
+    return mlp.down_proj(mlp.act_fn(gate) * up)
+
+
+def stack(*linears):
+    """One weight for several projections of the same input; theirs become views of it."""
+    weight = torch.cat([linear.weight for linear in linears])
+    for linear, part in zip(linears, weight.split([len(linear.weight) for linear in linears])):
+        linear.weight.data = part
+    return weight
+
+
+def fewer_kernels(model, rotary, length):
+    """Gives the model's own forward faster parts. `rotary` is upstream's plain rotary embedding: the talker's has three
+    rows, for time, height and width, which are equal in speech."""
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
             module.forward = partial(F.rms_norm, normalized_shape=module.weight.shape, weight=module.weight,
                                      eps=module.variance_epsilon)
     for layer in model.layers:
-        layer.self_attn.forward = partial(type(plain.layers[0].self_attn).forward, layer.self_attn)
-        layer.self_attn.config._attn_implementation = "grouped"
+        attn, mlp = layer.self_attn, layer.mlp
+        qkv = stack(attn.q_proj, attn.k_proj, attn.v_proj)
+        norms = (norm.weight.expand(len(proj.weight) // attn.head_dim, -1) for norm, proj in (
+            (attn.q_norm, attn.q_proj), (attn.k_norm, attn.k_proj)))
+        attn.forward = partial(attention, attn, qkv, torch.cat([*norms]))
+        mlp.forward = partial(feed_forward, mlp, stack(mlp.gate_proj, mlp.up_proj))
+
     like = torch.empty(0, dtype=model.dtype, device=model.device)
-    positions = torch.arange(length, device=model.device)[None]
-    cos, sin = type(plain.rotary_emb).forward(model.rotary_emb, like, positions)       # (1, length, D)
+    cos, sin = rotary.forward(model.rotary_emb, like, torch.arange(length, device=model.device)[None])
+    sin[..., :sin.shape[-1] // 2] *= -1                           # for halves that are swapped, not negated
 
     def look_up(_, position_ids):
         position_ids = position_ids if position_ids.dim() == 2 else position_ids[0]    # (B, L)
-        return F.embedding(position_ids, cos[0]), F.embedding(position_ids, sin[0])
+        return [F.embedding(position_ids, table[0])[:, :, None] for table in (cos, sin)]
     model.rotary_emb.forward = look_up
 
 

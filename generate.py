@@ -127,7 +127,7 @@ class Decoder:
         self.caches, self.graphs, self.request = {}, {}, 0
         predictor = talker.code_predictor.model
         for model in (talker.model, predictor):
-            fewer_kernels(model, plain=predictor, length=aligned(max_seq_len))
+            fewer_kernels(model, type(predictor.rotary_emb), aligned(max_seq_len))
         talker_graph, _ = self.graphs_for(1)
         for bucket in talker_graph.prefills:
             progress(f"capturing prompts of up to {bucket} positions")
