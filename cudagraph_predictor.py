@@ -17,19 +17,17 @@ class PredictorGraph:
         self.talker, self.model, self.heads = graph, predictor.model, predictor.lm_head
         self.project = predictor.small_to_mtp_projection
         self.embed_token, self.embed_code = talker.get_input_embeddings(), predictor.get_input_embeddings()
-        self.sampling = Sampling(predictor.config.vocab_size, device)
-
         batch, length, width = graph.prompt.shape
-        groups = talker.config.num_code_groups
-        self.text = torch.zeros(batch, length, width, dtype=talker.dtype, device=device)
-        self.hiddens = torch.zeros_like(self.text)
-        self.codes = torch.zeros(batch, length, groups, dtype=torch.long, device=device)
-
+        groups, dtype = talker.config.num_code_groups, talker.dtype
         self.cache = static_cache(self.model, batch, aligned(groups))
-        self.positions = torch.arange(self.cache.max_cache_len, device=device)
-        hidden_from = self.positions > self.positions[:, None]
-        masks = torch.zeros(hidden_from.shape, dtype=talker.dtype, device=device)
-        self.masks = masks.masked_fill(hidden_from, torch.finfo(talker.dtype).min)[None, None]     # (1, 1, S, S)
+        with device:
+            self.sampling = Sampling(predictor.config.vocab_size)
+            self.text = torch.zeros(batch, length, width, dtype=dtype)
+            self.hiddens = torch.zeros(batch, length, width, dtype=dtype)
+            self.codes = torch.zeros(batch, length, groups, dtype=torch.long)
+            self.positions = torch.arange(self.cache.max_cache_len)
+            later = self.positions > self.positions[:, None]
+            self.masks = torch.zeros_like(later, dtype=dtype).masked_fill(later, torch.finfo(dtype).min)[None, None]
 
         self.step = capture(self.step, device, pool)
 

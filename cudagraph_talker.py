@@ -1,9 +1,9 @@
 """The talker as a CUDA graph: an embedding goes in, a hidden state and the next token come out.
 
-`step` is captured once, `prefill` once for each prompt length bucket; both write the same StaticCache and end in the
-same `choose`. All tensors in __init__ are static: the graphs read and write them in place, and so does the predictor.
-The caller calls `begin`, replays one prefill, then replays predictor and talker in turn, one pair a frame.
-`capture` and `sample` serve the predictor as well.
+`step` is captured once, `prefill` once for each bucket of prompt lengths; both write the same StaticCache and end in
+`choose`. The tensors made in __init__ are static: the graphs read and write them in place, and so does the predictor's.
+The caller sets up a request with `configure` and `begin`, then replays the predictor's `step` and this one in turn, a
+pair a frame. `capture` and `sample` serve the predictor as well.
 """
 import copy
 from functools import partial
@@ -42,28 +42,26 @@ def buckets(length):
 class Sampling:
     """How to choose from logits. Device scalars, so that one capture serves every request."""
 
-    def __init__(self, vocab, device):
-        self.vocab = vocab
-        self.temperature = torch.ones((), device=device)
-        self.kth = torch.zeros(1, dtype=torch.long, device=device)   # rank of the k-th best of `vocab`, ascending
-        self.tail = torch.zeros((), device=device)                   # 1 - top_p
-        self.greedy = torch.zeros((), dtype=torch.bool, device=device)
-        self.generator = None
+    def __init__(self, vocab):
+        self.vocab, self.generator = vocab, None
+        self.temperature = torch.ones(())
+        self.kth = torch.zeros(1, dtype=torch.long)               # the rank of the k-th best, counted from the worst
+        self.tail = torch.zeros(())                               # 1 - top_p
+        self.greedy = torch.zeros((), dtype=torch.bool)
 
     def set(self, do_sample, temperature, top_k, top_p):
-        if do_sample and not temperature > 0:
-            raise ValueError(f"temperature is {temperature}, it must be above 0: use do_sample=False for greedy choice")
-        if do_sample and top_p is not None and not 0 < top_p <= 1:
-            raise ValueError(f"top_p is {top_p}, it must be above 0 and at most 1")
-        if do_sample and top_k is not None and top_k < 0:
-            raise ValueError(f"top_k is {top_k}, it must be a number of candidates, or 0 for all of them")
-        top_k = min(top_k or self.vocab, self.vocab) if do_sample else 1
-        self.temperature.fill_(temperature if do_sample else 1.0)
-        self.kth.fill_(self.vocab - top_k)
-        self.tail.fill_(min(1 - top_p, 1 - 1e-6) if do_sample and top_p is not None else 0.0)
+        if not do_sample:
+            temperature, top_k, top_p = 1.0, 1, 1.0
+        top_k, top_p = top_k or self.vocab, 1.0 if top_p is None else top_p            # as transformers reads 0 and None
+        if not (temperature > 0 and top_k > 0 and 0 < top_p <= 1):
+            raise ValueError(f"temperature {temperature} must be above 0, top_k {top_k} a number of candidates, and "
+                             f"top_p {top_p} above 0 and at most 1; do_sample=False always takes the best")
+        self.temperature.fill_(temperature)
+        self.kth.fill_(max(self.vocab - top_k, 0))
+        self.tail.fill_(min(1 - top_p, 1 - 1e-6))                 # short of 1, so that the best always stays
         self.greedy.fill_(not do_sample)
-        # Upstream draws nothing for a greedy choice. Uncaptured code can follow it: the noise that nobody looks at
-        # comes from a generator of its own, and the caller's seed stays where upstream would leave it.
+        # Upstream draws nothing for a greedy choice. Where nothing is captured we leave the caller's seed there too:
+        # noise that nobody looks at comes from a generator of its own.
         on_cpu = self.greedy.device.type == "cpu"
         self.generator = torch.Generator() if on_cpu and not do_sample else None
 
@@ -78,61 +76,6 @@ def sample(scores, how):
     noise = torch.empty_like(scores).exponential_(generator=how.generator)
     noise = torch.where(how.greedy, 1.0, noise).gather(-1, order)
     return order.gather(-1, (weights / noise).argmax(-1, keepdim=True))
-
-
-def attention(attn, qkv, qk_norm, hidden_states, position_embeddings, attention_mask, past_key_values, cache_position, **_):
-    """Upstream's attention from fewer kernels: one projection, queries and keys normed and rotated together, and each
-    key and value read once, the query heads that share them being rows of one head."""
-    batch, length, _ = hidden_states.shape
-    (both, width), kv = qk_norm.shape, len(qkv) // attn.head_dim - len(qk_norm)
-    heads = F.linear(hidden_states, qkv).view(batch, length, both + kv, width)
-    qk = F.rms_norm(heads[:, :, :both], (width,), eps=attn.q_norm.variance_epsilon) * qk_norm
-    cos, sin = position_embeddings                                                     # (B, L, 1, D)
-    qk = qk * cos + qk.roll(width // 2, -1) * sin
-    query, key, value = (x.transpose(1, 2) for x in (qk[:, :, :-kv], qk[:, :, -kv:], heads[:, :, both:]))
-    keys, values = past_key_values.update(key, value, attn.layer_idx, {"cache_position": cache_position})
-    query = query.reshape(batch, kv, -1, width)                                        # (B, KV, G * L, D)
-    mask = attention_mask if length == 1 else attention_mask.repeat(1, 1, query.shape[2] // length, 1)
-    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=attn.scaling)
-    return attn.o_proj(out.reshape(batch, -1, length, width).transpose(1, 2).reshape(batch, length, -1)), None
-
-
-def feed_forward(mlp, gate_up, x):
-    gate, up = F.linear(x, gate_up).chunk(2, -1)
-    return mlp.down_proj(mlp.act_fn(gate) * up)
-
-
-def stack(*linears):
-    """One weight for several projections of the same input; theirs become views of it."""
-    weight = torch.cat([linear.weight for linear in linears])
-    for linear, part in zip(linears, weight.split([len(linear.weight) for linear in linears])):
-        linear.weight.data = part
-    return weight
-
-
-def fewer_kernels(model, rotary, length):
-    """Gives the model's own forward faster parts. `rotary` is upstream's plain rotary embedding: the talker's has three
-    rows, for time, height and width, which are equal in speech."""
-    for module in model.modules():
-        if hasattr(module, "variance_epsilon"):
-            module.forward = partial(F.rms_norm, normalized_shape=module.weight.shape, weight=module.weight,
-                                     eps=module.variance_epsilon)
-    for layer in model.layers:
-        attn, mlp = layer.self_attn, layer.mlp
-        qkv = stack(attn.q_proj, attn.k_proj, attn.v_proj)
-        norms = (norm.weight.expand(len(proj.weight) // attn.head_dim, -1) for norm, proj in (
-            (attn.q_norm, attn.q_proj), (attn.k_norm, attn.k_proj)))
-        attn.forward = partial(attention, attn, qkv, torch.cat([*norms]))
-        mlp.forward = partial(feed_forward, mlp, stack(mlp.gate_proj, mlp.up_proj))
-
-    like = torch.empty(0, dtype=model.dtype, device=model.device)
-    cos, sin = rotary.forward(model.rotary_emb, like, torch.arange(length, device=model.device)[None])
-    sin[..., :sin.shape[-1] // 2] *= -1                           # for halves that are swapped, not negated
-
-    def look_up(_, position_ids):
-        position_ids = position_ids if position_ids.dim() == 2 else position_ids[0]    # (B, L)
-        return [F.embedding(position_ids, table[0])[:, :, None] for table in (cos, sin)]
-    model.rotary_emb.forward = look_up
 
 
 def static_cache(model, rows, length):
@@ -156,24 +99,24 @@ class TalkerGraph:
         device, dtype, width = talker.device, talker.dtype, talker.config.hidden_size
         batch, vocab, length = len(cache.layers[0].keys), talker.config.vocab_size, cache.max_cache_len
         self.model, self.head, self.cache, self.device, self.pool = talker.model, talker.codec_head, cache, device, pool
-        self.columns, self.ids = torch.arange(length, device=device), torch.arange(vocab, device=device)
-        # settings
-        self.sampling = Sampling(vocab, device)
-        self.repetition_penalty = torch.ones((), device=device)
-        self.suppressed = torch.zeros(vocab, dtype=torch.bool, device=device)
-        self.end_token = torch.zeros((), dtype=torch.long, device=device)
-        self.min_tokens = torch.zeros((), dtype=torch.long, device=device)
-        # the prompt: `start` columns, of which the first `pad` of each row are empty
-        self.prompt = torch.zeros(batch, length, width, dtype=dtype, device=device)
-        self.start = torch.ones(1, dtype=torch.long, device=device)
-        self.pad = torch.zeros(batch, dtype=torch.long, device=device)
-        # the frame
-        self.embedding = torch.zeros(batch, 1, width, dtype=dtype, device=device)
-        self.hidden = torch.zeros_like(self.embedding)
-        self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        self.frame = torch.zeros(1, dtype=torch.long, device=device)         # the frame that `token` begins
-        self.seen = torch.zeros(batch, vocab, dtype=torch.bool, device=device)
-        self.lengths = torch.full((batch,), NEVER, device=device)            # frames of each row, once it has ended
+        with device:
+            self.columns, self.ids = torch.arange(length), torch.arange(vocab)
+            # settings
+            self.sampling = Sampling(vocab)
+            self.repetition_penalty = torch.ones(())
+            self.suppressed = torch.zeros(vocab, dtype=torch.bool)
+            self.end_token, self.min_tokens = torch.zeros(2, dtype=torch.long)
+            # the prompt: `start` columns, of which the first `pad` of each row are empty
+            self.prompt = torch.zeros(batch, length, width, dtype=dtype)
+            self.start = torch.ones(1, dtype=torch.long)
+            self.pad = torch.zeros(batch, dtype=torch.long)
+            # the frame
+            self.embedding = torch.zeros(batch, 1, width, dtype=dtype)
+            self.hidden = torch.zeros(batch, 1, width, dtype=dtype)
+            self.token = torch.zeros(batch, 1, dtype=torch.long)
+            self.frame = torch.zeros(1, dtype=torch.long)                    # the frame that `token` begins
+            self.seen = torch.zeros(batch, vocab, dtype=torch.bool)
+            self.lengths = torch.full((batch,), NEVER)                       # frames of each row, once it has ended
         self.lengths_on_host = self.lengths if device.type == "cpu" else self.lengths.cpu().pin_memory()
 
         self.step = capture(self.step, device, pool)

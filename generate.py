@@ -7,18 +7,15 @@ Upstream builds every kind of prompt and then calls `talker.generate` once. `acc
 all of upstream's methods stay as they are. `Decoder.frames` is the only loop: a whole call drains it, `stream` takes
 its frames in chunks.
 """
-import argparse
 import sys
 import time
 import types
 import warnings
-from pathlib import Path
 
 import soundfile
 import torch
 import torch.nn.functional as F
 from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.utils import logging
 
 # The 12 Hz models never use the 25 Hz tokenizer, whose import needs torchaudio, sox and onnxruntime.
 unused = types.ModuleType("qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1")
@@ -27,8 +24,9 @@ sys.modules.setdefault(unused.__name__, unused)
 from qwen_tts import Qwen3TTSModel
 
 from cudagraph_predictor import PredictorGraph
-from cudagraph_talker import TalkerGraph, aligned, fewer_kernels, first_rows, static_cache
-from voices import load_speaker
+from cudagraph_talker import TalkerGraph, aligned, first_rows, static_cache
+from fewer_kernels import use_fewer_kernels
+from voices import answered_mistakes, load_speaker, parse_arguments
 
 MODELS = {size: f"Qwen/Qwen3-TTS-12Hz-{size}-Base" for size in ("0.6B", "1.7B")}
 
@@ -36,6 +34,8 @@ MODELS = {size: f"Qwen/Qwen3-TTS-12Hz-{size}-Base" for size in ("0.6B", "1.7B")}
 def load_upstream(model, device=None, dtype=None):
     """Upstream's Qwen3TTSModel as it is. `model`: "0.6B", "1.7B", a hub id or a folder."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("this torch finds no CUDA device: use the device cpu, or install a CUDA build of torch")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     return Qwen3TTSModel.from_pretrained(MODELS.get(model, model), device_map=device, dtype=dtype)
 
@@ -125,9 +125,7 @@ class Decoder:
         self.rng = torch.cuda.default_generators[talker.device.index] if self.on_gpu else torch.default_generator
         self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
         self.caches, self.graphs, self.request = {}, {}, 0
-        predictor = talker.code_predictor.model
-        for model in (talker.model, predictor):
-            fewer_kernels(model, type(predictor.rotary_emb), aligned(max_seq_len))
+        use_fewer_kernels(talker, aligned(max_seq_len))
         talker_graph, _ = self.graphs_for(1)
         for bucket in talker_graph.prefills:
             progress(f"capturing prompts of up to {bucket} positions")
@@ -207,30 +205,8 @@ class Decoder:
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Speak a text with Qwen3-TTS.")
-    parser.add_argument("--text", required=True)
-    parser.add_argument("--speaker", required=True, help="speaker.pt made by extract_speaker.py")
-    parser.add_argument("--output", required=True, type=Path, help="WAV file to write")
-    parser.add_argument("--language", default="Auto")
-    parser.add_argument("--model", default="0.6B", help="0.6B, 1.7B, a hub id or a folder")
-    parser.add_argument("--seed", type=int, help="the same seed gives the same speech")
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--repetition-penalty", type=float)
-    parser.add_argument("--max-seq-len", type=int, default=2048, help="positions for prompt and speech, 12.5 a second")
-    parser.add_argument("--device", help="cuda, cuda:1, cpu")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"])
-    args = parser.parse_args()
-    warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
-    logging.set_verbosity_error()                                 # upstream's notes on its own arguments
-    try:
-        if not args.text.strip():
-            raise ValueError("the text is empty")
-        if not args.output.parent.is_dir():
-            raise ValueError(f"there is no folder {args.output.parent}: create it, or choose another --output")
-        if not Path(args.speaker).is_file():
-            raise ValueError(f"there is no file {args.speaker}: make one with extract_speaker.py")
+    with answered_mistakes():
+        args = parse_arguments()
         tts = load(args.model, args.device, args.dtype and getattr(torch, args.dtype), args.max_seq_len)
         prompt = load_speaker(args.speaker, tts.model.config.talker_config.hidden_size)
         if args.seed is not None:
@@ -239,13 +215,9 @@ def main():
         (audio,), rate = tts.generate_voice_clone(
             args.text, args.language, voice_clone_prompt=prompt, temperature=args.temperature, top_k=args.top_k,
             top_p=args.top_p, repetition_penalty=args.repetition_penalty)
-        wall = time.perf_counter() - start
+        wall, seconds = time.perf_counter() - start, len(audio) / rate
         soundfile.write(args.output, audio, rate, subtype="PCM_16")
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
-    seconds = len(audio) / rate
-    print(f"{args.output}: {seconds:.2f} s of audio in {wall:.2f} s, RTF {seconds / wall:.2f}")
+        print(f"{args.output}: {seconds:.2f} s of audio in {wall:.2f} s, RTF {seconds / wall:.2f}")
 
 
 if __name__ == "__main__":

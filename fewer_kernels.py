@@ -1,0 +1,68 @@
+"""Drop-in parts for upstream's decoder layers: the same numbers from half the kernels.
+
+Upstream's model and layer forwards stay and call these. Without `use_fewer_kernels` everything works, slower.
+"""
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+
+def use_fewer_kernels(talker, length):
+    """Changes upstream's talker and its predictor in place, for positions up to `length`. The rows of the talker's
+    multimodal RoPE, for time, height and width, are equal in speech: the predictor's plain RoPE serves both."""
+    rotary = type(talker.code_predictor.model.rotary_emb)
+    for model in (talker.model, talker.code_predictor.model):
+        for module in model.modules():
+            if hasattr(module, "variance_epsilon"):
+                module.forward = partial(F.rms_norm, normalized_shape=module.weight.shape, weight=module.weight,
+                                         eps=module.variance_epsilon)
+        for layer in model.layers:
+            attn, mlp = layer.self_attn, layer.mlp
+            qkv = stack(attn.q_proj, attn.k_proj, attn.v_proj)
+            qk_norm = torch.cat([norm.weight.expand(len(proj.weight) // attn.head_dim, -1) for norm, proj in (
+                (attn.q_norm, attn.q_proj), (attn.k_norm, attn.k_proj))])              # (Q + KV, D)
+            attn.forward = partial(attention, attn, qkv, qk_norm)
+            mlp.forward = partial(feed_forward, mlp, stack(mlp.gate_proj, mlp.up_proj))
+        like = torch.empty(0, dtype=model.dtype, device=model.device)
+        cos, sin = rotary.forward(model.rotary_emb, like, torch.arange(length, device=model.device)[None])
+        sin[..., :sin.shape[-1] // 2] *= -1                       # `attention` swaps the halves and negates neither
+        model.rotary_emb.forward = partial(look_up, cos[0], sin[0])
+
+
+def stack(*linears):
+    """One weight for several projections of the same input; their own become views of it."""
+    assert all(linear.bias is None for linear in linears)
+    weight = torch.cat([linear.weight for linear in linears])
+    for linear, part in zip(linears, weight.split([len(linear.weight) for linear in linears])):
+        linear.weight.data = part
+    return weight
+
+
+def look_up(cos, sin, _, position_ids):
+    position_ids = position_ids if position_ids.dim() == 2 else position_ids[0]        # (B, L)
+    return [F.embedding(position_ids, table)[:, :, None] for table in (cos, sin)]      # (B, L, 1, D)
+
+
+def attention(attn, qkv, qk_norm, hidden_states, position_embeddings, attention_mask, past_key_values, cache_position,
+              **_):
+    """One projection; queries and keys normed and rotated together; keys and values read once, not repeated: the query
+    heads that share them become rows of one head."""
+    batch, length, _ = hidden_states.shape
+    (both, width), kv = qk_norm.shape, attn.k_proj.out_features // attn.head_dim
+    cos, sin = position_embeddings
+    heads = F.linear(hidden_states, qkv).view(batch, length, both + kv, width)
+    qk = F.rms_norm(heads[:, :, :both], (width,), eps=attn.q_norm.variance_epsilon) * qk_norm
+    qk = qk * cos + qk.roll(width // 2, -1) * sin
+    query, key, value = (x.transpose(1, 2) for x in (qk[:, :, :-kv], qk[:, :, -kv:], heads[:, :, both:]))
+    key, value = past_key_values.update(key, value, attn.layer_idx, {"cache_position": cache_position})
+    query = query.reshape(batch, kv, -1, width)                                        # (B, KV, G * L, D)
+    mask = attention_mask if length == 1 else attention_mask.repeat(1, 1, query.shape[2] // length, 1)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=attn.scaling)
+    out = out.reshape(batch, -1, length, width).transpose(1, 2)                        # (B, L, Q, D)
+    return attn.o_proj(out.reshape(batch, length, -1)), None
+
+
+def feed_forward(mlp, gate_up, x):
+    gate, up = F.linear(x, gate_up).chunk(2, -1)
+    return mlp.down_proj(mlp.act_fn(gate) * up)
