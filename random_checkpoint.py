@@ -43,7 +43,7 @@ TALKER_SIZES = {
                  num_key_value_heads=2, head_dim=16, text_vocab_size=512, text_hidden_size=48,
                  rope_scaling=dict(interleaved=True, mrope_section=[4, 2, 2], rope_type="default", type="default")),
 }
-TINY_PREDICTOR = dict(hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+TINY_PREDICTOR = dict(hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
                       num_key_value_heads=2, head_dim=16)
 TINY_SPEAKER_ENCODER = dict(enc_channels=[16, 16, 16, 16, 48], enc_attention_channels=8, enc_se_channels=8,
                             enc_res2net_scale=4)
@@ -144,10 +144,10 @@ def write_checkpoint(out, size, kind="base", seed=0, gain=1.0):
     config, codec_raw = model_config(size, kind, tokenizer), codec_config(size)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = randomize(Qwen3TTSForConditionalGeneration(Qwen3TTSConfig(**config)), gain)
-        codec = randomize(Qwen3TTSTokenizerV2Model(Qwen3TTSTokenizerV2Config(**codec_raw)))
+        codec = randomize(Qwen3TTSTokenizerV2Model(Qwen3TTSTokenizerV2Config(**codec_raw)), 0.7)  # well-conditioned
         soften(codec.decoder)
         # A tiny model ends its speech by itself, after some seconds; one for timing speaks as long as it is asked to.
-        model.talker.codec_head.weight[CODEC_IDS["codec_eos_token_id"]] *= 2.5 if size == "tiny" else 0
+        model.talker.codec_head.weight[CODEC_IDS["codec_eos_token_id"]] *= 3 if size == "tiny" else 0
         speaker = torch.randn(config["talker_config"]["hidden_size"])
     model.to(torch.bfloat16).save_pretrained(out)
     codec.save_pretrained(codec_folder)

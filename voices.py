@@ -5,6 +5,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import soundfile
 import torch
 from transformers.utils import logging
 
@@ -37,6 +38,19 @@ def writable_file(path):
     if path.is_dir() or not path.parent.is_dir():
         problem = "is a folder" if path.is_dir() else "is in a folder that does not exist"
         raise ValueError(f"cannot write {path}: it {problem}: choose another --output")
+
+
+def read_audio(path):
+    """A recording as mono float32 samples, and its rate."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}: give a recording of the voice")
+    try:
+        audio, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    except soundfile.LibsndfileError:
+        raise ValueError(f"{path} is not audio that can be read: give a WAV, FLAC, OGG or MP3 file") from None
+    if len(audio) < rate:
+        raise ValueError(f"{path} holds {len(audio) / rate:.2f} s of audio: give at least 1 s, better 3 s or more")
+    return audio.mean(axis=1), rate
 
 
 def load_speaker(path, width):

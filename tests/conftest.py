@@ -1,7 +1,9 @@
-"""Tiny checkpoints of the three model types, made once, and each model twice: upstream's own and accelerated."""
+"""Tiny checkpoints with random weights, and every kind of voice on upstream's model and on the accelerated one."""
+import functools
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,17 +11,85 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from generate import accelerate, load_upstream
 from random_checkpoint import write_checkpoint
 
-KINDS = ("base", "custom_voice", "voice_design")
+torch.set_num_threads(1)                                          # tiny tensors; the other core runs other tests
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """checkpoint(kind) -> folder"""
-    folders = {}
+    """checkpoint(kind, size) -> folder, written when first asked for."""
+    @functools.cache
+    def write(kind="base", size="tiny"):
+        folder = tmp_path_factory.mktemp(f"{size}-{kind}")
+        write_checkpoint(folder, size, kind)
+        return folder
+    return write
 
-    def make(kind="base", size="tiny"):
-        if (kind, size) not in folders:
-            folders[kind, size] = tmp_path_factory.mktemp(f"{size}-{kind}")
-            write_checkpoint(folders[kind, size], size, kind)
-        return folders[kind, size]
-    return make
+
+@pytest.fixture(scope="session")
+def recording():
+    """Two seconds of something with a pitch, at a rate that the models must resample."""
+    time = np.arange(2 * 16000) / 16000
+    noise = np.random.default_rng(0).normal(size=len(time))
+    return (0.3 * np.sin(2 * np.pi * 180 * time) + 0.02 * noise).astype(np.float32), 16000
+
+
+def speaker_prompt(folder, rows):
+    speaker = torch.load(folder / "speaker.pt", weights_only=True)
+    return dict(ref_code=None, ref_spk_embedding=[speaker] * rows, x_vector_only_mode=[True] * rows,
+                icl_mode=[False] * rows)
+
+
+VOICES = {   # name: model type, method, its arguments
+    "x-vector": ("base", "generate_voice_clone", lambda tts, folder, recording: dict(
+        voice_clone_prompt=speaker_prompt(folder, 8), language="English")),
+    "in-context": ("base", "generate_voice_clone", lambda tts, folder, recording: dict(
+        voice_clone_prompt=tts.create_voice_clone_prompt(recording, "what it says"), language="German")),
+    "preset": ("custom_voice", "generate_custom_voice", lambda tts, folder, recording: dict(
+        speaker="dylan", instruct="whisper", language="Auto")),
+    "designed": ("voice_design", "generate_voice_design", lambda tts, folder, recording: dict(
+        instruct="a warm narrator", language="Chinese")),
+}
+
+
+class Voice:
+    """One way to speak, with upstream's model and with the same model accelerated."""
+
+    def __init__(self, name, checkpoint, recording):
+        kind, self.method, make_arguments = VOICES[name]
+        self.folder = checkpoint(kind)
+        self.upstream, self.fast = (load_upstream(str(self.folder), "cpu") for _ in range(2))
+        accelerate(self.fast, max_seq_len=384, max_batch=4)
+        self.arguments = make_arguments(self.upstream, self.folder, recording)
+        self.end_token = self.upstream.model.config.talker_config.codec_eos_token_id
+        self.end_row = self.upstream.model.talker.codec_head.weight[self.end_token].clone()
+
+    def end_comes_up(self, comes_up):
+        """The tiny models end their speech by themselves, sooner or later; or not at all, with this."""
+        for tts in (self.upstream, self.fast):
+            tts.model.talker.codec_head.weight.data[self.end_token] = self.end_row if comes_up else 0
+        return self
+
+    def codes(self, tts, seed=0, **arguments):
+        """Calls the model's own method. Returns the codes (T, 16) of each text, and the next random number."""
+        model, heard = tts.model, []
+        model.generate = lambda **kwargs: heard.append(type(model).generate(model, **kwargs)) or heard[0]
+        torch.manual_seed(seed)
+        try:
+            getattr(tts, self.method)(**self.arguments | arguments)
+        finally:
+            del model.generate
+        return heard[0][0], torch.rand(1)
+
+    def assert_same_tokens(self, **arguments):
+        (expected, after), (codes, after_ours) = (self.codes(tts, **arguments) for tts in (self.upstream, self.fast))
+        assert [len(row) for row in codes] == [len(row) for row in expected]
+        for row, expected_row in zip(codes, expected):
+            assert torch.equal(row, expected_row)
+        assert after_ours == after                                # as many random numbers drawn as upstream draws
+        return expected
+
+
+@pytest.fixture(scope="session")
+def voices(checkpoint, recording):
+    """voices(name) -> Voice"""
+    return functools.cache(lambda name: Voice(name, checkpoint, recording))

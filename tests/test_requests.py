@@ -1,0 +1,165 @@
+"""One request after another: nothing of the one before shows, nothing is cut short silently."""
+import numpy as np
+import pytest
+import torch
+
+from conftest import VOICES
+from generate import accelerate, load, load_upstream, stream
+
+TEXT = "Hello there."
+cut_off_on_purpose = pytest.mark.filterwarnings("ignore:the speech was cut off")
+
+
+@pytest.fixture
+def voice(voices):
+    return voices("x-vector").end_comes_up(True)
+
+
+@pytest.fixture
+def fresh_codes(voice):
+    """What a request gives on a model that has served no other."""
+    def codes(**request):
+        tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=384, max_batch=4)
+        return voice.codes(tts, text=TEXT, **request)[0][0]
+    return codes
+
+
+def test_after_an_abandoned_stream(voice, fresh_codes):
+    for _ in stream(voice.fast.generate_voice_clone, chunk_frames=2, text="Never mind.", **voice.arguments):
+        break
+    assert torch.equal(voice.codes(voice.fast, text=TEXT, seed=5)[0][0], fresh_codes(seed=5))
+
+
+def test_after_an_exception(voice, fresh_codes, monkeypatch):
+    decoder = voice.fast.model.talker.generate.__self__
+    talker, _ = decoder.graphs_for(1)
+    with monkeypatch.context() as broken:
+        broken.setattr(talker, "step", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            voice.codes(voice.fast, text="Never mind.")
+    assert torch.equal(voice.codes(voice.fast, text=TEXT, seed=5)[0][0], fresh_codes(seed=5))
+
+
+def test_after_other_settings(voice, fresh_codes):
+    settings = dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.3, subtalker_top_k=3, seed=5)
+    voice.codes(voice.fast, text="A longer one, by far.", do_sample=False, subtalker_dosample=False)
+    assert torch.equal(voice.codes(voice.fast, text=TEXT, **settings)[0][0], fresh_codes(**settings))
+    assert torch.equal(voice.codes(voice.fast, text=TEXT, seed=5)[0][0], fresh_codes(seed=5))
+
+
+def test_another_end_token(voice):
+    """Upstream lets the caller name the end token; the next request has its own again."""
+    codes, _ = voice.codes(voice.upstream, text=TEXT, do_sample=False)
+    other_end = dict(text=TEXT, do_sample=False, eos_token_id=int(codes[0][-1, 0]), max_new_tokens=100)
+    voice.assert_same_tokens(**other_end)
+    voice.assert_same_tokens(text=TEXT, do_sample=False)
+
+
+def test_two_requests_share_one_seed(voice):
+    """No frame beyond the last leaves a trace in the random numbers."""
+    def two(tts):
+        first, _ = voice.codes(tts, text=TEXT, seed=7)
+        return voice.codes(tts, text=TEXT, seed=int(torch.randint(1000, ())))[0][0]
+    assert torch.equal(two(voice.fast), two(voice.upstream))
+
+
+def test_interleaved_streams_are_refused(voice):
+    """Two streams would write over each other's cache; the older one says so instead of speaking nonsense."""
+    older = stream(voice.fast.generate_voice_clone, chunk_frames=1, text=TEXT, **voice.arguments)
+    next(older)
+    next(stream(voice.fast.generate_voice_clone, chunk_frames=1, text=TEXT, **voice.arguments))
+    with pytest.raises(RuntimeError, match="another request"):
+        next(older)
+
+
+@pytest.mark.parametrize("name", VOICES)
+@pytest.mark.parametrize("chunk_frames", [1, 5])
+def test_chunks_joined_are_the_whole(voices, name, chunk_frames):
+    voice = voices(name).end_comes_up(True)
+    method = getattr(voice.fast, voice.method)
+    torch.manual_seed(2)
+    (whole,), rate = method(text=TEXT, **voice.arguments)
+    torch.manual_seed(2)
+    chunks, rates = zip(*stream(method, chunk_frames=chunk_frames, text=TEXT, **voice.arguments))
+    assert set(rates) == {rate} and {len(chunk) for chunk in chunks[:-1]} <= {1920 * chunk_frames}
+    joined = np.concatenate(chunks)
+    assert 0 <= len(whole) - len(joined) <= 1                     # upstream's proportion rounds down, by a sample
+    np.testing.assert_allclose(joined, whole[len(whole) - len(joined):], rtol=0, atol=1e-5)
+
+
+def test_stream_makes_the_prompt_from_a_recording(voice, recording):
+    request = dict(text=TEXT, ref_audio=recording, ref_text="what it says")
+    torch.manual_seed(2)
+    (whole,), _ = voice.fast.generate_voice_clone(**request)
+    torch.manual_seed(2)
+    joined = np.concatenate([audio for audio, _ in stream(voice.fast.generate_voice_clone, **request)])
+    np.testing.assert_allclose(joined, whole[len(whole) - len(joined):], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [dict(do_sample=False, subtalker_dosample=False), dict()], ids=["greedy", "seeded"])
+def test_more_texts_than_fit_a_batch(voice, settings):
+    """Groups of max_batch=4: greedy rows are those of one big batch, seeded ones reproduce."""
+    texts = ["One.", "Two, longer.", "Three, quite a bit longer.", "Four.", "Five!", "Six is the last."]
+    request = dict(text=texts, language="English", max_new_tokens=100, seed=3, **settings)
+    codes, _ = voice.codes(voice.fast, **request)
+    expected, _ = voice.codes(voice.upstream if settings else voice.fast, **request)
+    assert len(codes) == 6 and all(torch.equal(row, other) for row, other in zip(codes, expected))
+
+
+@cut_off_on_purpose
+def test_batches_are_captured_once_and_share_memory(voice):
+    decoder = voice.fast.model.talker.generate.__self__
+    voice.codes(voice.fast, text=["a", "b"], language="English", max_new_tokens=3)
+    voice.codes(voice.fast, text=["a", "b", "c"], language="English", max_new_tokens=3)
+    two, three = decoder.graphs_for(2), decoder.graphs_for(3)
+    voice.codes(voice.fast, text=["d", "e"], language="English", max_new_tokens=3, temperature=0.5)
+    assert decoder.graphs_for(2) is two
+    assert two[0].cache.layers[0].keys.data_ptr() == three[0].cache.layers[0].keys.data_ptr()
+
+
+def test_max_new_tokens_before_the_end_warns(voice):
+    with pytest.warns(UserWarning, match="cut off after 3 frames.*max_new_tokens above 4"):
+        voice.codes(voice.fast, text=TEXT, max_new_tokens=4)
+
+
+def test_full_cache_before_the_end_warns(voices):
+    voice = voices("x-vector").end_comes_up(False)
+    tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=20)
+    tts.model.talker.codec_head.weight.data[voice.end_token] = 0
+    with pytest.warns(UserWarning, match="cut off after 10 frames.*max_seq_len above 20"):
+        codes, _ = voice.codes(tts, text=TEXT)
+    assert torch.equal(codes[0], voice.codes(voice.upstream, text=TEXT, max_new_tokens=11)[0][0])
+
+
+def test_the_end_at_the_limit_does_not_warn(voice, recwarn):
+    codes, _ = voice.codes(voice.fast, text=TEXT, seed=2)
+    voice.codes(voice.fast, text=TEXT, seed=2, max_new_tokens=len(codes[0]) + 1)
+    assert not [warning for warning in recwarn if "cut off" in str(warning.message)]
+
+
+def test_prompt_longer_than_the_cache_is_refused(voice):
+    with pytest.raises(ValueError, match=r"takes \d{3} positions, the cache has 384: shorten"):
+        voice.codes(voice.fast, text="x" * 500, non_streaming_mode=True)
+
+
+@pytest.mark.parametrize("settings", [
+    dict(temperature=0.0), dict(temperature=-1.0), dict(temperature=float("nan")), dict(top_p=0.0), dict(top_p=1.5),
+    dict(top_k=-1), dict(subtalker_temperature=0.0), dict(subtalker_top_p=2.0), dict(repetition_penalty=0.0),
+    dict(repetition_penalty=float("nan")), dict(max_new_tokens=1)], ids=str)
+def test_impossible_settings_are_refused(voice, settings):
+    with pytest.raises(ValueError):
+        voice.codes(voice.fast, text=TEXT, **settings)
+
+
+def test_stream_wants_one_text_and_an_accelerated_model(voice):
+    with pytest.raises(ValueError, match="one text at a time, not 2"):
+        next(stream(voice.fast.generate_voice_clone, text=["a", "b"], **voice.arguments))
+    with pytest.raises(ValueError, match="call accelerate"):
+        next(stream(voice.upstream.generate_voice_clone, text="a", **voice.arguments))
+
+
+@cut_off_on_purpose
+def test_load_takes_a_folder_and_accelerates_it_again(voice, fresh_codes):
+    tts = load(str(voice.folder), max_seq_len=100, device="cpu")
+    accelerate(tts, max_seq_len=300)
+    assert torch.equal(voice.codes(tts, text=TEXT, seed=5)[0][0], fresh_codes(seed=5))
