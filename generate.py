@@ -7,10 +7,12 @@ Upstream builds every kind of prompt and then calls `talker.generate` once. `acc
 all of upstream's methods stay as they are. `Decoder.frames` is the only loop: a whole call drains it, `stream` takes
 its frames in chunks.
 """
+import re
 import sys
 import time
 import types
 import warnings
+from pathlib import Path
 
 import soundfile
 import torch
@@ -36,6 +38,8 @@ def load_upstream(model, device=None, dtype=None):
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("this torch finds no CUDA device: use the device cpu, or install a CUDA build of torch")
+    if not (model in MODELS or Path(model).is_dir() or re.fullmatch(r"[\w-]+/[\w.-]+", model)):
+        raise ValueError(f"there is no folder {model}: give a folder, a hub id (owner/name) or one of {', '.join(MODELS)}")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     return Qwen3TTSModel.from_pretrained(MODELS.get(model, model), device_map=device, dtype=dtype)
 

@@ -5,9 +5,10 @@ import sys
 import warnings
 from pathlib import Path
 
+import huggingface_hub
 import soundfile
 import torch
-from transformers.utils import logging
+import transformers
 
 
 def parse_arguments():
@@ -71,7 +72,8 @@ def load_speaker(path, width):
 def answered_mistakes():
     """Around a script: a mistake of its user ends it with one line and exit code 2, a warning is one line as well."""
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
-    logging.set_verbosity_error()                                 # upstream's notes on its own arguments
+    for library in (transformers.utils, huggingface_hub.utils):   # their notes on arguments and retries
+        library.logging.set_verbosity_error()
     try:
         yield
     except (ValueError, OSError) as error:

@@ -18,7 +18,7 @@ def tts(request, checkpoint):
     return model
 
 
-def codes(tts, text, seed=0, frames=60, **settings):
+def codes(tts, text, seed=0, frames=24, **settings):
     rows = len(text) if isinstance(text, list) else 1
     voice = dict(ref_code=None, ref_spk_embedding=[tts.speaker] * rows, x_vector_only_mode=[True] * rows,
                  icl_mode=[False] * rows)
