@@ -7,6 +7,7 @@ Upstream builds every kind of prompt and then calls `talker.generate` once. `acc
 all of upstream's methods stay as they are. `Decoder.frames` is the only loop: a whole call drains it, `stream` takes
 its frames in chunks.
 """
+import itertools
 import re
 import sys
 import time
@@ -14,7 +15,6 @@ import types
 import warnings
 from pathlib import Path
 
-import soundfile
 import torch
 import torch.nn.functional as F
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -25,10 +25,12 @@ unused.Qwen3TTSTokenizerV1Model = type("Qwen3TTSTokenizerV1Model", (), {})
 sys.modules.setdefault(unused.__name__, unused)
 from qwen_tts import Qwen3TTSModel
 
+from cudagraph_codec import CodecGraph
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import TalkerGraph, aligned, first_rows, static_cache
 from fewer_kernels import use_fewer_kernels
 from voices import answered_mistakes, load_speaker, parse_arguments
+from wav import write_wav
 
 MODELS = {size: f"Qwen/Qwen3-TTS-12Hz-{size}-Base" for size in ("0.6B", "1.7B")}
 
@@ -53,14 +55,19 @@ def accelerate(tts, max_seq_len=2048, max_batch=16):
     """Makes the methods of a Qwen3TTSModel fast, in place. Prompt and speech together may take `max_seq_len`
     positions, one a frame; lists of more than `max_batch` texts run in groups of that many."""
     tts.model.talker.generate = Decoder(tts.model.talker, max_seq_len, max_batch).generate
+    progress("capturing the codec")
+    tts.model.speech_tokenizer.decode = CodecGraph(tts.model.speech_tokenizer).decode
+    progress("")
     return tts
 
 
-def stream(method, chunk_frames=8, **kwargs):
-    """Speaks one text; yields (audio, rate) as it is made, `chunk_frames` frames at a time.
+def stream(method, chunk_frames=None, **kwargs):
+    """Speaks one text; yields (audio, rate) as it is made. `chunk_frames` is the number of frames in a chunk, 80 ms each;
+    None goes 1, 1, 2, 4, 8, 8, ...: the first sound soonest, then fewer chunks.
 
     `method` is tts.generate_voice_clone, tts.generate_custom_voice or tts.generate_voice_design of an accelerated
     model, and `kwargs` are its arguments. The chunks joined are the audio of the whole call."""
+    sizes = itertools.chain([1, 1, 2, 4], itertools.repeat(8)) if chunk_frames is None else itertools.repeat(chunk_frames)
     tts = method.__self__
     if kwargs.get("voice_clone_prompt") is None and kwargs.get("ref_audio") is not None:
         kwargs["voice_clone_prompt"] = tts.create_voice_clone_prompt(
@@ -68,20 +75,22 @@ def stream(method, chunk_frames=8, **kwargs):
     decoder, request = handed_over(method, kwargs)
     if len(request["inputs_embeds"]) != 1:
         raise ValueError(f"stream speaks one text at a time, not {len(request['inputs_embeds'])}")
-    codec = tts.model.speech_tokenizer
-    codes = reference_codes(kwargs.get("voice_clone_prompt"))
-    heard = len(codes)                                   # the listener has heard, or need not hear, so many frames
-
-    def unheard():
-        audio, rate = codec.decode([{"audio_codes": torch.stack(codes)}])
-        return audio[0][heard * codec.get_decode_upsample_rate():], rate
-    for frame, _ in decoder.frames(**request):
-        codes.append(frame[0].clone())
-        if len(codes) - heard == chunk_frames:
-            yield unheard()
-            heard = len(codes)
-    if len(codes) > heard:
-        yield unheard()
+    codec, rate = tts.model.speech_tokenizer.decode.__self__, tts.model.speech_tokenizer.get_output_sample_rate()
+    codec.reset()
+    if (reference := reference_codes(kwargs.get("voice_clone_prompt"))) is not None:
+        codec.feed(reference)                                     # the voice to go on with; its sound is not ours
+    size, frames, audio = next(sizes), [], None
+    for codes, _ in decoder.frames(**request):
+        if audio is not None:                                     # decoded while this frame was on its way
+            yield audio(), rate
+            audio = None
+        frames.append(codes[0])
+        if len(frames) == size:
+            audio, frames, size = codec.feed(torch.stack(frames)), [], next(sizes)
+    if audio is not None:
+        yield audio(), rate
+    if frames:
+        yield codec.feed(torch.stack(frames))(), rate
 
 
 class Handover(Exception):
@@ -107,10 +116,10 @@ def handed_over(method, kwargs):
 
 
 def reference_codes(voice_clone_prompt):
-    """The frames that the codec must hear before the speech: the reference of in-context cloning, else none."""
+    """The codes (T, 16) that come before the speech in in-context cloning, else None."""
     prompt = voice_clone_prompt or {}
     codes = prompt.get("ref_code") if isinstance(prompt, dict) else [item.ref_code for item in prompt]
-    return list(codes[0]) if codes and codes[0] is not None else []
+    return codes[0] if codes else None
 
 
 def progress(line):
@@ -216,12 +225,16 @@ def main():
         if args.seed is not None:
             torch.manual_seed(args.seed)
         start = time.perf_counter()
-        (audio,), rate = tts.generate_voice_clone(
-            args.text, args.language, voice_clone_prompt=prompt, temperature=args.temperature, top_k=args.top_k,
-            top_p=args.top_p, repetition_penalty=args.repetition_penalty)
-        wall, seconds = time.perf_counter() - start, len(audio) / rate
-        soundfile.write(args.output, audio, rate, subtype="PCM_16")
-        print(f"{args.output}: {seconds:.2f} s of audio in {wall:.2f} s, RTF {seconds / wall:.2f}")
+        chunks = stream(tts.generate_voice_clone, text=args.text, language=args.language, voice_clone_prompt=prompt,
+                        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
+                        repetition_penalty=args.repetition_penalty)
+        first = next(chunks)
+        to_first = f", first audio after {(time.perf_counter() - start) * 1e3:.0f} ms" if args.stream else ""
+        chunks = itertools.chain([first], chunks)
+        seconds = write_wav(args.output, chunks if args.stream else [*chunks])
+        wall = time.perf_counter() - start
+        print(f"{args.output}: {seconds:.2f} s of audio in {wall:.2f} s, RTF {seconds / wall:.2f}{to_first}",
+              file=sys.stderr if str(args.output) == "-" else sys.stdout)
 
 
 if __name__ == "__main__":

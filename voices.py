@@ -15,7 +15,8 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description="Speak a text with Qwen3-TTS.")
     parser.add_argument("--text", required=True)
     parser.add_argument("--speaker", required=True, type=Path, help="speaker.pt made by extract_speaker.py")
-    parser.add_argument("--output", required=True, type=Path, help="WAV file to write")
+    parser.add_argument("--output", required=True, type=Path, help="WAV file to write; - for stdout")
+    parser.add_argument("--stream", action="store_true", help="write the sound as it is made")
     parser.add_argument("--language", default="Auto")
     parser.add_argument("--model", default="0.6B", help="0.6B, 1.7B, a hub id or a folder")
     parser.add_argument("--seed", type=int, help="the same seed gives the same speech")
@@ -79,3 +80,5 @@ def answered_mistakes():
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -14,6 +14,7 @@ import generate
 import random_checkpoint
 from generate import load
 from voices import load_speaker
+from wav import write_wav
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,6 +60,32 @@ def test_generate_writes_what_the_function_speaks(checkpoint, tmp_path):
         "Hello!", "English", voice_clone_prompt=load_speaker(checkpoint() / "speaker.pt", 64), temperature=0.8,
         top_k=30, top_p=0.9, repetition_penalty=1.1)
     np.testing.assert_allclose(audio, expected, rtol=0, atol=2 / 2**15)
+
+
+def test_streamed_bytes_are_the_same(call, checkpoint, tmp_path):
+    """To a file, streamed to a file, and streamed to stdout, whose header cannot know the length."""
+    arguments = "--max-seq-len", 300, "--seed", 2
+    for name, more in (("whole", ()), ("streamed", ("--stream",))):
+        code, stdout, stderr = call(generate.main, *options(checkpoint(), output=tmp_path / name), *arguments, *more)
+        assert code == 0 and stderr == "" and ("first audio after" in stdout) == bool(more)
+    result = subprocess.run([sys.executable, ROOT / "generate.py", *map(str, options(checkpoint(), output="-")),
+                             *map(str, arguments), "--stream"], capture_output=True)
+    whole, streamed = ((tmp_path / name).read_bytes() for name in ("whole", "streamed"))
+    assert whole == streamed and len(whole) > 44 and result.stdout[44:] == whole[44:]
+    assert result.stderr.startswith(b"-: ")
+    assert soundfile.info(tmp_path / "whole").frames * 2 + 44 == len(whole)
+
+
+def test_streamed_file_can_be_played_at_every_moment(tmp_path):
+    def chunks():
+        for count in range(1, 4):
+            yield np.full(1920, count / 4, dtype=np.float32), 24000
+            audio, rate = soundfile.read(tmp_path / "out.wav")
+            assert (len(audio), rate) == (1920 * count, 24000) and abs(audio[-1] - count / 4) < 1e-4
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        write_wav(tmp_path / "out.wav", chunks())
+    assert soundfile.info(tmp_path / "out.wav").frames == 3 * 1920
 
 
 def test_cut_off_speech_is_said(call, checkpoint, tmp_path):

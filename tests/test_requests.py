@@ -73,7 +73,7 @@ def test_interleaved_streams_are_refused(voice):
 
 
 @pytest.mark.parametrize("name", VOICES)
-@pytest.mark.parametrize("chunk_frames", [1, 5])
+@pytest.mark.parametrize("chunk_frames", [None, 1, 5])
 def test_chunks_joined_are_the_whole(voices, name, chunk_frames):
     voice = voices(name).end_comes_up(True)
     method = getattr(voice.fast, voice.method)
@@ -81,7 +81,9 @@ def test_chunks_joined_are_the_whole(voices, name, chunk_frames):
     (whole,), rate = method(text=TEXT, **voice.arguments)
     torch.manual_seed(2)
     chunks, rates = zip(*stream(method, chunk_frames=chunk_frames, text=TEXT, **voice.arguments))
-    assert set(rates) == {rate} and {len(chunk) for chunk in chunks[:-1]} <= {1920 * chunk_frames}
+    sizes = [len(chunk) // 1920 for chunk in chunks]
+    expected = [1, 1, 2, 4, *[8] * len(sizes)] if chunk_frames is None else [chunk_frames] * len(sizes)
+    assert set(rates) == {rate} and sizes[:-1] == expected[:len(sizes) - 1] and sizes[-1] <= expected[len(sizes) - 1]
     joined = np.concatenate(chunks)
     assert 0 <= len(whole) - len(joined) <= 1                     # upstream's proportion rounds down, by a sample
     np.testing.assert_allclose(joined, whole[len(whole) - len(joined):], rtol=0, atol=1e-5)

@@ -1,0 +1,91 @@
+"""Chunks joined are one pass of upstream's decoder, whatever their sizes."""
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from cudagraph_codec import CodecGraph
+from generate import load_upstream
+from random_checkpoint import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model, codec_config, randomize, soften
+
+RAMP = [1, 1, 2, 4]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint):
+    return load_upstream(str(checkpoint()), "cpu").model.speech_tokenizer
+
+
+@pytest.fixture(scope="module")
+def codec(tokenizer):
+    return CodecGraph(tokenizer)
+
+
+def one_pass(tokenizer, codes):
+    with torch.no_grad():
+        return tokenizer.model.decoder(codes.T[None])[0, 0].numpy()
+
+
+def joined(codec, codes, sizes):
+    codec.reset()
+    chunks, first = [], 0
+    for size in sizes:
+        if first >= len(codes):
+            break
+        chunks.append(codec.feed(codes[first:first + size])())
+        first += size
+    return np.concatenate(chunks)
+
+
+def chunk_sizes(name):
+    return {"ramp": itertools.chain(RAMP, itertools.repeat(8)),
+            "mixed": itertools.cycle([3, 1, 70, 8, 2, 33])}.get(name) or itertools.repeat(name)
+
+
+@pytest.mark.parametrize("sizes", [1, 2, 3, 8, "ramp", "mixed"])
+def test_chunks_joined_are_one_pass(tokenizer, codec, sizes):
+    """400 frames: far beyond the window of the attention and the 300 frames of upstream's own chunks."""
+    codes = torch.randint(2048, (400, 16), generator=torch.Generator().manual_seed(1))
+    np.testing.assert_allclose(joined(codec, codes, chunk_sizes(sizes)), one_pass(tokenizer, codes), rtol=0, atol=1e-5)
+
+
+def test_upstream_decoder_is_left_as_it_was(tokenizer, codec):
+    codes = torch.randint(2048, (1, 16, 20))
+    with torch.no_grad():
+        assert torch.equal(tokenizer.model.decoder(codes), tokenizer.model.decoder(codes))
+    weights = dict(tokenizer.model.decoder.named_parameters())
+    assert all(weight.data_ptr() == weights[name].data_ptr() for name, weight in codec.decoder.named_parameters())
+
+
+def test_decode_takes_what_upstream_takes(tokenizer, codec):
+    """A list of dicts, a dict, an encoding, a padded batch: the same utterances, one after another."""
+    first, second = (torch.randint(2048, (length, 16)) for length in (5, 9))
+    padded = torch.full((2, 9, 16), -1)
+    padded[0, :5], padded[1] = first, second
+    for encoded in ([{"audio_codes": first}, {"audio_codes": second}], {"audio_codes": [first.numpy(), second.numpy()]},
+                    {"audio_codes": padded}):
+        ours, rate = codec.decode(encoded)
+        theirs, their_rate = tokenizer.decode(encoded)
+        assert rate == their_rate
+        for audio, expected in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(audio, expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(codec.decode({"audio_codes": first})[0][0], one_pass(tokenizer, first), rtol=0, atol=1e-5)
+
+
+def test_published_shapes():
+    """The published sizes of everything."""
+    class Tokenizer:
+        def __init__(self):
+            torch.manual_seed(0)
+            with torch.no_grad():
+                self.model = randomize(Qwen3TTSTokenizerV2Model(Qwen3TTSTokenizerV2Config(**codec_config("0.6B"))), 0.7)
+                soften(self.model.decoder)
+
+        def get_decode_upsample_rate(self):
+            return self.model.get_decode_upsample_rate()
+    tokenizer = Tokenizer()
+    codes = torch.randint(2048, (10, 16))
+    codec = CodecGraph(tokenizer)
+    np.testing.assert_allclose(joined(codec, codes, [1, 2, 4, 3]), one_pass(tokenizer, codes), rtol=0,
+                               atol=1e-5)

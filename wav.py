@@ -1,0 +1,35 @@
+"""A WAV file that can be played at every moment while it is written."""
+import struct
+import sys
+
+import numpy as np
+
+UNKNOWN = 0xFFFFFFFF - 36                                         # the length of a stream that cannot be corrected later
+
+
+def header(rate, size):
+    """16-bit mono, with `size` bytes of samples."""
+    return struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 36 + size, b"WAVE", b"fmt ", 16, 1, 1, rate, 2 * rate, 2, 16,
+                       b"data", size)
+
+
+def write_wav(path, chunks):
+    """Writes chunks of (float samples, rate) as they come, to a file or, with "-", to stdout. Returns the seconds."""
+    file, size = None, 0
+    try:
+        for audio, rate in chunks:
+            if file is None:                                      # not before there is something to write
+                file = sys.stdout.buffer if str(path) == "-" else open(path, "wb")
+                file.write(header(rate, 0 if file.seekable() else UNKNOWN))
+            samples = np.rint(np.clip(audio, -1, 1) * 32767).astype("<i2").tobytes()
+            file.write(samples)
+            size += len(samples)
+            if file.seekable():
+                file.seek(0)
+                file.write(header(rate, size))
+                file.seek(0, 2)
+            file.flush()
+    finally:
+        if file not in (None, sys.stdout.buffer):
+            file.close()
+    return size / 2 / rate
