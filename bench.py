@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from generate import accelerate, handed_over, load_upstream
+from generate import accelerate, handed_over, load_upstream, stream
 
 TEXT = "Real time speech synthesis means that the first sound arrives before you notice the wait."
 FRAME_RATE = 12.5
@@ -57,6 +57,46 @@ def decode_loop(tts, speaker, rows, first=20, count=100, runs=3):
     return row | dict(rows=rows, audio_seconds_a_second=rows / FRAME_RATE / (row["ms_a_frame"] / 1e3))
 
 
+def streaming(start_stream, frames=120, runs=5):
+    """`start_stream(frames)` -> chunks of (audio, rate, ...). First audio: from the call to samples on the host."""
+    firsts, rtfs = [], []
+    for _ in range(1 + 20):
+        chunks = start_stream(frames)
+        firsts.append(clock(next, chunks))
+        chunks.close()
+    for _ in range(1 + runs):
+        rtfs.append(frames / FRAME_RATE / (clock(lambda: [chunk for chunk in start_stream(frames)]) / 1e3))
+    return median_of(firsts[1:], "first_audio_ms") | median_of(rtfs[1:], "rtf")
+
+
+def late_chunks(start_stream, frames=750):
+    """Chunks that come too late for a listener who starts to play with the first one. 60 s of sound."""
+    late = played = 0
+    for audio, rate, *_ in start_stream(frames):
+        now = time.perf_counter()
+        begin = now if played == 0 else begin
+        late += now > begin + played
+        played += len(audio) / rate
+    return dict(late_chunks=late, seconds=played)
+
+
+def first_audio_parts(tts, speaker, runs=20):
+    """Where the time to the first audio goes, each part by itself."""
+    decoder, request = handed_over(tts.generate_voice_clone, arguments(speaker, 1, 10))
+    codec, parts = tts.model.speech_tokenizer.decode.__self__, {}
+    (talker, predictor), words = decoder.graphs_for(1), [f"<|im_start|>assistant\n{TEXT}<|im_end|>\n"]
+    code = predictor.codes[0, :1].clone()
+    for name, part in (
+            ("tokenize", lambda: tts._tokenize_texts(words)),
+            ("tokenize and prompt", lambda: handed_over(tts.generate_voice_clone, arguments(speaker, 1, 10))),
+            ("prefill", lambda: talker.begin(request["inputs_embeds"], request["attention_mask"])),
+            ("frame", lambda: (predictor.step(), talker.step())),
+            ("codec and copy", lambda: codec.feed(code)())):
+        codec.reset(), part()
+        parts[name] = statistics.median(clock(part) for _ in range(runs))
+    return parts
+
+
 def kernels_a_frame(tts, speaker, count=10):
     frames = start_frames(tts, speaker, 1, 2 * count)
     next(frames)
@@ -81,16 +121,23 @@ def arguments(speaker, rows, frames):
 
 
 def peer(folder, speaker):
-    """faster-qwen3-tts on the same checkpoint, or None."""
+    """faster-qwen3-tts on the same checkpoint, where it is installed."""
     try:
         from faster_qwen3_tts import FasterQwen3TTS
     except ImportError:
-        return None
+        return {}
     tts = FasterQwen3TTS.from_pretrained(folder, device="cuda", dtype=torch.bfloat16)
     voice = {"ref_spk_embedding": [speaker.to("cuda", torch.bfloat16)]}
-    row = whole_calls(lambda frames: tts.generate_voice_clone(
-        text=TEXT, language="English", voice_clone_prompt=voice, max_new_tokens=frames, min_new_tokens=frames))
-    return row | dict(version=importlib.metadata.version("faster-qwen3-tts"))
+
+    def request(frames):
+        return dict(text=TEXT, language="English", voice_clone_prompt=voice, max_new_tokens=frames,
+                    min_new_tokens=frames)
+    rows = {"faster-qwen3-tts": whole_calls(lambda frames: tts.generate_voice_clone(**request(frames)))}
+    for chunk in (1, 8):
+        rows[f"faster-qwen3-tts, chunks of {chunk}"] = streaming(
+            lambda frames: tts.generate_voice_clone_streaming(**request(frames), chunk_size=chunk), runs=3)
+    rows["faster-qwen3-tts"]["version"] = importlib.metadata.version("faster-qwen3-tts")
+    return rows
 
 
 def bench(folder, batches):
@@ -109,13 +156,17 @@ def bench(folder, batches):
     rows["accelerated"] = whole_calls(speak) | dict(
         seconds_to_load=seconds_to_load, seconds_to_capture=seconds_to_capture,
         peak_gib=torch.cuda.max_memory_allocated() / gib, kernels_a_frame=kernels_a_frame(tts, speaker))
+    for name, chunk in (("chunks of 1", 1), ("chunks of 8", 8), ("chunks of 1, 1, 2, 4, 8, ...", None)):
+        def start_stream(frames):
+            return stream(tts.generate_voice_clone, chunk_frames=chunk, **arguments(speaker, 1, frames))
+        rows[name] = streaming(start_stream) | (late_chunks(start_stream) if chunk != 8 else {})
+    rows["first audio, its parts"] = first_audio_parts(tts, speaker)
     for batch in (1, *batches):
         rows[f"frames, batch {batch}"] = decode_loop(tts, speaker, batch)
         rows[f"frames, batch {batch}"]["peak_gib"] = torch.cuda.max_memory_allocated() / gib
-    del tts, speak
+    del tts, speak, start_stream
     torch.cuda.empty_cache()
-    if row := peer(folder, speaker):
-        rows["faster-qwen3-tts"] = row
+    rows |= peer(folder, speaker)
     for name in ("upstream", "faster-qwen3-tts"):
         if name in rows:
             rows["accelerated"][f"times_{name}"] = rows[name]["ms_a_frame"] / rows["accelerated"]["ms_a_frame"]
@@ -143,11 +194,12 @@ def main():
     print("  ".join(f"{name}: {value}" for name, value in results["card"].items()))
     for folder in args.checkpoints:
         results["models"][Path(folder).name] = rows = bench(folder, args.batches)
-        print(f"\n{Path(folder).name:22}{'ms a frame':>12}{'RTF':>8}{'audio s/s':>11}{'peak GiB':>10}")
+        print(f"\n{Path(folder).name:34}{'ms a frame':>12}{'RTF':>8}{'first ms':>10}{'audio s/s':>11}{'peak GiB':>10}")
         for name, row in rows.items():
-            values = (row.get(key) for key in ("ms_a_frame", "rtf", "audio_seconds_a_second", "peak_gib"))
-            print(f"{name:22}" + "".join(f"{value or '':>{width}.{digits}f}" if value else " " * width
-                                         for value, width, digits in zip(values, (12, 8, 11, 10), (2, 2, 1, 2))))
+            values = (row.get(key) for key in ("ms_a_frame", "rtf", "first_audio_ms", "audio_seconds_a_second",
+                                               "peak_gib"))
+            print(f"{name:34}" + "".join(f"{value or '':>{width}.{digits}f}" if value else " " * width
+                                         for value, width, digits in zip(values, (12, 8, 10, 11, 10), (2, 2, 1, 1, 2))))
         args.output.write_text(json.dumps(results, indent=1) + "\n")
     print(f"\n{args.output}")
 
