@@ -8,12 +8,10 @@ all of upstream's methods stay as they are. `Decoder.frames` is the only loop: a
 its frames in chunks.
 """
 import itertools
-import re
 import sys
 import time
 import types
 import warnings
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -29,19 +27,14 @@ from cudagraph_codec import CodecGraph
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import TalkerGraph, aligned, first_rows, static_cache
 from fewer_kernels import use_fewer_kernels
-from voices import answered_mistakes, load_speaker, parse_arguments
+from voices import MODELS, answered_mistakes, choose_device, parse_arguments, read_config, voice_request
 from wav import write_wav
-
-MODELS = {size: f"Qwen/Qwen3-TTS-12Hz-{size}-Base" for size in ("0.6B", "1.7B")}
 
 
 def load_upstream(model, device=None, dtype=None):
-    """Upstream's Qwen3TTSModel as it is. `model`: "0.6B", "1.7B", a hub id or a folder."""
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("this torch finds no CUDA device: use the device cpu, or install a CUDA build of torch")
-    if not (model in MODELS or Path(model).is_dir() or re.fullmatch(r"[\w-]+/[\w.-]+", model)):
-        raise ValueError(f"there is no folder {model}: give a folder, a hub id (owner/name) or one of {', '.join(MODELS)}")
+    """Upstream's Qwen3TTSModel as it is. `model`: a name like "0.6B" (see voices.MODELS), a hub id or a folder."""
+    read_config(model)                                            # says what is wrong with it, if anything is
+    device = choose_device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     return Qwen3TTSModel.from_pretrained(MODELS.get(model, model), device_map=device, dtype=dtype)
 
@@ -125,6 +118,15 @@ def reference_codes(voice_clone_prompt):
 def progress(line):
     if sys.stderr.isatty():
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def with_progress(chunks, start):
+    seconds = 0.0
+    for audio, rate in chunks:
+        seconds += len(audio) / rate
+        progress(f"{seconds:.1f} s of audio, RTF {seconds / (time.perf_counter() - start):.2f}")
+        yield audio, rate
+    progress("")
 
 
 class Decoder:
@@ -220,21 +222,20 @@ class Decoder:
 def main():
     with answered_mistakes():
         args = parse_arguments()
-        tts = load(args.model, args.device, args.dtype and getattr(torch, args.dtype), args.max_seq_len)
-        prompt = load_speaker(args.speaker, tts.model.config.talker_config.hidden_size)
+        tts = load(args.model, args.device, args.dtype, args.max_seq_len)
+        method, request = voice_request(args, tts)
         if args.seed is not None:
             torch.manual_seed(args.seed)
-        start = time.perf_counter()
-        chunks = stream(tts.generate_voice_clone, text=args.text, language=args.language, voice_clone_prompt=prompt,
-                        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
-                        repetition_penalty=args.repetition_penalty)
-        first = next(chunks)
-        to_first = f", first audio after {(time.perf_counter() - start) * 1e3:.0f} ms" if args.stream else ""
-        chunks = itertools.chain([first], chunks)
-        seconds = write_wav(args.output, chunks if args.stream else [*chunks])
-        wall = time.perf_counter() - start
-        print(f"{args.output}: {seconds:.2f} s of audio in {wall:.2f} s, RTF {seconds / wall:.2f}{to_first}",
-              file=sys.stderr if str(args.output) == "-" else sys.stdout)
+        for output, texts in args.outputs:
+            start = time.perf_counter()
+            chunks = itertools.chain.from_iterable(stream(method, text=text, **request) for text in texts)
+            first = next(chunks)
+            to_first = f", first audio after {(time.perf_counter() - start) * 1e3:.0f} ms" if args.stream else ""
+            chunks = with_progress(itertools.chain([first], chunks), start)
+            seconds = write_wav(output, chunks if args.stream else [*chunks])
+            wall = time.perf_counter() - start
+            print(f"{output}: {seconds:.2f} s of audio in {wall:.2f} s, RTF {seconds / wall:.2f}{to_first}",
+                  file=sys.stderr if str(output) == "-" else sys.stdout)
 
 
 if __name__ == "__main__":

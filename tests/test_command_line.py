@@ -1,9 +1,14 @@
 """The scripts as a person runs them, on a tiny checkpoint."""
+import io
+import itertools
+import os
+import shutil
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 import soundfile
@@ -12,6 +17,7 @@ import torch
 import extract_speaker
 import generate
 import random_checkpoint
+import voices
 from generate import load
 from voices import load_speaker
 from wav import write_wav
@@ -89,8 +95,9 @@ def test_streamed_file_can_be_played_at_every_moment(tmp_path):
 
 
 def test_cut_off_speech_is_said(call, checkpoint, tmp_path):
-    code, _, stderr = call(generate.main, *options(checkpoint(), output=tmp_path / "out.wav"), "--max-seq-len", 12)
-    assert code == 0 and stderr.startswith("warning: the speech was cut off after 3 frames")
+    code, _, stderr = call(generate.main, *options(checkpoint(), output=tmp_path / "out.wav"), "--max-seq-len", 32,
+                           "--seed", 4)
+    assert code == 0 and stderr.startswith("warning: the speech was cut off after 23 frames")
     assert len(stderr.splitlines()) == 1
 
 
@@ -107,40 +114,226 @@ def test_extract_speaker(call, checkpoint, recording, tmp_path):
     assert call(generate.main, *spoken, "--max-seq-len", 300)[0] == 0
 
 
+@pytest.fixture
+def spoken(call, checkpoint, tmp_path, monkeypatch):
+    """spoken(kind, options) -> the files that generate.py writes in an empty folder, as (audio, rate) by name."""
+    monkeypatch.chdir(tmp_path)
+
+    def spoken(kind, *arguments):
+        for old in tmp_path.glob("*.wav"):
+            old.unlink()
+        code, stdout, stderr = call(generate.main, "--model", checkpoint(kind), "--device", "cpu", "--max-seq-len", 300,
+                                    "--seed", 2, "--output", "out.wav", *arguments)
+        assert code == 0, stderr
+        for path in tmp_path.glob("*.wav"):
+            info = soundfile.info(path)
+            assert (info.samplerate, info.channels, info.subtype, info.frames % 1920) == (24000, 1, "PCM_16", 0)
+        return {path.name: path.read_bytes() for path in sorted(tmp_path.glob("*.wav"))}
+    return spoken
+
+
+@pytest.fixture
+def recording_file(recording, tmp_path):
+    path = tmp_path / "voice.flac"
+    soundfile.write(path, np.stack([recording[0]] * 2, axis=1), recording[1])
+    return path
+
+
+def test_every_voice_streamed_or_not(spoken, checkpoint, recording_file):
+    """Each kind of voice has its own sound, and --stream writes the same bytes."""
+    voices = {
+        "x-vector": ("base", "--speaker", checkpoint() / "speaker.pt"),
+        "recording": ("base", "--ref-audio", recording_file),
+        "in-context": ("base", "--ref_audio", recording_file, "--ref_text", "what it says"),
+        "no silence": ("base", "--ref-audio", recording_file, "--ref-text", "what it says", "--no-append-silence"),
+        "preset": ("custom_voice", "--speaker", "Aiden", "--language", "english"),
+        "instructed": ("custom_voice", "--speaker", "aiden", "--language", "English", "--instruct", "whisper"),
+        "designed": ("voice_design", "--instruct", "warm narrator"),
+        "text as it speaks": ("voice_design", "--instruct", "warm narrator", "--no-non-streaming-mode")}
+    heard = set()
+    for kind, *arguments in voices.values():
+        whole = spoken(kind, "--text", "Hello!", *arguments)
+        assert whole == spoken(kind, "--text", "Hello!", *arguments, "--stream")
+        heard.add(whole["out.wav"])
+    assert len(heard) == len(voices)
+
+
+def test_several_lines(spoken, tmp_path, monkeypatch):
+    """One file a line, or one for all; from a file or from stdin the same; the first is what it would be alone."""
+    voice = "custom_voice", "--speaker", "aiden"
+    (tmp_path / "lines.txt").write_text("One.\n\n  Two, zwei, \u4e8c.\n")
+    files = spoken(*voice, "--text-file", tmp_path / "lines.txt")
+    assert list(files) == ["out-001.wav", "out-002.wav"]
+    assert files["out-001.wav"] == spoken(*voice, "--text", "One.")["out.wav"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("One.\nTwo, zwei, \u4e8c.\n"))
+    joined, = spoken(*voice, "--text", "-", "--join").values()
+    assert joined[44:] == files["out-001.wav"][44:] + files["out-002.wav"][44:]
+
+
+def test_lists(call, checkpoint):
+    code, speakers, _ = call(generate.main, "--model", checkpoint("custom_voice"), "--list-speakers")
+    assert code in (0, None) and speakers.split() == sorted(speakers.split()) and "ono_anna" in speakers.split()
+    code, languages, _ = call(generate.main, "--model", checkpoint("base"), "--list-languages")
+    assert code in (0, None) and "auto" in languages.split() and "beijing_dialect" not in languages
+
+
 class Boom:
     def __reduce__(self):
         return Path.touch, (Path("boom"),)
 
 
-def bad_speakers(folder):
+@pytest.fixture(scope="session")
+def wrong_files(tmp_path_factory, checkpoint):
+    """A folder of files and checkpoints that are each wrong in one way."""
+    folder = tmp_path_factory.mktemp("wrong")
     torch.save(torch.zeros(128), folder / "wide.pt")
+    torch.save(torch.full((64,), torch.nan), folder / "nan.pt")
     torch.save({"a": 1}, folder / "dict.pt")
     torch.save(Boom(), folder / "code.pt")
     (folder / "text.pt").write_text("not a tensor")
+    (folder / "text.wav").write_text("not audio")
+    (folder / "binary.txt").write_bytes(bytes(range(128, 256)))
+    (folder / "empty.txt").write_text(" \n\n")
+    soundfile.write(folder / "short.wav", np.ones(1000) / 2, 16000)
+    soundfile.write(folder / "silent.wav", np.zeros(32000), 16000)
+    for name, change in {
+            "lacks": lambda copy: (copy / "speech_tokenizer/config.json").unlink(),
+            "truncated": lambda copy: os.truncate(copy / "model.safetensors", 100000),
+            "25hz": lambda copy: replace(copy / "config.json", "tokenizer_12hz", "tokenizer_25hz"),
+            "other": lambda copy: (copy / "config.json").write_text('{"model_type": "llama"}'),
+            "garbled": lambda copy: (copy / "config.json").write_text("{")}.items():
+        change(Path(shutil.copytree(checkpoint(), folder / name)))
+    return folder
 
 
-@pytest.mark.parametrize("change, words", [
-    (dict(speaker="missing.pt"), "no file"), (dict(speaker="wide.pt"), "holds 128 numbers, this model takes 64"),
+def replace(path, old, new):
+    path.write_text(path.read_text().replace(old, new))
+
+
+MISTAKES = [   # options that differ from a good call (None: left out), words of the answer
+    (dict(speaker="missing.pt"), "no speaker file missing.pt"), (dict(speaker="."), "no speaker file"),
+    (dict(speaker="wide.pt"), "holds 128 numbers, this model takes 64"), (dict(speaker="nan.pt"), "not finite"),
     (dict(speaker="dict.pt"), "does not hold a speaker"), (dict(speaker="code.pt"), "not a speaker file"),
-    (dict(speaker="text.pt"), "not a speaker file"), (dict(text=" \n"), "text is empty"),
-    (dict(output="nowhere/out.wav"), "folder that does not exist"), (dict(model="./nowhere"), "no folder ./nowhere"),
-    (dict(language="Klingon"), "klingon"), (dict(temperature=0), "temperature 0.0"),
-], ids=str)
-def test_mistakes_get_one_line(call, checkpoint, tmp_path, monkeypatch, change, words):
-    bad_speakers(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    code, _, stderr = call(generate.main, *options(checkpoint(), **change), "--max-seq-len", 300)
-    assert code == 2 and stderr.startswith("error: ") and len(stderr.splitlines()) == 1
-    assert words.lower() in stderr.lower()
-    assert not (tmp_path / "out.wav").exists() and not (tmp_path / "boom").exists()
+    (dict(speaker="text.pt"), "not a speaker file"), (dict(speaker=None), "give it --speaker"),
+    (dict(ref_audio="short.wav"), "one of the two"), (dict(ref_text="words"), "--ref-text says what"),
+    (dict(speaker=None, ref_audio="missing.wav"), "no file missing.wav"),
+    (dict(speaker=None, ref_audio="."), "no file"), (dict(speaker=None, ref_audio="text.wav"), "not audio"),
+    (dict(speaker=None, ref_audio="short.wav"), "0.06 s"), (dict(speaker=None, ref_audio="silent.wav"), "silent"),
+    (dict(instruct="whisper"), "use it with --model 1.7B-CustomVoice or 1.7B-VoiceDesign"),
+    (dict(model="custom_voice", speaker="aidan"), "choose aiden"), (dict(model="custom_voice", speaker=None), "aiden"),
+    (dict(model="custom_voice", speaker="aiden", ref_audio="a.wav"), "use it with --model 0.6B or 1.7B"),
+    (dict(model="voice_design", speaker=None), "give it --instruct"),
+    (dict(model="voice_design", instruct="warm"), "--speaker is not for"),
+    (dict(list_speakers=""), "no speakers of its own"),
+    (dict(language="Klingon"), "no language 'Klingon'"), (dict(language="germn"), "choose german"),
+    (dict(text=None), "give what to say"), (dict(text=" \n"), "text is empty"),
+    (dict(text_file="empty.txt"), "one of them"), (dict(text=None, text_file="empty.txt"), "text is empty"),
+    (dict(text=None, text_file="missing.txt"), "cannot read missing.txt"), (dict(text=None, text_file="."), "cannot read"),
+    (dict(text=None, text_file="binary.txt"), "not UTF-8"),
+    (dict(text="x" * 500, non_streaming_mode=""), "takes 510 positions, the cache has 300"),
+    (dict(output="nowhere/out.wav"), "no folder nowhere"), (dict(output="."), "it is a folder"),
+    (dict(output=None), "give --output"), (dict(text="a\nb", output="-"), "add --join"),
+    (dict(temperature=0), "--temperature is 0.0"), (dict(temperature=-1), "above 0"), (dict(temperature="nan"), "nan"),
+    (dict(temperature="inf"), "inf"), (dict(temperature="warm"), "invalid float value"), (dict(top_k=0), "from 1 to 3072"),
+    (dict(top_k=4000), "from 1 to 3072"), (dict(top_p=0), "above 0 and at most 1"), (dict(top_p=1.5), "at most 1"),
+    (dict(top_p="nan"), "--top-p is nan"), (dict(repetition_penalty=0), "1.0 for none"),
+    (dict(max_seq_len=4), "at least 32"), (dict(device="abacus"), "no device 'abacus'"), (dict(dtype="int3"), "int3"),
+    (dict(model="./nowhere"), "no folder ./nowhere"), (dict(model="lacks"), "lacks speech_tokenizer/config.json"),
+    (dict(model="truncated"), "download it again"), (dict(model="25hz"), "only the 12 Hz models"),
+    (dict(model="other"), "does not describe a Qwen3-TTS"), (dict(model="garbled"), "does not describe"),
+    (dict(unknown="x"), "unrecognized arguments"),
+    pytest.param(dict(device="cuda"), "finds 0 CUDA devices", marks=pytest.mark.skipif(
+        torch.cuda.is_available(), reason="there is a GPU")),
+]
 
 
-def test_extract_speaker_mistakes(call, tmp_path):
-    (tmp_path / "text.wav").write_text("not audio")
-    soundfile.write(tmp_path / "short.wav", np.zeros(1000), 16000)
-    for name, words in (("missing.wav", "no file"), ("text.wav", "not audio"), ("short.wav", "0.06 s")):
-        code, _, stderr = call(extract_speaker.main, "--ref_audio", tmp_path / name)
+@pytest.mark.parametrize("change, words", MISTAKES, ids=lambda value: str(value)[:50])
+def test_mistakes_get_one_line(call, checkpoint, wrong_files, tmp_path, monkeypatch, change, words):
+    monkeypatch.chdir(wrong_files)
+    good = dict(model="base", speaker=checkpoint() / "speaker.pt", text="Hello!", output=tmp_path / "out.wav",
+                device="cpu", max_seq_len=300) | change
+    if good["model"] in ("base", "custom_voice", "voice_design"):
+        good["model"] = checkpoint(good["model"])
+    arguments = [word for name, value in good.items() if value is not None
+                 for word in ("--" + name.replace("_", "-"), value) if word != ""]
+    files = sorted(wrong_files.iterdir())
+    code, stdout, stderr = call(generate.main, *arguments)
+    assert code == 2 and stdout == "" and stderr.startswith("error: ") and len(stderr.splitlines()) == 1
+    assert words in stderr
+    assert not list(tmp_path.iterdir()) and sorted(wrong_files.iterdir()) == files        # nothing written, nothing run
+
+
+def test_no_hub(call, tmp_path, monkeypatch):
+    """A hub that cannot be reached, as huggingface_hub reports it."""
+    def unreachable(*_, **__):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    code, _, stderr = call(generate.main, "--text", "Hello!", "--speaker", "x.pt", "--output", tmp_path / "out.wav")
+    assert code == 2 and "cannot be had from the model hub" in stderr and len(stderr.splitlines()) == 1
+
+
+def test_out_of_gpu_memory(call, checkpoint, monkeypatch, tmp_path):
+    monkeypatch.setattr(generate, "load", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")))
+    code, _, stderr = call(generate.main, *options(checkpoint(), output=tmp_path / "out.wav"))
+    assert code == 2 and "memory is full" in stderr and len(stderr.splitlines()) == 1
+
+
+def test_interrupted_stream_stays_a_valid_file(call, checkpoint, monkeypatch, tmp_path):
+    def interrupted(method, **kwargs):
+        yield from itertools.islice(stream(method, **kwargs), 2)
+        raise KeyboardInterrupt
+    stream = generate.stream
+    monkeypatch.setattr(generate, "stream", interrupted)
+    code, _, stderr = call(generate.main, *options(checkpoint(), output=tmp_path / "out.wav"), "--stream",
+                           "--max-seq-len", 300)
+    assert code == 130 and soundfile.info(tmp_path / "out.wav").frames == 2 * 1920
+
+
+def test_fuzzed_files_are_answered(checkpoint, recording, tmp_path):
+    """Hundreds of broken speaker files and recordings: each is read, or refused in words."""
+    soundfile.write(tmp_path / "voice.wav", *recording)
+    random, path, outcomes = np.random.default_rng(0), tmp_path / "fuzzed", {"read": 0, "refused": 0}
+    sources = [((checkpoint() / "speaker.pt").read_bytes(), lambda: voices.load_speaker(path, 64)),
+               ((tmp_path / "voice.wav").read_bytes(), lambda: voices.read_audio(path))]
+    for content, read in sources * 300:
+        mutated = bytearray(content)
+        for _ in range(random.integers(1, 8)):
+            position = random.integers(min(len(mutated), random.choice([64, 1024, len(mutated)])))
+            mutated[position] = random.integers(256)
+        if random.random() < 0.3:
+            del mutated[random.integers(len(mutated)):]
+        path.write_bytes(mutated)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                read()
+                outcomes["read"] += 1
+            except ValueError:
+                outcomes["refused"] += 1
+    assert min(outcomes.values()) > 50
+
+
+def test_extract_speaker_mistakes(call, checkpoint, wrong_files, tmp_path, monkeypatch):
+    monkeypatch.chdir(wrong_files)
+    for arguments, words in ((["missing.wav"], "no file"), (["text.wav"], "not audio"), (["silent.wav"], "silent"),
+                             (["short.wav"], "0.06 s"), ([], "expected at least one argument")):
+        code, _, stderr = call(extract_speaker.main, "--ref_audio", *arguments)
         assert code == 2 and words in stderr and len(stderr.splitlines()) == 1
+
+
+def test_extract_speaker_averages_and_warns(call, checkpoint, recording, recording_file, tmp_path):
+    soundfile.write(tmp_path / "other.wav", recording[0][::-1], recording[1])
+
+    def extract(*files):
+        code, _, stderr = call(extract_speaker.main, "--ref_audio", *files, "--model", checkpoint(), "--device", "cpu",
+                               "--output", tmp_path / "speaker.pt")
+        assert code == 0 and "2.0 s of sound, 3 to 30 s make a better voice" in stderr
+        return torch.load(tmp_path / "speaker.pt", weights_only=True).float()
+    one, other, both = extract(recording_file), extract(tmp_path / "other.wav"), extract(recording_file,
+                                                                                        tmp_path / "other.wav")
+    torch.testing.assert_close(both, (one + other) / 2, rtol=0.02, atol=0.01)
+    code, _, stderr = call(extract_speaker.main, "--ref_audio", recording_file, "--model", checkpoint("voice_design"))
+    assert code == 2 and "has no speaker encoder" in stderr
 
 
 def test_random_checkpoint_of_each_type(call, tmp_path):
