@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time Qwen3-TTS on this GPU: upstream as it is, accelerated, in batches, and faster-qwen3-tts where it is installed.
 
-    python random_checkpoint.py 0.6B 0.6B && python bench.py 0.6B --output results.json
+    python random_checkpoint.py 0.6B random/0.6B && python bench.py random/0.6B --output results.json
 
 All rows speak the same text with the same voice and settings. A whole call (tokenizing and codec included) is timed at
 two lengths; the difference gives its milliseconds a frame. `frames` rows time the decode loop alone. Medians; the JSON
@@ -34,7 +34,7 @@ def clock(fn, *arguments):
 
 
 def median_of(values, name):
-    return {name: statistics.median(values), f"{name}_spread": [min(values), max(values)], "runs": len(values)}
+    return {name: statistics.median(values), f"{name}_spread": [min(values), max(values)], f"{name}_runs": len(values)}
 
 
 def whole_calls(speak, short=40, long=120, runs=3):

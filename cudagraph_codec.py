@@ -2,10 +2,9 @@
 
 The 12 Hz decoder is causal, so it can go on where it stopped: each convolution keeps the tail of its input, each
 attention layer the keys and values of its window. That state lives in static tensors, shared by the graphs of all chunk
-sizes, and `reset` clears it between utterances. Every frame is decoded once, and chunks of any sizes joined are the
-whole. Work runs on a stream of its own, beside the talker's.
+sizes, and `reset` clears it between utterances. Chunks of any sizes joined are the whole. It all runs on a CUDA stream
+of its own, beside the talker's.
 """
-import contextlib
 import copy
 from functools import partial
 
@@ -30,8 +29,7 @@ def causal_conv(conv, tail, x):
 
 
 def transposed_conv(conv, tail, x):
-    """Of what the columns in `tail` give again, only their part in the new samples is kept."""
-    stride = conv.stride[0]
+    stride = conv.stride[0]                                       # of what the tail gives again, keep its part in the new
     return conv(extend(tail, x))[..., tail.shape[-1] * stride:][..., :x.shape[-1] * stride]
 
 
@@ -48,15 +46,15 @@ class Window:
         return [extend(tail, new, 2)[:, :, -columns:] for tail, new in zip(self.tails[layer], (keys, values))]
 
     def columns(self, frames):
-        """Keys for so many frames: all that they may look at, in rows of the mask that SDPA takes."""
         return aligned(self.length - 1 + frames)
 
 
 class CodecGraph:
+    @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, tokenizer):
-        """`tokenizer` is upstream's speech tokenizer."""
-        model, self.tokenizer = tokenizer.model.decoder, tokenizer
+    def __init__(self, tokenizer, turns):
+        """`tokenizer` is upstream's speech tokenizer; `decode` waits for its turn, `reset` and `feed` are for who has it."""
+        model, self.tokenizer, self.turns = tokenizer.model.decoder, tokenizer, turns
         self.device, config = model.device, model.config
         self.samples_a_frame = tokenizer.get_decode_upsample_rate()
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -89,15 +87,14 @@ class CodecGraph:
     def transformer(self, inputs_embeds):
         frames, columns = inputs_embeds.shape[1], self.window.columns(inputs_embeds.shape[1])
         queries = torch.arange(frames, device=self.device)
-        keys = torch.arange(columns, device=self.device) - (columns - frames)          # counted from the first query
-        visible = (keys <= queries[:, None]) & (keys > queries[:, None] - self.window.length)
-        visible = visible & (keys + self.position >= 0)                                # (frames, columns)
-        mask = torch.zeros_like(visible, dtype=inputs_embeds.dtype)
+        keys = torch.arange(frames - columns, frames, device=self.device)              # counted from the first query
+        visible = (keys <= queries[:, None]) & (keys > queries[:, None] - self.window.length) & (keys + self.position >= 0)
+        mask = torch.zeros_like(visible, dtype=inputs_embeds.dtype)                    # (frames, columns)
         mask = mask.masked_fill(~visible, torch.finfo(mask.dtype).min)[None, None]
         positions = self.position + queries
-        model = self.decoder.pre_transformer
-        return type(model).forward(model, inputs_embeds=inputs_embeds, attention_mask={"sliding_attention": mask},
-                                   position_ids=positions[None], cache_position=positions, past_key_values=self.window)
+        return type(self.decoder.pre_transformer).forward(
+            self.decoder.pre_transformer, inputs_embeds=inputs_embeds, attention_mask={"sliding_attention": mask},
+            position_ids=positions[None], cache_position=positions, past_key_values=self.window)
 
     def step(self, size):
         """The next `size` frames."""
@@ -107,10 +104,9 @@ class CodecGraph:
 
     def on_own_stream(self):
         """Work under this waits for what the caller has started, and for nothing that comes after."""
-        if self.stream is None:
-            return contextlib.nullcontext()
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self.stream)
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self.stream)                     # of None: nothing
 
     @torch.no_grad()
     def reset(self):
@@ -123,17 +119,19 @@ class CodecGraph:
         audio = torch.empty(len(codes) * self.samples_a_frame, pin_memory=self.stream is not None)
         with self.on_own_stream():
             rest, filled = codes.to(self.device).T, 0
+            if self.stream:
+                rest.record_stream(self.stream)                   # the caller may let go of them before they are read
             for size in SIZES:
                 while rest.shape[1] >= size:
                     self.codes[0, :, :size] = rest[:, :size]
                     self.graphs[size]()
-                    count = size * self.samples_a_frame
-                    audio[filled:filled + count].copy_(self.samples[:count], non_blocking=True)
-                    rest, filled = rest[:, size:], filled + count
+                    samples = self.samples[:size * self.samples_a_frame]
+                    audio[filled:filled + len(samples)].copy_(samples, non_blocking=True)
+                    rest, filled = rest[:, size:], filled + len(samples)
             done = self.stream.record_event() if self.stream else None
 
         def wait():
-            if done is not None:
+            if done:
                 done.synchronize()
             return audio.numpy()
         return wait
@@ -143,8 +141,9 @@ class CodecGraph:
         codes = encoded.audio_codes if hasattr(encoded, "audio_codes") else encoded
         codes = codes["audio_codes"] if isinstance(codes, dict) else codes
         waits = []
-        for utterance in codes if not torch.is_tensor(codes) or codes.dim() == 3 else [codes]:
-            utterance = torch.as_tensor(utterance["audio_codes"] if isinstance(utterance, dict) else utterance)
-            self.reset()
-            waits.append(self.feed(utterance[utterance[:, 0] >= 0]))                   # -1 pads a batch
-        return [wait() for wait in waits], self.tokenizer.get_output_sample_rate()
+        with self.turns.take():
+            for utterance in [codes] if torch.is_tensor(codes) and codes.dim() == 2 else codes:
+                utterance = torch.as_tensor(utterance["audio_codes"] if isinstance(utterance, dict) else utterance)
+                self.reset()
+                waits.append(self.feed(utterance[utterance[:, 0] >= 0]))               # -1 pads a batch
+            return [wait() for wait in waits], self.tokenizer.get_output_sample_rate()

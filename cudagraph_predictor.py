@@ -7,7 +7,7 @@ one row a frame: `text`, `codes` and `hiddens`.
 """
 import torch
 
-from cudagraph_talker import Sampling, aligned, capture, sample, static_cache
+from cudagraph_talker import Sampling, aligned, capture, clear, sample, static_cache
 
 
 class PredictorGraph:
@@ -36,6 +36,7 @@ class PredictorGraph:
         length = min(trailing_text_hidden.shape[1], self.text.shape[1])
         self.text[:, :length] = trailing_text_hidden[:, :length]
         self.text[:, length:] = tts_pad_embed
+        clear(self.cache)
 
     def forward(self, embeds, first):
         """Embeddings at the positions from `first` on -> last hidden state. (B, L, H) -> (B, H')"""

@@ -9,7 +9,6 @@ import copy
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from transformers import StaticCache
 
 NEVER = 1 << 40                                                   # the length of a row that has not ended
@@ -24,6 +23,7 @@ def capture(fn, device, pool=None):
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             fn()                                                  # warm-up
+        torch.cuda.current_stream(device).wait_stream(stream)
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             fn()                                                  # capture
     return graph.replay
@@ -53,9 +53,9 @@ class Sampling:
         if not do_sample:
             temperature, top_k, top_p = 1.0, 1, 1.0
         top_k, top_p = top_k or self.vocab, 1.0 if top_p is None else top_p            # as transformers reads 0 and None
-        if not (temperature > 0 and top_k > 0 and 0 < top_p <= 1):
+        if not (temperature > 0 and top_k > 0 and 0 <= top_p <= 1):
             raise ValueError(f"temperature {temperature} must be above 0, top_k {top_k} a number of candidates, and "
-                             f"top_p {top_p} above 0 and at most 1; do_sample=False always takes the best")
+                             f"top_p {top_p} between 0 and 1; do_sample=False always takes the best")
         self.temperature.fill_(temperature)
         self.kth.fill_(max(self.vocab - top_k, 0))
         self.tail.fill_(min(1 - top_p, 1 - 1e-6))                 # short of 1, so that the best always stays
@@ -92,6 +92,11 @@ def first_rows(cache, rows):
     for layer in view.layers:
         layer.keys, layer.values = layer.keys[:rows], layer.values[:rows]
     return view
+
+
+def clear(cache):
+    """A masked NaN or infinity from the request before would still be one."""
+    torch._foreach_zero_([tensor for layer in cache.layers for tensor in (layer.keys, layer.values)])
 
 
 class TalkerGraph:
@@ -137,9 +142,11 @@ class TalkerGraph:
         the first token."""
         length = inputs_embeds.shape[1]
         self.prompt[:, :length] = inputs_embeds
+        self.prompt[:, length:] = 0
         self.start.fill_(length)
         self.pad.copy_((1 - attention_mask).sum(-1))
         prefill = self.captured_prefill(next(bucket for bucket in self.prefills if bucket >= length))
+        clear(self.cache)
         self.frame.fill_(-1)
         self.seen.zero_()
         self.lengths.fill_(NEVER)
@@ -176,15 +183,14 @@ class TalkerGraph:
                           cache_position=columns, past_key_values=self.cache).last_hidden_state
 
     def choose(self):
-        """The next frame's token, by transformers' rules in transformers' order. A row that has ended repeats the end
-        token and draws on, as it does there: the other rows' noise depends on it."""
+        """The next frame's token, by transformers' rules in transformers' order. A row that has ended goes on unheard until
+        all have, as it does there: the noise of the others depends on it."""
         self.frame += 1
         scores = self.head(self.hidden[:, -1]).float()                                         # (B, V)
         penalized = torch.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
         scores = torch.where(self.seen, penalized, scores).masked_fill(self.suppressed, float("-inf"))
         too_early = (self.frame < self.min_tokens) & (self.ids == self.end_token)              # (V)
-        token = sample(scores.masked_fill(too_early, float("-inf")), self.sampling)
-        self.token.copy_(torch.where(self.lengths[:, None] < NEVER, self.end_token, token))
+        self.token.copy_(sample(scores.masked_fill(too_early, float("-inf")), self.sampling))
         self.seen.scatter_(1, self.token, True)
         ended = (self.token == self.end_token)[:, 0]
         self.lengths.copy_(torch.where(ended, self.lengths.minimum(self.frame), self.lengths))

@@ -3,15 +3,17 @@
 
     from generate import load, accelerate, stream
 
-Upstream builds every kind of prompt and then calls `talker.generate` once. `accelerate` replaces that one callable, so
-all of upstream's methods stay as they are. `Decoder.frames` is the only loop: a whole call drains it, `stream` takes
-its frames in chunks.
+Upstream builds every kind of prompt, calls `talker.generate` once, and then `speech_tokenizer.decode`. `accelerate`
+replaces those two, so all of upstream's methods stay as they are. `Decoder.frames` is the only loop: a whole call drains
+it, `stream` takes its frames in chunks.
 """
 import itertools
 import sys
+import threading
 import time
 import types
 import warnings
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +29,9 @@ from cudagraph_codec import CodecGraph
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import TalkerGraph, aligned, first_rows, static_cache
 from fewer_kernels import use_fewer_kernels
-from voices import MODELS, answered_mistakes, choose_device, parse_arguments, read_config, voice_request
+from turns import Turns
+from voices import (MODELS, answered_mistakes, choose_device, parse_arguments, progress, read_config, voice_request,
+                    with_progress)
 from wav import write_wav
 
 
@@ -36,7 +40,7 @@ def load_upstream(model, device=None, dtype=None):
     read_config(model)                                            # says what is wrong with it, if anything is
     device = choose_device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    return Qwen3TTSModel.from_pretrained(MODELS.get(model, model), device_map=device, dtype=dtype)
+    return Qwen3TTSModel.from_pretrained(model if Path(model).is_dir() else MODELS.get(model, model), device_map=device, dtype=dtype)
 
 
 def load(model, device=None, dtype=None, max_seq_len=2048, max_batch=16):
@@ -47,9 +51,10 @@ def load(model, device=None, dtype=None, max_seq_len=2048, max_batch=16):
 def accelerate(tts, max_seq_len=2048, max_batch=16):
     """Makes the methods of a Qwen3TTSModel fast, in place. Prompt and speech together may take `max_seq_len`
     positions, one a frame; lists of more than `max_batch` texts run in groups of that many."""
-    tts.model.talker.generate = Decoder(tts.model.talker, max_seq_len, max_batch).generate
+    decoder = Decoder(tts.model.talker, max_seq_len, max_batch)
     progress("capturing the codec")
-    tts.model.speech_tokenizer.decode = CodecGraph(tts.model.speech_tokenizer).decode
+    codec = CodecGraph(tts.model.speech_tokenizer, decoder.turns)
+    tts.model.talker.generate, tts.model.speech_tokenizer.decode = decoder.generate, codec.decode
     progress("")
     return tts
 
@@ -61,6 +66,8 @@ def stream(method, chunk_frames=None, **kwargs):
     `method` is tts.generate_voice_clone, tts.generate_custom_voice or tts.generate_voice_design of an accelerated
     model, and `kwargs` are its arguments. The chunks joined are the audio of the whole call."""
     sizes = itertools.chain([1, 1, 2, 4], itertools.repeat(8)) if chunk_frames is None else itertools.repeat(chunk_frames)
+    if chunk_frames is not None and chunk_frames < 1:
+        raise ValueError(f"chunk_frames is {chunk_frames}, it must be at least 1")
     tts = method.__self__
     if kwargs.get("voice_clone_prompt") is None and kwargs.get("ref_audio") is not None:
         kwargs["voice_clone_prompt"] = tts.create_voice_clone_prompt(
@@ -69,21 +76,24 @@ def stream(method, chunk_frames=None, **kwargs):
     if len(request["inputs_embeds"]) != 1:
         raise ValueError(f"stream speaks one text at a time, not {len(request['inputs_embeds'])}")
     codec, rate = tts.model.speech_tokenizer.decode.__self__, tts.model.speech_tokenizer.get_output_sample_rate()
-    codec.reset()
-    if (reference := reference_codes(kwargs.get("voice_clone_prompt"))) is not None:
-        codec.feed(reference)                                     # the voice to go on with; its sound is not ours
-    size, frames, audio = next(sizes), [], None
-    for codes, _ in decoder.frames(**request):
-        if audio is not None:                                     # decoded while this frame was on its way
+    with decoder.turns.take() as turn:
+        codec.reset()
+        if (reference := reference_codes(kwargs.get("voice_clone_prompt"))) is not None:
+            codec.feed(reference)                                 # the voice to go on with; its sound is not ours
+        size, frames, audio = next(sizes), [], None
+        for codes, _ in decoder.frames(**request):
+            if audio is not None:                                 # decoded while this frame was on its way
+                yield audio(), rate
+                turn.check()
+                audio = None
+            frames.append(codes[0])
+            if len(frames) == size:
+                audio, frames, size = codec.feed(torch.stack(frames)), [], next(sizes)
+        if audio is not None:
             yield audio(), rate
-            audio = None
-        frames.append(codes[0])
-        if len(frames) == size:
-            audio, frames, size = codec.feed(torch.stack(frames)), [], next(sizes)
-    if audio is not None:
-        yield audio(), rate
-    if frames:
-        yield codec.feed(torch.stack(frames))(), rate
+            turn.check()
+        if frames:
+            yield codec.feed(torch.stack(frames))(), rate
 
 
 class Handover(Exception):
@@ -92,20 +102,16 @@ class Handover(Exception):
 
 def handed_over(method, kwargs):
     """Lets upstream's method build its prompt. Returns the decoder, and the arguments it would have been called with."""
-    talker = method.__self__.model.talker
-    generate = talker.generate
-    if not isinstance(getattr(generate, "__self__", None), Decoder):
+    decoder = getattr(method.__self__.model.talker.generate, "__self__", None)
+    if not isinstance(decoder, Decoder):
         raise ValueError("stream needs an accelerated model: call accelerate(tts) first")
-
-    def hand_over(**request):
-        raise Handover(request)
-    talker.generate = hand_over
+    decoder.this_thread.hands_over = True
     try:
         method(**kwargs)
     except Handover as handover:
-        return generate.__self__, handover.args[0]
+        return decoder, handover.args[0]
     finally:
-        talker.generate = generate
+        decoder.this_thread.hands_over = False
 
 
 def reference_codes(voice_clone_prompt):
@@ -115,31 +121,18 @@ def reference_codes(voice_clone_prompt):
     return codes[0] if codes else None
 
 
-def progress(line):
-    if sys.stderr.isatty():
-        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-
-
-def with_progress(chunks, start):
-    seconds = 0.0
-    for audio, rate in chunks:
-        seconds += len(audio) / rate
-        progress(f"{seconds:.1f} s of audio, RTF {seconds / (time.perf_counter() - start):.2f}")
-        yield audio, rate
-    progress("")
-
-
 class Decoder:
     """Stands in for `talker.generate`. Graphs for one row are captured at once, those for a batch when first asked for.
-    All batch sizes share one cache; a request takes it over from the one before, whether that had finished or not."""
+    All batches share one cache; a request takes it over from the one before, whether that had finished or not."""
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, talker, max_seq_len, max_batch):
         self.talker, self.max_seq_len, self.max_batch = talker, max_seq_len, max_batch
         self.on_gpu = talker.device.type == "cuda"
         self.rng = torch.cuda.default_generators[talker.device.index] if self.on_gpu else torch.default_generator
         self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
-        self.caches, self.graphs, self.request = {}, {}, 0
+        self.caches, self.graphs, self.turns, self.this_thread = {}, {}, Turns(), threading.local()
         use_fewer_kernels(talker, aligned(max_seq_len))
         talker_graph, _ = self.graphs_for(1)
         for bucket in talker_graph.prefills:
@@ -147,6 +140,8 @@ class Decoder:
             talker_graph.captured_prefill(bucket)
         progress("")
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def graphs_for(self, batch):
         if batch not in self.graphs:
             progress(f"capturing frames for {batch} at a time")
@@ -159,8 +154,8 @@ class Decoder:
         return self.graphs[batch]
 
     @torch.no_grad()
-    def frames(self, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed, *, max_new_tokens,
-               min_new_tokens, eos_token_id, suppress_tokens, repetition_penalty, do_sample, temperature, top_k, top_p,
+    def frames(self, inputs_embeds, attention_mask, trailing_text_hidden, *, tts_pad_embed, max_new_tokens, min_new_tokens,
+               eos_token_id, suppress_tokens, repetition_penalty, do_sample, temperature, top_k, top_p,
                subtalker_dosample, subtalker_temperature, subtalker_top_k, subtalker_top_p, **_):
         """The loop. Yields the codes (B, 16) and the hidden state (B, H) of one frame after another, until every row
         has chosen its end token. They are views of static tensors: the next request writes over them."""
@@ -170,9 +165,9 @@ class Decoder:
                              "or the reference, or load with a larger max_seq_len")
         if max_new_tokens < 2:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 2: the last token makes no sound")
+        if not inputs_embeds.isfinite().all():
+            raise ValueError("the prompt holds numbers that are not finite: make the speaker or the reference again")
         limit = min(max_new_tokens - 1, self.max_seq_len - length)
-        self.request += 1
-        request = self.request
         talker, predictor = self.graphs_for(batch)
         talker.configure(dict(do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p),
                          repetition_penalty, suppress_tokens, eos_token_id, min_new_tokens)
@@ -191,8 +186,6 @@ class Decoder:
                 self.rng.set_state(rng_state)
                 return
             yield predictor.codes[:, frame], predictor.hiddens[:, frame]
-            if self.request != request:
-                raise RuntimeError("another request has taken this model over: finish a stream before the next call")
         if not talker.ended_by(limit, chosen):
             remedy = (f"load with max_seq_len above {self.max_seq_len}" if limit < max_new_tokens - 1
                       else f"call with max_new_tokens above {max_new_tokens}")
@@ -201,18 +194,19 @@ class Decoder:
     def now(self):
         return torch.cuda.current_stream(self.talker.device).record_event() if self.on_gpu else None
 
-    def generate(self, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed, **settings):
+    def generate(self, **request):
         """What upstream's talker.generate returns, as far as upstream looks at it."""
-        groups = []
-        for first in range(0, len(inputs_embeds), self.max_batch):
-            rows = slice(first, first + self.max_batch)
-            frames = list(self.frames(inputs_embeds[rows], attention_mask[rows], trailing_text_hidden[rows],
-                                      tts_pad_embed, **settings))
-            groups.append([torch.stack(column, dim=1) for column in zip(*frames)])
+        if getattr(self.this_thread, "hands_over", False):
+            raise Handover(request)
+        rows = [request.pop(name).split(self.max_batch) for name in (
+            "inputs_embeds", "attention_mask", "trailing_text_hidden")]
+        with self.turns.take():
+            groups = [[torch.stack(column, dim=1) for column in zip(*self.frames(*group, **request))]
+                      for group in zip(*rows)]
         longest = max(codes.shape[1] for codes, _ in groups)      # shorter ones end in end tokens, and are cut there
         codes, hiddens = (
             torch.cat([F.pad(group[i], (0, 0, 0, longest - group[i].shape[1]), value=filler) for group in groups])
-            for i, filler in enumerate([settings["eos_token_id"], 0]))
+            for i, filler in enumerate([request["eos_token_id"], 0]))
         # One entry a forward: the prompt's gave no codes, and upstream drops the last one's hidden state.
         forwards = zip(hiddens.roll(-1, dims=1).split(1, dim=1), codes.unbind(1))
         return GenerateDecoderOnlyOutput(sequences=codes[..., 0], hidden_states=(

@@ -20,6 +20,7 @@ for word in "$@"; do
 done
 
 # The environment. A link to the active environment makes its torch visible, behind what is installed here.
+rm -rf .venv
 if [ -n "$system_torch" ]; then
   torch_folder=$(python3 -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))') || {
     echo "--system-torch: the active python3 has no torch that can be imported" >&2; exit 2; }
@@ -27,7 +28,7 @@ if [ -n "$system_torch" ]; then
   echo "$torch_folder" > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth"
   install=".venv/bin/python -m pip install --quiet"
 elif command -v uv > /dev/null; then
-  uv venv --quiet --allow-existing .venv
+  uv venv --quiet .venv
   install="uv pip install --quiet --python .venv/bin/python"
 else
   python3 -m venv .venv
@@ -36,14 +37,19 @@ fi
 
 # The packages. qwen-tts without its dependencies: torchaudio, sox, onnxruntime and gradio are for the 25 Hz models
 # and the demo.
-$install -r <(grep -v "${system_torch:+^torch==}${system_torch:-^$}" requirements.txt)
+if [ -n "$system_torch" ]; then
+  $install $(grep -v '^torch==' requirements.txt)
+else
+  $install -r requirements.txt
+fi
 $install --no-deps qwen-tts==0.1.1
 .venv/bin/python -c 'import generate'
 echo "environment ready: .venv"
 
 # The weights.
 for size in $sizes; do
-  if ! .venv/bin/hf download "Qwen/Qwen3-TTS-12Hz-$size-Base" > /dev/null; then
+  if ! .venv/bin/python -c 'import sys, huggingface_hub; huggingface_hub.snapshot_download(sys.argv[1])' \
+      "Qwen/Qwen3-TTS-12Hz-$size-Base"; then
     echo "The weights of $size could not be downloaded; the environment is complete. Try again later with" >&2
     echo "    ./setup.sh $size" >&2
     echo "or go on without them, on random weights: .venv/bin/python random_checkpoint.py tiny tiny" >&2

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -268,6 +269,21 @@ def voice_request(args, tts):
             audio = np.append(audio, np.zeros(int(SILENCE * rate), dtype=audio.dtype))
         prompt = tts.create_voice_clone_prompt((audio, rate), args.ref_text, x_vector_only_mode=not args.ref_text)
     return tts.generate_voice_clone, request | dict(voice_clone_prompt=prompt)
+
+
+def progress(line):
+    """Shows a line to a person who is watching, in place of the last; a pipe gets none of it."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def with_progress(chunks, start):
+    seconds = 0.0
+    for audio, rate in chunks:
+        seconds += len(audio) / rate
+        progress(f"{seconds:.1f} s of audio, RTF {seconds / (time.perf_counter() - start):.2f}")
+        yield audio, rate
+    progress("")
 
 
 @contextlib.contextmanager

@@ -15,21 +15,22 @@ def header(rate, size):
 
 def write_wav(path, chunks):
     """Writes chunks of (float samples, rate) as they come, to a file or, with "-", to stdout. Returns the seconds."""
-    file, size = None, 0
+    file, size, to_stdout = None, 0, str(path) == "-"
     try:
         for audio, rate in chunks:
             if file is None:                                      # not before there is something to write
-                file = sys.stdout.buffer if str(path) == "-" else open(path, "wb")
-                file.write(header(rate, 0 if file.seekable() else UNKNOWN))
+                file = sys.stdout.buffer if to_stdout else open(path, "wb")
+                can_correct = file.seekable() and not to_stdout   # stdout may be a file that has other things in it
+                file.write(header(rate, 0 if can_correct else UNKNOWN))
             samples = np.rint(np.clip(audio, -1, 1) * 32767).astype("<i2").tobytes()
             file.write(samples)
             size += len(samples)
-            if file.seekable():
+            if can_correct:
                 file.seek(0)
                 file.write(header(rate, size))
                 file.seek(0, 2)
             file.flush()
     finally:
-        if file not in (None, sys.stdout.buffer):
+        if file is not None and not to_stdout:
             file.close()
-    return size / 2 / rate
+    return size / 2 / rate if size else 0.0

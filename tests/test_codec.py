@@ -1,5 +1,6 @@
 """Chunks joined are one pass of upstream's decoder, whatever their sizes."""
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from cudagraph_codec import CodecGraph
 from generate import load_upstream
 from random_checkpoint import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model, codec_config, randomize, soften
+from turns import Turns
 
 RAMP = [1, 1, 2, 4]
 
@@ -19,7 +21,7 @@ def tokenizer(checkpoint):
 
 @pytest.fixture(scope="module")
 def codec(tokenizer):
-    return CodecGraph(tokenizer)
+    return CodecGraph(tokenizer, Turns())
 
 
 def one_pass(tokenizer, codes):
@@ -64,7 +66,7 @@ def test_decode_takes_what_upstream_takes(tokenizer, codec):
     padded = torch.full((2, 9, 16), -1)
     padded[0, :5], padded[1] = first, second
     for encoded in ([{"audio_codes": first}, {"audio_codes": second}], {"audio_codes": [first.numpy(), second.numpy()]},
-                    {"audio_codes": padded}):
+                    {"audio_codes": padded}, SimpleNamespace(audio_codes=[first, second])):
         ours, rate = codec.decode(encoded)
         theirs, their_rate = tokenizer.decode(encoded)
         assert rate == their_rate
@@ -86,6 +88,6 @@ def test_published_shapes():
             return self.model.get_decode_upsample_rate()
     tokenizer = Tokenizer()
     codes = torch.randint(2048, (10, 16))
-    codec = CodecGraph(tokenizer)
+    codec = CodecGraph(tokenizer, Turns())
     np.testing.assert_allclose(joined(codec, codes, [1, 2, 4, 3]), one_pass(tokenizer, codes), rtol=0,
                                atol=1e-5)

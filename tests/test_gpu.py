@@ -63,3 +63,36 @@ def test_streamed_sound_is_the_whole(tts, chunk_frames):
     joined = np.concatenate(chunks)
     assert len(joined) == len(whole) == 40 * 1920
     assert np.abs(joined - whole).max() < 0.02 and np.corrcoef(joined, whole)[0, 1] > 0.999
+
+
+def test_the_end_on_captured_graphs(tts, monkeypatch):
+    """The surplus frame is dropped and its noise counts as not drawn: two requests after one seed, captured and not."""
+    head = tts.model.talker.codec_head.weight
+    monkeypatch.setattr(head, "data", head.data.clone())
+    end = tts.model.config.talker_config.codec_eos_token_id
+    head.data[end] = 3 * torch.randn_like(head.data[end]) * head.data.std()
+
+    def two_requests():
+        accelerate(tts, max_seq_len=256)
+        first = codes(tts, TEXTS[0], frames=200)
+        state = torch.cuda.get_rng_state()
+        return first, codes(tts, TEXTS[1], seed=int(state.sum()), frames=200)
+    captured = two_requests()
+    for module in (cudagraph_talker, cudagraph_predictor):
+        monkeypatch.setattr(module, "capture", lambda fn, *_: fn)
+    assert all(torch.equal(a, b) for a, b in zip(captured, two_requests(), strict=True))
+    assert captured[0].shape[1] < 200
+
+
+def test_codec_of_a_batch(tts):
+    """Utterances are queued one behind another on the codec's stream: each is what it is alone, and what upstream's
+    decoder gives, but for bfloat16's rounding."""
+    accelerate(tts, max_seq_len=64)
+    codec = tts.model.speech_tokenizer
+    batch = [torch.randint(2048, (length, 16), device="cuda") for length in (70, 3, 40, 70)]
+    together, _ = codec.decode([{"audio_codes": utterance} for utterance in batch])
+    for utterance, audio in zip(batch, together, strict=True):
+        np.testing.assert_array_equal(audio, codec.decode({"audio_codes": utterance})[0][0])
+        with torch.no_grad():
+            expected = codec.model.decoder(utterance.T[None])[0, 0].float().cpu().numpy()
+        assert np.abs(audio - expected).max() < 0.02 and np.corrcoef(audio, expected)[0, 1] > 0.999

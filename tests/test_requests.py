@@ -1,4 +1,6 @@
 """One request after another: nothing of the one before shows, nothing is cut short silently."""
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -64,12 +66,60 @@ def test_two_requests_share_one_seed(voice):
 
 
 def test_interleaved_streams_are_refused(voice):
-    """Two streams would write over each other's cache; the older one says so instead of speaking nonsense."""
-    older = stream(voice.fast.generate_voice_clone, chunk_frames=1, text=TEXT, **voice.arguments)
+    """Two streams would write over each other's state; the older one says so, and the newer one is not disturbed."""
+    def start():
+        torch.manual_seed(3)
+        return stream(voice.fast.generate_voice_clone, chunk_frames=1, text=TEXT, **voice.arguments)
+    expected = [audio for audio, _ in start()]
+    older = start()
     next(older)
-    next(stream(voice.fast.generate_voice_clone, chunk_frames=1, text=TEXT, **voice.arguments))
+    newer = start()
+    heard = [next(newer)[0]]
     with pytest.raises(RuntimeError, match="another request"):
         next(older)
+    heard += [audio for audio, _ in newer]
+    np.testing.assert_array_equal(np.concatenate(heard), np.concatenate(expected))
+
+
+def test_numbers_that_are_not_finite(voice, fresh_codes):
+    """Refused, and even if some got in, the next request is clean."""
+    speaker = voice.arguments["voice_clone_prompt"]["ref_spk_embedding"][0].clone()
+    speaker[3] = float("nan")
+    prompt = voice.arguments["voice_clone_prompt"] | dict(ref_spk_embedding=[speaker])
+    with pytest.raises(ValueError, match="not finite"):
+        voice.codes(voice.fast, text=TEXT, voice_clone_prompt=prompt)
+    for graph in voice.fast.model.talker.generate.__self__.graphs_for(1):
+        graph.cache.layers[0].values.fill_(float("nan"))
+    assert torch.equal(voice.codes(voice.fast, text=TEXT, seed=5)[0][0], fresh_codes(seed=5))
+
+
+@cut_off_on_purpose
+def test_inference_mode_leaves_nothing_behind(voice):
+    """Tensors made in inference mode cannot be written outside of it."""
+    with torch.inference_mode():
+        tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=100)
+        voice.codes(tts, text=["a", "b"], language="English", max_new_tokens=3)
+    voice.codes(tts, text=["a", "b"], language="English", max_new_tokens=3)
+    voice.codes(tts, text="a", max_new_tokens=3)
+
+
+def test_threads_take_turns(voice):
+    """Whole calls and streams of several threads at once: each gets what it would get alone."""
+    greedy = dict(do_sample=False, subtalker_dosample=False, max_new_tokens=40)
+    texts = ["One.", "Two is longer.", "Three!", "Four, the last of them."]
+
+    def whole(text):
+        return voice.fast.generate_voice_clone(text, **voice.arguments, **greedy)[0][0]
+
+    def streamed(text):
+        return np.concatenate([audio for audio, _ in stream(
+            voice.fast.generate_voice_clone, chunk_frames=1, text=text, **voice.arguments, **greedy)])
+    jobs = [(speak, text) for text in texts for speak in (whole, streamed)]
+    alone = [speak(text) for speak, text in jobs]
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        together = [job.result() for job in [threads.submit(speak, text) for speak, text in jobs]]
+    for audio, expected in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(audio, expected)
 
 
 @pytest.mark.parametrize("name", VOICES)
@@ -145,7 +195,7 @@ def test_prompt_longer_than_the_cache_is_refused(voice):
 
 
 @pytest.mark.parametrize("settings", [
-    dict(temperature=0.0), dict(temperature=-1.0), dict(temperature=float("nan")), dict(top_p=0.0), dict(top_p=1.5),
+    dict(temperature=0.0), dict(temperature=-1.0), dict(temperature=float("nan")), dict(top_p=-0.1), dict(top_p=1.5),
     dict(top_k=-1), dict(subtalker_temperature=0.0), dict(subtalker_top_p=2.0), dict(repetition_penalty=0.0),
     dict(repetition_penalty=float("nan")), dict(max_new_tokens=1)], ids=str)
 def test_impossible_settings_are_refused(voice, settings):
@@ -154,6 +204,8 @@ def test_impossible_settings_are_refused(voice, settings):
 
 
 def test_stream_wants_one_text_and_an_accelerated_model(voice):
+    with pytest.raises(ValueError, match="chunk_frames is 0"):
+        next(stream(voice.fast.generate_voice_clone, chunk_frames=0, text="a", **voice.arguments))
     with pytest.raises(ValueError, match="one text at a time, not 2"):
         next(stream(voice.fast.generate_voice_clone, text=["a", "b"], **voice.arguments))
     with pytest.raises(ValueError, match="call accelerate"):

@@ -32,7 +32,7 @@ def test_one_text(voices, voice, settings):
 
 @pytest.mark.filterwarnings("ignore:the speech was cut off")
 @pytest.mark.parametrize("settings", [
-    dict(do_sample=False), dict(subtalker_dosample=False), dict(top_k=0, top_p=0.5), dict(top_k=1), dict(top_k=5000),
+    dict(do_sample=False), dict(subtalker_dosample=False), dict(top_k=0, top_p=0.5), dict(top_p=0.0), dict(top_k=1), dict(top_k=5000),
 ], ids=str)
 def test_odd_settings(voices, settings):
     """A greedy choice beside a sampled one shares its noise with nobody; 0 and too many candidates mean all of them."""
