@@ -34,12 +34,13 @@ def call(monkeypatch, capsys):
     """Runs a script's main in this process, which is quicker. -> exit code, stdout, stderr"""
     def call(main, *arguments):
         monkeypatch.setattr(sys, "argv", ["script", *map(str, arguments)])
-        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)      # put back what main changes
-        try:
-            main()
-            code = 0
-        except SystemExit as exit:
-            code = exit.code
+        with warnings.catch_warnings():                           # and put back what main changes
+            warnings.simplefilter("always", UserWarning)
+            try:
+                main()
+                code = 0
+            except SystemExit as exit:
+                code = exit.code
         return code, *capsys.readouterr()
     return call
 
