@@ -20,7 +20,8 @@ for word in "$@"; do
 done
 
 # The environment. A link to the active environment makes its torch visible, behind what is installed here.
-rm -rf .venv
+linked=$(compgen -G '.venv/lib/python*/site-packages/torch.pth' > /dev/null && echo yes || true)
+[ "$linked" = "$system_torch" ] || rm -rf .venv                   # made for the other kind of torch
 if [ -n "$system_torch" ]; then
   torch_folder=$(python3 -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))') || {
     echo "--system-torch: the active python3 has no torch that can be imported" >&2; exit 2; }
@@ -28,7 +29,7 @@ if [ -n "$system_torch" ]; then
   echo "$torch_folder" > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth"
   install=".venv/bin/python -m pip install --quiet"
 elif command -v uv > /dev/null; then
-  uv venv --quiet .venv
+  uv venv --quiet --allow-existing .venv
   install="uv pip install --quiet --python .venv/bin/python"
 else
   python3 -m venv .venv
