@@ -49,11 +49,10 @@ echo "environment ready: .venv"
 
 # The weights.
 for size in $sizes; do
-  if ! .venv/bin/python -c 'import sys, huggingface_hub; huggingface_hub.snapshot_download(sys.argv[1])' \
-      "Qwen/Qwen3-TTS-12Hz-$size-Base"; then
-    echo "The weights of $size could not be downloaded; the environment is complete. Try again later with" >&2
+  if ! .venv/bin/python -c 'import sys, voices; voices.download(sys.argv[1])' "$size"; then
+    echo "The environment is complete. For the weights, try again later with" >&2
     echo "    ./setup.sh $size" >&2
-    echo "or go on without them, on random weights: .venv/bin/python random_checkpoint.py tiny tiny" >&2
+    echo "or go on without them, on random ones: .venv/bin/python random_checkpoint.py tiny tiny" >&2
     exit 3
   fi
   echo "weights ready: $size"

@@ -111,6 +111,14 @@ def read_config(model):
     return config
 
 
+def download(model):
+    """For setup.sh: all files of a model, with the hub's own progress bars."""
+    try:
+        huggingface_hub.snapshot_download(MODELS[model])
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError):
+        sys.exit(f"error: the model hub did not give {MODELS[model]}: check the network")
+
+
 def choose_device(name=None):
     """The device of that name; without one, CUDA where there is CUDA, else the CPU."""
     try:
