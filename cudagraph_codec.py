@@ -14,7 +14,7 @@ from torch import nn
 
 from cudagraph_talker import aligned, capture
 
-SIZES = (64, 32, 16, 8, 4, 2, 1)                                  # frames in a chunk; others are put together from these
+SIZES = (64, 32, 16, 8, 4, 2, 1)                                  # frames in a chunk; others are made of these
 
 
 def extend(tail, x, dim=-1):
@@ -29,7 +29,7 @@ def causal_conv(conv, tail, x):
 
 
 def transposed_conv(conv, tail, x):
-    stride = conv.stride[0]                                       # of what the tail gives again, keep its part in the new
+    stride = conv.stride[0]                                       # what the tail gives but for its part in the new is known
     return conv(extend(tail, x))[..., tail.shape[-1] * stride:][..., :x.shape[-1] * stride]
 
 
@@ -53,7 +53,7 @@ class CodecGraph:
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, tokenizer, turns):
-        """`tokenizer` is upstream's speech tokenizer; `decode` waits for its turn, `reset` and `feed` are for who has it."""
+        """`tokenizer` is upstream's. `decode` waits for its turn, `reset` and `feed` are for whoever has it."""
         model, self.tokenizer, self.turns = tokenizer.model.decoder, tokenizer, turns
         self.device, config = model.device, model.config
         self.samples_a_frame = tokenizer.get_decode_upsample_rate()
@@ -88,8 +88,9 @@ class CodecGraph:
         frames, columns = inputs_embeds.shape[1], self.window.columns(inputs_embeds.shape[1])
         queries = torch.arange(frames, device=self.device)
         keys = torch.arange(frames - columns, frames, device=self.device)              # counted from the first query
-        visible = (keys <= queries[:, None]) & (keys > queries[:, None] - self.window.length) & (keys + self.position >= 0)
-        mask = torch.zeros_like(visible, dtype=inputs_embeds.dtype)                    # (frames, columns)
+        age = queries[:, None] - keys                                                  # (frames, columns)
+        visible = (age >= 0) & (age < self.window.length) & (keys + self.position >= 0)
+        mask = torch.zeros_like(visible, dtype=inputs_embeds.dtype)
         mask = mask.masked_fill(~visible, torch.finfo(mask.dtype).min)[None, None]
         positions = self.position + queries
         return type(self.decoder.pre_transformer).forward(

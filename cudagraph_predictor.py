@@ -32,7 +32,7 @@ class PredictorGraph:
         self.step = capture(self.step, device, pool)
 
     def begin(self, trailing_text_hidden, tts_pad_embed):
-        """The text that each frame adds to its embedding (B, T, H), and what it adds when the text is over (1, 1, H)."""
+        """What each frame adds to its embedding: the text (B, T, H), and when that is over, padding (1, 1, H)."""
         length = min(trailing_text_hidden.shape[1], self.text.shape[1])
         self.text[:, :length] = trailing_text_hidden[:, :length]
         self.text[:, length:] = tts_pad_embed

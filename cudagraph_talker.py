@@ -52,7 +52,7 @@ class Sampling:
     def set(self, do_sample, temperature, top_k, top_p):
         if not do_sample:
             temperature, top_k, top_p = 1.0, 1, 1.0
-        top_k, top_p = top_k or self.vocab, 1.0 if top_p is None else top_p            # as transformers reads 0 and None
+        top_k, top_p = top_k or self.vocab, 1.0 if top_p is None else top_p      # as transformers reads 0 and None
         if not (temperature > 0 and top_k > 0 and 0 <= top_p <= 1):
             raise ValueError(f"temperature {temperature} must be above 0, top_k {top_k} a number of candidates, and "
                              f"top_p {top_p} between 0 and 1; do_sample=False always takes the best")
@@ -183,8 +183,8 @@ class TalkerGraph:
                           cache_position=columns, past_key_values=self.cache).last_hidden_state
 
     def choose(self):
-        """The next frame's token, by transformers' rules in transformers' order. A row that has ended goes on unheard until
-        all have, as it does there: the noise of the others depends on it."""
+        """The next frame's token, by transformers' rules in transformers' order. A row that has ended goes on unheard
+        until all have, as it does there: the noise of the others depends on it."""
         self.frame += 1
         scores = self.head(self.hidden[:, -1]).float()                                         # (B, V)
         penalized = torch.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)

@@ -4,8 +4,8 @@
     from generate import load, accelerate, stream
 
 Upstream builds every kind of prompt, calls `talker.generate` once, and then `speech_tokenizer.decode`. `accelerate`
-replaces those two, so all of upstream's methods stay as they are. `Decoder.frames` is the only loop: a whole call drains
-it, `stream` takes its frames in chunks.
+replaces those two, so all of upstream's methods stay as they are. `Decoder.frames` is the only loop: a whole call
+drains it, `stream` takes its frames in chunks.
 """
 import itertools
 import sys
@@ -13,7 +13,6 @@ import threading
 import time
 import types
 import warnings
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +29,7 @@ from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import TalkerGraph, aligned, first_rows, static_cache
 from fewer_kernels import use_fewer_kernels
 from turns import Turns
-from voices import (MODELS, answered_mistakes, choose_device, parse_arguments, progress, read_config, voice_request,
+from voices import (address, answered_mistakes, choose_device, parse_arguments, progress, read_config, voice_request,
                     with_progress)
 from wav import write_wav
 
@@ -40,7 +39,7 @@ def load_upstream(model, device=None, dtype=None):
     read_config(model)                                            # says what is wrong with it, if anything is
     device = choose_device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    return Qwen3TTSModel.from_pretrained(model if Path(model).is_dir() else MODELS.get(model, model), device_map=device, dtype=dtype)
+    return Qwen3TTSModel.from_pretrained(address(model), device_map=device, dtype=dtype)
 
 
 def load(model, device=None, dtype=None, max_seq_len=2048, max_batch=16):
@@ -60,14 +59,14 @@ def accelerate(tts, max_seq_len=2048, max_batch=16):
 
 
 def stream(method, chunk_frames=None, **kwargs):
-    """Speaks one text; yields (audio, rate) as it is made. `chunk_frames` is the number of frames in a chunk, 80 ms each;
-    None goes 1, 1, 2, 4, 8, 8, ...: the first sound soonest, then fewer chunks.
+    """Speaks one text; yields (audio, rate) as it is made, in chunks of `chunk_frames` frames, or None for 1, 1, 2, 4,
+    8, 8, ...: the first sound soonest, then fewer chunks.
 
     `method` is tts.generate_voice_clone, tts.generate_custom_voice or tts.generate_voice_design of an accelerated
     model, and `kwargs` are its arguments. The chunks joined are the audio of the whole call."""
-    sizes = itertools.chain([1, 1, 2, 4], itertools.repeat(8)) if chunk_frames is None else itertools.repeat(chunk_frames)
     if chunk_frames is not None and chunk_frames < 1:
         raise ValueError(f"chunk_frames is {chunk_frames}, it must be at least 1")
+    sizes = itertools.chain([] if chunk_frames else [1, 1, 2, 4], itertools.repeat(chunk_frames or 8))
     tts = method.__self__
     if kwargs.get("voice_clone_prompt") is None and kwargs.get("ref_audio") is not None:
         kwargs["voice_clone_prompt"] = tts.create_voice_clone_prompt(
@@ -101,7 +100,7 @@ class Handover(Exception):
 
 
 def handed_over(method, kwargs):
-    """Lets upstream's method build its prompt. Returns the decoder, and the arguments it would have been called with."""
+    """Lets upstream's method build its prompt. Returns the decoder, and what it would have been called with."""
     decoder = getattr(method.__self__.model.talker.generate, "__self__", None)
     if not isinstance(decoder, Decoder):
         raise ValueError("stream needs an accelerated model: call accelerate(tts) first")
@@ -154,8 +153,8 @@ class Decoder:
         return self.graphs[batch]
 
     @torch.no_grad()
-    def frames(self, inputs_embeds, attention_mask, trailing_text_hidden, *, tts_pad_embed, max_new_tokens, min_new_tokens,
-               eos_token_id, suppress_tokens, repetition_penalty, do_sample, temperature, top_k, top_p,
+    def frames(self, inputs_embeds, attention_mask, trailing_text_hidden, *, tts_pad_embed, max_new_tokens,
+               min_new_tokens, eos_token_id, suppress_tokens, repetition_penalty, do_sample, temperature, top_k, top_p,
                subtalker_dosample, subtalker_temperature, subtalker_top_k, subtalker_top_p, **_):
         """The loop. Yields the codes (B, 16) and the hidden state (B, H) of one frame after another, until every row
         has chosen its end token. They are views of static tensors: the next request writes over them."""
@@ -164,7 +163,7 @@ class Decoder:
             raise ValueError(f"the prompt takes {length} positions, the cache has {self.max_seq_len}: shorten the text "
                              "or the reference, or load with a larger max_seq_len")
         if max_new_tokens < 2:
-            raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 2: the last token makes no sound")
+            raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 2: the last makes no sound")
         if not inputs_embeds.isfinite().all():
             raise ValueError("the prompt holds numbers that are not finite: make the speaker or the reference again")
         limit = min(max_new_tokens - 1, self.max_seq_len - length)

@@ -24,12 +24,13 @@ from safetensors import SafetensorError
 
 MODELS = {name: f"Qwen/Qwen3-TTS-12Hz-{name if '-' in name else name + '-Base'}" for name in (
     "0.6B", "1.7B", "0.6B-CustomVoice", "1.7B-CustomVoice", "1.7B-VoiceDesign")}
-KINDS = {"base": "a Base model, which clones voices", "custom_voice": "a CustomVoice model, which has voices of its own",
+KINDS = {"base": "a Base model, which clones voices",
+         "custom_voice": "a CustomVoice model, which has voices of its own",
          "voice_design": "a VoiceDesign model, which makes voices from descriptions"}
 WHERE = {"base": "0.6B or 1.7B", "custom_voice": "1.7B-CustomVoice", "voice_design": "1.7B-VoiceDesign"}
 SILENCE = 0.5                                                     # seconds between a reference and the speech
-FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "*.safetensors", "speech_tokenizer/config.json",
-         "speech_tokenizer/preprocessor_config.json", "speech_tokenizer/*.safetensors")
+FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "*.safetensors",
+         *(f"speech_tokenizer/{name}" for name in ("config.json", "preprocessor_config.json", "*.safetensors")))
 
 
 class Parser(argparse.ArgumentParser):
@@ -87,24 +88,30 @@ def parse_arguments():
     return args
 
 
+def address(model):
+    """Where a model is: a folder, or its id on the hub."""
+    return model if Path(model).is_dir() else MODELS.get(model, model)
+
+
 def read_config(model):
     """The config.json of a checkpoint of the right kind, and nothing more of it yet."""
-    folder, name = Path(model), MODELS.get(model, model)
+    folder, name = Path(model), address(model)
     if not folder.is_dir() and not re.fullmatch(r"[\w-]+/[\w.-]+", name):
-        raise ValueError(f"there is no folder {model}: give a folder, a hub id (owner/name) or one of {', '.join(MODELS)}")
+        raise ValueError(f"there is no folder {model}: give a folder, a hub id like owner/name, or one of "
+                         f"{', '.join(MODELS)}")
     if not folder.is_dir():
         try:
             folder = Path(huggingface_hub.hf_hub_download(name, "config.json")).parent
         except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError):
-            raise ValueError(f"{name} cannot be had from the model hub: check the name and the network, or give --model "
-                             "a folder") from None
+            raise ValueError(f"{name} cannot be had from the model hub: check the name and the network, or give "
+                             "--model a folder") from None
     elif missing := [file for file in FILES if not any(folder.glob(file))]:
         raise ValueError(f"{folder} is no complete checkpoint, it lacks {', '.join(missing)}: download it again")
     try:
         config = json.loads((folder / "config.json").read_text())
-        kind, tokenizer, talker = config["tts_model_type"], config["tokenizer_type"], config["talker_config"]
+        kind, tokenizer, _ = config["tts_model_type"], config["tokenizer_type"], config["talker_config"]
     except (ValueError, KeyError, TypeError, OSError):
-        raise ValueError(f"{folder / 'config.json'} does not describe a Qwen3-TTS model: give --model another one") from None
+        raise ValueError(f"{folder / 'config.json'} does not describe a Qwen3-TTS model: give another --model") from None
     if tokenizer != "qwen3_tts_tokenizer_12hz" or kind not in KINDS:
         raise ValueError(f"{model} is a {kind} model with the tokenizer {tokenizer}: only the 12 Hz models run here, "
                          f"{', '.join(MODELS)}")
@@ -126,8 +133,8 @@ def choose_device(name=None):
     except RuntimeError:
         raise ValueError(f"there is no device {name!r}: choose cuda, cuda:1 and so on, or cpu") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"this torch finds {torch.cuda.device_count()} CUDA devices, not {name}: choose another device, "
-                         "cpu for instance, or install a CUDA build of torch")
+        raise ValueError(f"this torch finds {torch.cuda.device_count()} CUDA devices, not {name}: choose another "
+                         "device, cpu for instance, or install a CUDA build of torch")
     return device
 
 
@@ -160,8 +167,8 @@ def check_voice(args):
                          "1.7B-CustomVoice")
     if kind == "base":
         if (args.speaker is None) == (args.ref_audio is None):
-            raise ValueError(f"{args.model} clones a voice: give it --speaker speaker.pt or --ref-audio voice.wav, one of "
-                             "the two")
+            raise ValueError(f"{args.model} clones a voice: give it --speaker speaker.pt or --ref-audio voice.wav, "
+                             "one of the two")
         if args.ref_text is not None and args.ref_audio is None:
             raise ValueError("--ref-text says what --ref-audio says: give both, or neither with --speaker")
         args.voice = load_speaker(args.speaker, talker["hidden_size"]) if args.speaker else read_audio(args.ref_audio)

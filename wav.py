@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 
-UNKNOWN = 0xFFFFFFFF - 36                                         # the length of a stream that cannot be corrected later
+UNKNOWN = 0xFFFFFFFF - 36                                         # a length that nobody will correct
 
 
 def header(rate, size):

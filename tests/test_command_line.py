@@ -229,13 +229,15 @@ MISTAKES = [   # options that differ from a good call (None: left out), words of
     (dict(language="Klingon"), "no language 'Klingon'"), (dict(language="germn"), "choose german"),
     (dict(text=None), "give what to say"), (dict(text=" \n"), "text is empty"),
     (dict(text_file="empty.txt"), "one of them"), (dict(text=None, text_file="empty.txt"), "text is empty"),
-    (dict(text=None, text_file="missing.txt"), "cannot read missing.txt"), (dict(text=None, text_file="."), "cannot read"),
+    (dict(text=None, text_file="missing.txt"), "cannot read missing.txt"),
+    (dict(text=None, text_file="."), "cannot read"),
     (dict(text=None, text_file="binary.txt"), "not UTF-8"),
     (dict(text="x" * 500, non_streaming_mode=""), "takes 510 positions, the cache has 300"),
     (dict(output="nowhere/out.wav"), "no folder nowhere"), (dict(output="."), "it is a folder"),
     (dict(output=None), "give --output"), (dict(text="a\nb", output="-"), "add --join"),
     (dict(temperature=0), "--temperature is 0.0"), (dict(temperature=-1), "above 0"), (dict(temperature="nan"), "nan"),
-    (dict(temperature="inf"), "inf"), (dict(temperature="warm"), "invalid float value"), (dict(top_k=0), "from 1 to 3072"),
+    (dict(temperature="inf"), "inf"), (dict(temperature="warm"), "invalid float value"),
+    (dict(top_k=0), "from 1 to 3072"),
     (dict(top_k=4000), "from 1 to 3072"), (dict(top_p=0), "above 0 and at most 1"), (dict(top_p=1.5), "at most 1"),
     (dict(top_p="nan"), "--top-p is nan"), (dict(repetition_penalty=0), "1.0 for none"),
     (dict(max_seq_len=4), "at least 32"), (dict(device="abacus"), "no device 'abacus'"), (dict(dtype="int3"), "int3"),
@@ -274,7 +276,9 @@ def test_no_hub(call, tmp_path, monkeypatch):
 
 
 def test_out_of_gpu_memory(call, checkpoint, monkeypatch, tmp_path):
-    monkeypatch.setattr(generate, "load", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")))
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(generate, "load", full)
     code, _, stderr = call(generate.main, *options(checkpoint(), output=tmp_path / "out.wav"))
     assert code == 2 and "memory is full" in stderr and len(stderr.splitlines()) == 1
 

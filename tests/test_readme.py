@@ -27,11 +27,11 @@ ROWS = {   # a row of the README's table -> the row and the key in the results, 
 def test_the_table_is_what_was_measured():
     models = json.loads((ROOT / "results/reference_h200.json").read_text())["models"]
     seen = set()
-    for label, *cells in re.findall(r"^\| ([^|]+?) +\| +([\d.]+)[^|]*\| +([\d.]+)[^|]*\|$", (ROOT / "README.md").read_text(),
-                                    re.MULTILINE):
+    row = re.compile(r"^\| ([^|]+?) +\| +([\d.]+)[^|]*\| +([\d.]+)[^|]*\|$", re.MULTILINE)
+    for label, *cells in row.findall((ROOT / "README.md").read_text()):
         label = label.split(" (")[0]
-        row, key, digits = ROWS[label]
+        name, key, digits = ROWS[label]
         for size, cell in zip(("0.6B", "1.7B"), cells, strict=True):
-            assert cell == f"{models[size][row][key]:.{digits}f}", (label, size)
+            assert cell == f"{models[size][name][key]:.{digits}f}", (label, size)
         seen.add(label)
     assert seen == set(ROWS)

@@ -148,7 +148,8 @@ def test_stream_makes_the_prompt_from_a_recording(voice, recording):
     np.testing.assert_allclose(joined, whole[len(whole) - len(joined):], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("settings", [dict(do_sample=False, subtalker_dosample=False), dict()], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("settings", [dict(do_sample=False, subtalker_dosample=False), dict()],
+                         ids=["greedy", "seeded"])
 def test_more_texts_than_fit_a_batch(voice, settings):
     """Groups of max_batch=4: greedy rows are those of one big batch, seeded ones reproduce."""
     texts = ["One.", "Two, longer.", "Three, quite a bit longer.", "Four.", "Five!", "Six is the last."]

@@ -24,7 +24,7 @@ TEXTS = ["Hello there.", "Hi", "A sentence that is a good deal longer than the o
 @pytest.mark.parametrize("voice", VOICES)
 def test_one_text(voices, voice, settings):
     request = dict(text="Hello there.") | FRAMES | SETTINGS[settings]
-    if "non_streaming_mode" in request:                           # cloning streams its text by default, the others do not
+    if "non_streaming_mode" in request:                           # cloning streams its text, unless told not to
         request["non_streaming_mode"] = voices(voice).method == "generate_voice_clone"
     codes, = voices(voice).end_comes_up(False).assert_same_tokens(**request)
     assert len(codes) == 61
@@ -32,7 +32,8 @@ def test_one_text(voices, voice, settings):
 
 @pytest.mark.filterwarnings("ignore:the speech was cut off")
 @pytest.mark.parametrize("settings", [
-    dict(do_sample=False), dict(subtalker_dosample=False), dict(top_k=0, top_p=0.5), dict(top_p=0.0), dict(top_k=1), dict(top_k=5000),
+    dict(do_sample=False), dict(subtalker_dosample=False), dict(top_k=0, top_p=0.5), dict(top_p=0.0), dict(top_k=1),
+    dict(top_k=5000),
 ], ids=str)
 def test_odd_settings(voices, settings):
     """A greedy choice beside a sampled one shares its noise with nobody; 0 and too many candidates mean all of them."""
@@ -40,8 +41,8 @@ def test_odd_settings(voices, settings):
 
 
 @pytest.mark.parametrize("voice, languages", [
-    ("x-vector", ["English", "Chinese", "Auto"]), ("in-context", ["German"] * 3), ("preset", ["Auto", "Chinese", "Korean"]),
-    ("designed", ["French", "Auto", "Russian"])])
+    ("x-vector", ["English", "Chinese", "Auto"]), ("in-context", ["German"] * 3),
+    ("preset", ["Auto", "Chinese", "Korean"]), ("designed", ["French", "Auto", "Russian"])])
 @pytest.mark.parametrize("settings", ["greedy", "published defaults"])
 def test_batch_whose_rows_end_apart(voices, voice, languages, settings):
     """Left padding, and rows that have ended while others speak on: each disturbs the others if done wrong."""
