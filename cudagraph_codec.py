@@ -29,8 +29,8 @@ def causal_conv(conv, tail, x):
 
 
 def transposed_conv(conv, tail, x):
-    stride = conv.stride[0]                                       # what the tail gives but for its part in the new is known
-    return conv(extend(tail, x))[..., tail.shape[-1] * stride:][..., :x.shape[-1] * stride]
+    before, new = (columns.shape[-1] * conv.stride[0] for columns in (tail, x))        # samples
+    return conv(extend(tail, x))[..., before:before + new]
 
 
 class Window:

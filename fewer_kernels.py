@@ -1,4 +1,4 @@
-"""Parts for upstream's decoder layers: the same function from half the kernels.
+"""Parts for upstream's decoder layers: the same function from fewer kernels.
 
 Upstream's model and layer forwards stay and call these, with the masks and caches that the graphs give them. Without
 `use_fewer_kernels` everything works, slower. In bfloat16 the norms round once where upstream's round twice.

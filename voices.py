@@ -111,7 +111,7 @@ def read_config(model):
         config = json.loads((folder / "config.json").read_text())
         kind, tokenizer, _ = config["tts_model_type"], config["tokenizer_type"], config["talker_config"]
     except (ValueError, KeyError, TypeError, OSError):
-        raise ValueError(f"{folder / 'config.json'} does not describe a Qwen3-TTS model: give another --model") from None
+        raise ValueError(f"the config.json of {model} does not describe a Qwen3-TTS model: give another one") from None
     if tokenizer != "qwen3_tts_tokenizer_12hz" or kind not in KINDS:
         raise ValueError(f"{model} is a {kind} model with the tokenizer {tokenizer}: only the 12 Hz models run here, "
                          f"{', '.join(MODELS)}")
