@@ -202,10 +202,10 @@ class Decoder:
         with self.turns.take():
             groups = [[torch.stack(column, dim=1) for column in zip(*self.frames(*group, **request))]
                       for group in zip(*rows)]
-        longest = max(codes.shape[1] for codes, _ in groups)      # shorter ones end in end tokens, and are cut there
+        longest = max(codes.shape[1] for codes, _ in groups)      # upstream cuts the others where end tokens begin
         codes, hiddens = (
             torch.cat([F.pad(group[i], (0, 0, 0, longest - group[i].shape[1]), value=filler) for group in groups])
-            for i, filler in enumerate([request["eos_token_id"], 0]))
+            for i, filler in enumerate([self.talker.config.codec_eos_token_id, 0]))
         # One entry a forward: the prompt's gave no codes, and upstream drops the last one's hidden state.
         forwards = zip(hiddens.roll(-1, dims=1).split(1, dim=1), codes.unbind(1))
         return GenerateDecoderOnlyOutput(sequences=codes[..., 0], hidden_states=(
