@@ -100,11 +100,14 @@ def read_config(model):
         raise ValueError(f"there is no folder {model}: give a folder, a hub id like owner/name, or one of "
                          f"{', '.join(MODELS)}")
     if not folder.is_dir():
+        progress(f"asking the model hub for {name}")
         try:
             folder = Path(huggingface_hub.hf_hub_download(name, "config.json")).parent
         except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError):
             raise ValueError(f"{name} cannot be had from the model hub: check the name and the network, or give "
                              "--model a folder") from None
+        finally:
+            progress("")
     elif missing := [file for file in FILES if not any(folder.glob(file))]:
         raise ValueError(f"{folder} is no complete checkpoint, it lacks {', '.join(missing)}: download it again")
     try:
