@@ -142,13 +142,14 @@ def choose_device(name=None):
 
 
 def check_numbers(args):
-    vocab = args.config["talker_config"]["vocab_size"]
+    vocab, positions = (args.config["talker_config"][key] for key in ("vocab_size", "max_position_embeddings"))
     for name, value, good, wanted in (
             ("--temperature", args.temperature, lambda x: 0 < x < math.inf, "above 0"),
             ("--top-k", args.top_k, lambda x: 1 <= x <= vocab, f"from 1 to {vocab}"),
             ("--top-p", args.top_p, lambda x: 0 < x <= 1, "above 0 and at most 1"),
             ("--repetition-penalty", args.repetition_penalty, lambda x: 0 < x < math.inf, "above 0, 1.0 for none"),
-            ("--max-seq-len", args.max_seq_len, lambda x: x >= 32, "at least 32")):
+            ("--max-seq-len", args.max_seq_len, lambda x: 32 <= x <= positions, f"from 32 to {positions}"),
+            ("--seed", args.seed, lambda x: 0 <= x < 2**63, "from 0 to 2**63 - 1")):
         if value is not None and not good(value):
             raise ValueError(f"{name} is {value}, it must be {wanted}")
 
@@ -307,7 +308,7 @@ def with_progress(chunks, start):
 @contextlib.contextmanager
 def answered_mistakes():
     """Around a script: a mistake of its user ends it with one line and exit code 2; a warning is one line as well."""
-    warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_: print(f"warning: {str(message).splitlines()[0]}", file=sys.stderr)
     for library in (transformers.utils, huggingface_hub.utils):   # their notes on arguments and retries
         library.logging.set_verbosity_error()
     try:

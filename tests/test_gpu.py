@@ -92,7 +92,7 @@ def test_codec_of_a_batch(tts):
     batch = [torch.randint(2048, (length, 16), device="cuda") for length in (70, 3, 40, 70)]
     together, _ = codec.decode([{"audio_codes": utterance} for utterance in batch])
     for utterance, audio in zip(batch, together, strict=True):
-        np.testing.assert_array_equal(audio, codec.decode({"audio_codes": utterance})[0][0])
+        np.testing.assert_allclose(audio, codec.decode({"audio_codes": utterance})[0][0], rtol=0, atol=0.02)
         with torch.no_grad():
             expected = codec.model.decoder(utterance.T[None])[0, 0].float().cpu().numpy()
         assert np.abs(audio - expected).max() < 0.02 and np.corrcoef(audio, expected)[0, 1] > 0.999
