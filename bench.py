@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time Qwen3-TTS on this GPU: upstream as it is, accelerated, in batches, and faster-qwen3-tts where it is installed.
 
-    python random_checkpoint.py 0.6B random/0.6B && python bench.py random/0.6B --output results.json
+    python random_checkpoint.py 0.6B random/0.6B && python bench.py random/0.6B --weights random
 
 All rows speak the same text with the same voice and settings. A whole call (tokenizing and codec included) is timed at
 two lengths; the difference gives its milliseconds a frame. `frames` rows time the decode loop alone. Medians; the JSON
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from generate import accelerate, handed_over, load_upstream, stream
+from voices import speaker_prompt
 
 TEXT = "Real time speech synthesis means that the first sound arrives before you notice the wait."
 FRAME_RATE = 12.5
@@ -118,9 +119,8 @@ def start_frames(tts, speaker, rows, frames):
 
 
 def arguments(speaker, rows, frames):
-    voice = dict(ref_code=None, ref_spk_embedding=[speaker] * rows, x_vector_only_mode=[True] * rows,
-                 icl_mode=[False] * rows)
-    return dict(text=[TEXT] * rows, language="English", voice_clone_prompt=voice, max_new_tokens=frames + 1)
+    return dict(text=[TEXT] * rows, language="English", voice_clone_prompt=speaker_prompt(speaker, rows),
+                max_new_tokens=frames + 1)
 
 
 def peer(folder, speaker):
@@ -187,7 +187,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="a folder, a hub id, 0.6B or 1.7B")
     parser.add_argument("--batches", type=int, nargs="*", default=[4, 16, 64])
-    parser.add_argument("--weights", default="random", choices=["random", "published"], help="noted in the results")
+    parser.add_argument("--weights", default="not stated", choices=["random", "published"], help="noted in the results")
     parser.add_argument("--output", type=Path, default=Path("bench_results.json"))
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -201,7 +201,7 @@ def main():
         for name, row in rows.items():
             values = (row.get(key) for key in ("ms_a_frame", "rtf", "first_audio_ms", "audio_seconds_a_second",
                                                "peak_gib"))
-            print(f"{name:34}" + "".join(f"{value or '':>{width}.{digits}f}" if value else " " * width
+            print(f"{name:34}" + "".join(f"{value:>{width}.{digits}f}" if value else " " * width
                                          for value, width, digits in zip(values, (12, 8, 10, 11, 10), (2, 2, 1, 1, 2))))
         args.output.write_text(json.dumps(results, indent=1) + "\n")
     print(f"\n{args.output}")

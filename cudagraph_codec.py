@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cudagraph_talker import aligned, capture
+from cudagraph_talker import additive_mask, aligned, capture
 
 SIZES = (64, 32, 16, 8, 4, 2, 1)                                  # frames in a chunk; others are made of these
 
@@ -90,8 +90,7 @@ class CodecGraph:
         keys = torch.arange(frames - columns, frames, device=self.device)              # counted from the first query
         age = queries[:, None] - keys                                                  # (frames, columns)
         visible = (age >= 0) & (age < self.window.length) & (keys + self.position >= 0)
-        mask = torch.zeros_like(visible, dtype=inputs_embeds.dtype)
-        mask = mask.masked_fill(~visible, torch.finfo(mask.dtype).min)[None, None]
+        mask = additive_mask(visible, inputs_embeds.dtype)[None, None]
         positions = self.position + queries
         return type(self.decoder.pre_transformer).forward(
             self.decoder.pre_transformer, inputs_embeds=inputs_embeds, attention_mask={"sliding_attention": mask},

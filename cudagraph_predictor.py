@@ -7,7 +7,7 @@ one row a frame: `text`, `codes` and `hiddens`.
 """
 import torch
 
-from cudagraph_talker import Sampling, aligned, capture, clear, sample, static_cache
+from cudagraph_talker import Sampling, additive_mask, aligned, capture, clear, sample, static_cache
 
 
 class PredictorGraph:
@@ -26,8 +26,7 @@ class PredictorGraph:
             self.hiddens = torch.zeros(batch, length, width, dtype=dtype)
             self.codes = torch.zeros(batch, length, groups, dtype=torch.long)
             self.positions = torch.arange(self.cache.max_cache_len)
-            later = self.positions > self.positions[:, None]
-            self.masks = torch.zeros_like(later, dtype=dtype).masked_fill(later, torch.finfo(dtype).min)[None, None]
+            self.masks = additive_mask(self.positions <= self.positions[:, None], dtype)[None, None]
 
         self.step = capture(self.step, device, pool)
 

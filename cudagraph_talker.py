@@ -34,6 +34,11 @@ def aligned(length):
     return -(-length // 16) * 16
 
 
+def additive_mask(visible, dtype):
+    """Not -inf: a pad column sees nothing at all, and the NaN it got would spread through the cache."""
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+
+
 def buckets(length):
     """Prompt lengths to capture a prefill for: 16, 32, 64, ... up to the whole cache."""
     return [16 << i for i in range(length.bit_length()) if 16 << i < length] + [length]
@@ -127,10 +132,9 @@ class TalkerGraph:
         self.step = capture(self.step, device, pool)
         self.prefills = {bucket: None for bucket in buckets(length)}
 
-    def configure(self, sampling, repetition_penalty, suppress_tokens, eos_token_id, min_new_tokens):
+    def configure(self, repetition_penalty, suppress_tokens, eos_token_id, min_new_tokens):
         if not repetition_penalty > 0:
             raise ValueError(f"repetition_penalty is {repetition_penalty}, it must be above 0: 1.0 for none")
-        self.sampling.set(**sampling)
         self.repetition_penalty.fill_(repetition_penalty)
         self.suppressed.zero_()
         self.suppressed[suppress_tokens] = True
@@ -177,9 +181,8 @@ class TalkerGraph:
         """Embeddings for these columns of the cache -> hidden states. (B, L, H), (L) -> (B, L, H)"""
         pad = self.pad[:, None]
         visible = (self.columns <= columns[:, None]) & (self.columns >= pad[..., None])        # (B, L, S)
-        # Not -inf: a pad column sees nothing at all, and the NaN it got would spread through the cache.
-        mask = torch.zeros_like(visible, dtype=embeds.dtype).masked_fill(~visible, torch.finfo(embeds.dtype).min)
-        return self.model(inputs_embeds=embeds, attention_mask=mask[:, None], position_ids=(columns - pad).clamp(min=0),
+        mask = additive_mask(visible, embeds.dtype)[:, None]
+        return self.model(inputs_embeds=embeds, attention_mask=mask, position_ids=(columns - pad).clamp(min=0),
                           cache_position=columns, past_key_values=self.cache).last_hidden_state
 
     def choose(self):

@@ -168,8 +168,8 @@ class Decoder:
             raise ValueError("the prompt holds numbers that are not finite: make the speaker or the reference again")
         limit = min(max_new_tokens - 1, self.max_seq_len - length)
         talker, predictor = self.graphs_for(batch)
-        talker.configure(dict(do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p),
-                         repetition_penalty, suppress_tokens, eos_token_id, min_new_tokens)
+        talker.configure(repetition_penalty, suppress_tokens, eos_token_id, min_new_tokens)
+        talker.sampling.set(do_sample, temperature, top_k, top_p)
         predictor.sampling.set(subtalker_dosample, subtalker_temperature, subtalker_top_k, subtalker_top_p)
         predictor.begin(trailing_text_hidden, tts_pad_embed)
         talker.begin(inputs_embeds, attention_mask)

@@ -6,6 +6,7 @@ kind of model it is, which speakers and languages it has, and how wide a speaker
 import argparse
 import contextlib
 import difflib
+import functools
 import json
 import math
 import os
@@ -31,6 +32,8 @@ WHERE = {"base": "0.6B or 1.7B", "custom_voice": "1.7B-CustomVoice", "voice_desi
 SILENCE = 0.5                                                     # seconds between a reference and the speech
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "*.safetensors",
          *(f"speech_tokenizer/{name}" for name in ("config.json", "preprocessor_config.json", "*.safetensors")))
+
+NO_HUB = (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError)                  # what an unreachable one raises
 
 
 class Parser(argparse.ArgumentParser):
@@ -93,6 +96,7 @@ def address(model):
     return model if Path(model).is_dir() else MODELS.get(model, model)
 
 
+@functools.cache                                                  # asked for by the command line and again by load
 def read_config(model):
     """The config.json of a checkpoint of the right kind, and nothing more of it yet."""
     folder, name = Path(model), address(model)
@@ -103,7 +107,7 @@ def read_config(model):
         progress(f"asking the model hub for {name}")
         try:
             folder = Path(huggingface_hub.hf_hub_download(name, "config.json")).parent
-        except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError):
+        except NO_HUB:
             raise ValueError(f"{name} cannot be had from the model hub: check the name and the network, or give "
                              "--model a folder") from None
         finally:
@@ -125,7 +129,7 @@ def download(model):
     """For setup.sh: all files of a model, with the hub's own progress bars."""
     try:
         huggingface_hub.snapshot_download(MODELS[model])
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError):
+    except NO_HUB:
         sys.exit(f"error: the model hub did not give {MODELS[model]}: check the network")
 
 
@@ -200,7 +204,10 @@ def read_texts(args):
     if (args.text is None) == (args.text_file is None):
         raise ValueError("give what to say as --text, --text-file, or --text - for stdin, one of them")
     try:
-        text = args.text_file.read_text() if args.text_file else sys.stdin.read() if args.text == "-" else args.text
+        if args.text_file:
+            text = args.text_file.read_text(encoding="utf-8")
+        else:
+            text = sys.stdin.read() if args.text == "-" else args.text
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise ValueError(f"cannot read {args.text_file or 'stdin'}: {reason}: give a text file") from None
@@ -267,7 +274,13 @@ def load_speaker(path, width):
                          "--model you speak with")
     if not speaker.isfinite().all():
         raise ValueError(f"{path} holds numbers that are not finite: make it again with extract_speaker.py")
-    return dict(ref_code=None, ref_spk_embedding=[speaker], x_vector_only_mode=[True], icl_mode=[False])
+    return speaker_prompt(speaker)
+
+
+def speaker_prompt(speaker, rows=1):
+    """The voice_clone_prompt of upstream that speaks so many texts with one speaker embedding."""
+    return dict(ref_code=None, ref_spk_embedding=[speaker] * rows, x_vector_only_mode=[True] * rows,
+                icl_mode=[False] * rows)
 
 
 def voice_request(args, tts):

@@ -10,6 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from generate import accelerate, load_upstream
 from random_checkpoint import write_checkpoint
+from voices import speaker_prompt
 
 torch.set_num_threads(1)                                          # tiny tensors; the other core runs other tests
 
@@ -33,15 +34,10 @@ def recording():
     return (0.3 * np.sin(2 * np.pi * 180 * time) + 0.02 * noise).astype(np.float32), 16000
 
 
-def speaker_prompt(folder, rows):
-    speaker = torch.load(folder / "speaker.pt", weights_only=True)
-    return dict(ref_code=None, ref_spk_embedding=[speaker] * rows, x_vector_only_mode=[True] * rows,
-                icl_mode=[False] * rows)
-
-
 VOICES = {   # name: model type, method, its arguments
     "x-vector": ("base", "generate_voice_clone", lambda tts, folder, recording: dict(
-        voice_clone_prompt=speaker_prompt(folder, 8), language="English")),
+        voice_clone_prompt=speaker_prompt(torch.load(folder / "speaker.pt", weights_only=True), 8),
+        language="English")),
     "in-context": ("base", "generate_voice_clone", lambda tts, folder, recording: dict(
         voice_clone_prompt=tts.create_voice_clone_prompt(recording, "what it says"), language="German")),
     "preset": ("custom_voice", "generate_custom_voice", lambda tts, folder, recording: dict(

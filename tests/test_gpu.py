@@ -6,6 +6,7 @@ import torch
 import cudagraph_predictor
 import cudagraph_talker
 from generate import accelerate, handed_over, load_upstream, stream
+from voices import speaker_prompt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GREEDY = dict(do_sample=False, subtalker_dosample=False)
@@ -19,13 +20,8 @@ def tts(request, checkpoint):
     return model
 
 
-def voice(tts, rows):
-    return dict(ref_code=None, ref_spk_embedding=[tts.speaker] * rows, x_vector_only_mode=[True] * rows,
-                icl_mode=[False] * rows)
-
-
 def codes(tts, text, seed=0, frames=24, **settings):
-    prompt = voice(tts, len(text) if isinstance(text, list) else 1)
+    prompt = speaker_prompt(tts.speaker, len(text) if isinstance(text, list) else 1)
     decoder, request = handed_over(tts.generate_voice_clone, dict(
         text=text, language="English", voice_clone_prompt=prompt, max_new_tokens=frames + 1, **settings))
     torch.manual_seed(seed)
@@ -55,7 +51,7 @@ def test_captured_frames_are_the_uncaptured_ones(tts, monkeypatch):
 def test_streamed_sound_is_the_whole(tts, chunk_frames):
     """Codec chunks of other sizes take other kernels: equal but for bfloat16's rounding."""
     accelerate(tts, max_seq_len=256)
-    request = dict(text=TEXTS[0], language="English", voice_clone_prompt=voice(tts, 1), max_new_tokens=41)
+    request = dict(text=TEXTS[0], language="English", voice_clone_prompt=speaker_prompt(tts.speaker), max_new_tokens=41)
     torch.manual_seed(0)
     (whole,), rate = tts.generate_voice_clone(**request)
     torch.manual_seed(0)
