@@ -8,6 +8,7 @@ one row a frame: `text`, `codes` and `hiddens`.
 import torch
 
 from cudagraph_talker import Sampling, additive_mask, aligned, capture, clear, sample, static_cache
+from fused_layers import predictor_step
 
 
 class PredictorGraph:
@@ -27,8 +28,8 @@ class PredictorGraph:
             self.codes = torch.zeros(batch, length, groups, dtype=torch.long)
             self.positions = torch.arange(self.cache.max_cache_len)
             self.masks = additive_mask(self.positions <= self.positions[:, None], dtype)[None, None]
-
-        self.step = capture(self.step, device, pool)
+        self.fused = predictor_step(self, graph) if graph.fused else None
+        self.step = capture(self.fused or self.step, device, pool)
 
     def begin(self, trailing_text_hidden, tts_pad_embed):
         """What each frame adds to its embedding: the text (B, T, H), and when that is over, padding (1, 1, H)."""

@@ -11,6 +11,8 @@ from functools import partial
 import torch
 from transformers import StaticCache
 
+from fused_layers import talker_step
+
 NEVER = 1 << 40                                                   # the length of a row that has not ended
 
 
@@ -105,7 +107,7 @@ def clear(cache):
 
 
 class TalkerGraph:
-    def __init__(self, talker, cache, pool=None):
+    def __init__(self, talker, cache, pool=None, fused=False):
         device, dtype, width = talker.device, talker.dtype, talker.config.hidden_size
         batch, vocab, length = len(cache.layers[0].keys), talker.config.vocab_size, cache.max_cache_len
         self.model, self.head, self.cache, self.device, self.pool = talker.model, talker.codec_head, cache, device, pool
@@ -128,8 +130,8 @@ class TalkerGraph:
             self.seen = torch.zeros(batch, vocab, dtype=torch.bool)
             self.lengths = torch.full((batch,), NEVER)                       # frames of each row, once it has ended
         self.lengths_on_host = self.lengths if device.type == "cpu" else self.lengths.cpu().pin_memory()
-
-        self.step = capture(self.step, device, pool)
+        self.fused = talker_step(talker, self) if fused else None
+        self.step = capture(self.fused or self.step, device, pool)
         self.prefills = {bucket: None for bucket in buckets(length)}
 
     def configure(self, repetition_penalty, suppress_tokens, eos_token_id, min_new_tokens):

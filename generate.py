@@ -28,6 +28,7 @@ from cudagraph_codec import CodecGraph
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import TalkerGraph, aligned, first_rows, static_cache
 from fewer_kernels import use_fewer_kernels
+from fused_layers import choose_path
 from turns import Turns
 from voices import (address, answered_mistakes, choose_device, parse_arguments, progress, read_config, voice_request,
                     with_progress)
@@ -42,15 +43,16 @@ def load_upstream(model, device=None, dtype=None):
     return Qwen3TTSModel.from_pretrained(address(model), device_map=device, dtype=dtype)
 
 
-def load(model, device=None, dtype=None, max_seq_len=2048, max_batch=16):
+def load(model, device=None, dtype=None, max_seq_len=2048, max_batch=16, fused=None):
     """Upstream's Qwen3TTSModel, accelerated. Defaults to CUDA and bfloat16, without CUDA to CPU and float32."""
-    return accelerate(load_upstream(model, device, dtype), max_seq_len, max_batch)
+    return accelerate(load_upstream(model, device, dtype), max_seq_len, max_batch, fused)
 
 
-def accelerate(tts, max_seq_len=2048, max_batch=16):
+def accelerate(tts, max_seq_len=2048, max_batch=16, fused=None):
     """Makes the methods of a Qwen3TTSModel fast, in place. Prompt and speech together may take `max_seq_len`
-    positions, one a frame; lists of more than `max_batch` texts run in groups of that many."""
-    decoder = Decoder(tts.model.talker, max_seq_len, max_batch)
+    positions, one a frame; lists of more than `max_batch` texts run in groups of that many. One text alone runs on the
+    fused layers where they can: `fused=False` never, `fused=True` always, or a ValueError says why not."""
+    decoder = Decoder(tts.model.talker, max_seq_len, max_batch, fused)
     progress("capturing the codec")
     codec = CodecGraph(tts.model.speech_tokenizer, decoder.turns)
     tts.model.talker.generate, tts.model.speech_tokenizer.decode = decoder.generate, codec.decode
@@ -126,8 +128,9 @@ class Decoder:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, talker, max_seq_len, max_batch):
+    def __init__(self, talker, max_seq_len, max_batch, fused):
         self.talker, self.max_seq_len, self.max_batch = talker, max_seq_len, max_batch
+        self.fused, self.path = choose_path(talker, fused)
         self.on_gpu = talker.device.type == "cuda"
         self.rng = torch.cuda.default_generators[talker.device.index] if self.on_gpu else torch.default_generator
         self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
@@ -137,17 +140,16 @@ class Decoder:
         for bucket in talker_graph.prefills:
             progress(f"capturing prompts of up to {bucket} positions")
             talker_graph.captured_prefill(bucket)
-        progress("")
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def graphs_for(self, batch):
         if batch not in self.graphs:
-            progress(f"capturing frames for {batch} at a time")
+            progress(f"compiling and capturing frames for {batch} at a time")
             rows = 1 if batch == 1 else self.max_batch
             if rows not in self.caches:
                 self.caches[rows] = static_cache(self.talker.model, rows, aligned(self.max_seq_len))
-            talker = TalkerGraph(self.talker, first_rows(self.caches[rows], batch), self.pool)
+            talker = TalkerGraph(self.talker, first_rows(self.caches[rows], batch), self.pool, self.fused and rows == 1)
             self.graphs[batch] = talker, PredictorGraph(self.talker, talker, self.pool)
             progress("")
         return self.graphs[batch]
@@ -216,7 +218,7 @@ def main():
     with answered_mistakes():
         args = parse_arguments()
         tts = load(args.model, args.device, args.dtype, args.max_seq_len)
-        method, request = voice_request(args, tts)
+        (method, request), path = voice_request(args, tts), tts.model.talker.generate.__self__.path
         if args.seed is not None:
             torch.manual_seed(args.seed)
         for output, texts in args.outputs:
@@ -227,7 +229,7 @@ def main():
             chunks = with_progress(itertools.chain([first], chunks), start)
             seconds = write_wav(output, chunks if args.stream else [*chunks])
             wall = time.perf_counter() - start
-            print(f"{output}: {seconds:.2f} s of audio in {wall:.2f} s, RTF {seconds / wall:.2f}{to_first}",
+            print(f"{output}: {seconds:.2f} s of audio in {wall:.2f} s, RTF {seconds / wall:.2f}{to_first}; {path}",
                   file=sys.stderr if str(output) == "-" else sys.stdout)
 
 

@@ -17,11 +17,11 @@ torch.set_num_threads(1)                                          # tiny tensors
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """checkpoint(kind, size) -> folder, written when first asked for."""
+    """checkpoint(kind, size, gain) -> folder, written when first asked for."""
     @functools.cache
-    def write(kind="base", size="tiny"):
+    def write(kind="base", size="tiny", gain=1.0):
         folder = tmp_path_factory.mktemp(f"{size}-{kind}")
-        write_checkpoint(folder, size, kind)
+        write_checkpoint(folder, size, kind, gain=gain)
         return folder
     return write
 

@@ -1,0 +1,247 @@
+"""The fused layers are the same model: with the tokens forced, their logits and their cache are as near to a float32
+run of the same weights as those of the model's own bfloat16 forward. Needs a GPU, but for the compiler's check."""
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from cudagraph_predictor import PredictorGraph
+from cudagraph_talker import TalkerGraph, capture, sample, static_cache
+from fewer_kernels import use_fewer_kernels
+from generate import accelerate, load_upstream
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+LENGTH, PROMPT, FRAMES = 512, 20, 200
+SOURCE = Path(__file__).parents[1] / "fused_layers.cu"
+TALKER = dict(GRID=128, STAGES=6, LAYERS=28, HEADS=16, KV_HEADS=8, VOCAB=3072, CODES=1, EPSILON="1e-6f")
+STACKS = {"0.6B": TALKER | dict(HIDDEN=1024, WIDTH=1024, INNER=3072),
+          "1.7B": TALKER | dict(HIDDEN=2048, WIDTH=2048, INNER=6144),
+          "predictor": TALKER | dict(HIDDEN=1024, WIDTH=2048, INNER=3072, LAYERS=5, VOCAB=2048, CODES=15)}
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("stack, arch", [("0.6B", "sm_90"), ("1.7B", "sm_120"), ("predictor", "sm_90")])
+def test_the_kernel_compiles(stack, arch, tmp_path):
+    defines = [f"-D{name}={value}" for name, value in STACKS[stack].items()]
+    run = subprocess.run(["nvcc", f"-arch={arch}", "-cubin", "-o", tmp_path / "step.cubin", *defines, SOURCE],
+                         capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+class Route:
+    """A talker and its predictor: fused, or upstream's own forward with the choices of another route."""
+
+    def __init__(self, tts, fused=False):
+        talker = tts.model.talker
+        if fused:
+            use_fewer_kernels(talker, LENGTH)
+        self.talker = TalkerGraph(talker, static_cache(talker.model, 1, LENGTH), fused=fused)
+        self.predictor = PredictorGraph(talker, self.talker)
+        self.choices = torch.zeros(16, dtype=torch.long, device="cuda")
+        self.logits = [torch.zeros(15, 2048, device="cuda"), torch.zeros(1, 3072, device="cuda")]
+        self.step = self.fused_step if fused else capture(self.forced_step, talker.device)
+
+    def fused_step(self):
+        self.predictor.step()
+        self.talker.step()
+        self.logits = [graph.fused.logits() for graph in (self.predictor, self.talker)]
+
+    def forced_step(self):
+        talker, predictor, codes = self.talker, self.predictor, self.choices.split(1)
+        embeds = [embed(code)[None] for embed, code in zip((predictor.embed_token, *predictor.embed_code), codes)]
+        hidden = predictor.forward(torch.cat([talker.hidden, embeds[0]], dim=1), 0)
+        for i, head in enumerate(predictor.heads):
+            if i > 0:
+                hidden = predictor.forward(embeds[i], i + 1)
+            self.logits[0][i] = head(hidden)[0]
+        text = predictor.text.index_select(1, talker.frame)
+        talker.embedding.copy_(torch.cat(embeds, dim=1).sum(1, keepdim=True) + text)
+        talker.hidden.copy_(talker.forward(talker.embedding, talker.start + talker.frame))
+        self.logits[1][0] = talker.head(talker.hidden[:, -1])[0]
+        talker.frame += 1
+
+    def cache(self, graph, columns):
+        return torch.cat([tensor[:, :, columns].float().flatten() for layer in graph.cache.layers
+                          for tensor in (layer.keys, layer.values)])
+
+
+@pytest.fixture(scope="module", params=[("0.6B", 1.0), ("0.6B", 3.0), ("1.7B", 1.0), ("1.7B", 3.0)], ids=str)
+def routes(request, checkpoint):
+    """Fused, the model's own in bfloat16, and in float32; with flat logits, and with peaked ones."""
+    size, gain = request.param
+    folder = str(checkpoint("base", size, gain))
+    with torch.no_grad():
+        yield [Route(load_upstream(folder, dtype=dtype), fused) for fused, dtype in (
+            (True, torch.bfloat16), (False, torch.bfloat16), (False, torch.float32))]
+
+
+def begin(routes):
+    """The same random prompt and text for all."""
+    width = routes[0].talker.prompt.shape[-1]
+    prompt, text, pad = (torch.randn(1, n, width, device="cuda").bfloat16() for n in (PROMPT, 100, 1))
+    for route in routes:
+        dtype = route.talker.prompt.dtype
+        route.talker.configure(1.05, torch.arange(2048, 3072, device="cuda"), 2150, 2)
+        for graph in (route.talker, route.predictor):
+            graph.sampling.set(True, 0.9, 50, 1.0)
+        route.predictor.begin(text.to(dtype), pad.to(dtype))
+        route.talker.begin(prompt.to(dtype), torch.ones(1, PROMPT, device="cuda", dtype=torch.long))
+
+
+def assert_no_worse(what, fused, own, exact):
+    """In the median and the 99th percentile of the error."""
+    ours, theirs = ((x - exact).abs().flatten() for x in (fused, own))
+    for q in (0.5, 0.99):
+        a, b = (errors.kthvalue(int(q * errors.numel())).values.item() for errors in (ours, theirs))
+        print(f"{what}: error {a:.4g}, the model's own {b:.4g}, ratio {a / b:.4f} at {q}")
+        assert 0 < a <= 1.05 * b, (what, q, a, b)
+
+
+@on_gpu
+@torch.no_grad()
+def test_logits_and_cache_with_forced_tokens(routes):
+    begin(routes)
+    fused, *others = routes
+    rows = [[], []]
+    for frame in range(FRAMES):
+        fused.step()
+        for route in others:
+            route.choices.copy_(fused.predictor.codes[0, frame])
+            route.step()
+        for head in (0, 1):
+            rows[head].append(torch.stack([route.logits[head].clone() for route in routes]))
+    for what, logits in zip(("predictor", "talker"), rows):
+        ours, own, exact = torch.cat(logits, dim=1)
+        assert_no_worse(f"{what}'s logits", ours, own, exact)
+        ours_agree, own_agree = ((x.argmax(-1) == exact.argmax(-1)).float() for x in (ours, own))
+        print(f"{what}: first choice as in float32 {ours_agree.mean():.4f}, the model's own {own_agree.mean():.4f}")
+        spread = (ours_agree - own_agree).std() * len(ours) ** -0.5
+        assert ours_agree.mean() >= own_agree.mean() - 2 * spread
+    for name, columns in (("talker", PROMPT + FRAMES), ("predictor", 16)):
+        assert_no_worse(f"{name}'s cache", *(route.cache(getattr(route, name), slice(columns)) for route in routes))
+
+
+@on_gpu
+@torch.no_grad()
+def test_positions(routes):
+    """A random past, a random embedding, one step; what lies at other positions stays as it was."""
+    fused, hidden, new = routes[0], [], []
+    begin(routes)
+    for position in [0, 1, 15, 16, 17, 255, 256, 257, LENGTH - 2, LENGTH - 1] * 4:
+        for layers in zip(*(route.talker.cache.layers for route in routes)):
+            for first, *others in ([layer.keys for layer in layers], [layer.values for layer in layers]):
+                first.normal_()
+                for tensor in others:
+                    tensor.copy_(first)
+        before = fused.cache(fused.talker, slice(None))
+        embedding = torch.randn_like(fused.talker.embedding)
+        for route in routes:
+            talker = route.talker
+            talker.start.fill_(position)
+            talker.frame.zero_()
+            talker.embedding.copy_(embedding)
+            if route is fused:
+                talker.step()
+            else:
+                talker.hidden.copy_(talker.forward(talker.embedding, talker.start))
+        hidden.append(torch.stack([route.talker.hidden.float().flatten() for route in routes]))
+        new.append(torch.stack([route.cache(route.talker, slice(position, position + 1)) for route in routes]))
+        changed = (fused.cache(fused.talker, slice(None)) != before).view(-1, LENGTH, 128).any(-1).any(0)
+        assert changed.nonzero().flatten().tolist() == [position]
+    assert_no_worse("hidden states", *torch.cat(hidden, dim=1))
+    assert_no_worse("new rows of the cache", *torch.cat(new, dim=1))
+
+
+def reference_choice(scores, how, noise, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "exponential_", lambda tensor, generator=None: noise)
+        return sample(scores, how)[:, 0]
+
+
+@on_gpu
+@torch.no_grad()
+def test_the_same_choice_with_the_same_noise(routes, monkeypatch):
+    """The predictor's 15 choices a step, over a grid of settings: more than 10,000 in all."""
+    fused, ties, rows = routes[0], 0, 0
+    begin(routes[:1])
+    talker, predictor = fused.talker, fused.predictor
+    for top_k in (1, 20, 50, 2048):
+        for top_p in (0.8, 1.0):
+            for temperature in (0.5, 0.9, 1.5):
+                predictor.sampling.set(True, temperature, top_k, top_p)
+                for _ in range(30):
+                    talker.frame.zero_()
+                    talker.hidden.normal_()
+                    talker.token.random_(2048)
+                    predictor.step()
+                    scores, noise = predictor.fused.logits(), predictor.fused.noise
+                    expected = reference_choice(scores, predictor.sampling, noise, monkeypatch)
+                    assert torch.equal(predictor.codes[0, 0, 1:], expected), (top_k, top_p, temperature)
+                    ranked = scores.sort(-1, descending=True).values
+                    ties += (ranked[:, top_k - 1] == ranked[:, min(top_k, 2047)]).sum().item()
+                    rows += len(scores)
+    assert rows >= 10_000 and ties > 100
+
+
+@on_gpu
+@torch.no_grad()
+def test_the_talkers_choice_and_rules(routes, monkeypatch):
+    fused = routes[0]
+    begin(routes[:1])
+    talker = fused.talker
+    for trial in range(200):
+        penalty, top_k, top_p = (1.0, 1.05, 1.5)[trial % 3], (1, 50, 3072)[trial % 5 % 3], (0.8, 1.0)[trial % 2]
+        early = trial % 7 < 3
+        talker.configure(penalty, torch.randint(3072, (1000,), device="cuda"), 2150, 100 if early else 2)
+        talker.sampling.set(trial % 4 > 0, 0.9, top_k, top_p)
+        talker.embedding.normal_()
+        talker.frame.fill_(3)
+        talker.seen.bernoulli_(0.3)
+        seen = talker.seen.clone()
+        talker.step()
+        logits = talker.fused.logits()
+        scores = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+        scores = scores.masked_fill(talker.suppressed | (early & (talker.ids == 2150)), float("-inf"))
+        assert torch.equal(talker.token[0], reference_choice(scores, talker.sampling, talker.fused.noise, monkeypatch))
+        seen[0, talker.token[0]] = True
+        assert torch.equal(talker.seen, seen) and talker.frame.item() == 4
+
+
+@on_gpu
+@torch.no_grad()
+def test_choices_have_the_right_odds(routes):
+    """Chi-square of 4,000 first codes against the softmax of the 20 best logits."""
+    fused = routes[0]
+    begin(routes[:1])
+    fused.predictor.sampling.set(True, 0.9, 20, 1.0)
+    counts = torch.zeros(2048, device="cuda")
+    for _ in range(4000):
+        fused.talker.frame.zero_()
+        fused.predictor.step()
+        counts[fused.predictor.codes[0, 0, 1]] += 1
+    logits = fused.predictor.fused.logits()[0]
+    odds = logits.masked_fill(logits < logits.topk(20).values[-1], float("-inf")).div(0.9).softmax(-1)
+    kept = odds > 0
+    assert counts[~kept].sum() == 0
+    statistic = ((counts - 4000 * odds)[kept] ** 2 / (4000 * odds[kept])).sum().item()
+    freedom = kept.sum().item() - 1
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5, (statistic, freedom)
+
+
+@on_gpu
+def test_where_it_cannot_run_it_says_why(checkpoint):
+    tts = load_upstream(str(checkpoint("base", "tiny")), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="sizes"):
+        accelerate(tts, max_seq_len=64, fused=True)
+    accelerate(tts, max_seq_len=64)
+    assert "sizes" in tts.model.talker.generate.__self__.path
+
+
+def test_on_a_cpu_it_says_why(checkpoint):
+    tts = load_upstream(str(checkpoint("base", "tiny")), "cpu")
+    with pytest.raises(ValueError, match="not on an NVIDIA GPU"):
+        accelerate(tts, max_seq_len=64, fused=True)
+    accelerate(tts, max_seq_len=64)
+    assert tts.model.talker.generate.__self__.path.startswith("reference path")
