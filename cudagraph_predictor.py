@@ -1,9 +1,8 @@
 """The code predictor as a CUDA graph: hidden state and token go in, 15 more codes and the next embedding come out.
 
 One frame's loop over the codebooks is unrolled into a single graph: each of its positions has a mask and a rotary
-embedding that never change, and its StaticCache is simply written over in the next frame. It reads `hidden`, `token`
-and `frame` of the talker and writes the talker's `embedding`; it owns what a request needs and leaves behind,
-one row a frame: `text`, `codes` and `hiddens`.
+embedding that never change, and its StaticCache is simply written over in the next frame. It reads the talker's
+`hidden`, `token` and `frame` and writes its `embedding`; `text`, `codes` and `hiddens` are its own, one row a frame.
 """
 import torch
 

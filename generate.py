@@ -53,7 +53,6 @@ def accelerate(tts, max_seq_len=2048, max_batch=16, fused=None):
     positions, one a frame; lists of more than `max_batch` texts run in groups of that many. One text alone runs on the
     fused layers where they can: `fused=False` never, `fused=True` always, or a ValueError says why not."""
     decoder = Decoder(tts.model.talker, max_seq_len, max_batch, fused)
-    progress("capturing the codec")
     codec = CodecGraph(tts.model.speech_tokenizer, decoder.turns)
     tts.model.talker.generate, tts.model.speech_tokenizer.decode = decoder.generate, codec.decode
     progress("")
@@ -81,7 +80,7 @@ def stream(method, chunk_frames=None, **kwargs):
         codec.reset()
         if (reference := reference_codes(kwargs.get("voice_clone_prompt"))) is not None:
             codec.feed(reference)                                 # the voice to go on with; its sound is not ours
-        size, frames, audio = next(sizes), [], None
+        size, frames, audio, silent = next(sizes), [], None, True
         for codes, _ in decoder.frames(**request):
             if audio is not None:                                 # decoded while this frame was on its way
                 yield audio(), rate
@@ -90,11 +89,13 @@ def stream(method, chunk_frames=None, **kwargs):
             frames.append(codes[0])
             if len(frames) == size:
                 audio, frames, size = codec.feed(torch.stack(frames)), [], next(sizes)
-        if audio is not None:
-            yield audio(), rate
-            turn.check()
-        if frames:
-            yield codec.feed(torch.stack(frames))(), rate
+                if silent:                                        # the first sound has the GPU to itself
+                    yield audio(), rate
+                    turn.check()
+                    audio, silent = None, False
+        for audio in (audio, frames and codec.feed(torch.stack(frames))):
+            if audio:
+                yield audio(), rate
 
 
 class Handover(Exception):
@@ -177,16 +178,16 @@ class Decoder:
         talker.begin(inputs_embeds, attention_mask)
         chosen = self.now()
         for frame in range(limit):
-            # The frame starts before the host knows that there is one: the GPU never waits for Python. If the token
-            # before it was the end, the frame is dropped, and its noise counts as not drawn.
+            # The frame starts before the host knows that there is one: the GPU never waits for Python. If its token is
+            # the end, the rest of it is dropped, and its noise counts as not drawn.
             rng_state = self.rng.get_state()
             predictor.step()
-            talker.step()
-            before, chosen = chosen, self.now()
-            if talker.ended_by(frame, before):
+            if talker.ended_by(frame, chosen):
                 self.rng.set_state(rng_state)
                 return
             yield predictor.codes[:, frame], predictor.hiddens[:, frame]
+            talker.step()
+            chosen = self.now()
         if not talker.ended_by(limit, chosen):
             remedy = (f"load with max_seq_len above {self.max_seq_len}" if limit < max_new_tokens - 1
                       else f"call with max_new_tokens above {max_new_tokens}")
