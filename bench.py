@@ -1,116 +1,155 @@
 #!/usr/bin/env python3
-"""Time Qwen3-TTS on this GPU: upstream as it is, accelerated, in batches, and faster-qwen3-tts where it is installed.
+"""Time Qwen3-TTS here: upstream as it is, the reference path, the fused layers, and faster-qwen3-tts if installed.
 
-    python random_checkpoint.py 0.6B random/0.6B && python bench.py random/0.6B --weights random
+    python bench.py 0.6B 1.7B                    # the published weights
+    python bench.py 0.6B 1.7B --random-weights   # random ones of the same shapes: as fast, no download, noise to hear
+    python bench.py 0.6B --check                 # is it the same model, on this machine and with these weights?
+    python bench.py --plot                       # the README's figure, from results/*.json; needs matplotlib
 
-All rows speak the same text with the same voice and settings. A whole call (tokenizing and codec included) is timed at
-two lengths; the difference gives its milliseconds a frame. `frames` rows time the decode loop alone. Medians; the JSON
-has the spread.
+All rows speak the same text with the same voice and settings, through the public functions alone. A whole call
+(tokenizing and codec included) is timed at two lengths; the difference gives its milliseconds a frame. Medians; the
+JSON has spread and runs. Without a GPU a tiny model runs on the CPU: that shows that everything works, and no speed.
 """
 import argparse
 import importlib.metadata
+import itertools
 import json
+import platform
 import statistics
 import subprocess
+import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
 
+import numpy as np
 import torch
+import transformers
 
+from fused_layers import why_not
 from generate import accelerate, handed_over, load_upstream, stream
+from parity import Forced, verdict
+from random_checkpoint import write_checkpoint
 from voices import speaker_prompt
+from wav import write_wav
 
-TEXT = "Real time speech synthesis means that the first sound arrives before you notice the wait."
+TEXT = ("Real time speech synthesis means that the first sound arrives before you notice the wait. A voice that "
+        "answers at once seems present, and one that hesitates does not, however well it speaks. So we count the "
+        "milliseconds from the last letter of the question to the first sound of the answer, and all that follow.")
 FRAME_RATE = 12.5
+ON_GPU = torch.cuda.is_available()
+RAMP = "1, 1, 2, 4, 8, ..."
+CHUNKS = {"1": 1, "8": 8, RAMP: None}
+ROOT = Path(__file__).parent
+
+
+# ---- clocks
+
+def synchronize():
+    if ON_GPU:
+        torch.cuda.synchronize()
 
 
 def clock(fn, *arguments):
     """Milliseconds, with the GPU idle before and after."""
-    torch.cuda.synchronize()
+    synchronize()
     start = time.perf_counter()
     fn(*arguments)
-    torch.cuda.synchronize()
+    synchronize()
     return (time.perf_counter() - start) * 1e3
 
 
-def median_of(values, name):
+def median_of(name, values):
     return {name: statistics.median(values), f"{name}_spread": [min(values), max(values)], f"{name}_runs": len(values)}
 
 
-def whole_calls(speak, short=40, long=120, runs=3):
-    """`speak(frames)` makes a whole call of that many frames."""
+class Effort:
+    """How much of everything: lengths in frames, and how often."""
+
+    def __init__(self, quick):
+        little = quick or not ON_GPU
+        self.short, self.long, self.runs, self.firsts = (8, 24, 1, 5) if little else (40, 120, 3, 20)
+        self.upstream_short, self.upstream_long = (4, 10) if little else (4, 16)
+        self.minute, self.batches, self.quick = 0 if little else 750, () if quick else (4, 16, 64), quick
+        if not ON_GPU:
+            self.batches = (2,)
+
+
+def whole_calls(speak, short, long, runs):
+    """`speak(frames)` makes a whole call of that many frames and returns how many it really made."""
     speak(short), speak(long)                                     # warm-up
-    times = [(clock(speak, short), clock(speak, long)) for _ in range(runs)]
-    return dict(frames=long, rtf=statistics.median(long / FRAME_RATE / (b / 1e3) for _, b in times),
-                **median_of([(b - a) / (long - short) for a, b in times], "ms_a_frame"))
+    made = []
+    times = [(clock(lambda: made.append(speak(short))), clock(lambda: made.append(speak(long)))) for _ in range(runs)]
+    if made[-1] <= made[-2]:
+        sys.exit(f"the speech ends after {made[-1]} frames: too soon to time")
+    return dict(frames=made[-1], **median_of("rtf", [made[-1] / FRAME_RATE / (b / 1e3) for _, b in times]),
+                **median_of("ms_a_frame", [(b - a) / (made[-1] - made[-2]) for a, b in times]))
 
 
-def decode_loop(tts, speaker, rows, first=20, count=100, runs=3):
-    """The frames from `first` on, codec apart."""
-    times = []
-    for _ in range(1 + runs):
-        frames = start_frames(tts, speaker, rows, first + count)
-        for _ in range(first):
-            next(frames)
-        times.append(clock(lambda: [next(frames) for _ in range(count)]) / count)
-    row = median_of(times[1:], "ms_a_frame")                      # the first one warms up
-    return row | dict(rows=rows, audio_seconds_a_second=rows / FRAME_RATE / (row["ms_a_frame"] / 1e3))
-
-
-def streaming(start_stream, frames=120, runs=3):
+def streaming(start_stream, frames, firsts, runs):
     """`start_stream(frames)` -> chunks of (audio, rate, ...). First audio: from the call to samples on the host."""
-    firsts, rtfs = [], []
-    for _ in range(1 + 20):
-        torch.cuda.synchronize()
+    times, rtfs = [], []
+    for _ in range(1 + firsts):
+        synchronize()
         start = time.perf_counter()
         chunks = start_stream(frames)
         next(chunks)
-        firsts.append((time.perf_counter() - start) * 1e3)
+        times.append((time.perf_counter() - start) * 1e3)
         chunks.close()
     for _ in range(1 + runs):
-        rtfs.append(frames / FRAME_RATE / (clock(lambda: [chunk for chunk in start_stream(frames)]) / 1e3))
-    return median_of(firsts[1:], "first_audio_ms") | median_of(rtfs[1:], "rtf")
+        seconds = []
+        wall = clock(lambda: seconds.extend(len(audio) / rate for audio, rate, *_ in start_stream(frames))) / 1e3
+        rtfs.append(sum(seconds) / wall)
+    return median_of("first_audio_ms", times[1:]) | median_of("rtf", rtfs[1:])          # the first ones warm up
 
 
-def late_chunks(start_stream, frames=750):
-    """Chunks that come too late for a listener who starts to play with the first one. 60 s of sound."""
-    late = played = 0
+def late_chunks(start_stream, frames):
+    """Chunks that come too late for a listener who starts to play with the first one."""
+    late, played, begin = 0, 0.0, None
     for audio, rate, *_ in start_stream(frames):
         now = time.perf_counter()
-        begin = now if played == 0 else begin
+        begin = begin or now
         late += now > begin + played
         played += len(audio) / rate
     return dict(late_chunks=late, seconds=played)
 
 
-def first_audio_parts(tts, speaker, runs=20):
-    """Where the time to the first audio goes, each part by itself."""
-    decoder, request = handed_over(tts.generate_voice_clone, arguments(speaker, 1, 10))
-    codec, parts = tts.model.speech_tokenizer.decode.__self__, {}
-    (talker, predictor), words = decoder.graphs_for(1), [f"<|im_start|>assistant\n{TEXT}<|im_end|>\n"]
-    code = predictor.codes[0, :1].clone()
-    for name, part in (
-            ("tokenize", lambda: tts._tokenize_texts(words)),
-            ("tokenize and prompt", lambda: handed_over(tts.generate_voice_clone, arguments(speaker, 1, 10))),
-            ("prefill", lambda: talker.begin(request["inputs_embeds"], request["attention_mask"])),
-            ("frame", lambda: (predictor.step(), talker.step())),
-            ("codec and copy", lambda: codec.feed(code)())):
-        codec.reset(), part()
-        parts[name] = statistics.median(clock(part) for _ in range(runs))
-    return parts
+# ---- what is timed
+
+def arguments(speaker, rows, frames):
+    return dict(text=[TEXT] * rows, language="English", voice_clone_prompt=speaker_prompt(speaker, rows),
+                max_new_tokens=frames + 1)
 
 
-def kernels_a_frame(tts, speaker, count=10):
-    frames = start_frames(tts, speaker, 1, 2 * count)
-    next(frames)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-        for _ in range(count):
-            next(frames)
-        torch.cuda.synchronize()
-    frames.close()
-    return sum(event.device_type == torch.profiler.DeviceType.CUDA for event in profile.events()) / count
+def speaking(method, rows=1, **kwargs):
+    """`speak` for whole_calls."""
+    def speak(frames):
+        (wav, *_), rate = method(text=[TEXT] * rows, max_new_tokens=frames + 1, **kwargs)
+        return round(len(wav) / rate * FRAME_RATE)
+    return speak
+
+
+def one_path(tts, speaker, fused, effort):
+    """Rows of one path: whole calls and streams, memory, and where the time goes."""
+    kwargs = dict(language="English", voice_clone_prompt=speaker_prompt(speaker))
+    if ON_GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    seconds = clock(lambda: accelerate(tts, max_batch=1, fused=fused)) / 1e3
+    row = whole_calls(speaking(tts.generate_voice_clone, **kwargs), effort.short, effort.long, effort.runs)
+    row |= dict(seconds_to_capture=seconds, peak_gib=torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else None)
+    rows = {"": row}
+    for name, chunk in CHUNKS.items():
+        def start_stream(frames):
+            return stream(tts.generate_voice_clone, chunk_frames=chunk, text=TEXT, max_new_tokens=frames + 1, **kwargs)
+        rows[f", chunks of {name}"] = streaming(start_stream, effort.long, effort.firsts, effort.runs)
+        if effort.minute and name != "8":
+            rows[f", chunks of {name}"] |= late_chunks(start_stream, effort.minute)
+    rows[", a frame's parts in ms"] = frame_parts(tts, speaker, fused, effort)
+    rows[", first audio's parts in ms"] = first_audio_parts(tts, speaker, effort)
+    rows[", a whole call's parts in ms"] = whole_call_parts(tts, speaker, effort)
+    return rows
 
 
 def start_frames(tts, speaker, rows, frames):
@@ -118,93 +157,329 @@ def start_frames(tts, speaker, rows, frames):
     return decoder.frames(**request)
 
 
-def arguments(speaker, rows, frames):
-    return dict(text=[TEXT] * rows, language="English", voice_clone_prompt=speaker_prompt(speaker, rows),
-                max_new_tokens=frames + 1)
+def decode_loop(tts, speaker, rows, effort):
+    """Frames of a batch, codec apart."""
+    times, made = [], []
+    for _ in range(1 + effort.runs):
+        frames = start_frames(tts, speaker, rows, effort.long)
+        for _ in itertools.islice(frames, effort.short // 2):     # the prompt is behind us then
+            pass
+        wall = clock(lambda: made.append(sum(1 for _ in frames)))
+        times.append(wall / made[-1])
+    row = median_of("ms_a_frame", times[1:])
+    return row | dict(rows=rows, audio_seconds_a_second=rows / FRAME_RATE / (row["ms_a_frame"] / 1e3),
+                      peak_gib=torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else None)
 
 
-def peer(folder, speaker):
+@torch.no_grad()
+def frame_parts(tts, speaker, fused, effort, count=20):
+    """Each graph replayed by itself, back to back; what the loop takes beyond them is glue. Sampling is inside the two:
+    on the reference path it is also timed alone, as a graph of its own."""
+    from cudagraph_talker import capture, sample
+    frames = start_frames(tts, speaker, 1, effort.long)
+    next(frames)
+    talker, predictor = tts.model.talker.generate.__self__.graphs_for(1)
+
+    def of(graph):
+        graph()
+        return clock(lambda: [graph() for _ in range(count)]) / count
+    start = talker.frame.clone()
+    parts = {"predictor": of(predictor.step)}
+    for _ in range(3):                                            # never beyond the cache
+        talker.frame.copy_(start)
+        parts["talker"] = of(talker.step)
+    frames.close()
+    if not fused:
+        scores = torch.randn(1, predictor.sampling.vocab, device=talker.device)
+        fifteen = capture(lambda: [sample(scores, predictor.sampling) for _ in predictor.heads], talker.device)
+        parts["of these: sampling"] = of(fifteen) + of(capture(talker.choose, talker.device))
+    loop = decode_loop(tts, speaker, 1, effort)["ms_a_frame"]
+    return parts | {"the whole loop": loop, "glue": loop - parts["talker"] - parts["predictor"]}
+
+
+@torch.no_grad()
+def first_audio_parts(tts, speaker, effort):
+    """Each part by itself; the first frame's sound needs no more of the frame than the predictor."""
+    decoder, request = handed_over(tts.generate_voice_clone, arguments(speaker, 1, 10))
+    codec, parts = tts.model.speech_tokenizer.decode.__self__, {}
+    (talker, predictor), words = decoder.graphs_for(1), [f"<|im_start|>assistant\n{TEXT}<|im_end|>\n"]
+    code, audio = predictor.codes[0, :1].clone(), codec.samples[:codec.samples_a_frame]
+    for name, part in (
+            ("tokenize", lambda: tts._tokenize_texts(words)),
+            ("tokenize and prompt", lambda: handed_over(tts.generate_voice_clone, arguments(speaker, 1, 10))),
+            ("prefill", lambda: talker.begin(request["inputs_embeds"], request["attention_mask"])),
+            ("first codes", predictor.step),
+            ("codec and copy", lambda: codec.feed(code)()),
+            ("copy", audio.cpu)):
+        codec.reset(), part()
+        parts[name] = statistics.median(clock(part) for _ in range(effort.firsts))
+    return parts
+
+
+def whole_call_parts(tts, speaker, effort):
+    frames = min(80, effort.long)
+    speak = speaking(tts.generate_voice_clone, language="English", voice_clone_prompt=speaker_prompt(speaker))
+    codec, codes = tts.model.speech_tokenizer.decode, torch.zeros(frames, 16, dtype=torch.long, device=tts.device)
+    loop = decode_loop(tts, speaker, 1, effort)["ms_a_frame"] * frames
+    whole, sound = (statistics.median(clock(part) for _ in range(1 + effort.runs)) for part in (
+        lambda: speak(frames), lambda: codec([{"audio_codes": codes}])))
+    return {"frames": loop, "codec": sound, "rest": whole - loop - sound, "whole": whole,
+            "rtf": frames / FRAME_RATE / (whole / 1e3)}
+
+
+def voices(tts, speaker, custom, effort):
+    """Every kind of voice on the fastest path: whole calls and the first audio."""
+    recording = np.random.default_rng(0).normal(size=3 * 24000).astype(np.float32) * 0.1, 24000
+    ways = {"x-vector": (tts.generate_voice_clone, dict(voice_clone_prompt=speaker_prompt(speaker))),
+            "in-context": (tts.generate_voice_clone, dict(voice_clone_prompt=tts.create_voice_clone_prompt(
+                recording, "three seconds of something")))}
+    if custom:
+        preset = accelerate(load_upstream(custom), max_batch=1)
+        ways["preset voice"] = (preset.generate_custom_voice, dict(speaker=preset.get_supported_speakers()[0]))
+    rows = {}
+    for name, (method, kwargs) in ways.items():
+        kwargs["language"] = "English"
+        rows[f"voice: {name}"] = whole_calls(
+            speaking(method, **kwargs), effort.short, effort.long, effort.runs) | streaming(
+                lambda frames: stream(method, text=TEXT, max_new_tokens=frames + 1, **kwargs),
+                effort.long, effort.firsts, 1)
+    return rows
+
+
+def peer(folder, speaker, effort):
     """faster-qwen3-tts on the same checkpoint, where it is installed."""
     try:
         from faster_qwen3_tts import FasterQwen3TTS
     except ImportError:
         return {}
     tts = FasterQwen3TTS.from_pretrained(folder, device="cuda", dtype=torch.bfloat16)
-    voice = {"ref_spk_embedding": [speaker.to("cuda", torch.bfloat16)]}
 
     def request(frames):
+        voice = {"ref_spk_embedding": [speaker.to("cuda", torch.bfloat16)]}
         return dict(text=TEXT, language="English", voice_clone_prompt=voice, max_new_tokens=frames,
                     min_new_tokens=frames)
-    rows = {"faster-qwen3-tts": whole_calls(lambda frames: tts.generate_voice_clone(**request(frames)))}
+
+    def speak(frames):
+        (wav, *_), rate = tts.generate_voice_clone(**request(frames))
+        return round(len(wav) / rate * FRAME_RATE)
+    rows = {"faster-qwen3-tts": whole_calls(speak, effort.short, effort.long, effort.runs)}
     for chunk in (1, 8):
         rows[f"faster-qwen3-tts, chunks of {chunk}"] = streaming(
-            lambda frames: tts.generate_voice_clone_streaming(**request(frames), chunk_size=chunk), runs=1)
+            lambda frames: tts.generate_voice_clone_streaming(**request(frames), chunk_size=chunk), effort.long,
+            effort.firsts, 1)
     rows["faster-qwen3-tts"]["version"] = importlib.metadata.version("faster-qwen3-tts")
     return rows
 
 
-def bench(folder, batches):
-    """All rows of one checkpoint."""
-    gib, rows, start = 2**30, {}, time.perf_counter()
+def bench(size, folder, custom, speaker, effort):
+    """All rows of one checkpoint, one after another as they come."""
+    start = time.perf_counter()
     tts = load_upstream(folder)
     seconds_to_load = time.perf_counter() - start
-    speaker = torch.randn(tts.model.config.talker_config.hidden_size)
+    speak = speaking(tts.generate_voice_clone, language="English", voice_clone_prompt=speaker_prompt(speaker))
+    rows = {"upstream": whole_calls(speak, effort.upstream_short, effort.upstream_long, effort.runs)
+            | dict(seconds_to_load=seconds_to_load)}
+    yield from rows.items()
+    paths = {"reference path": False} | ({} if why_not(tts.model.talker) else {"fused layers": True})
+    for path, fused in paths.items():
+        for name, row in one_path(tts, speaker, fused, effort).items():
+            rows[path + name] = row
+            yield path + name, row
+    sample, rate = tts.generate_voice_clone(**arguments(speaker, 1, effort.long))
+    write_wav(Path(f"sample_{size}.wav"), [(sample[0], rate)])
+    if not effort.quick:
+        yield from voices(tts, speaker, custom, effort).items()
+    for batch in effort.batches:
+        if batch == effort.batches[0]:
+            accelerate(tts, max_batch=max(effort.batches), fused=False)
+        yield f"reference path, batch of {batch}", decode_loop(tts, speaker, batch, effort)
+    del tts, speak, sample
+    if ON_GPU:
+        torch.cuda.empty_cache()
+    if not effort.quick:
+        rows |= (peer_rows := peer(folder, speaker, effort))
+        yield from peer_rows.items()
+    times = {path: {f"than {name}": rows[name]["ms_a_frame"] / rows[path]["ms_a_frame"] for name in (
+        "upstream", "faster-qwen3-tts") if name in rows} for path in paths}
+    yield from ((f"{path}, times as fast", row) for path, row in times.items())
 
-    def speak(frames):
-        tts.generate_voice_clone(**arguments(speaker, 1, frames))
-    rows["upstream"] = whole_calls(speak, short=4, long=16, runs=3)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    seconds_to_capture = clock(lambda: accelerate(tts, max_batch=max(batches, default=1))) / 1e3
-    rows["accelerated"] = whole_calls(speak) | dict(
-        seconds_to_load=seconds_to_load, seconds_to_capture=seconds_to_capture,
-        peak_gib=torch.cuda.max_memory_allocated() / gib, kernels_a_frame=kernels_a_frame(tts, speaker))
-    for name, chunk in (("chunks of 1", 1), ("chunks of 8", 8), ("chunks of 1, 1, 2, 4, 8, ...", None)):
-        def start_stream(frames):
-            return stream(tts.generate_voice_clone, chunk_frames=chunk, **arguments(speaker, 1, frames))
-        rows[name] = streaming(start_stream) | (late_chunks(start_stream) if chunk != 8 else {})
-    rows["first audio, its parts"] = first_audio_parts(tts, speaker)
-    for batch in (1, *batches):
-        rows[f"frames, batch {batch}"] = decode_loop(tts, speaker, batch)
-        rows[f"frames, batch {batch}"]["peak_gib"] = torch.cuda.max_memory_allocated() / gib
-    del tts, speak, start_stream
-    torch.cuda.empty_cache()
-    rows |= peer(folder, speaker)
-    for name in ("upstream", "faster-qwen3-tts"):
-        if name in rows:
-            rows["accelerated"][f"times_{name}"] = rows[name]["ms_a_frame"] / rows["accelerated"]["ms_a_frame"]
-    return rows
+
+# ---- is it the same model?
+
+def check(folder, speaker, frames):
+    """Yields a name, whether it is well, and figures."""
+    tts = accelerate(load_upstream(folder))
+    decoder, request = handed_over(tts.generate_voice_clone, arguments(speaker, 1, frames))
+    prompt = [request[name] for name in ("inputs_embeds", "attention_mask", "trailing_text_hidden", "tts_pad_embed")]
+    talker, predictor = decoder.graphs_for(1)
+
+    def tokens_of(take=lambda: None):
+        torch.manual_seed(0)
+        made = [(codes[0].clone(), take()) for codes, _ in decoder.frames(**request)]
+        return torch.stack([codes for codes, _ in made]), [taken for _, taken in made]
+    logits = (lambda: [graph.fused.logits().cpu() for graph in (predictor, talker)]) if decoder.fused else lambda: None
+    tokens, taken = tokens_of(logits)
+    yield "a seed reproduces", torch.equal(tokens, tokens_of()[0]), f"{len(tokens)} frames made twice, {decoder.path}"
+    yield "the stream is the whole", *streamed_is_whole(tts, speaker, min(frames, 60))
+    if not ON_GPU:
+        yield from check_tokens(tts, folder, speaker, min(frames, 60))
+        return
+    paths = {"reference path": Forced(tts.model.talker, decoder.max_seq_len).logits(tokens, *prompt)}
+    if decoder.fused:                                             # after a frame's codes the talker has chosen the next
+        paths["fused layers"] = [torch.cat([row[0] for row in taken]), torch.cat([row[1] for row in taken[1:]])]
+    del tts, decoder, talker, predictor, logits, request
+    own, exact = (Forced(load_upstream(folder, dtype=dtype).model.talker, 2048).logits(tokens, *prompt)
+                  for dtype in (torch.bfloat16, torch.float32))
+    for path, (codes, firsts) in paths.items():
+        yield f"{path}: codes 1 to 15", *verdict(codes, own[0], exact[0])
+        yield f"{path}: first codes", *verdict(firsts, *(logits[1][:len(firsts)] for logits in (own, exact)))
 
 
-def card():
-    driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
-                            text=True).stdout.strip()
-    return dict(gpu=torch.cuda.get_device_name(), driver=driver, torch=torch.__version__, **{
-        name: importlib.metadata.version(name) for name in ("transformers", "qwen-tts")})
+def streamed_is_whole(tts, speaker, frames):
+    torch.manual_seed(0)
+    (whole,), _ = tts.generate_voice_clone(**arguments(speaker, 1, frames))
+    torch.manual_seed(0)
+    joined = np.concatenate([audio for audio, _ in stream(tts.generate_voice_clone, **arguments(speaker, 1, frames))])
+    if len(joined) != len(whole):
+        return False, f"{len(joined)} samples streamed, {len(whole)} whole"
+    difference, allowed = np.abs(joined - whole).max(), 0.02 if ON_GPU else 1e-5
+    return difference <= allowed, f"largest difference {difference:.1e} of full scale, {allowed} allowed"
+
+
+def check_tokens(tts, folder, speaker, frames):
+    """Without a GPU, in float32: token for token what upstream makes."""
+    upstream = load_upstream(folder)
+    for name, settings in (("greedy", dict(do_sample=False, subtalker_dosample=False)), ("seeded", {}), (
+            "seeded, other settings", dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.3))):
+        sounds = []
+        for model in (upstream, tts):
+            torch.manual_seed(0)
+            sounds.append(model.generate_voice_clone(**arguments(speaker, 1, frames), **settings)[0][0])
+        same = len(sounds[0]) == len(sounds[1]) and np.abs(sounds[0] - sounds[1]).max() < 1e-4
+        yield f"upstream's sound, {name}", same, f"{len(sounds[0])} samples of upstream's, {len(sounds[1])} of ours"
+
+
+# ---- words
+
+def card(weights):
+    if ON_GPU:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        machine = dict(gpu=torch.cuda.get_device_name(), driver=subprocess.run(
+            query, capture_output=True, text=True).stdout.split("\n")[0], dtype="bfloat16")
+    else:
+        machine = dict(gpu="none", cpu=platform.processor() or platform.machine(), threads=torch.get_num_threads(),
+                       dtype="float32")
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
+    return machine | dict(python=platform.python_version(), torch=torch.__version__, **{
+        name: importlib.metadata.version(name) for name in ("transformers", "qwen-tts")},
+        commit=commit.strip() or "unknown", weights=weights)
+
+
+COLUMNS = {"ms_a_frame": ("ms/frame", 2), "rtf": ("RTF", 2), "first_audio_ms": ("first ms", 1),
+           "audio_seconds_a_second": ("audio s/s", 1), "peak_gib": ("GiB", 2), "seconds_to_capture": ("capture s", 1),
+           "late_chunks": ("late", 0)}
+
+
+def print_row(name, row):
+    if not COLUMNS.keys() & row.keys() or "whole" in row:         # parts
+        print(f"{name}: " + ", ".join(f"{key} {value:.2f}" for key, value in row.items()), flush=True)
+        return
+    cells = [f"{row[key]:.{digits}f}" if row.get(key) is not None else "" for key, (_, digits) in COLUMNS.items()]
+    print(f"{name:44}" + "".join(f"{cell:>11}" for cell in cells), flush=True)
+
+
+def plot(output):
+    """Milliseconds a frame and to the first audio, of every results file with a GPU's figures."""
+    import matplotlib
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+    results = [json.loads(path.read_text()) for path in sorted((ROOT / "results").glob("*.json"))]
+    gray, rows = "#808080", ("upstream", "faster-qwen3-tts", "reference path", "fused layers")
+    colors = dict(zip(rows, ("#9aa0a6", "#c58a2b", "#4f8fd0", "#2f9e62")))
+    figure, axes = plt.subplots(1, 2, figsize=(10, 0.6 + 1.5 * sum(len(result["models"]) for result in results)))
+    for axis, title, pick in (
+            (axes[0], "milliseconds a frame (80 ms of sound)", lambda model, row: model.get(row, {}).get("ms_a_frame")),
+            (axes[1], "milliseconds to the first audio", lambda model, row: model.get(
+                f"{row}, chunks of 1", {}).get("first_audio_ms"))):
+        bars = [(f"{row}, {size}", value, colors[row]) for result in results for size, model in result["models"].items()
+                for row in rows if (value := pick(model, row))]
+        axis.barh([name for name, *_ in bars], [value for _, value, _ in bars], color=[color for *_, color in bars])
+        for place, (_, value, _) in enumerate(bars):
+            axis.annotate(f" {value:.3g}", (value, place), va="center", color=gray)
+        axis.set_xscale("log")
+        axis.set_title(title, color=gray)
+        axis.tick_params(colors=gray)
+        axis.invert_yaxis()
+        axis.margins(x=0.15)
+        for spine in axis.spines.values():
+            spine.set_visible(False)
+    first = results[0]["card"]
+    figure.text(0.01, 0.01, f"{first['gpu']}, bfloat16, {first['weights']} weights, torch {first['torch']}", color=gray)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.savefig(output, transparent=True)
+    print(output)
+
+
+def checkpoints(names, random_weights, folder):
+    """(name, checkpoint, CustomVoice checkpoint) of each; random ones are written into the folder."""
+    for name in names:
+        if Path(name).is_dir():
+            yield Path(name).name, name, None
+        elif random_weights or name == "tiny":
+            for kind in ("base", "custom_voice"):
+                write_checkpoint(folder / f"{name}-{kind}", name, kind, ends=False)
+            yield name, str(folder / f"{name}-base"), str(folder / f"{name}-custom_voice")
+        else:
+            yield name, name, f"{name}-CustomVoice" if name in ("0.6B", "1.7B") else None
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="a folder, a hub id, 0.6B or 1.7B")
-    parser.add_argument("--batches", type=int, nargs="*", default=[4, 16, 64])
-    parser.add_argument("--weights", default="not stated", choices=["random", "published"], help="noted in the results")
-    parser.add_argument("--output", type=Path, default=Path("bench_results.json"))
+    parser.add_argument("models", nargs="*", metavar="MODEL", default=["0.6B", "1.7B"], help="0.6B, 1.7B, or a folder")
+    parser.add_argument("--random-weights", action="store_true", help="of the published shapes, made here")
+    parser.add_argument("--speaker", type=Path, help="a speaker.pt for the voice; without it a random one")
+    parser.add_argument("--quick", action="store_true", help="less of everything: about a minute")
+    parser.add_argument("--check", action="store_true", help="compare, do not time; exit code 1 if anything is wrong")
+    parser.add_argument("--plot", action="store_true", help="draw results/speed.svg, do not time")
+    parser.add_argument("--output", type=Path, help="the JSON; default bench_results_<GPU>.json")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("no GPU here: this measures nothing else")
+    if args.plot:
+        return plot(ROOT / "results" / "speed.svg")
+    if unknown := [name for name in args.models if name not in ("0.6B", "1.7B", "tiny") and not Path(name).is_dir()]:
+        parser.error(f"{unknown[0]} is neither 0.6B, 1.7B nor a folder")
+    if not ON_GPU and not any(Path(name).is_dir() for name in args.models):
+        print("No GPU here: a tiny model with random weights runs on the CPU. It shows that everything works, and\n"
+              "--check that the sound is upstream's. Its times say nothing about the real models on a GPU.\n")
+        args.models = ["tiny"]
     warnings.filterwarnings("ignore", message="the speech was cut off")
-    results = dict(card=card() | dict(weights=args.weights, dtype="bfloat16"), models={})
-    print("  ".join(f"{name}: {value}" for name, value in results["card"].items()))
-    for folder in args.checkpoints:
-        results["models"][Path(folder).name] = rows = bench(folder, args.batches)
-        print(f"\n{Path(folder).name:34}{'ms a frame':>12}{'RTF':>8}{'first ms':>10}{'audio s/s':>11}{'peak GiB':>10}")
-        for name, row in rows.items():
-            values = (row.get(key) for key in ("ms_a_frame", "rtf", "first_audio_ms", "audio_seconds_a_second",
-                                               "peak_gib"))
-            print(f"{name:34}" + "".join(f"{value:>{width}.{digits}f}" if value else " " * width
-                                         for value, width, digits in zip(values, (12, 8, 10, 11, 10), (2, 2, 1, 1, 2))))
-        args.output.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"\n{args.output}")
+    transformers.logging.set_verbosity_error()
+    random = args.random_weights or args.models == ["tiny"]
+    results = dict(card=card("random" if random else "published, or of the folder given"), models={})
+    print("  ".join(f"{name}: {value}" for name, value in results["card"].items()), flush=True)
+    device = results["card"]["gpu"] if ON_GPU else "CPU"
+    output = args.output or Path(f"bench_results_{device.replace(' ', '_')}.json")
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for size, checkpoint, custom in checkpoints(args.models, random, Path(folder)):
+            width = json.loads((Path(checkpoint) / "config.json").read_text())["talker_config"]["hidden_size"] \
+                if Path(checkpoint).is_dir() else {"0.6B": 1024, "1.7B": 2048}[size]
+            speaker = torch.load(args.speaker, weights_only=True) if args.speaker else torch.randn(
+                width, generator=torch.Generator().manual_seed(0))
+            if args.check:
+                print(f"\n{size}")
+                for name, good, figures in check(checkpoint, speaker, 60 if args.quick or not ON_GPU else 200):
+                    print(f"{'ok' if good else 'WRONG':6}{name}: {figures}", flush=True)
+                    wrong += not good
+                continue
+            print(f"\n{size:44}" + "".join(f"{title:>11}" for title, _ in COLUMNS.values()))
+            rows = results["models"][size] = {}
+            for name, row in bench(size, checkpoint, custom, speaker, Effort(args.quick)):
+                rows[name] = row
+                print_row(name, row)
+                output.write_text(json.dumps(results, indent=1) + "\n")
+    if args.check:
+        sys.exit(f"{wrong} wrong" if wrong else 0)
+    print(f"\n{output}")
 
 
 if __name__ == "__main__":

@@ -135,8 +135,9 @@ def soften(decoder):
 
 
 @torch.no_grad()
-def write_checkpoint(out, size, kind="base", seed=0, gain=1.0):
-    """Returns the number of weights of the main model."""
+def write_checkpoint(out, size, kind="base", seed=0, gain=1.0, ends=None):
+    """Returns the number of weights of the main model. One that `ends` its speech by itself does so after some seconds,
+    others speak as long as they are asked to; None: tiny ones end, those of the published sizes are for timing."""
     codec_folder = out / "speech_tokenizer"
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
@@ -146,8 +147,8 @@ def write_checkpoint(out, size, kind="base", seed=0, gain=1.0):
         model = randomize(Qwen3TTSForConditionalGeneration(Qwen3TTSConfig(**config)), gain)
         codec = randomize(Qwen3TTSTokenizerV2Model(Qwen3TTSTokenizerV2Config(**codec_raw)), 0.7)  # well-conditioned
         soften(codec.decoder)
-        # A tiny model ends its speech by itself, after some seconds; one for timing speaks as long as it is asked to.
-        model.talker.codec_head.weight[CODEC_IDS["codec_eos_token_id"]] *= 3 if size == "tiny" else 0
+        ends = size == "tiny" if ends is None else ends
+        model.talker.codec_head.weight[CODEC_IDS["codec_eos_token_id"]] *= 3 if ends else 0
         speaker = torch.randn(config["talker_config"]["hidden_size"])
     model.to(torch.bfloat16).save_pretrained(out)
     codec.save_pretrained(codec_folder)

@@ -1,0 +1,58 @@
+"""The benchmark and its check, on a tiny model on the CPU."""
+import json
+import sys
+
+import pytest
+import soundfile
+import torch
+
+import bench
+from cudagraph_talker import TalkerGraph
+from random_checkpoint import write_checkpoint
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+
+
+def run(monkeypatch, folder, *words):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["bench.py", *words])
+    bench.main()
+
+
+def test_without_a_gpu_it_times_the_tiny_model_and_says_so(tmp_path, monkeypatch, capsys):
+    run(monkeypatch, tmp_path, "--quick")
+    printed = capsys.readouterr().out
+    results = json.loads((tmp_path / "bench_results_CPU.json").read_text())
+    assert results["card"]["weights"] == "random" and results["card"]["commit"]
+    rows = results["models"]["tiny"]
+    for name in ("upstream", "reference path"):
+        assert rows[name]["ms_a_frame"] > 0 and rows[name]["rtf"] > 0
+    for chunks in ("1", "8", bench.RAMP):
+        assert rows[f"reference path, chunks of {chunks}"]["first_audio_ms"] > 0
+    assert soundfile.info(tmp_path / "sample_tiny.wav").samplerate == 24000
+    assert "No GPU here" in printed and printed.strip().endswith("bench_results_CPU.json")
+
+
+def test_the_check_passes_and_fails_when_it_should(tmp_path, monkeypatch, capsys):
+    """A penalty left out is not upstream's speech."""
+    write_checkpoint(tmp_path / "tiny", "tiny", ends=False)
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, tmp_path, "tiny", "--check", "--quick")
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0 and "WRONG" not in printed and printed.count("ok    ") == 5
+
+    configure = TalkerGraph.configure
+    monkeypatch.setattr(TalkerGraph, "configure", lambda graph, penalty, *rest: configure(graph, 1.0, *rest))
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, tmp_path, "tiny", "--check", "--quick")
+    assert ended.value.code == "2 wrong" and "WRONG upstream's sound, seeded" in capsys.readouterr().out
+
+
+def test_the_figure_is_drawn_from_the_results(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    results = json.loads((bench.ROOT / "results/reference_h200.json").read_text())
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/some.json").write_text(json.dumps(results))
+    run(monkeypatch, tmp_path, "--plot")
+    assert "upstream, 0.6B" in (tmp_path / "results/speed.svg").read_text()
