@@ -1,4 +1,4 @@
-"""Parts for upstream's decoder layers: the same function from fewer kernels.
+"""Parts for upstream's decoder layers: the same function from fewer kernels; and configs that answer faster.
 
 Upstream's model and layer forwards stay and call these, with the masks and caches that the graphs give them. Without
 `use_fewer_kernels` everything works, slower. In bfloat16 the norms round once where upstream's round twice.
@@ -7,6 +7,14 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+
+
+def answer_directly(*configs):
+    """transformers looks every attribute of a config up in a table of renamed ones first, and upstream asks for 2,000
+    attributes a prompt, which is most of the time that it takes. Its tables are empty."""
+    for config in configs:
+        if not config.attribute_map:
+            type(config).__getattribute__ = object.__getattribute__
 
 
 def use_fewer_kernels(talker, length):

@@ -53,6 +53,7 @@ struct Shared {
     int code[CODES + 1];
 };
 extern __shared__ Shared shared[];
+static_assert(sizeof(Shared) <= MEMORY, "too much shared memory");
 
 __device__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000); }

@@ -33,6 +33,8 @@ def why_not(talker):
         return f"torch {torch.__version__} is older than 2.9"
     if (capability := torch.cuda.get_device_capability(talker.device)) < (9, 0):
         return f"the GPU's compute capability is {'.'.join(map(str, capability))}, below 9.0"
+    if (count := torch.cuda.get_device_properties(talker.device).multi_processor_count) < 64:
+        return f"the GPU has {count} multiprocessors, fewer than 64"
     predictor = talker.code_predictor
     for model, head in ((talker.model, talker.codec_head), (predictor.model, predictor.lm_head[0])):
         config = model.config
@@ -67,11 +69,12 @@ class Step:
         properties, vocab = torch.cuda.get_device_properties(self.device), len(heads[0].weight)
         self.grid = min(128, 1 << properties.multi_processor_count.bit_length() - 1)
         self.shared_memory = properties.shared_memory_per_block_optin
+        ring = self.shared_memory - 40 * 1024 - 2 * (2 * config.hidden_size + config.intermediate_size)
         sizes = dict(GRID=self.grid, LAYERS=len(model.layers), HIDDEN=config.hidden_size, WIDTH=width, VOCAB=vocab,
+                     MEMORY=self.shared_memory, STAGES=ring // STAGE,
                      HEADS=config.num_attention_heads, KV_HEADS=config.num_key_value_heads, CODES=len(heads),
                      INNER=config.intermediate_size, EPSILON=f"{config.rms_norm_eps}f")
         vectors = 2 * sizes["HIDDEN"] + 2 * (sizes["HEADS"] + sizes["KV_HEADS"]) * HEAD + sizes["INNER"]
-        sizes["STAGES"] = (self.shared_memory - 2 * (vectors + vocab) - 40 * 1024) // STAGE    # the ring gets the rest
         defined = "".join(f"#define {name} {value}\n" for name, value in sizes.items())
         self.kernel = compiled(defined + SOURCE.read_text(), self.device)
         with torch.cuda.device(self.device):

@@ -27,7 +27,7 @@ from qwen_tts import Qwen3TTSModel
 from cudagraph_codec import CodecGraph
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import TalkerGraph, aligned, first_rows, static_cache
-from fewer_kernels import use_fewer_kernels
+from fewer_kernels import answer_directly, use_fewer_kernels
 from fused_layers import choose_path
 from turns import Turns
 from voices import (address, answered_mistakes, choose_device, parse_arguments, progress, read_config, voice_request,
@@ -52,6 +52,7 @@ def accelerate(tts, max_seq_len=2048, max_batch=16, fused=None):
     """Makes the methods of a Qwen3TTSModel fast, in place. Prompt and speech together may take `max_seq_len`
     positions, one a frame; lists of more than `max_batch` texts run in groups of that many. One text alone runs on the
     fused layers where they can: `fused=False` never, `fused=True` always, or a ValueError says why not."""
+    answer_directly(tts.model.config, tts.model.talker.config)
     decoder = Decoder(tts.model.talker, max_seq_len, max_batch, fused)
     codec = CodecGraph(tts.model.speech_tokenizer, decoder.turns)
     tts.model.talker.generate, tts.model.speech_tokenizer.decode = decoder.generate, codec.decode
@@ -161,15 +162,14 @@ class Decoder:
                subtalker_dosample, subtalker_temperature, subtalker_top_k, subtalker_top_p, **_):
         """The loop. Yields the codes (B, 16) and the hidden state (B, H) of one frame after another, until every row
         has chosen its end token. They are views of static tensors: the next request writes over them."""
-        batch, length = attention_mask.shape
-        if length >= self.max_seq_len:
-            raise ValueError(f"the prompt takes {length} positions, the cache has {self.max_seq_len}: shorten the text "
-                             "or the reference, or load with a larger max_seq_len")
+        (batch, used), room = attention_mask.shape, self.max_seq_len
+        if used >= room:
+            raise ValueError(f"the prompt takes {used} positions, the cache has {room}: shorten it, or set max_seq_len")
         if max_new_tokens < 2:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 2: the last makes no sound")
         if not inputs_embeds.isfinite().all():
             raise ValueError("the prompt holds numbers that are not finite: make the speaker or the reference again")
-        limit = min(max_new_tokens - 1, self.max_seq_len - length)
+        limit = min(max_new_tokens - 1, room - used)
         talker, predictor = self.graphs_for(batch)
         talker.configure(repetition_penalty, suppress_tokens, eos_token_id, min_new_tokens)
         talker.sampling.set(do_sample, temperature, top_k, top_p)
@@ -189,7 +189,7 @@ class Decoder:
             talker.step()
             chosen = self.now()
         if not talker.ended_by(limit, chosen):
-            remedy = (f"load with max_seq_len above {self.max_seq_len}" if limit < max_new_tokens - 1
+            remedy = (f"load with max_seq_len above {room}" if limit < max_new_tokens - 1
                       else f"call with max_new_tokens above {max_new_tokens}")
             warnings.warn(f"the speech was cut off after {limit} frames, before it ended: {remedy}", stacklevel=2)
 
@@ -218,7 +218,7 @@ class Decoder:
 def main():
     with answered_mistakes():
         args = parse_arguments()
-        tts = load(args.model, args.device, args.dtype, args.max_seq_len)
+        tts = load(args.model, args.device, args.dtype, args.max_seq_len, fused=args.fused)
         (method, request), path = voice_request(args, tts), tts.model.talker.generate.__self__.path
         if args.seed is not None:
             torch.manual_seed(args.seed)

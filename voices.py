@@ -74,6 +74,8 @@ def parse_arguments():
     machine.add_argument("--max-seq-len", default=2048, type=int, help="room for prompt and speech, 12.5 a second")
     machine.add_argument("--device", help="cuda, cuda:1, cpu")
     machine.add_argument("--dtype", choices=["bfloat16", "float16", "float32"])
+    machine.add_argument("--fused", action=argparse.BooleanOptionalAction,
+                         help="insist on the fused layers, or never use them; left out: where they run")
     args = parser.parse_args()
     args.dtype = args.dtype and getattr(torch, args.dtype)
     args.config = read_config(args.model)
@@ -87,6 +89,7 @@ def parse_arguments():
     check_numbers(args)
     check_voice(args)
     args.texts = read_texts(args)
+    check_lengths(args)
     check_outputs(args)
     return args
 
@@ -215,6 +218,16 @@ def read_texts(args):
     if not texts:
         raise ValueError("the text is empty: give something to say")
     return texts
+
+
+def check_lengths(args):
+    """A text takes a position of the cache for each of its tokens, and no more tokens than it has bytes."""
+    long = [text for text in args.texts if len(text.encode()) >= args.max_seq_len]
+    tokenizer = long and transformers.AutoTokenizer.from_pretrained(address(args.model))
+    for text in long:
+        if (tokens := len(tokenizer(text).input_ids)) >= args.max_seq_len:
+            raise ValueError(f"the text {text[:20]!r}... takes {tokens} positions, the cache has {args.max_seq_len}: "
+                             "put it on several lines, or give a larger --max-seq-len")
 
 
 def check_outputs(args):

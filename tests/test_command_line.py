@@ -232,7 +232,9 @@ MISTAKES = [   # options that differ from a good call (None: left out), words of
     (dict(text=None, text_file="missing.txt"), "cannot read missing.txt"),
     (dict(text=None, text_file="."), "cannot read"),
     (dict(text=None, text_file="binary.txt"), "not UTF-8"),
-    (dict(text="x" * 500, non_streaming_mode=""), "takes 510 positions, the cache has 300"),
+    (dict(text="x" * 500), "takes 500 positions, the cache has 300"),
+    (dict(text="x" * 295, non_streaming_mode=""), "takes 305 positions, the cache has 300"),
+    (dict(fused=""), "fused=True is impossible here: the model is not on an NVIDIA GPU"),
     (dict(output="nowhere/out.wav"), "no folder nowhere"), (dict(output="."), "it is a folder"),
     (dict(output=None), "give --output"), (dict(text="a\nb", output="-"), "add --join"),
     (dict(temperature=0), "--temperature is 0.0"), (dict(temperature=-1), "above 0"), (dict(temperature="nan"), "nan"),
@@ -277,7 +279,7 @@ def test_no_hub(call, tmp_path, monkeypatch):
 
 
 def test_out_of_gpu_memory(call, checkpoint, monkeypatch, tmp_path):
-    def full(*_):
+    def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
     monkeypatch.setattr(generate, "load", full)
     code, _, stderr = call(generate.main, *options(checkpoint(), output=tmp_path / "out.wav"))

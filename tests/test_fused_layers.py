@@ -19,7 +19,7 @@ from parity import MARGIN, Forced, error, verdict
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LENGTH, PROMPT, FRAMES = 512, 20, 200
 SOURCE = Path(__file__).parents[1] / "fused_layers.cu"
-TALKER = dict(GRID=128, STAGES=6, LAYERS=28, HEADS=16, KV_HEADS=8, VOCAB=3072, CODES=1, EPSILON="1e-6f")
+TALKER = dict(GRID=128, STAGES=6, MEMORY=227 * 1024, LAYERS=28, HEADS=16, KV_HEADS=8, VOCAB=3072, CODES=1, EPSILON="1e-6f")
 STACKS = {"0.6B": TALKER | dict(HIDDEN=1024, WIDTH=1024, INNER=3072),
           "1.7B": TALKER | dict(HIDDEN=2048, WIDTH=2048, INNER=6144),
           "predictor": TALKER | dict(HIDDEN=1024, WIDTH=2048, INNER=3072, LAYERS=5, VOCAB=2048, CODES=15)}
