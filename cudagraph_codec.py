@@ -9,10 +9,10 @@ import copy
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from cudagraph_talker import additive_mask, aligned, capture
+from fewer_kernels import use_constants
 
 SIZES = (64, 32, 16, 8, 4, 2, 1)                                  # frames in a chunk; others are made of these
 
@@ -68,6 +68,7 @@ class CodecGraph:
             self.state = [self.position, *(tail for tails in self.window.tails for tail in tails)]
             for module in self.decoder.modules():
                 self.carry_state(module, model.dtype)
+        use_constants(self.decoder)
         self.decoder.pre_transformer.forward = self.transformer
         pool = torch.cuda.graph_pool_handle() if self.stream else None
         self.graphs = {size: capture(partial(self.step, size), self.device, pool) for size in SIZES}
@@ -80,9 +81,6 @@ class CodecGraph:
             tail = torch.zeros(1, conv.in_channels, columns, dtype=dtype)
             module.forward = partial(transposed_conv if transposed else causal_conv, conv, tail)
             self.state.append(tail)
-        elif hasattr(module, "embedding_sum"):                    # a codebook, which divides its sums in every call
-            table = module.embedding_sum / module.cluster_usage.clamp(min=module.epsilon)[:, None]
-            module.decode = partial(F.embedding, weight=table)
 
     def transformer(self, inputs_embeds):
         frames, columns = inputs_embeds.shape[1], self.window.columns(inputs_embeds.shape[1])

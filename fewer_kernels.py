@@ -1,4 +1,4 @@
-"""Parts for upstream's decoder layers: the same function from fewer kernels; and configs that answer faster.
+"""Parts for upstream's modules: the same function from fewer kernels, or in less of Python.
 
 Upstream's model and layer forwards stay and call these, with the masks and caches that the graphs give them. Without
 `use_fewer_kernels` everything works, slower. In bfloat16 the norms round once where upstream's round twice.
@@ -37,6 +37,22 @@ def use_fewer_kernels(talker, length):
         cos, sin = rotary.forward(model.rotary_emb, like, torch.arange(length, device=model.device)[None])
         sin[..., :sin.shape[-1] // 2] *= -1                       # `attention` swaps the halves and negates neither
         model.rotary_emb.forward = partial(look_up, cos[0], sin[0])
+
+
+def use_constants(codec_decoder):
+    """Codebooks divide their sums and activations take the exponentials of their parameters in every call: once will
+    do."""
+    for module in codec_decoder.modules():
+        if hasattr(module, "embedding_sum"):
+            table = module.embedding_sum / module.cluster_usage.clamp(min=module.epsilon)[:, None]
+            module.decode = partial(F.embedding, weight=table)
+        elif hasattr(module, "no_div_by_zero"):
+            alpha, beta = (parameter.exp()[:, None] for parameter in (module.alpha, module.beta))      # (C, 1)
+            module.forward = partial(snake, alpha, 1.0 / (beta + module.no_div_by_zero))
+
+
+def snake(alpha, scale, x):
+    return x + scale * torch.sin(x * alpha).pow(2)
 
 
 def stack(*linears):

@@ -19,7 +19,8 @@ from parity import MARGIN, Forced, error, verdict
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LENGTH, PROMPT, FRAMES = 512, 20, 200
 SOURCE = Path(__file__).parents[1] / "fused_layers.cu"
-TALKER = dict(GRID=128, STAGES=6, MEMORY=227 * 1024, LAYERS=28, HEADS=16, KV_HEADS=8, VOCAB=3072, CODES=1, EPSILON="1e-6f")
+TALKER = dict(GRID=128, STAGES=6, MEMORY=227 * 1024, LAYERS=28, HEADS=16, KV_HEADS=8, VOCAB=3072, CODES=1,
+              EPSILON="1e-6f")
 STACKS = {"0.6B": TALKER | dict(HIDDEN=1024, WIDTH=1024, INNER=3072),
           "1.7B": TALKER | dict(HIDDEN=2048, WIDTH=2048, INNER=6144),
           "predictor": TALKER | dict(HIDDEN=1024, WIDTH=2048, INNER=3072, LAYERS=5, VOCAB=2048, CODES=15)}
@@ -57,6 +58,12 @@ def routes(request, checkpoint):
     with torch.no_grad():
         yield [route(load_upstream(folder, dtype=dtype).model.talker, LENGTH) for route, dtype in (
             (Fused, torch.bfloat16), (Forced, torch.bfloat16), (Forced, torch.float32))]
+
+
+@pytest.fixture(scope="module")
+def fused(checkpoint):
+    with torch.no_grad():
+        return Fused(load_upstream(str(checkpoint("base", "0.6B"))).model.talker, LENGTH)
 
 
 def begin(*routes):
@@ -142,10 +149,10 @@ def reference_choice(scores, how, noise, monkeypatch):
 
 @on_gpu
 @torch.no_grad()
-def test_the_same_choice_with_the_same_noise(routes, monkeypatch):
+def test_the_same_choice_with_the_same_noise(fused, monkeypatch):
     """The predictor's 15 choices a step, over a grid of settings: more than 10,000 in all."""
-    fused, ties, rows = routes[0], 0, 0
-    begin(routes[0])
+    ties = rows = 0
+    begin(fused)
     talker, predictor = fused.talker, fused.predictor
     for top_k in (1, 20, 50, 2048):
         for top_p in (0.8, 1.0):
@@ -167,9 +174,8 @@ def test_the_same_choice_with_the_same_noise(routes, monkeypatch):
 
 @on_gpu
 @torch.no_grad()
-def test_the_talkers_choice_and_rules(routes, monkeypatch):
-    fused = routes[0]
-    begin(routes[0])
+def test_the_talkers_choice_and_rules(fused, monkeypatch):
+    begin(fused)
     talker = fused.talker
     for trial in range(200):
         penalty, top_k, top_p = (1.0, 1.05, 1.5)[trial % 3], (1, 50, 3072)[trial % 5 % 3], (0.8, 1.0)[trial % 2]
@@ -191,10 +197,9 @@ def test_the_talkers_choice_and_rules(routes, monkeypatch):
 
 @on_gpu
 @torch.no_grad()
-def test_choices_have_the_right_odds(routes):
+def test_choices_have_the_right_odds(fused):
     """Chi-square of 4,000 first codes against the softmax of the 20 best logits."""
-    fused = routes[0]
-    begin(routes[0])
+    begin(fused)
     fused.predictor.sampling.set(True, 0.9, 20, 1.0)
     counts = torch.zeros(2048, device="cuda")
     for _ in range(4000):

@@ -20,6 +20,13 @@ def tts(request, checkpoint):
     return model
 
 
+@pytest.fixture(scope="module", params=["0.6B", "1.7B"])
+def fast(request, checkpoint):
+    model = accelerate(load_upstream(str(checkpoint("base", request.param))), max_seq_len=256)
+    model.speaker = torch.randn(model.model.config.talker_config.hidden_size)
+    return model
+
+
 def codes(tts, text, seed=0, frames=24, **settings):
     prompt = speaker_prompt(tts.speaker, len(text) if isinstance(text, list) else 1)
     decoder, request = handed_over(tts.generate_voice_clone, dict(
@@ -49,14 +56,13 @@ def test_captured_frames_are_the_uncaptured_ones(tts, fused, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:the speech was cut off")
 @pytest.mark.parametrize("chunk_frames", [None, 1, 3])
-def test_streamed_sound_is_the_whole(tts, chunk_frames):
+def test_streamed_sound_is_the_whole(fast, chunk_frames):
     """Codec chunks of other sizes take other kernels: equal but for bfloat16's rounding."""
-    accelerate(tts, max_seq_len=256)
-    request = dict(text=TEXTS[0], language="English", voice_clone_prompt=speaker_prompt(tts.speaker), max_new_tokens=41)
+    request = dict(text=TEXTS[0], language="English", voice_clone_prompt=speaker_prompt(fast.speaker), max_new_tokens=41)
     torch.manual_seed(0)
-    (whole,), rate = tts.generate_voice_clone(**request)
+    (whole,), rate = fast.generate_voice_clone(**request)
     torch.manual_seed(0)
-    chunks = [audio for audio, _ in stream(tts.generate_voice_clone, chunk_frames=chunk_frames, **request)]
+    chunks = [audio for audio, _ in stream(fast.generate_voice_clone, chunk_frames=chunk_frames, **request)]
     joined = np.concatenate(chunks)
     assert len(joined) == len(whole) == 40 * 1920
     assert np.abs(joined - whole).max() < 0.02 and np.corrcoef(joined, whole)[0, 1] > 0.999
@@ -81,11 +87,10 @@ def test_the_end_on_captured_graphs(tts, monkeypatch):
     assert captured[0].shape[1] < 200
 
 
-def test_codec_of_a_batch(tts):
+def test_codec_of_a_batch(fast):
     """Utterances are queued one behind another on the codec's stream: each is what it is alone, and what upstream's
     decoder gives, but for bfloat16's rounding."""
-    accelerate(tts, max_seq_len=64)
-    codec = tts.model.speech_tokenizer
+    codec = fast.model.speech_tokenizer
     batch = [torch.randint(2048, (length, 16), device="cuda") for length in (70, 3, 40, 70)]
     together, _ = codec.decode([{"audio_codes": utterance} for utterance in batch])
     for utterance, audio in zip(batch, together, strict=True):
