@@ -449,10 +449,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) step(const Argumen
     *a.lengths_on_host = *a.lengths;
 #else
     if (threadIdx.x == 0) shared->code[0] = *a.token;
-    run_layers(a, a.input, 0, x, n, turn);
 #pragma unroll 1
-    for (int i = 1; i <= CODES; ++i) {
-        run_layers(a, a.inputs[i - 1] + shared->code[i - 1] * (HIDDEN / 2), i, x, n, turn);
+    for (int i = 0; i <= CODES; ++i) {
+        run_layers(a, i == 0 ? a.input : a.inputs[i - 1] + shared->code[i - 1] * (HIDDEN / 2), i, x, n, turn);
+        if (i == 0) continue;
         head(i - 1);
         const int code = choose(a, score, noise);
         if (threadIdx.x == 0) shared->code[i] = code;

@@ -58,7 +58,8 @@ def test_captured_frames_are_the_uncaptured_ones(tts, fused, monkeypatch):
 @pytest.mark.parametrize("chunk_frames", [None, 1, 3])
 def test_streamed_sound_is_the_whole(fast, chunk_frames):
     """Codec chunks of other sizes take other kernels: equal but for bfloat16's rounding."""
-    request = dict(text=TEXTS[0], language="English", voice_clone_prompt=speaker_prompt(fast.speaker), max_new_tokens=41)
+    prompt = speaker_prompt(fast.speaker)
+    request = dict(text=TEXTS[0], language="English", voice_clone_prompt=prompt, max_new_tokens=41)
     torch.manual_seed(0)
     (whole,), rate = fast.generate_voice_clone(**request)
     torch.manual_seed(0)
