@@ -11,6 +11,7 @@ All rows speak the same text with the same voice and settings, through the publi
 JSON has spread and runs. Without a GPU a tiny model runs on the CPU: that shows that everything works, and no speed.
 """
 import argparse
+import gc
 import importlib.metadata
 import itertools
 import json
@@ -31,7 +32,7 @@ from fused_layers import why_not
 from generate import accelerate, handed_over, load_upstream, stream
 from parity import Forced, verdict
 from random_checkpoint import write_checkpoint
-from voices import speaker_prompt
+from voices import answered_mistakes, load_speaker, speaker_prompt
 from wav import write_wav
 
 TEXT = ("Real time speech synthesis means that the first sound arrives before you notice the wait. A voice that "
@@ -60,6 +61,18 @@ def clock(fn, *arguments):
     return (time.perf_counter() - start) * 1e3
 
 
+def forget():
+    """What went before does not count in the next row's memory."""
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak():
+    return torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else None
+
+
 def median_of(name, values):
     return {name: statistics.median(values), f"{name}_spread": [min(values), max(values)], f"{name}_runs": len(values)}
 
@@ -79,12 +92,15 @@ class Effort:
 def whole_calls(speak, short, long, runs):
     """`speak(frames)` makes a whole call of that many frames and returns how many it really made."""
     speak(short), speak(long)                                     # warm-up
-    made = []
-    times = [(clock(lambda: made.append(speak(short))), clock(lambda: made.append(speak(long)))) for _ in range(runs)]
-    if made[-1] <= made[-2]:
-        sys.exit(f"the speech ends after {made[-1]} frames: too soon to time")
-    return dict(frames=made[-1], **median_of("rtf", [made[-1] / FRAME_RATE / (b / 1e3) for _, b in times]),
-                **median_of("ms_a_frame", [(b - a) / (made[-1] - made[-2]) for a, b in times]))
+    rtfs, steps = [], []
+    for _ in range(runs):
+        made = []
+        first, second = (clock(lambda: made.append(speak(frames))) for frames in (short, long))
+        if made[1] <= made[0]:
+            raise ValueError(f"the speech ends after {made[1]} frames: too soon to time")
+        rtfs.append(made[1] / FRAME_RATE / (second / 1e3))
+        steps.append((second - first) / (made[1] - made[0]))
+    return dict(frames=made[1], **median_of("rtf", rtfs), **median_of("ms_a_frame", steps))
 
 
 def streaming(start_stream, frames, firsts, runs):
@@ -133,12 +149,12 @@ def speaking(method, rows=1, **kwargs):
 def one_path(tts, speaker, fused, effort):
     """Rows of one path: whole calls and streams, memory, and where the time goes."""
     kwargs = dict(language="English", voice_clone_prompt=speaker_prompt(speaker))
-    if ON_GPU:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    for owner, name in ((tts.model.talker, "generate"), (tts.model.speech_tokenizer, "decode")):
+        vars(owner).pop(name, None)                               # what the path before has put there
+    forget()
     seconds = clock(lambda: accelerate(tts, max_batch=1, fused=fused)) / 1e3
     row = whole_calls(speaking(tts.generate_voice_clone, **kwargs), effort.short, effort.long, effort.runs)
-    row |= dict(seconds_to_capture=seconds, peak_gib=torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else None)
+    row |= dict(seconds_to_capture=seconds, peak_gib=peak())
     rows = {"": row}
     for name, chunk in CHUNKS.items():
         def start_stream(frames):
@@ -167,8 +183,7 @@ def decode_loop(tts, speaker, rows, effort):
         wall = clock(lambda: made.append(sum(1 for _ in frames)))
         times.append(wall / made[-1])
     row = median_of("ms_a_frame", times[1:])
-    return row | dict(rows=rows, audio_seconds_a_second=rows / FRAME_RATE / (row["ms_a_frame"] / 1e3),
-                      peak_gib=torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else None)
+    return row | dict(rows=rows, audio_seconds_a_second=rows / FRAME_RATE / (row["ms_a_frame"] / 1e3), peak_gib=peak())
 
 
 @torch.no_grad()
@@ -230,23 +245,28 @@ def voices(tts, speaker, custom, effort):
             "in-context": (tts.generate_voice_clone, dict(voice_clone_prompt=tts.create_voice_clone_prompt(
                 recording, "three seconds of something")))}
     if custom:
-        preset = accelerate(load_upstream(custom), max_batch=1)
-        ways["preset voice"] = (preset.generate_custom_voice, dict(speaker=preset.get_supported_speakers()[0]))
-    rows = {}
+        try:
+            preset = accelerate(load_upstream(custom), max_batch=1)
+            ways["preset voice"] = (preset.generate_custom_voice, dict(speaker=preset.get_supported_speakers()[0]))
+        except ValueError as error:
+            print(f"voice: preset voice left out: {error}")
     for name, (method, kwargs) in ways.items():
         kwargs["language"] = "English"
-        rows[f"voice: {name}"] = whole_calls(
-            speaking(method, **kwargs), effort.short, effort.long, effort.runs) | streaming(
-                lambda frames: stream(method, text=TEXT, max_new_tokens=frames + 1, **kwargs),
-                effort.long, effort.firsts, 1)
-    return rows
+        try:
+            yield f"voice: {name}", whole_calls(
+                speaking(method, **kwargs), effort.short, effort.long, effort.runs) | streaming(
+                    lambda frames: stream(method, text=TEXT, max_new_tokens=frames + 1, **kwargs),
+                    effort.long, effort.firsts, 1)
+        except ValueError as error:
+            print(f"voice: {name} left out: {error}")
 
 
 def peer(folder, speaker, effort):
     """faster-qwen3-tts on the same checkpoint, where it is installed."""
     try:
         from faster_qwen3_tts import FasterQwen3TTS
-    except ImportError:
+    except ImportError as error:
+        print(f"faster-qwen3-tts left out: {error}")
         return {}
     tts = FasterQwen3TTS.from_pretrained(folder, device="cuda", dtype=torch.bfloat16)
 
@@ -284,17 +304,19 @@ def bench(size, folder, custom, speaker, effort):
     sample, rate = tts.generate_voice_clone(**arguments(speaker, 1, effort.long))
     write_wav(Path(f"sample_{size}.wav"), [(sample[0], rate)])
     if not effort.quick:
-        yield from voices(tts, speaker, custom, effort).items()
+        yield from voices(tts, speaker, custom, effort)
     for batch in effort.batches:
-        if batch == effort.batches[0]:
-            accelerate(tts, max_batch=max(effort.batches), fused=False)
+        accelerate(tts, max_batch=batch, fused=False)
+        forget()
         yield f"reference path, batch of {batch}", decode_loop(tts, speaker, batch, effort)
-    del tts, speak, sample
-    if ON_GPU:
-        torch.cuda.empty_cache()
-    if not effort.quick:
+    for config in (tts.model.config, tts.model.talker.config):    # the others get upstream as it was
+        del type(config).__getattribute__
+    del tts, speak, sample, config
+    forget()
+    if ON_GPU and not effort.quick:
         rows |= (peer_rows := peer(folder, speaker, effort))
         yield from peer_rows.items()
+        forget()
     times = {path: {f"than {name}": rows[name]["ms_a_frame"] / rows[path]["ms_a_frame"] for name in (
         "upstream", "faster-qwen3-tts") if name in rows} for path in paths}
     yield from ((f"{path}, times as fast", row) for path, row in times.items())
@@ -324,6 +346,7 @@ def check(folder, speaker, frames):
     if decoder.fused:                                             # after a frame's codes the talker has chosen the next
         paths["fused layers"] = [torch.cat([row[0] for row in taken]), torch.cat([row[1] for row in taken[1:]])]
     del tts, decoder, talker, predictor, logits, request
+    forget()
     own, exact = (Forced(load_upstream(folder, dtype=dtype).model.talker, 2048).logits(tokens, *prompt)
                   for dtype in (torch.bfloat16, torch.float32))
     for path, (codes, firsts) in paths.items():
@@ -357,18 +380,25 @@ def check_tokens(tts, folder, speaker, frames):
 
 # ---- words
 
+def answer(*command):
+    """The first line of what a program says; unknown without the program."""
+    try:
+        lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    except OSError:
+        lines = []
+    return lines[0] if lines else "unknown"
+
+
 def card(weights):
     if ON_GPU:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        machine = dict(gpu=torch.cuda.get_device_name(), driver=subprocess.run(
-            query, capture_output=True, text=True).stdout.split("\n")[0], dtype="bfloat16")
+        driver = answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        machine = dict(gpu=torch.cuda.get_device_name(), driver=driver, dtype="bfloat16")
     else:
         machine = dict(gpu="none", cpu=platform.processor() or platform.machine(), threads=torch.get_num_threads(),
                        dtype="float32")
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
     return machine | dict(python=platform.python_version(), torch=torch.__version__, **{
         name: importlib.metadata.version(name) for name in ("transformers", "qwen-tts")},
-        commit=commit.strip() or "unknown", weights=weights)
+        commit=answer("git", "describe", "--always", "--dirty"), weights=weights)
 
 
 COLUMNS = {"ms_a_frame": ("ms/frame", 2), "rtf": ("RTF", 2), "first_audio_ms": ("first ms", 1),
@@ -416,15 +446,15 @@ def plot(output):
     print(output)
 
 
-def checkpoints(names, random_weights, folder):
+def checkpoints(names, random_weights, folder, with_custom):
     """(name, checkpoint, CustomVoice checkpoint) of each; random ones are written into the folder."""
     for name in names:
         if Path(name).is_dir():
             yield Path(name).name, name, None
         elif random_weights or name == "tiny":
-            for kind in ("base", "custom_voice"):
+            for kind in ("base", "custom_voice")[:1 + with_custom]:
                 write_checkpoint(folder / f"{name}-{kind}", name, kind, ends=False)
-            yield name, str(folder / f"{name}-base"), str(folder / f"{name}-custom_voice")
+            yield name, str(folder / f"{name}-base"), str(folder / f"{name}-custom_voice") if with_custom else None
         else:
             yield name, name, f"{name}-CustomVoice" if name in ("0.6B", "1.7B") else None
 
@@ -441,6 +471,8 @@ def main():
     args = parser.parse_args()
     if args.plot:
         return plot(ROOT / "results" / "speed.svg")
+    if args.speaker and len(args.models) > 1:
+        parser.error("a speaker belongs to one size: give one model with --speaker")
     if unknown := [name for name in args.models if name not in ("0.6B", "1.7B", "tiny") and not Path(name).is_dir()]:
         parser.error(f"{unknown[0]} is neither 0.6B, 1.7B nor a folder")
     if not ON_GPU and not any(Path(name).is_dir() for name in args.models):
@@ -456,11 +488,12 @@ def main():
     output = args.output or Path(f"bench_results_{device.replace(' ', '_')}.json")
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        for size, checkpoint, custom in checkpoints(args.models, random, Path(folder)):
+        for size, checkpoint, custom in checkpoints(args.models, random, Path(folder), not (args.check or args.quick)):
             width = json.loads((Path(checkpoint) / "config.json").read_text())["talker_config"]["hidden_size"] \
                 if Path(checkpoint).is_dir() else {"0.6B": 1024, "1.7B": 2048}[size]
-            speaker = torch.load(args.speaker, weights_only=True) if args.speaker else torch.randn(
-                width, generator=torch.Generator().manual_seed(0))
+            speaker = torch.randn(width, generator=torch.Generator().manual_seed(0))
+            if args.speaker:
+                speaker, = load_speaker(args.speaker, width)["ref_spk_embedding"]
             if args.check:
                 print(f"\n{size}")
                 for name, good, figures in check(checkpoint, speaker, 60 if args.quick or not ON_GPU else 200):
@@ -479,4 +512,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with answered_mistakes():
+        main()

@@ -48,7 +48,6 @@ def buckets(length):
 
 class Sampling:
     """How to choose from logits. Device scalars, so that one capture serves every request."""
-
     def __init__(self, vocab):
         self.vocab, self.generator = vocab, None
         self.temperature = torch.ones(())
@@ -146,11 +145,12 @@ class TalkerGraph:
     def begin(self, inputs_embeds, attention_mask):
         """Forgets the request before, reads a prompt (B, L, H), left-padded where its mask (B, L) is 0, and chooses
         the first token."""
-        length = inputs_embeds.shape[1]
-        self.prompt[:, :length] = inputs_embeds
+        empty = int((1 - attention_mask).sum(-1).min())           # columns of padding alone; the fused layers know none
+        length = inputs_embeds.shape[1] - empty
+        self.prompt[:, :length] = inputs_embeds[:, empty:]
         self.prompt[:, length:] = 0
         self.start.fill_(length)
-        self.pad.copy_((1 - attention_mask).sum(-1))
+        self.pad.copy_((1 - attention_mask).sum(-1) - empty)
         prefill = self.captured_prefill(next(bucket for bucket in self.prefills if bucket >= length))
         clear(self.cache)
         self.frame.fill_(-1)

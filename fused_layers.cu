@@ -53,7 +53,7 @@ struct Shared {
     int code[CODES + 1];
 };
 extern __shared__ Shared shared[];
-static_assert(sizeof(Shared) <= MEMORY, "too much shared memory");
+static_assert(sizeof(Shared) <= MEMORY && HEADS == 16 && KV_HEADS == 8 && VOCAB <= 4096, "sizes that are not known");
 
 __device__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000); }
@@ -375,7 +375,7 @@ template <class Holds> __device__ u64 search(u64 found, int bit, int last, Holds
 __device__ int choose(const Arguments &a, const float (&score)[EACH], const float (&noise)[EACH]) {
     const int top_k = VOCAB - (int)*a.kth;
     const float temperature = *a.temperature, tail = *a.tail;
-    u64 rank[EACH], winner = 0;                                   // by score, then by id: 32 and 12 bits
+    u64 rank[EACH], winner = VOCAB;                               // rank: 32 bits of score, 12 of id; NaN elects id 0
     float weight[EACH];
     u32 best = 0;
     int round = 0;

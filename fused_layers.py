@@ -4,6 +4,7 @@
 model's own weights, the same StaticCache and the same static tensors, so nothing around it changes.
 """
 import ctypes
+import functools
 import sys
 from pathlib import Path
 from unittest import mock
@@ -38,16 +39,33 @@ def why_not(talker):
     predictor = talker.code_predictor
     for model, head in ((talker.model, talker.codec_head), (predictor.model, predictor.lm_head[0])):
         config = model.config
-        if config.head_dim != HEAD or config.num_attention_heads != 2 * config.num_key_value_heads or any(
+        heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        if heads != (16, 8, HEAD) or len(head.weight) > 4096 or any(
                 size % 1024 for size in (config.hidden_size, config.intermediate_size, len(head.weight))):
             return "the model's sizes are none that the kernel knows"
     try:
-        compiled('extern "C" __global__ void step() {}', talker.device)
+        for model, heads in ((talker.model, [talker.codec_head]), (predictor.model, predictor.lm_head)):
+            compiled(source(sizes_of(model, heads, talker.config.hidden_size)), model.device)
     except (RuntimeError, OSError) as error:
-        return f"torch's CUDA compiler does not work: {str(error).splitlines()[0]}"
+        return f"the kernel cannot be compiled: {str(error).splitlines()[0]}"
     return ""
 
 
+def sizes_of(model, heads, width):
+    config, properties = model.config, torch.cuda.get_device_properties(model.device)
+    grid, memory = 1 << properties.multi_processor_count.bit_length() - 1, properties.shared_memory_per_block_optin
+    ring = memory - 40 * 1024 - 2 * (2 * config.hidden_size + config.intermediate_size)    # beside vectors and tables
+    return dict(GRID=min(128, grid), MEMORY=memory, STAGES=ring // STAGE, LAYERS=len(model.layers),
+                HIDDEN=config.hidden_size, INNER=config.intermediate_size, WIDTH=width,
+                HEADS=config.num_attention_heads, KV_HEADS=config.num_key_value_heads, CODES=len(heads),
+                VOCAB=len(heads[0].weight), EPSILON=f"{config.rms_norm_eps}f")
+
+
+def source(sizes):
+    return "".join(f"#define {name} {value}\n" for name, value in sizes.items()) + SOURCE.read_text()
+
+
+@functools.cache
 def compiled(source, device):
     """_compile_kernel looks for the headers of a CUDA toolkit, which need not be there: none is included."""
     with torch.cuda.device(device), mock.patch.object(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME or "."):
@@ -65,18 +83,10 @@ class Step:
     predictor, which runs its layers once more than that. `fields` are the last of the kernel's Arguments."""
 
     def __init__(self, model, cache, heads, width, how, graph, fields):
-        config, self.device, length = model.config, model.device, cache.max_cache_len
-        properties, vocab = torch.cuda.get_device_properties(self.device), len(heads[0].weight)
-        self.grid = min(128, 1 << properties.multi_processor_count.bit_length() - 1)
-        self.shared_memory = properties.shared_memory_per_block_optin
-        ring = self.shared_memory - 40 * 1024 - 2 * (2 * config.hidden_size + config.intermediate_size)
-        sizes = dict(GRID=self.grid, LAYERS=len(model.layers), HIDDEN=config.hidden_size, WIDTH=width, VOCAB=vocab,
-                     MEMORY=self.shared_memory, STAGES=ring // STAGE,
-                     HEADS=config.num_attention_heads, KV_HEADS=config.num_key_value_heads, CODES=len(heads),
-                     INNER=config.intermediate_size, EPSILON=f"{config.rms_norm_eps}f")
+        sizes, self.device, length = sizes_of(model, heads, width), model.device, cache.max_cache_len
+        self.grid, self.shared_memory, vocab = sizes["GRID"], sizes["MEMORY"], sizes["VOCAB"]
         vectors = 2 * sizes["HIDDEN"] + 2 * (sizes["HEADS"] + sizes["KV_HEADS"]) * HEAD + sizes["INNER"]
-        defined = "".join(f"#define {name} {value}\n" for name, value in sizes.items())
-        self.kernel = compiled(defined + SOURCE.read_text(), self.device)
+        self.kernel = compiled(source(sizes), self.device)
         with torch.cuda.device(self.device):
             self.kernel.set_shared_memory_config(self.shared_memory)
         self.driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
@@ -95,7 +105,7 @@ class Step:
         order = order if len(heads) == 1 else [*matrices, *order]
         cos, sin = (x.reshape(length, HEAD).contiguous() for x in model.rotary_emb(
             torch.empty(0, dtype=model.dtype, device=self.device), torch.arange(length, device=self.device)[None]))
-        splits = self.grid // config.num_key_value_heads if len(heads) == 1 else 1
+        splits = self.grid // sizes["KV_HEADS"] if len(heads) == 1 else 1
         with self.device:
             self.exchange = torch.zeros(COPIES, vectors + len(heads) * vocab + 2 * sizes["HEADS"] * splits * (HEAD + 1),
                                         dtype=torch.int32)

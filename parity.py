@@ -15,6 +15,7 @@ MARGIN = 1.05                                                     # times the mo
 class Forced:
     """The layers of a talker and its predictor, as they are, over static caches; the tokens are given."""
 
+    @torch.no_grad()
     def __init__(self, talker, length):
         self.talker = TalkerGraph(talker, static_cache(talker.model, 1, length))
         self.predictor = PredictorGraph(talker, self.talker)
@@ -53,7 +54,7 @@ class Forced:
         for codes in tokens:
             self.codes.copy_(codes)
             self.step()
-            rows.append((self.predictor_logits.cpu(), self.talker_logits.cpu()))
+            rows.append((self.predictor_logits.clone().cpu(), self.talker_logits.clone().cpu()))
         return [torch.cat(column) for column in zip(*rows)]
 
 

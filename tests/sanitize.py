@@ -1,6 +1,6 @@
 """A short run of the fused kernel on small stacks of the published widths, for compute-sanitizer:
 
-    compute-sanitizer --tool memcheck python tests/sanitize.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitize.py
     compute-sanitizer --tool racecheck python tests/sanitize.py
 """
 import sys
@@ -45,7 +45,8 @@ def main():
             graph = Namespace(token=number(5), frame=number(0), hidden=linear(hidden).weight,
                               embedding=linear(hidden).weight)
             start, lengths = number(0), number(99)
-            talker = Step(*stack(2, hidden, inner, length), [linear(3072, hidden)], hidden, how, graph, [
+            layers, heads = stack(2, hidden, inner, length), [linear(3072, hidden)]
+            talker = Step(*layers, heads, hidden, how, graph, [
                 start, torch.zeros(3072, dtype=torch.bool), torch.zeros(3072, dtype=torch.bool), torch.tensor(1.05),
                 number(2150), number(2), lengths, lengths.cpu().pin_memory()])
             for position in (0, 17, length - 1):                  # the last row of the cache
@@ -56,7 +57,8 @@ def main():
             inputs = [linear(len(weight), 1024).weight for weight in embeddings]
             address = lambda tensors: torch.tensor([tensor.data_ptr() for tensor in tensors])             # noqa: E731
             codes = torch.zeros(length, 4, dtype=torch.long)
-            predictor = Step(*stack(2, 1024, 3072, 16), [linear(2048, 1024) for _ in "123"], hidden, how, graph, [
+            few_layers, few_heads = stack(2, 1024, 3072, 16), [linear(2048, 1024) for _ in "123"]
+            predictor = Step(*few_layers, few_heads, hidden, how, graph, [
                 linear(1024).weight, address(inputs), address(embeddings), linear(length, hidden).weight,
                 linear(length, hidden).weight, codes])
             for frame in (0, length - 1):

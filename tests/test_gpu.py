@@ -88,6 +88,16 @@ def test_the_end_on_captured_graphs(tts, monkeypatch):
     assert captured[0].shape[1] < 200
 
 
+@pytest.mark.filterwarnings("ignore:the speech was cut off")
+def test_a_padded_row_alone(tts):
+    """The last of a long list may be alone in its group, and padded: it is spoken as it would be by itself."""
+    accelerate(tts, max_seq_len=256, max_batch=1)
+    request = dict(language="English", non_streaming_mode=True, max_new_tokens=21, **GREEDY)
+    (_, last), _ = tts.generate_voice_clone(TEXTS[2:0:-1], voice_clone_prompt=speaker_prompt(tts.speaker, 2), **request)
+    (alone,), _ = tts.generate_voice_clone(TEXTS[1], voice_clone_prompt=speaker_prompt(tts.speaker), **request)
+    np.testing.assert_array_equal(last, alone)
+
+
 def test_codec_of_a_batch(fast):
     """Utterances are queued one behind another on the codec's stream: each is what it is alone, and what upstream's
     decoder gives, but for bfloat16's rounding."""

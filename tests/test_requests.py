@@ -152,11 +152,11 @@ def test_stream_makes_the_prompt_from_a_recording(voice, recording):
                          ids=["greedy", "seeded"])
 def test_more_texts_than_fit_a_batch(voice, settings):
     """Groups of max_batch=4: greedy rows are those of one big batch, seeded ones reproduce."""
-    texts = ["One.", "Two, longer.", "Three, quite a bit longer.", "Four.", "Five!", "Six is the last."]
+    texts = ["One.", "Two, longer.", "Three, quite a bit longer.", "Four.", "Five!"]              # one alone, padded
     request = dict(text=texts, language="English", max_new_tokens=100, seed=3, **settings)
     codes, _ = voice.codes(voice.fast, **request)
     expected, _ = voice.codes(voice.upstream if settings else voice.fast, **request)
-    assert len(codes) == 6 and all(torch.equal(row, other) for row, other in zip(codes, expected))
+    assert len(codes) == 5 and all(torch.equal(row, other) for row, other in zip(codes, expected))
 
 
 @cut_off_on_purpose
