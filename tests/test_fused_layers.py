@@ -240,3 +240,27 @@ def test_on_a_cpu_it_says_why(checkpoint):
         accelerate(tts, max_seq_len=64, fused=True)
     accelerate(tts, max_seq_len=64)
     assert tts.model.talker.generate.__self__.path.startswith("reference path")
+
+
+def test_a_kernel_that_does_not_compile_is_not_used(monkeypatch):
+    """On a GPU that seems to have all it takes."""
+    config = SimpleNamespace(num_attention_heads=16, num_key_value_heads=8, head_dim=128, hidden_size=1024,
+                             intermediate_size=3072, rms_norm_eps=1e-6)
+    model, head = SimpleNamespace(config=config, device=None, layers=[]), SimpleNamespace(weight=range(2048))
+    talker = SimpleNamespace(model=model, codec_head=head, device=SimpleNamespace(type="cuda"), dtype=torch.bfloat16,
+                             config=config, code_predictor=SimpleNamespace(model=model, lm_head=[head] * 15))
+    gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(fused_layers, "compiled", lambda *_: None)
+    assert fused_layers.choose_path(talker, None) == (True, "fused layers")
+
+    def refuse(*_):
+        raise RuntimeError("no such instruction")
+    monkeypatch.setattr(fused_layers, "compiled", refuse)
+    used, words = fused_layers.choose_path(talker, None)
+    assert not used and "cannot be compiled: no such instruction" in words
+    with pytest.raises(ValueError, match="no such instruction"):
+        fused_layers.choose_path(talker, True)
+    gpu.multi_processor_count = 30
+    assert "30 multiprocessors" in fused_layers.why_not(talker)
