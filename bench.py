@@ -28,11 +28,12 @@ import numpy as np
 import torch
 import transformers
 
+from cudagraph_talker import capture, sample
 from fused_layers import why_not
 from generate import accelerate, handed_over, load_upstream, stream
 from parity import Forced, verdict
 from random_checkpoint import write_checkpoint
-from voices import answered_mistakes, load_speaker, speaker_prompt
+from voices import answered_mistakes, load_speaker, read_config, speaker_prompt
 from wav import write_wav
 
 TEXT = ("Real time speech synthesis means that the first sound arrives before you notice the wait. A voice that "
@@ -134,37 +135,42 @@ def late_chunks(start_stream, frames):
 # ---- what is timed
 
 def arguments(speaker, rows, frames):
-    return dict(text=[TEXT] * rows, language="English", voice_clone_prompt=speaker_prompt(speaker, rows),
-                max_new_tokens=frames + 1)
+    return asked(frames, rows, voice_clone_prompt=speaker_prompt(speaker, rows))
 
 
-def speaking(method, rows=1, **kwargs):
+def asked(frames, rows=1, **voice):
+    return dict(text=[TEXT] * rows, language="English", max_new_tokens=frames + 1, **voice)
+
+
+def count_frames(wavs, rate):
+    return round(len(wavs[0]) / rate * FRAME_RATE)
+
+
+def speaking(method, **voice):
     """`speak` for whole_calls."""
-    def speak(frames):
-        (wav, *_), rate = method(text=[TEXT] * rows, max_new_tokens=frames + 1, **kwargs)
-        return round(len(wav) / rate * FRAME_RATE)
-    return speak
+    return lambda frames: count_frames(*method(**asked(frames, **voice)))
 
 
 def one_path(tts, speaker, fused, effort):
     """Rows of one path: whole calls and streams, memory, and where the time goes."""
-    kwargs = dict(language="English", voice_clone_prompt=speaker_prompt(speaker))
+    voice = dict(voice_clone_prompt=speaker_prompt(speaker))
     for owner, name in ((tts.model.talker, "generate"), (tts.model.speech_tokenizer, "decode")):
         vars(owner).pop(name, None)                               # what the path before has put there
     forget()
     seconds = clock(lambda: accelerate(tts, max_batch=1, fused=fused)) / 1e3
-    row = whole_calls(speaking(tts.generate_voice_clone, **kwargs), effort.short, effort.long, effort.runs)
+    row = whole_calls(speaking(tts.generate_voice_clone, **voice), effort.short, effort.long, effort.runs)
     row |= dict(seconds_to_capture=seconds, peak_gib=peak())
     rows = {"": row}
     for name, chunk in CHUNKS.items():
         def start_stream(frames):
-            return stream(tts.generate_voice_clone, chunk_frames=chunk, text=TEXT, max_new_tokens=frames + 1, **kwargs)
+            return stream(tts.generate_voice_clone, chunk_frames=chunk, **asked(frames, **voice))
         rows[f", chunks of {name}"] = streaming(start_stream, effort.long, effort.firsts, effort.runs)
         if effort.minute and name != "8":
             rows[f", chunks of {name}"] |= late_chunks(start_stream, effort.minute)
-    rows[", a frame's parts in ms"] = frame_parts(tts, speaker, fused, effort)
+    loop = decode_loop(tts, speaker, 1, effort)["ms_a_frame"]
+    rows[", a frame's parts in ms"] = frame_parts(tts, speaker, fused, effort, loop)
     rows[", first audio's parts in ms"] = first_audio_parts(tts, speaker, effort)
-    rows[", a whole call's parts in ms"] = whole_call_parts(tts, speaker, effort)
+    rows[", a whole call's parts in ms"] = whole_call_parts(tts, voice, effort, loop)
     return rows
 
 
@@ -187,10 +193,9 @@ def decode_loop(tts, speaker, rows, effort):
 
 
 @torch.no_grad()
-def frame_parts(tts, speaker, fused, effort, count=20):
+def frame_parts(tts, speaker, fused, effort, loop, count=20):
     """Each graph replayed by itself, back to back; what the loop takes beyond them is glue. Sampling is inside the two:
     on the reference path it is also timed alone, as a graph of its own."""
-    from cudagraph_talker import capture, sample
     frames = start_frames(tts, speaker, 1, effort.long)
     next(frames)
     talker, predictor = tts.model.talker.generate.__self__.graphs_for(1)
@@ -204,7 +209,6 @@ def frame_parts(tts, speaker, fused, effort, count=20):
         scores = torch.randn(1, predictor.sampling.vocab, device=talker.device)
         fifteen = capture(lambda: [sample(scores, predictor.sampling) for _ in predictor.heads], talker.device)
         parts["of these: sampling"] = of(fifteen) + of(capture(talker.choose, talker.device))
-    loop = decode_loop(tts, speaker, 1, effort)["ms_a_frame"]
     return parts | {"the whole loop": loop, "glue": loop - parts["talker"] - parts["predictor"]}
 
 
@@ -227,14 +231,13 @@ def first_audio_parts(tts, speaker, effort):
     return parts
 
 
-def whole_call_parts(tts, speaker, effort):
+def whole_call_parts(tts, voice, effort, loop):
     frames = min(80, effort.long)
-    speak = speaking(tts.generate_voice_clone, language="English", voice_clone_prompt=speaker_prompt(speaker))
+    speak = speaking(tts.generate_voice_clone, **voice)
     codec, codes = tts.model.speech_tokenizer.decode, torch.zeros(frames, 16, dtype=torch.long, device=tts.device)
-    loop = decode_loop(tts, speaker, 1, effort)["ms_a_frame"] * frames
     whole, sound = (statistics.median(clock(part) for _ in range(1 + effort.runs)) for part in (
         lambda: speak(frames), lambda: codec([{"audio_codes": codes}])))
-    return {"frames": loop, "codec": sound, "rest": whole - loop - sound, "whole": whole,
+    return {"frames": loop * frames, "codec": sound, "rest": whole - loop * frames - sound, "whole": whole,
             "rtf": frames / FRAME_RATE / (whole / 1e3)}
 
 
@@ -250,13 +253,11 @@ def voices(tts, speaker, custom, effort):
             ways["preset voice"] = (preset.generate_custom_voice, dict(speaker=preset.get_supported_speakers()[0]))
         except ValueError as error:
             print(f"voice: preset voice left out: {error}")
-    for name, (method, kwargs) in ways.items():
-        kwargs["language"] = "English"
+    for name, (method, voice) in ways.items():
         try:
             yield f"voice: {name}", whole_calls(
-                speaking(method, **kwargs), effort.short, effort.long, effort.runs) | streaming(
-                    lambda frames: stream(method, text=TEXT, max_new_tokens=frames + 1, **kwargs),
-                    effort.long, effort.firsts, 1)
+                speaking(method, **voice), effort.short, effort.long, effort.runs) | streaming(
+                    lambda frames: stream(method, **asked(frames, **voice)), effort.long, effort.firsts, 1)
         except ValueError as error:
             print(f"voice: {name} left out: {error}")
 
@@ -275,10 +276,8 @@ def peer(folder, speaker, effort):
         return dict(text=TEXT, language="English", voice_clone_prompt=voice, max_new_tokens=frames,
                     min_new_tokens=frames)
 
-    def speak(frames):
-        (wav, *_), rate = tts.generate_voice_clone(**request(frames))
-        return round(len(wav) / rate * FRAME_RATE)
-    rows = {"faster-qwen3-tts": whole_calls(speak, effort.short, effort.long, effort.runs)}
+    rows = {"faster-qwen3-tts": whole_calls(lambda frames: count_frames(*tts.generate_voice_clone(**request(frames))),
+                                            effort.short, effort.long, effort.runs)}
     for chunk in (1, 8):
         rows[f"faster-qwen3-tts, chunks of {chunk}"] = streaming(
             lambda frames: tts.generate_voice_clone_streaming(**request(frames), chunk_size=chunk), effort.long,
@@ -292,7 +291,7 @@ def bench(size, folder, custom, speaker, effort):
     start = time.perf_counter()
     tts = load_upstream(folder)
     seconds_to_load = time.perf_counter() - start
-    speak = speaking(tts.generate_voice_clone, language="English", voice_clone_prompt=speaker_prompt(speaker))
+    speak = speaking(tts.generate_voice_clone, voice_clone_prompt=speaker_prompt(speaker))
     rows = {"upstream": whole_calls(speak, effort.upstream_short, effort.upstream_long, effort.runs)
             | dict(seconds_to_load=seconds_to_load)}
     yield from rows.items()
@@ -301,17 +300,15 @@ def bench(size, folder, custom, speaker, effort):
         for name, row in one_path(tts, speaker, fused, effort).items():
             rows[path + name] = row
             yield path + name, row
-    sample, rate = tts.generate_voice_clone(**arguments(speaker, 1, effort.long))
-    write_wav(Path(f"sample_{size}.wav"), [(sample[0], rate)])
+    (spoken,), rate = tts.generate_voice_clone(**arguments(speaker, 1, effort.long))
+    write_wav(Path(f"sample_{size}.wav"), [(spoken, rate)])
     if not effort.quick:
         yield from voices(tts, speaker, custom, effort)
     for batch in effort.batches:
         accelerate(tts, max_batch=batch, fused=False)
         forget()
         yield f"reference path, batch of {batch}", decode_loop(tts, speaker, batch, effort)
-    for config in (tts.model.config, tts.model.talker.config):    # the others get upstream as it was
-        del type(config).__getattribute__
-    del tts, speak, sample, config
+    del tts, speak, spoken
     forget()
     if ON_GPU and not effort.quick:
         rows |= (peer_rows := peer(folder, speaker, effort))
@@ -340,7 +337,7 @@ def check(folder, speaker, frames):
     yield "a seed reproduces", torch.equal(tokens, tokens_of()[0]), f"{len(tokens)} frames made twice, {decoder.path}"
     yield "the stream is the whole", *streamed_is_whole(tts, speaker, min(frames, 60))
     if not ON_GPU:
-        yield from check_tokens(tts, folder, speaker, min(frames, 60))
+        yield from check_sound(tts, folder, speaker, min(frames, 60))
         return
     paths = {"reference path": Forced(tts.model.talker, decoder.max_seq_len).logits(tokens, *prompt)}
     if decoder.fused:                                             # after a frame's codes the talker has chosen the next
@@ -365,8 +362,8 @@ def streamed_is_whole(tts, speaker, frames):
     return difference <= allowed, f"largest difference {difference:.1e} of full scale, {allowed} allowed"
 
 
-def check_tokens(tts, folder, speaker, frames):
-    """Without a GPU, in float32: token for token what upstream makes."""
+def check_sound(tts, folder, speaker, frames):
+    """Without a GPU, in float32: what upstream makes of the same seed, which the same tokens alone can be."""
     upstream = load_upstream(folder)
     for name, settings in (("greedy", dict(do_sample=False, subtalker_dosample=False)), ("seeded", {}), (
             "seeded, other settings", dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.3))):
@@ -489,8 +486,7 @@ def main():
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         for size, checkpoint, custom in checkpoints(args.models, random, Path(folder), not (args.check or args.quick)):
-            width = json.loads((Path(checkpoint) / "config.json").read_text())["talker_config"]["hidden_size"] \
-                if Path(checkpoint).is_dir() else {"0.6B": 1024, "1.7B": 2048}[size]
+            width = read_config(checkpoint)["talker_config"]["hidden_size"]
             speaker = torch.randn(width, generator=torch.Generator().manual_seed(0))
             if args.speaker:
                 speaker, = load_speaker(args.speaker, width)["ref_spk_embedding"]

@@ -145,12 +145,12 @@ class TalkerGraph:
     def begin(self, inputs_embeds, attention_mask):
         """Forgets the request before, reads a prompt (B, L, H), left-padded where its mask (B, L) is 0, and chooses
         the first token."""
-        empty = int((1 - attention_mask).sum(-1).min())           # columns of padding alone; the fused layers know none
-        length = inputs_embeds.shape[1] - empty
-        self.prompt[:, :length] = inputs_embeds[:, empty:]
+        pad = (1 - attention_mask).sum(-1)
+        length = inputs_embeds.shape[1] - int(pad.min())          # without columns that are padding in every row
+        self.prompt[:, :length] = inputs_embeds[:, -length:]
         self.prompt[:, length:] = 0
         self.start.fill_(length)
-        self.pad.copy_((1 - attention_mask).sum(-1) - empty)
+        self.pad.copy_(pad - pad.min())                           # 0 for a row alone: the fused layers count on it
         prefill = self.captured_prefill(next(bucket for bucket in self.prefills if bucket >= length))
         clear(self.cache)
         self.frame.fill_(-1)

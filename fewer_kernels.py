@@ -11,10 +11,12 @@ import torch.nn.functional as F
 
 def answer_directly(*configs):
     """transformers looks every attribute of a config up in a table of renamed ones first, and upstream asks for 2,000
-    attributes a prompt, which is most of the time that it takes. Its tables are empty."""
+    attributes a prompt, which is most of the time that it takes. Where that table is empty, these configs, and no
+    others of their kind, do without."""
     for config in configs:
-        if not config.attribute_map:
-            type(config).__getattribute__ = object.__getattribute__
+        if not config.attribute_map and type(config).__getattribute__ is not object.__getattribute__:
+            kind = type(config)
+            config.__class__ = type(kind.__name__, (kind,), {"__getattribute__": object.__getattribute__})
 
 
 def use_fewer_kernels(talker, length):

@@ -84,7 +84,7 @@ __device__ void publish(u64 *word, float x, u32 turn) {           // a whole flo
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(word), "l"(w) : "memory");
 }
 
-__device__ void look(u64 &x, u64 &y, const u64 *at, int apart = 1) {
+__device__ void look(u64 &x, u64 &y, const u64 *at, int apart) {
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%2]; ld.relaxed.gpu.global.u64 %1, [%3];"
                  : "=l"(x), "=l"(y) : "l"(at), "l"(at + apart) : "memory");
 }
@@ -387,8 +387,8 @@ __device__ int choose(const Arguments &a, const float (&score)[EACH], const floa
     if (top_k > THREADS) sure = 0;                                // else each thread has one that is as good
     best = join(__reduce_max_sync(~0u, best), round, [](u32 x, u32 y) { return max(x, y); });
     const int same = __clz(best ^ sure);                          // bits that all of the best top_k begin with
-    const u64 kth = search(same < 32 ? (u64)(best & ~(~0u >> same)) << 12 : (u64)best << 12, 43 - same,
-                           CODES == 1 ? 12 : 28, [&](u64 candidate) {        // the predictor's scores are bfloat16
+    const u64 known = best & ~(0xffffffffull >> same);
+    const u64 kth = search(known << 12, 43 - same, CODES == 1 ? 12 : 28, [&](u64 candidate) {      // bfloat16: 28
         int count = 0;
         UNROLL for (int i = 0; i < EACH; ++i) count += rank[i] >= candidate;
         return join(__reduce_add_sync(~0u, count), round, [](int x, int y) { return x + y; }) >= top_k;

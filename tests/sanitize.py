@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from cudagraph_talker import Sampling
-from fused_layers import Step
+from fused_layers import Step, table
 
 
 def linear(*shape):
@@ -55,12 +55,11 @@ def main():
             how, embeddings = Sampling(2048), [linear(n, hidden).weight for n in (3072, 2048, 2048, 2048)]
             how.set(True, 0.9, 50, 0.8)
             inputs = [linear(len(weight), 1024).weight for weight in embeddings]
-            address = lambda tensors: torch.tensor([tensor.data_ptr() for tensor in tensors])             # noqa: E731
             codes = torch.zeros(length, 4, dtype=torch.long)
             few_layers, few_heads = stack(2, 1024, 3072, 16), [linear(2048, 1024) for _ in "123"]
             predictor = Step(*few_layers, few_heads, hidden, how, graph, [
-                linear(1024).weight, address(inputs), address(embeddings), linear(length, hidden).weight,
-                linear(length, hidden).weight, codes])
+                linear(1024).weight, table([inputs], "cuda"), table([embeddings], "cuda"),
+                linear(length, hidden).weight, linear(length, hidden).weight, codes])
             for frame in (0, length - 1):
                 graph.frame.fill_(frame)
                 predictor()

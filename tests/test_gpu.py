@@ -13,18 +13,20 @@ GREEDY = dict(do_sample=False, subtalker_dosample=False)
 TEXTS = ["Real time speech synthesis.", "Hi!", "A much longer sentence than the two others, in the same batch."]
 
 
-@pytest.fixture(scope="module", params=["0.6B", "1.7B"])
-def tts(request, checkpoint):
-    model = load_upstream(str(checkpoint("base", request.param)))
+def loaded(folder):
+    model = load_upstream(str(folder))
     model.speaker = torch.randn(model.model.config.talker_config.hidden_size)
     return model
+
+
+@pytest.fixture(scope="module", params=["0.6B", "1.7B"])
+def tts(request, checkpoint):
+    return loaded(checkpoint("base", request.param))
 
 
 @pytest.fixture(scope="module", params=["0.6B", "1.7B"])
 def fast(request, checkpoint):
-    model = accelerate(load_upstream(str(checkpoint("base", request.param))), max_seq_len=256)
-    model.speaker = torch.randn(model.model.config.talker_config.hidden_size)
-    return model
+    return accelerate(loaded(checkpoint("base", request.param)), max_seq_len=256)
 
 
 def codes(tts, text, seed=0, frames=24, **settings):

@@ -218,3 +218,10 @@ def test_load_takes_a_folder_and_accelerates_it_again(voice, fresh_codes):
     tts = load(str(voice.folder), max_seq_len=100, device="cpu")
     accelerate(tts, max_seq_len=300)
     assert torch.equal(voice.codes(tts, text=TEXT, seed=5)[0][0], fresh_codes(seed=5))
+
+
+def test_a_model_that_is_not_accelerated_stays_as_it_is(voice):
+    """Configs of the same kind, in the same process."""
+    ours, theirs = (tts.model.config for tts in (voice.fast, voice.upstream))
+    assert type(ours).__getattribute__ is object.__getattribute__ is not type(theirs).__getattribute__
+    assert isinstance(ours, type(theirs)) and ours.to_dict() == theirs.to_dict()
