@@ -413,7 +413,10 @@ def print_row(name, row):
 
 def plot(output):
     """Milliseconds a frame and to the first audio, of every results file with a GPU's figures."""
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: install it with pip install matplotlib") from None
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
     results = [json.loads(path.read_text()) for path in sorted((ROOT / "results").glob("*.json"))]
