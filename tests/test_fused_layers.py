@@ -94,7 +94,7 @@ def assert_no_worse(what, fused, own, exact):
 def test_logits_and_cache_with_forced_tokens(routes):
     begin(*routes)
     fused, *others = routes
-    rows = {"predictor_logits": [], "talker_logits": []}
+    rows, caches = {"predictor_logits": [], "talker_logits": []}, []
     for frame in range(FRAMES):
         fused.step()
         for route in others:
@@ -102,12 +102,13 @@ def test_logits_and_cache_with_forced_tokens(routes):
             route.step()
         for name, kept in rows.items():
             kept.append(torch.stack([getattr(route, name).clone() for route in routes]))
+        caches.append(torch.stack([cached(route.predictor, slice(16)) for route in routes]))
     for name, kept in rows.items():
         good, figures = verdict(*torch.cat(kept, dim=1))
         print(name, figures)
         assert good, (name, figures)
-    for name, columns in (("talker", PROMPT + FRAMES), ("predictor", 16)):
-        assert_no_worse(f"{name}'s cache", *(cached(getattr(route, name), slice(columns)) for route in routes))
+    assert_no_worse("talker's cache", *(cached(route.talker, slice(PROMPT + FRAMES)) for route in routes))
+    assert_no_worse("predictor's caches", *torch.cat(caches, dim=1))
 
 
 @on_gpu
