@@ -7,30 +7,24 @@
 //    bits, the turn in which it was written. A reader loads a word until it is of this turn: no other barrier.
 //
 // Sums are float, rounded to bfloat16 where the model's own forward rounds.
-#define UNROLL _Pragma("unroll")
-typedef unsigned short bf16;
-typedef unsigned u32;
-typedef unsigned long long u64;
+#define EACH(i, n) _Pragma("unroll") for (int i = 0; i < n; ++i)
+using bf16 = unsigned short; using u32 = unsigned; using u64 = unsigned long long;
 
 constexpr int WARPS = 8, THREADS = WARPS * 32, HEAD = 128, QUERY = HEADS * HEAD, QKV = QUERY + 2 * KV_HEADS * HEAD;
 constexpr int HALVES = THREADS / 16, SPLITS = CODES == 1 ? GRID / KV_HEADS : 1, AHEAD = SPLITS == 1 ? 1 : 2;
-constexpr int MATRICES = LAYERS * 5 * (CODES == 1 ? 1 : CODES + 1) + CODES + 1, EACH = VOCAB / THREADS;
+constexpr int MATRICES = LAYERS * 5 * (CODES == 1 ? 1 : CODES + 1) + CODES + 1, MINE = VOCAB / THREADS;
 constexpr int COPIES = 4;                                         // of the words: many readers of one make it slow
 constexpr float NOTHING = -1e30f;
 
 struct Matrix { const char *address; u64 share; };                // bytes of an eighth of a block's rows
 struct Layer { const u32 *input_norm, *post_norm, *q_norm, *k_norm; u32 *keys, *values; };
-
 struct Exchange {
     u32 hidden[HIDDEN], attended[HIDDEN], qkv[QKV], heads[QUERY], inner[INNER], logits[CODES][VOCAB];
     u64 partial[HEADS][SPLITS][HEAD + 1];
     __device__ const Exchange &mine() const { return this[blockIdx.x / 8 % COPIES]; }
 };
-
-struct Arguments {
-    const Matrix *matrices; const Layer *layers; u64 length;      // of the cache
-    const u32 *norm, *cos, *sin;                                  // pairs; the first half of sin is negated
-    Exchange *exchange; u32 *turn;                                // the last of the launch before
+struct Arguments {                                                // length: of the cache; sin: its first half negated
+    const Matrix *matrices; const Layer *layers; u64 length; const u32 *norm, *cos, *sin; Exchange *exchange; u32 *turn;
     const float *temperature; const u64 *kth; const float *tail; const bool *greedy; const float *noise;
     u64 *token, *frame; u32 *hidden; bf16 *embedding;
 #if CODES == 1
@@ -40,7 +34,6 @@ struct Arguments {
     const u32 *input, *const *inputs; const bf16 *const *embeddings, *text; bf16 *hiddens; u64 *codes;
 #endif
 };
-
 struct Shared {
     char ring[STAGES][8][2048 + 64];                              // 64 more, and eight rows lie in different banks
     u64 full[STAGES], empty[STAGES], reduced[2][WARPS];
@@ -48,9 +41,7 @@ struct Shared {
     u32 key[HEAD / 2], value[HEAD / 2];
     float squares[WARPS], partial[WARPS][2 * (INNER > QUERY ? INNER : QUERY) / GRID];
     float query[2][HEAD], sum[HALVES][2][HEAD], best[HALVES][2], weight[HALVES][2];
-    Matrix matrices[MATRICES];
-    Layer layers[LAYERS];
-    int code[CODES + 1];
+    Matrix matrices[MATRICES]; Layer layers[LAYERS]; int code[CODES + 1];
 };
 extern __shared__ Shared shared[];
 static_assert(sizeof(Shared) <= MEMORY && HEADS == 16 && KV_HEADS == 8 && VOCAB <= 4096, "sizes that are not known");
@@ -66,60 +57,50 @@ __device__ u32 pack(float x, float y) {
 __device__ float rounded(float x) { return low(pack(x, 0)); }
 __device__ void sync() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory"); }
 __device__ u32 address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-
 template <int LANES = 32> __device__ float add_lanes(float x) {
-    UNROLL for (int other = LANES / 2; other; other /= 2) x += __shfl_xor_sync(~0u, x, other);
+    _Pragma("unroll") for (int other = LANES / 2; other; other /= 2) x += __shfl_xor_sync(~0u, x, other);
     return x;
 }
 
 // ---- words
 __device__ void publish(u32 *word, float x, u32 turn) {
-    UNROLL for (int i = 0; i < COPIES; ++i)
-        asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"((char *)word + i * sizeof(Exchange)),
-                     "r"(turn << 16 | pack(x, 0)) : "memory");
+    EACH(i, COPIES) asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"((char *)word + i * sizeof(Exchange)),
+                                 "r"(turn << 16 | pack(x, 0)) : "memory");
 }
-
 __device__ void publish(u64 *word, float x, u32 turn) {           // a whole float
     const u64 w = (u64)turn << 32 | __float_as_uint(x);
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(word), "l"(w) : "memory");
 }
-
 __device__ void look(u64 &x, u64 &y, const u64 *at, int apart) {
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%2]; ld.relaxed.gpu.global.u64 %1, [%3];"
                  : "=l"(x), "=l"(y) : "l"(at), "l"(at + apart) : "memory");
 }
-
 __device__ bool stale(u64 x, u64 y, u32 turn) {                   // two words each
     const u64 tag = (u64)turn << 48 | turn << 16;
     return ((x ^ tag) | (y ^ tag)) & 0xffff0000ffff0000;
 }
-
 __device__ u32 pair(u64 words) { return __byte_perm((u32)words, (u32)(words >> 32), 0x5410); }
 
 __device__ void finish(bool norm, float sum) {                    // leaves the sum of squares to the norm that follows
     if (norm && (sum = add_lanes(sum), threadIdx.x % 32 == 0)) shared->squares[threadIdx.x / 32] = sum;
     sync();
 }
-
 template <int N> __device__ void gather(u32 (&to)[N], const u32 (&words)[2 * N], u32 turn, bool norm = false) {
     u64 x[N / THREADS];
     float sum = 0;
     const auto load = [&](int i) { look(x[i], x[i + 1], (const u64 *)words + i * THREADS + threadIdx.x, THREADS); };
-    UNROLL for (int i = 0; i < N / THREADS; i += 2) load(i);
-    UNROLL for (int i = 0; i < N / THREADS; i += 2)
-        while (stale(x[i], x[i + 1], turn)) load(i);
-    UNROLL for (int i = 0; i < N / THREADS; ++i) sum += squares(to[i * THREADS + threadIdx.x] = pair(x[i]));
+    EACH(i, N / THREADS / 2) load(2 * i);
+    EACH(i, N / THREADS / 2) while (stale(x[2 * i], x[2 * i + 1], turn)) load(2 * i);
+    EACH(i, N / THREADS) sum += squares(to[i * THREADS + threadIdx.x] = pair(x[i]));
     finish(norm, sum);
 }
 
 // ---- matrices
 __device__ void wait(const u64 &barrier, int parity) {
-    u32 done;
-    do asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                    : "=r"(done) : "r"(address(&barrier)), "r"(parity) : "memory");
-    while (!done);
+    for (u32 done = 0; !done;)
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done) : "r"(address(&barrier)), "r"(parity) : "memory");
 }
-
 __device__ void bring_weights() {                                 // the ninth warp's work; n counts stages
     const int lane = threadIdx.x % 32;
     u64 used_once, n = 0;
@@ -146,35 +127,32 @@ __device__ void multiply_add(float (&d)[4], uint4 w, uint2 x) {
         "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(x.x), "r"(x.y));
 }
-
 // The next matrix times x. Warp w takes 128 of every 1024 columns, eight rows at a time, one of each eighth.
 template <int ROWS, int N> __device__ void multiply(const uint2 (&x)[N], u32 &n, int first = 0) {
     constexpr int TILES = ROWS / (GRID * 8);
     const int warp = threadIdx.x / 32, eighth = threadIdx.x % 32 / 4;
     float sums[TILES];
-    UNROLL for (int tile = 0; tile < TILES; ++tile) {
+    EACH(tile, TILES) {
         float d[2][4] = {};
-        UNROLL for (int stage = 0; stage < N / 4; ++stage, ++n) {
+        _Pragma("unroll") for (int stage = 0; stage < N / 4; ++stage, ++n) {
             const u32 slot = n % STAGES, empty = address(&shared->empty[slot]);
             wait(shared->full[slot], n / STAGES & 1);
             const uint4 *w = (const uint4 *)(shared->ring[slot][eighth] + warp * 256) + threadIdx.x % 4;
-            UNROLL for (int i = 0; i < 4; ++i) multiply_add(d[i % 2], w[i * 4], x[stage * 4 + i]);
+            EACH(i, 4) multiply_add(d[i % 2], w[i * 4], x[stage * 4 + i]);
             __syncwarp();
             if (threadIdx.x % 32 == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(empty) : "memory");
         }
         sums[tile] = d[0][0] + d[1][0] + (d[0][3] + d[1][3]);
     }
     if (threadIdx.x % 4 > 0) return;
-    UNROLL for (int tile = 0; tile < TILES; ++tile) shared->partial[warp][first + eighth * TILES + tile] = sums[tile];
+    EACH(tile, TILES) shared->partial[warp][first + eighth * TILES + tile] = sums[tile];
 }
-
 __device__ float total(int row) {
     float sum = 0;
-    UNROLL for (int w = 0; w < WARPS; ++w) sum += shared->partial[w][row];
+    EACH(w, WARPS) sum += shared->partial[w][row];
     return rounded(sum);
 }
-
-template <int ROWS, class Then> __device__ void each_row(Then then) {        // of this block's, a thread each
+template <int ROWS, class Then> __device__ void each_row(Then then) { // of this block's, a thread each
     sync();
     if (threadIdx.x < ROWS / GRID) then(blockIdx.x * (ROWS / GRID) + threadIdx.x, total(threadIdx.x));
 }
@@ -182,24 +160,21 @@ template <int ROWS, class Then> __device__ void each_row(Then then) {        // 
 __device__ int at(int i) {                                        // a lane's part i of x is the words at(i) and two on
     return i / 4 * 512 + threadIdx.x / 32 * 64 + i % 4 * 16 + threadIdx.x % 4 * 4 + threadIdx.x / 4 % 2;
 }
-
 template <int N> __device__ void read(uint2 (&x)[N], const u32 *vector) {
-    UNROLL for (int i = 0; i < N; ++i) {
+    EACH(i, N) {
         const uint4 v = ((const uint4 *)vector)[at(i) / 4];
         x[i] = at(i) % 2 ? uint2{v.y, v.w} : uint2{v.x, v.z};
     }
 }
-
 __device__ u32 scaled(u32 pair, float r, u32 scale) {
     return pack(rounded(low(pair) * r) * low(scale), rounded(high(pair) * r) * high(scale));
 }
-
 template <int N> __device__ void read_normed(uint2 (&x)[N], const u32 *vector, const uint2 (&scale)[N]) {
     float sum = 0;
-    UNROLL for (int w = 0; w < WARPS; ++w) sum += shared->squares[w];
+    EACH(w, WARPS) sum += shared->squares[w];
     const float r = rsqrtf(sum / HIDDEN + EPSILON);
     read(x, vector);
-    UNROLL for (int i = 0; i < N; ++i) x[i] = {scaled(x[i].x, r, scale[i].x), scaled(x[i].y, r, scale[i].y)};
+    EACH(i, N) x[i] = {scaled(x[i].x, r, scale[i].x), scaled(x[i].y, r, scale[i].y)};
 }
 
 // ---- attention
@@ -207,7 +182,6 @@ __device__ u32 rotated(u32 x, u32 other, u32 cos, u32 sin) {
     return pack(rounded(low(x) * low(cos)) + rounded(low(other) * low(sin)),
                 rounded(high(x) * high(cos)) + rounded(high(other) * high(sin)));
 }
-
 // A block takes one key head, its two query heads, and every so many positions, a position for each half of a warp.
 struct Attention {
     const Arguments &a;
@@ -217,23 +191,21 @@ struct Attention {
     uint4 k[AHEAD], v[AHEAD];
 
     __device__ void load(const Layer &layer, int from) {
-        UNROLL for (int i = 0; i < AHEAD; ++i) {
+        EACH(i, AHEAD) {
             const int p = from + i * used * HALVES;
             const u64 place = (kv * a.length + p) * 16 + part;
             k[i] = p < position ? ((const uint4 *)layer.keys)[place] : uint4{};
             v[i] = p < position ? ((const uint4 *)layer.values)[place] : uint4{};
         }
     }
-
     __device__ void prefetch(const Layer &layer) {
         if (split < used) load(layer, split * HALVES + half);
-        UNROLL for (int i = 0; i < 2; ++i) {
+        EACH(i, 2) {
             const int d = lane + i * 32, place = position * (HEAD / 2) + d;
             cos[i] = a.cos[place], sin[i] = a.sin[place];
             scale[i] = (threadIdx.x < 64 ? layer.q_norm : layer.k_norm)[d];
         }
     }
-
     // Warps 0 and 1 norm and rotate the queries, warp 2 the new key; warp 3 has the new value.
     __device__ void prepare(const Layer &layer, int warp, u32 turn) {
         const int head = warp < 2 ? 2 * kv + warp : HEADS + (warp - 2) * KV_HEADS + kv;
@@ -255,36 +227,33 @@ struct Attention {
             if (split == 0) cache[lane] = x, cache[lane + 32] = y;
         }
     }
-
     __device__ void run(const Layer &layer, u32 turn) {
         float q[2][8], sum[2][8] = {}, best[2] = {NOTHING, NOTHING}, weight[2] = {};
         if (threadIdx.x < 128) prepare(layer, threadIdx.x / 32, turn);
         sync();
-        UNROLL for (int i = 0; i < 16; ++i) q[i / 8][i % 8] = shared->query[i / 8][part * 8 + i % 8];
+        EACH(i, 16) q[i / 8][i % 8] = shared->query[i / 8][part * 8 + i % 8];
         for (int from = split * HALVES + half; from - half <= position; load(layer, from += AHEAD * used * HALVES))
-            UNROLL for (int i = 0; i < AHEAD; ++i) {
+            EACH(i, AHEAD) {
                 const int p = from + i * used * HALVES;
                 if (p == position) k[i] = ((uint4 *)shared->key)[part], v[i] = ((uint4 *)shared->value)[part];
                 const u32 key[4] = {k[i].x, k[i].y, k[i].z, k[i].w}, value[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-                UNROLL for (int h = 0; h < 2; ++h) {
+                EACH(h, 2) {
                     float score = 0;
-                    UNROLL for (int d = 0; d < 8; ++d) score += q[h][d] * (d % 2 ? high(key[d / 2]) : low(key[d / 2]));
+                    EACH(d, 8) score += q[h][d] * (d % 2 ? high(key[d / 2]) : low(key[d / 2]));
                     score = add_lanes<16>(score) * rsqrtf(HEAD);
                     const float top = p <= position ? fmaxf(best[h], score) : best[h], kept = expf(best[h] - top);
                     const float w = p <= position ? expf(score - top) : 0;
                     best[h] = top, weight[h] = weight[h] * kept + w;
-                    UNROLL for (int d = 0; d < 8; ++d)
-                        sum[h][d] = sum[h][d] * kept + w * (d % 2 ? high(value[d / 2]) : low(value[d / 2]));
+                    EACH(d, 8) sum[h][d] = sum[h][d] * kept + w * (d % 2 ? high(value[d / 2]) : low(value[d / 2]));
                 }
             }
-        UNROLL for (int i = 0; i < 16; ++i) shared->sum[half][i / 8][part * 8 + i % 8] = sum[i / 8][i % 8];
-        if (part == 0)
-            UNROLL for (int h = 0; h < 2; ++h) shared->best[half][h] = best[h], shared->weight[half][h] = weight[h];
+        EACH(i, 16) shared->sum[half][i / 8][part * 8 + i % 8] = sum[i / 8][i % 8];
+        if (part == 0) EACH(h, 2) shared->best[half][h] = best[h], shared->weight[half][h] = weight[h];
         sync();
         const int h = threadIdx.x / HEAD, d = threadIdx.x % HEAD, head = 2 * kv + h;
         float top = NOTHING, total = 0, out = 0;
-        UNROLL for (int i = 0; i < HALVES; ++i) top = fmaxf(top, shared->best[i][h]);
-        UNROLL for (int i = 0; i < HALVES; ++i) {
+        EACH(i, HALVES) top = fmaxf(top, shared->best[i][h]);
+        EACH(i, HALVES) {
             const float kept = expf(shared->best[i][h] - top);
             total += shared->weight[i][h] * kept, out += shared->sum[i][h][d] * kept;
         }
@@ -292,7 +261,6 @@ struct Attention {
         publish(&a.exchange->partial[head][split][d], out / total, turn);
         if (d == 0) publish(&a.exchange->partial[head][split][HEAD], top + logf(total), turn);
     }
-
     __device__ void join(u32 turn) {                              // each block joins the splits of some dimensions
         const int out = (blockIdx.x * THREADS + threadIdx.x) / SPLITS, other = threadIdx.x % SPLITS;
         const u64 *partial = a.exchange->partial[out / HEAD][other];
@@ -300,7 +268,7 @@ struct Attention {
         if (other < used)
             do look(x, y, partial + out % HEAD, HEAD - out % HEAD); while (x >> 32 != turn || y >> 32 != turn);
         float top = __uint_as_float((u32)y);
-        UNROLL for (int i = SPLITS / 2; i; i /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
+        _Pragma("unroll") for (int i = SPLITS / 2; i; i /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
         const float weight = expf(__uint_as_float((u32)y) - top);
         const float sum = add_lanes<SPLITS>(weight * __uint_as_float((u32)x)) / add_lanes<SPLITS>(weight);
         if (other == 0) publish(&a.exchange->heads[out], sum, turn);
@@ -363,23 +331,21 @@ template <class T, class Join> __device__ T join(T x, int &round, Join with) {  
     if (threadIdx.x % 32 == 0) all[threadIdx.x / 32] = x;
     sync();
     x = all[0];
-    UNROLL for (int w = 1; w < WARPS; ++w) x = with(x, all[w]);
+    EACH(w, WARPS - 1) x = with(x, all[w + 1]);
     return x;
 }
-
 template <class Holds> __device__ u64 search(u64 found, int bit, int last, Holds holds) {
     for (; bit >= last; --bit) found |= holds(found | 1ull << bit) ? 1ull << bit : 0;
     return found;                                                 // the largest number for which it holds
 }
-
-__device__ int choose(const Arguments &a, const float (&score)[EACH], const float (&noise)[EACH]) {
+__device__ int choose(const Arguments &a, const float (&score)[MINE], const float (&noise)[MINE]) {
     const int top_k = VOCAB - (int)*a.kth;
     const float temperature = *a.temperature, tail = *a.tail;
-    u64 rank[EACH], winner = VOCAB;                               // rank: 32 bits of score, 12 of id; NaN elects id 0
-    float weight[EACH];
+    u64 rank[MINE], winner = VOCAB;                               // rank: 32 bits of score, 12 of id; NaN elects id 0
+    float weight[MINE];
     u32 best = 0;
     int round = 0;
-    UNROLL for (int i = 0; i < EACH; ++i) {
+    EACH(i, MINE) {
         const u32 u = __float_as_uint(score[i]), key = u >> 31 ? ~u : u | 1u << 31;
         rank[i] = (u64)key << 12 | id(i), best = max(best, key);
     }
@@ -390,22 +356,21 @@ __device__ int choose(const Arguments &a, const float (&score)[EACH], const floa
     const u64 known = best & ~(0xffffffffull >> same);
     const u64 kth = search(known << 12, 43 - same, CODES == 1 ? 12 : 28, [&](u64 candidate) {      // bfloat16: 28
         int count = 0;
-        UNROLL for (int i = 0; i < EACH; ++i) count += rank[i] >= candidate;
+        EACH(i, MINE) count += rank[i] >= candidate;
         return join(__reduce_add_sync(~0u, count), round, [](int x, int y) { return x + y; }) >= top_k;
     });
     const float top = __uint_as_float(best >> 31 ? best & ~(1u << 31) : ~best) / temperature;
-    UNROLL for (int i = 0; i < EACH; ++i) weight[i] = rank[i] < kth ? 0 : expf(score[i] / temperature - top);
+    EACH(i, MINE) weight[i] = rank[i] < kth ? 0 : expf(score[i] / temperature - top);
     const auto below = [&](u64 candidate) {
         float sum = 0;
-        UNROLL for (int i = 0; i < EACH; ++i) sum += rank[i] < candidate ? weight[i] : 0;
+        EACH(i, MINE) sum += rank[i] < candidate ? weight[i] : 0;
         return join(add_lanes(sum), round, [](float x, float y) { return x + y; });
     };
     const float limit = tail > 0 ? tail * below(~0ull) : 0;
     const u64 least = tail > 0 ? search(0, 43, 0, [&](u64 candidate) { return below(candidate) <= limit; }) : 0;
-    UNROLL for (int i = 0; i < EACH; ++i)
-        if (rank[i] >= least && weight[i] > 0)
-            winner = max(winner, (u64)__float_as_uint(weight[i] / noise[i]) << 32 | VOCAB - id(i));
-    UNROLL for (int other = 16; other; other /= 2) winner = max(winner, __shfl_xor_sync(~0u, winner, other));
+    EACH(i, MINE) if (rank[i] >= least && weight[i] > 0)
+        winner = max(winner, (u64)__float_as_uint(weight[i] / noise[i]) << 32 | VOCAB - id(i));
+    for (int other = 16; other; other /= 2) winner = max(winner, __shfl_xor_sync(~0u, winner, other));
     return VOCAB - (int)join(winner, round, [](u64 x, u64 y) { return max(x, y); });
 }
 
@@ -423,26 +388,25 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) step(const Argumen
 
     uint2 x[HIDDEN / 256];
     u32 n = 0, turn = *a.turn, frame = *a.frame;
-    float score[EACH], noise[EACH];
+    float score[MINE], noise[MINE];
     const auto head = [&](int i) {
         multiply<VOCAB>(x, n);
         each_row<VOCAB>([&](int row, float y) { publish(&a.exchange->logits[i][row], y, turn); });
-        UNROLL for (int j = 0; j < EACH; ++j) noise[j] = *a.greedy ? 1 : a.noise[i * VOCAB + id(j)];
+        EACH(j, MINE) noise[j] = *a.greedy ? 1 : a.noise[i * VOCAB + id(j)];
         gather(shared->logits, a.exchange->mine().logits[i], turn);
-        UNROLL for (int j = 0; j < EACH; ++j) score[j] = low(((bf16 *)shared->logits)[id(j)]);
+        EACH(j, MINE) score[j] = low(((bf16 *)shared->logits)[id(j)]);
     };
 #if CODES == 1
     run_layers(a, (const u32 *)a.embedding, *a.start + frame, x, n, turn);
     head(0), ++frame;
     if (blockIdx.x > 0) return;
-    UNROLL for (int i = 0; i < EACH; ++i) {
+    EACH(i, MINE) {
         if (a.seen[id(i)]) score[i] = score[i] < 0 ? score[i] * *a.penalty : score[i] / *a.penalty;
         const bool too_early = frame < *a.min_tokens && id(i) == *a.end_token;
         if (a.suppressed[id(i)] || too_early) score[i] = __uint_as_float(0xff800000);    // -infinity
     }
     const u64 token = choose(a, score, noise);
-    if (threadIdx.x % 32 < 8)
-        UNROLL for (int i = 0; i < HIDDEN / 256; ++i) a.hidden[at(i)] = x[i].x, a.hidden[at(i) + 2] = x[i].y;
+    if (threadIdx.x % 32 < 8) EACH(i, HIDDEN / 256) a.hidden[at(i)] = x[i].x, a.hidden[at(i) + 2] = x[i].y;
     if (threadIdx.x > 0) return;
     *a.token = token, *a.frame = frame, a.seen[token] = true, *a.turn = turn;
     if (token == *a.end_token) *a.lengths = min(*a.lengths, (u64)frame);
@@ -460,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) step(const Argumen
     }
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < WIDTH; i += GRID * THREADS) {
         float sum = 0;
-        UNROLL for (int c = 0; c <= CODES; ++c) sum += low(a.embeddings[c][shared->code[c] * WIDTH + i]);
+        EACH(c, CODES + 1) sum += low(a.embeddings[c][shared->code[c] * WIDTH + i]);
         a.embedding[i] = pack(rounded(sum) + low(a.text[frame * WIDTH + i]), 0);
         a.hiddens[frame * WIDTH + i] = ((const bf16 *)a.hidden)[i];
     }

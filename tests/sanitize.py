@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from cudagraph_talker import Sampling
 from fused_layers import Step, table
 
+SIZES = (1024, 3072), (2048, 6144)
+
 
 def linear(*shape):
     return Namespace(weight=torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5)
@@ -38,7 +40,7 @@ def stack(layers, hidden, inner, length):
 
 def main():
     with torch.device("cuda", 0):
-        for hidden, inner in ((1024, 3072), (2048, 6144)):
+        for hidden, inner in SIZES:
             length, how = 80, Sampling(3072)
             how.set(True, 0.9, 50, 0.8)
             number = lambda n: torch.full((1,), n)                                                        # noqa: E731
