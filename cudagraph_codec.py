@@ -65,7 +65,7 @@ class CodecGraph:
             self.samples = torch.zeros(max(SIZES) * self.samples_a_frame)
             self.position = torch.zeros(1, dtype=torch.long)
             self.window = Window(config, model.dtype)
-            self.state = [self.position, *(tail for tails in self.window.tails for tail in tails)]
+            self.state = [tail for tails in self.window.tails for tail in tails]
             for module in self.decoder.modules():
                 self.carry_state(module, model.dtype)
         use_constants(self.decoder)
@@ -109,6 +109,7 @@ class CodecGraph:
     @torch.no_grad()
     def reset(self):
         with self.on_own_stream():
+            self.position.zero_()
             torch._foreach_zero_(self.state)
 
     @torch.no_grad()

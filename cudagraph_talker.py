@@ -8,6 +8,7 @@ pair a frame. `capture` and `sample` serve the predictor as well.
 import copy
 from functools import partial
 
+import numpy as np
 import torch
 from transformers import StaticCache
 
@@ -91,12 +92,12 @@ def static_cache(model, rows, length):
     return cache
 
 
-def first_rows(cache, rows):
-    """A cache over the first rows of another one's memory."""
+def part_of(cache, rows=None, columns=None):
+    """A cache over the first rows and columns of another one's memory."""
     view = copy.copy(cache)
     view.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in view.layers:
-        layer.keys, layer.values = layer.keys[:rows], layer.values[:rows]
+        layer.keys, layer.values = (tensor[:rows, :, :columns] for tensor in (layer.keys, layer.values))
     return view
 
 
@@ -137,8 +138,7 @@ class TalkerGraph:
         if not repetition_penalty > 0:
             raise ValueError(f"repetition_penalty is {repetition_penalty}, it must be above 0: 1.0 for none")
         self.repetition_penalty.fill_(repetition_penalty)
-        self.suppressed.zero_()
-        self.suppressed[suppress_tokens] = True
+        self.suppressed.zero_()[np.asarray(suppress_tokens)] = True          # of a list of 1,000: torch takes long
         self.end_token.fill_(eos_token_id)
         self.min_tokens.fill_(min_new_tokens)
 
@@ -148,7 +148,6 @@ class TalkerGraph:
         pad = (1 - attention_mask).sum(-1)
         length = inputs_embeds.shape[1] - int(pad.min())          # without columns that are padding in every row
         self.prompt[:, :length] = inputs_embeds[:, -length:]
-        self.prompt[:, length:] = 0
         self.start.fill_(length)
         self.pad.copy_(pad - pad.min())                           # 0 for a row alone: the fused layers count on it
         prefill = self.captured_prefill(next(bucket for bucket in self.prefills if bucket >= length))
@@ -171,21 +170,21 @@ class TalkerGraph:
 
     def prefill(self, bucket):
         """What the columns behind the prompt leave in the cache is overwritten before any frame may look at it."""
-        hidden = self.forward(self.prompt[:, :bucket], self.columns[:bucket])
+        hidden = self.forward(self.prompt[:, :bucket], self.columns[:bucket], part_of(self.cache, columns=bucket))
         self.hidden.copy_(hidden.index_select(1, self.start - 1))
         self.choose()
 
     def step(self):
-        self.hidden.copy_(self.forward(self.embedding, self.start + self.frame))
+        self.hidden.copy_(self.forward(self.embedding, self.start + self.frame, self.cache))
         self.choose()
 
-    def forward(self, embeds, columns):
+    def forward(self, embeds, columns, cache):
         """Embeddings for these columns of the cache -> hidden states. (B, L, H), (L) -> (B, L, H)"""
-        pad = self.pad[:, None]
-        visible = (self.columns <= columns[:, None]) & (self.columns >= pad[..., None])        # (B, L, S)
+        pad, keys = self.pad[:, None], self.columns[:cache.layers[0].keys.shape[2]]
+        visible = (keys <= columns[:, None]) & (keys >= pad[..., None])                        # (B, L, S)
         mask = additive_mask(visible, embeds.dtype)[:, None]
         return self.model(inputs_embeds=embeds, attention_mask=mask, position_ids=(columns - pad).clamp(min=0),
-                          cache_position=columns, past_key_values=self.cache).last_hidden_state
+                          cache_position=columns, past_key_values=cache).last_hidden_state
 
     def choose(self):
         """The next frame's token, by transformers' rules in transformers' order. A row that has ended goes on unheard

@@ -26,7 +26,7 @@ from qwen_tts import Qwen3TTSModel
 
 from cudagraph_codec import CodecGraph
 from cudagraph_predictor import PredictorGraph
-from cudagraph_talker import TalkerGraph, aligned, first_rows, static_cache
+from cudagraph_talker import TalkerGraph, aligned, part_of, static_cache
 from fewer_kernels import answer_directly, use_fewer_kernels
 from fused_layers import choose_path
 from turns import Turns
@@ -151,7 +151,7 @@ class Decoder:
             rows = 1 if batch == 1 else self.max_batch
             if rows not in self.caches:
                 self.caches[rows] = static_cache(self.talker.model, rows, aligned(self.max_seq_len))
-            talker = TalkerGraph(self.talker, first_rows(self.caches[rows], batch), self.pool, self.fused and rows == 1)
+            talker = TalkerGraph(self.talker, part_of(self.caches[rows], batch), self.pool, self.fused and rows == 1)
             self.graphs[batch] = talker, PredictorGraph(self.talker, talker, self.pool)
             progress("")
         return self.graphs[batch]

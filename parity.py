@@ -42,7 +42,7 @@ class Forced:
             self.predictor_logits[i] = head(hidden)[0]
         text = predictor.text.index_select(1, talker.frame)
         talker.embedding.copy_(torch.cat(embeds, dim=1).sum(1, keepdim=True) + text)
-        talker.hidden.copy_(talker.forward(talker.embedding, talker.start + talker.frame))
+        talker.hidden.copy_(talker.forward(talker.embedding, talker.start + talker.frame, talker.cache))
         self.talker_logits[0] = talker.head(talker.hidden[:, -1])[0]
         talker.frame += 1
 

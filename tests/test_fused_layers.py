@@ -71,7 +71,7 @@ def begin(*routes):
     width = routes[0].talker.prompt.shape[-1]
     prompt, text, pad = (torch.randn(1, n, width, device="cuda").bfloat16() for n in (PROMPT, 100, 1))
     for route in routes:
-        route.talker.configure(1.05, torch.arange(2048, 3072, device="cuda"), 2150, 2)
+        route.talker.configure(1.05, range(2048, 3072), 2150, 2)
         for graph in (route.talker, route.predictor):
             graph.sampling.set(True, 0.9, 50, 1.0)
         route.begin(prompt, torch.ones(1, PROMPT, device="cuda", dtype=torch.long), text, pad)
@@ -133,7 +133,7 @@ def test_positions(routes):
             if route is fused:
                 talker.step()
             else:
-                talker.hidden.copy_(talker.forward(talker.embedding, talker.start))
+                talker.hidden.copy_(talker.forward(talker.embedding, talker.start, talker.cache))
         hidden.append(torch.stack([route.talker.hidden.float().flatten() for route in routes]))
         new.append(torch.stack([cached(route.talker, slice(position, position + 1)) for route in routes]))
         changed = (cached(fused.talker, slice(None)) != before).view(-1, LENGTH, 128).any(-1).any(0)
@@ -181,7 +181,7 @@ def test_the_talkers_choice_and_rules(fused, monkeypatch):
     for trial in range(200):
         penalty, top_k, top_p = (1.0, 1.05, 1.5)[trial % 3], (1, 50, 3072)[trial % 5 % 3], (0.8, 1.0)[trial % 2]
         early = trial % 7 < 3
-        talker.configure(penalty, torch.randint(3072, (1000,), device="cuda"), 2150, 100 if early else 2)
+        talker.configure(penalty, torch.randint(3072, (1000,)), 2150, 100 if early else 2)
         talker.sampling.set(trial % 4 > 0, 0.9, top_k, top_p)
         talker.embedding.normal_()
         talker.frame.fill_(3)
