@@ -84,10 +84,9 @@ class Effort:
     def __init__(self, quick):
         little = quick or not ON_GPU
         self.short, self.long, self.runs, self.firsts = (8, 24, 1, 5) if little else (40, 120, 3, 20)
-        self.upstream_short, self.upstream_long = (4, 10) if little else (4, 16)
-        self.minute, self.batches, self.quick = 0 if little else 750, () if quick else (4, 16, 64), quick
-        if not ON_GPU:
-            self.batches = (2,)
+        self.upstream_short, self.upstream_long = (3, 7) if little else (4, 16)
+        self.minute, self.quick, self.chunks = 0 if little else 750, quick, ("1", RAMP) if quick else CHUNKS
+        self.batches = () if quick else (4, 16, 64) if ON_GPU else (2,)
 
 
 def whole_calls(speak, short, long, runs):
@@ -161,13 +160,13 @@ def one_path(tts, speaker, fused, effort):
     row = whole_calls(speaking(tts.generate_voice_clone, **voice), effort.short, effort.long, effort.runs)
     row |= dict(seconds_to_capture=seconds, peak_gib=peak())
     rows = {"": row}
-    for name, chunk in CHUNKS.items():
+    for name in effort.chunks:
         def start_stream(frames):
-            return stream(tts.generate_voice_clone, chunk_frames=chunk, **asked(frames, **voice))
+            return stream(tts.generate_voice_clone, chunk_frames=CHUNKS[name], **asked(frames, **voice))
         rows[f", chunks of {name}"] = streaming(start_stream, effort.long, effort.firsts, effort.runs)
-        if effort.minute and name != "8":
+        if fused and effort.minute and name != "8":
             rows[f", chunks of {name}"] |= late_chunks(start_stream, effort.minute)
-    loop = decode_loop(tts, speaker, 1, effort)["ms_a_frame"]
+    loop = decode_loop(tts, speaker, 1, effort.long, effort.runs)["ms_a_frame"]
     rows[", a frame's parts in ms"] = frame_parts(tts, speaker, fused, effort, loop)
     rows[", first audio's parts in ms"] = first_audio_parts(tts, speaker, effort)
     rows[", a whole call's parts in ms"] = whole_call_parts(tts, voice, effort, loop)
@@ -179,14 +178,14 @@ def start_frames(tts, speaker, rows, frames):
     return decoder.frames(**request)
 
 
-def decode_loop(tts, speaker, rows, effort):
+def decode_loop(tts, speaker, rows, frames, runs):
     """Frames of a batch, codec apart."""
     times, made = [], []
-    for _ in range(1 + effort.runs):
-        frames = start_frames(tts, speaker, rows, effort.long)
-        for _ in itertools.islice(frames, effort.short // 2):     # the prompt is behind us then
+    for _ in range(1 + runs):
+        loop = start_frames(tts, speaker, rows, frames)
+        for _ in itertools.islice(loop, frames // 4):             # the prompt is behind us then
             pass
-        wall = clock(lambda: made.append(sum(1 for _ in frames)))
+        wall = clock(lambda: made.append(sum(1 for _ in loop)))
         times.append(wall / made[-1])
     row = median_of("ms_a_frame", times[1:])
     return row | dict(rows=rows, audio_seconds_a_second=rows / FRAME_RATE / (row["ms_a_frame"] / 1e3), peak_gib=peak())
@@ -195,7 +194,7 @@ def decode_loop(tts, speaker, rows, effort):
 @torch.no_grad()
 def frame_parts(tts, speaker, fused, effort, loop, count=20):
     """Each graph replayed by itself, back to back; what the loop takes beyond them is glue. Sampling is inside the two:
-    on the reference path it is also timed alone, as a graph of its own."""
+    on the reference path it is also timed alone, as a graph of its own. Then both, with so many positions to look at."""
     frames = start_frames(tts, speaker, 1, effort.long)
     next(frames)
     talker, predictor = tts.model.talker.generate.__self__.graphs_for(1)
@@ -204,6 +203,9 @@ def frame_parts(tts, speaker, fused, effort, loop, count=20):
         graph()
         return clock(lambda: [graph() for _ in range(count)]) / count
     parts = {"predictor": of(predictor.step), "talker": of(talker.step)}
+    for position in (200, 1500):
+        talker.frame.fill_(position - talker.start.item())
+        parts[f"frame at position {position}"] = of(lambda: (predictor.step(), talker.step()))
     frames.close()
     if not fused:
         scores = torch.randn(1, predictor.sampling.vocab, device=talker.device)
@@ -307,7 +309,7 @@ def bench(size, folder, custom, speaker, effort):
     for batch in effort.batches:
         accelerate(tts, max_batch=batch, fused=False)
         forget()
-        yield f"reference path, batch of {batch}", decode_loop(tts, speaker, batch, effort)
+        yield f"reference path, batch of {batch}", decode_loop(tts, speaker, batch, effort.short, effort.runs)
     del tts, speak, spoken
     forget()
     if ON_GPU and not effort.quick:

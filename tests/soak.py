@@ -30,7 +30,7 @@ def speak(tts, number, prompts):
     dice = random.Random(number)
     texts = [" ".join(dice.choices(WORDS, k=dice.randint(1, 8))) for _ in range(dice.choice([1, 1, 1, 2, 3]))]
     rows = len(texts)
-    settings = dict(language="English", max_new_tokens=dice.randint(4, 24), temperature=dice.choice([0.6, 0.9]),
+    settings = dict(language="English", max_new_tokens=dice.randint(3, 12), temperature=dice.choice([0.6, 0.9]),
                     top_k=dice.choice([20, 50]), top_p=dice.choice([0.8, 1.0]), do_sample=dice.random() < 0.8,
                     repetition_penalty=dice.choice([1.0, 1.05, 1.2]))
     prompt = dice.choice(prompts)(rows)

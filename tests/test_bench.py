@@ -27,7 +27,7 @@ def test_without_a_gpu_it_times_the_tiny_model_and_says_so(tmp_path, monkeypatch
     rows = results["models"]["tiny"]
     for name in ("upstream", "reference path"):
         assert rows[name]["ms_a_frame"] > 0 and rows[name]["rtf"] > 0
-    for chunks in ("1", "8", bench.RAMP):
+    for chunks in ("1", bench.RAMP):
         assert rows[f"reference path, chunks of {chunks}"]["first_audio_ms"] > 0
     assert soundfile.info(tmp_path / "sample_tiny.wav").samplerate == 24000
     assert "No GPU here" in printed and printed.strip().endswith("bench_results_CPU.json")
