@@ -150,27 +150,27 @@ def speaking(method, **voice):
     return lambda frames: count_frames(*method(**asked(frames, **voice)))
 
 
-def one_path(tts, speaker, fused, effort):
-    """Rows of one path: whole calls and streams, memory, and where the time goes."""
+def one_path(tts, speaker, fused, effort, briefly):
+    """Rows of one path: whole calls, memory, and unless briefly, streams and where the time goes."""
     voice = dict(voice_clone_prompt=speaker_prompt(speaker))
     for owner, name in ((tts.model.talker, "generate"), (tts.model.speech_tokenizer, "decode")):
         vars(owner).pop(name, None)                               # what the path before has put there
     forget()
     seconds = clock(lambda: accelerate(tts, max_batch=1, fused=fused)) / 1e3
     row = whole_calls(speaking(tts.generate_voice_clone, **voice), effort.short, effort.long, effort.runs)
-    row |= dict(seconds_to_capture=seconds, peak_gib=peak())
-    rows = {"": row}
+    yield "", row | dict(seconds_to_capture=seconds, peak_gib=peak())
+    if briefly:
+        return
     for name in effort.chunks:
         def start_stream(frames):
             return stream(tts.generate_voice_clone, chunk_frames=CHUNKS[name], **asked(frames, **voice))
-        rows[f", chunks of {name}"] = streaming(start_stream, effort.long, effort.firsts, effort.runs)
-        if fused and effort.minute and name != "8":
-            rows[f", chunks of {name}"] |= late_chunks(start_stream, effort.minute)
+        row = streaming(start_stream, effort.long, effort.firsts, effort.runs)
+        gaps = late_chunks(start_stream, effort.minute) if fused and effort.minute and name != "8" else {}
+        yield f", chunks of {name}", row | gaps
     loop = decode_loop(tts, speaker, 1, effort.long, effort.runs)["ms_a_frame"]
-    rows[", a frame's parts in ms"] = frame_parts(tts, speaker, fused, effort, loop)
-    rows[", first audio's parts in ms"] = first_audio_parts(tts, speaker, effort)
-    rows[", a whole call's parts in ms"] = whole_call_parts(tts, voice, effort, loop)
-    return rows
+    yield ", a frame's parts in ms", frame_parts(tts, speaker, fused, effort, loop)
+    yield ", first audio's parts in ms", first_audio_parts(tts, speaker, effort)
+    yield ", a whole call's parts in ms", whole_call_parts(tts, voice, effort, loop)
 
 
 def start_frames(tts, speaker, rows, frames):
@@ -299,7 +299,7 @@ def bench(size, folder, custom, speaker, effort):
     yield from rows.items()
     paths = {"reference path": False} | ({} if why_not(tts.model.talker) else {"fused layers": True})
     for path, fused in paths.items():
-        for name, row in one_path(tts, speaker, fused, effort).items():
+        for name, row in one_path(tts, speaker, fused, effort, effort.quick and path != [*paths][-1]):
             rows[path + name] = row
             yield path + name, row
     (spoken,), rate = tts.generate_voice_clone(**arguments(speaker, 1, effort.long))
@@ -439,6 +439,7 @@ def plot(output):
         axis.tick_params(colors=gray)
         axis.invert_yaxis()
         axis.margins(x=0.15)
+        axis.set_xlim(left=1)
         for spine in axis.spines.values():
             spine.set_visible(False)
     first = results[0]["card"]

@@ -50,7 +50,7 @@ def test_the_check_passes_and_fails_when_it_should(tmp_path, monkeypatch, capsys
 
 def test_the_figure_is_drawn_from_the_results(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    results = json.loads((bench.ROOT / "results/reference_h200.json").read_text())
+    results = json.loads((bench.ROOT / "results/h200.json").read_text())
     monkeypatch.setattr(bench, "ROOT", tmp_path)
     (tmp_path / "results").mkdir()
     (tmp_path / "results/some.json").write_text(json.dumps(results))
