@@ -10,9 +10,10 @@
 #define EACH(i, n) _Pragma("unroll") for (int i = 0; i < n; ++i)
 using bf16 = unsigned short; using u32 = unsigned; using u64 = unsigned long long;
 
-constexpr int WARPS = 8, THREADS = WARPS * 32, HEAD = 128, QUERY = HEADS * HEAD, QKV = QUERY + 2 * KV_HEADS * HEAD;
-constexpr int HALVES = THREADS / 16, SPLITS = CODES == 1 ? GRID / KV_HEADS : 1, AHEAD = SPLITS == 1 ? 1 : 2;
-constexpr int MATRICES = LAYERS * 5 * (CODES == 1 ? 1 : CODES + 1) + CODES + 1, MINE = VOCAB / THREADS;
+constexpr int WARPS = 8, THREADS = WARPS * 32, HALVES = THREADS / 16, SCORES = VOCAB / THREADS;
+constexpr int HEADS = 16, KV_HEADS = 8, HEAD = 128, QUERY = HEADS * HEAD, QKV = QUERY + 2 * KV_HEADS * HEAD;
+constexpr int SPLITS = CODES == 1 ? GRID / KV_HEADS : 1, AHEAD = SPLITS == 1 ? 1 : 2;
+constexpr int MATRICES = LAYERS * 5 * (CODES == 1 ? 1 : CODES + 1) + CODES + 1;
 constexpr int COPIES = 4;                                         // of the words: many readers of one make it slow
 constexpr float NOTHING = -1e30f;
 
@@ -44,7 +45,7 @@ struct Shared {
     Matrix matrices[MATRICES]; Layer layers[LAYERS]; int code[CODES + 1];
 };
 extern __shared__ Shared shared[];
-static_assert(sizeof(Shared) <= MEMORY && HEADS == 16 && KV_HEADS == 8 && VOCAB <= 4096, "sizes that are not known");
+static_assert(sizeof(Shared) <= MEMORY && VOCAB <= 4096, "sizes that are not known");
 
 __device__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000); }
@@ -144,17 +145,17 @@ template <int ROWS, int N> __device__ void multiply(const uint2 (&x)[N], u32 &n,
         }
         sums[tile] = d[0][0] + d[1][0] + (d[0][3] + d[1][3]);
     }
-    if (threadIdx.x % 4 > 0) return;
-    EACH(tile, TILES) shared->partial[warp][first + eighth * TILES + tile] = sums[tile];
+    if (threadIdx.x % 4 == 0) EACH(tile, TILES) shared->partial[warp][first + eighth * TILES + tile] = sums[tile];
 }
 __device__ float total(int row) {
     float sum = 0;
     EACH(w, WARPS) sum += shared->partial[w][row];
     return rounded(sum);
 }
-template <int ROWS, class Then> __device__ void each_row(Then then) { // of this block's, a thread each
+template <int ROWS, class Of> __device__ void publish_rows(u32 (&words)[ROWS], u32 turn, Of of) {  // a thread each
     sync();
-    if (threadIdx.x < ROWS / GRID) then(blockIdx.x * (ROWS / GRID) + threadIdx.x, total(threadIdx.x));
+    const int row = blockIdx.x * (ROWS / GRID) + threadIdx.x;
+    if (threadIdx.x < ROWS / GRID) publish(&words[row], of(row, total(threadIdx.x)), turn);
 }
 
 __device__ int at(int i) {                                        // a lane's part i of x is the words at(i) and two on
@@ -261,7 +262,7 @@ struct Attention {
         publish(&a.exchange->partial[head][split][d], out / total, turn);
         if (d == 0) publish(&a.exchange->partial[head][split][HEAD], top + logf(total), turn);
     }
-    __device__ void join(u32 turn) {                              // each block joins the splits of some dimensions
+    __device__ void join_splits(u32 turn) {                       // each block joins the splits of some dimensions
         const int out = (blockIdx.x * THREADS + threadIdx.x) / SPLITS, other = threadIdx.x % SPLITS;
         const u64 *partial = a.exchange->partial[out / HEAD][other];
         u64 x = 0, y = __float_as_uint(NOTHING);
@@ -294,30 +295,28 @@ __device__ void run_layers(const Arguments &a, const u32 *input, int position, u
         ++turn;
         read_normed(x, shared->hidden, scale);
         multiply<QKV>(x, n);
-        each_row<QKV>([&](int row, float y) { publish(&exchange.qkv[row], y, turn); });
+        publish_rows(exchange.qkv, turn, [](int, float y) { return y; });
 
         if (attention.split < attention.used) attention.run(layer, turn);
-        if (SPLITS > 1) attention.join(turn);
+        if (SPLITS > 1) attention.join_splits(turn);
         gather(shared->heads, exchange.mine().heads, turn);
         read(heads, shared->heads);
         multiply<HIDDEN>(heads, n);
-        each_row<HIDDEN>([&](int row, float y) {
-            publish(&exchange.attended[row], low(((bf16 *)shared->hidden)[row]) + y, turn); });
+        publish_rows(exchange.attended, turn, [](int row, float y) { return low(((bf16 *)shared->hidden)[row]) + y; });
 
         read(scale, l + 1 < LAYERS ? shared->layers[l + 1].input_norm : a.norm);
         gather(shared->attended, exchange.mine().attended, turn, true);
         read_normed(x, shared->attended, post);
         multiply<INNER>(x, n);
         multiply<INNER>(x, n, INNER / GRID);
-        each_row<INNER>([&](int row, float gate) {
+        publish_rows(exchange.inner, turn, [](int, float gate) {
             const float up = total(INNER / GRID + threadIdx.x);
-            publish(&exchange.inner[row], rounded(gate / (1 + expf(-gate))) * up, turn); });
+            return rounded(gate / (1 + expf(-gate))) * up; });
 
         gather(shared->inner, exchange.mine().inner, turn);
         read(inner, shared->inner);
         multiply<HIDDEN>(inner, n);
-        each_row<HIDDEN>([&](int row, float y) {
-            publish(&exchange.hidden[row], low(((bf16 *)shared->attended)[row]) + y, turn); });
+        publish_rows(exchange.hidden, turn, [](int row, float y) { return low(((bf16 *)shared->attended)[row]) + y; });
     }
     gather(shared->hidden, exchange.mine().hidden, turn, true);
     read_normed(x, shared->hidden, scale);
@@ -338,14 +337,14 @@ template <class Holds> __device__ u64 search(u64 found, int bit, int last, Holds
     for (; bit >= last; --bit) found |= holds(found | 1ull << bit) ? 1ull << bit : 0;
     return found;                                                 // the largest number for which it holds
 }
-__device__ int choose(const Arguments &a, const float (&score)[MINE], const float (&noise)[MINE]) {
+__device__ int choose(const Arguments &a, const float (&score)[SCORES], const float (&noise)[SCORES]) {
     const int top_k = VOCAB - (int)*a.kth;
     const float temperature = *a.temperature, tail = *a.tail;
-    u64 rank[MINE], winner = VOCAB;                               // rank: 32 bits of score, 12 of id; NaN elects id 0
-    float weight[MINE];
+    u64 rank[SCORES], winner = VOCAB;                               // rank: 32 bits of score, 12 of id; NaN elects id 0
+    float weight[SCORES];
     u32 best = 0;
     int round = 0;
-    EACH(i, MINE) {
+    EACH(i, SCORES) {
         const u32 u = __float_as_uint(score[i]), key = u >> 31 ? ~u : u | 1u << 31;
         rank[i] = (u64)key << 12 | id(i), best = max(best, key);
     }
@@ -356,19 +355,19 @@ __device__ int choose(const Arguments &a, const float (&score)[MINE], const floa
     const u64 known = best & ~(0xffffffffull >> same);
     const u64 kth = search(known << 12, 43 - same, CODES == 1 ? 12 : 28, [&](u64 candidate) {      // bfloat16: 28
         int count = 0;
-        EACH(i, MINE) count += rank[i] >= candidate;
+        EACH(i, SCORES) count += rank[i] >= candidate;
         return join(__reduce_add_sync(~0u, count), round, [](int x, int y) { return x + y; }) >= top_k;
     });
     const float top = __uint_as_float(best >> 31 ? best & ~(1u << 31) : ~best) / temperature;
-    EACH(i, MINE) weight[i] = rank[i] < kth ? 0 : expf(score[i] / temperature - top);
+    EACH(i, SCORES) weight[i] = rank[i] < kth ? 0 : expf(score[i] / temperature - top);
     const auto below = [&](u64 candidate) {
         float sum = 0;
-        EACH(i, MINE) sum += rank[i] < candidate ? weight[i] : 0;
+        EACH(i, SCORES) sum += rank[i] < candidate ? weight[i] : 0;
         return join(add_lanes(sum), round, [](float x, float y) { return x + y; });
     };
     const float limit = tail > 0 ? tail * below(~0ull) : 0;
     const u64 least = tail > 0 ? search(0, 43, 0, [&](u64 candidate) { return below(candidate) <= limit; }) : 0;
-    EACH(i, MINE) if (rank[i] >= least && weight[i] > 0)
+    EACH(i, SCORES) if (rank[i] >= least && weight[i] > 0)
         winner = max(winner, (u64)__float_as_uint(weight[i] / noise[i]) << 32 | VOCAB - id(i));
     for (int other = 16; other; other /= 2) winner = max(winner, __shfl_xor_sync(~0u, winner, other));
     return VOCAB - (int)join(winner, round, [](u64 x, u64 y) { return max(x, y); });
@@ -388,19 +387,19 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) step(const Argumen
 
     uint2 x[HIDDEN / 256];
     u32 n = 0, turn = *a.turn, frame = *a.frame;
-    float score[MINE], noise[MINE];
+    float score[SCORES], noise[SCORES];
     const auto head = [&](int i) {
         multiply<VOCAB>(x, n);
-        each_row<VOCAB>([&](int row, float y) { publish(&a.exchange->logits[i][row], y, turn); });
-        EACH(j, MINE) noise[j] = *a.greedy ? 1 : a.noise[i * VOCAB + id(j)];
+        publish_rows(a.exchange->logits[i], turn, [](int, float y) { return y; });
+        EACH(j, SCORES) noise[j] = *a.greedy ? 1 : a.noise[i * VOCAB + id(j)];
         gather(shared->logits, a.exchange->mine().logits[i], turn);
-        EACH(j, MINE) score[j] = low(((bf16 *)shared->logits)[id(j)]);
+        EACH(j, SCORES) score[j] = low(((bf16 *)shared->logits)[id(j)]);
     };
 #if CODES == 1
     run_layers(a, (const u32 *)a.embedding, *a.start + frame, x, n, turn);
     head(0), ++frame;
     if (blockIdx.x > 0) return;
-    EACH(i, MINE) {
+    EACH(i, SCORES) {
         if (a.seen[id(i)]) score[i] = score[i] < 0 ? score[i] * *a.penalty : score[i] / *a.penalty;
         const bool too_early = frame < *a.min_tokens && id(i) == *a.end_token;
         if (a.suppressed[id(i)] || too_early) score[i] = __uint_as_float(0xff800000);    // -infinity

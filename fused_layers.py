@@ -13,7 +13,7 @@ import torch
 from torch.utils import cpp_extension
 
 SOURCE = Path(__file__).with_suffix(".cu")
-WARPS, HEAD, COPIES, STAGE = 8, 128, 4, 8 * (2048 + 64)           # as there
+WARPS, HEADS, KV_HEADS, HEAD, COPIES, STAGE = 8, 16, 8, 128, 4, 8 * (2048 + 64)        # as in fused_layers.cu
 
 
 def choose_path(talker, wanted):
@@ -37,28 +37,25 @@ def why_not(talker):
     if (count := torch.cuda.get_device_properties(talker.device).multi_processor_count) < 64:
         return f"the GPU has {count} multiprocessors, fewer than 64"
     predictor = talker.code_predictor
-    for model, head in ((talker.model, talker.codec_head), (predictor.model, predictor.lm_head[0])):
-        config = model.config
-        heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        if heads != (16, 8, HEAD) or len(head.weight) > 4096 or any(
-                size % 1024 for size in (config.hidden_size, config.intermediate_size, len(head.weight))):
+    for model, heads in ((talker.model, [talker.codec_head]), (predictor.model, predictor.lm_head)):
+        config, vocab = model.config, len(heads[0].weight)
+        if (config.num_attention_heads, config.num_key_value_heads, config.head_dim) != (HEADS, KV_HEADS, HEAD) or (
+                vocab > 4096 or any(size % 1024 for size in (config.hidden_size, config.intermediate_size, vocab))):
             return "the model's sizes are none that the kernel knows"
-    try:
-        for model, heads in ((talker.model, [talker.codec_head]), (predictor.model, predictor.lm_head)):
+        try:
             compiled(source(sizes_of(model, heads, talker.config.hidden_size)), model.device)
-    except (RuntimeError, OSError) as error:
-        return f"the kernel cannot be compiled: {str(error).splitlines()[0]}"
+        except (RuntimeError, OSError) as error:
+            return f"the kernel cannot be compiled: {' '.join(str(error).split())[:200]}"
     return ""
 
 
 def sizes_of(model, heads, width):
-    config, properties = model.config, torch.cuda.get_device_properties(model.device)
-    grid, memory = 1 << properties.multi_processor_count.bit_length() - 1, properties.shared_memory_per_block_optin
+    config, gpu = model.config, torch.cuda.get_device_properties(model.device)
+    memory = gpu.shared_memory_per_block_optin
     ring = memory - 40 * 1024 - 2 * (2 * config.hidden_size + config.intermediate_size)    # beside vectors and tables
-    return dict(GRID=min(128, grid), MEMORY=memory, STAGES=ring // STAGE, LAYERS=len(model.layers),
-                HIDDEN=config.hidden_size, INNER=config.intermediate_size, WIDTH=width,
-                HEADS=config.num_attention_heads, KV_HEADS=config.num_key_value_heads, CODES=len(heads),
-                VOCAB=len(heads[0].weight), EPSILON=f"{config.rms_norm_eps}f")
+    return dict(GRID=128 if gpu.multi_processor_count >= 128 else 64, MEMORY=memory, STAGES=ring // STAGE,
+                LAYERS=len(model.layers), HIDDEN=config.hidden_size, INNER=config.intermediate_size, WIDTH=width,
+                CODES=len(heads), VOCAB=len(heads[0].weight), EPSILON=f"{config.rms_norm_eps}f")
 
 
 def source(sizes):
@@ -82,36 +79,35 @@ class Step:
     """`model` is a stack of decoder layers with its `cache`; `heads` come after it: one for the talker, 15 for the
     predictor, which runs its layers once more than that. `fields` are the last of the kernel's Arguments."""
 
-    def __init__(self, model, cache, heads, width, how, graph, fields):
-        sizes, self.device, length = sizes_of(model, heads, width), model.device, cache.max_cache_len
+    def __init__(self, model, cache, heads, how, graph, fields):
+        sizes, self.device, length = sizes_of(model, heads, graph.hidden.shape[-1]), model.device, cache.max_cache_len
         self.grid, self.shared_memory, vocab = sizes["GRID"], sizes["MEMORY"], sizes["VOCAB"]
-        vectors = 2 * sizes["HIDDEN"] + 2 * (sizes["HEADS"] + sizes["KV_HEADS"]) * HEAD + sizes["INNER"]
+        vectors = 2 * sizes["HIDDEN"] + 2 * (HEADS + KV_HEADS) * HEAD + sizes["INNER"]
         self.kernel = compiled(source(sizes), self.device)
         with torch.cuda.device(self.device):
             self.kernel.set_shared_memory_config(self.shared_memory)
         self.driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
-        layers, matrices, order = [], [], []
+        layers, matrices = [], []
         for layer, cached in zip(model.layers, cache.layers):
             attn, mlp = layer.self_attn, layer.mlp
             layers.append([layer.input_layernorm.weight, layer.post_attention_layernorm.weight, attn.q_norm.weight,
                            attn.k_norm.weight, cached.keys, cached.values])
             q, k, v = attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight
             assert (k.data_ptr(), v.data_ptr()) == (q.data_ptr() + q.nbytes, k.data_ptr() + k.nbytes)  # one matrix
-            matrices += [(q, q.nbytes + k.nbytes + v.nbytes), *((linear.weight, linear.weight.nbytes) for linear in (
-                attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj))]
-        for head in heads:
-            order += [*matrices, (head.weight, head.weight.nbytes)]
-        order = order if len(heads) == 1 else [*matrices, *order]
+            others = attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+            matrices += [(q, k, v), *((linear.weight,) for linear in others)]
+        order = matrices * (len(heads) > 1) + [matrix for head in heads for matrix in (*matrices, (head.weight,))]
+        shares = [(matrix[0], sum(part.nbytes for part in matrix) // (self.grid * WARPS)) for matrix in order]
         cos, sin = (x.reshape(length, HEAD).contiguous() for x in model.rotary_emb(
             torch.empty(0, dtype=model.dtype, device=self.device), torch.arange(length, device=self.device)[None]))
-        splits = self.grid // sizes["KV_HEADS"] if len(heads) == 1 else 1
+        splits = self.grid // KV_HEADS if len(heads) == 1 else 1
         with self.device:
-            self.exchange = torch.zeros(COPIES, vectors + len(heads) * vocab + 2 * sizes["HEADS"] * splits * (HEAD + 1),
-                                        dtype=torch.int32)
+            self.exchange = torch.zeros(
+                COPIES, vectors + len(heads) * vocab + 2 * HEADS * splits * (HEAD + 1), dtype=torch.int32)
             self.noise, turn = torch.zeros(len(heads), vocab), torch.zeros(1, dtype=torch.int32)
         self.words = self.exchange[0, vectors:vectors + len(heads) * vocab].view(len(heads), vocab)
-        self.uses = [table([(w, nbytes // (self.grid * WARPS)) for w, nbytes in order] + [(0, 0)], self.device),
+        self.uses = [table(shares + [(0, 0)], self.device),
                      table(layers, self.device), length, model.norm.weight, cos, sin, self.exchange, turn,
                      how.temperature, how.kth, how.tail, how.greedy, self.noise, graph.token, graph.frame, graph.hidden,
                      graph.embedding, *fields]
@@ -134,7 +130,7 @@ class Step:
 
 
 def talker_step(talker, graph):
-    return Step(talker.model, graph.cache, [talker.codec_head], talker.config.hidden_size, graph.sampling, graph, [
+    return Step(talker.model, graph.cache, [talker.codec_head], graph.sampling, graph, [
         graph.start, graph.seen, graph.suppressed, graph.repetition_penalty, graph.end_token, graph.min_tokens,
         graph.lengths, graph.lengths_on_host])
 
@@ -144,8 +140,7 @@ def predictor_step(predictor, graph):
     layers is done once for all embeddings."""
     embeddings = [predictor.embed_token.weight, *(embed.weight for embed in predictor.embed_code)]
     inputs, first = [predictor.project(weight) for weight in embeddings], predictor.project(graph.hidden)
-    width, how = embeddings[0].shape[1], predictor.sampling
-    step = Step(predictor.model, predictor.cache, [*predictor.heads], width, how, graph, [
+    step = Step(predictor.model, predictor.cache, [*predictor.heads], predictor.sampling, graph, [
         first, *(table([weights], graph.device) for weights in (inputs, embeddings)), predictor.text, predictor.hiddens,
         predictor.codes])
     step.inputs, step.before = inputs, lambda: first is graph.hidden or first.copy_(predictor.project(graph.hidden))

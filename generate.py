@@ -179,10 +179,10 @@ class Decoder:
         chosen = self.now()
         for frame in range(limit):
             # The frame starts before the host knows that there is one: the GPU never waits for Python. If its token is
-            # the end, the rest of it is dropped, and its noise counts as not drawn.
+            # the end, which the first cannot be, the rest of it is dropped, and its noise counts as not drawn.
             rng_state = self.rng.get_state()
             predictor.step()
-            if talker.ended_by(frame, chosen):
+            if frame >= min_new_tokens and talker.ended_by(frame, chosen):
                 self.rng.set_state(rng_state)
                 return
             yield predictor.codes[:, frame], predictor.hiddens[:, frame]

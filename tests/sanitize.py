@@ -68,7 +68,7 @@ def main():
                               embedding=linear(hidden).weight)
             start, lengths = number(0), number(99)
             layers, heads = stack(2, hidden, inner, length), [linear(3072, hidden)]
-            talker = Step(*layers, heads, hidden, how, graph, [
+            talker = Step(*layers, heads, how, graph, [
                 start, torch.zeros(3072, dtype=torch.bool), torch.zeros(3072, dtype=torch.bool), torch.tensor(1.05),
                 number(2150), number(2), lengths, lengths.cpu().pin_memory()])
             for position in (0, 17, length - 1):                  # the last row of the cache
@@ -79,14 +79,15 @@ def main():
             inputs = [linear(len(weight), 1024).weight for weight in embeddings]
             codes = torch.zeros(length, 4, dtype=torch.long)
             few_layers, few_heads = stack(2, 1024, 3072, 16), [linear(2048, 1024) for _ in "123"]
-            predictor = Step(*few_layers, few_heads, hidden, how, graph, [
+            predictor = Step(*few_layers, few_heads, how, graph, [
                 linear(1024).weight, table([inputs], "cuda"), table([embeddings], "cuda"),
                 linear(length, hidden).weight, linear(length, hidden).weight, codes])
             for frame in (0, length - 1):
                 graph.frame.fill_(frame)
                 predictor()
             torch.cuda.synchronize()
-            print(hidden, graph.token.item(), codes[[0, -1]].tolist(), torch.isfinite(graph.embedding).all().item())
+            assert torch.isfinite(graph.embedding).all() and codes.max() < 2048 and graph.token < 3072
+            print(f"a talker {hidden} wide chose {graph.token.item()}, its predictor {codes[[0, -1]].tolist()}")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def memory():
     figures = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]
     if torch.cuda.is_available():
         figures += [torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_reserved() / 2**20]
-    return " / ".join(f"{figure:.0f}" for figure in figures)
+    return figures
 
 
 def main():
@@ -66,14 +66,17 @@ def main():
     speaker = torch.load(Path(args.checkpoint) / "speaker.pt", weights_only=True)
     in_context = tts.create_voice_clone_prompt(recording, "two seconds of noise")
     prompts = [lambda rows: speaker_prompt(speaker, rows), lambda rows: in_context * rows]
-    if args.only:
+    if args.only is not None:
         print(json.dumps({number: speak(tts, number, prompts) for number in args.only}))
         return
-    digests = {}
+    digests, usage = {}, []
     for number in range(args.utterances):
         digests[number] = speak(tts, number, prompts)
         if number in (0, 9, 49) or number % 100 == 99:
-            print(f"after {number + 1:5} utterances, MiB: {memory()}", flush=True)
+            figures = memory()
+            print(f"after {number + 1:5} utterances, MiB:", *(round(figure) for figure in figures), flush=True)
+            usage += [sum(figures)] if number >= 99 else []
+    assert len(usage) < 2 or usage[-1] <= usage[0] * 1.01, "memory grew"
     tenths = [*range(9, args.utterances, 10)][::-1]               # in another order, too
     fresh = json.loads(subprocess.run([sys.executable, __file__, args.checkpoint, "--only", json.dumps(tenths)],
                                       check=True, capture_output=True, text=True).stdout.splitlines()[-1])
