@@ -31,7 +31,7 @@ import transformers
 from cudagraph_talker import capture, sample
 from fused_layers import why_not
 from generate import accelerate, handed_over, load_upstream, stream
-from parity import Forced, verdict
+from parity import Forced, error, one_pass, verdict
 from random_checkpoint import write_checkpoint
 from voices import answered_mistakes, load_speaker, read_config, speaker_prompt
 from wav import write_wav
@@ -86,7 +86,7 @@ class Effort:
         self.short, self.long, self.runs, self.firsts = (8, 24, 1, 5) if little else (40, 120, 3, 20)
         self.upstream_short, self.upstream_long = (3, 7) if little else (4, 16)
         self.minute, self.quick, self.chunks = 0 if little else 750, quick, ("1", RAMP) if quick else CHUNKS
-        self.batches = () if quick else (4, 16, 64) if ON_GPU else (2,)
+        self.batches = (2,) if not ON_GPU else () if quick else (4, 16, 64)
 
 
 def whole_calls(speak, short, long, runs):
@@ -150,8 +150,8 @@ def speaking(method, **voice):
     return lambda frames: count_frames(*method(**asked(frames, **voice)))
 
 
-def one_path(tts, speaker, fused, effort, briefly):
-    """Rows of one path: whole calls, memory, and unless briefly, streams and where the time goes."""
+def one_path(tts, speaker, fused, effort, fastest):
+    """Rows of one path: whole calls, memory, streams and where the time goes; of the fastest also a minute's stream."""
     voice = dict(voice_clone_prompt=speaker_prompt(speaker))
     for owner, name in ((tts.model.talker, "generate"), (tts.model.speech_tokenizer, "decode")):
         vars(owner).pop(name, None)                               # what the path before has put there
@@ -159,13 +159,13 @@ def one_path(tts, speaker, fused, effort, briefly):
     seconds = clock(lambda: accelerate(tts, max_batch=1, fused=fused)) / 1e3
     row = whole_calls(speaking(tts.generate_voice_clone, **voice), effort.short, effort.long, effort.runs)
     yield "", row | dict(seconds_to_capture=seconds, peak_gib=peak())
-    if briefly:
+    if effort.quick and not fastest:
         return
     for name in effort.chunks:
         def start_stream(frames):
             return stream(tts.generate_voice_clone, chunk_frames=CHUNKS[name], **asked(frames, **voice))
         row = streaming(start_stream, effort.long, effort.firsts, effort.runs)
-        gaps = late_chunks(start_stream, effort.minute) if fused and effort.minute and name != "8" else {}
+        gaps = late_chunks(start_stream, effort.minute) if fastest and effort.minute and name != "8" else {}
         yield f", chunks of {name}", row | gaps
     loop = decode_loop(tts, speaker, 1, effort.long, effort.runs)["ms_a_frame"]
     yield ", a frame's parts in ms", frame_parts(tts, speaker, fused, effort, loop)
@@ -194,7 +194,7 @@ def decode_loop(tts, speaker, rows, frames, runs):
 @torch.no_grad()
 def frame_parts(tts, speaker, fused, effort, loop, count=20):
     """Each graph replayed by itself, back to back; what the loop takes beyond them is glue. Sampling is inside the two:
-    on the reference path it is also timed alone, as a graph of its own. Then both, with so many positions to look at."""
+    on the reference path it is also timed alone, as a graph of its own. Then both together, at two positions."""
     frames = start_frames(tts, speaker, 1, effort.long)
     next(frames)
     talker, predictor = tts.model.talker.generate.__self__.graphs_for(1)
@@ -283,7 +283,7 @@ def peer(folder, speaker, effort):
     for chunk in (1, 8):
         rows[f"faster-qwen3-tts, chunks of {chunk}"] = streaming(
             lambda frames: tts.generate_voice_clone_streaming(**request(frames), chunk_size=chunk), effort.long,
-            effort.firsts, 1)
+            effort.firsts, effort.runs)
     rows["faster-qwen3-tts"]["version"] = importlib.metadata.version("faster-qwen3-tts")
     return rows
 
@@ -299,7 +299,7 @@ def bench(size, folder, custom, speaker, effort):
     yield from rows.items()
     paths = {"reference path": False} | ({} if why_not(tts.model.talker) else {"fused layers": True})
     for path, fused in paths.items():
-        for name, row in one_path(tts, speaker, fused, effort, effort.quick and path != [*paths][-1]):
+        for name, row in one_path(tts, speaker, fused, effort, path == [*paths][-1]):
             rows[path + name] = row
             yield path + name, row
     (spoken,), rate = tts.generate_voice_clone(**arguments(speaker, 1, effort.long))
@@ -346,8 +346,10 @@ def check(folder, speaker, frames):
         paths["fused layers"] = [torch.cat([row[0] for row in taken]), torch.cat([row[1] for row in taken[1:]])]
     del tts, decoder, talker, predictor, logits, request
     forget()
-    own, exact = (Forced(load_upstream(folder, dtype=dtype).model.talker, 2048).logits(tokens, *prompt)
-                  for dtype in (torch.bfloat16, torch.float32))
+    own, exact = ([*Forced(talker, 2048).logits(tokens, *prompt), one_pass(talker, tokens, *prompt)] for talker in (
+        load_upstream(folder, dtype=dtype).model.talker for dtype in (torch.bfloat16, torch.float32)))
+    apart = error(exact[1], exact[2], 0.99) / error(own[2], exact[2], 0.99)
+    yield "float32 frame by frame is upstream's one pass", apart < 0.05, f"{apart:.1e} of bfloat16's error between them"
     for path, (codes, firsts) in paths.items():
         yield f"{path}: codes 1 to 15", *verdict(codes, own[0], exact[0])
         yield f"{path}: first codes", *verdict(firsts, *(logits[1][:len(firsts)] for logits in (own, exact)))
@@ -429,8 +431,9 @@ def plot(output):
             (axes[0], "milliseconds a frame (80 ms of sound)", lambda model, row: model.get(row, {}).get("ms_a_frame")),
             (axes[1], "milliseconds to the first audio", lambda model, row: model.get(
                 f"{row}, chunks of 1", {}).get("first_audio_ms"))):
-        bars = [(f"{row}, {size}", value, colors[row]) for result in results for size, model in result["models"].items()
-                for row in rows if (value := pick(model, row))]
+        bars = [(f"{row}, {size}" + f", {result['card']['gpu']}" * (len(results) > 1), value, colors[row])
+                for result in results for size, model in result["models"].items() for row in rows
+                if (value := pick(model, row))]
         axis.barh([name for name, *_ in bars], [value for _, value, _ in bars], color=[color for *_, color in bars])
         for place, (_, value, _) in enumerate(bars):
             axis.annotate(f" {value:.3g}", (value, place), va="center", color=gray)
@@ -442,8 +445,9 @@ def plot(output):
         axis.set_xlim(left=1)
         for spine in axis.spines.values():
             spine.set_visible(False)
-    first = results[0]["card"]
-    figure.text(0.01, 0.01, f"{first['gpu']}, bfloat16, {first['weights']} weights, torch {first['torch']}", color=gray)
+    words = "; ".join(dict.fromkeys("{gpu}, {dtype}, {weights} weights, torch {torch}".format(**result["card"])
+                                    for result in results))
+    figure.text(0.01, 0.01, words, color=gray)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(output, transparent=True)
     print(output)

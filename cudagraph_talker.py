@@ -15,13 +15,14 @@ from transformers import StaticCache
 from fused_layers import talker_step
 
 NEVER = 1 << 40                                                   # the length of a row that has not ended
+STREAMS = {}                      # to capture on: graphs of one pool never run at once, and share cuBLAS's workspace
 
 
 def capture(fn, device, pool=None):
     """Records `fn` and returns its replay; on a CPU returns `fn` itself."""
     if device.type != "cuda":
         return fn
-    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    stream, graph = STREAMS.setdefault((device, pool), torch.cuda.Stream(device)), torch.cuda.CUDAGraph()
     with torch.random.fork_rng(devices=[device]):                 # the noise of a warm-up is not the caller's
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -138,7 +139,7 @@ class TalkerGraph:
         if not repetition_penalty > 0:
             raise ValueError(f"repetition_penalty is {repetition_penalty}, it must be above 0: 1.0 for none")
         self.repetition_penalty.fill_(repetition_penalty)
-        self.suppressed.zero_()[np.asarray(suppress_tokens)] = True          # of a list of 1,000: torch takes long
+        self.suppressed.zero_()[np.asarray(suppress_tokens)] = True          # torch reads a long list slowly
         self.end_token.fill_(eos_token_id)
         self.min_tokens.fill_(min_new_tokens)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from torch.utils import cpp_extension
 
 SOURCE = Path(__file__).with_suffix(".cu")
 WARPS, HEADS, KV_HEADS, HEAD, COPIES, STAGE = 8, 16, 8, 128, 4, 8 * (2048 + 64)        # as in fused_layers.cu
@@ -65,6 +64,7 @@ def source(sizes):
 @functools.cache
 def compiled(source, device):
     """_compile_kernel looks for the headers of a CUDA toolkit, which need not be there: none is included."""
+    from torch.utils import cpp_extension                         # slow to import, and not for every user
     with torch.cuda.device(device), mock.patch.object(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME or "."):
         return torch.cuda._compile_kernel(source, "step")
 

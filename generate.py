@@ -179,7 +179,7 @@ class Decoder:
         chosen = self.now()
         for frame in range(limit):
             # The frame starts before the host knows that there is one: the GPU never waits for Python. If its token is
-            # the end, which the first cannot be, the rest of it is dropped, and its noise counts as not drawn.
+            # the end, which none of the first can be, the rest of it is dropped, and its noise counts as not drawn.
             rng_state = self.rng.get_state()
             predictor.step()
             if frame >= min_new_tokens and talker.ended_by(frame, chosen):

@@ -58,6 +58,19 @@ class Forced:
         return [torch.cat(column) for column in zip(*rows)]
 
 
+@torch.no_grad()
+def one_pass(talker, tokens, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed):
+    """The talker's logits as upstream's own forward gives them: all frames (T, 16) at once, without a cache."""
+    dtype, tokens = talker.dtype, tokens.to(talker.device)
+    embeds = [talker.get_input_embeddings(), *talker.code_predictor.get_input_embeddings()]
+    frames = sum(embed(codes) for embed, codes in zip(embeds, tokens.T))                           # (T, H)
+    text = torch.cat([trailing_text_hidden[0], tts_pad_embed[0].expand(len(tokens), -1)])[:len(tokens)]
+    whole = torch.cat([inputs_embeds.to(dtype), (frames + text.to(dtype))[None]], dim=1)
+    mask = torch.cat([attention_mask, attention_mask.new_ones(1, len(tokens))], dim=1)
+    hidden = talker.model(inputs_embeds=whole, attention_mask=mask, use_cache=False).last_hidden_state
+    return talker.codec_head(hidden[0, -len(tokens):]).float().cpu()
+
+
 def error(logits, exact, quantile):
     errors = (logits - exact).abs().flatten()
     return errors.kthvalue(max(1, int(quantile * errors.numel()))).values.item()

@@ -8,6 +8,8 @@ import torch
 
 import bench
 from cudagraph_talker import TalkerGraph
+from generate import handed_over
+from parity import Forced, one_pass
 from random_checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
@@ -46,6 +48,16 @@ def test_the_check_passes_and_fails_when_it_should(tmp_path, monkeypatch, capsys
     with pytest.raises(SystemExit) as ended:
         run(monkeypatch, tmp_path, "tiny", "--check", "--quick")
     assert ended.value.code == "2 wrong" and "WRONG upstream's sound, seeded" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["x-vector", "in-context"])
+def test_forced_logits_are_those_of_one_pass(voices, name):
+    """The measure of `--check`: frame by frame over a static cache, against upstream's forward of everything at once."""
+    voice, tokens = voices(name), torch.randint(2048, (30, 16), generator=torch.Generator().manual_seed(0))
+    _, request = handed_over(voice.fast.generate_voice_clone, voice.arguments | dict(text="Hello there."))
+    prompt = [request[part] for part in ("inputs_embeds", "attention_mask", "trailing_text_hidden", "tts_pad_embed")]
+    _, logits = Forced(voice.upstream.model.talker, 384).logits(tokens, *prompt)
+    torch.testing.assert_close(logits, one_pass(voice.upstream.model.talker, tokens, *prompt), rtol=0, atol=1e-4)
 
 
 def test_the_figure_is_drawn_from_the_results(tmp_path, monkeypatch):

@@ -18,12 +18,17 @@ ROWS = {   # a row of the README's tables -> the row and the key in the results,
     "RTF of a whole call": (FUSED, "rtf", 0),
     "RTF of a whole call, reference path": ("reference path", "rtf", 1),
     "RTF of a whole call, faster-qwen3-tts": ("faster-qwen3-tts", "rtf", 1),
+    "RTF of a whole call, upstream": ("upstream", "rtf", 2),
     "first audio": ("fused layers, chunks of 1", "first_audio_ms", 1),
+    "first audio, preset voice": ("voice: preset voice", "first_audio_ms", 1),
+    "first audio, in-context": ("voice: in-context", "first_audio_ms", 1),
     "first audio, reference path": ("reference path, chunks of 1", "first_audio_ms", 1),
     "first audio, faster-qwen3-tts": ("faster-qwen3-tts, chunks of 1", "first_audio_ms", 0),
     "RTF of a stream in chunks of 1": ("fused layers, chunks of 1", "rtf", 1),
     "RTF of a stream in chunks of 1, 1, 2, 4, 8, ...": ("fused layers, chunks of 1, 1, 2, 4, 8, ...", "rtf", 0),
-    "RTF of a stream, faster-qwen3-tts": ("faster-qwen3-tts, chunks of 8", "rtf", 1),
+    "RTF of a stream in chunks of 1, faster-qwen3-tts": ("faster-qwen3-tts, chunks of 1", "rtf", 1),
+    "RTF of a stream in chunks of 8": ("fused layers, chunks of 8", "rtf", 0),
+    "RTF of a stream in chunks of 8, faster-qwen3-tts": ("faster-qwen3-tts, chunks of 8", "rtf", 1),
     "batch of 4": ("reference path, batch of 4", "audio_seconds_a_second", 0),
     "batch of 16": ("reference path, batch of 16", "audio_seconds_a_second", 0),
     "batch of 64": ("reference path, batch of 64", "audio_seconds_a_second", 0),
@@ -36,8 +41,8 @@ ROWS = {   # a row of the README's tables -> the row and the key in the results,
 
 
 def test_the_tables_are_what_was_measured():
-    models, readme = json.loads((ROOT / "results/h200.json").read_text())["models"], (ROOT / "README.md").read_text()
-    seen = set()
+    results, readme = json.loads((ROOT / "results/h200.json").read_text()), (ROOT / "README.md").read_text()
+    models, card, seen = results["models"], results["card"], set()
     for label, *cells in re.findall(r"^\| ([^|]+?) +\| +([\d.]+) +\| +([\d.]+) +\|$", readme, re.MULTILINE):
         label = re.sub(r" \([^)]*\)|, (ms|GiB)( a frame)?$", "", label)
         name, key, digits = ROWS[label]
@@ -46,6 +51,10 @@ def test_the_tables_are_what_was_measured():
         seen.add(label)
     assert seen == set(ROWS)
     low, high = models["0.6B"]["upstream"]["ms_a_frame_spread"]
-    assert f"{low:.0f} to {high:.0f} ms a frame" in readme
+    assert f"from {low:.0f} to {high:.0f} ms for 0.6B" in readme
+    assert f"{card['gpu']}, {card['dtype']}, **{card['weights']} weights**" in readme
+    assert f"torch\n{card['torch'].split('+')[0]}, transformers {card['transformers']}" in readme
+    assert f"upstream qwen-tts ({card['qwen-tts']})" in readme
+    assert all(f"faster-qwen3-tts ({model['faster-qwen3-tts']['version']})" in readme for model in models.values())
     for chunks in ("1", "1, 1, 2, 4, 8, ..."):
         assert all(model[f"fused layers, chunks of {chunks}"]["late_chunks"] == 0 for model in models.values())
