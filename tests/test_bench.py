@@ -52,7 +52,7 @@ def test_the_check_passes_and_fails_when_it_should(tmp_path, monkeypatch, capsys
 
 @pytest.mark.parametrize("name", ["x-vector", "in-context"])
 def test_forced_logits_are_those_of_one_pass(voices, name):
-    """The measure of `--check`: frame by frame over a static cache, against upstream's forward of everything at once."""
+    """The measure of `--check`, frame by frame over a static cache, against upstream's forward of all at once."""
     voice, tokens = voices(name), torch.randint(2048, (30, 16), generator=torch.Generator().manual_seed(0))
     _, request = handed_over(voice.fast.generate_voice_clone, voice.arguments | dict(text="Hello there."))
     prompt = [request[part] for part in ("inputs_embeds", "attention_mask", "trailing_text_hidden", "tts_pad_embed")]
