@@ -15,14 +15,13 @@ from transformers import StaticCache
 from fused_layers import talker_step
 
 NEVER = 1 << 40                                                   # the length of a row that has not ended
-STREAMS = {}                      # to capture on: graphs of one pool never run at once, and share cuBLAS's workspace
 
 
 def capture(fn, device, pool=None):
     """Records `fn` and returns its replay; on a CPU returns `fn` itself."""
     if device.type != "cuda":
         return fn
-    stream, graph = STREAMS.setdefault((device, pool), torch.cuda.Stream(device)), torch.cuda.CUDAGraph()
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
     with torch.random.fork_rng(devices=[device]):                 # the noise of a warm-up is not the caller's
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
