@@ -6,9 +6,10 @@
     python bench.py 0.6B --check                 # is it the same model, on this machine and with these weights?
     python bench.py --plot                       # the README's figure, from results/*.json; needs matplotlib
 
-All rows speak the same text with the same voice and settings, through the public functions alone. A whole call
-(tokenizing and codec included) is timed at two lengths; the difference gives its milliseconds a frame. Medians; the
-JSON has spread and runs. Without a GPU a tiny model runs on the CPU: that shows that everything works, and no speed.
+All rows speak the same text with the same voice and settings, through the public functions; the rows of parts look
+inside. A whole call (tokenizing and codec included) is timed at two lengths; the difference gives its milliseconds a
+frame. Medians; the JSON has spread and runs. Without a GPU a tiny model runs on the CPU: that shows that everything
+works, and no speed.
 """
 import argparse
 import gc
@@ -85,7 +86,8 @@ class Effort:
         little = quick or not ON_GPU
         self.short, self.long, self.runs, self.firsts = (8, 24, 1, 5) if little else (40, 120, 3, 20)
         self.upstream_short, self.upstream_long = (3, 7) if little else (4, 16)
-        self.minute, self.quick, self.chunks = 0 if little else 750, quick, ("1", RAMP) if quick else CHUNKS
+        self.minute, self.quick = 0 if little else 750, quick
+        self.chunks = ("1", RAMP) if quick and ON_GPU else CHUNKS
         self.batches = (2,) if not ON_GPU else () if quick else (4, 16, 64)
 
 
@@ -327,7 +329,6 @@ def check(folder, speaker, frames):
     """Yields a name, whether it is well, and figures."""
     tts = accelerate(load_upstream(folder))
     decoder, request = handed_over(tts.generate_voice_clone, arguments(speaker, 1, frames))
-    prompt = [request[name] for name in ("inputs_embeds", "attention_mask", "trailing_text_hidden", "tts_pad_embed")]
     talker, predictor = decoder.graphs_for(1)
 
     def tokens_of(take=lambda: None):
@@ -341,12 +342,12 @@ def check(folder, speaker, frames):
     if not ON_GPU:
         yield from check_sound(tts, folder, speaker, min(frames, 60))
         return
-    paths = {"reference path": Forced(tts.model.talker, decoder.max_seq_len).logits(tokens, *prompt)}
+    paths = {"reference path": Forced(tts.model.talker, decoder.max_seq_len).logits(tokens, **request)}
     if decoder.fused:                                             # after a frame's codes the talker has chosen the next
         paths["fused layers"] = [torch.cat([row[0] for row in taken]), torch.cat([row[1] for row in taken[1:]])]
-    del tts, decoder, talker, predictor, logits, request
+    del tts, decoder, talker, predictor, logits
     forget()
-    own, exact = ([*Forced(talker, 2048).logits(tokens, *prompt), one_pass(talker, tokens, *prompt)] for talker in (
+    own, exact = ([*Forced(talker, 2048).logits(tokens, **request), one_pass(talker, tokens, **request)] for talker in (
         load_upstream(folder, dtype=dtype).model.talker for dtype in (torch.bfloat16, torch.float32)))
     apart = error(exact[1], exact[2], 0.99) / error(own[2], exact[2], 0.99)
     yield "float32 frame by frame is upstream's one pass", apart < 0.05, f"{apart:.1e} of bfloat16's error between them"

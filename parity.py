@@ -25,7 +25,7 @@ class Forced:
             self.talker_logits = torch.zeros(1, self.talker.sampling.vocab)
         self.step = capture(self.step, talker.device)
 
-    def begin(self, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed):
+    def begin(self, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed, **_):
         dtype = self.talker.prompt.dtype
         self.predictor.begin(trailing_text_hidden.to(dtype), tts_pad_embed.to(dtype))
         self.talker.begin(inputs_embeds.to(dtype), attention_mask)
@@ -47,9 +47,9 @@ class Forced:
         talker.frame += 1
 
     @torch.no_grad()
-    def logits(self, tokens, *prompt):
+    def logits(self, tokens, **request):
         """(T, 16) -> the predictor's (T * 15, V) and the talker's (T, V'), on the CPU."""
-        self.begin(*prompt)
+        self.begin(**request)
         rows = []
         for codes in tokens:
             self.codes.copy_(codes)
@@ -59,7 +59,7 @@ class Forced:
 
 
 @torch.no_grad()
-def one_pass(talker, tokens, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed):
+def one_pass(talker, tokens, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed, **_):
     """The talker's logits as upstream's own forward gives them: all frames (T, 16) at once, without a cache."""
     dtype, tokens = talker.dtype, tokens.to(talker.device)
     embeds = [talker.get_input_embeddings(), *talker.code_predictor.get_input_embeddings()]

@@ -75,8 +75,8 @@ def main():
         if number in (0, 9, 49) or number % 100 == 99:
             figures = memory()
             print(f"after {number + 1:5} utterances, MiB:", *(round(figure) for figure in figures), flush=True)
-            usage += [sum(figures)] if number >= 99 else []
-    assert len(usage) < 2 or usage[-1] <= usage[0] * 1.01, "memory grew"
+            usage += [figures] if number >= 99 else []
+    assert not usage or all(last <= 1.01 * first for first, last in zip(usage[0], usage[-1])), "memory grew"
     tenths = [*range(9, args.utterances, 10)][::-1]               # in another order, too
     fresh = json.loads(subprocess.run([sys.executable, __file__, args.checkpoint, "--only", json.dumps(tenths)],
                                       check=True, capture_output=True, text=True).stdout.splitlines()[-1])

@@ -29,8 +29,9 @@ def test_without_a_gpu_it_times_the_tiny_model_and_says_so(tmp_path, monkeypatch
     rows = results["models"]["tiny"]
     for name in ("upstream", "reference path"):
         assert rows[name]["ms_a_frame"] > 0 and rows[name]["rtf"] > 0
-    for chunks in ("1", bench.RAMP):
+    for chunks in ("1", "8", bench.RAMP):
         assert rows[f"reference path, chunks of {chunks}"]["first_audio_ms"] > 0
+    assert rows["reference path, batch of 2"]["audio_seconds_a_second"] > 0
     assert soundfile.info(tmp_path / "sample_tiny.wav").samplerate == 24000
     assert "No GPU here" in printed and printed.strip().endswith("bench_results_CPU.json")
 
@@ -55,9 +56,8 @@ def test_forced_logits_are_those_of_one_pass(voices, name):
     """The measure of `--check`, frame by frame over a static cache, against upstream's forward of all at once."""
     voice, tokens = voices(name), torch.randint(2048, (30, 16), generator=torch.Generator().manual_seed(0))
     _, request = handed_over(voice.fast.generate_voice_clone, voice.arguments | dict(text="Hello there."))
-    prompt = [request[part] for part in ("inputs_embeds", "attention_mask", "trailing_text_hidden", "tts_pad_embed")]
-    _, logits = Forced(voice.upstream.model.talker, 384).logits(tokens, *prompt)
-    torch.testing.assert_close(logits, one_pass(voice.upstream.model.talker, tokens, *prompt), rtol=0, atol=1e-4)
+    _, logits = Forced(voice.upstream.model.talker, 384).logits(tokens, **request)
+    torch.testing.assert_close(logits, one_pass(voice.upstream.model.talker, tokens, **request), rtol=0, atol=1e-4)
 
 
 def test_the_figure_is_drawn_from_the_results(tmp_path, monkeypatch):
