@@ -85,7 +85,7 @@ class Effort:
     def __init__(self, quick):
         little = quick or not ON_GPU
         self.short, self.long, self.runs, self.firsts = (8, 24, 1, 5) if little else (40, 120, 3, 20)
-        self.upstream_short, self.upstream_long = (3, 7) if little else (4, 16)
+        self.upstream_short, self.upstream_long = (2, 6) if little else (4, 16)
         self.minute, self.quick = 0 if little else 750, quick
         self.chunks = ("1", RAMP) if quick and ON_GPU else CHUNKS
         self.batches = (2,) if not ON_GPU else () if quick else (4, 16, 64)

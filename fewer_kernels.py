@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 
 def answer_directly(*configs):
@@ -42,8 +43,8 @@ def use_fewer_kernels(talker, length):
 
 
 def use_constants(codec_decoder):
-    """Codebooks divide their sums and activations take the exponentials of their parameters in every call: once will
-    do."""
+    """Codebooks divide their sums, activations take the exponentials of their parameters, and cuDNN lays the weights of
+    convolutions out with the channels last, in every call: once will do."""
     for module in codec_decoder.modules():
         if hasattr(module, "embedding_sum"):
             table = module.embedding_sum / module.cluster_usage.clamp(min=module.epsilon)[:, None]
@@ -51,6 +52,18 @@ def use_constants(codec_decoder):
         elif hasattr(module, "no_div_by_zero"):
             alpha, beta = (parameter.exp()[:, None] for parameter in (module.alpha, module.beta))      # (C, 1)
             module.forward = partial(snake, alpha, 1.0 / (beta + module.no_div_by_zero))
+        elif isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)) and module.groups == 1 and module.kernel_size[0] > 1:
+            module.forward = partial(convolve, module, module.weight[:, :, None].contiguous(
+                memory_format=torch.channels_last))
+
+
+def convolve(conv, weight, x):
+    """As an image one row high: convolutions in one dimension know no layouts. Much longer ones are very slow so."""
+    if x.shape[-1] > 2048:
+        return type(conv).forward(conv, x)
+    function = F.conv2d if isinstance(conv, nn.Conv1d) else F.conv_transpose2d
+    out = function(x[:, :, None], weight, conv.bias, stride=(1, *conv.stride), dilation=(1, *conv.dilation))
+    return out[:, :, 0]
 
 
 def snake(alpha, scale, x):
