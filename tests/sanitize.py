@@ -37,14 +37,14 @@ def plain(source):
 
 
 def linear(*shape):
-    return Namespace(weight=torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5)
+    return Namespace(weight=torch.randn(*shape, dtype=torch.bfloat16) * shape[-1] ** -0.5)
 
 
 def stack(layers, hidden, inner, length):
     config = Namespace(hidden_size=hidden, intermediate_size=inner, num_attention_heads=16, num_key_value_heads=8,
                        rms_norm_eps=1e-6)
-    model = Namespace(config=config, device=torch.device("cuda", 0), dtype=torch.bfloat16, layers=[],
-                      norm=linear(hidden), rotary_emb=lambda *_: torch.randn(2, length, 128, device="cuda").bfloat16())
+    model = Namespace(config=config, device=torch.get_default_device(), dtype=torch.bfloat16, layers=[],
+                      norm=linear(hidden), rotary_emb=lambda *_: torch.randn(2, length, 128).bfloat16())
     cache = Namespace(max_cache_len=length, layers=[])
     for _ in range(layers):
         qkv = linear(4096, hidden).weight

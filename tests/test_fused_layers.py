@@ -228,12 +228,16 @@ def test_choices_have_the_right_odds(fused):
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5, (statistic, freedom)
 
 
-@on_gpu
-def test_a_wrong_kernel_is_found(checkpoint, monkeypatch):
-    """RoPE with other angles: `bench.py --check` says so, of that path alone."""
+def use_wrong_angles(monkeypatch):
     source, right, wrong = SOURCE.read_text(), "sin[i] = a.sin[place]", "sin[i] = a.sin[place / 2]"
     assert right in source
     monkeypatch.setattr(fused_layers, "SOURCE", SimpleNamespace(read_text=lambda: source.replace(right, wrong)))
+
+
+@on_gpu
+def test_a_wrong_kernel_is_found(checkpoint, monkeypatch):
+    """RoPE with other angles: `bench.py --check` says so, of that path alone."""
+    use_wrong_angles(monkeypatch)
     verdicts = {name: good for name, good, _ in bench.check(str(checkpoint("base", "0.6B")), torch.randn(1024), 40)}
     assert not verdicts["fused layers: codes 1 to 15"] and verdicts["reference path: codes 1 to 15"]
 
