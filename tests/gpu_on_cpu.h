@@ -1,6 +1,7 @@
 // As much of a GPU as fused_layers.cu asks for, on a CPU: every thread is a fiber, and gives way to the others wherever
 // it waits. gpu_on_cpu.py puts calls of these functions in the place of PTX. How a GPU orders memory is not shown.
 #include <cmath>
+#include <csetjmp>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -28,14 +29,21 @@ struct Meeting {                                                  // of fibers; 
 };
 struct Barrier { uint8_t count, missing; uint16_t phase; int bytes; };                    // missing: threads, and bytes
 struct Block { std::vector<char> memory; int threads; Meeting warps[9], workers, all; };
-struct Fiber { ucontext_t context; int thread, block; Block *of; bool done; };
+struct Fiber { ucontext_t start; jmp_buf place; int thread, block; Block *of; bool begun, done; };
 Fiber *running;
-ucontext_t scheduler;
+jmp_buf scheduler;
 struct { struct { operator int() const { return running->thread; } } x; } threadIdx;
 struct { struct { operator int() const { return running->block; } } x; } blockIdx;
 struct { struct { operator int() const { return running->of->threads; } } x; } blockDim;
 
-void give_way() { swapcontext(&running->context, &scheduler); }
+// Contexts only to begin: jumps cost no system call.
+[[gnu::noinline]] void give_way() { if (!_setjmp(running->place)) _longjmp(scheduler, 1); }
+[[gnu::noinline]] void go_on(Fiber &fiber) {
+    running = &fiber;
+    if (_setjmp(scheduler)) return;
+    if (fiber.begun) _longjmp(fiber.place, 1);
+    fiber.begun = true, setcontext(&fiber.start);
+}
 void Meeting::meet(int size) {
     const int now = round;
     if (++arrived == size) arrived = 0, ++round;
@@ -51,7 +59,7 @@ template <class T, class See> auto together(T mine, See see) {
     auto &all = warp.brought[warp.round % 2];
     memcpy(all[threadIdx.x % 32], &mine, sizeof mine);
     warp.meet(32);
-    return see([&](int lane) { T theirs; memcpy(&theirs, all[lane], sizeof theirs); return theirs; });
+    return see([&](int lane) -> const T & { return *(const T *)all[lane]; });
 }
 template <class T, class Join> T reduce(T mine, Join join) {
     return together(mine, [&](auto of) { T x = of(0); for (int i = 1; i < 32; ++i) x = join(x, of(i)); return x; });
@@ -111,15 +119,15 @@ template <class Arguments> int launch(void (*kernel)(const Arguments *), const v
     for (auto &block : blocks) block.memory.resize(memory), block.threads = threads;
     for (int i = 0; i < (int)fibers.size(); ++i) {
         Fiber &fiber = fibers[i];
-        fiber.thread = i % threads, fiber.block = i / threads, fiber.of = &blocks[fiber.block], fiber.done = false;
-        getcontext(&fiber.context);
-        fiber.context.uc_stack = {&stacks[(size_t)STACK * i], 0, STACK};
-        makecontext(&fiber.context, run, 0);
+        fiber.thread = i % threads, fiber.block = i / threads, fiber.of = &blocks[fiber.block];
+        getcontext(&fiber.start);
+        fiber.start.uc_stack = {&stacks[(size_t)STACK * i], 0, STACK};
+        makecontext(&fiber.start, run, 0);
     }
     for (int round = 0, left = 1; left && round < 20000; ++round) {
         left = 0;
         for (auto &fiber : fibers)
-            if (!fiber.done) running = &fiber, swapcontext(&scheduler, &fiber.context), left += !fiber.done;
+            if (!fiber.done) go_on(fiber), left += !fiber.done;
         if (!left) return 0;
     }
     return 1;

@@ -54,7 +54,8 @@ def build(source, folder):
     cpp.write_text(f'#include "{Path(__file__).with_suffix(".h")}"\n{source}'
                    'extern "C" int run(const void *arguments, int grid, int threads, int memory) {\n'
                    "    return launch(the_step, arguments, grid, threads, memory);\n}\n")
-    subprocess.run(["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-o", library, cpp], check=True)
+    options = "-std=c++20", "-O2", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"
+    subprocess.run(["g++", *options, "-o", library, cpp], check=True)
     run = ctypes.CDLL(str(library)).run
     run.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 3]
     return run
