@@ -340,7 +340,7 @@ template <class Holds> __device__ u64 search(u64 found, int bit, int last, Holds
 __device__ int choose(const Arguments &a, const float (&score)[SCORES], const float (&noise)[SCORES]) {
     const int top_k = VOCAB - (int)*a.kth;
     const float temperature = *a.temperature, tail = *a.tail;
-    u64 rank[SCORES], winner = VOCAB;                               // rank: 32 bits of score, 12 of id; NaN elects id 0
+    u64 rank[SCORES], winner = VOCAB;                             // rank: 32 bits of score, 12 of id; NaN elects id 0
     float weight[SCORES];
     u32 best = 0;
     int round = 0;

@@ -124,8 +124,8 @@ template <class Arguments> int launch(void (*kernel)(const Arguments *), const v
         fiber.start.uc_stack = {&stacks[(size_t)STACK * i], 0, STACK};
         makecontext(&fiber.start, run, 0);
     }
-    for (int round = 0, left = 1; left && round < 20000; ++round) {
-        left = 0;
+    for (int round = 0; round < 20000; ++round) {
+        int left = 0;
         for (auto &fiber : fibers)
             if (!fiber.done) go_on(fiber), left += !fiber.done;
         if (!left) return 0;

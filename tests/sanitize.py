@@ -37,14 +37,16 @@ def plain(source):
 
 
 def linear(*shape):
-    return Namespace(weight=torch.randn(*shape, dtype=torch.bfloat16) * shape[-1] ** -0.5)
+    """A matrix that keeps the variance of what it multiplies; anything else is of about 1."""
+    return Namespace(weight=torch.randn(*shape, dtype=torch.bfloat16) * (shape[-1] ** -0.5 if len(shape) == 2 else 1))
 
 
 def stack(layers, hidden, inner, length):
     config = Namespace(hidden_size=hidden, intermediate_size=inner, num_attention_heads=16, num_key_value_heads=8,
                        rms_norm_eps=1e-6)
+    angles = torch.randn(2, length, 128).bfloat16()
     model = Namespace(config=config, device=torch.get_default_device(), dtype=torch.bfloat16, layers=[],
-                      norm=linear(hidden), rotary_emb=lambda *_: torch.randn(2, length, 128).bfloat16())
+                      norm=linear(hidden), rotary_emb=lambda *_: angles)
     cache = Namespace(max_cache_len=length, layers=[])
     for _ in range(layers):
         qkv = linear(4096, hidden).weight
@@ -58,34 +60,52 @@ def stack(layers, hidden, inner, length):
     return model, cache
 
 
+def number(n):
+    return torch.full((1,), n)
+
+
+def sampling(vocab):
+    how = Sampling(vocab)
+    how.set(True, 0.9, 50, 0.2)                                   # so that most draws end elsewhere without top-p
+    return how
+
+
+def some_talker(hidden, length):
+    """Two layers, their step and all that it works on."""
+    how, (model, cache), head = sampling(3072), stack(2, hidden, 3 * hidden, length), linear(3072, hidden)
+    graph = Namespace(token=number(5), frame=number(0), hidden=linear(hidden).weight, embedding=linear(hidden).weight)
+    start, lengths, seen, suppressed = number(0), number(99), torch.rand(3072) < 0.7, torch.rand(3072) < 0.3
+    step = Step(model, cache, [head], how, graph, [
+        start, seen, suppressed, torch.tensor(1.5), number(2150), number(2), lengths, lengths.clone()])
+    return Namespace(**locals())
+
+
+def some_predictor(graph, layers, length):
+    """Three heads for a talker's `graph`, their step and all that it works on."""
+    width = len(graph.hidden)
+    how, (model, cache), heads = sampling(2048), stack(layers, 1024, 3072, 16), [linear(2048, 1024) for _ in "123"]
+    embeddings, inputs = ([torch.randn(n, size).bfloat16() for n in (3072, 2048, 2048, 2048)] for size in (width, 1024))
+    first, text, hiddens = linear(1024).weight, *torch.randn(2, length, width).bfloat16()
+    codes = torch.zeros(length, 4, dtype=torch.long)
+    step = Step(model, cache, heads, how, graph, [
+        first, *(table([weights], model.device) for weights in (inputs, embeddings)), text, hiddens, codes])
+    return Namespace(**locals())
+
+
 def main():
     with torch.device("cuda", 0):
-        for hidden, inner in ((1024, 3072), (2048, 6144)):
-            length, how = 80, Sampling(3072)
-            how.set(True, 0.9, 50, 0.8)
-            number = lambda n: torch.full((1,), n)                                                        # noqa: E731
-            graph = Namespace(token=number(5), frame=number(0), hidden=linear(hidden).weight,
-                              embedding=linear(hidden).weight)
-            start, lengths = number(0), number(99)
-            layers, heads = stack(2, hidden, inner, length), [linear(3072, hidden)]
-            talker = Step(*layers, heads, how, graph, [
-                start, torch.zeros(3072, dtype=torch.bool), torch.zeros(3072, dtype=torch.bool), torch.tensor(1.05),
-                number(2150), number(2), lengths, lengths.cpu().pin_memory()])
+        for hidden in (1024, 2048):
+            length = 80
+            talker = some_talker(hidden, length)
+            graph, predictor = talker.graph, some_predictor(talker.graph, 2, length)
             for position in (0, 17, length - 1):                  # the last row of the cache
-                start.fill_(position), graph.frame.zero_()
-                talker()
-            how, embeddings = Sampling(2048), [linear(n, hidden).weight for n in (3072, 2048, 2048, 2048)]
-            how.set(True, 0.9, 50, 0.8)
-            inputs = [linear(len(weight), 1024).weight for weight in embeddings]
-            codes = torch.zeros(length, 4, dtype=torch.long)
-            few_layers, few_heads = stack(2, 1024, 3072, 16), [linear(2048, 1024) for _ in "123"]
-            predictor = Step(*few_layers, few_heads, how, graph, [
-                linear(1024).weight, table([inputs], "cuda"), table([embeddings], "cuda"),
-                linear(length, hidden).weight, linear(length, hidden).weight, codes])
+                talker.start.fill_(position), graph.frame.zero_()
+                talker.step()
             for frame in (0, length - 1):
                 graph.frame.fill_(frame)
-                predictor()
+                predictor.step()
             torch.cuda.synchronize()
+            codes = predictor.codes
             assert torch.isfinite(graph.embedding).all() and codes.max() < 2048 and graph.token < 3072
             print(f"a talker {hidden} wide chose {graph.token.item()}, its predictor {codes[[0, -1]].tolist()}")
 

@@ -10,20 +10,19 @@ import torch
 import torch.nn.functional as F
 
 import fused_layers
-from cudagraph_talker import Sampling, sample
-from fused_layers import Step, table
 from gpu_on_cpu import build
-from sanitize import linear, stack
-from test_fused_layers import use_wrong_angles
+from sanitize import number, some_predictor, some_talker
+from test_fused_layers import reference_choice, use_wrong_angles
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
-LENGTH, HIDDEN, INNER = 40, 1024, 3072
+LENGTH, HIDDEN = 40, 1024
 NEAR = 0.1                                                        # bfloat16 alone is 0.05 off, of values of about 1
 
 
 @pytest.fixture
 def cpu(monkeypatch, tmp_path):
     """Step launches its kernel on 16 blocks of fibers."""
+    torch.manual_seed(0)
     libraries, sizes_of = [], fused_layers.sizes_of
 
     def compiled(source, _):
@@ -43,24 +42,6 @@ def cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(fused_layers, "ctypes", SimpleNamespace(
         CDLL=lambda _: SimpleNamespace(cuLaunchCooperativeKernel=launch), c_void_p=ctypes.c_void_p,
         addressof=ctypes.addressof))
-
-
-def number(n):
-    return torch.full((1,), n)
-
-
-def layers_of(count, length):
-    """Norms around 1, and one rotary table for all."""
-    model, cache = stack(count, HIDDEN, INNER, length)
-    tables = torch.randn(2, length, 128).bfloat16()
-    model.rotary_emb = lambda *_: tables
-    for layer in model.layers:
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn.q_norm,
-                     layer.self_attn.k_norm, model.norm):
-            norm.weight.normal_()
-    for layer in cache.layers:
-        layer.keys.normal_(), layer.values.normal_()
-    return model, cache
 
 
 def norm(x, module):
@@ -88,27 +69,8 @@ def forward(model, cached, x, position):
     return norm(x, model.norm)
 
 
-def chosen(scores, how, noise, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "exponential_", lambda tensor, generator=None: noise)
-        return sample(scores, how)[:, 0]
-
-
-def talker_step():
-    torch.manual_seed(0)
-    how, (model, cache), head = Sampling(3072), layers_of(2, LENGTH), linear(3072, HIDDEN)
-    how.set(True, 0.9, 50, 0.8)
-    graph = SimpleNamespace(token=number(0), frame=number(0), hidden=torch.zeros(HIDDEN).bfloat16(),
-                            embedding=torch.randn(HIDDEN).bfloat16())
-    start, suppressed, lengths = number(0), torch.rand(3072) < 0.3, number(99)
-    seen = torch.rand(3072) < 0.3
-    step = Step(model, cache, [head], how, graph, [
-        start, seen, suppressed, torch.tensor(1.5), number(2150), number(2), lengths, lengths.clone()])
-    return SimpleNamespace(**locals())
-
-
 def error_at(it, position):
-    """Runs a step; the largest error of the hidden state, the logits and the new row of the caches."""
+    """Runs a talker's step; the largest error of the hidden state, the logits and the caches."""
     cached = [(layer.keys.float(), layer.values.float()) for layer in it.cache.layers]
     hidden = forward(it.model, cached, it.graph.embedding.float(), position)
     it.start.fill_(position), it.graph.frame.zero_()
@@ -121,15 +83,16 @@ def error_at(it, position):
 
 @torch.no_grad()
 def test_a_talkers_token(cpu, monkeypatch):
-    it = talker_step()
+    it = some_talker(HIDDEN, LENGTH)
     for position in (0, 17, LENGTH - 1):
         seen = it.seen.clone()
         assert error_at(it, position) < NEAR
         scores = it.step.logits()
         scores = torch.where(seen, torch.where(scores < 0, scores * 1.5, scores / 1.5), scores)
         scores[:, 2150] = float("-inf")                           # too early to end
-        expected = chosen(scores.masked_fill(it.suppressed, float("-inf")), it.how, it.step.noise, monkeypatch)
-        assert it.graph.token == expected and it.graph.frame == 1 and it.lengths == 99
+        scores = scores.masked_fill(it.suppressed, float("-inf"))
+        assert it.graph.token == reference_choice(scores, it.how, it.step.noise, monkeypatch)
+        assert it.graph.frame == 1 and it.lengths == 99
         seen[it.graph.token] = True
         assert torch.equal(it.seen, seen)
 
@@ -137,28 +100,21 @@ def test_a_talkers_token(cpu, monkeypatch):
 @torch.no_grad()
 def test_a_wrong_kernel_is_seen(cpu, monkeypatch):
     use_wrong_angles(monkeypatch)
-    assert error_at(talker_step(), 17) > 5 * NEAR
+    assert error_at(some_talker(HIDDEN, LENGTH), 17) > 5 * NEAR
 
 
 @torch.no_grad()
 def test_a_frames_codes(cpu, monkeypatch):
-    torch.manual_seed(1)
-    how, (model, cache), heads = Sampling(2048), layers_of(1, 16), [linear(2048, HIDDEN) for _ in "123"]
-    how.set(True, 0.9, 50, 0.8)
-    embeddings = [torch.randn(n, 2048).bfloat16() for n in (3072, 2048, 2048, 2048)]       # the talker is wider
-    inputs = [torch.randn(len(weight), HIDDEN).bfloat16() for weight in embeddings]
-    graph = SimpleNamespace(token=number(5), frame=number(3), hidden=torch.randn(2048).bfloat16(),
+    graph = SimpleNamespace(token=number(5), frame=number(3), hidden=torch.randn(2048).bfloat16(),         # it is wider
                             embedding=torch.zeros(2048).bfloat16())
-    first, text, hiddens = (torch.randn(n).bfloat16() for n in (HIDDEN, (LENGTH, 2048), (LENGTH, 2048)))
-    codes = torch.zeros(LENGTH, 4, dtype=torch.long)
-    step = Step(model, cache, heads, how, graph, [
-        first, table([inputs], "cpu"), table([embeddings], "cpu"), text, hiddens, codes])
-    step()
-    cached = [(layer.keys.float(), layer.values.float()) for layer in cache.layers]
-    forward(model, cached, first.float(), 0)
-    assert codes[3, 0] == 5 and torch.equal(codes[3, 1:], chosen(step.logits(), how, step.noise, monkeypatch))
-    for i, (head, code) in enumerate(zip(heads, codes[3])):
-        logits = times(forward(model, cached, inputs[i][code].float(), i + 1), head)
-        assert (step.logits()[i] - logits).abs().max() < NEAR
-    summed = sum(weight[code].float() for weight, code in zip(embeddings, codes[3])).bfloat16()
-    assert torch.equal(graph.embedding, summed + text[3]) and torch.equal(hiddens[3], graph.hidden)
+    it = some_predictor(graph, 1, LENGTH)
+    it.step()
+    codes, cached = it.codes[3], [(layer.keys.float(), layer.values.float()) for layer in it.cache.layers]
+    assert codes[0] == 5
+    assert torch.equal(codes[1:], reference_choice(it.step.logits(), it.how, it.step.noise, monkeypatch))
+    forward(it.model, cached, it.first.float(), 0)
+    for i, (head, code) in enumerate(zip(it.heads, codes)):
+        logits = times(forward(it.model, cached, it.inputs[i][code].float(), i + 1), head)
+        assert (it.step.logits()[i] - logits).abs().max() < NEAR
+    summed = sum(weight[code].float() for weight, code in zip(it.embeddings, codes)).bfloat16()
+    assert torch.equal(graph.embedding, summed + it.text[3]) and torch.equal(it.hiddens[3], graph.hidden)
