@@ -30,9 +30,9 @@ import torch
 import transformers
 
 from cudagraph_talker import capture, sample
-from fused_layers import why_not
 from generate import accelerate, handed_over, load_upstream, stream
 from parity import Forced, error, one_pass, verdict
+from paths import why_not
 from random_checkpoint import write_checkpoint
 from voices import answered_mistakes, load_speaker, read_config, speaker_prompt
 from wav import write_wav

@@ -28,7 +28,7 @@ from cudagraph_codec import CodecGraph
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import TalkerGraph, aligned, part_of, static_cache
 from fewer_kernels import answer_directly, use_fewer_kernels
-from fused_layers import choose_path
+from paths import choose_path
 from turns import Turns
 from voices import (address, answered_mistakes, choose_device, parse_arguments, progress, read_config, voice_request,
                     with_progress)

@@ -12,14 +12,12 @@
 #define __global__
 #define __launch_bounds__(...)
 struct uint2 { unsigned x, y; };
-struct float2 { float x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 template <class A, class B> auto min(A a, B b) { std::common_type_t<A, B> x = a, y = b; return x < y ? x : y; }
 template <class A, class B> auto max(A a, B b) { std::common_type_t<A, B> x = a, y = b; return x > y ? x : y; }
 float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
 unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
 unsigned __byte_perm(unsigned x, unsigned y, unsigned) { return (x & 0xffff) | y << 16; }
-int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 float rsqrtf(float x) { return 1 / sqrtf(x); }
 
 struct Meeting {                                                  // of fibers; nobody leaves before all are there
@@ -27,14 +25,13 @@ struct Meeting {                                                  // of fibers; 
     uint64_t brought[2][32][3];
     void meet(int size);
 };
-struct Barrier { uint8_t count, missing; uint16_t phase; int bytes; };                    // missing: threads, and bytes
+struct Barrier { uint16_t count, missing; uint32_t phase; };
 struct Block { std::vector<char> memory; int threads; Meeting warps[9], workers, all; };
 struct Fiber { ucontext_t start; jmp_buf place; int thread, block; Block *of; bool begun, done; };
 Fiber *running;
 jmp_buf scheduler;
 struct { struct { operator int() const { return running->thread; } } x; } threadIdx;
 struct { struct { operator int() const { return running->block; } } x; } blockIdx;
-struct { struct { operator int() const { return running->of->threads; } } x; } blockDim;
 
 // Contexts only to begin: jumps cost no system call.
 [[gnu::noinline]] void give_way() { if (!_setjmp(running->place)) _longjmp(scheduler, 1); }
@@ -67,7 +64,6 @@ template <class T, class Join> T reduce(T mine, Join join) {
 template <class T> T __shfl_xor_sync(unsigned, T x, int other) {
     return together(x, [&](auto of) { return of(threadIdx.x % 32 ^ other); });
 }
-template <class T> T __reduce_min_sync(unsigned, T x) { return reduce(x, [](T a, T b) { return min(a, b); }); }
 template <class T> T __reduce_max_sync(unsigned, T x) { return reduce(x, [](T a, T b) { return max(a, b); }); }
 template <class T> T __reduce_add_sync(unsigned, T x) { return reduce(x, [](T a, T b) { return a + b; }); }
 void __syncwarp() { together(0, [](auto) { return 0; }); }
@@ -75,7 +71,10 @@ void __syncwarp() { together(0, [](auto) { return 0; }); }
 // ---- PTX
 unsigned to_bf16(float f) { const unsigned u = __float_as_uint(f); return (u + 0x7fff + (u >> 16 & 1)) >> 16; }
 float half_of(unsigned pair, int i) { return __uint_as_float(i ? pair & 0xffff0000 : pair << 16); }
-template <class T> T load(const T *from) { return give_way(), *from; }
+void load(unsigned &x, unsigned &y, unsigned &z, unsigned &w, const unsigned *from) {
+    give_way();
+    x = from[0], y = from[1], z = from[2], w = from[3];
+}
 // a 16 by 16, b 16 by 8: lane 4 r + q has of a the rows r and r + 8 and the columns 2 q, 2 q + 8 and their neighbours
 void mma(float &d0, float &d1, float &d2, float &d3, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
          unsigned b1) {
@@ -91,19 +90,13 @@ void mma(float &d0, float &d1, float &d2, float &d3, unsigned a0, unsigned a1, u
     });
 }
 Barrier &barrier(unsigned at) { return *(Barrier *)(block_memory() + at); }
-void start_barrier(unsigned at, uint8_t count) { barrier(at) = {count, count}; }
-void arrive(unsigned at, int threads, int bytes) {                // bytes: still to come, or below 0 those that have
-    Barrier &b = barrier(at);
-    b.missing -= threads, b.bytes += bytes;
-    if (!b.missing && !b.bytes) b.missing = b.count, ++b.phase;
-}
+void start_barrier(unsigned at, uint16_t count) { barrier(at) = {count, count, 0}; }
+void arrive(unsigned at) { if (Barrier &b = barrier(at); --b.missing == 0) b.missing = b.count, ++b.phase; }
 unsigned try_wait(unsigned at, unsigned parity) {
     if (barrier(at).phase % 2 == parity) give_way();
     return barrier(at).phase % 2 != parity;
 }
-void bring(unsigned to, const char *from, int bytes, unsigned full) {
-    memcpy(block_memory() + to, from, bytes), arrive(full, 0, -bytes);
-}
+void bring(unsigned full, unsigned to, const char *from) { memcpy(block_memory() + to, from, 2048), arrive(full); }
 
 // ---- a launch: 0 if all threads came to their end
 template <class Arguments> int launch(void (*kernel)(const Arguments *), const void *arguments, int grid, int threads,

@@ -8,16 +8,13 @@ PTX = {   # begins with: in its place, with the operands
     "cvt.rn.bf16x2.f32": "{0} = to_bf16({2}) | to_bf16({1}) << 16",
     "bar.sync": "running->of->workers.meet({0})",
     "st.relaxed.gpu.global.u32": "*(u32 *){0} = {1}",
-    "st.relaxed.gpu.global.u64": "*(u64 *){0} = {1}",
-    "ld.relaxed.gpu.global.u64 %0, [%2]; ld.relaxed.gpu.global.u64 %1, [%3];": "{0} = load({2}), {1} = load({3})",
+    "ld.relaxed.gpu.global.v4.u32": "load({0}, {1}, {2}, {3}, {4})",
     "{.reg .pred p; mbarrier.try_wait": "{0} = try_wait({1}, {2})",
     "createpolicy": "{0} = 0",
-    "mbarrier.arrive.expect_tx.shared.b64 _, [%0], 16384;": "arrive({0}, 1, 16384)",
-    "cp.async.bulk": "bring({0}, {1}, 2048, {2})",
+    "mbarrier.arrive.expect_tx.shared.b64 _, [%0], 2048; cp.async.bulk": "bring({0}, {1}, {2})",
     "mma.sync.aligned.m16n8k16": "mma({0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9})",
-    "mbarrier.arrive.shared": "arrive({0}, 1, 0)",
-    "mbarrier.init.shared.b64 [%0], 1; mbarrier.init.shared.b64 [%1], 8;":
-        "start_barrier({0}, 1), start_barrier({1}, 8)",
+    "mbarrier.arrive.shared": "arrive({0})",
+    "mbarrier.init.shared.b64 [%0], 8;": "start_barrier({0}, 8)",
     "fence.proxy.async": "",
 }
 

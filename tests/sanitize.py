@@ -19,13 +19,15 @@ from cudagraph_talker import Sampling
 from fused_layers import Step, table
 
 PLAIN = {
-    "mbarrier.init.shared.b64 [%0], 1; mbarrier.init.shared.b64 [%1], 8;":
-        "mbarrier.init.shared.b64 [%0], 32; mbarrier.init.shared.b64 [%1], 256;",
-    "if (threadIdx.x % 32 == 0) asm volatile(\"mbarrier.arrive": "asm volatile(\"mbarrier.arrive",
-    "if (lane == 0) asm volatile(\"mbarrier.arrive.expect_tx.shared.b64 _, [%0], 16384;\"":
-        "for (int i = lane / 8; i < 128; i += 4) ((uint4 *)shared->ring[slot][lane % 8])[i] = ((uint4 *)from)[i];"
+    "start(slot(threadIdx.x).empty);": "start(slot(threadIdx.x).empty, 256);",
+    "start(u64 &barrier) { asm(\"mbarrier.init.shared.b64 [%0], 8;\" :: \"r\"(address(&barrier)) : \"memory\"); }":
+        "start(u64 &barrier, int count = 8) { asm volatile(\"mbarrier.init.shared.b64 [%0], %1;\" :: "
+        "\"r\"(address(&barrier)), \"r\"(count) : \"memory\"); }",
+    "if (threadIdx.x % 32 == 0)\n                asm volatile": "asm volatile",
+    "asm volatile(\"mbarrier.arrive.expect_tx.shared.b64 _, [%0], 2048; cp.async.bulk.shared::cluster.global\"":
+        "for (int i = 0; i < 128; ++i) ((uint4 *)slot(n).rows[eighth])[i] = ((const uint4 *)from)[i];"
         "asm volatile(\"mbarrier.arrive.shared.b64 _, [%0];\"",
-    "if (lane < 8)\n": "if (false)\n",
+    "\".mbarrier::complete_tx::bytes.L2::cache_hint [%1], [%2], 2048, [%0], %3;\"": "",
 }
 
 
@@ -43,7 +45,7 @@ def linear(*shape):
 
 def stack(layers, hidden, inner, length):
     config = Namespace(hidden_size=hidden, intermediate_size=inner, num_attention_heads=16, num_key_value_heads=8,
-                       rms_norm_eps=1e-6)
+                       head_dim=128, rms_norm_eps=1e-6)
     angles = torch.randn(2, length, 128).bfloat16()
     model = Namespace(config=config, device=torch.get_default_device(), dtype=torch.bfloat16, layers=[],
                       norm=linear(hidden), rotary_emb=lambda *_: angles)

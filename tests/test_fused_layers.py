@@ -10,6 +10,7 @@ import torch
 
 import bench
 import fused_layers
+import paths
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import TalkerGraph, sample, static_cache
 from fewer_kernels import use_fewer_kernels
@@ -27,7 +28,7 @@ STACKS = {"0.6B": (28, 1024, 3072, 1), "1.7B": (28, 2048, 3072, 1), "predictor":
 def pretended(monkeypatch, gpu="H200", stack="0.6B"):
     """A stack of layers with its heads, as far as its sizes go, on a GPU that is not there."""
     (_, count, kib), (layers, hidden, vocab, codes) = GPUS[gpu], STACKS[stack]
-    gpu = SimpleNamespace(multi_processor_count=count, shared_memory_per_block_optin=kib * 1024)
+    gpu = SimpleNamespace(multi_processor_count=count, shared_memory_per_block_optin=kib * 1024, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     config = SimpleNamespace(num_attention_heads=16, num_key_value_heads=8, head_dim=128, hidden_size=hidden,
                              intermediate_size=3 * hidden, rms_norm_eps=1e-6)
@@ -229,7 +230,7 @@ def test_choices_have_the_right_odds(fused):
 
 
 def use_wrong_angles(monkeypatch):
-    source, right, wrong = SOURCE.read_text(), "sin[i] = a.sin[place]", "sin[i] = a.sin[place / 2]"
+    source, right, wrong = SOURCE.read_text(), "sin = a.sin[at(position)]", "sin = a.sin[at(position / 2)]"
     assert right in source
     monkeypatch.setattr(fused_layers, "SOURCE", SimpleNamespace(read_text=lambda: source.replace(right, wrong)))
 
@@ -238,6 +239,9 @@ def use_wrong_angles(monkeypatch):
 def test_a_wrong_kernel_is_found(checkpoint, monkeypatch):
     """RoPE with other angles: `bench.py --check` says so, of that path alone."""
     use_wrong_angles(monkeypatch)
+    past_its_cache = fused_layers.compiled.__wrapped__
+    for module in (fused_layers, paths):
+        monkeypatch.setattr(module, "compiled", past_its_cache)
     verdicts = {name: good for name, good, _ in bench.check(str(checkpoint("base", "0.6B")), torch.randn(1024), 40)}
     assert not verdicts["fused layers: codes 1 to 15"] and verdicts["reference path: codes 1 to 15"]
 
@@ -265,16 +269,15 @@ def test_a_kernel_that_does_not_compile_is_not_used(monkeypatch):
     talker = SimpleNamespace(model=model, codec_head=heads[0], device=SimpleNamespace(type="cuda"),
                              dtype=torch.bfloat16, config=model.config,
                              code_predictor=SimpleNamespace(model=model, lm_head=heads * 15))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(fused_layers, "compiled", lambda *_: None)
-    assert fused_layers.choose_path(talker, None) == (True, "fused layers")
+    monkeypatch.setattr(paths, "compiled", lambda *_, **sizes: None)
+    assert paths.choose_path(talker, None) == (True, "fused layers")
 
-    def refuse(*_):
+    def refuse(*_, **sizes):
         raise RuntimeError("Kernel compilation failed:\nno such instruction")
-    monkeypatch.setattr(fused_layers, "compiled", refuse)
-    used, words = fused_layers.choose_path(talker, None)
+    monkeypatch.setattr(paths, "compiled", refuse)
+    used, words = paths.choose_path(talker, None)
     assert not used and "no such instruction" in words and "\n" not in words
     with pytest.raises(ValueError, match="no such instruction"):
-        fused_layers.choose_path(talker, True)
+        paths.choose_path(talker, True)
     gpu.multi_processor_count = 30
-    assert "30 multiprocessors" in fused_layers.why_not(talker)
+    assert "30 multiprocessors" in paths.why_not(talker)

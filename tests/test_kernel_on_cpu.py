@@ -25,11 +25,11 @@ def cpu(monkeypatch, tmp_path):
     torch.manual_seed(0)
     libraries, sizes_of = [], fused_layers.sizes_of
 
-    def compiled(source, _):
+    def compiled(_, **sizes):
         folder = tmp_path / str(len(libraries))
         folder.mkdir()
-        libraries.append(build(source, folder))
-        return SimpleNamespace(func=libraries[-1], set_shared_memory_config=lambda _: None)
+        libraries.append(build(fused_layers.source(sizes), folder))
+        return SimpleNamespace(func=libraries[-1])
 
     def launch(run, grid, _y, _z, threads, _v, _w, memory, _stream, arguments):
         return run(ctypes.c_void_p.from_address(arguments[0]).value, grid, threads, memory)
