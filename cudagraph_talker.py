@@ -51,9 +51,9 @@ class Sampling:
     """How to choose from logits. Device scalars, so that one capture serves every request."""
     def __init__(self, vocab):
         self.vocab, self.generator = vocab, None
-        self.temperature = torch.ones(())
+        self.temperature = torch.ones((), dtype=torch.float32)
         self.kth = torch.zeros(1, dtype=torch.long)               # the rank of the k-th best, counted from the worst
-        self.tail = torch.zeros(())                               # 1 - top_p
+        self.tail = torch.zeros((), dtype=torch.float32)          # 1 - top_p
         self.greedy = torch.zeros((), dtype=torch.bool)
 
     def set(self, do_sample, temperature, top_k, top_p):
@@ -115,7 +115,7 @@ class TalkerGraph:
             self.columns, self.ids = torch.arange(length), torch.arange(vocab)
             # settings
             self.sampling = Sampling(vocab)
-            self.repetition_penalty = torch.ones(())
+            self.repetition_penalty = torch.ones((), dtype=torch.float32)
             self.suppressed = torch.zeros(vocab, dtype=torch.bool)
             self.end_token, self.min_tokens = torch.zeros(2, dtype=torch.long)
             # the prompt: `start` columns, of which the first `pad` of each row are empty

@@ -28,6 +28,6 @@ def why_not(talker):
     try:
         for model, heads in ((talker.model, [talker.codec_head]), (predictor.model, predictor.lm_head)):
             compiled(model.device, **sizes_of(model, heads, talker.config.hidden_size))
-    except (RuntimeError, OSError) as error:
+    except (AttributeError, OSError, RuntimeError) as error:
         return f"the kernel cannot be compiled: {' '.join(str(error).split())[:200]}"
     return ""

@@ -12,7 +12,7 @@ import bench
 import fused_layers
 import paths
 from cudagraph_predictor import PredictorGraph
-from cudagraph_talker import TalkerGraph, sample, static_cache
+from cudagraph_talker import Sampling, TalkerGraph, sample, static_cache
 from fewer_kernels import use_fewer_kernels
 from generate import accelerate, load_upstream
 from parity import MARGIN, Forced, error, verdict
@@ -263,7 +263,17 @@ def test_on_a_cpu_it_says_why(checkpoint):
     assert tts.model.talker.generate.__self__.path.startswith("reference path")
 
 
-def test_a_kernel_that_does_not_compile_is_not_used(monkeypatch):
+def test_the_settings_are_float32_whatever_the_default():
+    torch.set_default_dtype(torch.float64)
+    try:
+        how = Sampling(2048)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert how.temperature.dtype == how.tail.dtype == torch.float32
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AttributeError])                          # AttributeError: torch 2.8
+def test_a_kernel_that_does_not_compile_is_not_used(error, monkeypatch):
     """On a GPU that seems to have all it takes."""
     model, heads, gpu = pretended(monkeypatch)
     talker = SimpleNamespace(model=model, codec_head=heads[0], device=SimpleNamespace(type="cuda"),
@@ -273,7 +283,7 @@ def test_a_kernel_that_does_not_compile_is_not_used(monkeypatch):
     assert paths.choose_path(talker, None) == (True, "fused layers")
 
     def refuse(*_, **sizes):
-        raise RuntimeError("Kernel compilation failed:\nno such instruction")
+        raise error("Kernel compilation failed:\nno such instruction")
     monkeypatch.setattr(paths, "compiled", refuse)
     used, words = paths.choose_path(talker, None)
     assert not used and "no such instruction" in words and "\n" not in words
