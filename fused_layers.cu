@@ -4,7 +4,7 @@
 // 1. Weights do not depend on the token. They flow through a ring in shared memory in the order of their use, STAGES
 //    ahead, so that memory stays busy while the blocks wait for each other.
 // 2. Reading is waiting. What one block computes and others need travels in words: a bfloat16 and, in the other 16
-//    bits, the turn in which it was written. A reader loads words until they are of this turn: no other barrier.
+//    bits, its turn: the layers begun so far, over all launches. A reader loads words until they are of this turn.
 //
 // Sums are float, rounded to bfloat16 where the model's own forward rounds.
 #define EACH(i, n) _Pragma("unroll") for (int i = 0; i < n; ++i)
@@ -23,23 +23,23 @@ struct Matrix { const char *address; u64 share; };                // bytes of an
 struct Layer { const uint2 *input_norm, *post_norm, *q_norm, *k_norm; uint2 *keys, *values; };
 struct Exchange {
     u32 logits[CODES][VOCAB], hidden[HIDDEN], attended[HIDDEN], qkv[QKV], heads[QUERY], inner[INNER];
-    u32 partial[HEADS][SPLITS][HEAD][4];
+    u32 splits[HEADS][SPLITS][HEAD][4];                           // output, log of the weights' sum: 2 bfloat16 each
     __device__ const Exchange &mine() const { return this[blockIdx.x / 8 % COPIES]; }
 };
 struct Arguments {                                                // length: of the cache; sin: its first half negated
     const Matrix *matrices; const Layer *layers; u64 length; const uint2 *norm, *cos, *sin; Exchange *exchange;
     u32 *turn; const float *temperature; const u64 *kth; const float *tail; const bool *greedy; const float *noise;
     u64 *token, *frame; uint2 *hidden; bf16 *embedding;
-#if CODES == 1
+#if CODES == 1                                                    // the talker
     const u64 *start; bool *seen; const bool *suppressed; const float *penalty; const u64 *end_token, *min_tokens;
     u64 *lengths; volatile u64 *lengths_on_host;
-#else
+#else                                                             // the predictor
     const bf16 *input, *const *inputs, *const *embeddings, *text; bf16 *hiddens; u64 *codes;
 #endif
 };
 struct alignas(16) Four { float at[4]; };
 struct Stage { char rows[8][2048 + 64]; u64 full, empty; };       // 64 more, and the rows lie in different banks
-struct alignas(16) Shared {
+struct alignas(16) Shared {                                       // partial: from SECOND on, of o_proj and down_proj
     Four sum[WARPS][2][HEAD / 4];
     float best[WARPS][2], weight[WARPS][2], partial[WARPS][SECOND + HIDDEN / GRID]; u64 joined[WARPS];
 };
@@ -73,7 +73,7 @@ template <class T, class Join> __device__ T join(T x, Join with) {              
     return x;
 }
 
-// ---- words
+// ---- words: one is written anew only after later words of every block have come, so all have read the old one
 template <int N = COPIES> __device__ void publish(u32 *word, float x, u32 turn) {
     EACH(i, N) asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"((char *)word + i * sizeof(Exchange)),
                             "r"(turn << 16 | pack(x, 0)) : "memory");
@@ -114,8 +114,8 @@ __device__ void bring_weights(const Matrix *matrix, int eighth) {
         }
     }
 }
-// A lane holds 8 columns of a row of weights. The tensor core takes four of them as part of one of its 16 rows, four as
-// part of another, and x is laid out to match in two of its 8 columns: d[0] + d[3] is the product.
+// A lane holds 8 columns of a row of weights. The tensor core takes w.x and w.y as part of one of its 16 rows, w.z and
+// w.w of another, and x is laid out to match in two of its 8 columns: d[0] + d[3] is the product.
 __device__ void multiply_add(float (&d)[4], uint4 w, uint2 x) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -145,8 +145,8 @@ __device__ float total(int row) {
     return rounded(sum);
 }
 template <int ROWS, class Of> __device__ void publish_rows(u32 (&words)[ROWS], int first, u32 turn, Of of) {
-    sync();                                                       // of this block, a thread each
-    if (threadIdx.x < ROWS / GRID)
+    sync();                                                       // the sums of all warps are there
+    if (threadIdx.x < ROWS / GRID)                                // a thread for each of this block's rows
         publish(&words[blockIdx.x * (ROWS / GRID) + threadIdx.x], of(total(first + threadIdx.x)), turn);
 }
 
@@ -191,9 +191,9 @@ __device__ void attend(const Arguments &a, const Layer &layer, int position, u32
     if (first == 0) keys[at(position)] = x[2], values[at(position)] = x[3];
 
     Four sum[2] = {};
-    float best[2] = {NOTHING, NOTHING}, weight[2] = {1, 1};       // of nothing
-    for (int start = first; start <= position; start += AHEAD * STEP) EACH(i, AHEAD) {
-        const int p = start + i * STEP;
+    float best[2] = {NOTHING, NOTHING}, weight[2] = {1, 1};       // as of a key that scores NOTHING
+    for (int next = first; next <= position; next += AHEAD * STEP) EACH(i, AHEAD) {
+        const int p = next + i * STEP;
         if (p == position) k[i] = x[2], v[i] = x[3];
         EACH(h, 2) {
             const float match = add_lanes(dot(floats(x[h]), floats(k[i])));
@@ -214,18 +214,18 @@ __device__ void attend(const Arguments &a, const Layer &layer, int position, u32
         const float kept = expf(shared->best[w][h] - top);
         all += shared->weight[w][h] * kept, out += shared->sum[w][h][d / 4].at[d % 4] * kept;
     }
-    const float y = out / all, size = top + logf(all), words[4] = {y, y - rounded(y), size, size - rounded(size)};
+    const float y = out / all, log = top + logf(all), words[4] = {y, y - rounded(y), log, log - rounded(log)};
     if (SPLITS == 1) return publish(&a.exchange->heads[head * HEAD + d], y, turn);
-    EACH(i, 4) publish<1>(&a.exchange->partial[head][split][d][i], words[i], turn);
+    EACH(i, 4) publish<1>(&a.exchange->splits[head][split][d][i], words[i], turn);
 }
 __device__ void join_splits(Exchange &exchange, u32 turn) {       // each block joins the splits of some dimensions
     const int out = (blockIdx.x * THREADS + threadIdx.x) / SPLITS, split = threadIdx.x % SPLITS;
     uint2 x[1];
-    receive(x, exchange.partial[out / HEAD][split][out % HEAD], turn, [](int) { return 0; });
-    const float y = low(x->x) + high(x->x), size = low(x->y) + high(x->y);
-    float top = size;
+    receive(x, exchange.splits[out / HEAD][split][out % HEAD], turn, [](int) { return 0; });
+    const float y = low(x->x) + high(x->x), log = low(x->y) + high(x->y);
+    float top = log;
     _Pragma("unroll") for (int i = SPLITS / 2; i; i /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
-    const float sum = add_lanes<SPLITS>(expf(size - top) * y) / add_lanes<SPLITS>(expf(size - top));
+    const float sum = add_lanes<SPLITS>(expf(log - top) * y) / add_lanes<SPLITS>(expf(log - top));
     if (split == 0) publish(&exchange.heads[out], sum, turn);
 }
 
@@ -273,7 +273,7 @@ __device__ int choose(const Arguments &a, const uint2 (&x)[HIDDEN / 256], int he
     publish_rows(a.exchange->logits[head], 0, turn, [](float y) { return y; });
     if (CODES == 1 && blockIdx.x > 0) return 0;                   // the first block's choice is the talker's
     uint2 logits[SCORES / 4];
-    u64 rank[SCORES], winner = VOCAB;                             // rank: 32 bits of score, 12 of id; NaN elects id 0
+    u64 rank[SCORES], winner = VOCAB;         // rank: 32 bits of score, 12 of id; winner: weight / noise, VOCAB - id
     float score[SCORES], noise[SCORES];
     u32 mass[SCORES], best = 0;
     EACH(i, SCORES) noise[i] = *a.greedy ? 1 : a.noise[head * VOCAB + id(i)];
@@ -289,7 +289,7 @@ __device__ int choose(const Arguments &a, const uint2 (&x)[HIDDEN / 256], int he
         rank[i] = (u64)key << 12 | id(i), best = max(best, key), mass[i] = 1;
     }
     best = join(__reduce_max_sync(~0u, best), [](u32 x, u32 y) { return max(x, y); });
-    const auto below = [&](u64 candidate) {
+    const auto below = [&](u64 candidate) {                       // how many at first, for top-k; how likely, for top-p
         u32 sum = 0;
         EACH(i, SCORES) sum += rank[i] < candidate ? mass[i] : 0;
         return join((u64)__reduce_add_sync(~0u, sum), [](u64 x, u64 y) { return x + y; });
@@ -299,7 +299,7 @@ __device__ int choose(const Arguments &a, const uint2 (&x)[HIDDEN / 256], int he
         for (int bit = 43; bit >= last; --bit) found |= below(found | 1ull << bit) <= limit ? 1ull << bit : 0;
         return found;
     };
-    const u64 kth = cut(*a.kth, CODES == 1 ? 12 : 28);            // 12: with its equals; 28: scores are bfloat16
+    const u64 kth = cut(*a.kth, CODES == 1 ? 12 : 28);            // 12: with its equals; 28: bfloat16 has no more
     const float top = __uint_as_float(best >> 31 ? best & ~(1u << 31) : ~best) / *a.temperature;
     EACH(i, SCORES) score[i] = rank[i] < kth ? 0 : expf(score[i] / *a.temperature - top);
     EACH(i, SCORES) mass[i] = score[i] * (1 << 22) + 0.5f;
@@ -320,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 8, 1) step(const Argument
 
     uint2 x[HIDDEN / 256];
     u32 n = 0, turn = *a.turn, frame = *a.frame;
-#if CODES == 1
+#if CODES == 1                                                    // the talker
     run_layers(a, a.embedding, *a.start + frame, x, n, turn);
     const u64 token = choose(a, x, 0, ++frame, n, turn);
     if (blockIdx.x > 0) return;
@@ -329,19 +329,19 @@ extern "C" __global__ void __launch_bounds__(THREADS + 8, 1) step(const Argument
     *a.token = token, *a.frame = frame, a.seen[token] = true, *a.turn = turn;
     if (token == *a.end_token) *a.lengths = min(*a.lengths, (u64)frame);
     *a.lengths_on_host = *a.lengths;
-#else
-    const int column = blockIdx.x * THREADS + threadIdx.x;
+#else                                                             // the predictor
+    const int at = blockIdx.x * THREADS + threadIdx.x;
     u64 code = *a.token;
     float sum = 0;
 #pragma unroll 1
     for (int i = 0; i <= CODES; ++i) {
         run_layers(a, i == 0 ? a.input : a.inputs[i - 1] + code * HIDDEN, i, x, n, turn);
         if (i > 0) code = choose(a, x, i - 1, frame, n, turn);
-        if (column < WIDTH) sum += low(a.embeddings[i][code * WIDTH + column]);
-        if (column == 0) a.codes[frame * (CODES + 1) + i] = code, *a.turn = turn;
+        if (at < WIDTH) sum += low(a.embeddings[i][code * WIDTH + at]);
+        if (at == 0) a.codes[frame * (CODES + 1) + i] = code, *a.turn = turn;
     }
-    if (column >= WIDTH) return;
-    a.embedding[column] = pack(rounded(sum) + low(a.text[frame * WIDTH + column]), 0);
-    a.hiddens[frame * WIDTH + column] = ((const bf16 *)a.hidden)[column];
+    if (at >= WIDTH) return;
+    a.embedding[at] = pack(rounded(sum) + low(a.text[frame * WIDTH + at]), 0);
+    a.hiddens[frame * WIDTH + at] = ((const bf16 *)a.hidden)[at];
 #endif
 }

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 SOURCE = Path(__file__).with_suffix(".cu")
-THREADS, COPIES, EXCHANGE = 256 + 8, 4, 1 << 20                   # as in fused_layers.cu
+BLOCK, COPIES, EXCHANGE = 256 + 8, 4, 1 << 20                     # as in fused_layers.cu; 8 bring weights
 
 
 def sizes_of(model, heads, width):
@@ -63,7 +63,7 @@ class Step:
         with self.device:
             cos, sin = model.rotary_emb(torch.empty(0, dtype=model.dtype), torch.arange(length)[None])
             self.exchange, turn = (torch.zeros(n, dtype=torch.int32) for n in (COPIES * EXCHANGE // 4, 1))
-            self.noise = torch.zeros(len(heads), sizes["VOCAB"])
+            self.noise = torch.zeros(len(heads), sizes["VOCAB"], dtype=torch.float32)
         self.uses = [table([*shares, (0, 0)], self.device), table(layers, self.device), length, model.norm.weight,
                      cos.contiguous(), sin.contiguous(), self.exchange, turn, how.temperature, how.kth, how.tail,
                      how.greedy, self.noise, graph.token, graph.frame, graph.hidden, graph.embedding, *fields]
@@ -74,7 +74,7 @@ class Step:
         self.noise.exponential_()
         arguments = ctypes.c_void_p(self.arguments.data_ptr())
         error = self.driver.cuLaunchCooperativeKernel(
-            self.kernel.func, self.grid, 1, 1, THREADS, 1, 1, self.memory,
+            self.kernel.func, self.grid, 1, 1, BLOCK, 1, 1, self.memory,
             ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream),
             (ctypes.c_void_p * 1)(ctypes.addressof(arguments)))
         if error:
