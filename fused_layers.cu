@@ -294,7 +294,7 @@ __device__ int choose(const Arguments &a, const uint2 (&x)[HIDDEN / 256], int he
         EACH(i, SCORES) sum += rank[i] < candidate ? mass[i] : 0;
         return join((u64)__reduce_add_sync(~0u, sum), [](u64 x, u64 y) { return x + y; });
     };
-    const auto cut = [&](u64 limit, int last) {                 // the highest rank with no more mass below it
+    const auto cut = [&](u64 limit, int last) {                   // the highest rank with no more mass below it
         u64 found = 0;
         for (int bit = 43; bit >= last; --bit) found |= below(found | 1ull << bit) <= limit ? 1ull << bit : 0;
         return found;
