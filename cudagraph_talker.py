@@ -2,8 +2,8 @@
 
 `step` is captured once, `prefill` once for each bucket of prompt lengths; both write the same StaticCache and end in
 `choose`. The tensors made in __init__ are static: the graphs read and write them in place, and so does the predictor's.
-The caller sets up a request with `configure` and `begin`, then replays the predictor's `step` and this one in turn, a
-pair a frame. `capture` and `sample` serve the predictor as well.
+The caller sets up a request with `configure`, `sampling.set` and `begin`, here and in the predictor, then replays the
+predictor's `step` and this one in turn, a pair a frame. `capture` and `sample` serve the predictor as well.
 """
 import copy
 from functools import partial
@@ -27,7 +27,7 @@ def capture(fn, device, pool=None):
         with torch.cuda.stream(stream):
             fn()                                                  # warm-up
         torch.cuda.current_stream(device).wait_stream(stream)
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             fn()                                                  # capture
     return graph.replay
 

@@ -1,4 +1,7 @@
 """What only a GPU can show, on random weights of the published shapes. Skipped without one."""
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -98,6 +101,37 @@ def test_a_padded_row_alone(tts):
     (_, last), _ = tts.generate_voice_clone(TEXTS[2:0:-1], voice_clone_prompt=speaker_prompt(tts.speaker, 2), **request)
     (alone,), _ = tts.generate_voice_clone(TEXTS[1], voice_clone_prompt=speaker_prompt(tts.speaker), **request)
     np.testing.assert_array_equal(last, alone)
+
+
+@pytest.mark.filterwarnings("ignore:the speech was cut off")
+def test_captures_beside_other_threads(tts):
+    """A list of a new length is captured while other threads build prompts, which takes memory."""
+    accelerate(tts, max_seq_len=256, max_batch=4)
+    decoder, done = tts.model.talker.generate.__self__, threading.Event()
+    recording = np.random.default_rng(0).normal(size=3 * 24000).astype(np.float32) * 0.1, 24000
+    request = dict(language="English", max_new_tokens=9, **GREEDY)
+
+    def build_prompts():
+        built = 0
+        while not done.is_set() or built == 0:
+            prompt = tts.create_voice_clone_prompt(recording, "three seconds of something")
+            handed_over(tts.generate_voice_clone, dict(text=TEXTS[built % 3], voice_clone_prompt=prompt, **request))
+            torch.empty((1 + built % 7) << 24, device="cuda")
+            built += 1
+        return built
+
+    def speak(rows):
+        prompt = speaker_prompt(tts.speaker, rows)
+        return tts.generate_voice_clone((TEXTS * 2)[:rows], voice_clone_prompt=prompt, **request)[0]
+    with ThreadPoolExecutor(2) as threads:
+        building = [threads.submit(build_prompts) for _ in range(2)]
+        beside = [speak(rows) for rows in (2, 3, 4)]
+        done.set()
+        assert all(job.result() > 0 for job in building)
+    assert {2, 3, 4} <= decoder.graphs.keys()
+    for rows, audios in zip((2, 3, 4), beside, strict=True):
+        for audio, alone in zip(audios, speak(rows), strict=True):
+            np.testing.assert_array_equal(audio, alone)
 
 
 def test_codec_of_a_batch(fast):
