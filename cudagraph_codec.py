@@ -62,7 +62,7 @@ class CodecGraph:
         self.decoder = copy.deepcopy(model, {id(w): w for w in (*model.parameters(), *model.buffers())})
         with self.device:
             self.codes = torch.zeros(1, config.num_quantizers, max(SIZES), dtype=torch.long)
-            self.samples = torch.zeros(max(SIZES) * self.samples_a_frame)
+            self.samples = torch.zeros(max(SIZES) * self.samples_a_frame, dtype=torch.float32)
             self.position = torch.zeros(1, dtype=torch.long)
             self.window = Window(config, model.dtype)
             self.state = [tail for tails in self.window.tails for tail in tails]
@@ -115,7 +115,8 @@ class CodecGraph:
     @torch.no_grad()
     def feed(self, codes):
         """Starts to decode the next frames (T, 16). Returns a function that waits for their samples: numpy, float32."""
-        audio = torch.empty(len(codes) * self.samples_a_frame, pin_memory=self.stream is not None)
+        audio = torch.empty(len(codes) * self.samples_a_frame, dtype=torch.float32, device="cpu",
+                            pin_memory=self.stream is not None)
         with self.on_own_stream():
             rest, filled = codes.to(self.device).T, 0
             if self.stream:

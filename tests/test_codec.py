@@ -52,6 +52,19 @@ def test_chunks_joined_are_one_pass(tokenizer, codec, sizes):
     np.testing.assert_allclose(joined(codec, codes, chunk_sizes(sizes)), one_pass(tokenizer, codes), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_samples_are_float32_whatever_the_default(tokenizer, default):
+    codes = torch.randint(2048, (3, 16))
+    expected = one_pass(tokenizer, codes)
+    torch.set_default_dtype(default)
+    try:
+        audio = joined(CodecGraph(tokenizer, Turns()), codes, [1, 2])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert audio.dtype == np.float32
+    np.testing.assert_allclose(audio, expected, rtol=0, atol=1e-5)
+
+
 def test_upstream_decoder_is_left_as_it_was(tokenizer, codec):
     codes = torch.randint(2048, (1, 16, 20))
     with torch.no_grad():
