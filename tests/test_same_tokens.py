@@ -75,5 +75,5 @@ def test_hidden_states(voices):
         torch.manual_seed(0)
         tts.generate_voice_clone(text=TEXTS, max_new_tokens=100, **voice.arguments)
         del tts.model.generate
-    for expected, hidden in zip(results[0][1], results[1][1]):
+    for expected, hidden in zip(results[0][1], results[1][1], strict=True):
         torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
