@@ -4,12 +4,12 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-models=
-case ${1:-} in
-  0.6B|1.7B) models=$1; shift ;;
-  both) models="0.6B 1.7B"; shift ;;
-  --*|"") ;;
-  *) echo "usage: ./benchmark.sh [0.6B|1.7B|both] [--random-weights] [--quick] [--check]" >&2; exit 2 ;;
-esac
+for word in "$@"; do
+  shift
+  case $word in
+    both) set -- "$@" 0.6B 1.7B ;;
+    *) set -- "$@" "$word" ;;
+  esac
+done
 [ -x .venv/bin/python ] || ./setup.sh none
-exec .venv/bin/python bench.py $models "$@"
+exec .venv/bin/python bench.py "$@"
