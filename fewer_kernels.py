@@ -22,8 +22,9 @@ def answer_directly(*configs):
 
 def use_fewer_kernels(talker, length):
     """Changes upstream's talker and its predictor in place, for positions up to `length`. The rows of the talker's
-    multimodal RoPE, for time, height and width, are equal in speech: the predictor's plain RoPE serves both."""
-    rotary = type(talker.code_predictor.model.rotary_emb)
+    multimodal RoPE, for time, height and width, are equal in speech: the predictor's plain RoPE serves both. Returns
+    the tensors it makes, to keep for as long as a graph may read them."""
+    made, rotary = [], type(talker.code_predictor.model.rotary_emb)
     for model in (talker.model, talker.code_predictor.model):
         for module in model.modules():
             if hasattr(module, "variance_epsilon"):
@@ -34,12 +35,15 @@ def use_fewer_kernels(talker, length):
             qkv = stack(attn.q_proj, attn.k_proj, attn.v_proj)
             qk_norm = torch.cat([norm.weight.expand(len(proj.weight) // attn.head_dim, -1) for norm, proj in (
                 (attn.q_norm, attn.q_proj), (attn.k_norm, attn.k_proj))])              # (Q + KV, D)
+            made.append(qk_norm)
             attn.forward = partial(attention, attn, qkv, qk_norm)
             mlp.forward = partial(feed_forward, mlp, stack(mlp.gate_proj, mlp.up_proj))
         like = torch.empty(0, dtype=model.dtype, device=model.device)
         cos, sin = rotary.forward(model.rotary_emb, like, torch.arange(length, device=model.device)[None])
         sin[..., :sin.shape[-1] // 2] *= -1                       # `attention` swaps the halves and negates neither
+        made += [cos, sin]
         model.rotary_emb.forward = partial(look_up, cos[0], sin[0])
+    return made
 
 
 def use_constants(codec_decoder):

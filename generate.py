@@ -49,9 +49,9 @@ def load(model, device=None, dtype=None, max_seq_len=2048, max_batch=16, fused=N
 
 
 def accelerate(tts, max_seq_len=2048, max_batch=16, fused=None):
-    """Makes the methods of a Qwen3TTSModel fast, in place. Prompt and speech together may take `max_seq_len`
-    positions, one a frame; lists of more than `max_batch` texts run in groups of that many. One text alone runs on the
-    fused layers where they can: `fused=False` never, `fused=True` always, or a ValueError says why not."""
+    """Makes the methods of a Qwen3TTSModel fast, in place: if it fails, load it anew. Prompt and speech together may
+    take `max_seq_len` positions, one a frame; lists of more than `max_batch` texts run in groups of that many. One text
+    runs on the fused layers where they can: `fused=False` never, `fused=True` always, or a ValueError says why not."""
     answer_directly(tts.model.config, tts.model.talker.config)
     decoder = Decoder(tts.model.talker, max_seq_len, max_batch, fused)
     codec = CodecGraph(tts.model.speech_tokenizer, decoder.turns)
@@ -62,10 +62,9 @@ def accelerate(tts, max_seq_len=2048, max_batch=16, fused=None):
 
 def stream(method, chunk_frames=None, **kwargs):
     """Speaks one text; yields (audio, rate) as it is made, in chunks of `chunk_frames` frames, or None for 1, 1, 2, 4,
-    8, 8, ...: the first sound soonest, then fewer chunks.
-
-    `method` is tts.generate_voice_clone, tts.generate_custom_voice or tts.generate_voice_design of an accelerated
-    model, and `kwargs` are its arguments. The chunks joined are the audio of the whole call."""
+    8, 8, ...: the first sound soonest, then fewer chunks. `method` is tts.generate_voice_clone, generate_custom_voice
+    or generate_voice_design of an accelerated model, and `kwargs` are its arguments. The chunks joined are the audio of
+    the whole call."""
     if chunk_frames is not None and chunk_frames < 1:
         raise ValueError(f"chunk_frames is {chunk_frames}, it must be at least 1")
     sizes = itertools.chain([] if chunk_frames else [1, 1, 2, 4], itertools.repeat(chunk_frames or 8))
@@ -76,6 +75,8 @@ def stream(method, chunk_frames=None, **kwargs):
     decoder, request = handed_over(method, kwargs)
     if len(request["inputs_embeds"]) != 1:
         raise ValueError(f"stream speaks one text at a time, not {len(request['inputs_embeds'])}")
+    if request["eos_token_id"] != decoder.talker.config.codec_eos_token_id:
+        raise ValueError("stream goes on to the model's own end token: eos_token_id is for whole calls")
     codec, rate = tts.model.speech_tokenizer.decode.__self__, tts.model.speech_tokenizer.get_output_sample_rate()
     with decoder.turns.take() as turn:
         codec.reset()
@@ -84,19 +85,19 @@ def stream(method, chunk_frames=None, **kwargs):
         size, frames, audio, silent = next(sizes), [], None, True
         for codes, _ in decoder.frames(**request):
             if audio is not None:                                 # decoded while this frame was on its way
-                yield audio(), rate
-                turn.check()
+                with turn.paused():
+                    yield audio(), rate
                 audio = None
             frames.append(codes[0])
             if len(frames) == size:
                 audio, frames, size = codec.feed(torch.stack(frames)), [], next(sizes)
                 if silent:                                        # the first sound has the GPU to itself
-                    yield audio(), rate
-                    turn.check()
+                    with turn.paused():
+                        yield audio(), rate
                     audio, silent = None, False
-        for audio in (audio, frames and codec.feed(torch.stack(frames))):
-            if audio:
-                yield audio(), rate
+        rest = [audio, frames and codec.feed(torch.stack(frames))]
+    for audio in filter(None, rest):
+        yield audio(), rate
 
 
 class Handover(Exception):
@@ -137,7 +138,7 @@ class Decoder:
         self.rng = torch.cuda.default_generators[talker.device.index] if self.on_gpu else torch.default_generator
         self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
         self.caches, self.graphs, self.turns, self.this_thread = {}, {}, Turns(), threading.local()
-        use_fewer_kernels(talker, aligned(max_seq_len))
+        self.uses = use_fewer_kernels(talker, aligned(max_seq_len))
         talker_graph, _ = self.graphs_for(1)
         for bucket in talker_graph.prefills:
             progress(f"capturing prompts of up to {bucket} positions")

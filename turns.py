@@ -1,37 +1,46 @@
 """One request at a time on one model."""
+import contextlib
 import threading
+import time
 
 
 class Turns:
-    """Requests of other threads wait for their turn. One of the same thread cannot wait for a stream that only this
-    thread would go on with: it takes the turn over, and the stream says so if it is gone on with after all."""
+    """A request waits until the one before has ended. That may be a stream which nobody will ever go on with, and
+    nothing tells: when it has paused for `patience` seconds, the next request takes its turn over, and it says so if it
+    is gone on with after all. Threads are all one: a server's pool goes on with a stream now in this one, now in that.
+    """
 
-    def __init__(self):
-        self.free = threading.Condition()
-        self.current = None
+    def __init__(self, patience=10.0):
+        self.patience, self.ended, self.current = patience, threading.Condition(), None
 
+    @contextlib.contextmanager
     def take(self):
-        with self.free:
-            self.free.wait_for(lambda: self.current is None or self.current.thread == threading.get_ident())
-            self.current = Turn(self, threading.get_ident())
-        return self.current
+        with self.ended:
+            while self.current and not self.current.is_given_up():
+                self.ended.wait(self.patience / 10)
+            turn = self.current = Turn(self)
+        try:
+            yield turn
+        finally:
+            with self.ended:
+                if self.current is turn:
+                    self.current = None
+                    self.ended.notify()
 
 
 class Turn:
-    """Ends with its `with` block."""
+    def __init__(self, turns):
+        self.turns, self.paused_at = turns, None
 
-    def __init__(self, turns, thread):
-        self.turns, self.thread = turns, thread
+    def is_given_up(self):
+        return self.paused_at is not None and time.monotonic() - self.paused_at >= self.turns.patience
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        with self.turns.free:
-            if self.turns.current is self:
-                self.turns.current = None
-                self.turns.free.notify()
-
-    def check(self):
-        if self.turns.current is not self:
-            raise RuntimeError("another request has taken this model over: finish a stream before the next call")
+    @contextlib.contextmanager
+    def paused(self):
+        """Around a yield: the caller decides when to go on, and whether at all."""
+        self.paused_at = time.monotonic()
+        yield
+        with self.turns.ended:
+            if self.turns.current is not self:
+                raise RuntimeError("another request has taken this model over: finish a stream before the next call")
+            self.paused_at = None

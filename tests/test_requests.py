@@ -65,20 +65,56 @@ def test_two_requests_share_one_seed(voice):
     assert torch.equal(two(voice.fast), two(voice.upstream))
 
 
-def test_interleaved_streams_are_refused(voice):
+@pytest.fixture
+def patience(voice, monkeypatch):
+    def set(seconds):
+        monkeypatch.setattr(voice.fast.model.talker.generate.__self__.turns, "patience", seconds)
+    return set
+
+
+@pytest.mark.parametrize("heard", [1, 2])
+def test_interleaved_streams_are_refused(voice, patience, heard):
     """Two streams would write over each other's state; the older one says so, and the newer one is not disturbed."""
     def start():
         torch.manual_seed(3)
         return stream(voice.fast.generate_voice_clone, chunk_frames=1, text=TEXT, **voice.arguments)
     expected = [audio for audio, _ in start()]
+    patience(0)
     older = start()
-    next(older)
+    for _ in range(heard):
+        next(older)
     newer = start()
-    heard = [next(newer)[0]]
+    chunks = [next(newer)[0]]
     with pytest.raises(RuntimeError, match="another request"):
         next(older)
-    heard += [audio for audio, _ in newer]
-    np.testing.assert_array_equal(np.concatenate(heard), np.concatenate(expected))
+    chunks += [audio for audio, _ in newer]
+    np.testing.assert_array_equal(np.concatenate(chunks), np.concatenate(expected))
+
+
+@cut_off_on_purpose
+def test_a_pool_goes_on_with_streams_in_any_thread(voices):
+    """As servers do. The second stream waits, even if it starts in the thread that went on with the first one."""
+    voice, greedy = voices("x-vector").end_comes_up(False), dict(do_sample=False, subtalker_dosample=False)
+    request = dict(chunk_frames=2, text=TEXT, max_new_tokens=20, **voice.arguments, **greedy)
+    expected = np.concatenate([audio for audio, _ in stream(voice.fast.generate_voice_clone, **request)])
+    first, second = (stream(voice.fast.generate_voice_clone, **request) for _ in range(2))
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        chunks = [pool.submit(next, first).result()[0] for pool in (one, other, one)]
+        waiting = one.submit(lambda: [audio for audio, _ in second])
+        chunks += other.submit(lambda: [audio for audio, _ in first]).result()
+        for heard in (chunks, waiting.result()):
+            np.testing.assert_array_equal(np.concatenate(heard), expected)
+
+
+def test_a_stream_that_nobody_goes_on_with(voice, patience, fresh_codes):
+    """It is kept, but its thread has ended: the next request waits for a while, and no longer."""
+    kept = stream(voice.fast.generate_voice_clone, chunk_frames=1, text="Never mind.", **voice.arguments)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(next, kept).result()
+    patience(0.1)
+    assert torch.equal(voice.codes(voice.fast, text=TEXT, seed=5)[0][0], fresh_codes(seed=5))
+    with pytest.raises(RuntimeError, match="another request"):
+        next(kept)
 
 
 def test_numbers_that_are_not_finite(voice, fresh_codes):
@@ -211,6 +247,8 @@ def test_stream_wants_one_text_and_an_accelerated_model(voice):
         next(stream(voice.fast.generate_voice_clone, text=["a", "b"], **voice.arguments))
     with pytest.raises(ValueError, match="call accelerate"):
         next(stream(voice.upstream.generate_voice_clone, text="a", **voice.arguments))
+    with pytest.raises(ValueError, match="model's own end token"):
+        next(stream(voice.fast.generate_voice_clone, text="a", eos_token_id=5, **voice.arguments))
 
 
 @cut_off_on_purpose
