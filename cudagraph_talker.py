@@ -63,7 +63,7 @@ class Sampling:
         if not (temperature > 0 and top_k > 0 and 0 <= top_p <= 1):
             raise ValueError(f"temperature {temperature} must be above 0, top_k {top_k} a number of candidates, and "
                              f"top_p {top_p} between 0 and 1; do_sample=False always takes the best")
-        self.temperature.fill_(temperature)
+        self.temperature.fill_(max(temperature, 1e-30))           # less would make infinities of scores
         self.kth.fill_(max(self.vocab - top_k, 0))
         self.tail.fill_(min(1 - top_p, 1 - 1e-6))                 # short of 1, so that the best always stays
         self.greedy.fill_(not do_sample)

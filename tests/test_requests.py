@@ -240,6 +240,12 @@ def test_impossible_settings_are_refused(voice, settings):
         voice.codes(voice.fast, text=TEXT, **settings)
 
 
+def test_next_to_no_temperature_takes_the_best(voice):
+    greedy, = voice.codes(voice.fast, text=TEXT, do_sample=False, subtalker_dosample=False)[0]
+    cold, = voice.codes(voice.fast, text=TEXT, temperature=1e-45, subtalker_temperature=1e-45)[0]
+    assert torch.equal(cold, greedy)
+
+
 def test_stream_wants_one_text_and_an_accelerated_model(voice):
     with pytest.raises(ValueError, match="chunk_frames is 0"):
         next(stream(voice.fast.generate_voice_clone, chunk_frames=0, text="a", **voice.arguments))
