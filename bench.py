@@ -34,12 +34,13 @@ from generate import accelerate, handed_over, load_upstream, stream
 from parity import Forced, error, one_pass, verdict
 from paths import why_not
 from random_checkpoint import write_checkpoint
-from voices import answered_mistakes, load_speaker, read_config, speaker_prompt
+from voices import answered_mistakes, check_writable, load_speaker, read_config, speaker_prompt
 from wav import write_wav
 
 TEXT = ("Real time speech synthesis means that the first sound arrives before you notice the wait. A voice that "
         "answers at once seems present, and one that hesitates does not, however well it speaks. So we count the "
         "milliseconds from the last letter of the question to the first sound of the answer, and all that follow.")
+SIZES = ["0.6B", "1.7B"]
 FRAME_RATE = 12.5
 ON_GPU = torch.cuda.is_available()
 RAMP = "1, 1, 2, 4, 8, ..."
@@ -188,6 +189,8 @@ def decode_loop(tts, speaker, rows, frames, runs):
         for _ in itertools.islice(loop, frames // 4):             # the prompt is behind us then
             pass
         wall = clock(lambda: made.append(sum(1 for _ in loop)))
+        if made[-1] == 0:
+            raise ValueError("the speech ends too soon to time")
         times.append(wall / made[-1])
     row = median_of("ms_a_frame", times[1:])
     return row | dict(rows=rows, audio_seconds_a_second=rows / FRAME_RATE / (row["ms_a_frame"] / 1e3), peak_gib=peak())
@@ -457,14 +460,14 @@ def plot(output):
 def checkpoints(names, random_weights, folder, with_custom):
     """(name, checkpoint, CustomVoice checkpoint) of each; random ones are written into the folder."""
     for name in names:
-        if Path(name).is_dir():
-            yield Path(name).name, name, None
-        elif random_weights or name == "tiny":
+        if name == "tiny" or name in SIZES and random_weights:
             for kind in ("base", "custom_voice")[:1 + with_custom]:
                 write_checkpoint(folder / f"{name}-{kind}", name, kind, ends=False)
             yield name, str(folder / f"{name}-base"), str(folder / f"{name}-custom_voice") if with_custom else None
+        elif Path(name).is_dir():
+            yield Path(name).name, name, None
         else:
-            yield name, name, f"{name}-CustomVoice" if name in ("0.6B", "1.7B") else None
+            yield name, name, f"{name}-CustomVoice"
 
 
 def main():
@@ -480,12 +483,12 @@ def main():
     args = parser.parse_args()
     if args.plot:
         return plot(ROOT / "results" / "speed.svg")
-    args.models = args.models or (["0.6B"] if args.quick else ["0.6B", "1.7B"])
+    args.models = args.models or SIZES[:1 if args.quick else 2]
     if args.speaker and len(args.models) > 1:
         parser.error("a speaker belongs to one size: give one model with --speaker")
-    if unknown := [name for name in args.models if name not in ("0.6B", "1.7B", "tiny") and not Path(name).is_dir()]:
+    if unknown := [name for name in args.models if name not in [*SIZES, "tiny"] and not Path(name).is_dir()]:
         parser.error(f"{unknown[0]} is neither 0.6B, 1.7B nor a folder")
-    if not ON_GPU and not any(Path(name).is_dir() for name in args.models):
+    if not ON_GPU and set(args.models) <= {*SIZES, "tiny"}:
         print("No GPU here: a tiny model with random weights runs on the CPU. It shows that everything works, and\n"
               "--check that the sound is upstream's. Its times say nothing about the real models on a GPU.\n")
         args.models = ["tiny"]
@@ -496,10 +499,14 @@ def main():
     print("  ".join(f"{name}: {value}" for name, value in results["card"].items()), flush=True)
     device = results["card"]["gpu"] if ON_GPU else "CPU"
     output = args.output or Path(f"bench_results_{device.replace(' ', '_')}.json")
+    check_writable(output)
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         for size, checkpoint, custom in checkpoints(args.models, random, Path(folder), not (args.check or args.quick)):
-            width = read_config(checkpoint)["talker_config"]["hidden_size"]
+            config = read_config(checkpoint)
+            if config["tts_model_type"] != "base":
+                raise ValueError(f"{checkpoint} does not clone voices: give a Base model")
+            width = config["talker_config"]["hidden_size"]
             speaker = torch.randn(width, generator=torch.Generator().manual_seed(0))
             if args.speaker:
                 speaker, = load_speaker(args.speaker, width)["ref_spk_embedding"]

@@ -22,6 +22,7 @@ def run(monkeypatch, folder, *words):
 
 
 def test_without_a_gpu_it_times_the_tiny_model_and_says_so(tmp_path, monkeypatch, capsys):
+    write_checkpoint(tmp_path / "tiny", "tiny")                   # the README's, which ends by itself: not this one
     run(monkeypatch, tmp_path, "--quick")
     printed = capsys.readouterr().out
     results = json.loads((tmp_path / "bench_results_CPU.json").read_text())
@@ -49,6 +50,16 @@ def test_the_check_passes_and_fails_when_it_should(tmp_path, monkeypatch, capsys
     with pytest.raises(SystemExit) as ended:
         run(monkeypatch, tmp_path, "tiny", "--check", "--quick")
     assert ended.value.code == "2 wrong" and "WRONG upstream's sound, seeded" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words, answer", [
+    (("7B",), "neither 0.6B, 1.7B nor a folder"), (("--output", "nowhere/x.json"), "no folder nowhere"),
+    (("./custom",), "give a Base model")], ids=str)
+def test_mistakes(tmp_path, monkeypatch, capsys, words, answer):
+    write_checkpoint(tmp_path / "custom", "tiny", "custom_voice")
+    with pytest.raises(SystemExit) as ended, bench.answered_mistakes():
+        run(monkeypatch, tmp_path, *words)
+    assert ended.value.code == 2 and answer in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["x-vector", "in-context"])
