@@ -5,6 +5,9 @@
 
 The vector belongs to the model that made it: 0.6B and 1.7B have different widths.
 """
+import contextlib
+import io
+import sys
 from pathlib import Path
 
 import librosa
@@ -12,6 +15,7 @@ import torch
 
 from generate import load_upstream
 from voices import Parser, answered_mistakes, check_writable, read_audio, read_config
+from wav import write_whole
 
 
 def main():
@@ -29,10 +33,12 @@ def main():
             raise ValueError(f"{args.model} has no speaker encoder: use a Base model, 0.6B or 1.7B")
         model = load_upstream(args.model, args.device).model
         wanted = model.speaker_encoder_sample_rate
-        speakers = [model.extract_speaker_embedding(librosa.resample(audio, orig_sr=rate, target_sr=wanted), wanted)
-                    for audio, rate in recordings]
+        with contextlib.redirect_stdout(sys.stderr):              # upstream prints warnings
+            speakers = [model.extract_speaker_embedding(librosa.resample(audio, orig_sr=rate, target_sr=wanted), wanted)
+                        for audio, rate in recordings]
         speaker = torch.stack(speakers).float().mean(0).bfloat16().cpu()
-        torch.save(speaker, args.output)
+        torch.save(speaker, file := io.BytesIO())
+        write_whole(args.output, file.getvalue())
         seconds = sum(len(audio) / rate for audio, rate in recordings)
         print(f"{args.output}: {len(speaker)} numbers from {seconds:.1f} s of sound")
 

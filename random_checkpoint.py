@@ -20,6 +20,8 @@ from qwen_tts.core.models import Qwen3TTSConfig, Qwen3TTSForConditionalGeneratio
 from transformers import EncodecFeatureExtractor, Qwen2TokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import bytes_to_unicode
 
+from voices import answered_mistakes
+
 LANGUAGES = dict(chinese=2055, english=2050, german=2053, italian=2070, portuguese=2071, spanish=2054, japanese=2058,
                  korean=2064, french=2061, russian=2069)
 DIALECTS = dict(beijing_dialect=2074, sichuan_dialect=2062)
@@ -175,4 +177,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with answered_mistakes():
+        main()

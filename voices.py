@@ -103,7 +103,7 @@ def address(model):
 def read_config(model):
     """The config.json of a checkpoint of the right kind, and nothing more of it yet."""
     folder, name = Path(model), address(model)
-    if not folder.is_dir() and not re.fullmatch(r"[\w-]+/[\w.-]+", name):
+    if not folder.is_dir() and not re.fullmatch(r"[\w-]+/[\w.-]+", str(name)):
         raise ValueError(f"there is no folder {model}: give a folder, a hub id like owner/name, or one of "
                          f"{', '.join(MODELS)}")
     if not folder.is_dir():
@@ -140,8 +140,10 @@ def choose_device(name=None):
     """The device of that name; without one, CUDA where there is CUDA, else the CPU."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type != "cuda" and (device.type, device.index or 0) != ("cpu", 0):
+            raise RuntimeError
     except RuntimeError:
-        raise ValueError(f"there is no device {name!r}: choose cuda, cuda:1 and so on, or cpu") from None
+        raise ValueError(f"there is no device {name!r} here: choose cuda, cuda:1 and so on, or cpu") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"this torch finds {torch.cuda.device_count()} CUDA devices, not {name}: choose another "
                          "device, cpu for instance, or install a CUDA build of torch")
@@ -182,7 +184,9 @@ def check_voice(args):
                              "one of the two")
         if args.ref_text is not None and args.ref_audio is None:
             raise ValueError("--ref-text says what --ref-audio says: give both, or neither with --speaker")
-        args.voice = load_speaker(args.speaker, talker["hidden_size"]) if args.speaker else read_audio(args.ref_audio)
+        if args.ref_text is not None and not args.ref_text.strip():
+            raise ValueError("--ref-text is empty: give what --ref-audio says, or leave it out")
+        args.voice = read_audio(args.ref_audio) if args.ref_audio else load_speaker(args.speaker, talker["hidden_size"])
     elif kind == "custom_voice":
         one_of("speaker", args.speaker, talker["spk_id"])
     elif not args.instruct:
@@ -211,17 +215,23 @@ def read_texts(args):
             text = args.text_file.read_text(encoding="utf-8")
         else:
             text = sys.stdin.read() if args.text == "-" else args.text
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
-        raise ValueError(f"cannot read {args.text_file or 'stdin'}: {reason}: give a text file") from None
-    texts = [line.strip() for line in text.splitlines() if line.strip()]
+        text.encode()                                             # other bytes on the command line fail here
+    except (OSError, UnicodeError) as error:
+        source = args.text_file or ("stdin" if args.text == "-" else "--text")
+        reason = "it is not UTF-8" if isinstance(error, UnicodeError) else error.strerror
+        raise ValueError(f"cannot read {source}: {reason}: give a text") from None
+    texts = [line.strip() for line in text.removeprefix("\ufeff").splitlines() if line.strip()]
     if not texts:
         raise ValueError("the text is empty: give something to say")
     return texts
 
 
 def check_lengths(args):
-    """A text takes a position of the cache for each of its tokens, and no more tokens than it has bytes."""
+    """A text takes a position of the cache for each of its tokens, and no more tokens than it has bytes. A reference
+    that comes with its text takes one for each frame."""
+    if args.ref_text and (frames := int(len(args.voice[0]) / args.voice[1] * 12.5)) >= args.max_seq_len:
+        raise ValueError(f"{args.ref_audio} takes {frames} positions, the cache has {args.max_seq_len}: give a shorter "
+                         "recording, or a larger --max-seq-len")
     long = [text for text in args.texts if len(text.encode()) >= args.max_seq_len]
     tokenizer = long and transformers.AutoTokenizer.from_pretrained(address(args.model))
     for text in long:
@@ -234,6 +244,7 @@ def check_outputs(args):
     """Turns --output into (file, utterances) pairs: one, or one for each line."""
     if args.output is None:
         raise ValueError("give --output, a WAV file to write, or - for stdout")
+    check_writable(args.output)
     if len(args.texts) == 1 or args.join:
         args.outputs = [(args.output, args.texts)]
     elif str(args.output) == "-":
@@ -280,7 +291,8 @@ def load_speaker(path, width):
         speaker = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:
         raise ValueError(f"{path} is not a speaker file: make one with extract_speaker.py") from None
-    if not isinstance(speaker, torch.Tensor) or not speaker.is_floating_point() or speaker.dim() != 1:
+    kinds = torch.float32, torch.bfloat16, torch.float16, torch.float64
+    if not (isinstance(speaker, torch.Tensor) and speaker.dtype in kinds and speaker.dim() == 1) or speaker.is_sparse:
         raise ValueError(f"{path} does not hold a speaker embedding: make one with extract_speaker.py")
     if len(speaker) != width:
         raise ValueError(f"{path} holds {len(speaker)} numbers, this model takes {width}: extract it again with the "
@@ -312,7 +324,8 @@ def voice_request(args, tts):
         audio, rate = prompt
         if args.ref_text and not args.no_append_silence:          # or its last phoneme would run into the speech
             audio = np.append(audio, np.zeros(int(SILENCE * rate), dtype=audio.dtype))
-        prompt = tts.create_voice_clone_prompt((audio, rate), args.ref_text, x_vector_only_mode=not args.ref_text)
+        with contextlib.redirect_stdout(sys.stderr):              # upstream prints warnings, the sound may go there
+            prompt = tts.create_voice_clone_prompt((audio, rate), args.ref_text, x_vector_only_mode=not args.ref_text)
     return tts.generate_voice_clone, request | dict(voice_clone_prompt=prompt)
 
 
@@ -341,6 +354,9 @@ def answered_mistakes():
         yield
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:                                       # whoever listened to stdout has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())                 # for what Python has left to say
+        sys.exit(141)
     except torch.OutOfMemoryError:
         mistake = "the GPU's memory is full: use a smaller model or --max-seq-len, or free some"
     except SafetensorError as error:

@@ -171,6 +171,56 @@ def test_several_lines(spoken, tmp_path, monkeypatch):
     assert joined[44:] == files["out-001.wav"][44:] + files["out-002.wav"][44:]
 
 
+def test_a_byte_order_mark_is_not_spoken(spoken, tmp_path):
+    voice = "custom_voice", "--speaker", "aiden"
+    (tmp_path / "marked.txt").write_text("Hello!", encoding="utf-8-sig")
+    assert spoken(*voice, "--text-file", tmp_path / "marked.txt") == spoken(*voice, "--text", "Hello!")
+
+
+def test_nothing_but_sound_goes_to_stdout(checkpoint, tmp_path):
+    """Upstream prints warnings of a recording that is too loud."""
+    loud = 2 * np.sign(np.sin(np.arange(2 * 24000) / 20)).astype(np.float32)
+    soundfile.write(tmp_path / "loud.wav", loud, 24000, subtype="FLOAT")
+    words = ["--model", checkpoint(), "--device", "cpu", "--ref-audio", tmp_path / "loud.wav", "--text", "Hello!"]
+    result = subprocess.run([sys.executable, ROOT / "generate.py", *map(str, words), "--output", "-"],
+                            capture_output=True)
+    assert result.returncode == 0 and b"WARNING" in result.stderr
+    assert soundfile.info(io.BytesIO(result.stdout)).frames * 2 + 44 == len(result.stdout)
+
+
+def test_a_full_disk(tmp_path):
+    """A file that cannot be written whole is not left behind; a stream's can be played as far as it goes."""
+    program = f"""if True:
+        import sys, numpy as np
+        sys.path.insert(0, {str(ROOT)!r})
+        from wav import write_wav
+        chunks = [(np.zeros(1920), 24000)] * 10
+        for path, how in (("whole.wav", list), ("streamed.wav", iter), ("/dev/full", list), ("/dev/full", iter)):
+            try:
+                write_wav(path, how(chunks))
+            except ValueError as error:
+                print(error)"""
+    result = subprocess.run(["bash", "-c", 'ulimit -f 8 && exec "$0" -c "$1"', sys.executable, program], text=True,
+                            cwd=tmp_path, capture_output=True)
+    assert [line.split(": ")[0] for line in result.stdout.splitlines()] == [
+        f"cannot write {path}" for path in ("whole.wav", "streamed.wav", "/dev/full", "/dev/full")], result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["streamed.wav"] and Path("/dev/full").exists()
+    assert soundfile.info(tmp_path / "streamed.wav").frames == 2 * 1920
+
+
+def test_a_player_that_was_closed(tmp_path):
+    program = f"""if True:
+        import sys, time, numpy as np
+        sys.path.insert(0, {str(ROOT)!r})
+        from voices import answered_mistakes
+        from wav import write_wav
+        with answered_mistakes():
+            write_wav("-", iter([(np.zeros(1920), 24000)] * 1000))"""
+    result = subprocess.run(["bash", "-c", '"$0" -c "$1" | head -c 100 > sound; exit ${PIPESTATUS[0]}', sys.executable,
+                             program], cwd=tmp_path, capture_output=True)
+    assert (result.returncode, result.stderr, (tmp_path / "sound").stat().st_size) == (141, b"", 100)
+
+
 def test_lists(call, checkpoint):
     code, speakers, _ = call(generate.main, "--model", checkpoint("custom_voice"), "--list-speakers")
     assert code in (0, None) and speakers.split() == sorted(speakers.split()) and "ono_anna" in speakers.split()
@@ -190,12 +240,15 @@ def wrong_files(tmp_path_factory, checkpoint):
     torch.save(torch.zeros(128), folder / "wide.pt")
     torch.save(torch.full((64,), torch.nan), folder / "nan.pt")
     torch.save({"a": 1}, folder / "dict.pt")
+    torch.save(torch.ones(64).to_sparse(), folder / "sparse.pt")
+    torch.save(torch.ones(64).to(torch.float8_e4m3fn), folder / "float8.pt")
     torch.save(Boom(), folder / "code.pt")
     (folder / "text.pt").write_text("not a tensor")
     (folder / "text.wav").write_text("not audio")
     (folder / "binary.txt").write_bytes(bytes(range(128, 256)))
     (folder / "empty.txt").write_text(" \n\n")
     soundfile.write(folder / "short.wav", np.ones(1000) / 2, 16000)
+    soundfile.write(folder / "long.wav", np.ones(25 * 8000) / 2, 8000)
     soundfile.write(folder / "silent.wav", np.zeros(32000), 16000)
     for name, change in {
             "lacks": lambda copy: (copy / "speech_tokenizer/config.json").unlink(),
@@ -214,10 +267,14 @@ def replace(path, old, new):
 MISTAKES = [   # options that differ from a good call (None: left out), words of the answer
     (dict(speaker="missing.pt"), "no speaker file missing.pt"), (dict(speaker="."), "no speaker file"),
     (dict(speaker="wide.pt"), "holds 128 numbers, this model takes 64"), (dict(speaker="nan.pt"), "not finite"),
-    (dict(speaker="dict.pt"), "does not hold a speaker"), (dict(speaker="code.pt"), "not a speaker file"),
+    ({"speaker": None, "speaker=": ""}, "no speaker file"), (dict(speaker="sparse.pt"), "does not hold a speaker"),
+    (dict(speaker="float8.pt"), "does not hold a speaker"), (dict(speaker="dict.pt"), "does not hold a speaker"),
+    (dict(speaker="code.pt"), "not a speaker file"),
     (dict(speaker="text.pt"), "not a speaker file"), (dict(speaker=None), "give it --speaker"),
     (dict(ref_audio="short.wav"), "one of the two"), (dict(ref_text="words"), "--ref-text says what"),
     (dict(speaker=None, ref_audio="missing.wav"), "no file missing.wav"),
+    (dict(speaker=None, ref_audio="long.wav", ref_text=" "), "--ref-text is empty"),
+    (dict(speaker=None, ref_audio="long.wav", ref_text="words"), "312 positions, the cache has 300: give a sh"),
     (dict(speaker=None, ref_audio="."), "no file"), (dict(speaker=None, ref_audio="text.wav"), "not audio"),
     (dict(speaker=None, ref_audio="short.wav"), "0.06 s"), (dict(speaker=None, ref_audio="silent.wav"), "silent"),
     (dict(instruct="whisper"), "use it with --model 1.7B-CustomVoice or 1.7B-VoiceDesign"),
@@ -232,18 +289,21 @@ MISTAKES = [   # options that differ from a good call (None: left out), words of
     (dict(text=None, text_file="missing.txt"), "cannot read missing.txt"),
     (dict(text=None, text_file="."), "cannot read"),
     (dict(text=None, text_file="binary.txt"), "not UTF-8"),
+    (dict(text="caf\udce9"), "cannot read --text: it is not UTF-8"),
     (dict(text="x" * 500), "takes 500 positions, the cache has 300"),
     (dict(text="x" * 295, non_streaming_mode=""), "takes 305 positions, the cache has 300"),
     (dict(fused=""), "fused=True is impossible here: the model is not on an NVIDIA GPU"),
     (dict(output="nowhere/out.wav"), "no folder nowhere"), (dict(output="."), "it is a folder"),
-    (dict(output=None), "give --output"), (dict(text="a\nb", output="-"), "add --join"),
+    (dict(text="a\nb", output="."), "it is a folder"), (dict(text="a\nb", output="-"), "add --join"),
+    (dict(output=None), "give --output"),
     (dict(temperature=0), "--temperature is 0.0"), (dict(temperature=-1), "above 0"), (dict(temperature="nan"), "nan"),
     (dict(temperature="inf"), "inf"), (dict(temperature="warm"), "invalid float value"),
     (dict(top_k=0), "from 1 to 3072"),
     (dict(top_k=4000), "from 1 to 3072"), (dict(top_p=0), "above 0 and at most 1"), (dict(top_p=1.5), "at most 1"),
     (dict(top_p="nan"), "--top-p is nan"), (dict(repetition_penalty=0), "1.0 for none"),
     (dict(max_seq_len=4), "from 32 to 32768"), (dict(max_seq_len=10**9), "from 32 to"), (dict(seed=-1), "from 0 to"),
-    (dict(seed=10**20), "from 0 to"), (dict(device="abacus"), "no device 'abacus'"), (dict(dtype="int3"), "int3"),
+    (dict(seed=10**20), "from 0 to"), (dict(device="abacus"), "no device 'abacus'"),
+    (dict(device="mps"), "no device 'mps'"), (dict(device="cpu:7"), "no device 'cpu:7'"), (dict(dtype="int3"), "int3"),
     (dict(model="./nowhere"), "no folder ./nowhere"), (dict(model="lacks"), "lacks speech_tokenizer/config.json"),
     (dict(model="truncated"), "download it again"), (dict(model="25hz"), "only the 12 Hz models"),
     (dict(model="other"), "does not describe a Qwen3-TTS"), (dict(model="garbled"), "does not describe"),
