@@ -134,6 +134,27 @@ def test_captures_beside_other_threads(tts):
             np.testing.assert_array_equal(audio, alone)
 
 
+@pytest.mark.filterwarnings("ignore:the speech was cut off")
+def test_threads_take_turns(fast):
+    """Whole calls, streams and lists of several threads at once: each gets what it would get alone."""
+    request = dict(language="English", max_new_tokens=21, **GREEDY)
+
+    def whole(text):
+        rows = len(text) if isinstance(text, list) else 1
+        audios, _ = fast.generate_voice_clone(text, voice_clone_prompt=speaker_prompt(fast.speaker, rows), **request)
+        return np.concatenate(audios)
+
+    def streamed(text):
+        return np.concatenate([audio for audio, _ in stream(
+            fast.generate_voice_clone, text=text, voice_clone_prompt=speaker_prompt(fast.speaker), **request)])
+    jobs = [(speak, text) for text in TEXTS for speak in (whole, streamed)] + [(whole, TEXTS[:2])]
+    alone = [speak(text) for speak, text in jobs]
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        together = [job.result() for job in [threads.submit(speak, text) for speak, text in jobs * 2]]
+    for audio, expected in zip(together, alone * 2, strict=True):
+        np.testing.assert_array_equal(audio, expected)
+
+
 def test_codec_of_a_batch(fast):
     """Utterances are queued one behind another on the codec's stream: each is what it is alone, and what upstream's
     decoder gives, but for bfloat16's rounding."""
