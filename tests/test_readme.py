@@ -51,8 +51,14 @@ def test_the_tables_are_what_was_measured():
             assert cell == f"{models[size][name][key]:.{digits}f}", (label, size)
         seen.add(label)
     assert seen == set(ROWS)
-    low, high = models["0.6B"]["upstream"]["ms_a_frame_spread"]
-    assert f"from {low:.0f} to {high:.0f} ms for 0.6B" in readme
+    text, apart = " ".join(readme.split()), []
+    for size, model in models.items():
+        low, high = model["upstream"]["ms_a_frame_spread"]
+        assert f"{low:.0f} to {high:.0f} ms for {size}" in text
+        firsts = [model[row]["first_audio_ms"] for row in (
+            "fused layers, chunks of 1", "fused layers, chunks of 1, 1, 2, 4, 8, ...", "voice: x-vector")]
+        apart.append(max(firsts) - min(firsts))
+    assert f"differs by up to {max(apart):.1f} ms" in text
     assert f"{card['gpu']}, {card['dtype']}, **{card['weights']} weights**" in readme
     assert f"torch\n{card['torch'].split('+')[0]}, transformers {card['transformers']}" in readme
     assert f"upstream qwen-tts ({card['qwen-tts']})" in readme
