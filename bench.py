@@ -460,7 +460,7 @@ def plot(output):
 def checkpoints(names, random_weights, folder, with_custom):
     """(name, checkpoint, CustomVoice checkpoint) of each; random ones are written into the folder."""
     for name in names:
-        if name == "tiny" or name in SIZES and random_weights:
+        if name == "tiny" or (random_weights and name in SIZES):
             for kind in ("base", "custom_voice")[:1 + with_custom]:
                 write_checkpoint(folder / f"{name}-{kind}", name, kind, ends=False)
             yield name, str(folder / f"{name}-base"), str(folder / f"{name}-custom_voice") if with_custom else None
@@ -499,7 +499,8 @@ def main():
     print("  ".join(f"{name}: {value}" for name, value in results["card"].items()), flush=True)
     device = results["card"]["gpu"] if ON_GPU else "CPU"
     output = args.output or Path(f"bench_results_{device.replace(' ', '_')}.json")
-    check_writable(output)
+    if not args.check:
+        check_writable(output)
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         for size, checkpoint, custom in checkpoints(args.models, random, Path(folder), not (args.check or args.quick)):

@@ -27,7 +27,7 @@ def capture(fn, device, pool=None):
         with torch.cuda.stream(stream):
             fn()                                                  # warm-up
         torch.cuda.current_stream(device).wait_stream(stream)
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # others go on
             fn()                                                  # capture
     return graph.replay
 

@@ -40,7 +40,8 @@ def main():
         torch.save(speaker, file := io.BytesIO())
         write_whole(args.output, file.getvalue())
         seconds = sum(len(audio) / rate for audio, rate in recordings)
-        print(f"{args.output}: {len(speaker)} numbers from {seconds:.1f} s of sound")
+        print(f"{args.output}: {len(speaker)} numbers from {seconds:.1f} s of sound",
+              file=sys.stderr if str(args.output) == "-" else sys.stdout)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 import contextlib
 import threading
 import time
+import warnings
 
 
 class Turns:
     """A request waits until the one before has ended. That may be a stream which nobody will ever go on with, and
-    nothing tells: when it has paused for `patience` seconds, the next request takes its turn over, and it says so if it
-    is gone on with after all. Threads are all one: a server's pool goes on with a stream now in this one, now in that.
-    """
+    nothing tells: when it has paused for `patience` seconds, the next request takes its turn over, with a warning, and
+    the stream says so if it is gone on with after all. Threads are all one: a server's pool goes on with a stream now
+    in this one, now in that."""
 
     def __init__(self, patience=10.0):
         self.patience, self.ended, self.current = patience, threading.Condition(), None
@@ -18,6 +19,8 @@ class Turns:
         with self.ended:
             while self.current and not self.current.is_given_up():
                 self.ended.wait(self.patience / 10)
+            if self.current:
+                warnings.warn("a stream was neither finished nor closed: the next request did not wait any longer")
             turn = self.current = Turn(self)
         try:
             yield turn
