@@ -60,7 +60,7 @@ def accelerate(tts, max_seq_len=2048, max_batch=16, fused=None):
     return tts
 
 
-def stream(method, chunk_frames=None, **kwargs):
+def stream(method, *, chunk_frames=None, **kwargs):
     """Speaks one text; yields (audio, rate) as it is made, in chunks of `chunk_frames` frames, or None for 1, 1, 2, 4,
     8, 8, ...: the first sound soonest, then fewer chunks. `method` is tts.generate_voice_clone, generate_custom_voice
     or generate_voice_design of an accelerated model, and `kwargs` are its arguments. The chunks joined are the audio of

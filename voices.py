@@ -119,7 +119,9 @@ def read_config(model):
         raise ValueError(f"{folder} is no complete checkpoint, it lacks {', '.join(missing)}: download it again")
     try:
         config = json.loads((folder / "config.json").read_text())
-        kind, tokenizer, _ = config["tts_model_type"], config["tokenizer_type"], config["talker_config"]
+        kind, tokenizer, talker = config["tts_model_type"], config["tokenizer_type"], config["talker_config"]
+        if {"hidden_size", "vocab_size", "max_position_embeddings", "spk_id", "codec_language_id"} - set(talker):
+            raise KeyError
     except (ValueError, KeyError, TypeError, OSError):
         raise ValueError(f"the config.json of {model} does not describe a Qwen3-TTS model: give another one") from None
     if tokenizer != "qwen3_tts_tokenizer_12hz" or kind not in KINDS:

@@ -255,6 +255,7 @@ def wrong_files(tmp_path_factory, checkpoint):
             "truncated": lambda copy: os.truncate(copy / "model.safetensors", 100000),
             "25hz": lambda copy: replace(copy / "config.json", "tokenizer_12hz", "tokenizer_25hz"),
             "other": lambda copy: (copy / "config.json").write_text('{"model_type": "llama"}'),
+            "hollow": lambda copy: replace(copy / "config.json", '"vocab_size"', '"vocabulary"'),
             "garbled": lambda copy: (copy / "config.json").write_text("{")}.items():
         change(Path(shutil.copytree(checkpoint(), folder / name)))
     return folder
@@ -307,6 +308,7 @@ MISTAKES = [   # options that differ from a good call (None: left out), words of
     (dict(model="./nowhere"), "no folder ./nowhere"), (dict(model="lacks"), "lacks speech_tokenizer/config.json"),
     (dict(model="truncated"), "download it again"), (dict(model="25hz"), "only the 12 Hz models"),
     (dict(model="other"), "does not describe a Qwen3-TTS"), (dict(model="garbled"), "does not describe"),
+    (dict(model="hollow"), "does not describe"),
     (dict(unknown="x"), "unrecognized arguments"),
     pytest.param(dict(device="cuda"), "finds 0 CUDA devices", marks=pytest.mark.skipif(
         torch.cuda.is_available(), reason="there is a GPU")),
