@@ -34,7 +34,7 @@ from generate import accelerate, handed_over, load_upstream, stream
 from parity import Forced, error, one_pass, verdict
 from paths import why_not
 from random_checkpoint import write_checkpoint
-from voices import answered_mistakes, check_writable, load_speaker, read_config, speaker_prompt
+from voices import Parser, answered_mistakes, base_config, check_writable, load_speaker, speaker_prompt
 from wav import write_wav
 
 TEXT = ("Real time speech synthesis means that the first sound arrives before you notice the wait. A voice that "
@@ -471,7 +471,7 @@ def checkpoints(names, random_weights, folder, with_custom):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL",
                         help="0.6B, 1.7B, or a folder; default both sizes, with --quick 0.6B")
     parser.add_argument("--random-weights", action="store_true", help="of the published shapes, made here")
@@ -483,7 +483,7 @@ def main():
     args = parser.parse_args()
     if args.plot:
         return plot(ROOT / "results" / "speed.svg")
-    args.models = args.models or SIZES[:1 if args.quick else 2]
+    args.models = args.models or (SIZES[:1] if args.quick else SIZES)
     if args.speaker and len(args.models) > 1:
         parser.error("a speaker belongs to one size: give one model with --speaker")
     if unknown := [name for name in args.models if name not in [*SIZES, "tiny"] and not Path(name).is_dir()]:
@@ -504,10 +504,7 @@ def main():
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         for size, checkpoint, custom in checkpoints(args.models, random, Path(folder), not (args.check or args.quick)):
-            config = read_config(checkpoint)
-            if config["tts_model_type"] != "base":
-                raise ValueError(f"{checkpoint} does not clone voices: give a Base model")
-            width = config["talker_config"]["hidden_size"]
+            width = base_config(checkpoint)["talker_config"]["hidden_size"]
             speaker = torch.randn(width, generator=torch.Generator().manual_seed(0))
             if args.speaker:
                 speaker, = load_speaker(args.speaker, width)["ref_spk_embedding"]

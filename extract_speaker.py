@@ -14,7 +14,7 @@ import librosa
 import torch
 
 from generate import load_upstream
-from voices import Parser, answered_mistakes, check_writable, read_audio, read_config
+from voices import Parser, answered_mistakes, base_config, check_writable, read_audio
 from wav import write_whole
 
 
@@ -29,15 +29,15 @@ def main():
         args = parser.parse_args()
         recordings = [read_audio(path) for path in args.ref_audio]
         check_writable(args.output)
-        if read_config(args.model)["tts_model_type"] != "base":
-            raise ValueError(f"{args.model} has no speaker encoder: use a Base model, 0.6B or 1.7B")
+        base_config(args.model)
         model = load_upstream(args.model, args.device).model
         wanted = model.speaker_encoder_sample_rate
         with contextlib.redirect_stdout(sys.stderr):              # upstream prints warnings
             speakers = [model.extract_speaker_embedding(librosa.resample(audio, orig_sr=rate, target_sr=wanted), wanted)
                         for audio, rate in recordings]
         speaker = torch.stack(speakers).float().mean(0).bfloat16().cpu()
-        torch.save(speaker, file := io.BytesIO())
+        file = io.BytesIO()
+        torch.save(speaker, file)
         write_whole(args.output, file.getvalue())
         seconds = sum(len(audio) / rate for audio, rate in recordings)
         print(f"{args.output}: {len(speaker)} numbers from {seconds:.1f} s of sound",

@@ -20,7 +20,7 @@ from qwen_tts.core.models import Qwen3TTSConfig, Qwen3TTSForConditionalGeneratio
 from transformers import EncodecFeatureExtractor, Qwen2TokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import bytes_to_unicode
 
-from voices import answered_mistakes
+from voices import Parser, answered_mistakes
 
 LANGUAGES = dict(chinese=2055, english=2050, german=2053, italian=2070, portuguese=2071, spanish=2054, japanese=2058,
                  korean=2064, french=2061, russian=2069)
@@ -165,7 +165,7 @@ def write_checkpoint(out, size, kind="base", seed=0, gain=1.0, ends=None):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", choices=["tiny", "0.6B", "1.7B"])
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--type", default="base", choices=["base", "custom_voice", "voice_design"])

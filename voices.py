@@ -130,6 +130,14 @@ def read_config(model):
     return config
 
 
+def base_config(model):
+    """The same of a model that clones voices."""
+    config = read_config(model)
+    if config["tts_model_type"] != "base":
+        raise ValueError(f"{model} has no speaker encoder to clone a voice with: give a Base model, 0.6B or 1.7B")
+    return config
+
+
 def download(model):
     """For setup.sh: all files of a model, with the hub's own progress bars."""
     try:
@@ -246,12 +254,12 @@ def check_outputs(args):
     """Turns --output into (file, utterances) pairs: one, or one for each line."""
     if args.output is None:
         raise ValueError("give --output, a WAV file to write, or - for stdout")
-    check_writable(args.output)
     if len(args.texts) == 1 or args.join:
         args.outputs = [(args.output, args.texts)]
     elif str(args.output) == "-":
         raise ValueError(f"{len(args.texts)} utterances cannot go to stdout one by one: add --join")
     else:
+        check_writable(args.output)                               # a folder is no name to number
         args.outputs = [(args.output.with_stem(f"{args.output.stem}-{number:03}"), [text])
                         for number, text in enumerate(args.texts, 1)]
     for path, _ in args.outputs:

@@ -59,7 +59,8 @@ def test_mistakes(tmp_path, monkeypatch, capsys, words, answer):
     write_checkpoint(tmp_path / "custom", "tiny", "custom_voice")
     with pytest.raises(SystemExit) as ended, bench.answered_mistakes():
         run(monkeypatch, tmp_path, *words)
-    assert ended.value.code == 2 and answer in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and answer in error and len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["x-vector", "in-context"])
