@@ -1,6 +1,7 @@
 """Tiny checkpoints with random weights, and every kind of voice on upstream's model and on the accelerated one."""
 import functools
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,15 @@ def recording():
     time = np.arange(2 * 16000) / 16000
     noise = np.random.default_rng(0).normal(size=len(time))
     return (0.3 * np.sin(2 * np.pi * 180 * time) + 0.02 * noise).astype(np.float32), 16000
+
+
+def assert_the_same_together(jobs):
+    """`jobs` are (speak, text): all at once, a thread each, they give what each gives alone."""
+    alone = [speak(text) for speak, text in jobs]
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        together = [job.result() for job in [threads.submit(speak, text) for speak, text in jobs]]
+    for audio, expected in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(audio, expected)
 
 
 VOICES = {   # name: model type, method, its arguments

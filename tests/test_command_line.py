@@ -210,7 +210,7 @@ def test_a_full_disk(tmp_path):
 
 def test_a_player_that_was_closed(tmp_path):
     program = f"""if True:
-        import sys, time, numpy as np
+        import sys, numpy as np
         sys.path.insert(0, {str(ROOT)!r})
         from voices import answered_mistakes
         from wav import write_wav

@@ -8,6 +8,7 @@ import torch
 
 import cudagraph_predictor
 import cudagraph_talker
+from conftest import assert_the_same_together
 from generate import accelerate, handed_over, load_upstream, stream
 from voices import speaker_prompt
 
@@ -104,17 +105,16 @@ def test_a_padded_row_alone(tts):
 
 
 @pytest.mark.filterwarnings("ignore:the speech was cut off")
-def test_captures_beside_other_threads(tts):
+def test_captures_beside_other_threads(tts, recording):
     """A list of a new length is captured while other threads build prompts, which takes memory."""
     accelerate(tts, max_seq_len=256, max_batch=4)
     decoder, done = tts.model.talker.generate.__self__, threading.Event()
-    recording = np.random.default_rng(0).normal(size=3 * 24000).astype(np.float32) * 0.1, 24000
     request = dict(language="English", max_new_tokens=9, **GREEDY)
 
     def build_prompts():
         built = 0
         while not done.is_set() or built == 0:
-            prompt = tts.create_voice_clone_prompt(recording, "three seconds of something")
+            prompt = tts.create_voice_clone_prompt(recording, "what it says")
             handed_over(tts.generate_voice_clone, dict(text=TEXTS[built % 3], voice_clone_prompt=prompt, **request))
             torch.empty((1 + built % 7) << 24, device="cuda")
             built += 1
@@ -148,11 +148,7 @@ def test_threads_take_turns(fast):
         return np.concatenate([audio for audio, _ in stream(
             fast.generate_voice_clone, text=text, voice_clone_prompt=speaker_prompt(fast.speaker), **request)])
     jobs = [(speak, text) for text in TEXTS for speak in (whole, streamed)] + [(whole, TEXTS[:2])]
-    alone = [speak(text) for speak, text in jobs]
-    with ThreadPoolExecutor(len(jobs)) as threads:
-        together = [job.result() for job in [threads.submit(speak, text) for speak, text in jobs * 2]]
-    for audio, expected in zip(together, alone * 2, strict=True):
-        np.testing.assert_array_equal(audio, expected)
+    assert_the_same_together(jobs * 2)
 
 
 def test_codec_of_a_batch(fast):

@@ -1,11 +1,13 @@
 """One request after another: nothing of the one before shows, nothing is cut short silently."""
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
-from conftest import VOICES
+from conftest import VOICES, assert_the_same_together
 from generate import accelerate, load, load_upstream, stream
 
 TEXT = "Hello there."
@@ -153,12 +155,7 @@ def test_threads_take_turns(voice):
     def streamed(text):
         return np.concatenate([audio for audio, _ in stream(
             voice.fast.generate_voice_clone, chunk_frames=1, text=text, **voice.arguments, **greedy)])
-    jobs = [(speak, text) for text in texts for speak in (whole, streamed)]
-    alone = [speak(text) for speak, text in jobs]
-    with ThreadPoolExecutor(len(jobs)) as threads:
-        together = [job.result() for job in [threads.submit(speak, text) for speak, text in jobs]]
-    for audio, expected in zip(together, alone, strict=True):
-        np.testing.assert_array_equal(audio, expected)
+    assert_the_same_together([(speak, text) for text in texts for speak in (whole, streamed)])
 
 
 @pytest.mark.parametrize("name", VOICES)
@@ -265,6 +262,21 @@ def test_load_takes_a_folder_and_accelerates_it_again(voice, fresh_codes):
     tts = load(str(voice.folder), max_seq_len=100, device="cpu")
     accelerate(tts, max_seq_len=300)
     assert torch.equal(voice.codes(tts, text=TEXT, seed=5)[0][0], fresh_codes(seed=5))
+
+
+@cut_off_on_purpose
+def test_accelerated_again_under_an_open_stream(voice):
+    """Its graphs go on reading the tables that the model's modules had then, and nobody does later."""
+    tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=100)
+    chunks = stream(tts.generate_voice_clone, chunk_frames=1, text=TEXT, **voice.arguments)
+    next(chunks)
+    norms = weakref.ref(tts.model.talker.model.layers[0].self_attn.forward.args[-1])
+    accelerate(tts, max_seq_len=100)
+    gc.collect()
+    assert norms() is not None
+    del chunks
+    gc.collect()
+    assert norms() is None
 
 
 def test_a_model_that_is_not_accelerated_stays_as_it_is(voice):
