@@ -18,7 +18,7 @@ NEVER = 1 << 40                                                   # the length o
 
 
 def capture(fn, device, pool=None):
-    """Records `fn` and returns its replay; on a CPU returns `fn` itself."""
+    """Records `fn` and returns its replay; on a CPU returns `fn` itself. Other threads may go on meanwhile."""
     if device.type != "cuda":
         return fn
     stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
@@ -27,7 +27,7 @@ def capture(fn, device, pool=None):
         with torch.cuda.stream(stream):
             fn()                                                  # warm-up
         torch.cuda.current_stream(device).wait_stream(stream)
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # others go on
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             fn()                                                  # capture
     return graph.replay
 
