@@ -1,201 +1,213 @@
-"""The talker as a CUDA graph: an embedding goes in, a hidden state and the next token come out.
+"""The talker as CUDA graphs: an embedding goes in, a hidden state and the next frame's first code come out.
 
-`step` is captured once, `prefill` once for each bucket of prompt lengths; both write the same StaticCache and end in
-`choose`. The tensors made in __init__ are static: the graphs read and write them in place, and so does the predictor's.
-The caller sets up a request with `configure`, `sampling.set` and `begin`, here and in the predictor, then replays the
-predictor's `step` and this one in turn, a pair a frame. `capture` and `sample` serve the predictor as well.
+`step` decodes one position, `prefill` reads a prompt. Both run the model's own forward over one StaticCache and end in
+`choose_token`. All tensors made in TalkerGraph.__init__ are static: the graphs read and write them in place, and so
+does the predictor's. For each request the caller calls `configure` and `begin`, then replays predictor and talker in
+turn, once per frame. Shapes: B rows (texts), L positions, S cache length, H hidden size, V vocabulary size.
 """
+
 import copy
+from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import torch
 from transformers import StaticCache
 
-from fused_layers import talker_step
 
-NEVER = 1 << 40                                                   # the length of a row that has not ended
-
-
-def capture(fn, device, pool=None):
-    """Records `fn` and returns its replay; on a CPU returns `fn` itself. Other threads may go on meanwhile."""
+def capture(fn: Callable[[], None], device: torch.device, pool=None) -> Callable[[], None]:
+    """Capture `fn` as a CUDA graph and return its replay. On a CPU, return `fn` itself."""
     if device.type != "cuda":
         return fn
-    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
-    with torch.random.fork_rng(devices=[device]):                 # the noise of a warm-up is not the caller's
-        stream.wait_stream(torch.cuda.current_stream(device))
+
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+
+    with torch.random.fork_rng(devices=[device]):  # the warm-up must not advance the caller's seed
         with torch.cuda.stream(stream):
-            fn()                                                  # warm-up
+            fn()  # warm-up
         torch.cuda.current_stream(device).wait_stream(stream)
+        # thread_local: other threads may allocate memory while this one captures
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            fn()                                                  # capture
+            fn()  # capture
     return graph.replay
 
 
-def aligned(length):
-    """A cache length whose mask rows start on 16 bytes: others make SDPA fail with a misaligned address."""
-    return -(-length // 16) * 16
-
-
-def additive_mask(visible, dtype):
-    """Not -inf: a pad column sees nothing at all, and the NaN it got would spread through the cache."""
-    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
-
-
-def buckets(length):
-    """Prompt lengths to capture a prefill for: 16, 32, 64, ... up to the whole cache."""
-    return [16 << i for i in range(length.bit_length()) if 16 << i < length] + [length]
-
-
 class Sampling:
-    """How to choose from logits. Device scalars, so that one capture serves every request."""
-    def __init__(self, vocab):
-        self.vocab, self.generator = vocab, None
+    """Sampling settings as device scalars, so that one captured graph serves every request."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+        self.generator = None  # None: torch's default generator of the device
         self.temperature = torch.ones((), dtype=torch.float32)
-        self.kth = torch.zeros(1, dtype=torch.long)               # the rank of the k-th best, counted from the worst
-        self.tail = torch.zeros((), dtype=torch.float32)          # 1 - top_p
+        self.topk_rank = torch.zeros(1, dtype=torch.long)  # ascending rank of the k-th best score
+        self.one_minus_top_p = torch.zeros((), dtype=torch.float32)
         self.greedy = torch.zeros((), dtype=torch.bool)
 
-    def set(self, do_sample, temperature, top_k, top_p):
+    def set(self, do_sample: bool, temperature: float, top_k: int | None, top_p: float | None) -> None:
         if not do_sample:
             temperature, top_k, top_p = 1.0, 1, 1.0
-        top_k, top_p = top_k or self.vocab, 1.0 if top_p is None else top_p      # as transformers reads 0 and None
+        top_k = top_k or self.vocab_size  # transformers reads 0 and None as "all"
+        top_p = 1.0 if top_p is None else top_p
         if not (temperature > 0 and top_k > 0 and 0 <= top_p <= 1):
-            raise ValueError(f"temperature {temperature} must be above 0, top_k {top_k} a number of candidates, and "
-                             f"top_p {top_p} between 0 and 1; do_sample=False always takes the best")
-        self.temperature.fill_(max(temperature, 1e-30))           # less would make infinities of scores
-        self.kth.fill_(max(self.vocab - top_k, 0))
-        self.tail.fill_(min(1 - top_p, 1 - 1e-6))                 # short of 1, so that the best always stays
+            raise ValueError(f"temperature {temperature} and top_k {top_k} must be above 0, top_p {top_p} from 0 to 1")
+        self.temperature.fill_(max(temperature, 1e-30))  # smaller ones overflow the scores
+        self.topk_rank.fill_(max(self.vocab_size - top_k, 0))
+        self.one_minus_top_p.fill_(min(1 - top_p, 1 - 1e-6))  # below 1: the best token always stays
         self.greedy.fill_(not do_sample)
-        # Upstream draws nothing for a greedy choice. Where nothing is captured we leave the caller's seed there too:
-        # noise that nobody looks at comes from a generator of its own.
+
+        # `sample` draws random numbers even for a greedy choice, upstream does not: leave the caller's seed alone.
         on_cpu = self.greedy.device.type == "cpu"
         self.generator = torch.Generator() if on_cpu and not do_sample else None
 
 
-def sample(scores, how):
-    """Top-k, then top-p, then one draw with the noise of torch.multinomial. (B, V) -> (B, 1)"""
-    ranked, order = (scores / how.temperature).sort(-1)           # ascending
-    weights = (ranked - ranked[:, -1:]).exp()                     # a softmax but for its sum, which changes no choice
-    weights = weights.masked_fill(ranked < ranked.index_select(-1, how.kth), 0)
-    summed = weights.cumsum(-1)
-    weights = weights.masked_fill(summed <= how.tail * summed[:, -1:], 0)
-    noise = torch.empty_like(scores).exponential_(generator=how.generator)
-    noise = torch.where(how.greedy, 1.0, noise).gather(-1, order)
+def sample(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Top-k, top-p, then one draw with the random numbers of torch.multinomial. (B, V) -> (B, 1)"""
+    ranked, order = (scores / sampling.temperature).sort(-1)  # ascending
+    weights = (ranked - ranked[:, -1:]).exp()  # softmax without its denominator
+    weights = weights.masked_fill(ranked < ranked.index_select(-1, sampling.topk_rank), 0)
+    cumulative = weights.cumsum(-1)
+    weights = weights.masked_fill(cumulative <= sampling.one_minus_top_p * cumulative[:, -1:], 0)
+
+    noise = torch.empty_like(scores).exponential_(generator=sampling.generator)
+    noise = torch.where(sampling.greedy, 1.0, noise).gather(-1, order)
     return order.gather(-1, (weights / noise).argmax(-1, keepdim=True))
 
 
-def static_cache(model, rows, length):
+def round_up(length: int) -> int:
+    """Round a cache length up to a multiple of 16: SDPA needs mask rows that are 16-byte aligned."""
+    return -(-length // 16) * 16
+
+
+def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where visible, else the lowest finite value: -inf would give NaN in rows that see nothing."""
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+
+
+def static_cache(model, rows: int, length: int) -> StaticCache:
     config = model.config
     cache = StaticCache(config=config, max_cache_len=length)
     cache.early_initialization(rows, config.num_key_value_heads, config.head_dim, model.dtype, model.device)
     return cache
 
 
-def part_of(cache, rows=None, columns=None):
-    """A cache over the first rows and columns of another one's memory."""
+def cache_view(cache: StaticCache, length: int) -> StaticCache:
+    """A cache that shares the memory of the first `length` positions of another one."""
     view = copy.copy(cache)
     view.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in view.layers:
-        layer.keys, layer.values = (tensor[:rows, :, :columns] for tensor in (layer.keys, layer.values))
+        layer.keys = layer.keys[:, :, :length]
+        layer.values = layer.values[:, :, :length]
     return view
 
 
-def clear(cache):
-    """A masked NaN or infinity from the request before would still be one."""
-    torch._foreach_zero_([tensor for layer in cache.layers for tensor in (layer.keys, layer.values)])
-
-
 class TalkerGraph:
-    def __init__(self, talker, cache, pool=None, fused=False):
-        device, dtype, width = talker.device, talker.dtype, talker.config.hidden_size
-        batch, vocab, length = len(cache.layers[0].keys), talker.config.vocab_size, cache.max_cache_len
-        self.model, self.head, self.cache, self.device, self.pool = talker.model, talker.codec_head, cache, device, pool
-        with device:
-            self.columns, self.ids = torch.arange(length), torch.arange(vocab)
-            # settings
-            self.sampling = Sampling(vocab)
-            self.repetition_penalty = torch.ones((), dtype=torch.float32)
-            self.suppressed = torch.zeros(vocab, dtype=torch.bool)
-            self.end_token, self.min_tokens = torch.zeros(2, dtype=torch.long)
-            # the prompt: `start` columns, of which the first `pad` of each row are empty
-            self.prompt = torch.zeros(batch, length, width, dtype=dtype)
-            self.start = torch.ones(1, dtype=torch.long)
-            self.pad = torch.zeros(batch, dtype=torch.long)
-            # the frame
-            self.embedding = torch.zeros(batch, 1, width, dtype=dtype)
-            self.hidden = torch.zeros(batch, 1, width, dtype=dtype)
-            self.token = torch.zeros(batch, 1, dtype=torch.long)
-            self.frame = torch.zeros(1, dtype=torch.long)                    # the frame that `token` begins
-            self.seen = torch.zeros(batch, vocab, dtype=torch.bool)
-            self.lengths = torch.full((batch,), NEVER)                       # frames of each row, once it has ended
-        self.lengths_on_host = self.lengths if device.type == "cpu" else self.lengths.cpu().pin_memory()
-        self.fused = talker_step(talker, self) if fused else None
-        self.step = capture(self.fused or self.step, device, pool)
-        self.prefills = {bucket: None for bucket in buckets(length)}
+    def __init__(self, talker, rows: int, max_seq_len: int):
+        length = round_up(max_seq_len)
+        hidden_size, vocab_size = talker.config.hidden_size, talker.config.vocab_size
+        self.model = talker.model
+        self.head = talker.codec_head
+        self.device = talker.device
+        self.cache = static_cache(talker.model, rows, length)
+        self.prefills = {}  # longest prompt -> function, captured for a single row
 
-    def configure(self, repetition_penalty, suppress_tokens, eos_token_id, min_new_tokens):
+        with self.device:
+            self.positions = torch.arange(length)
+            self.token_ids = torch.arange(vocab_size)
+            # settings of the request
+            self.sampling = Sampling(vocab_size)
+            self.repetition_penalty = torch.ones((), dtype=torch.float32)
+            self.suppressed = torch.zeros(vocab_size, dtype=torch.bool)
+            self.end_token = torch.zeros((), dtype=torch.long)
+            self.min_tokens = torch.zeros((), dtype=torch.long)
+            # its prompt, left-padded
+            self.prompt = torch.zeros(rows, length, hidden_size, dtype=talker.dtype)
+            self.prompt_length = torch.ones(1, dtype=torch.long)  # with padding: the same for all rows
+            self.padding = torch.zeros(rows, dtype=torch.long)
+            # the current frame
+            self.embedding = torch.zeros(rows, 1, hidden_size, dtype=talker.dtype)
+            self.hidden = torch.zeros(rows, 1, hidden_size, dtype=talker.dtype)
+            self.token = torch.zeros(rows, 1, dtype=torch.long)  # first code of frame number `frame`
+            self.frame = torch.zeros(1, dtype=torch.long)
+            self.seen = torch.zeros(rows, vocab_size, dtype=torch.bool)  # for the repetition penalty
+            self.ended = torch.zeros(rows, dtype=torch.bool)  # rows that have chosen their end token
+        self.ended_on_host = torch.zeros(rows, dtype=torch.bool, device="cpu", pin_memory=self.device.type == "cuda")
+
+    def capture(self, pool=None) -> None:
+        """Capture `step` and, for a single row, `prefill` for prompts of up to 16, 32, 64, ... positions."""
+        self.replay = capture(self.step, self.device, pool)
+        length = len(self.positions)
+        buckets = [16 << i for i in range(length.bit_length()) if 16 << i < length] + [length]
+        for bucket in buckets:
+            prefill = partial(self.prefill, bucket)
+            self.prefills[bucket] = capture(prefill, self.device, pool) if len(self.token) == 1 else prefill
+
+    def configure(self, repetition_penalty, suppress_tokens, eos_token_id, min_new_tokens, **settings) -> None:
         if not repetition_penalty > 0:
             raise ValueError(f"repetition_penalty is {repetition_penalty}, it must be above 0: 1.0 for none")
+        self.sampling.set(*(settings[name] for name in ("do_sample", "temperature", "top_k", "top_p")))
         self.repetition_penalty.fill_(repetition_penalty)
-        self.suppressed.zero_()[np.asarray(suppress_tokens)] = True          # torch reads a long list slowly
+        self.suppressed.zero_()
+        self.suppressed[torch.tensor(suppress_tokens, device=self.device)] = True
         self.end_token.fill_(eos_token_id)
         self.min_tokens.fill_(min_new_tokens)
 
-    def begin(self, inputs_embeds, attention_mask):
-        """Forgets the request before, reads a prompt (B, L, H), left-padded where its mask (B, L) is 0, and chooses
-        the first token."""
-        pad = (1 - attention_mask).sum(-1)
-        length = inputs_embeds.shape[1] - int(pad.min())          # without columns that are padding in every row
-        self.prompt[:, :length] = inputs_embeds[:, -length:]
-        self.start.fill_(length)
-        self.pad.copy_(pad - pad.min())                           # 0 for a row alone: the fused layers count on it
-        prefill = self.captured_prefill(next(bucket for bucket in self.prefills if bucket >= length))
-        clear(self.cache)
+    def begin(self, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor) -> None:
+        """Reset the state, prefill a left-padded prompt (B, L, H) with its mask (B, L), choose the first token."""
+        rows = len(inputs_embeds)  # the graph may have more; nobody reads what those decode
+        padding = (1 - attention_mask).sum(-1)
+        length = inputs_embeds.shape[1] - int(padding.min())  # drop columns that are padding in every row
+        self.prompt[:rows, :length] = inputs_embeds[:, -length:]
+        self.prompt_length.fill_(length)
+        self.padding[:rows] = padding - padding.min()
         self.frame.fill_(-1)
         self.seen.zero_()
-        self.lengths.fill_(NEVER)
-        prefill()
+        self.ended.zero_()
+        self.cache.reset()  # masked positions must be finite: 0 x NaN is NaN
 
-    def ended_by(self, frame, chosen):
-        """Whether no row has such a frame. `chosen` is an event after the choice of its token."""
-        if chosen is not None:
-            chosen.synchronize()
-        return int(self.lengths_on_host.max()) <= frame
+        bucket = next(bucket for bucket in self.prefills if bucket >= length)
+        self.prefills[bucket]()
 
-    def captured_prefill(self, bucket):
-        if self.prefills[bucket] is None:
-            self.prefills[bucket] = capture(partial(self.prefill, bucket), self.device, self.pool)
-        return self.prefills[bucket]
+    def all_ended(self, rows: int, token_chosen: torch.cuda.Event | None) -> bool:
+        """Whether the first `rows` rows have ended. The event was recorded after the last `step`."""
+        if token_chosen is not None:
+            token_chosen.synchronize()
+        return bool(self.ended_on_host[:rows].all())
 
-    def prefill(self, bucket):
-        """What the columns behind the prompt leave in the cache is overwritten before any frame may look at it."""
-        hidden = self.forward(self.prompt[:, :bucket], self.columns[:bucket], part_of(self.cache, columns=bucket))
-        self.hidden.copy_(hidden.index_select(1, self.start - 1))
-        self.choose()
+    def prefill(self, length: int) -> None:
+        """Positions behind the prompt are computed too: decoding overwrites them before it can attend to them."""
+        hidden = self.forward(self.prompt[:, :length], self.positions[:length], cache_view(self.cache, length))
+        self.hidden.copy_(hidden.index_select(1, self.prompt_length - 1))
+        self.choose_token()
 
-    def step(self):
-        self.hidden.copy_(self.forward(self.embedding, self.start + self.frame, self.cache))
-        self.choose()
+    def step(self) -> None:
+        self.hidden.copy_(self.forward(self.embedding, self.prompt_length + self.frame, self.cache))
+        self.choose_token()
 
-    def forward(self, embeds, columns, cache):
-        """Embeddings for these columns of the cache -> hidden states. (B, L, H), (L) -> (B, L, H)"""
-        pad, keys = self.pad[:, None], self.columns[:cache.layers[0].keys.shape[2]]
-        visible = (keys <= columns[:, None]) & (keys >= pad[..., None])                        # (B, L, S)
-        mask = additive_mask(visible, embeds.dtype)[:, None]
-        return self.model(inputs_embeds=embeds, attention_mask=mask, position_ids=(columns - pad).clamp(min=0),
-                          cache_position=columns, past_key_values=cache).last_hidden_state
+    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, cache: StaticCache) -> torch.Tensor:
+        """Run the layers at these positions of the cache. (B, L, H), (L) -> (B, L, H)"""
+        keys = self.positions[: cache.layers[0].keys.shape[2]]
+        padding = self.padding[:, None]  # (B, 1)
+        visible = (keys <= positions[:, None]) & (keys >= padding[..., None])  # (B, L, S)
+        return self.model(
+            inputs_embeds=embeds,
+            attention_mask=additive_mask(visible, embeds.dtype)[:, None],
+            position_ids=(positions - padding).clamp(min=0),
+            cache_position=positions,
+            past_key_values=cache,
+        ).last_hidden_state
 
-    def choose(self):
-        """The next frame's token, by transformers' rules in transformers' order. A row that has ended goes on unheard
-        until all have, as it does there: the noise of the others depends on it."""
+    def choose_token(self) -> None:
+        """Choose the next frame's token with the rules of transformers' logits processors, in their order."""
         self.frame += 1
-        scores = self.head(self.hidden[:, -1]).float()                                         # (B, V)
-        penalized = torch.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
-        scores = torch.where(self.seen, penalized, scores).masked_fill(self.suppressed, float("-inf"))
-        too_early = (self.frame < self.min_tokens) & (self.ids == self.end_token)              # (V)
-        self.token.copy_(sample(scores.masked_fill(too_early, float("-inf")), self.sampling))
+        scores = self.head(self.hidden[:, -1]).float()  # (B, V)
+        penalty = self.repetition_penalty
+        penalized = torch.where(scores < 0, scores * penalty, scores / penalty)
+        scores = torch.where(self.seen, penalized, scores)
+        too_early = (self.frame < self.min_tokens) & (self.token_ids == self.end_token)  # (V)
+        scores = scores.masked_fill(self.suppressed | too_early, float("-inf"))
+
+        self.token.copy_(sample(scores, self.sampling))
         self.seen.scatter_(1, self.token, True)
-        ended = (self.token == self.end_token)[:, 0]
-        self.lengths.copy_(torch.where(ended, self.lengths.minimum(self.frame), self.lengths))
-        self.lengths_on_host.copy_(self.lengths, non_blocking=True)
+        self.ended |= (self.token == self.end_token)[:, 0]
+        self.ended_on_host.copy_(self.ended, non_blocking=True)

@@ -1,149 +1,225 @@
 """The codec's decoder as CUDA graphs: codes go in, a few frames at a time, and their samples come out.
 
-The 12 Hz decoder is causal, so it can go on where it stopped: each convolution keeps the tail of its input, each
-attention layer the keys and values of its window. That state lives in static tensors, shared by the graphs of all chunk
-sizes, and `reset` clears it between utterances. Chunks of any sizes joined are the whole. It all runs on a CUDA stream
-of its own, beside the talker's.
+The 12 Hz decoder is causal, so it can be resumed: each convolution keeps the last columns of its input, each attention
+layer the keys and values of its window. This state lives in static tensors that the graphs of all chunk sizes share;
+`reset` clears it between utterances. Chunks of any sizes, joined, are the audio of the whole utterance. Everything runs
+on a CUDA stream of its own, beside the talker's.
+
+Shapes: T frames, C channels, X columns of a convolution's input.
 """
+
 import copy
+from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from cudagraph_talker import additive_mask, aligned, capture
-from fewer_kernels import use_constants
+from cudagraph_talker import additive_mask, capture, round_up
 
-SIZES = (64, 32, 16, 8, 4, 2, 1)                                  # frames in a chunk; others are made of these
+CHUNK_SIZES = (64, 32, 16, 8, 4, 2, 1)  # frames per captured graph; other chunks are made of these
 
-
-def extend(tail, x, dim=-1):
-    """`x` with the end of what came before it in front; its own end replaces that."""
-    joined = torch.cat([tail, x], dim)
-    tail.copy_(joined.narrow(dim, x.shape[dim], tail.shape[dim]))
-    return joined
-
-
-def causal_conv(conv, tail, x):
-    return conv(extend(tail, x))
-
-
-def transposed_conv(conv, tail, x):
-    before, new = (columns.shape[-1] * conv.stride[0] for columns in (tail, x))        # samples
-    return conv(extend(tail, x))[..., before:before + new]
-
-
-class Window:
-    """Stands in for a cache: the last keys and values of each layer, in front of the new ones."""
-
-    def __init__(self, config, dtype):
-        shape = (1, config.num_key_value_heads, aligned(config.sliding_window), config.head_dim)
-        self.tails = [[torch.zeros(shape, dtype=dtype) for _ in "kv"] for _ in range(config.num_hidden_layers)]
-        self.length = config.sliding_window
-
-    def update(self, keys, values, layer, _):
-        columns = self.columns(keys.shape[2])
-        return [extend(tail, new, 2)[:, :, -columns:] for tail, new in zip(self.tails[layer], (keys, values))]
-
-    def columns(self, frames):
-        return aligned(self.length - 1 + frames)
+# cuDNN is faster with channels-last weights up to about this many columns, and much slower beyond.
+MAX_CHANNELS_LAST_COLUMNS = 2048
 
 
 class CodecGraph:
+    """Stands in for the speech tokenizer's `decode`; `reset` and `feed` are for streams, which hold the lock."""
+
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, tokenizer, turns):
-        """`tokenizer` is upstream's. `decode` waits for its turn, `reset` and `feed` are for whoever has it."""
-        model, self.tokenizer, self.turns = tokenizer.model.decoder, tokenizer, turns
-        self.device, config = model.device, model.config
-        self.samples_a_frame = tokenizer.get_decode_upsample_rate()
+    def __init__(self, tokenizer, lock):
+        model = tokenizer.model.decoder
+        config = model.config
+        self.tokenizer = tokenizer
+        self.lock = lock
+        self.device = model.device
+        self.samples_per_frame = tokenizer.get_decode_upsample_rate()
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        # Modules of our own around upstream's weights: its own decoder stays as it is.
-        self.decoder = copy.deepcopy(model, {id(w): w for w in (*model.parameters(), *model.buffers())})
+
+        # Copy the modules but share the weights: upstream's own decoder stays as it is.
+        shared = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
+        self.decoder = copy.deepcopy(model, shared)
         with self.device:
-            self.codes = torch.zeros(1, config.num_quantizers, max(SIZES), dtype=torch.long)
-            self.samples = torch.zeros(max(SIZES) * self.samples_a_frame, dtype=torch.float32)
+            self.codes = torch.zeros(1, config.num_quantizers, max(CHUNK_SIZES), dtype=torch.long)
+            self.samples = torch.zeros(max(CHUNK_SIZES) * self.samples_per_frame, dtype=torch.float32)
             self.position = torch.zeros(1, dtype=torch.long)
-            self.window = Window(config, model.dtype)
-            self.state = [tail for tails in self.window.tails for tail in tails]
+            self.window = AttentionWindow(config, model.dtype)
+            self.state = [*self.window.keys, *self.window.values]
             for module in self.decoder.modules():
-                self.carry_state(module, model.dtype)
-        use_constants(self.decoder)
+                self.keep_input(module, model.dtype)
+        precompute_constants(self.decoder)
         self.decoder.pre_transformer.forward = self.transformer
+
         pool = torch.cuda.graph_pool_handle() if self.stream else None
-        self.graphs = {size: capture(partial(self.step, size), self.device, pool) for size in SIZES}
+        self.graphs = {size: capture(partial(self.step, size), self.device, pool) for size in CHUNK_SIZES}
 
-    def carry_state(self, module, dtype):
+    def keep_input(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Give a causal convolution a static tensor for the end of its input."""
         conv = getattr(module, "conv", None)
-        if isinstance(conv, (nn.Conv1d, nn.ConvTranspose1d)):
-            transposed = isinstance(conv, nn.ConvTranspose1d)
-            columns = module.right_pad // conv.stride[0] if transposed else module.padding
-            tail = torch.zeros(1, conv.in_channels, columns, dtype=dtype)
-            module.forward = partial(transposed_conv if transposed else causal_conv, conv, tail)
-            self.state.append(tail)
+        if isinstance(conv, nn.Conv1d):
+            columns, forward = module.padding, causal_conv
+        elif isinstance(conv, nn.ConvTranspose1d):
+            columns, forward = module.right_pad // conv.stride[0], causal_transposed_conv
+        else:
+            return
+        previous = torch.zeros(1, conv.in_channels, columns, dtype=dtype)
+        module.forward = partial(forward, conv, previous)
+        self.state.append(previous)
 
-    def transformer(self, inputs_embeds):
-        frames, columns = inputs_embeds.shape[1], self.window.columns(inputs_embeds.shape[1])
+    def transformer(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
+        """The decoder's transformer over the new frames (1, T, H) and the window before them."""
+        frames = inputs_embeds.shape[1]
+        columns = self.window.columns(frames)
         queries = torch.arange(frames, device=self.device)
-        keys = torch.arange(frames - columns, frames, device=self.device)              # counted from the first query
-        age = queries[:, None] - keys                                                  # (frames, columns)
+        keys = torch.arange(frames - columns, frames, device=self.device)  # relative to the first query
+        age = queries[:, None] - keys  # (T, columns)
         visible = (age >= 0) & (age < self.window.length) & (keys + self.position >= 0)
         mask = additive_mask(visible, inputs_embeds.dtype)[None, None]
         positions = self.position + queries
-        return type(self.decoder.pre_transformer).forward(
-            self.decoder.pre_transformer, inputs_embeds=inputs_embeds, attention_mask={"sliding_attention": mask},
-            position_ids=positions[None], cache_position=positions, past_key_values=self.window)
+        transformer = self.decoder.pre_transformer
+        return type(transformer).forward(
+            transformer,
+            inputs_embeds=inputs_embeds,
+            attention_mask={"sliding_attention": mask},
+            position_ids=positions[None],
+            cache_position=positions,
+            past_key_values=self.window,
+        )
 
-    def step(self, size):
-        """The next `size` frames."""
-        samples = self.decoder(self.codes[..., :size])                                 # (1, 1, T)
-        self.samples[:samples.shape[-1]] = samples[0, 0]
+    def step(self, size: int) -> None:
+        """Decode the next `size` frames from `codes` to `samples`."""
+        samples = self.decoder(self.codes[..., :size])  # (1, 1, samples)
+        self.samples[: samples.shape[-1]] = samples[0, 0]
         self.position += size
 
     def on_own_stream(self):
-        """Work under this waits for what the caller has started, and for nothing that comes after."""
+        """A context in which work waits for what the caller has launched so far, and for nothing later."""
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self.stream)                     # of None: nothing
+        return torch.cuda.stream(self.stream)  # does nothing for None
 
     @torch.no_grad()
-    def reset(self):
+    def reset(self) -> None:
         with self.on_own_stream():
             self.position.zero_()
             torch._foreach_zero_(self.state)
 
     @torch.no_grad()
-    def feed(self, codes):
-        """Starts to decode the next frames (T, 16). Returns a function that waits for their samples: numpy, float32."""
-        audio = torch.empty(len(codes) * self.samples_a_frame, dtype=torch.float32, device="cpu",
-                            pin_memory=self.stream is not None)
+    def feed(self, codes: torch.Tensor) -> Callable[[], np.ndarray]:
+        """Start decoding the next frames (T, 16). Returns a function that waits for their float32 samples."""
+        audio = torch.empty(
+            len(codes) * self.samples_per_frame,
+            dtype=torch.float32,
+            device="cpu",
+            pin_memory=self.stream is not None,
+        )
         with self.on_own_stream():
-            rest, filled = codes.to(self.device).T, 0
+            remaining = codes.to(self.device).T
             if self.stream:
-                rest.record_stream(self.stream)                   # the caller may let go of them before they are read
-            for size in SIZES:
-                while rest.shape[1] >= size:
-                    self.codes[0, :, :size] = rest[:, :size]
+                remaining.record_stream(self.stream)  # the caller may free the codes before they are read
+            filled = 0
+            for size in CHUNK_SIZES:
+                while remaining.shape[1] >= size:
+                    self.codes[0, :, :size] = remaining[:, :size]
                     self.graphs[size]()
-                    samples = self.samples[:size * self.samples_a_frame]
-                    audio[filled:filled + len(samples)].copy_(samples, non_blocking=True)
-                    rest, filled = rest[:, size:], filled + len(samples)
+                    samples = self.samples[: size * self.samples_per_frame]
+                    audio[filled : filled + len(samples)].copy_(samples, non_blocking=True)
+                    remaining = remaining[:, size:]
+                    filled += len(samples)
             done = self.stream.record_event() if self.stream else None
 
-        def wait():
+        def wait() -> np.ndarray:
             if done:
                 done.synchronize()
             return audio.numpy()
+
         return wait
 
-    def decode(self, encoded):
-        """Stands in for the speech tokenizer's decode: one utterance after another, each whole."""
+    def decode(self, encoded) -> tuple[list[np.ndarray], int]:
+        """Decode whole utterances, one after another. Takes what upstream's decode takes."""
         codes = encoded.audio_codes if hasattr(encoded, "audio_codes") else encoded
-        codes = codes["audio_codes"] if isinstance(codes, dict) else codes
+        if isinstance(codes, dict):
+            codes = codes["audio_codes"]
+        if torch.is_tensor(codes) and codes.dim() == 2:
+            codes = [codes]
         waits = []
-        with self.turns.take():
-            for utterance in [codes] if torch.is_tensor(codes) and codes.dim() == 2 else codes:
-                utterance = torch.as_tensor(utterance["audio_codes"] if isinstance(utterance, dict) else utterance)
+        with self.lock:
+            for utterance in codes:
+                if isinstance(utterance, dict):
+                    utterance = utterance["audio_codes"]
+                utterance = torch.as_tensor(utterance)
                 self.reset()
-                waits.append(self.feed(utterance[utterance[:, 0] >= 0]))               # -1 pads a batch
+                waits.append(self.feed(utterance[utterance[:, 0] >= 0]))  # a batch is padded with -1
             return [wait() for wait in waits], self.tokenizer.get_output_sample_rate()
+
+
+class AttentionWindow:
+    """Stands in for a KV cache: the last keys and values of each layer, in front of the new ones."""
+
+    def __init__(self, config, dtype: torch.dtype):
+        shape = (1, config.num_key_value_heads, round_up(config.sliding_window), config.head_dim)
+        self.keys = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)]
+        self.length = config.sliding_window
+
+    def update(self, keys, values, layer: int, _) -> tuple[torch.Tensor, torch.Tensor]:
+        columns = self.columns(keys.shape[2])
+        keys = extend(self.keys[layer], keys, dim=2)[:, :, -columns:]
+        values = extend(self.values[layer], values, dim=2)[:, :, -columns:]
+        return keys, values
+
+    def columns(self, frames: int) -> int:
+        """Keys to attend to for so many new frames, aligned for SDPA."""
+        return round_up(self.length - 1 + frames)
+
+
+def extend(previous: torch.Tensor, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """`previous` and `x` joined; `previous` becomes the end of the result, for the next call."""
+    joined = torch.cat([previous, x], dim)
+    previous.copy_(joined.narrow(dim, x.shape[dim], previous.shape[dim]))
+    return joined
+
+
+def causal_conv(conv: nn.Conv1d, previous: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return conv(extend(previous, x))
+
+
+def causal_transposed_conv(conv: nn.ConvTranspose1d, previous: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    first = previous.shape[-1] * conv.stride[0]
+    count = x.shape[-1] * conv.stride[0]
+    return conv(extend(previous, x))[..., first : first + count]
+
+
+def precompute_constants(decoder: nn.Module) -> None:
+    """Compute once what upstream's modules, and cuDNN, compute in every call.
+
+    Codebooks divide their sums, activations take the exponential of their parameters, and cuDNN converts the weights of
+    convolutions to channels-last.
+    """
+    for module in decoder.modules():
+        if hasattr(module, "embedding_sum"):
+            table = module.embedding_sum / module.cluster_usage.clamp(min=module.epsilon)[:, None]
+            module.decode = partial(F.embedding, weight=table)
+        elif hasattr(module, "no_div_by_zero"):
+            alpha = module.alpha.exp()[:, None]  # (C, 1)
+            beta = module.beta.exp()[:, None]
+            module.forward = partial(snake, alpha, 1.0 / (beta + module.no_div_by_zero))
+        elif isinstance(module, nn.Conv1d | nn.ConvTranspose1d) and module.groups == 1 and module.kernel_size[0] > 1:
+            weight = module.weight[:, :, None].contiguous(memory_format=torch.channels_last)
+            module.forward = partial(channels_last_conv, module, weight)
+
+
+def channels_last_conv(conv: nn.Conv1d | nn.ConvTranspose1d, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A 1-d convolution as a 2-d one of height 1: only those take channels-last weights."""
+    if x.shape[-1] > MAX_CHANNELS_LAST_COLUMNS:
+        return type(conv).forward(conv, x)
+    conv2d = F.conv2d if isinstance(conv, nn.Conv1d) else F.conv_transpose2d
+    out = conv2d(x[:, :, None], weight, conv.bias, stride=(1, *conv.stride), dilation=(1, *conv.dilation))
+    return out[:, :, 0]
+
+
+def snake(alpha: torch.Tensor, inverse_beta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return x + inverse_beta * torch.sin(x * alpha).pow(2)

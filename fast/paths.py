@@ -1,33 +1,36 @@
-"""Which path a model takes on this machine: the fused layers, or the reference path, and why."""
+"""Whether the megakernel can run a model on this machine, and if not, why."""
+
 import torch
 
-from fused_layers import compiled, sizes_of
+from fast import megakernel
 
 
-def choose_path(talker, wanted):
-    """Whether to use the fused layers, and words that say so. `wanted`: True, False, or None for wherever they run."""
-    reason = "not wanted" if wanted is False else why_not(talker)
-    if wanted and reason:
+def choose_path(talker, fused: bool | None) -> tuple[bool, str]:
+    """Whether to use the megakernel, and a description of what is used instead. `fused` as in `accelerate`."""
+    reason = "not wanted" if fused is False else why_not(talker)
+    if fused and reason:
         raise ValueError(f"fused=True is impossible here: {reason}")
-    return not reason, f"reference path, no fused layers: {reason}" if reason else "fused layers"
+    if reason:
+        return False, f"reference path, no fused layers: {reason}"
+    return True, "fused layers"
 
 
-def why_not(talker):
-    """What keeps this model on this machine from the fused layers; empty if nothing does."""
+def why_not(talker) -> str:
+    """What keeps this model on this machine from the megakernel. Empty if nothing does."""
     if talker.device.type != "cuda" or torch.version.hip:
         return "the model is not on an NVIDIA GPU"
     if talker.dtype != torch.bfloat16:
         return f"the weights are {talker.dtype}, not bfloat16"
-    if not hasattr(torch.cuda, "_compile_kernel"):
-        return f"torch {torch.__version__} is older than 2.9"
-    gpu, predictor = torch.cuda.get_device_properties(talker.device), talker.code_predictor
+    gpu = torch.cuda.get_device_properties(talker.device)
     if gpu.major < 9:
         return f"the GPU's compute capability is {gpu.major}.{gpu.minor}, below 9.0"
     if gpu.multi_processor_count < 64:
         return f"the GPU has {gpu.multi_processor_count} multiprocessors, fewer than 64"
+    predictor = talker.code_predictor
+    hidden_size = talker.config.hidden_size
     try:
-        for model, heads in ((talker.model, [talker.codec_head]), (predictor.model, predictor.lm_head)):
-            compiled(model.device, **sizes_of(model, heads, talker.config.hidden_size))
-    except (AttributeError, OSError, RuntimeError) as error:
+        megakernel.compile_for(talker.model, [talker.codec_head], hidden_size)
+        megakernel.compile_for(predictor.model, list(predictor.lm_head), hidden_size)
+    except (OSError, RuntimeError) as error:
         return f"the kernel cannot be compiled: {' '.join(str(error).split())[:200]}"
     return ""

@@ -1,49 +1,68 @@
-"""One request at a time on one model."""
+"""One request at a time on one model, also when a stream is paused between two chunks."""
+
 import contextlib
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 
 
 class Turns:
-    """A request waits until the one before has ended. That may be a stream which nobody will ever go on with, and
-    nothing tells: when it has paused for `patience` seconds, the next request takes its turn over, with a warning, and
-    the stream says so if it is gone on with after all. Threads are all one: a server's pool goes on with a stream now
-    in this one, now in that."""
+    """A lock that a paused stream can lose.
 
-    def __init__(self, patience=10.0):
-        self.patience, self.ended, self.current = patience, threading.Condition(), None
+    A request waits until the one before it has ended. If that is a stream whose consumer has not asked for the next
+    chunk for `patience` seconds, it may never do so: the waiting request takes over with a warning, and the stream
+    raises an error when it is resumed. Streams may be resumed in any thread, as thread pools do.
+    """
+
+    def __init__(self, patience: float = 10.0):
+        self.patience = patience
+        self.changed = threading.Condition()
+        self.current = None
 
     @contextlib.contextmanager
-    def take(self):
-        with self.ended:
-            while self.current and not self.current.is_given_up():
-                self.ended.wait(self.patience / 10)
+    def take(self) -> Iterator["Turn"]:
+        with self.changed:
+            while self.current and not self.current.is_abandoned():
+                self.changed.wait(self.patience / 10)
             if self.current:
-                warnings.warn("a stream was neither finished nor closed: the next request did not wait any longer")
-            turn = self.current = Turn(self)
+                warnings.warn("a stream was neither finished nor closed: the next request takes over", stacklevel=3)
+            turn = Turn(self)
+            self.current = turn
         try:
             yield turn
         finally:
-            with self.ended:
+            with self.changed:
                 if self.current is turn:
                     self.current = None
-                    self.ended.notify()
+                    self.changed.notify()
+
+    def __enter__(self) -> None:
+        """`with turns:` is for requests that never pause, so that nobody can take over."""
+        taken = self.take()
+        taken.__enter__()
+        self.unpaused = taken  # only the current request writes this
+
+    def __exit__(self, *error) -> None:
+        self.unpaused.__exit__(*error)
 
 
 class Turn:
-    def __init__(self, turns):
-        self.turns, self.paused_at = turns, None
+    def __init__(self, turns: Turns):
+        self.turns = turns
+        self.paused_at = None
 
-    def is_given_up(self):
+    def is_abandoned(self) -> bool:
         return self.paused_at is not None and time.monotonic() - self.paused_at >= self.turns.patience
 
     @contextlib.contextmanager
-    def paused(self):
-        """Around a yield: the caller decides when to go on, and whether at all."""
+    def paused(self) -> Iterator[None]:
+        """Around a `yield`: the consumer decides when to resume, and whether at all."""
         self.paused_at = time.monotonic()
         yield
-        with self.turns.ended:
+        with self.turns.changed:
             if self.turns.current is not self:
-                raise RuntimeError("another request has taken this model over: finish a stream before the next call")
+                raise RuntimeError(
+                    "another request has taken over this model: finish or close a stream before the next"
+                )
             self.paused_at = None

@@ -1,0 +1,57 @@
+"""The same model, faster. `generate.accelerate` calls `plug_in`; the reference runs without this folder.
+
+layers.py       upstream's layers from fewer kernels
+megakernel.py   all layers, heads and the sampling of one step in a single launch, where the GPU can
+codec.py        the codec's decoder as CUDA graphs that keep their state between chunks
+streaming.py    audio while it is generated; stands on the codec
+paths.py        whether the megakernel can run here, and if not, why
+turns.py        one request at a time, also when a stream is paused
+"""
+
+import logging
+from functools import partial
+
+from fast.codec import CodecGraph
+from fast.layers import bypass_config_getattr, fuse_layers
+from fast.megakernel import predictor_step, talker_step
+from fast.paths import choose_path
+from fast.turns import Turns
+
+log = logging.getLogger("qwen3_tts_cudagraphs")
+
+# On an H200 a frame of the batched graphs takes as long as 5 to 6 single frames of the megakernel.
+MEGAKERNEL_MIN_BATCH = 6
+
+
+def plug_in(tts, decoder, fused: bool | None) -> None:
+    """Change what `decoder` captures and how `tts` decodes audio. `fused` is the argument of `accelerate`."""
+    talker = tts.model.talker
+    bypass_config_getattr(tts.model.config, talker.config)
+    decoder.lock = Turns()
+
+    use_megakernel, decoder.path = choose_path(talker, fused)
+    decoder.keepalive = fuse_layers(talker, decoder.max_seq_len)  # read by the graphs
+    decoder.replace_steps = partial(replace_steps, talker, use_megakernel)
+    if use_megakernel:
+        decoder.batch_sizes = partial(batch_sizes, max_batch=decoder.max_batch)
+
+    log.info("capturing the codec")
+    tts.model.speech_tokenizer.decode = CodecGraph(tts.model.speech_tokenizer, decoder.lock).decode
+
+
+def replace_steps(talker, use_megakernel: bool, talker_graph, predictor_graph) -> None:
+    rows = len(talker_graph.token)
+    log.info("capturing frames of %d %s", rows, "row" if rows == 1 else "rows")
+    if use_megakernel and rows == 1:
+        talker_graph.step = talker_step(talker, talker_graph)
+        predictor_graph.step = predictor_step(predictor_graph)
+
+
+def batch_sizes(rows: int, max_batch: int) -> list[int]:
+    """Split a list of texts: batches while they pay, the rest one text after another on the megakernel."""
+    sizes = []
+    while rows > 0:
+        size = min(rows, max_batch)
+        sizes.append(size if size >= MEGAKERNEL_MIN_BATCH else 1)
+        rows -= sizes[-1]
+    return sizes
