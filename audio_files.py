@@ -1,70 +1,203 @@
-"""A WAV file that can be played at every moment while it is written."""
+"""Recordings in, speech out: audio files of every kind that soundfile knows, written whole or not at all.
+
+The only formats written by hand are those that soundfile cannot write: a WAV file that can be played while it grows,
+and a WAV on stdout.
+"""
+
 import contextlib
+import os
+import secrets
+import stat
 import struct
 import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+import soundfile
 
-UNKNOWN = 0xFFFFFFFF - 36                                         # a length that nobody will correct
+Chunk = tuple[np.ndarray, int]  # float samples from -1 to 1, sample rate
+
+FORMATS = {  # file name extension -> soundfile's format and subtype; none is WAV
+    "": ("WAV", "PCM_16"),
+    ".wav": ("WAV", "PCM_16"),
+    ".flac": ("FLAC", "PCM_16"),
+    ".ogg": ("OGG", "VORBIS"),
+    ".opus": ("OGG", "OPUS"),
+    ".mp3": ("MP3", "MPEG_LAYER_III"),
+}
+WAV_HEADER_BYTES = 36  # of the RIFF chunk, behind its own size
+UNKNOWN_LENGTH = 0xFFFFFFFF - WAV_HEADER_BYTES  # for a stream whose header cannot be corrected later
 
 
-def header(rate, size):
-    """16-bit mono, with `size` bytes of samples."""
-    return struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 36 + size, b"WAVE", b"fmt ", 16, 1, 1, rate, 2 * rate, 2, 16,
-                       b"data", size)
-
-
-def to_bytes(audio):
-    return np.rint(np.clip(audio, -1, 1) * 32767).astype("<i2").tobytes()
-
-
-def write_wav(path, chunks):
-    """Writes chunks of (float samples, rate), to a file or, with "-", to stdout: a list whole or not at all, others as
-    they come. Returns the seconds."""
-    if isinstance(chunks, list):
-        rate, samples = chunks[0][1], b"".join(to_bytes(audio) for audio, _ in chunks)
-        write_whole(path, header(rate, len(samples)) + samples)
-        return len(samples) / 2 / rate
-    file, size, to_stdout = None, 0, str(path) == "-"
+def read_audio(path: Path) -> Chunk:
+    """A recording as mono float32 samples, and its rate."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}: give a recording of the voice")
     try:
+        audio, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    except (soundfile.LibsndfileError, OSError, ValueError, MemoryError):
+        raise ValueError(f"{path} is not audio that can be read: give a WAV, FLAC, OGG or MP3 file") from None
+    audio = audio.mean(axis=1)
+    seconds = len(audio) / rate
+    if not np.isfinite(audio).all() or np.abs(audio).max(initial=0) < 1e-4:
+        raise ValueError(f"{path} is silent or broken: give a recording of the voice")
+    if seconds < 1:
+        raise ValueError(f"{path} has {seconds:.2f} s of audio: give at least 1 s, better 3 to 30 s")
+    if not 3 <= seconds <= 30:
+        warnings.warn(f"{path} has {seconds:.1f} s of audio: 3 to 30 s give a better voice", stacklevel=2)
+    return audio, rate
+
+
+def check_writable(path: Path) -> None:
+    """Raise an error now rather than after the work."""
+    if str(path) == "-":
+        return
+    if path.is_dir():
+        problem = "it is a folder"
+    elif not path.parent.is_dir():
+        problem = f"there is no folder {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "permission denied"
+    else:
+        return
+    raise ValueError(f"cannot write {path}: {problem}: choose another --output")
+
+
+def check_format(path: Path) -> None:
+    if path.suffix.lower() not in FORMATS:
+        known = ", ".join(extension for extension in FORMATS if extension)
+        raise ValueError(f"cannot write {path}: {path.suffix} is not an audio format: choose one of {known}")
+
+
+def write_audio(path: Path, chunks: Iterable[Chunk], playable: bool = False) -> float:
+    """Write chunks as they come, to a file or, for "-", to stdout. Returns the seconds of audio.
+
+    playable: a WAV can be played while it grows, and stays as far as it got if the chunks end with an error. Without
+    it, or in another format, the file appears under its name only when it is complete.
+    """
+    if str(path) == "-":
+        return write_wav(path, lambda: sys.stdout.buffer, chunks if playable else [join(chunks)], not playable)
+    is_wav = FORMATS[path.suffix.lower()][0] == "WAV"
+    if is_wav and (playable or is_special(path)):
+        return write_wav(path, lambda: open(path, "wb"), chunks, length_is_known=False)
+    return write_file(path, chunks)
+
+
+def write_file(path: Path, chunks: Iterable[Chunk]) -> float:
+    """A complete file in one of soundfile's formats, written beside `path` and renamed."""
+    sound_format, subtype = FORMATS[path.suffix.lower()]
+    frames = 0
+    with replacement_for(path) as beside, contextlib.ExitStack() as files:
         for audio, rate in chunks:
-            if file is None:                                      # not before there is something to write
-                file = sys.stdout.buffer if to_stdout else open(path, "wb")
-                can_correct = file.seekable() and not to_stdout   # stdout may be a file that has other things in it
-                file.write(header(rate, 0 if can_correct else UNKNOWN))
-            samples = to_bytes(audio)
-            file.write(samples)
-            size += len(samples)
-            if can_correct:
-                file.seek(0)
-                file.write(header(rate, size))
-                file.seek(0, 2)
-            file.flush()
-    except OSError as error:
-        raise in_words(path, error) from None
-    finally:
-        if file is not None and not to_stdout:
-            with contextlib.suppress(OSError):                    # said already: every chunk was flushed
-                file.close()
-    return size / 2 / rate if size else 0.0
+            with write_errors(path):
+                if frames == 0:
+                    file = files.enter_context(soundfile.SoundFile(beside, "w", rate, 1, subtype, format=sound_format))
+                file.write(to_int16(audio))
+            frames += len(audio)
+        with write_errors(path):
+            files.close()
+            if soundfile.info(beside).frames < frames:
+                raise OSError("incomplete")
+    return frames / rate
 
 
-def write_whole(path, content):
-    """Bytes to a file or, with "-", to stdout. Of a file for which there is no room nothing stays."""
+def write_wav(path: Path, open_file: Callable[[], BinaryIO], chunks: Iterable[Chunk], length_is_known: bool) -> float:
+    """A 16-bit mono WAV whose header is corrected after every chunk, where that is possible.
+
+    The file is opened when there is something to write. With a known length there is one chunk.
+    """
+    size = 0
+    with contextlib.ExitStack() as files:
+        for audio, rate in chunks:
+            samples = to_int16(audio).tobytes()
+            with write_errors(path):
+                if size == 0:
+                    file = open_file()
+                    to_stdout = file is sys.stdout.buffer  # may be a file with something else in front
+                    if not to_stdout:
+                        files.callback(close_quietly, file)
+                    can_correct = file.seekable() and not to_stdout
+                    known = length_is_known or can_correct
+                    file.write(wav_header(rate, len(samples) if known else UNKNOWN_LENGTH))
+                file.write(samples)
+                size += len(samples)
+                if can_correct:
+                    file.seek(0)
+                    file.write(wav_header(rate, size))
+                    file.seek(0, os.SEEK_END)
+                file.flush()
+    return size / 2 / rate
+
+
+def close_quietly(file: BinaryIO) -> None:
+    """Every chunk was flushed: what close could report has been reported."""
+    with contextlib.suppress(OSError):
+        file.close()
+
+
+def wav_header(rate: int, size: int) -> bytes:
+    """16-bit mono PCM with `size` bytes of samples."""
+    channels, bytes_per_sample, pcm = 1, 2, 1
+    fmt = struct.pack("<HHIIHH", pcm, channels, rate, rate * bytes_per_sample, bytes_per_sample, 8 * bytes_per_sample)
+    riff = struct.pack("<4sI4s", b"RIFF", WAV_HEADER_BYTES + size, b"WAVE")
+    return riff + struct.pack("<4sI", b"fmt ", len(fmt)) + fmt + struct.pack("<4sI", b"data", size)
+
+
+def to_int16(audio: np.ndarray) -> np.ndarray:
+    return np.rint(np.clip(audio, -1, 1) * 32767).astype("<i2")
+
+
+def join(chunks: Iterable[Chunk]) -> Chunk:
+    audio, rates = zip(*chunks)
+    return np.concatenate(audio), rates[0]
+
+
+def is_special(path: Path) -> bool:
+    """A device or a named pipe, which cannot be replaced by a file."""
+    return path.exists() and not path.is_file()
+
+
+@contextlib.contextmanager
+def replacement_for(path: Path) -> Iterator[Path]:
+    """A new file beside `path` that takes its place if all goes well, and is removed if not."""
+    target = Path(os.path.realpath(path))  # a symbolic link stays one
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    with write_errors(path):
+        beside.touch(exist_ok=False)
     try:
-        if str(path) == "-":
+        yield beside
+        with write_errors(path):
+            if target.exists():
+                beside.chmod(stat.S_IMODE(target.stat().st_mode))
+            beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """To a file or, for "-", to stdout."""
+    if str(path) == "-":
+        with write_errors(path):
             sys.stdout.buffer.write(content)
             sys.stdout.buffer.flush()
-        else:
-            Path(path).write_bytes(content)
-    except OSError as error:
-        if Path(path).is_file():
-            Path(path).unlink()
-        raise in_words(path, error) from None
+    elif is_special(path):
+        with write_errors(path):
+            path.write_bytes(content)
+    else:
+        with replacement_for(path) as beside, write_errors(path):
+            beside.write_bytes(content)
 
 
-def in_words(path, error):
-    if isinstance(error, BrokenPipeError):                        # no mistake: whoever listened has gone
-        return error
-    return ValueError(f"cannot write {path}: {error.strerror}: choose another --output")
+@contextlib.contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Failed writes as one sentence. soundfile reports a full disk by an AssertionError."""
+    try:
+        yield
+    except BrokenPipeError:  # not a mistake: the player was closed
+        raise
+    except (OSError, soundfile.LibsndfileError, AssertionError) as error:
+        reason = getattr(error, "strerror", None) or "the file could not be written completely, is the disk full?"
+        raise ValueError(f"cannot write {path}: {reason}: choose another --output") from None

@@ -5,6 +5,7 @@
 
 The vector belongs to the model that made it: 0.6B and 1.7B have different widths.
 """
+
 import contextlib
 import io
 import sys
@@ -13,35 +14,46 @@ from pathlib import Path
 import librosa
 import torch
 
+from audio_files import check_writable, read_audio, write_bytes
+from cli import Parser, base_config, choose_device, cli_errors
 from generate import load_upstream
-from voices import Parser, answered_mistakes, base_config, check_writable, read_audio
-from wav import write_whole
 
 
-def main():
-    with answered_mistakes():
+def main() -> None:
+    with cli_errors():
         parser = Parser(description=__doc__.splitlines()[0])
-        parser.add_argument("--ref_audio", "--ref-audio", required=True, type=Path, nargs="+", action="extend",
-                            help="recordings of the voice; several are averaged")
+        parser.add_argument(
+            "--ref_audio",
+            "--ref-audio",
+            required=True,
+            type=Path,
+            nargs="+",
+            action="extend",
+            help="recordings of the voice; several are averaged",
+        )
         parser.add_argument("--output", default="speaker.pt", type=Path)
         parser.add_argument("--model", default="0.6B", help="0.6B, 1.7B, a hub id or a folder of a Base model")
         parser.add_argument("--device", help="cuda, cuda:1, cpu")
         args = parser.parse_args()
+
         recordings = [read_audio(path) for path in args.ref_audio]
         check_writable(args.output)
         base_config(args.model)
-        model = load_upstream(args.model, args.device).model
-        wanted = model.speaker_encoder_sample_rate
-        with contextlib.redirect_stdout(sys.stderr):              # upstream prints warnings
-            speakers = [model.extract_speaker_embedding(librosa.resample(audio, orig_sr=rate, target_sr=wanted), wanted)
-                        for audio, rate in recordings]
+        model = load_upstream(args.model, choose_device(args.device)).model
+
+        speakers = []
+        for audio, rate in recordings:
+            audio = librosa.resample(audio, orig_sr=rate, target_sr=model.speaker_encoder_sample_rate)
+            with contextlib.redirect_stdout(sys.stderr):  # upstream prints warnings
+                speakers.append(model.extract_speaker_embedding(audio, model.speaker_encoder_sample_rate))
         speaker = torch.stack(speakers).float().mean(0).bfloat16().cpu()
-        file = io.BytesIO()
-        torch.save(speaker, file)
-        write_whole(args.output, file.getvalue())
+
+        content = io.BytesIO()
+        torch.save(speaker, content)
+        write_bytes(args.output, content.getvalue())
         seconds = sum(len(audio) / rate for audio, rate in recordings)
-        print(f"{args.output}: {len(speaker)} numbers from {seconds:.1f} s of sound",
-              file=sys.stderr if str(args.output) == "-" else sys.stdout)
+        message = f"{args.output}: {len(speaker)} numbers from {seconds:.1f} s of audio"
+        print(message, file=sys.stderr if str(args.output) == "-" else sys.stdout)
 
 
 if __name__ == "__main__":
