@@ -25,7 +25,7 @@ class PredictorGraph:
         self.cache = static_cache(self.model, rows, round_up(groups))
 
         with talker.device:
-            self.sampling = Sampling(predictor.config.vocab_size)
+            self.sampling = Sampling(predictor.config.vocab_size, talker_graph.generator)
             self.text = torch.zeros(rows, length, hidden_size, dtype=talker.dtype)
             self.hiddens = torch.zeros(rows, length, hidden_size, dtype=talker.dtype)
             self.codes = torch.zeros(rows, length, groups, dtype=torch.long)
@@ -33,7 +33,7 @@ class PredictorGraph:
             self.masks = additive_mask(self.positions <= self.positions[:, None], talker.dtype)[None, None]
 
     def capture(self, pool=None) -> None:
-        self.replay = capture(self.step, self.talker_graph.device, pool)
+        self.replay = capture(self.step, self.talker_graph.device, pool, self.talker_graph.generator)
 
     def configure(self, subtalker_dosample, subtalker_temperature, subtalker_top_k, subtalker_top_p, **_) -> None:
         self.sampling.set(subtalker_dosample, subtalker_temperature, subtalker_top_k, subtalker_top_p)
@@ -56,18 +56,21 @@ class PredictorGraph:
             past_key_values=self.cache,
         ).last_hidden_state[:, -1]
 
-    def step(self) -> None:
-        talker = self.talker_graph
-        codes = [talker.token]
-        embeds = [self.embed_token(talker.token)]
-        hidden = self.forward(torch.cat([talker.hidden, embeds[0]], dim=1), 0)  # positions 0 and 1
+    def predict(self, hidden: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The frame's codes and the sum of their embeddings. (B, 1, H), (B, 1) -> (B, 16), (B, 1, H)"""
+        codes = [token]
+        embeds = [self.embed_token(token)]
+        hidden = self.forward(torch.cat([hidden, embeds[0]], dim=1), 0)  # positions 0 and 1
         for i, (head, embed) in enumerate(zip(self.heads, self.embed_code)):
             if i > 0:
                 hidden = self.forward(embeds[-1], i + 1)
             codes.append(sample(head(hidden).float(), self.sampling))
             embeds.append(embed(codes[-1]))
+        return torch.cat(codes, dim=1), torch.cat(embeds, dim=1).sum(1, keepdim=True)
 
-        self.codes.index_copy_(1, talker.frame, torch.cat(codes, dim=1)[:, None])  # (B, 1, 16)
+    def step(self) -> None:
+        talker = self.talker_graph
+        codes, embedding = self.predict(talker.hidden, talker.token)
+        self.codes.index_copy_(1, talker.frame, codes[:, None])
         self.hiddens.index_copy_(1, talker.frame, talker.hidden)
-        text = self.text.index_select(1, talker.frame)
-        talker.embedding.copy_(torch.cat(embeds, dim=1).sum(1, keepdim=True) + text)  # (B, 1, H)
+        talker.embedding.copy_(embedding + self.text.index_select(1, talker.frame))

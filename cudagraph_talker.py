@@ -14,33 +14,32 @@ import torch
 from transformers import StaticCache
 
 
-def capture(fn: Callable[[], None], device: torch.device, pool=None) -> Callable[[], None]:
-    """Capture `fn` as a CUDA graph and return its replay. On a CPU, return `fn` itself."""
+def capture(fn: Callable[[], None], device: torch.device, pool=None, generator=None) -> Callable[[], None]:
+    """Capture `fn`, which draws from `generator`, as a CUDA graph and return its replay. On a CPU, return `fn`."""
     if device.type != "cuda":
         return fn
 
     graph = torch.cuda.CUDAGraph()
+    if generator is not None:
+        graph.register_generator_state(generator)
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-
-    with torch.random.fork_rng(devices=[device]):  # the warm-up must not advance the caller's seed
-        with torch.cuda.stream(stream):
-            fn()  # warm-up
-        torch.cuda.current_stream(device).wait_stream(stream)
-        # thread_local: other threads may allocate memory while this one captures
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            fn()  # capture
+    with torch.cuda.stream(stream):
+        fn()  # warm-up
+    torch.cuda.current_stream(device).wait_stream(stream)
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        fn()  # capture
     return graph.replay
 
 
 class Sampling:
     """Sampling settings as device scalars, so that one captured graph serves every request."""
 
-    def __init__(self, vocab_size: int):
+    def __init__(self, vocab_size: int, generator: torch.Generator | None = None):
         self.vocab_size = vocab_size
-        self.generator = None  # None: torch's default generator of the device
+        self.generator = generator  # None: torch's default generator
         self.temperature = torch.ones((), dtype=torch.float32)
-        self.topk_rank = torch.zeros(1, dtype=torch.long)  # ascending rank of the k-th best score
+        self.topk_rank = torch.zeros(1, 1, dtype=torch.long)  # ascending rank of the k-th best score
         self.one_minus_top_p = torch.zeros((), dtype=torch.float32)
         self.greedy = torch.zeros((), dtype=torch.bool)
 
@@ -57,20 +56,22 @@ class Sampling:
         self.greedy.fill_(not do_sample)
 
         # `sample` draws random numbers even for a greedy choice, upstream does not: leave the caller's seed alone.
-        on_cpu = self.greedy.device.type == "cpu"
-        self.generator = torch.Generator() if on_cpu and not do_sample else None
+        if self.greedy.device.type == "cpu":
+            self.generator = None if do_sample else torch.Generator()
+
+    def draw_noise(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(like).exponential_(generator=self.generator)
 
 
 def sample(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Top-k, top-p, then one draw with the random numbers of torch.multinomial. (B, V) -> (B, 1)"""
     ranked, order = (scores / sampling.temperature).sort(-1)  # ascending
     weights = (ranked - ranked[:, -1:]).exp()  # softmax without its denominator
-    weights = weights.masked_fill(ranked < ranked.index_select(-1, sampling.topk_rank), 0)
+    weights = weights.masked_fill(ranked < ranked.gather(-1, sampling.topk_rank.expand(len(ranked), 1)), 0)
     cumulative = weights.cumsum(-1)
     weights = weights.masked_fill(cumulative <= sampling.one_minus_top_p * cumulative[:, -1:], 0)
 
-    noise = torch.empty_like(scores).exponential_(generator=sampling.generator)
-    noise = torch.where(sampling.greedy, 1.0, noise).gather(-1, order)
+    noise = torch.where(sampling.greedy, 1.0, sampling.draw_noise(scores)).gather(-1, order)
     return order.gather(-1, (weights / noise).argmax(-1, keepdim=True))
 
 
@@ -109,13 +110,14 @@ class TalkerGraph:
         self.head = talker.codec_head
         self.device = talker.device
         self.cache = static_cache(talker.model, rows, length)
-        self.prefills = {}  # longest prompt -> function, captured for a single row
+        self.generator = torch.Generator(self.device) if self.device.type == "cuda" else None
+        self.prefills = {}  # longest prompt -> captured prefill
 
         with self.device:
             self.positions = torch.arange(length)
             self.token_ids = torch.arange(vocab_size)
             # settings of the request
-            self.sampling = Sampling(vocab_size)
+            self.sampling = Sampling(vocab_size, self.generator)
             self.repetition_penalty = torch.ones((), dtype=torch.float32)
             self.suppressed = torch.zeros(vocab_size, dtype=torch.bool)
             self.end_token = torch.zeros((), dtype=torch.long)
@@ -134,13 +136,12 @@ class TalkerGraph:
         self.ended_on_host = torch.zeros(rows, dtype=torch.bool, device="cpu", pin_memory=self.device.type == "cuda")
 
     def capture(self, pool=None) -> None:
-        """Capture `step` and, for a single row, `prefill` for prompts of up to 16, 32, 64, ... positions."""
-        self.replay = capture(self.step, self.device, pool)
+        """Capture `step`, and `prefill` for prompts of up to 16, 32, 64, ... positions."""
+        self.replay = capture(self.step, self.device, pool, self.generator)
         length = len(self.positions)
         buckets = [16 << i for i in range(length.bit_length()) if 16 << i < length] + [length]
         for bucket in buckets:
-            prefill = partial(self.prefill, bucket)
-            self.prefills[bucket] = capture(prefill, self.device, pool) if len(self.token) == 1 else prefill
+            self.prefills[bucket] = capture(partial(self.prefill, bucket), self.device, pool, self.generator)
 
     def configure(self, repetition_penalty, suppress_tokens, eos_token_id, min_new_tokens, **settings) -> None:
         if not repetition_penalty > 0:
@@ -176,37 +177,37 @@ class TalkerGraph:
 
     def prefill(self, length: int) -> None:
         """Positions behind the prompt are computed too: decoding overwrites them before it can attend to them."""
-        hidden = self.forward(self.prompt[:, :length], self.positions[:length], cache_view(self.cache, length))
+        hidden = self.forward(self.prompt[:, :length], self.positions[None, :length], cache_view(self.cache, length))
         self.hidden.copy_(hidden.index_select(1, self.prompt_length - 1))
         self.choose_token()
 
     def step(self) -> None:
-        self.hidden.copy_(self.forward(self.embedding, self.prompt_length + self.frame, self.cache))
+        self.hidden.copy_(self.forward(self.embedding, (self.prompt_length + self.frame)[None], self.cache))
         self.choose_token()
 
     def forward(self, embeds: torch.Tensor, positions: torch.Tensor, cache: StaticCache) -> torch.Tensor:
-        """Run the layers at these positions of the cache. (B, L, H), (L) -> (B, L, H)"""
+        """Run the layers at these positions of the cache. (B, L, H), (1, L) -> (B, L, H)"""
         keys = self.positions[: cache.layers[0].keys.shape[2]]
         padding = self.padding[:, None]  # (B, 1)
-        visible = (keys <= positions[:, None]) & (keys >= padding[..., None])  # (B, L, S)
+        visible = (keys <= positions[..., None]) & (keys >= padding[..., None])  # (B, L, S)
         return self.model(
             inputs_embeds=embeds,
             attention_mask=additive_mask(visible, embeds.dtype)[:, None],
             position_ids=(positions - padding).clamp(min=0),
-            cache_position=positions,
+            cache_position=positions[0],
             past_key_values=cache,
         ).last_hidden_state
 
     def choose_token(self) -> None:
-        """Choose the next frame's token with the rules of transformers' logits processors, in their order."""
+        """Choose the next token by the rules of transformers' logits processors, in their order."""
         self.frame += 1
         scores = self.head(self.hidden[:, -1]).float()  # (B, V)
-        penalty = self.repetition_penalty
-        penalized = torch.where(scores < 0, scores * penalty, scores / penalty)
+        penalized = torch.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
         scores = torch.where(self.seen, penalized, scores)
         too_early = (self.frame < self.min_tokens) & (self.token_ids == self.end_token)  # (V)
         scores = scores.masked_fill(self.suppressed | too_early, float("-inf"))
 
+        # Finished rows keep decoding, as they do upstream: the random numbers of the others depend on it.
         self.token.copy_(sample(scores, self.sampling))
         self.seen.scatter_(1, self.token, True)
         self.ended |= (self.token == self.end_token)[:, 0]

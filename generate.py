@@ -7,6 +7,7 @@ fast/ lies beside this file, `accelerate` uses it: the same model, faster, and `
 """
 
 import argparse
+import contextlib
 import sys
 import threading
 import types
@@ -26,7 +27,8 @@ from cudagraph_talker import TalkerGraph
 try:
     if not all(map(find_spec, ("torchaudio", "sox", "onnxruntime", "einops"))):  # for the 25 Hz tokenizer
         raise ImportError
-    from qwen_tts import Qwen3TTSModel
+    with contextlib.redirect_stdout(sys.stderr):  # it prints a warning, and stdout may be the audio
+        from qwen_tts import Qwen3TTSModel
 except (ImportError, OSError):  # import qwen_tts without that tokenizer, which the 12 Hz models never use
     unused = types.ModuleType("qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1")
     unused.Qwen3TTSTokenizerV1Model = type("Qwen3TTSTokenizerV1Model", (), {})
@@ -62,8 +64,8 @@ def accelerate(
     max_batch: texts of a list that are decoded together. Default: all on a CPU, one on a GPU, where more take memory.
     fused: True requires and False avoids the fused layers of fast/. None uses them where they run.
 
-    All graphs are captured here, none in a request. While torch captures, no other thread may draw from its default
-    CUDA generator.
+    All graphs are captured here, none in a request. While torch captures, other threads may use the GPU but not its
+    default random generator.
     """
     decoder = Decoder(tts.model.talker, max_seq_len, max_batch)
     if FAST.is_dir():
@@ -100,7 +102,6 @@ class Decoder:
         self.path = "reference layers"  # what is captured, in words
         self.graphs = {}  # rows -> (TalkerGraph, PredictorGraph)
         self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
-        self.generator = torch.cuda.default_generators[talker.device.index] if self.on_gpu else torch.default_generator
         self.lock = threading.Lock()  # one request at a time
         self.last_request = None  # an event after its last kernel
 
@@ -126,7 +127,7 @@ class Decoder:
     def frames(
         self, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed, max_new_tokens, **settings
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each frame's codes (B, 16) and hidden state (B, H), views of static tensors, until all rows have ended."""
+        """Yield each frame's codes (B, 16) and hidden state (B, H), views of static tensors, until all rows ended."""
         rows, prompt_length = attention_mask.shape
         room = self.max_seq_len - prompt_length
         limit = min(max_new_tokens - 1, room)
@@ -140,21 +141,22 @@ class Decoder:
         if self.last_request:  # it may have used another CUDA stream
             self.last_request.wait()
         talker, predictor = self.graphs_for(rows)
+        generator = talker.generator or torch.default_generator
+        if self.on_gpu:  # a generator of its own: other threads may draw from torch's default one meanwhile
+            generator.manual_seed(int(torch.randint(1 << 62, (), device=self.talker.device)))
         talker.configure(**settings)
         predictor.configure(**settings)
         predictor.begin(trailing_text_hidden, tts_pad_embed)
         talker.begin(inputs_embeds, attention_mask)
-
         try:
             for frame in range(limit):
-                # The host learns one frame late that the speech has ended, so that the GPU never waits for it. The
-                # surplus frame is dropped and the random numbers that it drew are put back. Finished rows keep
-                # decoding until all have ended, as upstream's do: the other rows' random numbers depend on it.
+                # The host learns one frame late that all rows have ended, so that the GPU never waits for it. The
+                # surplus frame is dropped and its random numbers are put back.
                 token_chosen = self.record_event()
-                rng_state = self.generator.get_state()
+                rng_state = generator.get_state()
                 predictor.replay()
                 if frame >= settings["min_new_tokens"] and talker.all_ended(rows, token_chosen):
-                    self.generator.set_state(rng_state)
+                    generator.set_state(rng_state)
                     return
                 yield predictor.codes[:rows, frame], predictor.hiddens[:rows, frame]
                 talker.replay()
@@ -190,17 +192,12 @@ def main() -> None:
     parser.add_argument("--model", default="0.6B", help=f"{', '.join(MODELS)}, a hub id or a folder")
     parser.add_argument("--speaker", required=True, help="a speaker embedding from extract_speaker.py")
     parser.add_argument("--text", required=True)
-    parser.add_argument("--language", default="Auto")
     parser.add_argument("--output", required=True, help="the audio file to write")
-    parser.add_argument("--seed", type=int)
     args = parser.parse_args()
 
     speaker = torch.load(args.speaker, map_location="cpu", weights_only=True)
     voice = {"ref_code": [None], "ref_spk_embedding": [speaker], "x_vector_only_mode": [True], "icl_mode": [False]}
-    tts = load(args.model)
-    if args.seed is not None:
-        torch.manual_seed(args.seed)
-    (audio,), rate = tts.generate_voice_clone(args.text, args.language, voice_clone_prompt=voice)
+    (audio,), rate = load(args.model).generate_voice_clone(args.text, voice_clone_prompt=voice)
     soundfile.write(args.output, audio, rate)
     print(f"{args.output}: {len(audio) / rate:.2f} s of audio")
 
