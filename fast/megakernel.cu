@@ -1,347 +1,1121 @@
-// One token through every decoder layer in one launch. fused_layers.py defines the sizes in capitals that are not here.
-// GRID blocks stay on the GPU for the whole token; each owns some rows of every matrix. Two ideas make it fast:
+// One token through every decoder layer, the heads and the sampler, in a single cooperative launch.
 //
-// 1. Weights do not depend on the token. They flow through a ring in shared memory in the order of their use, STAGES
-//    ahead, so that memory stays busy while the blocks wait for each other.
-// 2. Reading is waiting. What one block computes and others need travels in words: a bfloat16 and, in the other 16
-//    bits, its turn: the layers begun so far, over all launches. A reader loads words until they are of this turn.
+// megakernel.py compiles this file with NVRTC for one GPU and one model. It puts these definitions before it:
 //
-// Sums are float, rounded to bfloat16 where the model's own forward rounds.
-#define EACH(i, n) _Pragma("unroll") for (int i = 0; i < n; ++i)
-using bf16 = unsigned short; using u32 = unsigned; using u64 = unsigned long long;
+//     GRID             thread blocks, all of them on the GPU at once
+//     SHARED_BYTES     dynamic shared memory of a block
+//     EXCHANGE_BYTES   room for one replica of Exchange
+//     LAYERS, HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD_DIM, EPSILON     of the stack of decoder layers
+//     CODES            heads behind the layers: 1 makes this the talker, more the code predictor
+//     TALKER_HIDDEN    width of the talker's hidden state
+//
+// megakernel_reference.py computes the same step in a few lines of torch. Sums are float; values are rounded
+// to bfloat16 where the model's own forward rounds them.
+//
+//
+// One layer
+// ---------
+// Every block owns 1/GRID of the rows of every matrix and stays on its multiprocessor for the whole step.
+// What one block computes and others need goes through global memory (struct Exchange, small enough to stay
+// in L2):
+//
+//     phase                   every block reads          every block computes              and writes
+//     ---------------------   ------------------------   -------------------------------   --------------
+//     1 input norm, q k v     hidden (all)               QKV_SIZE / GRID rows              qkv
+//     2 attention             qkv (of one KV head)       2 query heads, 1/SPLITS of the    splits
+//                                                        positions
+//     3 merge the splits      splits (of its outputs)    256 / SPLITS outputs              attention
+//     4 o_proj, residual      attention (all)            HIDDEN / GRID rows                post_attention
+//     5 norm, gate and up     post_attention (all)       INNER / GRID rows                 inner
+//     6 down_proj, residual   inner (all)                HIDDEN / GRID rows                hidden
+//
+// After the last layer come the final norm and a head, as in phase 1: VOCAB / GRID rows per block, written to
+// `logits`, which the sampler reads. The predictor attends to at most 16 positions: there SPLITS is 1, phase
+// 2 writes `attention`, and phase 3 is left out.
+//
+// There is no grid-wide barrier between phases. Each value in Exchange carries an epoch tag; readers spin
+// until it matches (as in NCCL's LL protocol):
+//
+//     bit    31        16 15         0
+//           +------------+------------+     epoch: layers begun so far, over all launches, modulo 2^16
+//           |   epoch    |  bfloat16  |     tag and value are one 4-byte store: a reader sees both or neither
+//           +------------+------------+
+//
+// A value is overwritten one layer later. By then the writing block has received values of a later phase from
+// every block, and a block publishes those only after it has read the earlier ones: the old value has no
+// reader left.
+//
+//
+// Roles of the threads of a block
+// -------------------------------
+//     threads   0 .. 255   8 consumer warps: wait for a stage of weights, multiply, exchange, attend, sample
+//     threads 256 .. 263   8 producers: thread 256 + e copies the weights of the block's e-th eighth of rows
+//
+// Weights do not depend on the token. The producers copy them through a ring in shared memory in the order of
+// their use, up to STAGES ahead of the consumers, so that HBM stays busy while the consumers wait for other
+// blocks. A stage is 1024 columns (2 KiB) of one row of each eighth. With S stages, over time:
+//
+//     producers  |fill 0|fill 1|fill 2| ... |fill S-1|wait for empty[0]|fill 0|wait for empty[1]|fill 1| ...
+//     consumers         |use 0    |use 1    |wait for other blocks ... |use 2    |use 3    | ...
+//                              release 0   release 1                       release 2
+//
+//     full[s]    8 producers arrive, each with the 2048 bytes it expects: the stage may be used
+//     empty[s]   8 consumer warps arrive: the stage may be filled again
+//
+//
+// Lane map of the tensor-core instruction (mma.m16n8k16: D[16][8] += A[16][16] * B[16][8])
+// ----------------------------------------------------------------------------------------
+// Lane l is number q = l % 4 of group r = l / 4. PTX assigns these elements to its registers:
+//
+//     A  a0: row r,     k = 2q, 2q + 1       B  b0: k = 2q, 2q + 1,     column r     D  d0: D[r][2q]
+//        a1: row r + 8, k = 2q, 2q + 1          b1: k = 2q + 8, 2q + 9, column r        d1: D[r][2q + 1]
+//        a2: row r,     k = 2q + 8, 2q + 9                                              d2: D[r + 8][2q]
+//        a3: row r + 8, k = 2q + 8, 2q + 9                                              d3: D[r + 8][2q + 1]
+//
+// We multiply 8 rows of weights by one vector x. Lane l loads 16 bytes of row r, the columns 8q .. 8q + 7,
+// and gives their halves to two rows of A. The columns of B hold the matching halves of x in turn:
+//
+//     weights[r][8q + 0 1 2 3]  as a0, a2: row r of A        x[8q + 0 1 2 3]  as b0, b1: even columns of B
+//     weights[r][8q + 4 5 6 7]  as a1, a3: row r + 8 of A    x[8q + 4 5 6 7]  as b0, b1: odd columns of B
+//
+// So D[r][even] is the product of the first halves and D[r + 8][odd] that of the second halves. Every lane of
+// group r has one of each, d0 and d3: their sum is the product of row r with 32 columns of x. d1 and d2 mix
+// first with second halves and are not used.
 
-constexpr int WARPS = 8, THREADS = WARPS * 32, SCORES = VOCAB / THREADS;
-constexpr int QUERY = HEADS * HEAD, QKV = QUERY + 2 * KV_HEADS * HEAD;
-constexpr int SPLITS = CODES == 1 ? GRID / KV_HEADS : 1, STEP = SPLITS * WARPS, SECOND = 2 * INNER / GRID;
-constexpr int AHEAD = 2;                                          // keys and values on their way to a warp
-constexpr int COPIES = 4;                                         // of the words: many readers of one make it slow
-constexpr float NOTHING = -1e30f, KEPT = CODES == 1 ? 0.001f : 0.15f;     // KEPT: share of weights to stay in L2
-static_assert(HEADS == 16 && KV_HEADS == 8 && HEAD == 128 && (HIDDEN | INNER | VOCAB) % 1024 == 0 && VOCAB <= 4096 &&
-              QKV <= 2 * INNER, "the model's sizes are none that the kernel knows");
+using bf16 = unsigned short;
+using u32 = unsigned;
+using u64 = unsigned long long;
 
-struct Matrix { const char *address; u64 share; };                // bytes of an eighth of a block's rows
-struct Layer { const uint2 *input_norm, *post_norm, *q_norm, *k_norm; uint2 *keys, *values; };
-struct Exchange {
-    u32 logits[CODES][VOCAB], hidden[HIDDEN], attended[HIDDEN], qkv[QKV], heads[QUERY], inner[INNER];
-    u32 splits[HEADS][SPLITS][HEAD][4];                           // output, log of the weights' sum: 2 bfloat16 each
-    __device__ const Exchange &mine() const { return this[blockIdx.x / 8 % COPIES]; }
+
+// ---- Sizes
+
+constexpr int WARPS = 8;
+constexpr int CONSUMERS = WARPS * 32;       // threads that compute
+constexpr int EIGHTHS = 8;                  // parts of a block's rows; a stage has one row of each
+constexpr int PRODUCERS = EIGHTHS;          // threads that copy weights, one for each eighth
+constexpr int STAGE_COLUMNS = 1024;
+constexpr int STAGE_ROW_BYTES = STAGE_COLUMNS * 2;
+constexpr int STEPS_PER_STAGE = STAGE_COLUMNS / (WARPS * 32);       // mma steps of 32 columns for each warp
+
+constexpr bool IS_TALKER = CODES == 1;
+constexpr int QUERY_SIZE = HEADS * HEAD_DIM;
+constexpr int QKV_SIZE = QUERY_SIZE + 2 * KV_HEADS * HEAD_DIM;
+constexpr int SPLITS = IS_TALKER ? GRID / KV_HEADS : 1;             // parts of the positions, a block each
+constexpr int POSITION_STRIDE = SPLITS * WARPS;                     // between two positions of the same warp
+constexpr int KV_PREFETCH = 2;                                      // keys and values in flight per warp
+constexpr int SCORES_PER_THREAD = VOCAB / CONSUMERS;
+
+constexpr int REPLICAS = 4;                 // of Exchange, against cache-line contention between readers
+constexpr int SECOND_REGION = 2 * INNER / GRID;                     // where it begins in Shared::partial
+constexpr float LOWEST_SCORE = -1e30f;
+constexpr float L2_KEEP_FRACTION = IS_TALKER ? 0.001f : 0.15f;      // the predictor's are read 16 times
+
+static_assert(LAYERS >= 1 && CODES >= 1, "unsupported sizes: LAYERS and CODES must be at least 1");
+
+// Every value is written at least once per launch: before its tag, modulo 2^16, comes again.
+static_assert(LAYERS * (CODES + 1) < 1 << 16, "unsupported sizes: LAYERS * (CODES + 1) must be below 65536");
+
+// Each lane has 4 dimensions of a head, and each of the 256 consumers one output of a block's 2 query heads.
+static_assert(HEAD_DIM == 128, "unsupported sizes: HEAD_DIM must be 128");
+static_assert(HEADS == 2 * KV_HEADS, "unsupported sizes: HEADS must be twice KV_HEADS");
+
+// The input of a matrix is multiplied in stages of 1024 columns.
+static_assert(HIDDEN % STAGE_COLUMNS == 0, "unsupported sizes: HIDDEN must be a multiple of 1024");
+static_assert(INNER % STAGE_COLUMNS == 0, "unsupported sizes: INNER must be a multiple of 1024");
+static_assert(QUERY_SIZE % STAGE_COLUMNS == 0,
+              "unsupported sizes: HEADS * HEAD_DIM must be a multiple of 1024");
+
+// In the sampler each thread loads four logits at a time, and a token has 12 bits.
+static_assert(VOCAB % (4 * CONSUMERS) == 0, "unsupported sizes: VOCAB must be a multiple of 1024");
+static_assert(VOCAB <= 4096, "unsupported sizes: VOCAB must be at most 4096");
+
+// Every block has the same number of rows of each matrix, every eighth of them the same number.
+static_assert(QKV_SIZE % (GRID * EIGHTHS) == 0,
+              "unsupported sizes: the rows of q, k, v must be a multiple of 8 * GRID");
+static_assert(HIDDEN % (GRID * EIGHTHS) == 0, "unsupported sizes: HIDDEN must be a multiple of 8 * GRID");
+static_assert(INNER % (GRID * EIGHTHS) == 0, "unsupported sizes: INNER must be a multiple of 8 * GRID");
+static_assert(VOCAB % (GRID * EIGHTHS) == 0, "unsupported sizes: VOCAB must be a multiple of 8 * GRID");
+
+// One thread publishes one row. Rows beyond the threads would never be published, and their readers would
+// spin forever.
+static_assert(QKV_SIZE / GRID <= CONSUMERS,
+              "unsupported sizes: the rows of q, k, v must be at most 256 * GRID");
+static_assert(HIDDEN / GRID <= CONSUMERS, "unsupported sizes: HIDDEN must be at most 256 * GRID");
+static_assert(INNER / GRID <= CONSUMERS, "unsupported sizes: INNER must be at most 256 * GRID");
+static_assert(VOCAB / GRID <= CONSUMERS, "unsupported sizes: VOCAB must be at most 256 * GRID");
+
+// The first region of Shared::partial has room for gate and up. It also serves q, k, v and the heads.
+static_assert(QKV_SIZE <= 2 * INNER, "unsupported sizes: the rows of q, k, v must be at most 2 * INNER");
+static_assert(VOCAB <= 2 * INNER, "unsupported sizes: VOCAB must be at most 2 * INNER");
+
+// Attention has a block for each KV head and split. Shuffles between adjacent lanes merge the splits.
+static_assert(GRID >= KV_HEADS, "unsupported sizes: GRID must be at least KV_HEADS");
+static_assert(!IS_TALKER || GRID % KV_HEADS == 0, "unsupported sizes: GRID must be a multiple of KV_HEADS");
+static_assert((SPLITS & (SPLITS - 1)) == 0 && SPLITS <= 32,
+              "unsupported sizes: GRID / KV_HEADS must be a power of two and at most 32");
+static_assert(SPLITS == 1 || GRID * CONSUMERS == SPLITS * QUERY_SIZE,
+              "unsupported sizes: the blocks that merge the splits must cover every output exactly once");
+
+// The predictor's last phase has a thread for each element of the talker's hidden state.
+static_assert(TALKER_HIDDEN <= GRID * CONSUMERS,
+              "unsupported sizes: TALKER_HIDDEN must be at most 256 * GRID");
+
+
+// ---- Memory
+
+#ifdef __CUDACC_RTC__  // NVRTC of CUDA 12 does not know __builtin_offsetof
+#define OFFSET_OF(type, field) __INTADDR__(&((type *)0)->field)
+#else
+#define OFFSET_OF(type, field) __builtin_offsetof(type, field)
+#endif
+
+// megakernel.py writes these three and checks their layout when it compiles. All fields are 8 bytes.
+struct Matrix {
+    const char *address;                              // (rows, columns) of bfloat16, row after row
+    u64 bytes_per_eighth;                             // of the rows of one block; 0 ends the list
 };
-struct Arguments {                                                // length: of the cache; sin: its first half negated
-    const Matrix *matrices; const Layer *layers; u64 length; const uint2 *norm, *cos, *sin; Exchange *exchange;
-    u32 *turn; const float *temperature; const u64 *kth; const float *tail; const bool *greedy; const float *noise;
-    u64 *token, *frame; uint2 *hidden; bf16 *embedding;
-#if CODES == 1                                                    // the talker
-    const u64 *start; bool *seen; const bool *suppressed; const float *penalty; const u64 *end_token, *min_tokens;
-    u64 *lengths; volatile u64 *lengths_on_host;
-#else                                                             // the predictor
-    const bf16 *input, *const *inputs, *const *embeddings, *text; bf16 *hiddens; u64 *codes;
+
+struct Layer {                                        // uint2: four bfloat16
+    const uint2 *input_norm;                          // (HIDDEN)
+    const uint2 *post_norm;                           // (HIDDEN)
+    const uint2 *q_norm;                              // (HEAD_DIM)
+    const uint2 *k_norm;                              // (HEAD_DIM)
+    uint2 *keys;                                      // (KV_HEADS, cache_length, HEAD_DIM)
+    uint2 *values;                                    // (KV_HEADS, cache_length, HEAD_DIM)
+};
+
+struct Exchange;
+
+struct Arguments {
+    const Matrix *matrices;                           // in the order of their use
+    const Layer *layers;                              // (LAYERS)
+    u64 cache_length;
+    const uint2 *final_norm;                          // (HIDDEN)
+    const uint2 *cos;                                 // (cache_length, HEAD_DIM)
+    const uint2 *sin;                                 // (cache_length, HEAD_DIM), its first half negated
+    Exchange *exchange;                               // (REPLICAS)
+    u32 *epoch;                                       // layers begun so far, over all launches
+    const float *temperature;
+    const u64 *topk_rank;                             // rank of the k-th best score, counted from the worst
+    const float *one_minus_top_p;
+    const bool *greedy;
+    const float *noise;                               // (CODES, VOCAB), exponentially distributed
+    u64 *token;                                       // first code of the frame
+    u64 *frame;
+    uint2 *hidden;                                    // (TALKER_HIDDEN), of the talker
+    bf16 *embedding;                                  // (TALKER_HIDDEN), the talker's next input
+#if CODES == 1  // the talker
+    const u64 *prompt_length;
+    bool *seen;                                       // (VOCAB), tokens to apply the penalty to
+    const bool *suppressed;                           // (VOCAB), tokens never to choose
+    const float *repetition_penalty;
+    const u64 *end_token;
+    const u64 *min_tokens;
+    bool *ended;                                      // whether the end token has been chosen
+    volatile bool *ended_on_host;                     // the same, in pinned host memory
+#else  // the predictor
+    const bf16 *first_input;                          // (HIDDEN), the talker's hidden state, projected
+    const bf16 *const *code_inputs;                   // CODES + 1 tables (codes, HIDDEN), projected
+    const bf16 *const *code_embeddings;               // CODES + 1 tables (codes, TALKER_HIDDEN)
+    const bf16 *text;                                 // (frames, TALKER_HIDDEN), added to the next embedding
+    bf16 *hiddens;                                    // (frames, TALKER_HIDDEN)
+    u64 *codes;                                       // (frames, CODES + 1)
 #endif
 };
-struct alignas(16) Four { float at[4]; };
-struct Stage { char rows[8][2048 + 64]; u64 full, empty; };       // 64 more, and the rows lie in different banks
-struct alignas(16) Shared {                                       // partial: from SECOND on, of o_proj and down_proj
-    Four sum[WARPS][2][HEAD / 4];
-    float best[WARPS][2], weight[WARPS][2], partial[WARPS][SECOND + HIDDEN / GRID]; u64 joined[WARPS];
-};
-extern __shared__ Shared shared[];                                // and behind it the ring
-constexpr int STAGES = (MEMORY - sizeof(Shared)) / sizeof(Stage);
-static_assert(STAGES > 1 && sizeof(Exchange) <= EXCHANGE, "too little memory");
 
-__device__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000); }
-__device__ u32 pack(float x, float y) {
+// What blocks send each other. Each u32 is epoch << 16 | bfloat16.
+struct Exchange {
+    u32 logits[CODES][VOCAB];                         // first: megakernel.py reads them here
+    u32 hidden[HIDDEN];                               // residual stream after the MLP
+    u32 post_attention[HIDDEN];                       // residual stream after attention
+    u32 qkv[QKV_SIZE];                                // before norm and RoPE
+    u32 attention[QUERY_SIZE];                        // input of o_proj
+    u32 inner[INNER];                                 // input of down_proj
+    u32 splits[HEADS][SPLITS][HEAD_DIM][4];           // output and log-sum-exp, each as two bfloat16
+};
+static_assert(OFFSET_OF(Exchange, logits) == 0, "megakernel.py reads the logits at the start of Exchange");
+static_assert(sizeof(Exchange) <= EXCHANGE_BYTES,
+              "unsupported sizes: EXCHANGE_BYTES is too small for Exchange");
+static_assert(sizeof(Exchange) % 16 == 0, "the values of a replica are loaded 16 bytes at a time");
+
+struct alignas(16) Quad {
+    float v[4];
+};
+
+struct Stage {
+    char rows[EIGHTHS][STAGE_ROW_BYTES + 64];         // padded, so that the 8 rows are in different banks
+    u64 full;
+    u64 empty;
+};
+
+// The start of a block's shared memory. The ring of stages follows it.
+struct alignas(16) Shared {
+    // attention: of each warp's positions, for 2 query heads
+    Quad head_sum[WARPS][2][HEAD_DIM / 4];            // values times weights
+    float head_max[WARPS][2];                         // highest score
+    float head_weight[WARPS][2];                      // sum of the weights
+    // matvec: dot products of each warp's columns
+    float partial[WARPS][SECOND_REGION + HIDDEN / GRID];
+    // block_reduce
+    u64 reduced[WARPS];
+};
+
+static_assert(sizeof(Shared) + 2 * sizeof(Stage) <= SHARED_BYTES,
+              "unsupported sizes: SHARED_BYTES is too small for two stages of weights");
+constexpr int STAGES = (SHARED_BYTES - sizeof(Shared)) / sizeof(Stage);
+static_assert(STAGES <= CONSUMERS + PRODUCERS,
+              "unsupported sizes: SHARED_BYTES must not be for more stages than a block has threads");
+static_assert(sizeof(Stage) % 16 == 0, "bulk copies go to multiples of 16 bytes");
+
+
+// ---- PTX instructions, a function each
+// For a run on a CPU, tests/gpu_on_cpu.h, included before this file, defines functions of the same names.
+
+#ifdef MEGAKERNEL_ON_CPU
+Shared &shared() {
+    return *(Shared *)dynamic_shared_memory();
+}
+#else
+
+extern __shared__ Shared dynamic_shared_memory[];
+
+__device__ Shared &shared() {
+    return dynamic_shared_memory[0];
+}
+
+__device__ u32 shared_address(const void *pointer) {
+    return (u32)__cvta_generic_to_shared(pointer);
+}
+
+// Two floats, rounded to nearest even, as low and high half of a register.
+__device__ u32 pack_bf16x2(float low, float high) {
     u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
-__device__ float rounded(float x) { return low(pack(x, 0)); }
-__device__ uint2 pack(Four x) { return {pack(x.at[0], x.at[1]), pack(x.at[2], x.at[3])}; }
-__device__ Four floats(uint2 x) { return {low(x.x), high(x.x), low(x.y), high(x.y)}; }
-__device__ float dot(Four x, Four y) { float sum = 0; EACH(i, 4) sum += x.at[i] * y.at[i]; return sum; }
-template <int LANES = 32> __device__ float add_lanes(float x) {
-    _Pragma("unroll") for (int other = LANES / 2; other; other /= 2) x += __shfl_xor_sync(~0u, x, other);
-    return x;
-}
-__device__ void sync() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory"); }
-__device__ u32 address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-template <class T, class Join> __device__ T join(T x, Join with) {                       // over the warps of a block
-    T *all = (T *)shared->joined;
-    sync();                                                       // all have read the last ones
-    if (threadIdx.x % 32 == 0) all[threadIdx.x / 32] = x;
-    sync(), x = all[0];
-    EACH(w, WARPS - 1) x = with(x, all[w + 1]);
-    return x;
+
+// Relaxed accesses at GPU scope go to L2: they see what other blocks wrote, and order nothing else.
+__device__ void store_relaxed(void *address, u32 value) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(address), "r"(value) : "memory");
 }
 
-// ---- words: one is written anew only after later words of every block have come, so all have read the old one
-template <int N = COPIES> __device__ void publish(u32 *word, float x, u32 turn) {
-    EACH(i, N) asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"((char *)word + i * sizeof(Exchange)),
-                            "r"(turn << 16 | pack(x, 0)) : "memory");
-}
-// Part i of x is the four words at(i). All looks are on their way at once.
-template <int N, class At> __device__ void receive(uint2 (&x)[N], const u32 *words, u32 turn, At at) {
-    const u32 tag = turn << 16;
-    uint4 w[N];
-    u32 late;
-    do {
-        EACH(i, N) asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[i].x), "=r"(w[i].y),
-                                "=r"(w[i].z), "=r"(w[i].w) : "l"(words + 4 * at(i)) : "memory");
-        late = 0;
-        EACH(i, N) late |= (w[i].x ^ tag) | (w[i].y ^ tag) | (w[i].z ^ tag) | (w[i].w ^ tag);
-    } while (late >> 16);
-    EACH(i, N) x[i] = {__byte_perm(w[i].x, w[i].y, 0x5410), __byte_perm(w[i].z, w[i].w, 0x5410)};
+__device__ uint4 load_relaxed_x4(const u32 *address) {
+    uint4 values;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(values.x), "=r"(values.y), "=r"(values.z), "=r"(values.w)
+                 : "l"(address)
+                 : "memory");
+    return values;
 }
 
-// ---- matrices
-__device__ Stage &slot(u32 n) { return ((Stage *)(shared + 1))[n % STAGES]; }
-__device__ void start(u64 &barrier) { asm("mbarrier.init.shared.b64 [%0], 8;" :: "r"(address(&barrier)) : "memory"); }
-__device__ void wait(const u64 &barrier, int parity) {
-    for (u32 done = 0; !done;)
-        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                     : "=r"(done) : "r"(address(&barrier)), "r"(parity) : "memory");
+template <int BARRIER, int THREADS>
+__device__ void named_barrier_sync() {
+    asm volatile("bar.sync %0, %1;" :: "n"(BARRIER), "n"(THREADS) : "memory");
 }
-// The work of eight threads, one for each eighth of the block's rows. A stage is 1024 columns of a row of each.
-__device__ void bring_weights(const Matrix *matrix, int eighth) {
+
+template <int ARRIVALS>
+__device__ void mbarrier_init(u64 *barrier) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;"
+                 :: "r"(shared_address(barrier)), "n"(ARRIVALS)
+                 : "memory");
+}
+
+__device__ void mbarrier_arrive(u64 *barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
+}
+
+// Arrives, and makes the phase wait for this many bytes of bulk copies as well.
+template <int BYTES>
+__device__ void mbarrier_arrive_expect_tx(u64 *barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+                 :: "r"(shared_address(barrier)), "n"(BYTES)
+                 : "memory");
+}
+
+// Whether the phase of this parity is complete. May suspend the thread for a while before it answers.
+__device__ bool mbarrier_try_wait(u64 *barrier, u32 parity) {
+    u32 done;
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+    return done;
+}
+
+__device__ void mbarrier_wait(u64 *barrier, u32 parity) {
+    while (!mbarrier_try_wait(barrier, parity)) {
+    }
+}
+
+// Makes initialised mbarriers visible to bulk copies.
+__device__ void fence_proxy_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// This fraction of the lines to be evicted from L2 last, the others first.
+__device__ u64 l2_policy(float keep_fraction) {
     u64 policy;
-    asm("createpolicy.fractional.L2::evict_last.L2::evict_first.b64 %0, %1;" : "=l"(policy) : "f"(KEPT));
-    for (u32 n = 0; matrix->share; ++matrix) {
-        const char *from = matrix->address + (blockIdx.x * 8 + eighth) * matrix->share;
-        for (const char *end = from + matrix->share; from < end; from += 2048, ++n) {
-            wait(slot(n).empty, ~(n / STAGES) & 1);
-            asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], 2048; cp.async.bulk.shared::cluster.global"
-                         ".mbarrier::complete_tx::bytes.L2::cache_hint [%1], [%2], 2048, [%0], %3;" :: "r"(address(
-                         &slot(n).full)), "r"(address(slot(n).rows[eighth])), "l"(from), "l"(policy) : "memory");
-        }
-    }
-}
-// A lane holds 8 columns of a row of weights. The tensor core takes w.x and w.y as part of one of its 16 rows, w.z and
-// w.w of another, and x is laid out to match in two of its 8 columns: d[0] + d[3] is the product.
-__device__ void multiply_add(float (&d)[4], uint4 w, uint2 x) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(w.x), "r"(w.z), "r"(w.y), "r"(w.w), "r"(x.x), "r"(x.y));
-}
-// The next matrix times x. Warp w takes 128 of every 1024 columns, eight rows at a time, one of each eighth.
-template <int ROWS, int N> __device__ void multiply(const uint2 (&x)[N], u32 &n, int first) {
-    constexpr int TILES = ROWS / (GRID * 8);
-    const int warp = threadIdx.x / 32, eighth = threadIdx.x % 32 / 4;
-    EACH(tile, TILES) {
-        float d[2][4] = {};
-        _Pragma("unroll") for (int stage = 0; stage < N / 4; ++stage, ++n) {
-            wait(slot(n).full, n / STAGES & 1);
-            const uint4 *w = (const uint4 *)(slot(n).rows[eighth] + warp * 256) + threadIdx.x % 4;
-            EACH(i, 4) multiply_add(d[i % 2], w[i * 4], x[stage * 4 + i]);
-            __syncwarp();
-            if (threadIdx.x % 32 == 0)
-                asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(address(&slot(n).empty)) : "memory");
-        }
-        if (threadIdx.x % 4 == 0)
-            shared->partial[warp][first + eighth * TILES + tile] = d[0][0] + d[1][0] + (d[0][3] + d[1][3]);
-    }
-}
-__device__ float total(int row) {
-    float sum = 0;
-    EACH(w, WARPS) sum += shared->partial[w][row];
-    return rounded(sum);
-}
-template <int ROWS, class Of> __device__ void publish_rows(u32 (&words)[ROWS], int first, u32 turn, Of of) {
-    sync();                                                       // the sums of all warps are there
-    if (threadIdx.x < ROWS / GRID)                                // a thread for each of this block's rows
-        publish(&words[blockIdx.x * (ROWS / GRID) + threadIdx.x], of(total(first + threadIdx.x)), turn);
+    asm("createpolicy.fractional.L2::evict_last.L2::evict_first.b64 %0, %1;"
+        : "=l"(policy)
+        : "f"(keep_fraction));
+    return policy;
 }
 
-__device__ int column(int i) {                                    // part i of x: four columns, the same in 4 lanes
+// Global to shared memory, asynchronously; when done, completes this many bytes of the barrier's phase.
+template <int BYTES>
+__device__ void bulk_copy_to_shared(void *destination, const void *source, u64 *barrier, u64 policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1], %2, [%3], %4;"
+                 :: "r"(shared_address(destination)), "l"(source), "n"(BYTES), "r"(shared_address(barrier)),
+                    "l"(policy)
+                 : "memory");
+}
+
+// d += a * b; the lane map is at the top of this file.
+__device__ void mma_m16n8k16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+#endif
+
+
+// ---- Small helpers
+
+__device__ u32 warp_index() {
+    return threadIdx.x / 32;
+}
+
+__device__ u32 lane_index() {
+    return threadIdx.x % 32;
+}
+
+__device__ float low_half(u32 pair) {
+    return __uint_as_float(pair << 16);
+}
+
+__device__ float high_half(u32 pair) {
+    return __uint_as_float(pair & 0xffff0000);
+}
+
+__device__ float round_to_bf16(float x) {
+    return low_half(pack_bf16x2(x, 0));
+}
+
+__device__ uint2 pack(Quad x) {
+    return {pack_bf16x2(x.v[0], x.v[1]), pack_bf16x2(x.v[2], x.v[3])};
+}
+
+__device__ Quad unpack(uint2 x) {
+    return {low_half(x.x), high_half(x.x), low_half(x.y), high_half(x.y)};
+}
+
+__device__ float dot(Quad x, Quad y) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        sum += x.v[i] * y.v[i];
+    }
+    return sum;
+}
+
+__device__ uint2 shuffle_xor(uint2 x, int distance) {
+    return {__shfl_xor_sync(~0u, x.x, distance), __shfl_xor_sync(~0u, x.y, distance)};
+}
+
+// Sum over each aligned group of LANES lanes; every lane gets it.
+template <int LANES = 32>
+__device__ float warp_sum(float x) {
+#pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2) {
+        x += __shfl_xor_sync(~0u, x, distance);
+    }
+    return x;
+}
+
+// Barrier 0, of __syncthreads, counts the producers, too.
+__device__ void sync_consumers() {
+    named_barrier_sync<1, CONSUMERS>();
+}
+
+// Combines a value that all lanes of a warp have over the warps of the block. Every consumer gets the result.
+template <class T, class Combine>
+__device__ T block_reduce(T x, Combine combine) {
+    T *of_warp = (T *)shared().reduced;
+    sync_consumers();                                 // all have read the previous values
+    if (lane_index() == 0) {
+        of_warp[warp_index()] = x;
+    }
+    sync_consumers();
+    x = of_warp[0];
+#pragma unroll
+    for (int warp = 1; warp < WARPS; ++warp) {
+        x = combine(x, of_warp[warp]);
+    }
+    return x;
+}
+
+
+// ---- Exchange between blocks
+
+__device__ const Exchange &replica_of_this_block(const Exchange *exchange) {
+    return exchange[blockIdx.x / 8 % REPLICAS];
+}
+
+// Writes a value to the first COPIES replicas. `destination` is in the first.
+template <int COPIES = REPLICAS>
+__device__ void publish(u32 *destination, float value, u32 epoch) {
+#pragma unroll
+    for (int replica = 0; replica < COPIES; ++replica) {
+        store_relaxed((char *)destination + replica * sizeof(Exchange), epoch << 16 | pack_bf16x2(value, 0));
+    }
+}
+
+// values[i] = elements 4 * quad_index(i) .. + 3 of the buffer, once all of them are of this epoch.
+template <int N, class QuadIndex>
+__device__ void receive(uint2 (&values)[N], const u32 *buffer, u32 epoch, QuadIndex quad_index) {
+    const u32 tag = epoch << 16;
+    uint4 tagged[N];
+    u32 mismatch;
+    do {
+        // Issue all loads before checking any of them.
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            tagged[i] = load_relaxed_x4(buffer + 4 * quad_index(i));
+        }
+        mismatch = 0;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            mismatch |= (tagged[i].x ^ tag) | (tagged[i].y ^ tag) | (tagged[i].z ^ tag) | (tagged[i].w ^ tag);
+        }
+    } while (mismatch >> 16);
+
+    // Keep the low halves: two bfloat16 to a register.
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        values[i].x = __byte_perm(tagged[i].x, tagged[i].y, 0x5410);
+        values[i].y = __byte_perm(tagged[i].z, tagged[i].w, 0x5410);
+    }
+}
+
+
+// ---- Ring of weight stages
+
+// `stage` counts the stages since the launch. Stage n is in slot n % STAGES, which has been used n / STAGES
+// times before; the lowest bit of that is the parity of the phase to wait for.
+//
+// With MEGAKERNEL_PLAIN_COPIES the ring is filled by ordinary stores and every consumer arrives for itself.
+// This is for compute-sanitizer's racecheck, which follows neither bulk copies nor a lane that arrives for
+// its warp.
+#ifdef MEGAKERNEL_PLAIN_COPIES
+constexpr int ARRIVALS_TO_EMPTY = CONSUMERS;
+#else
+constexpr int ARRIVALS_TO_EMPTY = WARPS;
+#endif
+
+__device__ Stage &ring_slot(u32 stage) {
+    Stage *ring = (Stage *)(&shared() + 1);
+    return ring[stage % STAGES];
+}
+
+__device__ void init_barrier(Stage &slot) {
+    mbarrier_init<PRODUCERS>(&slot.full);
+    mbarrier_init<ARRIVALS_TO_EMPTY>(&slot.empty);
+}
+
+__device__ void wait_until_full(u32 stage) {
+    mbarrier_wait(&ring_slot(stage).full, stage / STAGES & 1);
+}
+
+// In the first round this waits for the phase before the first, which counts as complete: slots start empty.
+__device__ void wait_until_empty(u32 stage) {
+    mbarrier_wait(&ring_slot(stage).empty, ~(stage / STAGES) & 1);
+}
+
+// By each producer, for its row of the stage.
+__device__ void fill_row(u32 stage, int eighth, const char *source, u64 policy) {
+    Stage &slot = ring_slot(stage);
+#ifdef MEGAKERNEL_PLAIN_COPIES
+    for (int i = 0; i < STAGE_ROW_BYTES / 16; ++i) {
+        ((uint4 *)slot.rows[eighth])[i] = ((const uint4 *)source)[i];
+    }
+    mbarrier_arrive(&slot.full);
+#else
+    mbarrier_arrive_expect_tx<STAGE_ROW_BYTES>(&slot.full);
+    bulk_copy_to_shared<STAGE_ROW_BYTES>(slot.rows[eighth], source, &slot.full, policy);
+#endif
+}
+
+// By each consumer warp, when it has read its columns.
+__device__ void release(u32 stage) {
+    __syncwarp();                                     // all lanes have read
+#ifdef MEGAKERNEL_PLAIN_COPIES
+    mbarrier_arrive(&ring_slot(stage).empty);
+#else
+    if (lane_index() == 0) {
+        mbarrier_arrive(&ring_slot(stage).empty);
+    }
+#endif
+}
+
+// All that a producer does: copy its eighth of the block's rows of every matrix, 1024 columns at a time. The
+// rows of an eighth are contiguous in memory:
+//     eighth e of block b  ->  ROWS / (8 * GRID) rows, beginning at byte (8 b + e) * bytes_per_eighth
+__device__ void produce_weights(const Matrix *matrix, int eighth) {
+    const u64 policy = l2_policy(L2_KEEP_FRACTION);
+    u32 stage = 0;
+    for (; matrix->bytes_per_eighth; ++matrix) {
+        const char *source = matrix->address + (blockIdx.x * EIGHTHS + eighth) * matrix->bytes_per_eighth;
+        const char *end = source + matrix->bytes_per_eighth;
+        for (; source < end; source += STAGE_ROW_BYTES) {
+            wait_until_empty(stage);
+            fill_row(stage, eighth, source, policy);
+            ++stage;
+        }
+    }
+}
+
+
+// ---- Matrix times vector
+
+// A vector of N * 256 elements is spread over the consumers as the operand B of the mma steps. A quad is 4
+// consecutive elements in a uint2. x[i] of a thread, with i = 4 * stage + step and lane = 4 r + q, is quad
+//     stage * 256 + warp * 32 + step * 8 + q * 2 + r % 2
+// Four lanes of a warp, those with the same q and r % 2, hold the same quad; 8 adjacent lanes hold each once.
+__device__ int quad_of_vector(int i) {
     return i / 4 * 256 + threadIdx.x / 32 * 32 + i % 4 * 8 + threadIdx.x % 4 * 2 + threadIdx.x / 4 % 2;
 }
-template <int N> __device__ void read(uint2 (&x)[N], const uint2 *from) { EACH(i, N) x[i] = from[column(i)]; }
-__device__ uint2 scaled(uint2 x, float r, uint2 scale) {
-    Four y = floats(x), by = floats(scale);
-    EACH(i, 4) y.at[i] = rounded(y.at[i] * r) * by.at[i];
+
+template <int N>
+__device__ void load_vector(uint2 (&x)[N], const uint2 *source) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        x[i] = source[quad_of_vector(i)];
+    }
+}
+
+// d += 8 rows of weights times 32 columns of x. A lane's weights are 8 columns of row r, its x is one quad.
+__device__ void multiply_add(float (&d)[4], uint4 weights, uint2 x) {
+    mma_m16n8k16(d, weights.x, weights.z, weights.y, weights.w, x.x, x.y);
+}
+
+// The next matrix in the ring times x. Of each stage, warp w takes columns 128 w .. 128 w + 127 of the 8
+// rows, in 4 mma steps of 32 columns. Row number (eighth * TILES + tile) of the block goes to
+//     partial[w][region + eighth * TILES + tile]
+template <int ROWS, int N>
+__device__ void matvec(const uint2 (&x)[N], u32 &stage, int region) {
+    constexpr int TILES = ROWS / (GRID * EIGHTHS);    // rows per eighth
+    const int warp = warp_index();
+    const int eighth = threadIdx.x % 32 / 4;          // r of the lane map
+    const int q = threadIdx.x % 4;
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+        float d[2][4] = {};                           // two sums: an mma does not wait for the one before
+#pragma unroll
+        for (int part = 0; part < N / STEPS_PER_STAGE; ++part) {
+            wait_until_full(stage);
+            const char *row = ring_slot(stage).rows[eighth];
+            const uint4 *weights = (const uint4 *)(row + warp * 256) + q;
+#pragma unroll
+            for (int step = 0; step < STEPS_PER_STAGE; ++step) {
+                multiply_add(d[step % 2], weights[step * 4], x[part * STEPS_PER_STAGE + step]);
+            }
+            release(stage);
+            ++stage;
+        }
+        if (q == 0) {
+            shared().partial[warp][region + eighth * TILES + tile] = d[0][0] + d[1][0] + (d[0][3] + d[1][3]);
+        }
+    }
+}
+
+// A row's sum over the warps, each of which has its own columns.
+__device__ float row_sum(int row) {
+    float sum = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) {
+        sum += shared().partial[warp][row];
+    }
+    return round_to_bf16(sum);
+}
+
+// Each thread publishes finish(sum) for one row of this block. Consecutive matvecs use different regions of
+// `partial`: the next may write its sums while slow threads still read those of this one.
+template <int ROWS, class Finish>
+__device__ void publish_rows(u32 (&destination)[ROWS], int region, u32 epoch, Finish finish) {
+    constexpr int ROWS_PER_BLOCK = ROWS / GRID;
+    sync_consumers();                                 // the sums of all warps are there
+    if (threadIdx.x < ROWS_PER_BLOCK) {
+        u32 *row = &destination[blockIdx.x * ROWS_PER_BLOCK + threadIdx.x];
+        publish(row, finish(row_sum(region + threadIdx.x)), epoch);
+    }
+}
+
+
+// ---- RMS norm
+
+__device__ uint2 normalize(uint2 x, float factor, uint2 weight) {
+    Quad y = unpack(x);
+    const Quad w = unpack(weight);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        y.v[i] = round_to_bf16(y.v[i] * factor) * w.v[i];
+    }
     return pack(y);
 }
-template <int N> __device__ void norm(uint2 (&x)[N], const uint2 (&scale)[N]) {
-    float sum = 0;
-    EACH(i, N) sum += dot(floats(x[i]), floats(x[i]));
-    sum = join(add_lanes<8>(sum), [](float x, float y) { return x + y; });
-    EACH(i, N) x[i] = scaled(x[i], rsqrtf(sum / HIDDEN + EPSILON), scale[i]);
+
+// x is spread over the consumers by quad_of_vector, so 8 adjacent lanes hold all that the warp has of it.
+template <int N>
+__device__ void rms_norm(uint2 (&x)[N], const uint2 (&weight)[N]) {
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        squares += dot(unpack(x[i]), unpack(x[i]));
+    }
+    squares = block_reduce(warp_sum<8>(squares), [](float a, float b) { return a + b; });
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        x[i] = normalize(x[i], rsqrtf(squares / HIDDEN + EPSILON), weight[i]);
+    }
 }
 
-// ---- attention
-// A block takes a key head, its two query heads and some of the positions, a warp one of those, a lane four dimensions.
-__device__ void attend(const Arguments &a, const Layer &layer, int position, u32 turn) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, kv = blockIdx.x % KV_HEADS;
-    const int split = blockIdx.x / KV_HEADS, first = split * WARPS + warp;
-    const auto at = [&](u64 row) { return row * (HEAD / 4) + lane; };
-    uint2 *keys = layer.keys + kv * a.length * (HEAD / 4), *values = layer.values + kv * a.length * (HEAD / 4);
-    uint2 k[AHEAD] = {}, v[AHEAD] = {}, x[4];                     // x: two queries, the new key, the new value
-    const auto load = [&](int i, int p) { if (p < position) k[i] = keys[at(p)], v[i] = values[at(p)]; };
-    EACH(i, AHEAD) load(i, first + i * STEP);
-    const uint2 cos = a.cos[at(position)], sin = a.sin[at(position)], q_scale = layer.q_norm[lane],
-                k_scale = layer.k_norm[lane];
-    receive(x, a.exchange->mine().qkv, turn, [&](int i) {
-        return at(i < 2 ? 2 * kv + i : HEADS + (i - 2) * KV_HEADS + kv); });
-    EACH(i, 3) {
-        const float squares = add_lanes(dot(floats(x[i]), floats(x[i])));
-        const uint2 y = scaled(x[i], rsqrtf(squares / HEAD + EPSILON), i < 2 ? q_scale : k_scale);
-        const Four there = floats({__shfl_xor_sync(~0u, y.x, 16), __shfl_xor_sync(~0u, y.y, 16)});
-        Four here = floats(y);
-        EACH(d, 4) here.at[d] = rounded(here.at[d] * floats(cos).at[d]) + rounded(there.at[d] * floats(sin).at[d]);
-        x[i] = pack(here);
-    }
-    if (first == 0) keys[at(position)] = x[2], values[at(position)] = x[3];
 
-    Four sum[2] = {};
-    float best[2] = {NOTHING, NOTHING}, weight[2] = {1, 1};       // as of a key that scores NOTHING
-    for (int next = first; next <= position; next += AHEAD * STEP) EACH(i, AHEAD) {
-        const int p = next + i * STEP;
-        if (p == position) k[i] = x[2], v[i] = x[3];
-        EACH(h, 2) {
-            const float match = add_lanes(dot(floats(x[h]), floats(k[i])));
-            const float score = p <= position ? match * rsqrtf(HEAD) : NOTHING;
-            const float top = fmaxf(best[h], score), kept = expf(best[h] - top), w = expf(score - top);
-            best[h] = top, weight[h] = weight[h] * kept + w;
-            EACH(d, 4) sum[h].at[d] = sum[h].at[d] * kept + w * floats(v[i]).at[d];
-        }
-        load(i, p + AHEAD * STEP);
-    }
-    EACH(h, 2) shared->sum[warp][h][lane] = sum[h];
-    if (lane == 0) EACH(h, 2) shared->best[warp][h] = best[h], shared->weight[warp][h] = weight[h];
-    sync();
-    const int h = threadIdx.x / HEAD, d = threadIdx.x % HEAD, head = 2 * kv + h;
-    float top = NOTHING, all = 0, out = 0;
-    EACH(w, WARPS) top = fmaxf(top, shared->best[w][h]);
-    EACH(w, WARPS) {
-        const float kept = expf(shared->best[w][h] - top);
-        all += shared->weight[w][h] * kept, out += shared->sum[w][h][d / 4].at[d % 4] * kept;
-    }
-    const float y = out / all, log = top + logf(all), words[4] = {y, y - rounded(y), log, log - rounded(log)};
-    if (SPLITS == 1) return publish(&a.exchange->heads[head * HEAD + d], y, turn);
-    EACH(i, 4) publish<1>(&a.exchange->splits[head][split][d][i], words[i], turn);
-}
-__device__ void join_splits(Exchange &exchange, u32 turn) {       // each block joins the splits of some dimensions
-    const int out = (blockIdx.x * THREADS + threadIdx.x) / SPLITS, split = threadIdx.x % SPLITS;
-    uint2 x[1];
-    receive(x, exchange.splits[out / HEAD][split][out % HEAD], turn, [](int) { return 0; });
-    const float y = low(x->x) + high(x->x), log = low(x->y) + high(x->y);
-    float top = log;
-    _Pragma("unroll") for (int i = SPLITS / 2; i; i /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
-    const float sum = add_lanes<SPLITS>(expf(log - top) * y) / add_lanes<SPLITS>(expf(log - top));
-    if (split == 0) publish(&exchange.heads[out], sum, turn);
-}
+// ---- Attention
 
-// ---- layers: what does not depend on the words is loaded before the wait for them
-__device__ void run_layers(const Arguments &a, const bf16 *input, int position, uint2 (&x)[HIDDEN / 256], u32 &n,
-                           u32 &turn) {
-    Exchange &to = *a.exchange;
-    const Exchange &from = to.mine();
-    uint2 scale[HIDDEN / 256], heads[QUERY / 256], inner[INNER / 256];
-    float residual = low(input[min(blockIdx.x * (HIDDEN / GRID) + threadIdx.x, HIDDEN - 1)]);    // of a thread's row
-    const auto add = [&](float y) { return residual = rounded(residual + y); };
-    read(x, (const uint2 *)input);
-#pragma unroll 1
-    for (const Layer *layer = a.layers; layer < a.layers + LAYERS; ++layer) {
-        read(scale, layer->input_norm);
-        if (layer > a.layers) receive(x, from.hidden, turn, column);
-        norm(x, scale), ++turn;
-        multiply<QKV>(x, n, 0);
-        publish_rows(to.qkv, 0, turn, [](float y) { return y; });
+// Block b takes KV head b % KV_HEADS with its two query heads, and split b / KV_HEADS of the positions:
+//     warp w of split s:  positions 8 s + w, 8 s + w + POSITION_STRIDE, 8 s + w + 2 * POSITION_STRIDE, ...
+//     lane l:             dimensions 4 l .. 4 l + 3
+// Softmax is online (as in FlashAttention): each warp keeps a maximum, a sum of weights and a weighted sum of
+// values. The warps are merged here, the splits in merge_splits.
+__device__ void attend(const Arguments &arguments, const Layer &layer, int position, u32 epoch) {
+    const int warp = warp_index();
+    const int lane = lane_index();
+    const int kv_head = blockIdx.x % KV_HEADS;
+    const int split = blockIdx.x / KV_HEADS;
+    const int first_position = split * WARPS + warp;
 
-        if (blockIdx.x < KV_HEADS * SPLITS) attend(a, *layer, position, turn);
-        if (SPLITS > 1) join_splits(to, turn);
-        receive(heads, from.heads, turn, column);
-        multiply<HIDDEN>(heads, n, SECOND);
-        publish_rows(to.attended, SECOND, turn, add);
-
-        read(scale, layer->post_norm), receive(x, from.attended, turn, column);
-        norm(x, scale);
-        multiply<INNER>(x, n, 0), multiply<INNER>(x, n, INNER / GRID);
-        publish_rows(to.inner, 0, turn, [](float gate) {
-            return rounded(gate / (1 + expf(-gate))) * total(INNER / GRID + threadIdx.x); });
-
-        receive(inner, from.inner, turn, column);
-        multiply<HIDDEN>(inner, n, SECOND);
-        publish_rows(to.hidden, SECOND, turn, add);
-    }
-    read(scale, a.norm), receive(x, from.hidden, turn, column);
-    norm(x, scale);
-}
-
-// ---- sampling: a head, and sample() of cudagraph_talker.py, by a block
-__device__ int id(int i) { return i / 4 * 4 * THREADS + threadIdx.x * 4 + i % 4; }       // of a thread's score i
-__device__ int choose(const Arguments &a, const uint2 (&x)[HIDDEN / 256], int head, u32 frame, u32 &n, u32 turn) {
-    multiply<VOCAB>(x, n, 0);
-    publish_rows(a.exchange->logits[head], 0, turn, [](float y) { return y; });
-    if (CODES == 1 && blockIdx.x > 0) return 0;                   // the first block's choice is the talker's
-    uint2 logits[SCORES / 4];
-    u64 rank[SCORES], winner = VOCAB;         // rank: 32 bits of score, 12 of id; winner: weight / noise, VOCAB - id
-    float score[SCORES], noise[SCORES];
-    u32 mass[SCORES], best = 0;
-    EACH(i, SCORES) noise[i] = *a.greedy ? 1 : a.noise[head * VOCAB + id(i)];
-    receive(logits, a.exchange->mine().logits[head], turn, [](int i) { return id(4 * i) / 4; });
-    EACH(i, SCORES) {
-        score[i] = floats(logits[i / 4]).at[i % 4];
-#if CODES == 1
-        if (a.seen[id(i)]) score[i] = score[i] < 0 ? score[i] * *a.penalty : score[i] / *a.penalty;
-        const bool too_early = frame < *a.min_tokens && id(i) == *a.end_token;
-        if (a.suppressed[id(i)] || too_early) score[i] = __uint_as_float(0xff800000);    // -infinity
-#endif
-        const u32 u = __float_as_uint(score[i]), key = u >> 31 ? ~u : u | 1u << 31;
-        rank[i] = (u64)key << 12 | id(i), best = max(best, key), mass[i] = 1;
-    }
-    best = join(__reduce_max_sync(~0u, best), [](u32 x, u32 y) { return max(x, y); });
-    const auto below = [&](u64 candidate) {                       // how many at first, for top-k; how likely, for top-p
-        u32 sum = 0;
-        EACH(i, SCORES) sum += rank[i] < candidate ? mass[i] : 0;
-        return join((u64)__reduce_add_sync(~0u, sum), [](u64 x, u64 y) { return x + y; });
+    // This lane's quad of a row of HEAD_DIM elements: a position in the cache, a head in qkv.
+    const auto quad_of_row = [&](u64 row) {
+        return row * (HEAD_DIM / 4) + lane;
     };
-    const auto cut = [&](u64 limit, int last) {                   // the highest rank with no more mass below it
+
+    // Issue all loads that do not depend on this layer's q, k, v before waiting for those.
+    uint2 *keys = layer.keys + kv_head * arguments.cache_length * (HEAD_DIM / 4);
+    uint2 *values = layer.values + kv_head * arguments.cache_length * (HEAD_DIM / 4);
+    uint2 k[KV_PREFETCH] = {};
+    uint2 v[KV_PREFETCH] = {};
+    const auto prefetch = [&](int i, int cached_position) {
+        if (cached_position < position) {
+            k[i] = keys[quad_of_row(cached_position)];
+            v[i] = values[quad_of_row(cached_position)];
+        }
+    };
+#pragma unroll
+    for (int i = 0; i < KV_PREFETCH; ++i) {
+        prefetch(i, first_position + i * POSITION_STRIDE);
+    }
+    const uint2 cos = arguments.cos[quad_of_row(position)];
+    const uint2 sin = arguments.sin[quad_of_row(position)];
+    const uint2 q_weight = layer.q_norm[lane];
+    const uint2 k_weight = layer.k_norm[lane];
+
+    // The two queries, the new key, the new value.
+    uint2 x[4];
+    receive(x, replica_of_this_block(arguments.exchange).qkv, epoch, [&](int i) {
+        return quad_of_row(i < 2 ? 2 * kv_head + i : HEADS + (i - 2) * KV_HEADS + kv_head);
+    });
+
+    // Norm and RoPE of queries and key. RoPE pairs dimension d with (d + 64) % 128, which is 16 lanes away.
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+        const float squares = warp_sum(dot(unpack(x[i]), unpack(x[i])));
+        const float factor = rsqrtf(squares / HEAD_DIM + EPSILON);
+        const uint2 normalized = normalize(x[i], factor, i < 2 ? q_weight : k_weight);
+        const Quad partner = unpack(shuffle_xor(normalized, HEAD_DIM / 2 / 4));
+        Quad rotated = unpack(normalized);
+#pragma unroll
+        for (int d = 0; d < 4; ++d) {
+            const float straight = round_to_bf16(rotated.v[d] * unpack(cos).v[d]);
+            const float crossed = round_to_bf16(partner.v[d] * unpack(sin).v[d]);
+            rotated.v[d] = straight + crossed;
+        }
+        x[i] = pack(rotated);
+    }
+
+    // One warp of one block writes the new row of the cache. In the predictor, later positions of the same
+    // launch read it, in the same block: with SPLITS == 1 no other block has this KV head.
+    if (first_position == 0) {
+        keys[quad_of_row(position)] = x[2];
+        values[quad_of_row(position)] = x[3];
+    }
+
+    // Begin as after a key with LOWEST_SCORE. Its weight vanishes with the first real one, or in the merge.
+    Quad sum[2] = {};
+    float best[2] = {LOWEST_SCORE, LOWEST_SCORE};
+    float weight[2] = {1, 1};
+    for (int next = first_position; next <= position; next += KV_PREFETCH * POSITION_STRIDE) {
+#pragma unroll
+        for (int i = 0; i < KV_PREFETCH; ++i) {
+            const int this_position = next + i * POSITION_STRIDE;
+            if (this_position == position) {
+                k[i] = x[2];
+                v[i] = x[3];
+            }
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float product = warp_sum(dot(unpack(x[h]), unpack(k[i])));
+                const float score = this_position <= position ? product * rsqrtf(HEAD_DIM) : LOWEST_SCORE;
+                const float new_best = fmaxf(best[h], score);
+                const float rescale = expf(best[h] - new_best);
+                const float new_weight = expf(score - new_best);
+                best[h] = new_best;
+                weight[h] = weight[h] * rescale + new_weight;
+#pragma unroll
+                for (int d = 0; d < 4; ++d) {
+                    sum[h].v[d] = sum[h].v[d] * rescale + new_weight * unpack(v[i]).v[d];
+                }
+            }
+            prefetch(i, this_position + KV_PREFETCH * POSITION_STRIDE);
+        }
+    }
+
+    // Merge the warps: thread t has dimension t % 128 of query head t / 128.
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        shared().head_sum[warp][h][lane] = sum[h];
+    }
+    if (lane == 0) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            shared().head_max[warp][h] = best[h];
+            shared().head_weight[warp][h] = weight[h];
+        }
+    }
+    sync_consumers();
+    const int h = threadIdx.x / HEAD_DIM;
+    const int dimension = threadIdx.x % HEAD_DIM;
+    const int head = 2 * kv_head + h;
+    float block_best = LOWEST_SCORE;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+        block_best = fmaxf(block_best, shared().head_max[w][h]);
+    }
+    float block_weight = 0;
+    float block_sum = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+        const float rescale = expf(shared().head_max[w][h] - block_best);
+        block_weight += shared().head_weight[w][h] * rescale;
+        block_sum += shared().head_sum[w][h][dimension / 4].v[dimension % 4] * rescale;
+    }
+    const float output = block_sum / block_weight;
+    const float log_sum = block_best + logf(block_weight);
+
+    if (SPLITS == 1) {
+        publish(&arguments.exchange->attention[head * HEAD_DIM + dimension], output, epoch);
+        return;
+    }
+    // Two bfloat16 each, value and remainder, so that splitting the positions adds no rounding that matters.
+    // Only one thread reads them, so one replica is enough.
+    const float output_rest = output - round_to_bf16(output);
+    const float log_sum_rest = log_sum - round_to_bf16(log_sum);
+    const float parts[4] = {output, output_rest, log_sum, log_sum_rest};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        publish<1>(&arguments.exchange->splits[head][split][dimension][i], parts[i], epoch);
+    }
+}
+
+// Output o = head * 128 + dimension is merged by SPLITS adjacent lanes, one for each split:
+//     o = (256 * block + thread) / SPLITS,  split = thread % SPLITS
+__device__ void merge_splits(Exchange &exchange, u32 epoch) {
+    const int output = (blockIdx.x * CONSUMERS + threadIdx.x) / SPLITS;
+    const int split = threadIdx.x % SPLITS;
+    uint2 parts[1];
+    const u32 *source = exchange.splits[output / HEAD_DIM][split][output % HEAD_DIM];
+    receive(parts, source, epoch, [](int) { return 0; });
+    const float value = low_half(parts[0].x) + high_half(parts[0].x);
+    const float log_sum = low_half(parts[0].y) + high_half(parts[0].y);
+
+    float best = log_sum;
+#pragma unroll
+    for (int distance = SPLITS / 2; distance > 0; distance /= 2) {
+        best = fmaxf(best, __shfl_xor_sync(~0u, best, distance));
+    }
+    const float weight = expf(log_sum - best);
+    const float merged = warp_sum<SPLITS>(weight * value) / warp_sum<SPLITS>(weight);
+    if (split == 0) {
+        publish(&exchange.attention[output], merged, epoch);
+    }
+}
+
+
+// ---- Layers
+
+// `input` (HIDDEN) through all layers and the final norm to x. Loads that do not depend on other blocks are
+// issued before the spin loops that do.
+__device__ void run_layers(const Arguments &arguments, const bf16 *input, int position,
+                           uint2 (&x)[HIDDEN / 256], u32 &stage, u32 &epoch) {
+    Exchange &to = *arguments.exchange;
+    const Exchange &from = replica_of_this_block(arguments.exchange);
+    uint2 norm_weight[HIDDEN / 256];
+    uint2 attention[QUERY_SIZE / 256];
+    uint2 inner[INNER / 256];
+
+    // The residual of the row that this thread publishes, if it publishes one, stays in a register.
+    const int residual_row = min(blockIdx.x * (HIDDEN / GRID) + threadIdx.x, HIDDEN - 1);
+    float residual = low_half(input[residual_row]);
+    const auto add_residual = [&](float sum) {
+        residual = round_to_bf16(residual + sum);
+        return residual;
+    };
+    const auto unchanged = [](float sum) {
+        return sum;
+    };
+
+    load_vector(x, (const uint2 *)input);
+#pragma unroll 1
+    for (const Layer *layer = arguments.layers; layer < arguments.layers + LAYERS; ++layer) {
+        // Phase 1: input norm; q, k, v
+        load_vector(norm_weight, layer->input_norm);
+        if (layer > arguments.layers) {
+            receive(x, from.hidden, epoch, quad_of_vector);
+        }
+        rms_norm(x, norm_weight);
+        ++epoch;
+        matvec<QKV_SIZE>(x, stage, 0);
+        publish_rows(to.qkv, 0, epoch, unchanged);
+
+        // Phases 2 and 3: attention
+        if (blockIdx.x < KV_HEADS * SPLITS) {
+            attend(arguments, *layer, position, epoch);
+        }
+        if (SPLITS > 1) {
+            merge_splits(to, epoch);
+        }
+
+        // Phase 4: o_proj and residual
+        receive(attention, from.attention, epoch, quad_of_vector);
+        matvec<HIDDEN>(attention, stage, SECOND_REGION);
+        publish_rows(to.post_attention, SECOND_REGION, epoch, add_residual);
+
+        // Phase 5: post-attention norm; gate and up, silu(gate) * up
+        load_vector(norm_weight, layer->post_norm);
+        receive(x, from.post_attention, epoch, quad_of_vector);
+        rms_norm(x, norm_weight);
+        matvec<INNER>(x, stage, 0);
+        matvec<INNER>(x, stage, INNER / GRID);
+        publish_rows(to.inner, 0, epoch, [](float gate) {
+            const float silu = round_to_bf16(gate / (1 + expf(-gate)));
+            const float up = row_sum(INNER / GRID + threadIdx.x);
+            return silu * up;
+        });
+
+        // Phase 6: down_proj and residual
+        receive(inner, from.inner, epoch, quad_of_vector);
+        matvec<HIDDEN>(inner, stage, SECOND_REGION);
+        publish_rows(to.hidden, SECOND_REGION, epoch, add_residual);
+    }
+    load_vector(norm_weight, arguments.final_norm);
+    receive(x, from.hidden, epoch, quad_of_vector);
+    rms_norm(x, norm_weight);
+}
+
+
+// ---- Sampling
+
+// Score i of a thread belongs to token  i / 4 * 1024 + thread * 4 + i % 4.
+__device__ int token_of_score(int i) {
+    return i / 4 * 4 * CONSUMERS + threadIdx.x * 4 + i % 4;
+}
+
+// Floats as unsigned integers of the same order, and back.
+__device__ u32 ordered_bits(float x) {
+    const u32 bits = __float_as_uint(x);
+    return bits >> 31 ? ~bits : bits | 1u << 31;
+}
+
+__device__ float from_ordered_bits(u32 ordered) {
+    return __uint_as_float(ordered >> 31 ? ordered & ~(1u << 31) : ~ordered);
+}
+
+// One head, then `sample` of cudagraph_talker.py: top-k, top-p, and the largest weight / noise. Every block
+// of the predictor chooses for itself and comes to the same result; for the talker only the first block does.
+__device__ int sample_token(const Arguments &arguments, const uint2 (&x)[HIDDEN / 256], int head, u32 frame,
+                            u32 &stage, u32 epoch) {
+    constexpr int N = SCORES_PER_THREAD;
+    constexpr int TOKEN_BITS = 12;
+    constexpr int RANK_BITS = 32 + TOKEN_BITS;
+    matvec<VOCAB>(x, stage, 0);
+    publish_rows(arguments.exchange->logits[head], 0, epoch, [](float sum) { return sum; });
+    if (IS_TALKER && blockIdx.x > 0) {
+        return 0;
+    }
+
+    float noise[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        noise[i] = *arguments.greedy ? 1 : arguments.noise[head * VOCAB + token_of_score(i)];
+    }
+    uint2 logits[N / 4];
+    receive(logits, replica_of_this_block(arguments.exchange).logits[head], epoch, [](int i) {
+        return token_of_score(4 * i) / 4;
+    });
+
+    // rank: the score's 32 bits in order, then 12 of the token, so that no two are equal.
+    // mass: what a score counts for in mass_below: 1 for top-k, its probability for top-p.
+    float score[N];
+    u64 rank[N];
+    u32 mass[N];
+    u32 best = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        score[i] = unpack(logits[i / 4]).v[i % 4];
+#if CODES == 1
+        if (arguments.seen[token_of_score(i)]) {
+            score[i] = score[i] < 0 ? score[i] * *arguments.repetition_penalty
+                                    : score[i] / *arguments.repetition_penalty;
+        }
+        const bool ends_too_early =
+            frame < *arguments.min_tokens && token_of_score(i) == *arguments.end_token;
+        if (arguments.suppressed[token_of_score(i)] || ends_too_early) {
+            score[i] = __uint_as_float(0xff800000);   // -infinity
+        }
+#endif
+        const u32 ordered = ordered_bits(score[i]);
+        rank[i] = (u64)ordered << TOKEN_BITS | token_of_score(i);
+        best = max(best, ordered);
+        mass[i] = 1;
+    }
+    best = block_reduce(__reduce_max_sync(~0u, best), [](u32 a, u32 b) { return max(a, b); });
+
+    const auto mass_below = [&](u64 candidate) {
+        u32 sum = 0;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            sum += rank[i] < candidate ? mass[i] : 0;
+        }
+        return block_reduce((u64)__reduce_add_sync(~0u, sum), [](u64 a, u64 b) { return a + b; });
+    };
+    // The highest rank with at most `limit` mass below it, found bit by bit from the highest to `last_bit`.
+    const auto threshold = [&](u64 limit, int last_bit) {
         u64 found = 0;
-        for (int bit = 43; bit >= last; --bit) found |= below(found | 1ull << bit) <= limit ? 1ull << bit : 0;
+        for (int bit = RANK_BITS - 1; bit >= last_bit; --bit) {
+            found |= mass_below(found | 1ull << bit) <= limit ? 1ull << bit : 0;
+        }
         return found;
     };
-    const u64 kth = cut(*a.kth, CODES == 1 ? 12 : 28);            // 12: with its equals; 28: bfloat16 has no more
-    const float top = __uint_as_float(best >> 31 ? best & ~(1u << 31) : ~best) / *a.temperature;
-    EACH(i, SCORES) score[i] = rank[i] < kth ? 0 : expf(score[i] / *a.temperature - top);
-    EACH(i, SCORES) mass[i] = score[i] * (1 << 22) + 0.5f;
-    const u64 least = *a.tail > 0 ? cut(*a.tail * below(~0ull), 0) : 0;
-    EACH(i, SCORES) if (rank[i] >= least && score[i] > 0)
-        winner = max(winner, (u64)__float_as_uint(score[i] / noise[i]) << 32 | VOCAB - id(i));
-    for (int other = 16; other; other /= 2) winner = max(winner, __shfl_xor_sync(~0u, winner, other));
-    return VOCAB - (int)join(winner, [](u64 x, u64 y) { return max(x, y); });
+
+    // Top-k keeps the k-th best score and its equals, so the token's bits are left out. The predictor's
+    // scores are bfloat16 as they come, without a penalty: 16 bits of score are all there are.
+    constexpr int LAST_BIT = IS_TALKER ? TOKEN_BITS : TOKEN_BITS + 16;
+    const u64 topk_threshold = threshold(*arguments.topk_rank, LAST_BIT);
+    const float best_score = from_ordered_bits(best) / *arguments.temperature;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        score[i] = rank[i] < topk_threshold ? 0 : expf(score[i] / *arguments.temperature - best_score);
+    }
+
+    // Top-p, in integers (22 bits for the best) so that every order of summation gives the same sum. 4096 of
+    // them are at most 2^34: the sum of a warp fits into 32 bits, that of a block is 64 bits wide.
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        mass[i] = score[i] * (1 << 22) + 0.5f;
+    }
+    u64 topp_threshold = 0;
+    if (*arguments.one_minus_top_p > 0) {
+        topp_threshold = threshold(*arguments.one_minus_top_p * mass_below(~0ull), 0);
+    }
+
+    // The largest weight / noise; of equals the lowest token.
+    u64 winner = VOCAB;                               // upper half: weight / noise, lower half: VOCAB - token
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        if (rank[i] >= topp_threshold && score[i] > 0) {
+            winner = max(winner, (u64)__float_as_uint(score[i] / noise[i]) << 32 | VOCAB - token_of_score(i));
+        }
+    }
+    for (int distance = 16; distance > 0; distance /= 2) {
+        winner = max(winner, __shfl_xor_sync(~0u, winner, distance));
+    }
+    return VOCAB - (int)block_reduce(winner, [](u64 a, u64 b) { return max(a, b); });
 }
 
-// ---- the kernel
-extern "C" __global__ void __launch_bounds__(THREADS + 8, 1) step(const Arguments *arguments) {
-    const Arguments a = *arguments;
-    if (threadIdx.x < STAGES) start(slot(threadIdx.x).full), start(slot(threadIdx.x).empty);
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+
+// ---- The kernel: GRID blocks of CONSUMERS + PRODUCERS threads, with SHARED_BYTES of dynamic shared memory
+
+extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
+decode_step(const Arguments *arguments_in_memory) {
+    const Arguments arguments = *arguments_in_memory;
+    if (threadIdx.x < STAGES) {
+        init_barrier(ring_slot(threadIdx.x));
+    }
+    fence_proxy_async();
     __syncthreads();
-    if (threadIdx.x >= THREADS) return bring_weights(a.matrices, threadIdx.x - THREADS);
+    if (threadIdx.x >= CONSUMERS) {
+        produce_weights(arguments.matrices, threadIdx.x - CONSUMERS);
+        return;
+    }
 
     uint2 x[HIDDEN / 256];
-    u32 n = 0, turn = *a.turn, frame = *a.frame;
-#if CODES == 1                                                    // the talker
-    run_layers(a, a.embedding, *a.start + frame, x, n, turn);
-    const u64 token = choose(a, x, 0, ++frame, n, turn);
-    if (blockIdx.x > 0) return;
-    if (threadIdx.x % 32 < 8) EACH(i, HIDDEN / 256) a.hidden[column(i)] = x[i];
-    if (threadIdx.x > 0) return;
-    *a.token = token, *a.frame = frame, a.seen[token] = true, *a.turn = turn;
-    if (token == *a.end_token) *a.lengths = min(*a.lengths, (u64)frame);
-    *a.lengths_on_host = *a.lengths;
-#else                                                             // the predictor
-    const int at = blockIdx.x * THREADS + threadIdx.x;
-    u64 code = *a.token;
+    u32 stage = 0;
+    u32 epoch = *arguments.epoch;
+    u32 frame = *arguments.frame;
+
+#if CODES == 1  // the talker: one token through the layers, then the first code of the next frame
+    run_layers(arguments, arguments.embedding, *arguments.prompt_length + frame, x, stage, epoch);
+    ++frame;
+    const u64 token = sample_token(arguments, x, 0, frame, stage, epoch);
+    if (blockIdx.x > 0) {
+        return;
+    }
+    if (threadIdx.x % 32 < 8) {                       // the other lanes hold the same
+#pragma unroll
+        for (int i = 0; i < HIDDEN / 256; ++i) {
+            arguments.hidden[quad_of_vector(i)] = x[i];
+        }
+    }
+    if (threadIdx.x > 0) {
+        return;
+    }
+    *arguments.token = token;
+    *arguments.frame = frame;
+    arguments.seen[token] = true;
+    *arguments.epoch = epoch;
+    if (token == *arguments.end_token) {
+        *arguments.ended = true;
+    }
+    *arguments.ended_on_host = *arguments.ended;
+
+#else  // the predictor: the talker's hidden state, then the frame's codes, each of which leads to the next
+    const int element = blockIdx.x * CONSUMERS + threadIdx.x;                // of the next embedding
+    u64 code = *arguments.token;
     float sum = 0;
 #pragma unroll 1
-    for (int i = 0; i <= CODES; ++i) {
-        run_layers(a, i == 0 ? a.input : a.inputs[i - 1] + code * HIDDEN, i, x, n, turn);
-        if (i > 0) code = choose(a, x, i - 1, frame, n, turn);
-        if (at < WIDTH) sum += low(a.embeddings[i][code * WIDTH + at]);
-        if (at == 0) a.codes[frame * (CODES + 1) + i] = code, *a.turn = turn;
+    for (int position = 0; position <= CODES; ++position) {
+        const bf16 *input = arguments.first_input;
+        if (position > 0) {
+            input = arguments.code_inputs[position - 1] + code * HIDDEN;
+        }
+        run_layers(arguments, input, position, x, stage, epoch);
+        if (position > 0) {
+            code = sample_token(arguments, x, position - 1, frame, stage, epoch);
+        }
+        if (element < TALKER_HIDDEN) {
+            sum += low_half(arguments.code_embeddings[position][code * TALKER_HIDDEN + element]);
+        }
+        if (element == 0) {
+            arguments.codes[frame * (CODES + 1) + position] = code;
+            *arguments.epoch = epoch;
+        }
     }
-    if (at >= WIDTH) return;
-    a.embedding[at] = pack(rounded(sum) + low(a.text[frame * WIDTH + at]), 0);
-    a.hiddens[frame * WIDTH + at] = ((const bf16 *)a.hidden)[at];
+    if (element >= TALKER_HIDDEN) {
+        return;
+    }
+    const u32 place = frame * TALKER_HIDDEN + element;                       // in `text` and `hiddens`
+    arguments.embedding[element] = pack_bf16x2(round_to_bf16(sum) + low_half(arguments.text[place]), 0);
+    arguments.hiddens[place] = ((const bf16 *)arguments.hidden)[element];
 #endif
 }

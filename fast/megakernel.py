@@ -1,103 +1,322 @@
-"""The decoder layers of one row as one kernel a step: fused_layers.cu, compiled on loading for this GPU and model.
-The two graphs capture `talker_step` and `predictor_step` in place of their own `step`. The weights, the StaticCache and
-the static tensors are the same, so nothing around it changes."""
-import ctypes
+"""The decoder layers, heads and sampling of one row as one kernel per step: megakernel.cu, compiled by NVRTC
+for this GPU and model when it is first asked for.
+
+`talker_step` and `predictor_step` return callables for the two graphs to capture in place of their own
+`step`. They work on the same weights, StaticCache and static tensors, so nothing around them changes. The
+layers must have been through `fuse_layers` (fast/layers.py): q, k and v are one matrix in memory, and
+`rotary_emb` returns cos and sin with the first half of sin negated.
+"""
+
 import functools
-import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from unittest import mock
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+
+from fast import nvrtc
 
 SOURCE = Path(__file__).with_suffix(".cu")
-BLOCK, COPIES, EXCHANGE = 256 + 8, 4, 1 << 20                     # as in fused_layers.cu; 8 bring weights
+KERNEL_NAME = "decode_step"
+
+# As in megakernel.cu
+CONSUMERS = 256
+PRODUCERS = 8
+EIGHTHS = 8
+REPLICAS = 4
+EXCHANGE_BYTES = 1 << 20
+
+# Fields of the kernel's structs, in order. `complete_source` makes the compiler check them.
+MATRIX_FIELDS = ("address", "bytes_per_eighth")
+LAYER_FIELDS = ("input_norm", "post_norm", "q_norm", "k_norm", "keys", "values")
+COMMON_ARGUMENTS = (
+    *("matrices", "layers", "cache_length", "final_norm", "cos", "sin", "exchange", "epoch"),
+    *("temperature", "topk_rank", "one_minus_top_p", "greedy", "noise"),
+    *("token", "frame", "hidden", "embedding"),
+)
+TALKER_ARGUMENTS = (
+    *("prompt_length", "seen", "suppressed", "repetition_penalty", "end_token", "min_tokens"),
+    *("ended", "ended_on_host"),
+)
+PREDICTOR_ARGUMENTS = ("first_input", "code_inputs", "code_embeddings", "text", "hiddens", "codes")
 
 
-def sizes_of(model, heads, width):
-    config, gpu = model.config, torch.cuda.get_device_properties(model.device)
-    return dict(GRID=128 if gpu.multi_processor_count >= 128 else 64, MEMORY=gpu.shared_memory_per_block_optin,
-                EXCHANGE=EXCHANGE, LAYERS=len(model.layers), HIDDEN=config.hidden_size, INNER=config.intermediate_size,
-                HEADS=config.num_attention_heads, KV_HEADS=config.num_key_value_heads, HEAD=config.head_dim,
-                WIDTH=width, CODES=len(heads), VOCAB=len(heads[0].weight), EPSILON=f"{config.rms_norm_eps}f")
+class Gpu(Protocol):
+    """What we need to know of a GPU; torch.cuda.get_device_properties gives it."""
+
+    multi_processor_count: int
+    shared_memory_per_block_optin: int
 
 
-def source(sizes):
-    return "".join(f"#define {name} {value}\n" for name, value in sizes.items()) + SOURCE.read_text()
+class Launchable(Protocol):
+    """nvrtc.Kernel, or a stand-in for it where there is no GPU."""
+
+    def launch(self, arguments: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The constants that megakernel.cu is compiled with, there in capitals."""
+
+    grid: int  # thread blocks
+    shared_bytes: int  # shared memory of a block
+    exchange_bytes: int
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    codes: int  # heads behind the layers: 1 for the talker, 15 for the predictor
+    talker_hidden: int  # width of the talker's hidden state
+    epsilon: str
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        return COMMON_ARGUMENTS + (TALKER_ARGUMENTS if self.codes == 1 else PREDICTOR_ARGUMENTS)
+
+
+def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu) -> Sizes:
+    """`model` is a stack of decoder layers, `heads` are the linear layers behind it."""
+    config = model.config
+    return Sizes(
+        grid=128 if gpu.multi_processor_count >= 128 else 64,
+        shared_bytes=gpu.shared_memory_per_block_optin,
+        exchange_bytes=EXCHANGE_BYTES,
+        layers=len(model.layers),
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        vocab=len(heads[0].weight),
+        codes=len(heads),
+        talker_hidden=talker_hidden,
+        epsilon=f"{config.rms_norm_eps}f",
+    )
+
+
+def check_struct(struct: str, fields: Sequence[str]) -> str:
+    """C++ that does not compile unless the struct has exactly these fields of 8 bytes, in this order."""
+    lines = []
+    for i, field in enumerate(fields):
+        message = f"{struct}.{field} is not field {i}, as megakernel.py has it"
+        lines.append(f'static_assert(OFFSET_OF({struct}, {field}) == {8 * i}, "{message}");\n')
+    message = f"{struct} has not the {len(fields)} fields that megakernel.py has"
+    lines.append(f'static_assert(sizeof({struct}) == {8 * len(fields)}, "{message}");\n')
+    return "".join(lines)
+
+
+def complete_source(sizes: Sizes, source: str | None = None) -> str:
+    """The sizes, the kernel, and the checks of its structs. `source` is megakernel.cu, if not given."""
+    defines = "".join(f"#define {name.upper()} {value}\n" for name, value in asdict(sizes).items())
+    kernel = SOURCE.read_text() if source is None else source
+    checks = (
+        check_struct("Matrix", MATRIX_FIELDS)
+        + check_struct("Layer", LAYER_FIELDS)
+        + check_struct("Arguments", sizes.argument_names)
+    )
+    return defines + '#line 1 "megakernel.cu"\n' + kernel + '#line 1 "megakernel.py"\n' + checks
+
+
+def compile_kernel(device: torch.device, sizes: Sizes, source: str) -> nvrtc.Kernel:
+    """`source` is complete_source(sizes)."""
+    gpu = torch.cuda.get_device_properties(device)
+    cubin = nvrtc.compile_to_cubin(source, f"sm_{gpu.major}{gpu.minor}")
+    return nvrtc.Kernel(cubin, KERNEL_NAME, device, sizes.grid, CONSUMERS + PRODUCERS, sizes.shared_bytes)
 
 
 @functools.cache
-def compiled(device, **sizes):
-    """_compile_kernel looks for the headers of a CUDA toolkit, which need not be there: none is included."""
-    from torch.utils import cpp_extension                         # slow to import, and not for every user
-    with torch.cuda.device(device), mock.patch.object(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME or "."):
-        kernel = torch.cuda._compile_kernel(source(sizes), "step")
-        kernel.set_shared_memory_config(sizes["MEMORY"])
-    return kernel
+def compile_once(device: torch.device, sizes: Sizes) -> nvrtc.Kernel:
+    return compile_kernel(device, sizes, complete_source(sizes))
 
 
-def table(rows, device):
-    """Numbers and addresses of tensors, for the kernel to read."""
-    rows = [[x.data_ptr() if torch.is_tensor(x) else x for x in row] for row in rows]
-    return torch.tensor(rows, dtype=torch.long, device=device)
+def compile_for(model: Any, heads: Sequence[Any], talker_hidden: int) -> tuple[Sizes, nvrtc.Kernel]:
+    """The kernel for a stack and its heads, compiled once per process.
+
+    OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the kernel does not support these sizes, the
+    compiler does not know this GPU, or the driver cannot load the kernel.
+    """
+    sizes = kernel_sizes(model, heads, talker_hidden, torch.cuda.get_device_properties(model.device))
+    return sizes, compile_once(model.device, sizes)
 
 
-class Step:
-    """`model` is a stack of decoder layers with its `cache`; `heads` come after it: one for the talker, 15 for the
-    predictor, which runs its layers once more than that. `fields` are the last of the kernel's Arguments."""
-
-    def __init__(self, model, cache, heads, how, graph, fields):
-        sizes, self.device, length = sizes_of(model, heads, graph.hidden.shape[-1]), model.device, cache.max_cache_len
-        self.grid, self.memory, self.kernel = sizes["GRID"], sizes["MEMORY"], compiled(self.device, **sizes)
-        self.driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-        layers, matrices = [], []
-        for layer, cached in zip(model.layers, cache.layers):
-            attn, mlp = layer.self_attn, layer.mlp
-            layers.append([layer.input_layernorm.weight, layer.post_attention_layernorm.weight, attn.q_norm.weight,
-                           attn.k_norm.weight, cached.keys, cached.values])
-            q, k, v = attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight
-            assert (k.data_ptr(), v.data_ptr()) == (q.data_ptr() + q.nbytes, k.data_ptr() + k.nbytes)  # one matrix
-            others = attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
-            matrices += [(q, k, v), *((linear.weight,) for linear in others)]
-        order = matrices * (len(heads) > 1) + [matrix for head in heads for matrix in (*matrices, (head.weight,))]
-        shares = [(matrix[0], sum(part.nbytes for part in matrix) // (self.grid * 8)) for matrix in order]
-        with self.device:
-            cos, sin = model.rotary_emb(torch.empty(0, dtype=model.dtype), torch.arange(length)[None])
-            self.exchange, turn = (torch.zeros(n, dtype=torch.int32) for n in (COPIES * EXCHANGE // 4, 1))
-            self.noise = torch.zeros(len(heads), sizes["VOCAB"], dtype=torch.float32)
-        self.uses = [table([*shares, (0, 0)], self.device), table(layers, self.device), length, model.norm.weight,
-                     cos.contiguous(), sin.contiguous(), self.exchange, turn, how.temperature, how.kth, how.tail,
-                     how.greedy, self.noise, graph.token, graph.frame, graph.hidden, graph.embedding, *fields]
-        self.arguments, self.before = table([self.uses], self.device), lambda: None
-
-    def __call__(self):
-        self.before()
-        self.noise.exponential_()
-        arguments = ctypes.c_void_p(self.arguments.data_ptr())
-        error = self.driver.cuLaunchCooperativeKernel(
-            self.kernel.func, self.grid, 1, 1, BLOCK, 1, 1, self.memory,
-            ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream),
-            (ctypes.c_void_p * 1)(ctypes.addressof(arguments)))
-        if error:
-            raise RuntimeError(f"the fused kernel was not launched: CUDA error {error}")
-
-    def logits(self):
-        """Of the last step, a row for each head."""
-        return (self.exchange[:self.noise.numel()] << 16).view(torch.float32).view_as(self.noise)
+def number_of(value: Tensor | int) -> int:
+    """A number as it is, the address of a tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    if not value.is_contiguous():
+        raise ValueError(f"the kernel reads contiguous tensors, this one has strides {value.stride()}")
+    return value.data_ptr()
 
 
-def talker_step(talker, graph):
-    return Step(talker.model, graph.cache, [talker.codec_head], graph.sampling, graph, [
-        graph.start, graph.seen, graph.suppressed, graph.repetition_penalty, graph.end_token, graph.min_tokens,
-        graph.lengths, graph.lengths_on_host])
+def table(rows: Sequence[Sequence[Tensor | int]], device: torch.device) -> Tensor:
+    """Numbers and addresses of tensors as 8 bytes each, for the kernel to read: an array of structs."""
+    numbers = [[number_of(value) for value in row] for row in rows]
+    return torch.tensor(numbers, dtype=torch.long, device=device)
 
 
-def predictor_step(predictor, graph):
-    """`predictor` is the PredictorGraph to serve, `graph` its TalkerGraph. The projection in front of the predictor's
-    layers is done once for all embeddings."""
-    embeddings = [predictor.embed_token.weight, *(embed.weight for embed in predictor.embed_code)]
-    inputs, first = [predictor.project(weight) for weight in embeddings], predictor.project(graph.hidden)
-    step = Step(predictor.model, predictor.cache, [*predictor.heads], predictor.sampling, graph, [
-        first, *(table([weights], graph.device) for weights in (inputs, embeddings)), predictor.text, predictor.hiddens,
-        predictor.codes])
-    step.inputs, step.before = inputs, lambda: first is graph.hidden or first.copy_(predictor.project(graph.hidden))
-    return step
+def ordered(values: Mapping[str, Tensor | int], names: Sequence[str]) -> list[Tensor | int]:
+    """The values in the order of the names, which must be the same."""
+    if values.keys() != set(names):
+        raise ValueError(f"the kernel takes {', '.join(names)}; given are {', '.join(values)}")
+    return [values[name] for name in names]
+
+
+def stacked_address(weights: Sequence[Tensor]) -> int:
+    """The address of matrices that lie one behind the other in memory."""
+    end = weights[0].data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != end or not weight.is_contiguous():
+            raise ValueError("q_proj, k_proj and v_proj are not one matrix in memory: call fuse_layers first")
+        end += weight.nbytes
+    return weights[0].data_ptr()
+
+
+class FusedStep:
+    """One step of a stack as one launch, to be called or captured.
+
+    `model` is a stack of decoder layers with its `cache`. `heads` come after it: one for the talker, 15 for
+    the predictor, which runs its layers once more than that. `graph` is the TalkerGraph in both cases.
+    `arguments` are TALKER_ARGUMENTS or PREDICTOR_ARGUMENTS by name.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        kernel: Launchable,
+        model: Any,
+        cache: Any,
+        heads: Sequence[Any],
+        sampling: Any,
+        graph: Any,
+        arguments: Mapping[str, Tensor | int],
+    ) -> None:
+        device = model.device
+        self.kernel = kernel
+        self.sampling = sampling
+
+        layers: list[list[Tensor | int]] = []
+        matrices_of_layers: list[tuple[Tensor, ...]] = []
+        for layer, cached in zip(model.layers, cache.layers, strict=True):
+            attention = layer.self_attn
+            mlp = layer.mlp
+            fields = {
+                "input_norm": layer.input_layernorm.weight,
+                "post_norm": layer.post_attention_layernorm.weight,
+                "q_norm": attention.q_norm.weight,
+                "k_norm": attention.k_norm.weight,
+                "keys": cached.keys,
+                "values": cached.values,
+            }
+            layers.append(ordered(fields, LAYER_FIELDS))
+            matrices_of_layers += [
+                (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
+                (attention.o_proj.weight,),
+                (mlp.gate_proj.weight,),
+                (mlp.up_proj.weight,),
+                (mlp.down_proj.weight,),
+            ]
+
+        # In the order of their use: all layers before each head, and for the predictor's first position
+        # alone.
+        matrices = list(matrices_of_layers) if len(heads) > 1 else []
+        for head in heads:
+            matrices += [*matrices_of_layers, (head.weight,)]
+        matrix_rows: list[tuple[int, int]] = []
+        for weights in matrices:
+            nbytes = sum(weight.nbytes for weight in weights)
+            matrix_rows.append((stacked_address(weights), nbytes // (sizes.grid * EIGHTHS)))
+        end_of_list = (0, 0)
+
+        length = cache.max_cache_len
+        cos, sin = model.rotary_emb(
+            torch.empty(0, dtype=model.dtype, device=device), torch.arange(length, device=device)[None]
+        )
+        self.exchange = torch.zeros(REPLICAS * sizes.exchange_bytes // 4, dtype=torch.int32, device=device)
+        self.noise = torch.zeros(len(heads), sizes.vocab, dtype=torch.float32, device=device)
+        values: dict[str, Tensor | int] = {
+            "matrices": table([*matrix_rows, end_of_list], device),
+            "layers": table(layers, device),
+            "cache_length": length,
+            "final_norm": model.norm.weight,
+            "cos": cos.contiguous(),
+            "sin": sin.contiguous(),
+            "exchange": self.exchange,
+            "epoch": torch.zeros(1, dtype=torch.int32, device=device),
+            "temperature": sampling.temperature,
+            "topk_rank": sampling.topk_rank,
+            "one_minus_top_p": sampling.one_minus_top_p,
+            "greedy": sampling.greedy,
+            "noise": self.noise,
+            "token": graph.token,
+            "frame": graph.frame,
+            "hidden": graph.hidden,
+            "embedding": graph.embedding,
+            **arguments,
+        }
+        self.arguments = table([ordered(values, sizes.argument_names)], device)
+        self.keepalive: list[Any] = [values, matrices, layers]  # the kernel knows only their addresses
+
+    def __call__(self) -> None:
+        self.noise.exponential_(generator=self.sampling.generator)
+        self.kernel.launch(self.arguments.data_ptr())
+
+    def logits(self) -> Tensor:
+        """Of the last step, a row for each head: (heads, vocab). They are the first part of the exchange
+        buffer, as bfloat16 in the lower half of each 32 bits."""
+        tagged = self.exchange[: self.noise.numel()]
+        return (tagged << 16).view(torch.float32).view_as(self.noise)
+
+
+class PredictorStep(FusedStep):
+    """Projects the talker's hidden state to the predictor's width, then launches the kernel."""
+
+    def __init__(self, predictor_graph: Any) -> None:
+        graph = predictor_graph.talker_graph
+        model = predictor_graph.model
+        heads = list(predictor_graph.heads)
+        self.project = predictor_graph.project
+        self.talker_hidden = graph.hidden
+        self.first_input = self.project(self.talker_hidden)
+
+        # Project all embeddings once, so that the kernel only has to look up a code's row.
+        embeddings = [
+            predictor_graph.embed_token.weight,
+            *(embed.weight for embed in predictor_graph.embed_code),
+        ]
+        inputs = [self.project(weight) for weight in embeddings]
+        arguments = {
+            "first_input": self.first_input,
+            "code_inputs": table([inputs], graph.device),
+            "code_embeddings": table([embeddings], graph.device),
+            "text": predictor_graph.text,
+            "hiddens": predictor_graph.hiddens,
+            "codes": predictor_graph.codes,
+        }
+        cache = predictor_graph.cache
+        sampling = predictor_graph.sampling
+        sizes, kernel = compile_for(model, heads, graph.hidden.shape[-1])
+        super().__init__(sizes, kernel, model, cache, heads, sampling, graph, arguments)
+        self.keepalive += [inputs, embeddings]
+
+    def __call__(self) -> None:
+        if self.first_input is not self.talker_hidden:  # the same tensor where the projection is the identity
+            self.first_input.copy_(self.project(self.talker_hidden))
+        super().__call__()
+
+
+def talker_step(talker: Any, graph: Any) -> FusedStep:
+    """For upstream's `talker` and its TalkerGraph."""
+    heads = [talker.codec_head]
+    sizes, kernel = compile_for(talker.model, heads, graph.hidden.shape[-1])
+    arguments = {name: getattr(graph, name) for name in TALKER_ARGUMENTS}
+    return FusedStep(sizes, kernel, talker.model, graph.cache, heads, graph.sampling, graph, arguments)
+
+
+def predictor_step(predictor_graph: Any) -> PredictorStep:
+    """For a PredictorGraph."""
+    return PredictorStep(predictor_graph)

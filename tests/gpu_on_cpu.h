@@ -1,5 +1,10 @@
-// As much of a GPU as fused_layers.cu asks for, on a CPU: every thread is a fiber, and gives way to the others wherever
-// it waits. gpu_on_cpu.py puts calls of these functions in the place of PTX. How a GPU orders memory is not shown.
+// As much of a GPU as fast/megakernel.cu needs, on a CPU (x86_64 or aarch64, Linux). To be included before
+// it, with MEGAKERNEL_ON_CPU defined.
+//
+// Every GPU thread is a fiber on one CPU thread. A fiber runs until it waits for something - a barrier, the
+// other lanes of its warp, a value of another block - and then yields to the next. So this shows what the
+// kernel computes and whether it ends, but not what a GPU's memory model would allow to happen in another
+// order.
 #include <cmath>
 #include <csetjmp>
 #include <cstdint>
@@ -8,120 +13,341 @@
 #include <ucontext.h>
 #include <vector>
 
+
+// ---- Fibers
+
+// A barrier of fibers: nobody leaves before `size` have come. Two sets of values, so that the fibers of the
+// next round may bring theirs while those of this round still read.
+struct Rendezvous {
+    int arrived = 0;
+    int round = 0;
+    uint64_t values[2][32][3];
+
+    void wait(int size);
+};
+
+struct Block {
+    std::vector<char> shared_memory;
+    int threads;
+    Rendezvous warps[9];
+    Rendezvous named_barriers[16];                    // 0 is that of __syncthreads
+};
+
+struct Fiber {
+    ucontext_t entry;
+    jmp_buf resume_point;
+    int thread;
+    int block_index;
+    Block *block;
+    bool started;
+    bool done;
+};
+
+Fiber *running;
+jmp_buf scheduler;
+
+// setcontext only enters a fiber; after that _setjmp and _longjmp switch, which need no system call.
+[[gnu::noinline]] void yield() {
+    if (!_setjmp(running->resume_point)) {
+        _longjmp(scheduler, 1);
+    }
+}
+
+[[gnu::noinline]] void resume(Fiber &fiber) {
+    running = &fiber;
+    if (_setjmp(scheduler)) {
+        return;                                       // the fiber has yielded
+    }
+    if (fiber.started) {
+        _longjmp(fiber.resume_point, 1);
+    }
+    fiber.started = true;
+    setcontext(&fiber.entry);
+}
+
+void Rendezvous::wait(int size) {
+    const int this_round = round;
+    ++arrived;
+    if (arrived == size) {
+        arrived = 0;
+        ++round;
+    }
+    while (round == this_round) {
+        yield();
+    }
+}
+
+
+// ---- CUDA's keywords, types and functions
+
 #define __device__
 #define __global__
 #define __launch_bounds__(...)
-struct uint2 { unsigned x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
-template <class A, class B> auto min(A a, B b) { std::common_type_t<A, B> x = a, y = b; return x < y ? x : y; }
-template <class A, class B> auto max(A a, B b) { std::common_type_t<A, B> x = a, y = b; return x > y ? x : y; }
-float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
-unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
-unsigned __byte_perm(unsigned x, unsigned y, unsigned) { return (x & 0xffff) | y << 16; }
-float rsqrtf(float x) { return 1 / sqrtf(x); }
 
-struct Meeting {                                                  // of fibers; nobody leaves before all are there
-    int arrived = 0, round = 0;
-    uint64_t brought[2][32][3];
-    void meet(int size);
+struct uint2 {
+    unsigned x, y;
 };
-struct Barrier { uint16_t count, missing; uint32_t phase; };
-struct Block { std::vector<char> memory; int threads; Meeting warps[9], workers, all; };
-struct Fiber { ucontext_t start; jmp_buf place; int thread, block; Block *of; bool begun, done; };
-Fiber *running;
-jmp_buf scheduler;
-struct { struct { operator int() const { return running->thread; } } x; } threadIdx;
-struct { struct { operator int() const { return running->block; } } x; } blockIdx;
 
-// Contexts only to begin: jumps cost no system call.
-[[gnu::noinline]] void give_way() { if (!_setjmp(running->place)) _longjmp(scheduler, 1); }
-[[gnu::noinline]] void go_on(Fiber &fiber) {
-    running = &fiber;
-    if (_setjmp(scheduler)) return;
-    if (fiber.begun) _longjmp(fiber.place, 1);
-    fiber.begun = true, setcontext(&fiber.start);
-}
-void Meeting::meet(int size) {
-    const int now = round;
-    if (++arrived == size) arrived = 0, ++round;
-    else while (round == now) give_way();
-}
-char *block_memory() { return running->of->memory.data(); }
-unsigned __cvta_generic_to_shared(const void *p) { return (const char *)p - block_memory(); }
-void __syncthreads() { running->of->all.meet(running->of->threads); }
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
 
-// ---- what a warp does together: each lane brings a value and sees those of all
-template <class T, class See> auto together(T mine, See see) {
-    Meeting &warp = running->of->warps[threadIdx.x / 32];
-    auto &all = warp.brought[warp.round % 2];
-    memcpy(all[threadIdx.x % 32], &mine, sizeof mine);
-    warp.meet(32);
-    return see([&](int lane) -> const T & { return *(const T *)all[lane]; });
-}
-template <class T, class Join> T reduce(T mine, Join join) {
-    return together(mine, [&](auto of) { T x = of(0); for (int i = 1; i < 32; ++i) x = join(x, of(i)); return x; });
-}
-template <class T> T __shfl_xor_sync(unsigned, T x, int other) {
-    return together(x, [&](auto of) { return of(threadIdx.x % 32 ^ other); });
-}
-template <class T> T __reduce_max_sync(unsigned, T x) { return reduce(x, [](T a, T b) { return max(a, b); }); }
-template <class T> T __reduce_add_sync(unsigned, T x) { return reduce(x, [](T a, T b) { return a + b; }); }
-void __syncwarp() { together(0, [](auto) { return 0; }); }
+struct ThreadIndex {
+    struct {
+        operator int() const { return running->thread; }
+    } x;
+} threadIdx;
 
-// ---- PTX
-unsigned to_bf16(float f) { const unsigned u = __float_as_uint(f); return (u + 0x7fff + (u >> 16 & 1)) >> 16; }
-float half_of(unsigned pair, int i) { return __uint_as_float(i ? pair & 0xffff0000 : pair << 16); }
-void load(unsigned &x, unsigned &y, unsigned &z, unsigned &w, const unsigned *from) {
-    give_way();
-    x = from[0], y = from[1], z = from[2], w = from[3];
+struct BlockIndex {
+    struct {
+        operator int() const { return running->block_index; }
+    } x;
+} blockIdx;
+
+template <class A, class B>
+auto min(A a, B b) {
+    using Common = std::common_type_t<A, B>;
+    return (Common)a < (Common)b ? (Common)a : (Common)b;
 }
-// a 16 by 16, b 16 by 8: lane 4 r + q has of a the rows r and r + 8 and the columns 2 q, 2 q + 8 and their neighbours
-void mma(float &d0, float &d1, float &d2, float &d3, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
-         unsigned b1) {
-    struct Part { unsigned a[4], b[2]; };
-    together(Part{{a0, a1, a2, a3}, {b0, b1}}, [&](auto of) {
-        const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-        float *d[4] = {&d0, &d1, &d2, &d3};
-        for (int i = 0; i < 4; ++i)
-            for (int k = 0; k < 16; ++k)
-                *d[i] += half_of(of(row * 4 + k % 8 / 2).a[i / 2 + k / 8 * 2], k % 2) *
-                         half_of(of((column + i % 2) * 4 + k % 8 / 2).b[k / 8], k % 2);
+
+template <class A, class B>
+auto max(A a, B b) {
+    using Common = std::common_type_t<A, B>;
+    return (Common)a > (Common)b ? (Common)a : (Common)b;
+}
+
+float __uint_as_float(unsigned bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+unsigned __float_as_uint(float value) {
+    unsigned bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+// Only for the one selector that the kernel uses: the low halves of x and y.
+unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    if (selector != 0x5410) {
+        __builtin_trap();
+    }
+    return (x & 0xffff) | y << 16;
+}
+
+float rsqrtf(float x) {
+    return 1 / sqrtf(x);
+}
+
+void __syncthreads() {
+    running->block->named_barriers[0].wait(running->block->threads);
+}
+
+
+// ---- What the lanes of a warp do together: each brings a value, all of them look at all values
+
+template <class T, class Look>
+auto with_all_lanes(T value, Look look) {
+    Rendezvous &warp = running->block->warps[threadIdx.x / 32];
+    auto &values = warp.values[warp.round % 2];
+    static_assert(sizeof(T) <= sizeof values[0]);
+    memcpy(values[threadIdx.x % 32], &value, sizeof value);
+    warp.wait(32);
+    return look([&](int lane) -> const T & { return *(const T *)values[lane]; });
+}
+
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int distance) {
+    return with_all_lanes(value, [&](auto of_lane) { return of_lane(threadIdx.x % 32 ^ distance); });
+}
+
+template <class T>
+T __reduce_max_sync(unsigned, T value) {
+    return with_all_lanes(value, [](auto of_lane) {
+        T result = of_lane(0);
+        for (int lane = 1; lane < 32; ++lane) {
+            result = max(result, of_lane(lane));
+        }
+        return result;
+    });
+}
+
+template <class T>
+T __reduce_add_sync(unsigned, T value) {
+    return with_all_lanes(value, [](auto of_lane) {
+        T result = of_lane(0);
+        for (int lane = 1; lane < 32; ++lane) {
+            result += of_lane(lane);
+        }
+        return result;
+    });
+}
+
+void __syncwarp() {
+    with_all_lanes(0, [](auto) { return 0; });
+}
+
+
+// ---- The functions that are PTX instructions in megakernel.cu
+
+char *dynamic_shared_memory() {
+    return running->block->shared_memory.data();
+}
+
+unsigned bits_of_bf16(float value) {                  // to nearest even
+    const unsigned bits = __float_as_uint(value);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+unsigned pack_bf16x2(float low, float high) {
+    return bits_of_bf16(low) | bits_of_bf16(high) << 16;
+}
+
+void store_relaxed(void *address, unsigned value) {
+    *(volatile unsigned *)address = value;
+}
+
+uint4 load_relaxed_x4(const unsigned *address) {
+    yield();
+    const volatile unsigned *values = address;        // volatile: other fibers write them
+    return {values[0], values[1], values[2], values[3]};
+}
+
+template <int BARRIER, int THREADS>
+void named_barrier_sync() {
+    running->block->named_barriers[BARRIER].wait(THREADS);
+}
+
+// An mbarrier: its phase ends when all arrivals and all expected bytes have come.
+struct MBarrier {
+    uint16_t arrivals;
+    uint16_t missing_arrivals;
+    uint32_t phase : 1;
+    int32_t missing_bytes : 31;
+
+    void end_phase_if_complete() {
+        if (missing_arrivals == 0 && missing_bytes == 0) {
+            missing_arrivals = arrivals;
+            phase ^= 1;
+        }
+    }
+};
+static_assert(sizeof(MBarrier) == 8);
+
+template <int ARRIVALS>
+void mbarrier_init(unsigned long long *barrier) {
+    *(MBarrier *)barrier = {ARRIVALS, ARRIVALS, 0, 0};
+}
+
+void mbarrier_arrive(unsigned long long *barrier) {
+    MBarrier &it = *(MBarrier *)barrier;
+    --it.missing_arrivals;
+    it.end_phase_if_complete();
+}
+
+template <int BYTES>
+void mbarrier_arrive_expect_tx(unsigned long long *barrier) {
+    MBarrier &it = *(MBarrier *)barrier;
+    it.missing_bytes += BYTES;
+    mbarrier_arrive(barrier);
+}
+
+void mbarrier_wait(unsigned long long *barrier, unsigned parity) {
+    while (((volatile MBarrier *)barrier)->phase == parity) {
+        yield();
+    }
+}
+
+template <int BYTES>
+void bulk_copy_to_shared(void *destination, const void *source, unsigned long long *barrier,
+                         unsigned long long) {
+    MBarrier &it = *(MBarrier *)barrier;
+    memcpy(destination, source, BYTES);
+    it.missing_bytes -= BYTES;
+    it.end_phase_if_complete();
+}
+
+void fence_proxy_async() {
+}
+
+unsigned long long l2_policy(float) {
+    return 0;
+}
+
+float half_of(unsigned pair, int i) {
+    return __uint_as_float(i ? pair & 0xffff0000 : pair << 16);
+}
+
+// Lane 4 r + q has of A the rows r and r + 8 at k = 2 q, 2 q + 1, 2 q + 8, 2 q + 9; of B column r at the same
+// k; of D the rows r and r + 8 of the columns 2 q and 2 q + 1.
+void mma_m16n8k16(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                  unsigned b1) {
+    struct Operands {
+        unsigned a[4], b[2];
+    };
+    with_all_lanes(Operands{{a0, a1, a2, a3}, {b0, b1}}, [&](auto of_lane) {
+        const int r = threadIdx.x % 32 / 4;
+        const int q = threadIdx.x % 4;
+        for (int i = 0; i < 4; ++i) {
+            const int upper_rows = i / 2;             // row r + 8
+            const int column = 2 * q + i % 2;
+            for (int k = 0; k < 16; ++k) {
+                const Operands &row = of_lane(r * 4 + k % 8 / 2);
+                const Operands &col = of_lane(column * 4 + k % 8 / 2);
+                d[i] += half_of(row.a[upper_rows + k / 8 * 2], k % 2) * half_of(col.b[k / 8], k % 2);
+            }
+        }
         return 0;
     });
 }
-Barrier &barrier(unsigned at) { return *(Barrier *)(block_memory() + at); }
-void start_barrier(unsigned at, uint16_t count) { barrier(at) = {count, count, 0}; }
-void arrive(unsigned at) { if (Barrier &b = barrier(at); --b.missing == 0) b.missing = b.count, ++b.phase; }
-unsigned try_wait(unsigned at, unsigned parity) {
-    if (barrier(at).phase % 2 == parity) give_way();
-    return barrier(at).phase % 2 != parity;
-}
-void bring(unsigned full, unsigned to, const char *from) { memcpy(block_memory() + to, from, 2048), arrive(full); }
 
-// ---- a launch: 0 if all threads came to their end
-template <class Arguments> int launch(void (*kernel)(const Arguments *), const void *arguments, int grid, int threads,
-                                      int memory) {
-    constexpr int STACK = 48 << 10;
-    static decltype(kernel) the_kernel;
+
+// ---- A launch: 0 if all threads came to their end, 1 if they still wait after `max_rounds` turns each
+
+template <class Arguments>
+int launch(void (*kernel)(const Arguments *), const void *arguments, int grid, int threads, int shared_bytes,
+           int max_rounds = 20000) {
+    constexpr size_t STACK_BYTES = 48 << 10;
+    static void (*the_kernel)(const Arguments *);
     static const Arguments *the_arguments;
-    the_kernel = kernel, the_arguments = (const Arguments *)arguments;
-    void (*run)() = [] { the_kernel(the_arguments), running->done = true, give_way(); };
+    the_kernel = kernel;
+    the_arguments = (const Arguments *)arguments;
+    void (*entry)() = [] {
+        the_kernel(the_arguments);
+        running->done = true;
+        yield();
+    };
+
     std::vector<Block> blocks(grid);
-    std::vector<Fiber> fibers(grid * threads);
-    std::vector<char> stacks((size_t)STACK * fibers.size());
-    for (auto &block : blocks) block.memory.resize(memory), block.threads = threads;
-    for (int i = 0; i < (int)fibers.size(); ++i) {
-        Fiber &fiber = fibers[i];
-        fiber.thread = i % threads, fiber.block = i / threads, fiber.of = &blocks[fiber.block];
-        getcontext(&fiber.start);
-        fiber.start.uc_stack = {&stacks[(size_t)STACK * i], 0, STACK};
-        makecontext(&fiber.start, run, 0);
+    for (Block &block : blocks) {
+        block.shared_memory.resize(shared_bytes);
+        block.threads = threads;
     }
-    for (int round = 0; round < 20000; ++round) {
-        int left = 0;
-        for (auto &fiber : fibers)
-            if (!fiber.done) go_on(fiber), left += !fiber.done;
-        if (!left) return 0;
+    std::vector<Fiber> fibers(grid * threads);
+    std::vector<char> stacks(STACK_BYTES * fibers.size());
+    for (size_t i = 0; i < fibers.size(); ++i) {
+        Fiber &fiber = fibers[i];
+        fiber.thread = i % threads;
+        fiber.block_index = i / threads;
+        fiber.block = &blocks[fiber.block_index];
+        getcontext(&fiber.entry);
+        fiber.entry.uc_stack.ss_sp = &stacks[STACK_BYTES * i];
+        fiber.entry.uc_stack.ss_size = STACK_BYTES;
+        makecontext(&fiber.entry, entry, 0);
+    }
+
+    for (int round = 0; round < max_rounds; ++round) {
+        bool all_done = true;
+        for (Fiber &fiber : fibers) {
+            if (!fiber.done) {
+                resume(fiber);
+                all_done = all_done && fiber.done;
+            }
+        }
+        if (all_done) {
+            return 0;
+        }
     }
     return 1;
 }

@@ -1,121 +1,222 @@
-"""The fused kernel run on a CPU, against a few lines of torch, so that a wrong one is seen where there is no GPU, too.
-Its blocks are few and its layers one or two, its widths those of the published models."""
-import contextlib
-import ctypes
+"""The megakernel, compiled for and run on a CPU, computes what fast/megakernel_reference.py computes, so that
+a wrong one is found without a GPU, too. Few blocks and one or two layers, but the widths of the published
+models."""
+
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from gpu_on_cpu import CpuKernel, PretendedGpu
+from megakernel_cases import (
+    END_TOKEN,
+    PLAIN_COPIES,
+    REPETITION_PENALTY,
+    KernelFor,
+    SomeTalker,
+    config,
+    number,
+    reference_choice,
+    some_predictor,
+    some_talker,
+    source_with_wrong_angles,
+)
 
-import fused_layers
-from gpu_on_cpu import build
-from sanitize import number, some_predictor, some_talker
-from test_fused_layers import reference_choice, use_wrong_angles
+from fast import megakernel
+from fast.megakernel import Sizes, complete_source, kernel_sizes
+from fast.megakernel_reference import apply_talker_rules, choose, linear, run_layers
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
-LENGTH, HIDDEN = 40, 1024
-NEAR = 0.1                                                        # bfloat16 alone is 0.05 off, of values of about 1
+LENGTH = 40
+HIDDEN = 1024
+TOLERANCE = 0.1  # rounding to bfloat16 alone makes an error of 0.05, for values of about 1
 
 
-@pytest.fixture
-def cpu(monkeypatch, tmp_path):
-    """Step launches its kernel on 16 blocks of fibers."""
+def cpu_kernel_for(folder: Path, source: str | None = None, defines: str = "") -> KernelFor:
+    """Compiles for 16 blocks of fibers. `source` is megakernel.cu, if not given."""
+
+    def kernel_for(model: Any, heads: Sequence[Any], talker_hidden: int) -> tuple[Sizes, CpuKernel]:
+        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu()), grid=16)
+        return sizes, CpuKernel(defines + complete_source(sizes, source), sizes, folder)
+
+    return kernel_for
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
     torch.manual_seed(0)
-    libraries, sizes_of = [], fused_layers.sizes_of
-
-    def compiled(_, **sizes):
-        folder = tmp_path / str(len(libraries))
-        folder.mkdir()
-        libraries.append(build(fused_layers.source(sizes), folder))
-        return SimpleNamespace(func=libraries[-1])
-
-    def launch(run, grid, _y, _z, threads, _v, _w, memory, _stream, arguments):
-        return run(ctypes.c_void_p.from_address(arguments[0]).value, grid, threads, memory)
-    gpu = SimpleNamespace(multi_processor_count=64, shared_memory_per_block_optin=227 * 1024)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(fused_layers, "compiled", compiled)
-    monkeypatch.setattr(fused_layers, "sizes_of", lambda *given: sizes_of(*given) | {"GRID": 16})
-    monkeypatch.setattr(fused_layers, "ctypes", SimpleNamespace(
-        CDLL=lambda _: SimpleNamespace(cuLaunchCooperativeKernel=launch), c_void_p=ctypes.c_void_p,
-        addressof=ctypes.addressof))
 
 
-def norm(x, module):
-    return F.rms_norm(x, x.shape[-1:], module.weight.float(), 1e-6)
-
-
-def times(x, module):
-    return x @ module.weight.float().T
-
-
-def forward(model, cached, x, position):
-    """One token in float32. `cached`: keys and values of each layer, (8, T, 128), written at the position."""
-    cos, sin = (rows[position].float() for rows in model.rotary_emb())
-    for layer, (keys, values) in zip(model.layers, cached):
-        attn, mlp = layer.self_attn, layer.mlp
-        q, k, v = (times(norm(x, layer.input_layernorm), proj).view(-1, 128) for proj in (
-            attn.q_proj, attn.k_proj, attn.v_proj))
-        q, k = (y * cos + y.roll(64, -1) * sin for y in (norm(q, attn.q_norm), norm(k, attn.k_norm)))
-        keys[:, position], values[:, position] = k, v
-        scores = torch.einsum("ghd,gpd->ghp", q.view(8, 2, 128), keys[:, :position + 1]) * 128 ** -0.5
-        heads = torch.einsum("ghp,gpd->ghd", scores.softmax(-1), values[:, :position + 1])
-        x = x + times(heads.flatten(), attn.o_proj)
-        y = norm(x, layer.post_attention_layernorm)
-        x = x + times(F.silu(times(y, mlp.gate_proj)) * times(y, mlp.up_proj), mlp.down_proj)
-    return norm(x, model.norm)
-
-
-def error_at(it, position):
-    """Runs a talker's step; the largest error of the hidden state, the logits and the caches."""
-    cached = [(layer.keys.float(), layer.values.float()) for layer in it.cache.layers]
-    hidden = forward(it.model, cached, it.graph.embedding.float(), position)
-    it.start.fill_(position), it.graph.frame.zero_()
+def error_at(it: SomeTalker, position: int) -> float:
+    """Runs a talker's step. Returns the largest error of the hidden state, the logits and the caches."""
+    caches = [(layer.keys.float(), layer.values.float()) for layer in it.cache.layers]
+    hidden = run_layers(it.model, caches, it.graph.embedding.float(), position)
+    it.graph.prompt_length.fill_(position)
+    it.graph.frame.zero_()
     it.step()
-    pairs = [(it.graph.hidden, hidden), (it.step.logits()[0], times(hidden, it.head))]
-    for layer, (keys, values) in zip(it.cache.layers, cached):
+    pairs = [(it.graph.hidden, hidden), (it.step.logits()[0], linear(hidden, it.head))]
+    for layer, (keys, values) in zip(it.cache.layers, caches, strict=True):
         pairs += [(layer.keys, keys), (layer.values, values)]
-    return max((ours.float() - theirs).abs().max() for ours, theirs in pairs)
+    return max(float((ours.float() - reference).abs().max()) for ours, reference in pairs)
 
 
 @torch.no_grad()
-def test_a_talkers_token(cpu, monkeypatch):
-    it = some_talker(HIDDEN, LENGTH)
+def test_talker_step_matches_the_reference(tmp_path, monkeypatch):
+    """Layers, head, penalties, sampling and bookkeeping of a token, up to the last position of the cache."""
+    it = some_talker(cpu_kernel_for(tmp_path), HIDDEN, LENGTH)
     for position, top_k, top_p in ((0, 50, 0.2), (17, 1, 1.0), (LENGTH - 1, 50, 0.2)):
-        it.how.set(True, 5.0, top_k, top_p)                       # hot: one candidate too many is often chosen
-        seen = it.seen.clone()
-        assert error_at(it, position) < NEAR
-        scores = it.step.logits()
-        scores = torch.where(seen, torch.where(scores < 0, scores * 1.5, scores / 1.5), scores)
-        scores[:, 2150] = float("-inf")                           # too early to end
-        scores = scores.masked_fill(it.suppressed, float("-inf"))
-        assert it.graph.token == reference_choice(scores, it.how, it.step.noise, monkeypatch)
-        assert it.graph.frame == 1 and it.lengths == 99
+        it.sampling.set(True, 5.0, top_k, top_p)  # so hot that one candidate too many is often chosen
+        seen = it.graph.seen.clone()
+        assert error_at(it, position) < TOLERANCE
+        logits = it.step.logits()
+        scores = apply_talker_rules(logits, seen, it.graph.suppressed, REPETITION_PENALTY, END_TOKEN)
+        assert it.graph.token == reference_choice(scores, it.sampling, it.step.noise, monkeypatch)
+        assert it.graph.token == choose(scores, it.sampling, it.step.noise)
+        assert it.graph.frame == 1
+        assert not it.graph.ended and not it.graph.ended_on_host
         seen[it.graph.token] = True
-        assert torch.equal(it.seen, seen)
+        assert torch.equal(it.graph.seen, seen)
 
 
 @torch.no_grad()
-def test_a_wrong_kernel_is_seen(cpu, monkeypatch):
-    use_wrong_angles(monkeypatch)
-    assert error_at(some_talker(HIDDEN, LENGTH), 17) > 5 * NEAR
+def test_plain_copies_compute_the_same(tmp_path):
+    """The variant for compute-sanitizer differs only in how the ring is filled and released."""
+    it = some_talker(cpu_kernel_for(tmp_path, defines=PLAIN_COPIES), HIDDEN, LENGTH)
+    assert error_at(it, 17) < TOLERANCE
 
 
 @torch.no_grad()
-def test_a_frames_codes(cpu, monkeypatch):
-    graph = SimpleNamespace(token=number(5), frame=number(3), hidden=torch.randn(2048).bfloat16(),         # it is wider
-                            embedding=torch.zeros(2048).bfloat16())
-    it = some_predictor(graph, 1, LENGTH)
+def test_end_token_ends_the_row(tmp_path):
+    """Once the end token is allowed and chosen, `ended` is set, on the host, too, and stays set."""
+    it = some_talker(cpu_kernel_for(tmp_path), HIDDEN, LENGTH)
+    it.graph.min_tokens.fill_(0)
+    for end_is_allowed in (True, False):
+        it.graph.suppressed.fill_(end_is_allowed)
+        it.graph.suppressed[END_TOKEN] = not end_is_allowed
+        it.step()
+        assert (it.graph.token == END_TOKEN) == end_is_allowed
+        assert it.graph.ended and it.graph.ended_on_host
+
+
+@torch.no_grad()
+def test_wrong_kernel_is_detected(tmp_path):
+    """A kernel with the RoPE angles of another position is far outside of the tolerance."""
+    it = some_talker(cpu_kernel_for(tmp_path, source_with_wrong_angles()), HIDDEN, LENGTH)
+    assert error_at(it, 17) > 5 * TOLERANCE
+
+
+@torch.no_grad()
+def test_predictor_step_matches_the_reference(tmp_path, monkeypatch):
+    """A frame's codes, the next embedding and the recorded hidden state; the talker is wider than the
+    predictor."""
+    graph = SimpleNamespace(
+        token=number(5),
+        frame=number(3),
+        hidden=torch.randn(2048).bfloat16(),
+        embedding=torch.zeros(2048).bfloat16(),
+    )
+    it = some_predictor(cpu_kernel_for(tmp_path), graph, 1, LENGTH)
     it.step()
-    codes, cached = it.codes[3], [(layer.keys.float(), layer.values.float()) for layer in it.cache.layers]
+    codes = it.codes[3]
+    caches = [(layer.keys.float(), layer.values.float()) for layer in it.cache.layers]
     assert codes[0] == 5
-    assert torch.equal(codes[1:], reference_choice(it.step.logits(), it.how, it.step.noise, monkeypatch))
-    forward(it.model, cached, it.first.float(), 0)
+    assert torch.equal(codes[1:], reference_choice(it.step.logits(), it.sampling, it.step.noise, monkeypatch))
+    assert torch.equal(codes[1:], choose(it.step.logits(), it.sampling, it.step.noise))
+
+    run_layers(it.model, caches, it.first_input.float(), 0)
     for i, (head, code) in enumerate(zip(it.heads, codes)):
-        logits = times(forward(it.model, cached, it.inputs[i][code].float(), i + 1), head)
-        assert (it.step.logits()[i] - logits).abs().max() < NEAR
+        logits = linear(run_layers(it.model, caches, it.inputs[i][code].float(), i + 1), head)
+        assert (it.step.logits()[i] - logits).abs().max() < TOLERANCE
+
     summed = sum(weight[code].float() for weight, code in zip(it.embeddings, codes)).bfloat16()
-    assert torch.equal(graph.embedding, summed + it.text[3]) and torch.equal(it.hiddens[3], graph.hidden)
+    assert torch.equal(graph.embedding, summed + it.text[3])
+    assert torch.equal(it.hiddens[3], graph.hidden)
+
+
+def sizes_of(hidden: int = 1024, vocab: int = 3072, codes: int = 1, **changes: Any) -> Sizes:
+    """Of a published stack on an H200, and changes to that."""
+    model = SimpleNamespace(config=config(hidden, 3 * hidden), layers=[None] * 28)
+    heads = [SimpleNamespace(weight=range(vocab))] * codes
+    return replace(kernel_sizes(model, heads, hidden, PretendedGpu()), **changes)
+
+
+def compile_error(sizes: Sizes, folder: Path, source: str | None = None) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        CpuKernel(complete_source(sizes, source), sizes, folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        (
+            sizes_of(hidden=2048, grid=16),
+            "INNER must be at most 256 * GRID",
+        ),  # rows that no thread would publish
+        (sizes_of(hidden=1536), "HIDDEN must be a multiple of 1024"),
+        (sizes_of(hidden=64), "HIDDEN must be a multiple of 1024"),
+        (sizes_of(inner=2560), "INNER must be a multiple of 1024"),
+        (sizes_of(vocab=3000), "VOCAB must be a multiple of 1024"),
+        (sizes_of(vocab=8192, hidden=4096), "VOCAB must be at most 4096"),
+        (sizes_of(vocab=4096, inner=1024, heads=8, kv_heads=4), "VOCAB must be at most 2 * INNER"),
+        (sizes_of(inner=1024), "the rows of q, k, v must be at most 2 * INNER"),
+        (sizes_of(head_dim=64), "HEAD_DIM must be 128"),
+        (sizes_of(heads=32), "HEADS must be twice KV_HEADS"),
+        (sizes_of(grid=96), "must be a multiple of 8 * GRID"),
+        (sizes_of(grid=256), "HIDDEN must be a multiple of 8 * GRID"),
+        (sizes_of(grid=4, codes=15, vocab=2048), "GRID must be at least KV_HEADS"),
+        (sizes_of(talker_hidden=65536), "TALKER_HIDDEN must be at most 256 * GRID"),
+        (sizes_of(shared_bytes=40 * 1024), "SHARED_BYTES is too small"),
+        (sizes_of(exchange_bytes=1 << 16), "EXCHANGE_BYTES is too small"),
+        (sizes_of(layers=0), "LAYERS and CODES must be at least 1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unsupported_sizes_do_not_compile(sizes, message, tmp_path):
+    """Each size that would hang the kernel or corrupt memory is refused, by name."""
+    error = compile_error(sizes, tmp_path)
+    assert "unsupported sizes: " in error and message in error
+
+
+@pytest.mark.parametrize(
+    "original, changed, message",
+    [
+        ("    const float *temperature;\n", "", "has no member named"),
+        ("    u64 *token; ", "    u64 *another;\n    u64 *token; ", "Arguments.token is not field 13"),
+        (
+            "    const bool *greedy;\n    const float *noise; ",
+            "    const float *noise;\n    const bool *greedy; ",
+            "",
+        ),
+        ("    bool *ended; ", "    bool *ended;\n    int *more; ", "Arguments.ended_on_host is not field"),
+        ("    uint2 *values; ", "    uint2 *values;\n    int *more; ", "Layer has not the 6 fields"),
+        (
+            "    u64 bytes_per_eighth; ",
+            "    u32 bytes_per_eighth;\n    u64 more; ",
+            "Matrix has not the 2 fields",
+        ),
+    ],
+    ids=["removed", "inserted", "swapped", "in the tail", "in Layer", "in Matrix"],
+)
+def test_struct_mismatch_does_not_compile(original, changed, message, tmp_path):
+    """A struct whose fields are not those of megakernel.py is a compile error, not a wrong pointer."""
+    source = megakernel.SOURCE.read_text()
+    assert source.count(original) == 1
+    assert message in compile_error(sizes_of(), tmp_path, source.replace(original, changed))
+
+
+@torch.no_grad()
+def test_layers_that_are_not_fused_are_refused(tmp_path):
+    """q, k and v in separate memory would be read past their end."""
+
+    def separate(model: Any, heads: Sequence[Any], talker_hidden: int) -> tuple[Sizes, CpuKernel]:
+        attention = model.layers[1].self_attn
+        attention.k_proj.weight = attention.k_proj.weight.clone()
+        return cpu_kernel_for(tmp_path)(model, heads, talker_hidden)
+
+    with pytest.raises(ValueError, match="fuse_layers"):
+        some_talker(separate, HIDDEN, LENGTH)

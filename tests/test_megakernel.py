@@ -1,113 +1,177 @@
-"""The fused layers are the same model: with the tokens forced, their logits and their cache are as near to a float32
-run of the same weights as those of the model's own bfloat16 forward. Needs a GPU, but for the compiler's check."""
+"""The megakernel is the same model: with the tokens forced, its logits and its cache are as near to a float32
+run of the same weights as those of the model's own bfloat16 forward. Most tests need a GPU."""
+
 import shutil
 import subprocess
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from megakernel_cases import PLAIN_COPIES, config, reference_choice, source_with_wrong_angles
+from torch import Tensor
 
-import bench
-import fused_layers
-import paths
 from cudagraph_predictor import PredictorGraph
-from cudagraph_talker import Sampling, TalkerGraph, sample, static_cache
-from fewer_kernels import use_fewer_kernels
+from cudagraph_talker import Sampling, TalkerGraph
+from fast import megakernel, paths
+from fast.layers import fuse_layers
+from fast.megakernel_reference import apply_talker_rules
 from generate import accelerate, load_upstream
-from parity import MARGIN, Forced, error, verdict
-from sanitize import plain
+from tools.check import check
+from tools.parity import MARGIN, Forced, error, verdict
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-LENGTH, PROMPT, FRAMES = 512, 20, 200
-SOURCE = Path(__file__).parents[1] / "fused_layers.cu"
+LENGTH = 512
+PROMPT = 20
+FRAMES = 200
+END_TOKEN = 2150
+
+# name: architecture, multiprocessors, KiB of shared memory per block
 GPUS = {"H200": ("sm_90", 132, 227), "H100 PCIe": ("sm_90", 114, 227), "RTX 5090": ("sm_120", 170, 99)}
+# name: layers, hidden size, vocabulary, heads
 STACKS = {"0.6B": (28, 1024, 3072, 1), "1.7B": (28, 2048, 3072, 1), "predictor": (5, 1024, 2048, 15)}
 
 
-def pretended(monkeypatch, gpu="H200", stack="0.6B"):
-    """A stack of layers with its heads, as far as its sizes go, on a GPU that is not there."""
-    (_, count, kib), (layers, hidden, vocab, codes) = GPUS[gpu], STACKS[stack]
-    gpu = SimpleNamespace(multi_processor_count=count, shared_memory_per_block_optin=kib * 1024, major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    config = SimpleNamespace(num_attention_heads=16, num_key_value_heads=8, head_dim=128, hidden_size=hidden,
-                             intermediate_size=3 * hidden, rms_norm_eps=1e-6)
-    model = SimpleNamespace(config=config, device=None, layers=[None] * layers)
-    return model, [SimpleNamespace(weight=range(vocab))] * codes, gpu
+def on_gpu(test: Any) -> Any:
+    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    return pytest.mark.gpu(skip(test))
+
+
+def pretended_gpu(name: str) -> SimpleNamespace:
+    _, multiprocessors, kib = GPUS[name]
+    return SimpleNamespace(
+        multi_processor_count=multiprocessors, shared_memory_per_block_optin=kib * 1024, major=9, minor=0
+    )
+
+
+def pretended_stack(name: str) -> tuple[SimpleNamespace, list[SimpleNamespace]]:
+    """A stack of layers and its heads, as far as their sizes go."""
+    layers, hidden, vocab, heads = STACKS[name]
+    model = SimpleNamespace(config=config(hidden, 3 * hidden), device=None, layers=[None] * layers)
+    return model, [SimpleNamespace(weight=range(vocab))] * heads
+
+
+# ---- Compilation
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("stack, gpu", [("0.6B", "H200"), ("1.7B", "RTX 5090"), ("predictor", "H100 PCIe"),
-                                        ("predictor", "RTX 5090")])
-@pytest.mark.parametrize("change", [str, plain], ids=["as it is", "for racecheck"])
-def test_the_kernel_compiles(stack, gpu, change, tmp_path, monkeypatch):
-    model, heads, _ = pretended(monkeypatch, gpu, stack)
-    (tmp_path / "step.cu").write_text(change(fused_layers.source(fused_layers.sizes_of(model, heads, 2048))))
-    run = subprocess.run(["nvcc", f"-arch={GPUS[gpu][0]}", "-cubin", "-o", tmp_path / "step.cubin",
-                          tmp_path / "step.cu"], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+@pytest.mark.parametrize(
+    "stack, gpu",
+    [("0.6B", "H200"), ("1.7B", "RTX 5090"), ("predictor", "H100 PCIe"), ("predictor", "RTX 5090")],
+)
+@pytest.mark.parametrize("defines", ["", PLAIN_COPIES], ids=["bulk copies", "plain copies"])
+def test_the_kernel_compiles(stack, gpu, defines, tmp_path):
+    model, heads = pretended_stack(stack)
+    sizes = megakernel.kernel_sizes(model, heads, 2048, pretended_gpu(gpu))
+    source = tmp_path / "megakernel.cu"
+    source.write_text(defines + megakernel.complete_source(sizes))
+    command = ["nvcc", f"-arch={GPUS[gpu][0]}", "-cubin", "-o", tmp_path / "megakernel.cubin", source]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@on_gpu
+def test_nvrtc_says_which_size_is_unsupported():
+    """16 blocks for the 1.7B have more rows than threads: such a kernel would never return."""
+    device = torch.device("cuda", 0)
+    model, heads = pretended_stack("1.7B")
+    sizes = megakernel.kernel_sizes(model, heads, 2048, torch.cuda.get_device_properties(device))
+    sizes = replace(sizes, grid=16)
+    with pytest.raises(RuntimeError, match="INNER must be at most 256"):
+        megakernel.compile_kernel(device, sizes, megakernel.complete_source(sizes))
+
+
+# ---- Logits, cache and choices, on a GPU
 
 
 class Fused:
-    """A talker and its predictor on the fused layers. They choose the tokens that the others are given."""
+    """A talker and its predictor on the megakernel. They choose the tokens that the others are given."""
 
-    def __init__(self, talker, length):
-        use_fewer_kernels(talker, length)
-        self.talker = TalkerGraph(talker, static_cache(talker.model, 1, length), fused=True)
+    def __init__(self, talker: Any, length: int) -> None:
+        self.keepalive = fuse_layers(talker, length)
+        self.talker = TalkerGraph(talker, 1, length)
         self.predictor = PredictorGraph(talker, self.talker)
+        self.talker.step = megakernel.talker_step(talker, self.talker)
+        self.predictor.step = megakernel.predictor_step(self.predictor)
+        self.talker.capture()
+        self.predictor.capture()
 
-    def step(self):
-        self.predictor.step()
-        self.talker.step()
-        self.predictor_logits, self.talker_logits = (graph.fused.logits() for graph in (self.predictor, self.talker))
+    def step(self) -> None:
+        self.predictor.replay()
+        self.talker.replay()
+        self.predictor_logits = self.predictor.step.logits()
+        self.talker_logits = self.talker.step.logits()
 
     begin = Forced.begin
 
 
 @pytest.fixture(scope="module", params=[("0.6B", 1.0), ("0.6B", 3.0), ("1.7B", 1.0), ("1.7B", 3.0)], ids=str)
-def routes(request, checkpoint):
-    """Fused, the model's own in bfloat16, and in float32; with flat logits, and with peaked ones."""
+def routes(request, checkpoint) -> Iterator[list[Any]]:
+    """The megakernel, the model's own forward in bfloat16, and in float32; with flat and with peaked
+    logits."""
     folder = str(checkpoint("base", *request.param))
     with torch.no_grad():
-        yield [route(load_upstream(folder, dtype=dtype).model.talker, LENGTH) for route, dtype in (
-            (Fused, torch.bfloat16), (Forced, torch.bfloat16), (Forced, torch.float32))]
+        yield [
+            Fused(load_upstream(folder, dtype=torch.bfloat16).model.talker, LENGTH),
+            Forced(load_upstream(folder, dtype=torch.bfloat16).model.talker, LENGTH),
+            Forced(load_upstream(folder, dtype=torch.float32).model.talker, LENGTH),
+        ]
 
 
 @pytest.fixture(scope="module")
-def fused(checkpoint):
+def fused(checkpoint) -> Fused:
     with torch.no_grad():
         return Fused(load_upstream(str(checkpoint("base", "0.6B"))).model.talker, LENGTH)
 
 
-def begin(*routes):
+def configure_talker(talker: TalkerGraph, penalty: float, suppressed: list[int], min_tokens: int) -> None:
+    talker.configure(
+        repetition_penalty=penalty,
+        suppress_tokens=suppressed,
+        eos_token_id=END_TOKEN,
+        min_new_tokens=min_tokens,
+        do_sample=True,
+        temperature=0.9,
+        top_k=50,
+        top_p=1.0,
+    )
+
+
+def begin(*routes: Any) -> None:
     """The same random prompt and text for all."""
     width = routes[0].talker.prompt.shape[-1]
-    prompt, text, pad = (torch.randn(1, n, width, device="cuda").bfloat16() for n in (PROMPT, 100, 1))
+    prompt = torch.randn(1, PROMPT, width, device="cuda").bfloat16()
+    text = torch.randn(1, 100, width, device="cuda").bfloat16()
+    padding = torch.randn(1, 1, width, device="cuda").bfloat16()
+    mask = torch.ones(1, PROMPT, device="cuda", dtype=torch.long)
     for route in routes:
-        route.talker.configure(1.05, range(2048, 3072), 2150, 2)
-        for graph in (route.talker, route.predictor):
-            graph.sampling.set(True, 0.9, 50, 1.0)
-        route.begin(prompt, torch.ones(1, PROMPT, device="cuda", dtype=torch.long), text, pad)
+        configure_talker(route.talker, 1.05, list(range(2048, 3072)), 2)
+        route.predictor.sampling.set(True, 0.9, 50, 1.0)
+        route.begin(prompt, mask, text, padding)
 
 
-def cached(graph, columns):
-    return torch.cat([tensor[:, :, columns].float().flatten() for layer in graph.cache.layers
-                      for tensor in (layer.keys, layer.values)])
+def cached(graph: Any, positions: slice) -> Tensor:
+    """Keys and values of all layers at these positions, in one row."""
+    tensors = [tensor for layer in graph.cache.layers for tensor in (layer.keys, layer.values)]
+    return torch.cat([tensor[:, :, positions].float().flatten() for tensor in tensors])
 
 
-def assert_no_worse(what, fused, own, exact):
-    for q in (0.5, 0.99):
-        ratio = error(fused, exact, q) / error(own, exact, q)
-        print(f"{what}: error {ratio:.4f} times the model's own at {q}")
-        assert 0 < ratio <= MARGIN, (what, q)
+def assert_no_worse(what: str, fused: Tensor, own: Tensor, exact: Tensor) -> None:
+    for quantile in (0.5, 0.99):
+        ratio = error(fused, exact, quantile) / error(own, exact, quantile)
+        print(f"{what}: error {ratio:.4f} times the model's own at {quantile}")
+        assert 0 < ratio <= MARGIN, (what, quantile)
 
 
 @on_gpu
 @torch.no_grad()
 def test_logits_and_cache_with_forced_tokens(routes):
+    """200 frames: logits of all 16 codes, the talker's cache and the predictor's caches."""
     begin(*routes)
     fused, *others = routes
-    rows, caches = {"predictor_logits": [], "talker_logits": []}, []
+    rows: dict[str, list[Tensor]] = {"predictor_logits": [], "talker_logits": []}
+    caches = []
     for frame in range(FRAMES):
         fused.step()
         for route in others:
@@ -116,6 +180,7 @@ def test_logits_and_cache_with_forced_tokens(routes):
         for name, kept in rows.items():
             kept.append(torch.stack([getattr(route, name).clone() for route in routes]))
         caches.append(torch.stack([cached(route.predictor, slice(16)) for route in routes]))
+
     for name, kept in rows.items():
         good, figures = verdict(*torch.cat(kept, dim=1))
         print(name, figures)
@@ -127,9 +192,11 @@ def test_logits_and_cache_with_forced_tokens(routes):
 @on_gpu
 @torch.no_grad()
 def test_positions(routes):
-    """A random past, a random embedding, one step; what lies at other positions stays as it was."""
-    fused, hidden, new = routes[0], [], []
+    """A random cache, a random embedding, one step; the cache changes at the step's position only."""
     begin(*routes)
+    fused = routes[0]
+    hidden = []
+    new = []
     for position in [0, 1, 15, 16, 17, 255, 256, 257, LENGTH - 2, LENGTH - 1] * 4:
         for layers in zip(*(route.talker.cache.layers for route in routes)):
             for first, *others in ([layer.keys for layer in layers], [layer.values for layer in layers]):
@@ -140,13 +207,13 @@ def test_positions(routes):
         embedding = torch.randn_like(fused.talker.embedding)
         for route in routes:
             talker = route.talker
-            talker.start.fill_(position)
+            talker.prompt_length.fill_(position)
             talker.frame.zero_()
             talker.embedding.copy_(embedding)
             if route is fused:
-                talker.step()
+                talker.replay()
             else:
-                talker.hidden.copy_(talker.forward(talker.embedding, talker.start, talker.cache))
+                talker.hidden.copy_(talker.forward(talker.embedding, talker.prompt_length, talker.cache))
         hidden.append(torch.stack([route.talker.hidden.float().flatten() for route in routes]))
         new.append(torch.stack([cached(route.talker, slice(position, position + 1)) for route in routes]))
         changed = (cached(fused.talker, slice(None)) != before).view(-1, LENGTH, 128).any(-1).any(0)
@@ -155,19 +222,15 @@ def test_positions(routes):
     assert_no_worse("new rows of the cache", *torch.cat(new, dim=1))
 
 
-def reference_choice(scores, how, noise, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "exponential_", lambda tensor, generator=None: noise)
-        return sample(scores, how)[:, 0]
-
-
 @on_gpu
 @torch.no_grad()
 def test_the_same_choice_with_the_same_noise(fused, monkeypatch):
-    """The predictor's 15 choices a step, over a grid of settings: more than 10,000 in all."""
-    ties = rows = 0
+    """The predictor's 15 choices per step, over a grid of settings: more than 10,000 in all."""
+    ties = 0
+    rows = 0
     begin(fused)
-    talker, predictor = fused.talker, fused.predictor
+    talker = fused.talker
+    predictor = fused.predictor
     for top_k in (1, 20, 50, 2048):
         for top_p in (0.8, 1.0):
             for temperature in (0.5, 0.9, 1.5):
@@ -176,12 +239,13 @@ def test_the_same_choice_with_the_same_noise(fused, monkeypatch):
                     talker.frame.zero_()
                     talker.hidden.normal_()
                     talker.token.random_(2048)
-                    predictor.step()
-                    scores, noise = predictor.fused.logits(), predictor.fused.noise
+                    predictor.replay()
+                    scores = predictor.step.logits()
+                    noise = predictor.step.noise
                     expected = reference_choice(scores, predictor.sampling, noise, monkeypatch)
                     assert torch.equal(predictor.codes[0, 0, 1:], expected), (top_k, top_p, temperature)
                     ranked = scores.sort(-1, descending=True).values
-                    ties += (ranked[:, top_k - 1] == ranked[:, min(top_k, 2047)]).sum().item()
+                    ties += int((ranked[:, top_k - 1] == ranked[:, min(top_k, 2047)]).sum())
                     rows += len(scores)
     assert rows >= 10_000 and ties > 100
 
@@ -189,24 +253,28 @@ def test_the_same_choice_with_the_same_noise(fused, monkeypatch):
 @on_gpu
 @torch.no_grad()
 def test_the_talkers_choice_and_rules(fused, monkeypatch):
+    """Repetition penalty, suppressed tokens and the earliest end, greedy and sampled."""
     begin(fused)
     talker = fused.talker
     for trial in range(200):
-        penalty, top_k, top_p = (1.0, 1.05, 1.5)[trial % 3], (1, 50, 3072)[trial % 5 % 3], (0.8, 1.0)[trial % 2]
+        penalty = (1.0, 1.05, 1.5)[trial % 3]
+        top_k = (1, 50, 3072)[trial % 5 % 3]
+        top_p = (0.8, 1.0)[trial % 2]
         early = trial % 7 < 3
-        talker.configure(penalty, torch.randint(3072, (1000,)), 2150, 100 if early else 2)
+        configure_talker(talker, penalty, torch.randint(3072, (1000,)).tolist(), 100 if early else 2)
         talker.sampling.set(trial % 4 > 0, 0.9, top_k, top_p)
         talker.embedding.normal_()
         talker.frame.fill_(3)
         talker.seen.bernoulli_(0.3)
         seen = talker.seen.clone()
-        talker.step()
-        logits = talker.fused.logits()
-        scores = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-        scores = scores.masked_fill(talker.suppressed | (early & (talker.ids == 2150)), float("-inf"))
-        assert torch.equal(talker.token[0], reference_choice(scores, talker.sampling, talker.fused.noise, monkeypatch))
+        talker.replay()
+        forbidden = END_TOKEN if early else None
+        scores = apply_talker_rules(talker.step.logits(), seen, talker.suppressed, penalty, forbidden)
+        expected = reference_choice(scores, talker.sampling, talker.step.noise, monkeypatch)
+        assert torch.equal(talker.token[0], expected)
         seen[0, talker.token[0]] = True
-        assert torch.equal(talker.seen, seen) and talker.frame.item() == 4
+        assert torch.equal(talker.seen, seen)
+        assert talker.frame.item() == 4
 
 
 @on_gpu
@@ -218,9 +286,9 @@ def test_choices_have_the_right_odds(fused):
     counts = torch.zeros(2048, device="cuda")
     for _ in range(4000):
         fused.talker.frame.zero_()
-        fused.predictor.step()
+        fused.predictor.replay()
         counts[fused.predictor.codes[0, 0, 1]] += 1
-    logits = fused.predictor.fused.logits()[0]
+    logits = fused.predictor.step.logits()[0]
     odds = logits.masked_fill(logits < logits.topk(20).values[-1], float("-inf")).div(0.9).softmax(-1)
     kept = odds > 0
     assert counts[~kept].sum() == 0
@@ -229,21 +297,27 @@ def test_choices_have_the_right_odds(fused):
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5, (statistic, freedom)
 
 
-def use_wrong_angles(monkeypatch):
-    source, right, wrong = SOURCE.read_text(), "sin = a.sin[at(position)]", "sin = a.sin[at(position / 2)]"
-    assert right in source
-    monkeypatch.setattr(fused_layers, "SOURCE", SimpleNamespace(read_text=lambda: source.replace(right, wrong)))
+@pytest.fixture
+def wrong_kernel(monkeypatch, tmp_path) -> Iterator[None]:
+    """megakernel.py compiles a kernel with the RoPE angles of another position."""
+    wrong = tmp_path / "megakernel.cu"
+    wrong.write_text(source_with_wrong_angles())
+    monkeypatch.setattr(megakernel, "SOURCE", wrong)
+    megakernel.compile_once.cache_clear()
+    yield
+    megakernel.compile_once.cache_clear()
 
 
 @on_gpu
-def test_a_wrong_kernel_is_found(checkpoint, monkeypatch):
-    """RoPE with other angles: `bench.py --check` says so, of that path alone."""
-    use_wrong_angles(monkeypatch)
-    past_its_cache = fused_layers.compiled.__wrapped__
-    for module in (fused_layers, paths):
-        monkeypatch.setattr(module, "compiled", past_its_cache)
-    verdicts = {name: good for name, good, _ in bench.check(str(checkpoint("base", "0.6B")), torch.randn(1024), 40)}
-    assert not verdicts["fused layers: codes 1 to 15"] and verdicts["reference path: codes 1 to 15"]
+def test_a_wrong_kernel_is_found(wrong_kernel, checkpoint):
+    """RoPE with other angles: `bench.py --check` reports it, for that path alone."""
+    folder = str(checkpoint("base", "0.6B"))
+    verdicts = {name: good for name, good, _ in check(folder, torch.randn(1024), 40)}
+    assert not verdicts["fused layers: codes 1 to 15"]
+    assert verdicts["reference path: codes 1 to 15"]
+
+
+# ---- Where it cannot run
 
 
 @on_gpu
@@ -264,29 +338,40 @@ def test_on_a_cpu_it_says_why(checkpoint):
 
 
 def test_the_settings_are_float32_whatever_the_default():
+    """The kernel reads them as float32."""
     torch.set_default_dtype(torch.float64)
     try:
-        how = Sampling(2048)
+        sampling = Sampling(2048)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert how.temperature.dtype == how.tail.dtype == torch.float32
+    assert sampling.temperature.dtype == torch.float32
+    assert sampling.one_minus_top_p.dtype == torch.float32
 
 
-@pytest.mark.parametrize("error", [RuntimeError, AttributeError])                          # AttributeError: torch 2.8
+@pytest.mark.parametrize("error", [RuntimeError, OSError])  # OSError: no NVRTC
 def test_a_kernel_that_does_not_compile_is_not_used(error, monkeypatch):
     """On a GPU that seems to have all it takes."""
-    model, heads, gpu = pretended(monkeypatch)
-    talker = SimpleNamespace(model=model, codec_head=heads[0], device=SimpleNamespace(type="cuda"),
-                             dtype=torch.bfloat16, config=model.config,
-                             code_predictor=SimpleNamespace(model=model, lm_head=heads * 15))
-    monkeypatch.setattr(paths, "compiled", lambda *_, **sizes: None)
+    model, heads = pretended_stack("0.6B")
+    gpu = pretended_gpu("H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    talker = SimpleNamespace(
+        model=model,
+        codec_head=heads[0],
+        device=SimpleNamespace(type="cuda"),
+        dtype=torch.bfloat16,
+        config=model.config,
+        code_predictor=SimpleNamespace(model=model, lm_head=heads * 15),
+    )
+    monkeypatch.setattr(megakernel, "compile_for", lambda model, heads, talker_hidden: None)
     assert paths.choose_path(talker, None) == (True, "fused layers")
 
-    def refuse(*_, **sizes):
+    def refuse(model: Any, heads: Any, talker_hidden: int) -> None:
         raise error("Kernel compilation failed:\nno such instruction")
-    monkeypatch.setattr(paths, "compiled", refuse)
-    used, words = paths.choose_path(talker, None)
-    assert not used and "no such instruction" in words and "\n" not in words
+
+    monkeypatch.setattr(megakernel, "compile_for", refuse)
+    used, description = paths.choose_path(talker, None)
+    assert not used
+    assert "no such instruction" in description and "\n" not in description
     with pytest.raises(ValueError, match="no such instruction"):
         paths.choose_path(talker, True)
     gpu.multi_processor_count = 30

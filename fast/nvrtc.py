@@ -1,0 +1,114 @@
+"""Compile and launch CUDA source with the NVRTC that torch brings and the CUDA driver, both through ctypes.
+
+No CUDA toolkit, no headers and no host compiler are needed. `compile_to_cubin` needs no GPU, either.
+"""
+
+import ctypes
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+def load_nvrtc() -> ctypes.CDLL:
+    """The NVRTC of torch's CUDA version: where the loader finds it, else in the folders of torch's wheels."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    name = f"nvrtc64_{major}0_0.dll" if sys.platform == "win32" else f"libnvrtc.so.{major}"
+    torch_folder = Path(torch.__file__).parent
+    candidates = [name]
+    for pattern in (f"torch/lib/{name}", f"nvidia/*/lib/{name}", f"nvidia/*/bin/**/{name}"):
+        candidates += [str(path) for path in sorted(torch_folder.parent.glob(pattern))]
+    for candidate in candidates:
+        try:
+            return ctypes.CDLL(candidate)
+        except OSError:
+            continue
+    raise OSError(f"{name} was found neither by the system nor beside torch: pip install nvidia-cuda-nvrtc")
+
+
+def compile_to_cubin(source: str, architecture: str) -> bytes:
+    """Machine code for one `architecture`, such as "sm_90". A RuntimeError has the compiler's messages."""
+    nvrtc = load_nvrtc()
+    nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+
+    def check(result: int, what: str) -> None:
+        if result != 0:
+            raise RuntimeError(f"{what} failed: {nvrtc.nvrtcGetErrorString(result).decode()}")
+
+    program = ctypes.c_void_p()
+    code = source.encode()
+    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), code, b"", 0, None, None), "nvrtcCreateProgram")
+    try:
+        options = (ctypes.c_char_p * 1)(f"--gpu-architecture={architecture}".encode())
+        compiled = nvrtc.nvrtcCompileProgram(program, len(options), options)
+
+        size = ctypes.c_size_t()
+        if compiled != 0:
+            check(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "nvrtcGetProgramLogSize")
+            log = ctypes.create_string_buffer(size.value)
+            check(nvrtc.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
+            messages = log.value.decode(errors="replace").strip()
+            raise RuntimeError(messages or nvrtc.nvrtcGetErrorString(compiled).decode())
+
+        check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
+        cubin = ctypes.create_string_buffer(size.value)
+        check(nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
+        return cubin.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+class Kernel:
+    """A kernel of a cubin, loaded on one GPU. Its only argument is the address of a struct in GPU memory."""
+
+    def __init__(
+        self,
+        cubin: bytes,
+        name: str,
+        device: torch.device,
+        grid: int,  # blocks
+        block: int,  # threads of a block
+        shared_bytes: int,  # dynamic shared memory of a block
+    ) -> None:
+        self.driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        self.device = device
+        self.grid = grid
+        self.block = block
+        self.shared_bytes = shared_bytes
+        self.module = ctypes.c_void_p()
+        self.function = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.empty(1, device=device)  # creates the context that the driver calls below work in
+            self.call("cuModuleLoadData", ctypes.byref(self.module), cubin)
+            self.call("cuModuleGetFunction", ctypes.byref(self.function), self.module, name.encode())
+            self.call("cuFuncSetAttribute", self.function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+
+    def launch(self, arguments: int) -> None:
+        """On torch's current stream. A cooperative launch: all blocks are on the GPU at once, or it is an
+        error."""
+        pointer = ctypes.c_void_p(arguments)
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(pointer))
+        with torch.cuda.device(self.device):
+            stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
+            blocks = (self.grid, 1, 1)
+            threads = (self.block, 1, 1)
+            self.call(
+                "cuLaunchCooperativeKernel",
+                self.function,
+                *blocks,
+                *threads,
+                self.shared_bytes,
+                stream,
+                parameters,
+            )
+
+    def call(self, function: str, *arguments: Any) -> None:
+        result = getattr(self.driver, function)(*arguments)
+        if result != 0:
+            message = ctypes.c_char_p()
+            self.driver.cuGetErrorString(result, ctypes.byref(message))
+            text = message.value.decode() if message.value else "unknown error"
+            raise RuntimeError(f"{function} failed: CUDA error {result}, {text}")

@@ -1,0 +1,196 @@
+"""Small stacks of decoder layers with random weights and the published widths, and their steps: for the tests
+of the megakernel on a CPU and on a GPU, and for compute-sanitizer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from pytest import MonkeyPatch
+from torch import Tensor
+
+from cudagraph_talker import Sampling, sample
+from fast import megakernel
+from fast.megakernel import FusedStep, Launchable, Sizes, table
+
+TALKER_VOCAB = 3072
+CODE_VOCAB = 2048
+END_TOKEN = 2150
+REPETITION_PENALTY = 1.5
+
+# Before the source: the kernel for compute-sanitizer's racecheck, see megakernel.cu
+PLAIN_COPIES = "#define MEGAKERNEL_PLAIN_COPIES\n"
+
+# (model, heads, width of the talker's hidden state) -> a kernel: megakernel.compile_for, or one for the CPU
+KernelFor = Callable[[Any, Sequence[Any], int], tuple[Sizes, Launchable]]
+
+
+def linear(*shape: int) -> SimpleNamespace:
+    """A matrix that keeps the variance of what it multiplies. Any other shape has values of about 1."""
+    scale = shape[-1] ** -0.5 if len(shape) == 2 else 1
+    return SimpleNamespace(weight=torch.randn(*shape, dtype=torch.bfloat16) * scale)
+
+
+def number(value: int) -> Tensor:
+    return torch.full((1,), value)
+
+
+def config(hidden: int, inner: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+    )
+
+
+def stack(layers: int, hidden: int, inner: int, length: int) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """Decoder layers with the attributes of upstream's, and their cache."""
+    angles = torch.randn(2, length, 128).bfloat16()
+    model = SimpleNamespace(
+        config=config(hidden, inner),
+        device=torch.get_default_device(),
+        dtype=torch.bfloat16,
+        layers=[],
+        norm=linear(hidden),
+        rotary_emb=lambda *_: angles,
+    )
+    cache = SimpleNamespace(max_cache_len=length, layers=[])
+    for _ in range(layers):
+        qkv = linear(4096, hidden).weight
+        q, k, v = (SimpleNamespace(weight=weight) for weight in qkv.split([2048, 1024, 1024]))
+        attention = SimpleNamespace(
+            q_proj=q,
+            k_proj=k,
+            v_proj=v,
+            o_proj=linear(hidden, 2048),
+            q_norm=linear(128),
+            k_norm=linear(128),
+        )
+        mlp = SimpleNamespace(
+            gate_proj=linear(inner, hidden), up_proj=linear(inner, hidden), down_proj=linear(hidden, inner)
+        )
+        layer = SimpleNamespace(
+            self_attn=attention,
+            mlp=mlp,
+            input_layernorm=linear(hidden),
+            post_attention_layernorm=linear(hidden),
+        )
+        model.layers.append(layer)
+        cached = SimpleNamespace(keys=linear(8, length, 128).weight, values=linear(8, length, 128).weight)
+        cache.layers.append(cached)
+    return model, cache
+
+
+def sampling(vocab: int) -> Sampling:
+    settings = Sampling(vocab)
+    settings.set(True, 0.9, 50, 0.2)  # top_p so low that without it most draws end elsewhere
+    return settings
+
+
+@dataclass
+class SomeTalker:
+    """Two layers, their step and all that it works on."""
+
+    model: SimpleNamespace
+    cache: SimpleNamespace
+    head: SimpleNamespace
+    sampling: Sampling
+    graph: SimpleNamespace
+    step: FusedStep
+
+
+def some_talker(kernel_for: KernelFor, hidden: int, length: int) -> SomeTalker:
+    settings = sampling(TALKER_VOCAB)
+    model, cache = stack(2, hidden, 3 * hidden, length)
+    head = linear(TALKER_VOCAB, hidden)
+    graph = SimpleNamespace(
+        token=number(5),
+        frame=number(0),
+        hidden=linear(hidden).weight,
+        embedding=linear(hidden).weight,
+        prompt_length=number(0),
+        seen=torch.rand(TALKER_VOCAB) < 0.7,
+        suppressed=torch.rand(TALKER_VOCAB) < 0.3,
+        repetition_penalty=torch.tensor(REPETITION_PENALTY),
+        end_token=number(END_TOKEN),
+        min_tokens=number(2),
+        ended=torch.zeros(1, dtype=torch.bool),
+        ended_on_host=torch.ones(1, dtype=torch.bool),
+    )
+    sizes, kernel = kernel_for(model, [head], hidden)
+    arguments = {name: getattr(graph, name) for name in megakernel.TALKER_ARGUMENTS}
+    step = FusedStep(sizes, kernel, model, cache, [head], settings, graph, arguments)
+    return SomeTalker(model, cache, head, settings, graph, step)
+
+
+@dataclass
+class SomePredictor:
+    """Three heads for a talker's graph, their step and all that it works on."""
+
+    model: SimpleNamespace
+    cache: SimpleNamespace
+    heads: list[SimpleNamespace]
+    sampling: Sampling
+    embeddings: list[Tensor]
+    inputs: list[Tensor]
+    first_input: Tensor
+    text: Tensor
+    hiddens: Tensor
+    codes: Tensor
+    step: FusedStep
+
+
+def some_predictor(kernel_for: KernelFor, graph: SimpleNamespace, layers: int, length: int) -> SomePredictor:
+    hidden = 1024
+    talker_hidden = len(graph.hidden)
+    settings = sampling(CODE_VOCAB)
+    model, cache = stack(layers, hidden, 3072, 16)
+    heads = [linear(CODE_VOCAB, hidden) for _ in range(3)]
+    vocabs = (TALKER_VOCAB, CODE_VOCAB, CODE_VOCAB, CODE_VOCAB)
+    embeddings = [torch.randn(vocab, talker_hidden).bfloat16() for vocab in vocabs]
+    inputs = [torch.randn(vocab, hidden).bfloat16() for vocab in vocabs]
+    first_input = linear(hidden).weight
+    text, hiddens = torch.randn(2, length, talker_hidden).bfloat16()
+    codes = torch.zeros(length, 4, dtype=torch.long)
+    arguments = {
+        "first_input": first_input,
+        "code_inputs": table([inputs], model.device),
+        "code_embeddings": table([embeddings], model.device),
+        "text": text,
+        "hiddens": hiddens,
+        "codes": codes,
+    }
+    sizes, kernel = kernel_for(model, heads, talker_hidden)
+    step = FusedStep(sizes, kernel, model, cache, heads, settings, graph, arguments)
+    return SomePredictor(
+        model=model,
+        cache=cache,
+        heads=heads,
+        sampling=settings,
+        embeddings=embeddings,
+        inputs=inputs,
+        first_input=first_input,
+        text=text,
+        hiddens=hiddens,
+        codes=codes,
+        step=step,
+    )
+
+
+def reference_choice(scores: Tensor, settings: Sampling, noise: Tensor, monkeypatch: MonkeyPatch) -> Tensor:
+    """The choice of cudagraph_talker.sample with this noise. (B, V) -> (B)"""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "exponential_", lambda tensor, generator=None: noise)
+        return sample(scores, settings)[:, 0]
+
+
+def source_with_wrong_angles() -> str:
+    """megakernel.cu with a fault: RoPE takes the sines of another position."""
+    source = megakernel.SOURCE.read_text()
+    right = "arguments.sin[quad_of_row(position)]"
+    assert source.count(right) == 1
+    return source.replace(right, "arguments.sin[quad_of_row(position / 2)]")
