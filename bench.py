@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""Time Qwen3-TTS here: upstream as it is, the reference path, the fused layers, and faster-qwen3-tts if installed.
+"""Time Qwen3-TTS on this machine: upstream, the three files alone, both paths of fast/, and faster-qwen3-tts.
 
     python bench.py 0.6B 1.7B                    # the published weights
-    python bench.py 0.6B 1.7B --random-weights   # random ones of the same shapes: as fast, no download, noise to hear
-    python bench.py 0.6B --check                 # is it the same model, on this machine and with these weights?
-    python bench.py --plot                       # the README's figure, from results/*.json; needs matplotlib
+    python bench.py 0.6B 1.7B --random-weights   # random weights of the same shapes: same speed, no download, noise
+    python bench.py 0.6B --check                 # is it the same model? compares with upstream or float32
+    python bench.py --plot                       # draws results/speed.svg from results/*.json; needs matplotlib
 
-All rows speak the same text with the same voice and settings, through the public functions; the rows of parts look
-inside. A whole call (tokenizing and codec included) is timed at two lengths; the difference gives its milliseconds a
-frame. Medians; the JSON has spread and runs. Without a GPU a tiny model runs on the CPU: that shows that everything
-works, and no speed.
+All rows speak the same text with the same voice and settings through the public methods; only the rows of parts look
+inside. "x real time" is seconds of audio per second. A whole call includes tokenizer and codec; it is timed at two
+lengths, and "ms per frame" is the slope between them. Figures are medians; the JSON has minimum, maximum and number of
+runs. faster-qwen3-tts is timed if it is installed. Without a GPU a tiny model runs on the CPU, which shows that
+everything works, but no speed.
 """
+
 import argparse
 import gc
 import importlib.metadata
@@ -23,109 +25,432 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
 
+from audio_files import check_writable, write_audio
+from cli import FRAME_RATE, Parser, base_config, cli_errors, load_speaker, speaker_prompt
 from cudagraph_talker import capture, sample
-from generate import accelerate, handed_over, load_upstream, stream
-from parity import Forced, error, one_pass, verdict
-from paths import why_not
-from random_checkpoint import write_checkpoint
-from voices import Parser, answered_mistakes, base_config, check_writable, load_speaker, speaker_prompt
-from wav import write_wav
+from fast.paths import why_not
+from fast.streaming import build_request, decoder_of, stream
+from generate import Decoder, accelerate, load_upstream
+from tools.check import check
+from tools.plot import plot
+from tools.random_checkpoint import write_checkpoint
 
-TEXT = ("Real time speech synthesis means that the first sound arrives before you notice the wait. A voice that "
-        "answers at once seems present, and one that hesitates does not, however well it speaks. So we count the "
-        "milliseconds from the last letter of the question to the first sound of the answer, and all that follow.")
-SIZES = ["0.6B", "1.7B"]
-FRAME_RATE = 12.5
-ON_GPU = torch.cuda.is_available()
-RAMP = "1, 1, 2, 4, 8, ..."
-CHUNKS = {"1": 1, "8": 8, RAMP: None}
 ROOT = Path(__file__).parent
+ON_GPU = torch.cuda.is_available()
+SIZES = ["0.6B", "1.7B"]
+TEXT = (
+    "Real time speech synthesis means that the first sound arrives before you notice the wait. A voice that "
+    "answers at once seems present, and one that hesitates does not, however well it speaks. So we count the "
+    "milliseconds from the last letter of the question to the first sound of the answer, and all that follow."
+)
+PEER = "faster-qwen3-tts"
+THREE_FILES = "the three files alone"
+GROWING = "1, 1, 2, 4, 8, ..."
+CHUNKS = {"1": 1, "8": 8, GROWING: None}  # frames per chunk, in words -> chunk_frames of `stream`
+COLUMNS = {  # of the printed table: key -> title, digits
+    "ms_per_frame": ("ms/frame", 2),
+    "x_real_time": ("x real time", 2),
+    "first_audio_ms": ("first ms", 1),
+    "audio_seconds_per_second": ("audio s/s", 1),
+    "peak_gib": ("peak GiB", 2),
+    "seconds_to_capture": ("capture s", 1),
+    "late_chunks": ("late", 0),
+}
+
+Row = dict[str, Any]
+NamedRows = Iterator[tuple[str, Row]]
 
 
-# ---- clocks
-
-def synchronize():
-    if ON_GPU:
-        torch.cuda.synchronize()
-
-
-def clock(fn, *arguments):
-    """Milliseconds, with the GPU idle before and after."""
-    synchronize()
-    start = time.perf_counter()
-    fn(*arguments)
-    synchronize()
-    return (time.perf_counter() - start) * 1e3
-
-
-def forget():
-    """What went before does not count in the next row's memory."""
-    gc.collect()
-    if ON_GPU:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peak():
-    return torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else None
-
-
-def median_of(name, values):
-    return {name: statistics.median(values), f"{name}_spread": [min(values), max(values)], f"{name}_runs": len(values)}
-
-
+@dataclass(frozen=True)
 class Effort:
-    """How much of everything: lengths in frames, and how often."""
+    """How much is measured; lengths are in frames. The defaults are those of a full run on a GPU."""
 
-    def __init__(self, quick):
-        little = quick or not ON_GPU
-        self.short, self.long, self.runs, self.firsts = (8, 24, 1, 5) if little else (40, 120, 3, 20)
-        self.upstream_short, self.upstream_long = (2, 6) if little else (4, 16)
-        self.minute, self.quick = 0 if little else 750, quick
-        self.chunks = ("1", RAMP) if quick and ON_GPU else CHUNKS
-        self.batches = (2,) if not ON_GPU else () if quick else (4, 16, 64)
+    quick: bool = False
+    short: int = 40
+    long: int = 120
+    upstream_short: int = 4
+    upstream_long: int = 16
+    runs: int = 3
+    first_audio_runs: int = 20
+    minute: int = 750  # the stream that is checked for late chunks
+    chunks: tuple[str, ...] = tuple(CHUNKS)
+    lists: tuple[int, ...] = (4, 16)  # texts, with audio
+    batches: tuple[int, ...] = (4, 16, 64)  # rows, without audio
 
 
-def whole_calls(speak, short, long, runs):
-    """`speak(frames)` makes a whole call of that many frames and returns how many it really made."""
-    speak(short), speak(long)                                     # warm-up
-    rtfs, steps = [], []
+def choose_effort(quick: bool) -> Effort:
+    if ON_GPU and not quick:
+        return Effort()
+    less = Effort(quick, short=8, long=24, upstream_short=2, upstream_long=6, runs=1, first_audio_runs=5, minute=0)
+    if quick:
+        less = replace(less, lists=())
+    if not ON_GPU:
+        return replace(less, batches=(2,))
+    return replace(less, chunks=("1", GROWING), batches=())
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    name: str
+    model: str  # a folder or a short name
+    custom_voice: str | None  # the same with preset voices, where there is one
+
+
+# ---- The program
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.plot:
+        print(plot(ROOT / "results"))
+        return
+
+    warnings.filterwarnings("ignore", message="the speech was cut off")
+    transformers.logging.set_verbosity_error()
+    card = machine_card("random" if args.random_weights else "published, or of the folder given")
+    device = card["gpu"] if ON_GPU else "CPU"
+    output = args.output or Path(f"bench_results_{device.replace(' ', '_')}.json")
+    if not args.check:
+        check_writable(output)
+    print("  ".join(f"{name}: {value}" for name, value in card.items()), flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = find_checkpoints(args, Path(folder))
+        if args.check:
+            wrong = check_all(checkpoints, args)
+            sys.exit(f"{wrong} wrong" if wrong else 0)
+        time_all(checkpoints, args, card, output)
+    print(f"\n{output}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help="0.6B, 1.7B or a folder; default: both sizes, with --quick 0.6B"
+    )
+    parser.add_argument("--random-weights", action="store_true", help="of the published shapes, made here")
+    parser.add_argument("--speaker", type=Path, help="a speaker.pt for the voice; default: a random one")
+    parser.add_argument("--quick", action="store_true", help="fewer rows and runs: within a minute on an H200 (0.6B)")
+    parser.add_argument("--check", action="store_true", help="compare, do not time; exit code 1 if anything is wrong")
+    parser.add_argument("--plot", action="store_true", help="draw results/speed.svg, do not time")
+    parser.add_argument("--output", type=Path, help="the JSON file; default: bench_results_<GPU>.json")
+    args = parser.parse_args()
+
+    args.models = args.models or (SIZES[:1] if args.quick else SIZES)
+    if args.speaker and len(args.models) > 1:
+        parser.error("a speaker belongs to one size: give one model with --speaker")
+    for name in args.models:
+        if name not in [*SIZES, "tiny"] and not Path(name).is_dir():
+            parser.error(f"{name} is neither 0.6B, 1.7B nor a folder")
+    if not ON_GPU and not args.plot and set(args.models) <= {*SIZES, "tiny"}:
+        print(
+            "No GPU here: a tiny model with random weights runs on the CPU. It shows that everything works, and\n"
+            "--check that the audio is upstream's. Its times say nothing about the real models on a GPU.\n"
+        )
+        args.models = ["tiny"]
+    args.random_weights = args.random_weights or args.models == ["tiny"]
+    return args
+
+
+def find_checkpoints(args: argparse.Namespace, folder: Path) -> Iterator[Checkpoint]:
+    """The checkpoints that were asked for. Random ones are written into `folder`, each when its turn comes."""
+    with_custom_voice = not (args.check or args.quick)
+    for name in args.models:
+        if name == "tiny" or (args.random_weights and name in SIZES):
+            base = folder / f"{name}-base"
+            custom_voice = folder / f"{name}-custom_voice"
+            write_checkpoint(base, name, "base", ends=False)
+            if with_custom_voice:
+                write_checkpoint(custom_voice, name, "custom_voice", ends=False)
+            yield Checkpoint(name, str(base), str(custom_voice) if with_custom_voice else None)
+        elif Path(name).is_dir():
+            yield Checkpoint(Path(name).name, name, None)
+        else:
+            yield Checkpoint(name, name, f"{name}-CustomVoice")
+
+
+def choose_speaker(checkpoint: Checkpoint, path: Path | None) -> torch.Tensor:
+    """The speaker embedding of a file, or a random one."""
+    hidden_size = base_config(checkpoint.model)["talker_config"]["hidden_size"]
+    if path is None:
+        return torch.randn(hidden_size, generator=torch.Generator().manual_seed(0))
+    (speaker,) = load_speaker(path, hidden_size)["ref_spk_embedding"]
+    return speaker
+
+
+def check_all(checkpoints: Iterable[Checkpoint], args: argparse.Namespace) -> int:
+    """Returns how many checks have failed."""
+    frames = 60 if args.quick or not ON_GPU else 200
+    wrong = 0
+    for checkpoint in checkpoints:
+        speaker = choose_speaker(checkpoint, args.speaker)
+        print(f"\n{checkpoint.name}")
+        for name, good, figures in check(checkpoint.model, speaker, frames):
+            print(f"{'ok' if good else 'WRONG':6}{name}: {figures}", flush=True)
+            wrong += not good
+    return wrong
+
+
+def time_all(checkpoints: Iterable[Checkpoint], args: argparse.Namespace, card: dict, output: Path) -> None:
+    """Print every row when it is measured, and write all of them to `output`."""
+    results = dict(card=card, models={})
+    effort = choose_effort(args.quick)
+    for checkpoint in checkpoints:
+        speaker = choose_speaker(checkpoint, args.speaker)
+        print(f"\n{checkpoint.name:44}" + "".join(f"{title:>12}" for title, _ in COLUMNS.values()))
+        rows = results["models"][checkpoint.name] = {}
+        for name, row in itertools.chain(time_model(checkpoint, speaker, effort), times_as_fast(rows)):
+            rows[name] = row
+            print_row(name, row)
+            output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+# ---- The rows of one model, in the order in which they are measured
+
+
+def time_model(checkpoint: Checkpoint, speaker: torch.Tensor, effort: Effort) -> NamedRows:
+    load_ms, tts = clock(lambda: load_upstream(checkpoint.model))
+    speak = whole_call(tts.generate_voice_clone, voice_clone_prompt=speaker_prompt(speaker))
+    row = time_whole_calls(speak, effort.upstream_short, effort.upstream_long, effort.runs)
+    yield "upstream", row | dict(seconds_to_load=load_ms / 1e3)
+
+    if not effort.quick:  # before fast/ changes the layers
+        yield THREE_FILES, time_three_files(tts, speak, effort)
+
+    paths = {"reference path": False}
+    if not why_not(tts.model.talker):
+        paths["fused layers"] = True
+    for path, fused in paths.items():
+        is_fastest = path == [*paths][-1]
+        for part, row in time_path(tts, speaker, fused, is_fastest, effort):
+            yield path + part, row
+
+    # The fastest path, as a model is loaded by default
+    (audio,), rate = tts.generate_voice_clone(**clone_arguments(speaker, effort.long))
+    write_audio(Path(f"sample_{checkpoint.name}.wav"), [(audio, rate)])
+    if not effort.quick:
+        yield from time_voices(tts, speaker, checkpoint.custom_voice, effort)
+    yield from time_lists(tts, speaker, effort)
+
+    for rows in effort.batches:
+        accelerate(tts, max_batch=rows, fused=False)
+        free_memory()
+        yield f"reference path, batch of {rows}", time_frames(tts, speaker, rows, effort.short, effort.runs)
+
+    del tts, speak, audio
+    free_memory()
+    if ON_GPU and not effort.quick:
+        yield from time_peer(checkpoint.model, speaker, effort)
+        free_memory()
+
+
+def time_three_files(tts, speak: Callable[[int], int], effort: Effort) -> Row:
+    """cudagraph_talker.py, cudagraph_predictor.py and generate.py without fast/: upstream's layers and codec."""
+    free_memory()
+    decoder = Decoder(tts.model.talker, max_seq_len=2048, max_batch=None)
+    capture_ms, _ = clock(lambda: decoder.graphs_for(1))
+    tts.model.talker.generate = decoder.generate
+    row = time_whole_calls(speak, effort.short, effort.long, effort.runs)
+    return row | dict(seconds_to_capture=capture_ms / 1e3, peak_gib=peak_gib())
+
+
+def time_path(tts, speaker: torch.Tensor, fused: bool, is_fastest: bool, effort: Effort) -> NamedRows:
+    """Whole calls, streams and where the time goes; on the fastest path also a stream of a minute."""
+    vars(tts.model.talker).pop("generate", None)  # release the path before this one
+    vars(tts.model.speech_tokenizer).pop("decode", None)
+    free_memory()
+    capture_ms, _ = clock(lambda: accelerate(tts, fused=fused))
+    method = tts.generate_voice_clone
+    voice = dict(voice_clone_prompt=speaker_prompt(speaker))
+
+    row = time_whole_calls(whole_call(method, **voice), effort.short, effort.long, effort.runs)
+    yield "", row | dict(seconds_to_capture=capture_ms / 1e3, peak_gib=peak_gib())
+    if effort.quick and not is_fastest:
+        return
+
+    for chunks in effort.chunks:
+        start_stream = streamed_call(method, CHUNKS[chunks], **voice)
+        row = time_stream(start_stream, effort.long, effort.first_audio_runs, effort.runs)
+        if is_fastest and effort.minute and chunks != "8":
+            row |= count_late_chunks(start_stream, effort.minute)
+        yield f", chunks of {chunks}", row
+
+    frame_ms = time_frames(tts, speaker, 1, effort.long, effort.runs)["ms_per_frame"]
+    yield ", a frame's parts in ms", frame_parts(tts, speaker, effort, frame_ms)
+    yield ", first audio's parts in ms", first_audio_parts(tts, speaker, effort)
+    yield ", a whole call's parts in ms", whole_call_parts(tts, voice, effort, frame_ms)
+
+
+def time_voices(tts, speaker: torch.Tensor, custom_voice: str | None, effort: Effort) -> NamedRows:
+    """Every kind of voice: whole calls and streams."""
+    rate = 24000
+    recording = np.random.default_rng(0).normal(size=3 * rate).astype(np.float32) * 0.1
+    reference = tts.create_voice_clone_prompt((recording, rate), "three seconds of something")
+    voices = {
+        "x-vector": (tts.generate_voice_clone, dict(voice_clone_prompt=speaker_prompt(speaker))),
+        "in-context": (tts.generate_voice_clone, dict(voice_clone_prompt=reference)),
+    }
+    if custom_voice:
+        try:
+            preset = accelerate(load_upstream(custom_voice))
+            voices["preset voice"] = preset.generate_custom_voice, dict(speaker=preset.get_supported_speakers()[0])
+        except ValueError as error:
+            print(f"voice: preset voice left out: {error}")
+    for name, (method, voice) in voices.items():
+        try:
+            whole = time_whole_calls(whole_call(method, **voice), effort.short, effort.long, effort.runs)
+            streamed = time_stream(streamed_call(method, **voice), effort.long, effort.first_audio_runs, 1)
+        except ValueError as error:
+            print(f"voice: {name} left out: {error}")
+            continue
+        yield f"voice: {name}", whole | streamed
+
+
+def time_lists(tts, speaker: torch.Tensor, effort: Effort) -> NamedRows:
+    """Lists of texts, with audio: as the model is loaded by default, then with graphs for the longest list."""
+    for texts in effort.lists:
+        yield f"list of {texts} texts", time_list(tts, speaker, texts, effort)
+    if effort.lists:
+        longest = max(effort.lists)
+        accelerate(tts, max_batch=longest)
+        yield f"list of {longest} texts, max_batch={longest}", time_list(tts, speaker, longest, effort)
+
+
+def time_list(tts, speaker: torch.Tensor, texts: int, effort: Effort) -> Row:
+    def speak() -> float:
+        audios, rate = tts.generate_voice_clone(**clone_arguments(speaker, effort.short, texts))
+        return sum(len(audio) for audio in audios) / rate
+
+    free_memory()
+    speak()  # warm-up
+    speeds = []
+    for _ in range(effort.runs):
+        ms, seconds = clock(speak)
+        speeds.append(seconds / (ms / 1e3))
+    return dict(texts=texts, **median_of("audio_seconds_per_second", speeds), peak_gib=peak_gib())
+
+
+def time_peer(model: str, speaker: torch.Tensor, effort: Effort) -> NamedRows:
+    """faster-qwen3-tts on the same checkpoint, if it is installed."""
+    try:
+        from faster_qwen3_tts import FasterQwen3TTS
+    except ImportError as error:
+        print(f"{PEER} left out: {error}")
+        return
+    tts = FasterQwen3TTS.from_pretrained(model, device="cuda", dtype=torch.bfloat16)
+    voice = {"ref_spk_embedding": [speaker.to("cuda", torch.bfloat16)]}
+
+    def arguments(frames: int) -> dict:
+        length = dict(max_new_tokens=frames, min_new_tokens=frames)
+        return dict(text=TEXT, language="English", voice_clone_prompt=voice, **length)
+
+    def speak(frames: int) -> int:
+        return count_frames(*tts.generate_voice_clone(**arguments(frames)))
+
+    def start_stream(chunk_size: int, frames: int) -> Iterator:
+        return tts.generate_voice_clone_streaming(**arguments(frames), chunk_size=chunk_size)
+
+    row = time_whole_calls(speak, effort.short, effort.long, effort.runs)
+    yield PEER, row | dict(version=importlib.metadata.version(PEER))
+    for size in (1, 8):
+        row = time_stream(partial(start_stream, size), effort.long, effort.first_audio_runs, effort.runs)
+        yield f"{PEER}, chunks of {size}", row
+
+
+def times_as_fast(rows: dict[str, Row]) -> NamedRows:
+    """Ratios of the ms per frame of whole calls, from all rows before."""
+    for path in (THREE_FILES, "reference path", "fused layers"):
+        if path not in rows:
+            continue
+        frame_ms = rows[path]["ms_per_frame"]
+        others = [name for name in ("upstream", PEER) if name in rows]
+        yield f"{path}, times as fast", {f"than {name}": rows[name]["ms_per_frame"] / frame_ms for name in others}
+
+
+# ---- Speaking
+
+
+def speech_arguments(frames: int, texts: int = 1, **voice) -> dict:
+    """Arguments of upstream's methods for a list of texts, all the same. Upstream's last token has no audio."""
+    return dict(text=[TEXT] * texts, language="English", max_new_tokens=frames + 1, **voice)
+
+
+def clone_arguments(speaker: torch.Tensor, frames: int, texts: int = 1) -> dict:
+    return speech_arguments(frames, texts, voice_clone_prompt=speaker_prompt(speaker, texts))
+
+
+def count_frames(audios: list[np.ndarray], rate: int) -> int:
+    return round(len(audios[0]) / rate * FRAME_RATE)
+
+
+def whole_call(method: Callable, **voice) -> Callable[[int], int]:
+    """A function that speaks that many frames and returns how many it has spoken."""
+    return lambda frames: count_frames(*method(**speech_arguments(frames, **voice)))
+
+
+def streamed_call(method: Callable, chunk_frames: int | None = None, **voice) -> Callable[[int], Iterator]:
+    """A function that starts a stream of that many frames."""
+    return lambda frames: stream(method, chunk_frames=chunk_frames, **speech_arguments(frames, **voice))
+
+
+def start_frames(tts, speaker: torch.Tensor, rows: int, frames: int) -> Iterator:
+    """The decoder's own loop, without the codec."""
+    request = build_request(tts.generate_voice_clone, **clone_arguments(speaker, frames, rows))
+    return decoder_of(tts).frames(**request)
+
+
+# ---- Timing
+
+
+def time_whole_calls(speak: Callable[[int], int], short: int, long: int, runs: int) -> Row:
+    """x real time of the longer call; ms per frame from the difference of the two."""
+    speak(short)  # warm-up
+    speak(long)
+    x_real_time, ms_per_frame = [], []
     for _ in range(runs):
-        made = []
-        first, second = (clock(lambda: made.append(speak(frames))) for frames in (short, long))
-        if made[1] <= made[0]:
-            raise ValueError(f"the speech ends after {made[1]} frames: too soon to time")
-        rtfs.append(made[1] / FRAME_RATE / (second / 1e3))
-        steps.append((second - first) / (made[1] - made[0]))
-    return dict(frames=made[1], **median_of("rtf", rtfs), **median_of("ms_a_frame", steps))
+        short_ms, short_frames = clock(lambda: speak(short))
+        long_ms, long_frames = clock(lambda: speak(long))
+        if long_frames <= short_frames:
+            raise ValueError(f"the speech ends after {long_frames} frames: too soon to time")
+        x_real_time.append(long_frames / FRAME_RATE / (long_ms / 1e3))
+        ms_per_frame.append((long_ms - short_ms) / (long_frames - short_frames))
+    medians = median_of("x_real_time", x_real_time) | median_of("ms_per_frame", ms_per_frame)
+    return dict(frames=long_frames, **medians)
 
 
-def streaming(start_stream, frames, firsts, runs):
-    """`start_stream(frames)` -> chunks of (audio, rate, ...). First audio: from the call to samples on the host."""
-    times, rtfs = [], []
-    for _ in range(1 + firsts):
+def time_stream(start_stream: Callable[[int], Iterator], frames: int, first_audio_runs: int, runs: int) -> Row:
+    """First audio: from the call to samples on the host. The first run of each kind warms up and is not counted."""
+    first_audio_ms = []
+    for _ in range(1 + first_audio_runs):
         synchronize()
         start = time.perf_counter()
         chunks = start_stream(frames)
         next(chunks)
-        times.append((time.perf_counter() - start) * 1e3)
+        first_audio_ms.append((time.perf_counter() - start) * 1e3)
         chunks.close()
+
+    x_real_time = []
     for _ in range(1 + runs):
-        seconds = []
-        wall = clock(lambda: seconds.extend(len(audio) / rate for audio, rate, *_ in start_stream(frames))) / 1e3
-        rtfs.append(sum(seconds) / wall)
-    return median_of("first_audio_ms", times[1:]) | median_of("rtf", rtfs[1:])          # the first ones warm up
+        ms, seconds = clock(lambda: sum(len(audio) / rate for audio, rate, *_ in start_stream(frames)))
+        x_real_time.append(seconds / (ms / 1e3))
+    return median_of("first_audio_ms", first_audio_ms[1:]) | median_of("x_real_time", x_real_time[1:])
 
 
-def late_chunks(start_stream, frames):
+def count_late_chunks(start_stream: Callable[[int], Iterator], frames: int) -> Row:
     """Chunks that come too late for a listener who starts to play with the first one."""
-    late, played, begin = 0, 0.0, None
+    late = 0
+    played = 0.0
+    begin = None
     for audio, rate, *_ in start_stream(frames):
         now = time.perf_counter()
         begin = begin or now
@@ -134,259 +459,153 @@ def late_chunks(start_stream, frames):
     return dict(late_chunks=late, seconds=played)
 
 
-# ---- what is timed
-
-def arguments(speaker, rows, frames):
-    return asked(frames, rows, voice_clone_prompt=speaker_prompt(speaker, rows))
-
-
-def asked(frames, rows=1, **voice):
-    return dict(text=[TEXT] * rows, language="English", max_new_tokens=frames + 1, **voice)
-
-
-def count_frames(wavs, rate):
-    return round(len(wavs[0]) / rate * FRAME_RATE)
-
-
-def speaking(method, **voice):
-    """`speak` for whole_calls."""
-    return lambda frames: count_frames(*method(**asked(frames, **voice)))
-
-
-def one_path(tts, speaker, fused, effort, fastest):
-    """Rows of one path: whole calls, memory, streams and where the time goes; of the fastest also a minute's stream."""
-    voice = dict(voice_clone_prompt=speaker_prompt(speaker))
-    for owner, name in ((tts.model.talker, "generate"), (tts.model.speech_tokenizer, "decode")):
-        vars(owner).pop(name, None)                               # what the path before has put there
-    forget()
-    seconds = clock(lambda: accelerate(tts, max_batch=1, fused=fused)) / 1e3
-    row = whole_calls(speaking(tts.generate_voice_clone, **voice), effort.short, effort.long, effort.runs)
-    yield "", row | dict(seconds_to_capture=seconds, peak_gib=peak())
-    if effort.quick and not fastest:
-        return
-    for name in effort.chunks:
-        def start_stream(frames):
-            return stream(tts.generate_voice_clone, chunk_frames=CHUNKS[name], **asked(frames, **voice))
-        row = streaming(start_stream, effort.long, effort.firsts, effort.runs)
-        gaps = late_chunks(start_stream, effort.minute) if fastest and effort.minute and name != "8" else {}
-        yield f", chunks of {name}", row | gaps
-    loop = decode_loop(tts, speaker, 1, effort.long, effort.runs)["ms_a_frame"]
-    yield ", a frame's parts in ms", frame_parts(tts, speaker, fused, effort, loop)
-    yield ", first audio's parts in ms", first_audio_parts(tts, speaker, effort)
-    yield ", a whole call's parts in ms", whole_call_parts(tts, voice, effort, loop)
-
-
-def start_frames(tts, speaker, rows, frames):
-    decoder, request = handed_over(tts.generate_voice_clone, arguments(speaker, rows, frames))
-    return decoder.frames(**request)
-
-
-def decode_loop(tts, speaker, rows, frames, runs):
-    """Frames of a batch, codec apart."""
-    times, made = [], []
+def time_frames(tts, speaker: torch.Tensor, rows: int, frames: int, runs: int) -> Row:
+    """Frames of a batch, without prompt and codec. The first run warms up."""
+    ms_per_frame = []
     for _ in range(1 + runs):
         loop = start_frames(tts, speaker, rows, frames)
-        for _ in itertools.islice(loop, frames // 4):             # the prompt is behind us then
+        for _ in itertools.islice(loop, frames // 4):  # by then the prompt's work is done
             pass
-        wall = clock(lambda: made.append(sum(1 for _ in loop)))
-        if made[-1] == 0:
+        ms, rest = clock(partial(list, loop))
+        if not rest:
             raise ValueError("the speech ends too soon to time")
-        times.append(wall / made[-1])
-    row = median_of("ms_a_frame", times[1:])
-    return row | dict(rows=rows, audio_seconds_a_second=rows / FRAME_RATE / (row["ms_a_frame"] / 1e3), peak_gib=peak())
+        ms_per_frame.append(ms / len(rest))
+    row = median_of("ms_per_frame", ms_per_frame[1:])
+    speed = rows / FRAME_RATE / (row["ms_per_frame"] / 1e3)
+    return row | dict(rows=rows, audio_seconds_per_second=speed, peak_gib=peak_gib())
 
 
 @torch.no_grad()
-def frame_parts(tts, speaker, fused, effort, loop, count=20):
-    """Each graph replayed by itself, back to back; what the loop takes beyond them is glue. Sampling is inside the two:
-    on the reference path it is also timed alone, as a graph of its own. Then both together, at two positions."""
+def frame_parts(tts, speaker: torch.Tensor, effort: Effort, frame_ms: float) -> Row:
+    """Each graph replayed alone, back to back; then both together, at two positions of the cache.
+
+    What the loop takes beyond the two is overhead. Sampling is inside the graphs; where it is not part of the
+    megakernel, it is also timed as graphs of its own.
+    """
     frames = start_frames(tts, speaker, 1, effort.long)
     next(frames)
-    talker, predictor = tts.model.talker.generate.__self__.graphs_for(1)
+    talker, predictor = decoder_of(tts).graphs_for(1)
 
-    def of(graph):
-        graph()
-        return clock(lambda: [graph() for _ in range(count)]) / count
-    parts = {"predictor": of(predictor.step), "talker": of(talker.step)}
+    def replay_both() -> None:
+        predictor.replay()
+        talker.replay()
+
+    parts = {"predictor": time_replays(predictor.replay), "talker": time_replays(talker.replay)}
     for position in (200, 1500):
-        talker.frame.fill_(position - talker.start.item())
-        parts[f"frame at position {position}"] = of(lambda: (predictor.step(), talker.step()))
+        talker.frame.fill_(position - talker.prompt_length.item())
+        parts[f"frame at position {position}"] = time_replays(replay_both)
     frames.close()
-    if not fused:
-        scores = torch.randn(1, predictor.sampling.vocab, device=talker.device)
-        fifteen = capture(lambda: [sample(scores, predictor.sampling) for _ in predictor.heads], talker.device)
-        parts["of these: sampling"] = of(fifteen) + of(capture(talker.choose, talker.device))
-    return parts | {"the whole loop": loop, "glue": loop - parts["talker"] - parts["predictor"]}
+
+    if not hasattr(talker.step, "logits"):
+        scores = torch.randn(1, predictor.sampling.vocab_size, device=talker.device)
+        choose_codes = capture(lambda: [sample(scores, predictor.sampling) for _ in predictor.heads], talker.device)
+        choose_token = capture(talker.choose_token, talker.device)
+        parts["of these: sampling"] = time_replays(choose_codes) + time_replays(choose_token)
+    overhead = frame_ms - parts["talker"] - parts["predictor"]
+    return parts | {"the whole loop": frame_ms, "overhead": overhead}
+
+
+def time_replays(replay: Callable[[], Any], count: int = 20) -> float:
+    """Milliseconds of one replay."""
+    replay()  # warm-up
+    ms, _ = clock(lambda: [replay() for _ in range(count)])
+    return ms / count
 
 
 @torch.no_grad()
-def first_audio_parts(tts, speaker, effort):
-    """Each part by itself; the first frame's sound needs no more of the frame than the predictor."""
-    decoder, request = handed_over(tts.generate_voice_clone, arguments(speaker, 1, 10))
-    codec, parts = tts.model.speech_tokenizer.decode.__self__, {}
-    (talker, predictor), words = decoder.graphs_for(1), [f"<|im_start|>assistant\n{TEXT}<|im_end|>\n"]
-    code, audio = predictor.codes[0, :1].clone(), codec.samples[:codec.samples_a_frame]
-    for name, part in (
-            ("tokenize", lambda: tts._tokenize_texts(words)),
-            ("tokenize and prompt", lambda: handed_over(tts.generate_voice_clone, arguments(speaker, 1, 10))),
-            ("prefill", lambda: talker.begin(request["inputs_embeds"], request["attention_mask"])),
-            ("first codes", predictor.step),
-            ("codec and copy", lambda: codec.feed(code)()),
-            ("copy", audio.cpu)):
-        codec.reset(), part()
-        parts[name] = statistics.median(clock(part) for _ in range(effort.firsts))
-    return parts
+def first_audio_parts(tts, speaker: torch.Tensor, effort: Effort) -> Row:
+    """Each part alone. The audio of the first frame needs prefill and predictor, but no step of the talker."""
+    method = tts.generate_voice_clone
+    arguments = clone_arguments(speaker, 10)
+    request = build_request(method, **arguments)
+    talker, predictor = decoder_of(tts).graphs_for(1)
+    codec = tts.model.speech_tokenizer.decode.__self__
+    prompt_text = [f"<|im_start|>assistant\n{TEXT}<|im_end|>\n"]
+    codes = predictor.codes[0, :1].clone()
+    samples = codec.samples[: codec.samples_per_frame]
+    parts = {
+        "tokenize": lambda: tts._tokenize_texts(prompt_text),
+        "tokenize and prompt": lambda: build_request(method, **arguments),
+        "prefill": lambda: talker.begin(request["inputs_embeds"], request["attention_mask"]),
+        "first codes": predictor.replay,
+        "codec and copy": lambda: codec.feed(codes)(),
+        "copy": samples.cpu,
+    }
+    medians = {}
+    for name, part in parts.items():
+        codec.reset()
+        part()  # warm-up
+        medians[name] = statistics.median(clock(part)[0] for _ in range(effort.first_audio_runs))
+    return medians
 
 
-def whole_call_parts(tts, voice, effort, loop):
+def whole_call_parts(tts, voice: dict, effort: Effort, frame_ms: float) -> Row:
     frames = min(80, effort.long)
-    speak = speaking(tts.generate_voice_clone, **voice)
-    codec, codes = tts.model.speech_tokenizer.decode, torch.zeros(frames, 16, dtype=torch.long, device=tts.device)
-    whole, sound = (statistics.median(clock(part) for _ in range(1 + effort.runs)) for part in (
-        lambda: speak(frames), lambda: codec([{"audio_codes": codes}])))
-    return {"frames": loop * frames, "codec": sound, "rest": whole - loop * frames - sound, "whole": whole,
-            "rtf": frames / FRAME_RATE / (whole / 1e3)}
+    speak = whole_call(tts.generate_voice_clone, **voice)
+    codes = torch.zeros(frames, 16, dtype=torch.long, device=tts.device)
+    decode = partial(tts.model.speech_tokenizer.decode, [{"audio_codes": codes}])
+    runs = 1 + effort.runs
+    whole_ms = statistics.median(clock(lambda: speak(frames))[0] for _ in range(runs))
+    codec_ms = statistics.median(clock(decode)[0] for _ in range(runs))
+    return {
+        "frames": frame_ms * frames,
+        "codec": codec_ms,
+        "rest": whole_ms - frame_ms * frames - codec_ms,
+        "whole": whole_ms,
+        "x_real_time": frames / FRAME_RATE / (whole_ms / 1e3),
+    }
 
 
-def voices(tts, speaker, custom, effort):
-    """Every kind of voice on the fastest path: whole calls and the first audio."""
-    recording = np.random.default_rng(0).normal(size=3 * 24000).astype(np.float32) * 0.1, 24000
-    ways = {"x-vector": (tts.generate_voice_clone, dict(voice_clone_prompt=speaker_prompt(speaker))),
-            "in-context": (tts.generate_voice_clone, dict(voice_clone_prompt=tts.create_voice_clone_prompt(
-                recording, "three seconds of something")))}
-    if custom:
-        try:
-            preset = accelerate(load_upstream(custom), max_batch=1)
-            ways["preset voice"] = (preset.generate_custom_voice, dict(speaker=preset.get_supported_speakers()[0]))
-        except ValueError as error:
-            print(f"voice: preset voice left out: {error}")
-    for name, (method, voice) in ways.items():
-        try:
-            yield f"voice: {name}", whole_calls(
-                speaking(method, **voice), effort.short, effort.long, effort.runs) | streaming(
-                    lambda frames: stream(method, **asked(frames, **voice)), effort.long, effort.firsts, 1)
-        except ValueError as error:
-            print(f"voice: {name} left out: {error}")
+def synchronize() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
 
 
-def peer(folder, speaker, effort):
-    """faster-qwen3-tts on the same checkpoint, where it is installed."""
-    try:
-        from faster_qwen3_tts import FasterQwen3TTS
-    except ImportError as error:
-        print(f"faster-qwen3-tts left out: {error}")
-        return {}
-    tts = FasterQwen3TTS.from_pretrained(folder, device="cuda", dtype=torch.bfloat16)
-
-    def request(frames):
-        voice = {"ref_spk_embedding": [speaker.to("cuda", torch.bfloat16)]}
-        return dict(text=TEXT, language="English", voice_clone_prompt=voice, max_new_tokens=frames,
-                    min_new_tokens=frames)
-
-    rows = {"faster-qwen3-tts": whole_calls(lambda frames: count_frames(*tts.generate_voice_clone(**request(frames))),
-                                            effort.short, effort.long, effort.runs)}
-    for chunk in (1, 8):
-        rows[f"faster-qwen3-tts, chunks of {chunk}"] = streaming(
-            lambda frames: tts.generate_voice_clone_streaming(**request(frames), chunk_size=chunk), effort.long,
-            effort.firsts, effort.runs)
-    rows["faster-qwen3-tts"]["version"] = importlib.metadata.version("faster-qwen3-tts")
-    return rows
-
-
-def bench(size, folder, custom, speaker, effort):
-    """All rows of one checkpoint, one after another as they come."""
+def clock(fn: Callable[[], Any]) -> tuple[float, Any]:
+    """Milliseconds, with the GPU idle before and after, and what `fn` returns."""
+    synchronize()
     start = time.perf_counter()
-    tts = load_upstream(folder)
-    seconds_to_load = time.perf_counter() - start
-    speak = speaking(tts.generate_voice_clone, voice_clone_prompt=speaker_prompt(speaker))
-    rows = {"upstream": whole_calls(speak, effort.upstream_short, effort.upstream_long, effort.runs)
-            | dict(seconds_to_load=seconds_to_load)}
-    yield from rows.items()
-    paths = {"reference path": False} | ({} if why_not(tts.model.talker) else {"fused layers": True})
-    for path, fused in paths.items():
-        for name, row in one_path(tts, speaker, fused, effort, path == [*paths][-1]):
-            rows[path + name] = row
-            yield path + name, row
-    (spoken,), rate = tts.generate_voice_clone(**arguments(speaker, 1, effort.long))
-    write_wav(Path(f"sample_{size}.wav"), [(spoken, rate)])
-    if not effort.quick:
-        yield from voices(tts, speaker, custom, effort)
-    for batch in effort.batches:
-        accelerate(tts, max_batch=batch, fused=False)
-        forget()
-        yield f"reference path, batch of {batch}", decode_loop(tts, speaker, batch, effort.short, effort.runs)
-    del tts, speak, spoken
-    forget()
-    if ON_GPU and not effort.quick:
-        rows |= (peer_rows := peer(folder, speaker, effort))
-        yield from peer_rows.items()
-        forget()
-    times = {path: {f"than {name}": rows[name]["ms_a_frame"] / rows[path]["ms_a_frame"] for name in (
-        "upstream", "faster-qwen3-tts") if name in rows} for path in paths}
-    yield from ((f"{path}, times as fast", row) for path, row in times.items())
+    result = fn()
+    synchronize()
+    return (time.perf_counter() - start) * 1e3, result
 
 
-# ---- is it the same model?
-
-def check(folder, speaker, frames):
-    """Yields a name, whether it is well, and figures."""
-    tts = accelerate(load_upstream(folder))
-    decoder, request = handed_over(tts.generate_voice_clone, arguments(speaker, 1, frames))
-    talker, predictor = decoder.graphs_for(1)
-
-    def tokens_of(take=lambda: None):
-        torch.manual_seed(0)
-        made = [(codes[0].clone(), take()) for codes, _ in decoder.frames(**request)]
-        return torch.stack([codes for codes, _ in made]), [taken for _, taken in made]
-    logits = (lambda: [graph.fused.logits().cpu() for graph in (predictor, talker)]) if decoder.fused else lambda: None
-    tokens, taken = tokens_of(logits)
-    yield "a seed reproduces", torch.equal(tokens, tokens_of()[0]), f"{len(tokens)} frames made twice, {decoder.path}"
-    yield "the stream is the whole", *streamed_is_whole(tts, speaker, min(frames, 60))
-    if not ON_GPU:
-        yield from check_sound(tts, folder, speaker, min(frames, 60))
-        return
-    paths = {"reference path": Forced(tts.model.talker, decoder.max_seq_len).logits(tokens, **request)}
-    if decoder.fused:                                             # after a frame's codes the talker has chosen the next
-        paths["fused layers"] = [torch.cat([row[0] for row in taken]), torch.cat([row[1] for row in taken[1:]])]
-    del tts, decoder, talker, predictor, logits
-    forget()
-    own, exact = ([*Forced(talker, 2048).logits(tokens, **request), one_pass(talker, tokens, **request)] for talker in (
-        load_upstream(folder, dtype=dtype).model.talker for dtype in (torch.bfloat16, torch.float32)))
-    apart = error(exact[1], exact[2], 0.99) / error(own[2], exact[2], 0.99)
-    yield "float32 frame by frame is upstream's one pass", apart < 0.05, f"{apart:.1e} of bfloat16's error between them"
-    for path, (codes, firsts) in paths.items():
-        yield f"{path}: codes 1 to 15", *verdict(codes, own[0], exact[0])
-        yield f"{path}: first codes", *verdict(firsts, *(logits[1][:len(firsts)] for logits in (own, exact)))
+def median_of(name: str, values: list[float]) -> Row:
+    return {name: statistics.median(values), f"{name}_spread": [min(values), max(values)], f"{name}_runs": len(values)}
 
 
-def streamed_is_whole(tts, speaker, frames):
-    torch.manual_seed(0)
-    (whole,), _ = tts.generate_voice_clone(**arguments(speaker, 1, frames))
-    torch.manual_seed(0)
-    joined = np.concatenate([audio for audio, _ in stream(tts.generate_voice_clone, **arguments(speaker, 1, frames))])
-    if len(joined) != len(whole):
-        return False, f"{len(joined)} samples streamed, {len(whole)} whole"
-    difference, allowed = np.abs(joined - whole).max(), 0.02 if ON_GPU else 1e-5
-    return difference <= allowed, f"largest difference {difference:.1e} of full scale, {allowed} allowed"
+def free_memory() -> None:
+    """So that the peak of the next row does not include the row before."""
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
-def check_sound(tts, folder, speaker, frames):
-    """Without a GPU, in float32: what upstream makes of the same seed, which the same tokens alone can be."""
-    upstream = load_upstream(folder)
-    for name, settings in (("greedy", dict(do_sample=False, subtalker_dosample=False)), ("seeded", {}), (
-            "seeded, other settings", dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.3))):
-        sounds = []
-        for model in (upstream, tts):
-            torch.manual_seed(0)
-            sounds.append(model.generate_voice_clone(**arguments(speaker, 1, frames), **settings)[0][0])
-        same = len(sounds[0]) == len(sounds[1]) and np.abs(sounds[0] - sounds[1]).max() < 1e-4
-        yield f"upstream's sound, {name}", same, f"{len(sounds[0])} samples of upstream's, {len(sounds[1])} of ours"
+def peak_gib() -> float | None:
+    return torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else None
 
 
-# ---- words
+# ---- Printing
 
-def answer(*command):
-    """The first line of what a program says; unknown without the program."""
+
+def machine_card(weights: str) -> dict[str, Any]:
+    """What the figures depend on: machine, versions, weights."""
+    if ON_GPU:
+        driver = first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        machine = dict(gpu=torch.cuda.get_device_name(), driver=driver, dtype="bfloat16")
+    else:
+        cpu = platform.processor() or platform.machine()
+        machine = dict(gpu="none", cpu=cpu, threads=torch.get_num_threads(), dtype="float32")
+    machine["python"] = platform.python_version()
+    for package in ("torch", "transformers", "qwen-tts"):
+        machine[package] = importlib.metadata.version(package)
+    commit = first_line("git", "describe", "--always", "--dirty")
+    return machine | dict(commit=commit, weights=weights)
+
+
+def first_line(*command: str) -> str:
+    """The first line that a program prints; unknown without the program."""
     try:
         lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
     except OSError:
@@ -394,137 +613,14 @@ def answer(*command):
     return lines[0] if lines else "unknown"
 
 
-def card(weights):
-    if ON_GPU:
-        driver = answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        machine = dict(gpu=torch.cuda.get_device_name(), driver=driver, dtype="bfloat16")
-    else:
-        machine = dict(gpu="none", cpu=platform.processor() or platform.machine(), threads=torch.get_num_threads(),
-                       dtype="float32")
-    return machine | dict(python=platform.python_version(), torch=torch.__version__, **{
-        name: importlib.metadata.version(name) for name in ("transformers", "qwen-tts")},
-        commit=answer("git", "describe", "--always", "--dirty"), weights=weights)
-
-
-COLUMNS = {"ms_a_frame": ("ms/frame", 2), "rtf": ("RTF", 2), "first_audio_ms": ("first ms", 1),
-           "audio_seconds_a_second": ("audio s/s", 1), "peak_gib": ("GiB", 2), "seconds_to_capture": ("capture s", 1),
-           "late_chunks": ("late", 0)}
-
-
-def print_row(name, row):
-    if not COLUMNS.keys() & row.keys() or "whole" in row:         # parts
+def print_row(name: str, row: Row) -> None:
+    if name.endswith(("parts in ms", "times as fast")):
         print(f"{name}: " + ", ".join(f"{key} {value:.2f}" for key, value in row.items()), flush=True)
         return
-    cells = [f"{row[key]:.{digits}f}" if row.get(key) is not None else "" for key, (_, digits) in COLUMNS.items()]
-    print(f"{name:44}" + "".join(f"{cell:>11}" for cell in cells), flush=True)
-
-
-def plot(output):
-    """Milliseconds a frame and to the first audio, of every results file with a GPU's figures."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: install it with pip install matplotlib") from None
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-    results = [json.loads(path.read_text()) for path in sorted((ROOT / "results").glob("*.json"))]
-    gray, rows = "#808080", ("upstream", "faster-qwen3-tts", "reference path", "fused layers")
-    colors = dict(zip(rows, ("#9aa0a6", "#c58a2b", "#4f8fd0", "#2f9e62")))
-    figure, axes = plt.subplots(1, 2, figsize=(10, 0.6 + 1.5 * sum(len(result["models"]) for result in results)))
-    for axis, title, pick in (
-            (axes[0], "milliseconds a frame (80 ms of sound)", lambda model, row: model.get(row, {}).get("ms_a_frame")),
-            (axes[1], "milliseconds to the first audio", lambda model, row: model.get(
-                f"{row}, chunks of 1", {}).get("first_audio_ms"))):
-        bars = [(f"{row}, {size}" + f", {result['card']['gpu']}" * (len(results) > 1), value, colors[row])
-                for result in results for size, model in result["models"].items() for row in rows
-                if (value := pick(model, row))]
-        axis.barh([name for name, *_ in bars], [value for _, value, _ in bars], color=[color for *_, color in bars])
-        for place, (_, value, _) in enumerate(bars):
-            axis.annotate(f" {value:.3g}", (value, place), va="center", color=gray)
-        axis.set_xscale("log")
-        axis.set_title(title, color=gray)
-        axis.tick_params(colors=gray)
-        axis.invert_yaxis()
-        axis.margins(x=0.15)
-        axis.set_xlim(left=1)
-        for spine in axis.spines.values():
-            spine.set_visible(False)
-    words = "; ".join(dict.fromkeys("{gpu}, {dtype}, {weights} weights, torch {torch}".format(**result["card"])
-                                    for result in results))
-    figure.text(0.01, 0.01, words, color=gray)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(output, transparent=True)
-    print(output)
-
-
-def checkpoints(names, random_weights, folder, with_custom):
-    """(name, checkpoint, CustomVoice checkpoint) of each; random ones are written into the folder."""
-    for name in names:
-        if name == "tiny" or (random_weights and name in SIZES):
-            for kind in ("base", "custom_voice")[:1 + with_custom]:
-                write_checkpoint(folder / f"{name}-{kind}", name, kind, ends=False)
-            yield name, str(folder / f"{name}-base"), str(folder / f"{name}-custom_voice") if with_custom else None
-        elif Path(name).is_dir():
-            yield Path(name).name, name, None
-        else:
-            yield name, name, f"{name}-CustomVoice"
-
-
-def main():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="MODEL",
-                        help="0.6B, 1.7B, or a folder; default both sizes, with --quick 0.6B")
-    parser.add_argument("--random-weights", action="store_true", help="of the published shapes, made here")
-    parser.add_argument("--speaker", type=Path, help="a speaker.pt for the voice; without it a random one")
-    parser.add_argument("--quick", action="store_true", help="less of everything: within a minute on an H200 (0.6B)")
-    parser.add_argument("--check", action="store_true", help="compare, do not time; exit code 1 if anything is wrong")
-    parser.add_argument("--plot", action="store_true", help="draw results/speed.svg, do not time")
-    parser.add_argument("--output", type=Path, help="the JSON; default bench_results_<GPU>.json")
-    args = parser.parse_args()
-    if args.plot:
-        return plot(ROOT / "results" / "speed.svg")
-    args.models = args.models or (SIZES[:1] if args.quick else SIZES)
-    if args.speaker and len(args.models) > 1:
-        parser.error("a speaker belongs to one size: give one model with --speaker")
-    if unknown := [name for name in args.models if name not in [*SIZES, "tiny"] and not Path(name).is_dir()]:
-        parser.error(f"{unknown[0]} is neither 0.6B, 1.7B nor a folder")
-    if not ON_GPU and set(args.models) <= {*SIZES, "tiny"}:
-        print("No GPU here: a tiny model with random weights runs on the CPU. It shows that everything works, and\n"
-              "--check that the sound is upstream's. Its times say nothing about the real models on a GPU.\n")
-        args.models = ["tiny"]
-    warnings.filterwarnings("ignore", message="the speech was cut off")
-    transformers.logging.set_verbosity_error()
-    random = args.random_weights or args.models == ["tiny"]
-    results = dict(card=card("random" if random else "published, or of the folder given"), models={})
-    print("  ".join(f"{name}: {value}" for name, value in results["card"].items()), flush=True)
-    device = results["card"]["gpu"] if ON_GPU else "CPU"
-    output = args.output or Path(f"bench_results_{device.replace(' ', '_')}.json")
-    if not args.check:
-        check_writable(output)
-    wrong = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for size, checkpoint, custom in checkpoints(args.models, random, Path(folder), not (args.check or args.quick)):
-            width = base_config(checkpoint)["talker_config"]["hidden_size"]
-            speaker = torch.randn(width, generator=torch.Generator().manual_seed(0))
-            if args.speaker:
-                speaker, = load_speaker(args.speaker, width)["ref_spk_embedding"]
-            if args.check:
-                print(f"\n{size}")
-                for name, good, figures in check(checkpoint, speaker, 60 if args.quick or not ON_GPU else 200):
-                    print(f"{'ok' if good else 'WRONG':6}{name}: {figures}", flush=True)
-                    wrong += not good
-                continue
-            print(f"\n{size:44}" + "".join(f"{title:>11}" for title, _ in COLUMNS.values()))
-            rows = results["models"][size] = {}
-            for name, row in bench(size, checkpoint, custom, speaker, Effort(args.quick)):
-                rows[name] = row
-                print_row(name, row)
-                output.write_text(json.dumps(results, indent=1) + "\n")
-    if args.check:
-        sys.exit(f"{wrong} wrong" if wrong else 0)
-    print(f"\n{output}")
+    cells = ["" if row.get(key) is None else f"{row[key]:.{digits}f}" for key, (_, digits) in COLUMNS.items()]
+    print(f"{name:44}" + "".join(f"{cell:>12}" for cell in cells), flush=True)
 
 
 if __name__ == "__main__":
-    with answered_mistakes():
+    with cli_errors():
         main()

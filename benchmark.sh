@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
-# Times everything on this machine: ./benchmark.sh [0.6B|1.7B|both] [--random-weights] [--quick] [--check]
-# Default: both, but 0.6B with --quick. Writes bench_results_<GPU>.json and sample_<size>.wav. More: bench.py --help
+# Runs bench.py: ./benchmark.sh [0.6B|1.7B|both] [--random-weights] [--quick] [--check] [--plot]
+# Default: both sizes, with --quick 0.6B. Writes bench_results_<GPU>.json and sample_<size>.wav. More: bench.py --help
 set -euo pipefail
 cd "$(dirname "$0")"
 
-for word in "$@"; do
-  shift
-  case $word in
-    both) set -- "$@" 0.6B 1.7B ;;
-    *) set -- "$@" "$word" ;;
+# The environment, if setup.sh has not made it yet.
+[ -x .venv/bin/python ] || ./setup.sh none
+
+# "both" stands for the two sizes.
+arguments=()
+for argument in "$@"; do
+  case $argument in
+    both) arguments+=(0.6B 1.7B) ;;
+    *) arguments+=("$argument") ;;
   esac
 done
-[ -x .venv/bin/python ] || ./setup.sh none
-exec .venv/bin/python bench.py "$@"
+
+exec .venv/bin/python bench.py ${arguments[@]+"${arguments[@]}"}

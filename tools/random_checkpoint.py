@@ -1,124 +1,310 @@
 #!/usr/bin/env python3
 """Write a Qwen3-TTS checkpoint folder with random weights, in the layout of the published ones.
 
-    python random_checkpoint.py tiny OUT                        small enough for a CPU: tests, a first look
-    python random_checkpoint.py 0.6B OUT                        the published shapes: timing without a download
-    python random_checkpoint.py 1.7B --type custom_voice OUT
+    python tools/random_checkpoint.py tiny OUT                       small enough for a CPU: tests, a first look
+    python tools/random_checkpoint.py 0.6B OUT                       the published shapes: timing without a download
+    python tools/random_checkpoint.py 1.7B --type custom_voice OUT
 
-Upstream's from_pretrained loads all of it: model, codec and processor. The sound is noise. The text tokenizer is made
-here: every byte is a token, and the words that the prompt format counts on are one token each.
+Upstream's from_pretrained loads all of it: model, codec and processor. The audio is noise. The text tokenizer is made
+here: every byte is a token, and so are the special tokens and words of upstream's prompt format.
 """
+
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import torch
 
-import generate  # noqa: F401  before qwen_tts, which would ask for the 25 Hz tokenizer's packages
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python tools/random_checkpoint.py`
+from cli import Parser, cli_errors  # imports generate, which must come before qwen_tts
+
+# isort: split
 from qwen_tts.core import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model
 from qwen_tts.core.models import Qwen3TTSConfig, Qwen3TTSForConditionalGeneration, Qwen3TTSProcessor
 from transformers import EncodecFeatureExtractor, Qwen2TokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import bytes_to_unicode
 
-from voices import Parser, answered_mistakes
-
-LANGUAGES = dict(chinese=2055, english=2050, german=2053, italian=2070, portuguese=2071, spanish=2054, japanese=2058,
-                 korean=2064, french=2061, russian=2069)
+LANGUAGES = dict(
+    chinese=2055,
+    english=2050,
+    german=2053,
+    italian=2070,
+    portuguese=2071,
+    spanish=2054,
+    japanese=2058,
+    korean=2064,
+    french=2061,
+    russian=2069,
+)
 DIALECTS = dict(beijing_dialect=2074, sichuan_dialect=2062)
-SPEAKERS = dict(aiden=2861, dylan=2878, eric=2875, ono_anna=2873, ryan=3061, serena=3066, sohee=2864, uncle_fu=3010,
-                vivian=3065)
+SPEAKERS = dict(
+    aiden=2861, dylan=2878, eric=2875, ono_anna=2873, ryan=3061, serena=3066, sohee=2864, uncle_fu=3010, vivian=3065
+)
 SPEAKER_DIALECTS = dict(dylan="beijing_dialect", eric="sichuan_dialect")
-CODEC_IDS = dict(codec_bos_id=2149, codec_eos_token_id=2150, codec_think_id=2154, codec_nothink_id=2155,
-                 codec_pad_id=2148, codec_think_bos_id=2156, codec_think_eos_id=2157)
+CODEC_IDS = dict(
+    codec_bos_id=2149,
+    codec_eos_token_id=2150,
+    codec_think_id=2154,
+    codec_nothink_id=2155,
+    codec_pad_id=2148,
+    codec_think_bos_id=2156,
+    codec_think_eos_id=2157,
+)
 
-TALKER = dict(num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=3072,
-              text_vocab_size=151936, text_hidden_size=2048, num_code_groups=16, max_position_embeddings=32768,
-              rope_theta=1000000, position_id_per_seconds=13, sliding_window=None, use_sliding_window=False,
-              rope_scaling=dict(interleaved=True, mrope_section=[24, 20, 20], rope_type="default", type="default"))
-PREDICTOR = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=5, num_attention_heads=16,
-                 num_key_value_heads=8, head_dim=128, vocab_size=2048, num_code_groups=16,
-                 max_position_embeddings=65536, rope_theta=1000000)
+SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>"]
+
+TALKER = dict(
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=3072,
+    text_vocab_size=151936,
+    text_hidden_size=2048,
+    num_code_groups=16,
+    max_position_embeddings=32768,
+    rope_theta=1000000,
+    position_id_per_seconds=13,
+    sliding_window=None,
+    use_sliding_window=False,
+    rope_scaling=dict(interleaved=True, mrope_section=[24, 20, 20], rope_type="default", type="default"),
+)
+PREDICTOR = dict(
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=5,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=2048,
+    num_code_groups=16,
+    max_position_embeddings=65536,
+    rope_theta=1000000,
+)
 TALKER_SIZES = {
     "0.6B": dict(hidden_size=1024, intermediate_size=3072),
     "1.7B": dict(hidden_size=2048, intermediate_size=6144),
-    "tiny": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, head_dim=16, text_vocab_size=512, text_hidden_size=48,
-                 rope_scaling=dict(interleaved=True, mrope_section=[4, 2, 2], rope_type="default", type="default")),
+    "tiny": dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        text_vocab_size=512,
+        text_hidden_size=48,
+        rope_scaling=dict(interleaved=True, mrope_section=[4, 2, 2], rope_type="default", type="default"),
+    ),
 }
-TINY_PREDICTOR = dict(hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
-                      num_key_value_heads=2, head_dim=16)
-TINY_SPEAKER_ENCODER = dict(enc_channels=[16, 16, 16, 16, 48], enc_attention_channels=8, enc_se_channels=8,
-                            enc_res2net_scale=4)
+TINY_PREDICTOR = dict(
+    hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+)
+TINY_SPEAKER_ENCODER = dict(
+    enc_channels=[16, 16, 16, 16, 48], enc_attention_channels=8, enc_se_channels=8, enc_res2net_scale=4
+)
 
-CODEC_DECODER = dict(latent_dim=1024, codebook_dim=512, codebook_size=2048, decoder_dim=1536, hidden_size=512,
-                     intermediate_size=1024, head_dim=64, num_attention_heads=16, num_key_value_heads=16,
-                     num_hidden_layers=8, num_quantizers=16, num_semantic_quantizers=1, semantic_codebook_size=4096,
-                     vector_quantization_hidden_dimension=512, sliding_window=72, rope_theta=10000, rms_norm_eps=1e-5,
-                     max_position_embeddings=8000, layer_scale_initial_scale=0.01, upsample_rates=[8, 5, 4, 3],
-                     upsampling_ratios=[2, 2])
-CODEC_ENCODER = dict(num_quantizers=32, num_semantic_quantizers=1, codebook_size=2048, codebook_dim=256,
-                     vector_quantization_hidden_dimension=256, hidden_size=512, intermediate_size=2048, head_dim=64,
-                     num_attention_heads=8, num_key_value_heads=8, num_hidden_layers=8, num_filters=64,
-                     upsampling_ratios=[8, 6, 5, 4], sampling_rate=24000, sliding_window=250, use_streaming=False,
-                     max_position_embeddings=8000, upsample_groups=512)
-TINY_DECODER = dict(latent_dim=64, codebook_dim=32, decoder_dim=48, hidden_size=32, intermediate_size=64, head_dim=16,
-                    num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
-TINY_ENCODER = dict(hidden_size=32, intermediate_size=64, head_dim=16, num_attention_heads=2, num_key_value_heads=2,
-                    num_hidden_layers=2, num_filters=4, codebook_dim=16, vector_quantization_hidden_dimension=16,
-                    upsample_groups=32)
+CODEC_DECODER = dict(
+    latent_dim=1024,
+    codebook_dim=512,
+    codebook_size=2048,
+    decoder_dim=1536,
+    hidden_size=512,
+    intermediate_size=1024,
+    head_dim=64,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    num_hidden_layers=8,
+    num_quantizers=16,
+    num_semantic_quantizers=1,
+    semantic_codebook_size=4096,
+    vector_quantization_hidden_dimension=512,
+    sliding_window=72,
+    rope_theta=10000,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=8000,
+    layer_scale_initial_scale=0.01,
+    upsample_rates=[8, 5, 4, 3],
+    upsampling_ratios=[2, 2],
+)
+CODEC_ENCODER = dict(
+    num_quantizers=32,
+    num_semantic_quantizers=1,
+    codebook_size=2048,
+    codebook_dim=256,
+    vector_quantization_hidden_dimension=256,
+    hidden_size=512,
+    intermediate_size=2048,
+    head_dim=64,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    num_hidden_layers=8,
+    num_filters=64,
+    upsampling_ratios=[8, 6, 5, 4],
+    sampling_rate=24000,
+    sliding_window=250,
+    use_streaming=False,
+    max_position_embeddings=8000,
+    upsample_groups=512,
+)
+TINY_DECODER = dict(
+    latent_dim=64,
+    codebook_dim=32,
+    decoder_dim=48,
+    hidden_size=32,
+    intermediate_size=64,
+    head_dim=16,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    num_hidden_layers=2,
+)
+TINY_ENCODER = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    head_dim=16,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    num_hidden_layers=2,
+    num_filters=4,
+    codebook_dim=16,
+    vector_quantization_hidden_dimension=16,
+    upsample_groups=32,
+)
 
-GENERATION = dict(do_sample=True, temperature=0.9, top_k=50, top_p=1.0, repetition_penalty=1.05, max_new_tokens=8192,
-                  subtalker_dosample=True, subtalker_temperature=0.9, subtalker_top_k=50, subtalker_top_p=1.0)
+GENERATION = dict(
+    do_sample=True,
+    temperature=0.9,
+    top_k=50,
+    top_p=1.0,
+    repetition_penalty=1.05,
+    max_new_tokens=8192,
+    subtalker_dosample=True,
+    subtalker_temperature=0.9,
+    subtalker_top_k=50,
+    subtalker_top_p=1.0,
+)
 
 
-def text_tokenizer(folder):
-    """A byte-level tokenizer. Upstream counts on `<|im_start|>assistant` and a newline being three tokens."""
-    vocab, merges = dict.fromkeys(sorted(bytes_to_unicode().values())), []
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=[*TALKER_SIZES])
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
+    parser.add_argument("--type", default="base", choices=["base", "custom_voice", "voice_design"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gain", type=float, default=1.0, help="scale of the weights: more makes sharper choices")
+    args = parser.parse_args()
+    weights = write_checkpoint(args.out, args.size, args.type, args.seed, args.gain)
+    print(f"{args.out}: {args.size} {args.type} with {weights / 1e6:.1f}M random weights; all it can speak is noise")
+
+
+@torch.no_grad()
+def write_checkpoint(
+    out: Path, size: str, kind: str = "base", seed: int = 0, gain: float = 1.0, ends: bool | None = None
+) -> int:
+    """Write a checkpoint folder, with a speaker.pt for a Base model. Returns the number of weights of the main model.
+
+    ends: whether the model ends its speech by itself, after some seconds, or speaks for as long as it is asked to.
+    Default: tiny models end; those of the published sizes are for timing and do not.
+    """
+    if ends is None:
+        ends = size == "tiny"
+    codec_folder = out / "speech_tokenizer"
+    out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    tokenizer = text_tokenizer(out)
+    config = model_config(size, kind, tokenizer)
+    codec_settings = codec_config(size)
+
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = randomize(Qwen3TTSForConditionalGeneration(Qwen3TTSConfig(**config)), gain)
+        codec = randomize(
+            Qwen3TTSTokenizerV2Model(Qwen3TTSTokenizerV2Config(**codec_settings)), 0.7
+        )  # well-conditioned
+        soften(codec.decoder)
+        model.talker.codec_head.weight[CODEC_IDS["codec_eos_token_id"]] *= 3 if ends else 0
+        speaker = torch.randn(config["talker_config"]["hidden_size"])
+
+    model.to(torch.bfloat16).save_pretrained(out)
+    codec.save_pretrained(codec_folder)
+    Qwen3TTSProcessor(tokenizer).save_pretrained(out)
+    EncodecFeatureExtractor(feature_size=1, sampling_rate=24000).save_pretrained(codec_folder)
+    write_json(out / "config.json", config)
+    write_json(out / "generation_config.json", GENERATION)
+    write_json(codec_folder / "config.json", codec_settings)
+    if kind == "base":
+        torch.save(speaker.bfloat16().cpu(), out / "speaker.pt")
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2))
+
+
+def text_tokenizer(folder: Path) -> Qwen2TokenizerFast:
+    """A byte-level tokenizer. Upstream's prompts rely on `<|im_start|>assistant` and a newline being three tokens."""
+    vocab = dict.fromkeys(sorted(bytes_to_unicode().values()))
+    merges = []
     for word in ("assistant", "user"):
         for end in range(2, len(word) + 1):
-            merges.append(f"{word[:end - 1]} {word[end - 1]}")
+            merges.append(f"{word[: end - 1]} {word[end - 1]}")
             vocab[word[:end]] = None
     (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocab)}))
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
     tokenizer = Qwen2TokenizerFast(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    tokenizer.add_special_tokens({"additional_special_tokens": [
-        "<|im_start|>", "<|im_end|>", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>"]})
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL_TOKENS})
     return tokenizer
 
 
-def model_config(size, kind, tokenizer):
-    tiny = size == "tiny"
+def model_config(size: str, kind: str, tokenizer: Qwen2TokenizerFast) -> dict:
+    """The config.json of talker, code predictor and, for a Base model, speaker encoder."""
+    is_tiny = size == "tiny"
+    has_speakers = kind == "custom_voice"
+    speakers = SPEAKERS if has_speakers else {}
     talker = TALKER | TALKER_SIZES[size] | CODEC_IDS
-    talker["code_predictor_config"] = PREDICTOR | (TINY_PREDICTOR if tiny else {})
-    named = kind == "custom_voice"
-    talker["codec_language_id"] = LANGUAGES | (DIALECTS if named else {})
-    talker["spk_id"] = SPEAKERS if named else {}
-    talker["spk_is_dialect"] = {name: SPEAKER_DIALECTS.get(name, False) for name in talker["spk_id"]}
-    ids = tokenizer.convert_tokens_to_ids
+    talker["code_predictor_config"] = PREDICTOR | (TINY_PREDICTOR if is_tiny else {})
+    talker["codec_language_id"] = LANGUAGES | (DIALECTS if has_speakers else {})
+    talker["spk_id"] = speakers
+    talker["spk_is_dialect"] = {name: SPEAKER_DIALECTS.get(name, False) for name in speakers}
+    token_id = tokenizer.convert_tokens_to_ids
     config = dict(
-        architectures=["Qwen3TTSForConditionalGeneration"], model_type="qwen3_tts", tts_model_type=kind,
-        tokenizer_type="qwen3_tts_tokenizer_12hz", tts_model_size={"0.6B": "0b6"}.get(size, "1b7"),
-        im_start_token_id=ids("<|im_start|>"), im_end_token_id=ids("<|im_end|>"), assistant_token_id=ids("assistant"),
-        tts_pad_token_id=ids("<tts_pad>"), tts_bos_token_id=ids("<tts_text_bos>"),
-        tts_eos_token_id=ids("<tts_text_eod>"), talker_config=talker)
+        architectures=["Qwen3TTSForConditionalGeneration"],
+        model_type="qwen3_tts",
+        tts_model_type=kind,
+        tokenizer_type="qwen3_tts_tokenizer_12hz",
+        tts_model_size={"0.6B": "0b6"}.get(size, "1b7"),
+        im_start_token_id=token_id("<|im_start|>"),
+        im_end_token_id=token_id("<|im_end|>"),
+        assistant_token_id=token_id("assistant"),
+        tts_pad_token_id=token_id("<tts_pad>"),
+        tts_bos_token_id=token_id("<tts_text_bos>"),
+        tts_eos_token_id=token_id("<tts_text_eod>"),
+        talker_config=talker,
+    )
     if kind == "base":
         encoder = dict(enc_dim=talker["hidden_size"], sample_rate=24000)
-        config["speaker_encoder_config"] = encoder | (TINY_SPEAKER_ENCODER if tiny else {})
+        config["speaker_encoder_config"] = encoder | (TINY_SPEAKER_ENCODER if is_tiny else {})
     return config
 
 
-def codec_config(size):
-    tiny = size == "tiny"
+def codec_config(size: str) -> dict:
+    """The config.json of the 12 Hz codec, in the folder speech_tokenizer."""
+    is_tiny = size == "tiny"
     return dict(
-        architectures=["Qwen3TTSTokenizerV2Model"], model_type="qwen3_tts_tokenizer_12hz",
-        encoder_valid_num_quantizers=16, input_sample_rate=24000, output_sample_rate=24000,
-        decode_upsample_rate=1920, encode_downsample_rate=1920,
-        decoder_config=CODEC_DECODER | (TINY_DECODER if tiny else {}),
-        encoder_config=CODEC_ENCODER | (TINY_ENCODER if tiny else {}))
+        architectures=["Qwen3TTSTokenizerV2Model"],
+        model_type="qwen3_tts_tokenizer_12hz",
+        encoder_valid_num_quantizers=16,
+        input_sample_rate=24000,
+        output_sample_rate=24000,
+        decode_upsample_rate=1920,
+        encode_downsample_rate=1920,
+        decoder_config=CODEC_DECODER | (TINY_DECODER if is_tiny else {}),
+        encoder_config=CODEC_ENCODER | (TINY_ENCODER if is_tiny else {}),
+    )
 
 
-def randomize(model, gain=1.0):
-    """Matrices that keep the variance of what they multiply, times `gain`; unit embeddings; the rest as initialized."""
+def randomize(model: torch.nn.Module, gain: float = 1.0) -> torch.nn.Module:
+    """Normal weights: matrices keep the variance of what they multiply, times `gain` squared; embeddings have a
+    standard deviation of `gain`; vectors stay as initialized."""
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
         if "embed" in name and weight.dim() == 2:
             weight.normal_(std=gain)
@@ -127,55 +313,16 @@ def randomize(model, gain=1.0):
     return model
 
 
-def soften(decoder):
-    """Scales the last convolution for noise at about -20 dBFS, which never clips."""
-    last, levels = decoder.decoder[-1], []
+def soften(decoder: torch.nn.Module) -> None:
+    """Scale the last convolution so that the noise is at about -20 dBFS and never clips."""
+    last = decoder.decoder[-1]
+    levels = []
     hook = last.register_forward_hook(lambda module, inputs, output: levels.append(output.std()))
     decoder(torch.randint(decoder.config.codebook_size, (1, decoder.config.num_quantizers, 25)))
     hook.remove()
     last.conv.weight.mul_(0.1 / levels[0])
 
 
-@torch.no_grad()
-def write_checkpoint(out, size, kind="base", seed=0, gain=1.0, ends=None):
-    """Returns the number of weights of the main model. One that `ends` its speech by itself does so after some seconds,
-    others speak as long as they are asked to; None: tiny ones end, those of the published sizes are for timing."""
-    codec_folder = out / "speech_tokenizer"
-    out.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(seed)
-    tokenizer = text_tokenizer(out)
-    config, codec_raw = model_config(size, kind, tokenizer), codec_config(size)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = randomize(Qwen3TTSForConditionalGeneration(Qwen3TTSConfig(**config)), gain)
-        codec = randomize(Qwen3TTSTokenizerV2Model(Qwen3TTSTokenizerV2Config(**codec_raw)), 0.7)  # well-conditioned
-        soften(codec.decoder)
-        ends = size == "tiny" if ends is None else ends
-        model.talker.codec_head.weight[CODEC_IDS["codec_eos_token_id"]] *= 3 if ends else 0
-        speaker = torch.randn(config["talker_config"]["hidden_size"])
-    model.to(torch.bfloat16).save_pretrained(out)
-    codec.save_pretrained(codec_folder)
-    Qwen3TTSProcessor(tokenizer).save_pretrained(out)
-    EncodecFeatureExtractor(feature_size=1, sampling_rate=24000).save_pretrained(codec_folder)
-    for path, content in ((out / "config.json", config), (out / "generation_config.json", GENERATION),
-                          (codec_folder / "config.json", codec_raw)):
-        path.write_text(json.dumps(content, indent=2))
-    if kind == "base":
-        torch.save(speaker.bfloat16().cpu(), out / "speaker.pt")
-    return sum(weight.numel() for weight in model.parameters())
-
-
-def main():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", choices=["tiny", "0.6B", "1.7B"])
-    parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--type", default="base", choices=["base", "custom_voice", "voice_design"])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gain", type=float, default=1.0, help="scales the weights: more peaked choices")
-    args = parser.parse_args()
-    weights = write_checkpoint(args.out, args.size, args.type, args.seed, args.gain)
-    print(f"{args.out}: {args.size} {args.type} with {weights / 1e6:.1f}M random weights; all it can speak is noise")
-
-
 if __name__ == "__main__":
-    with answered_mistakes():
+    with cli_errors():
         main()

@@ -1,0 +1,7 @@
+"""Around the model: random checkpoints, and how the benchmark checks and draws.
+
+random_checkpoint.py   a checkpoint folder with random weights
+check.py               `bench.py --check`: is the accelerated model still the same model?
+parity.py              logits with forced tokens, compared with float32; for check.py and the tests
+plot.py                `bench.py --plot`: the figure in the README
+"""
