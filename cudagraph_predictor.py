@@ -38,7 +38,7 @@ class PredictorGraph:
     def configure(self, subtalker_dosample, subtalker_temperature, subtalker_top_k, subtalker_top_p, **_) -> None:
         self.sampling.set(subtalker_dosample, subtalker_temperature, subtalker_top_k, subtalker_top_p)
 
-    def begin(self, trailing_text_hidden: torch.Tensor, tts_pad_embed: torch.Tensor) -> None:
+    def begin(self, trailing_text_hidden: torch.Tensor, tts_pad_embed: torch.Tensor, **_) -> None:
         """Set what each frame adds to its embedding: the text (B, T, H), then padding (1, 1, H)."""
         rows, length = trailing_text_hidden[:, : self.text.shape[1]].shape[:2]
         self.text[:rows, :length] = trailing_text_hidden[:, :length]

@@ -139,21 +139,20 @@ class TalkerGraph:
         """Capture `step`, and `prefill` for prompts of up to 16, 32, 64, ... positions."""
         self.replay = capture(self.step, self.device, pool, self.generator)
         length = len(self.positions)
-        buckets = [16 << i for i in range(length.bit_length()) if 16 << i < length] + [length]
-        for bucket in buckets:
+        for bucket in [16 << i for i in range(length.bit_length()) if 16 << i < length] + [length]:
             self.prefills[bucket] = capture(partial(self.prefill, bucket), self.device, pool, self.generator)
 
     def configure(self, repetition_penalty, suppress_tokens, eos_token_id, min_new_tokens, **settings) -> None:
         if not repetition_penalty > 0:
             raise ValueError(f"repetition_penalty is {repetition_penalty}, it must be above 0: 1.0 for none")
-        self.sampling.set(*(settings[name] for name in ("do_sample", "temperature", "top_k", "top_p")))
+        self.sampling.set(settings["do_sample"], settings["temperature"], settings["top_k"], settings["top_p"])
         self.repetition_penalty.fill_(repetition_penalty)
         self.suppressed.zero_()
         self.suppressed[torch.tensor(suppress_tokens, device=self.device)] = True
         self.end_token.fill_(eos_token_id)
         self.min_tokens.fill_(min_new_tokens)
 
-    def begin(self, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor) -> None:
+    def begin(self, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor, **_) -> None:
         """Reset the state, prefill a left-padded prompt (B, L, H) with its mask (B, L), choose the first token."""
         rows = len(inputs_embeds)  # the graph may have more; nobody reads what those decode
         padding = (1 - attention_mask).sum(-1)

@@ -123,31 +123,32 @@ class Decoder:
         self.graphs = {1: self.graphs.get(1), rows: (talker, predictor)}  # caches are large: keep two
         return talker, predictor
 
-    @torch.no_grad()
-    def frames(
-        self, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed, max_new_tokens, **settings
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each frame's codes (B, 16) and hidden state (B, H), views of static tensors, until all rows ended."""
-        rows, prompt_length = attention_mask.shape
-        room = self.max_seq_len - prompt_length
-        limit = min(max_new_tokens - 1, room)
-        if room < 1:
-            raise ValueError(f"the prompt takes {prompt_length} of {self.max_seq_len} positions: raise max_seq_len")
-        if limit < 1:
+    def frame_limit(self, inputs_embeds, attention_mask, max_new_tokens, **_) -> int:
+        """The most frames that a request can have. Raises an error if it cannot have any."""
+        used = attention_mask.shape[1]
+        if used >= self.max_seq_len:
+            raise ValueError(f"the prompt takes {used} of {self.max_seq_len} positions: raise max_seq_len")
+        if max_new_tokens < 2:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 2: the last has no audio")
         if not inputs_embeds.isfinite().all():
             raise ValueError("the prompt has NaN or infinite values: extract the speaker or the reference again")
+        return min(max_new_tokens - 1, self.max_seq_len - used)
 
+    @torch.no_grad()
+    def frames(self, **request) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each frame's codes (B, 16) and hidden state (B, H), views of static tensors, until all rows ended."""
+        limit = self.frame_limit(**request)
+        rows = len(request["inputs_embeds"])
         if self.last_request:  # it may have used another CUDA stream
             self.last_request.wait()
         talker, predictor = self.graphs_for(rows)
         generator = talker.generator or torch.default_generator
         if self.on_gpu:  # a generator of its own: other threads may draw from torch's default one meanwhile
             generator.manual_seed(int(torch.randint(1 << 62, (), device=self.talker.device)))
-        talker.configure(**settings)
-        predictor.configure(**settings)
-        predictor.begin(trailing_text_hidden, tts_pad_embed)
-        talker.begin(inputs_embeds, attention_mask)
+        talker.configure(**request)
+        predictor.configure(**request)
+        predictor.begin(**request)
+        talker.begin(**request)
         try:
             for frame in range(limit):
                 # The host learns one frame late that all rows have ended, so that the GPU never waits for it. The
@@ -155,7 +156,7 @@ class Decoder:
                 token_chosen = self.record_event()
                 rng_state = generator.get_state()
                 predictor.replay()
-                if frame >= settings["min_new_tokens"] and talker.all_ended(rows, token_chosen):
+                if frame >= request["min_new_tokens"] and talker.all_ended(rows, token_chosen):
                     generator.set_state(rng_state)
                     return
                 yield predictor.codes[:rows, frame], predictor.hiddens[:rows, frame]
@@ -164,19 +165,20 @@ class Decoder:
             self.last_request = self.record_event()
 
         if not talker.all_ended(rows, self.last_request):
-            remedy = f"max_seq_len above {self.max_seq_len}" if limit == room else f"max_new_tokens above {limit + 1}"
-            warnings.warn(f"the speech was cut off after {limit} frames, before its end: use {remedy}", stacklevel=2)
+            name = "max_seq_len" if limit + 1 < request["max_new_tokens"] else "max_new_tokens"
+            warnings.warn(f"the speech was cut off after {limit} frames, before its end: raise {name}", stacklevel=2)
 
     def record_event(self) -> torch.cuda.Event | None:
         return torch.cuda.current_stream(self.talker.device).record_event() if self.on_gpu else None
 
-    def generate(self, inputs_embeds, attention_mask, trailing_text_hidden, **settings) -> GenerateDecoderOnlyOutput:
+    def generate(self, **request) -> GenerateDecoderOnlyOutput:
         """Decode a list of texts and return what upstream reads of its talker.generate's output."""
         codes, hiddens = [], []
-        sizes = self.batch_sizes(len(inputs_embeds))
+        per_row = "inputs_embeds", "attention_mask", "trailing_text_hidden"
+        sizes = self.batch_sizes(len(request["inputs_embeds"]))
         with self.lock:
-            for prompt in zip(*(x.split(sizes) for x in (inputs_embeds, attention_mask, trailing_text_hidden))):
-                frames = [*self.frames(*prompt, **settings)]
+            for batch in zip(*(request[name].split(sizes) for name in per_row)):
+                frames = [*self.frames(**request | dict(zip(per_row, batch)))]
                 codes.extend(torch.stack([code for code, _ in frames], dim=1))
                 hiddens.extend(torch.stack([hidden for _, hidden in frames], dim=1))
         codes = pad_sequence(codes, batch_first=True, padding_value=self.talker.config.codec_eos_token_id)  # (B, T, 16)

@@ -26,15 +26,19 @@ MAX_CHANNELS_LAST_COLUMNS = 2048
 
 
 class CodecGraph:
-    """Stands in for the speech tokenizer's `decode`; `reset` and `feed` are for streams, which hold the lock."""
+    """Stands in for the speech tokenizer's `decode`; `reset` and `feed` are for streams, which hold the lock.
+
+    The state has one row per utterance. `rows` selects those that a step works on; None is the only one.
+    """
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, tokenizer, lock):
+    def __init__(self, tokenizer, lock, slots: int = 1):
         model = tokenizer.model.decoder
         config = model.config
         self.tokenizer = tokenizer
         self.lock = lock
+        self.rows = None
         self.device = model.device
         self.samples_per_frame = tokenizer.get_decode_upsample_rate()
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -43,57 +47,84 @@ class CodecGraph:
         shared = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
         self.decoder = copy.deepcopy(model, shared)
         with self.device:
-            self.codes = torch.zeros(1, config.num_quantizers, max(CHUNK_SIZES), dtype=torch.long)
-            self.samples = torch.zeros(max(CHUNK_SIZES) * self.samples_per_frame, dtype=torch.float32)
-            self.position = torch.zeros(1, dtype=torch.long)
-            self.window = AttentionWindow(config, model.dtype)
-            self.state = [*self.window.keys, *self.window.values]
+            self.codes = torch.zeros(slots, config.num_quantizers, max(CHUNK_SIZES), dtype=torch.long)
+            self.samples = torch.zeros(slots, max(CHUNK_SIZES) * self.samples_per_frame, dtype=torch.float32)
+            self.position = torch.zeros(slots, dtype=torch.long)
+            self.window = AttentionWindow(self, config, slots, model.dtype)
+            self.state = [self.position, *self.window.keys, *self.window.values]
             for module in self.decoder.modules():
-                self.keep_input(module, model.dtype)
+                self.keep_input(module, slots, model.dtype)
         precompute_constants(self.decoder)
         self.decoder.pre_transformer.forward = self.transformer
+        self.capture()
 
+    def capture(self) -> None:
         pool = torch.cuda.graph_pool_handle() if self.stream else None
         self.graphs = {size: capture(partial(self.step, size), self.device, pool) for size in CHUNK_SIZES}
 
-    def keep_input(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def keep_input(self, module: nn.Module, slots: int, dtype: torch.dtype) -> None:
         """Give a causal convolution a static tensor for the end of its input."""
         conv = getattr(module, "conv", None)
         if isinstance(conv, nn.Conv1d):
-            columns, forward = module.padding, causal_conv
+            columns, forward = module.padding, self.causal_conv
         elif isinstance(conv, nn.ConvTranspose1d):
-            columns, forward = module.right_pad // conv.stride[0], causal_transposed_conv
+            columns, forward = module.right_pad // conv.stride[0], self.causal_transposed_conv
         else:
             return
-        previous = torch.zeros(1, conv.in_channels, columns, dtype=dtype)
+        previous = torch.zeros(slots, conv.in_channels, columns, dtype=dtype)
         module.forward = partial(forward, conv, previous)
         self.state.append(previous)
 
+    def selected(self, state: torch.Tensor) -> torch.Tensor:
+        return state if self.rows is None else state[self.rows]
+
+    def extend(self, previous: torch.Tensor, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The selected rows of `previous` joined with `x`. Their new end replaces them, for the next call."""
+        joined = torch.cat([self.selected(previous), x], dim)
+        end = joined.narrow(dim, x.shape[dim], previous.shape[dim])
+        if self.rows is None:
+            previous.copy_(end)
+        else:
+            previous.index_copy_(0, self.rows, end)
+        return joined
+
+    def causal_conv(self, conv: nn.Conv1d, previous: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return conv(self.extend(previous, x))
+
+    def causal_transposed_conv(self, conv: nn.ConvTranspose1d, previous: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        first = previous.shape[-1] * conv.stride[0]
+        count = x.shape[-1] * conv.stride[0]
+        return conv(self.extend(previous, x))[..., first : first + count]
+
     def transformer(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
-        """The decoder's transformer over the new frames (1, T, H) and the window before them."""
+        """The decoder's transformer over the new frames (B, T, H) and the window before them."""
         frames = inputs_embeds.shape[1]
         columns = self.window.columns(frames)
+        position = self.selected(self.position)[:, None]  # (B, 1)
         queries = torch.arange(frames, device=self.device)
         keys = torch.arange(frames - columns, frames, device=self.device)  # relative to the first query
         age = queries[:, None] - keys  # (T, columns)
-        visible = (age >= 0) & (age < self.window.length) & (keys + self.position >= 0)
-        mask = additive_mask(visible, inputs_embeds.dtype)[None, None]
-        positions = self.position + queries
+        visible = (age >= 0) & (age < self.window.length) & (keys + position[..., None] >= 0)  # (B, T, columns)
+        mask = additive_mask(visible, inputs_embeds.dtype)[:, None]
         transformer = self.decoder.pre_transformer
         return type(transformer).forward(
             transformer,
             inputs_embeds=inputs_embeds,
             attention_mask={"sliding_attention": mask},
-            position_ids=positions[None],
-            cache_position=positions,
+            position_ids=position + queries,
+            cache_position=queries,
             past_key_values=self.window,
         )
 
     def step(self, size: int) -> None:
-        """Decode the next `size` frames from `codes` to `samples`."""
-        samples = self.decoder(self.codes[..., :size])  # (1, 1, samples)
-        self.samples[: samples.shape[-1]] = samples[0, 0]
-        self.position += size
+        """Decode the next `size` frames of each row from `codes` to `samples`."""
+        batch = len(self.selected(self.position))
+        samples = self.decoder(self.codes[:batch, :, :size])  # (B, 1, samples)
+        self.samples[:batch, : samples.shape[-1]] = samples[:, 0]
+        if self.rows is None:
+            self.position += size
+        else:
+            self.position.index_add_(0, self.rows, torch.full_like(self.rows, size))
 
     def on_own_stream(self):
         """A context in which work waits for what the caller has launched so far, and for nothing later."""
@@ -104,7 +135,6 @@ class CodecGraph:
     @torch.no_grad()
     def reset(self) -> None:
         with self.on_own_stream():
-            self.position.zero_()
             torch._foreach_zero_(self.state)
 
     @torch.no_grad()
@@ -125,7 +155,7 @@ class CodecGraph:
                 while remaining.shape[1] >= size:
                     self.codes[0, :, :size] = remaining[:, :size]
                     self.graphs[size]()
-                    samples = self.samples[: size * self.samples_per_frame]
+                    samples = self.samples[0, : size * self.samples_per_frame]
                     audio[filled : filled + len(samples)].copy_(samples, non_blocking=True)
                     remaining = remaining[:, size:]
                     filled += len(samples)
@@ -159,38 +189,22 @@ class CodecGraph:
 class AttentionWindow:
     """Stands in for a KV cache: the last keys and values of each layer, in front of the new ones."""
 
-    def __init__(self, config, dtype: torch.dtype):
-        shape = (1, config.num_key_value_heads, round_up(config.sliding_window), config.head_dim)
+    def __init__(self, codec: CodecGraph, config, slots: int, dtype: torch.dtype):
+        shape = (slots, config.num_key_value_heads, round_up(config.sliding_window), config.head_dim)
+        self.codec = codec
         self.keys = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)]
         self.values = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)]
         self.length = config.sliding_window
 
     def update(self, keys, values, layer: int, _) -> tuple[torch.Tensor, torch.Tensor]:
         columns = self.columns(keys.shape[2])
-        keys = extend(self.keys[layer], keys, dim=2)[:, :, -columns:]
-        values = extend(self.values[layer], values, dim=2)[:, :, -columns:]
+        keys = self.codec.extend(self.keys[layer], keys, dim=2)[:, :, -columns:]
+        values = self.codec.extend(self.values[layer], values, dim=2)[:, :, -columns:]
         return keys, values
 
     def columns(self, frames: int) -> int:
         """Keys to attend to for so many new frames, aligned for SDPA."""
         return round_up(self.length - 1 + frames)
-
-
-def extend(previous: torch.Tensor, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """`previous` and `x` joined; `previous` becomes the end of the result, for the next call."""
-    joined = torch.cat([previous, x], dim)
-    previous.copy_(joined.narrow(dim, x.shape[dim], previous.shape[dim]))
-    return joined
-
-
-def causal_conv(conv: nn.Conv1d, previous: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return conv(extend(previous, x))
-
-
-def causal_transposed_conv(conv: nn.ConvTranspose1d, previous: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    first = previous.shape[-1] * conv.stride[0]
-    count = x.shape[-1] * conv.stride[0]
-    return conv(extend(previous, x))[..., first : first + count]
 
 
 def precompute_constants(decoder: nn.Module) -> None:
