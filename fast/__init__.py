@@ -11,6 +11,8 @@ turns.py        one request at a time, also when a stream is paused
 import logging
 from functools import partial
 
+import torch
+
 from fast.codec import CodecGraph
 from fast.layers import bypass_config_getattr, fuse_layers
 from fast.megakernel import predictor_step, talker_step
@@ -42,6 +44,9 @@ def plug_in(tts, decoder, fused: bool | None) -> None:
 def replace_steps(talker, use_megakernel: bool, talker_graph, predictor_graph) -> None:
     rows = len(talker_graph.token)
     log.info("capturing frames of %d %s", rows, "row" if rows == 1 else "rows")
+    for graph in (talker_graph, predictor_graph):
+        tensors = [tensor for layer in graph.cache.layers for tensor in (layer.keys, layer.values)]
+        graph.cache.reset = partial(torch._foreach_zero_, tensors)  # one launch instead of one per tensor
     if use_megakernel and rows == 1:
         talker_graph.step = talker_step(talker, talker_graph)
         predictor_graph.step = predictor_step(predictor_graph)

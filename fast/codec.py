@@ -21,7 +21,7 @@ from cudagraph_talker import additive_mask, capture, round_up
 
 CHUNK_SIZES = (64, 32, 16, 8, 4, 2, 1)  # frames per captured graph; other chunks are made of these
 
-# cuDNN is faster with channels-last weights up to about this many columns, and much slower beyond.
+# cuDNN is faster with channels-last weights up to about this many columns of all rows, and much slower beyond.
 MAX_CHANNELS_LAST_COLUMNS = 2048
 
 
@@ -228,7 +228,7 @@ def precompute_constants(decoder: nn.Module) -> None:
 
 def channels_last_conv(conv: nn.Conv1d | nn.ConvTranspose1d, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """A 1-d convolution as a 2-d one of height 1: only those take channels-last weights."""
-    if x.shape[-1] > MAX_CHANNELS_LAST_COLUMNS:
+    if len(x) * x.shape[-1] > MAX_CHANNELS_LAST_COLUMNS:
         return type(conv).forward(conv, x)
     conv2d = F.conv2d if isinstance(conv, nn.Conv1d) else F.conv_transpose2d
     out = conv2d(x[:, :, None], weight, conv.bias, stride=(1, *conv.stride), dilation=(1, *conv.dilation))

@@ -139,7 +139,8 @@ def configure_talker(talker: TalkerGraph, penalty: float, suppressed: list[int],
 
 
 def begin(*routes: Any) -> None:
-    """The same random prompt and text for all."""
+    """The same random prompt and text for all, and the same in every run."""
+    torch.manual_seed(0)
     width = routes[0].talker.prompt.shape[-1]
     prompt = torch.randn(1, PROMPT, width, device="cuda").bfloat16()
     text = torch.randn(1, 100, width, device="cuda").bfloat16()
@@ -213,7 +214,7 @@ def test_positions(routes):
             if route is fused:
                 talker.replay()
             else:
-                talker.hidden.copy_(talker.forward(talker.embedding, talker.prompt_length, talker.cache))
+                talker.hidden.copy_(talker.forward(talker.embedding, talker.prompt_length[None], talker.cache))
         hidden.append(torch.stack([route.talker.hidden.float().flatten() for route in routes]))
         new.append(torch.stack([cached(route.talker, slice(position, position + 1)) for route in routes]))
         changed = (cached(fused.talker, slice(None)) != before).view(-1, LENGTH, 128).any(-1).any(0)

@@ -1,0 +1,167 @@
+#!/usr/bin/env python3
+"""How the figures of `bench.py --check` are distributed for a correct megakernel: many checkpoints with random weights.
+
+    python tools/calibrate.py 1.7B --runs 50 --output results/calibration_1.7B.json
+
+Each run has other weights, another prompt and other tokens. It gives the megakernel's error relative to that of the
+model's own bfloat16 forward, and in how many cases only one of the two has the best token of float32. From the spread
+over the runs follows how far `parity.MARGIN` is away from a correct kernel. Needs a GPU that runs the megakernel.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from cli import Parser, cli_errors
+from cudagraph_predictor import PredictorGraph
+from cudagraph_talker import TalkerGraph
+from fast.layers import fuse_layers
+from fast.megakernel import predictor_step, talker_step
+from generate import load_upstream
+from tools.parity import FALSE_ALARM_RATE, MARGIN, Forced, error
+from tools.random_checkpoint import randomize, write_checkpoint
+
+PROMPT = 20
+LENGTH = 512
+SETTINGS = dict(
+    repetition_penalty=1.05,
+    suppress_tokens=list(range(2048, 3072)),
+    eos_token_id=2150,
+    min_new_tokens=2,
+    do_sample=True,
+    temperature=0.9,
+    top_k=50,
+    top_p=1.0,
+)
+
+
+class Megakernel:
+    """A talker and its predictor on the megakernel. It chooses the tokens that the others are given."""
+
+    def __init__(self, talker):
+        self.keepalive = fuse_layers(talker, LENGTH)
+        self.talker = TalkerGraph(talker, 1, LENGTH)
+        self.predictor = PredictorGraph(talker, self.talker)
+        self.talker.step = talker_step(talker, self.talker)
+        self.predictor.step = predictor_step(self.predictor)
+        self.talker.capture()
+        self.predictor.capture()
+
+    def refresh(self) -> None:
+        """Compute again what was computed from the weights."""
+        inputs, embeddings = self.predictor.step.keepalive[-1]
+        for projected, weight in zip(inputs, embeddings):
+            if projected is not weight:
+                projected.copy_(self.predictor.project(weight))
+
+    def step(self) -> None:
+        self.predictor.replay()
+        self.talker.replay()
+        self.predictor_logits = self.predictor.step.logits()
+        self.talker_logits = self.talker.step.logits()
+
+    begin = Forced.begin
+
+
+@torch.no_grad()
+def one_run(models: list, routes: list, seed: int, gain: float, frames: int) -> dict:
+    """New weights for all three models, then the same tokens through all."""
+    torch.manual_seed(seed)
+    fused_model, own_model, exact_model = models
+    randomize(own_model, gain)
+    for weight, fused, exact in zip(own_model.parameters(), fused_model.parameters(), exact_model.parameters()):
+        fused.copy_(weight)
+        exact.copy_(weight)
+    megakernel, *others = routes
+    megakernel.refresh()
+
+    width = own_model.config.hidden_size
+    prompt, text, padding = (torch.randn(1, n, width, device="cuda").bfloat16() for n in (PROMPT, 100, 1))
+    mask = torch.ones(1, PROMPT, device="cuda", dtype=torch.long)
+    for route in routes:
+        route.talker.configure(**SETTINGS)
+        route.predictor.sampling.set(True, 0.9, 50, 1.0)
+        route.begin(prompt, mask, text, padding)
+
+    logits = {"codes 1 to 15": [], "first codes": []}
+    for frame in range(frames):
+        megakernel.step()
+        for route in others:
+            route.codes.copy_(megakernel.predictor.codes[0, frame])
+            route.step()
+        logits["codes 1 to 15"].append(torch.stack([route.predictor_logits.clone() for route in routes]))
+        logits["first codes"].append(torch.stack([route.talker_logits.clone() for route in routes]))
+
+    figures = {}
+    for name, rows in logits.items():
+        fused, own, exact = torch.cat(rows, dim=1)
+        agree = fused.argmax(-1) == exact.argmax(-1)
+        own_agree = own.argmax(-1) == exact.argmax(-1)
+        figures[name] = dict(
+            median=error(fused, exact, 0.5) / error(own, exact, 0.5),
+            high=error(fused, exact, 0.99) / error(own, exact, 0.99),
+            cases=len(agree),
+            only_own=int((own_agree & ~agree).sum()),
+            only_megakernel=int((agree & ~own_agree).sum()),
+            own_agreement=own_agree.double().mean().item(),
+        )
+    return figures
+
+
+def summarize(name: str, runs: list[dict]) -> str:
+    lines = [name]
+    for figure in ("median", "high"):
+        ratios = [run[name][figure] for run in runs]
+        mean, spread = statistics.mean(ratios), statistics.stdev(ratios)
+        lines.append(
+            f"  error, {figure}: {mean:.4f} +- {spread:.4f} times the model's own, {min(ratios):.4f} to "
+            f"{max(ratios):.4f} in {len(ratios)} runs; {MARGIN} is {(MARGIN - mean) / spread:.0f} "
+            "standard deviations away"
+        )
+    cases, own, fused = (sum(run[name][key] for run in runs) for key in ("cases", "only_own", "only_megakernel"))
+    z = (own - fused) / math.sqrt(max(1, own + fused))
+    lines.append(
+        f"  best tokens: of {cases} only the model's own has {own} right, only the megakernel {fused}: a difference of "
+        f"{(own - fused) / cases:+.3%}, {z:+.1f} standard deviations of McNemar's test"
+    )
+    per_run = statistics.mean(run[name]["only_own"] + run[name]["only_megakernel"] for run in runs)
+    lines.append(
+        f"  the check of one run of this length finds a loss of {5.6 * math.sqrt(per_run) / (cases / len(runs)):.1%} "
+        f"(false-alarm rate {FALSE_ALARM_RATE:.0e})"
+    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=["0.6B", "1.7B"])
+    parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--frames", type=int, default=30)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("calibration needs a GPU")
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), args.size, ends=False)
+        dtypes = torch.bfloat16, torch.bfloat16, torch.float32
+        models = [load_upstream(folder, dtype=dtype).model.talker for dtype in dtypes]
+    with torch.no_grad():
+        routes = [Megakernel(models[0]), Forced(models[1], LENGTH), Forced(models[2], LENGTH)]
+    runs = [one_run(models, routes, seed, (1.0, 3.0)[seed % 2], args.frames) for seed in range(args.runs)]
+    for name in runs[0]:
+        print(summarize(name, runs))
+    if args.output:
+        args.output.write_text(json.dumps(dict(size=args.size, frames=args.frames, runs=runs), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    with cli_errors():
+        main()
