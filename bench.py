@@ -3,6 +3,7 @@
 
     python bench.py 0.6B 1.7B                    # the published weights
     python bench.py 0.6B 1.7B --random-weights   # random weights of the same shapes: same speed, no download, noise
+    python bench.py 0.6B --streams               # many listeners at once
     python bench.py 0.6B --check                 # is it the same model? compares with upstream or float32
     python bench.py --plot                       # draws results/speed.svg from results/*.json; needs matplotlib
 
@@ -40,8 +41,9 @@ from cli import FRAME_RATE, Parser, base_config, cli_errors, load_speaker, speak
 from cudagraph_talker import capture, sample
 from fast.paths import why_not
 from fast.streaming import build_request, decoder_of, stream
-from generate import Decoder, accelerate, load_upstream
+from generate import Decoder, accelerate, load, load_upstream
 from tools.check import check
+from tools.listeners import time_streams
 from tools.plot import plot
 from tools.random_checkpoint import write_checkpoint
 
@@ -61,10 +63,12 @@ COLUMNS = {  # of the printed table: key -> title, digits
     "ms_per_frame": ("ms/frame", 2),
     "x_real_time": ("x real time", 2),
     "first_audio_ms": ("first ms", 1),
+    "first_audio_p95_ms": ("p95 ms", 1),
     "audio_seconds_per_second": ("audio s/s", 1),
     "peak_gib": ("peak GiB", 2),
     "seconds_to_capture": ("capture s", 1),
     "late_chunks": ("late", 0),
+    "underruns": ("underruns", 0),
 }
 
 Row = dict[str, Any]
@@ -86,12 +90,15 @@ class Effort:
     chunks: tuple[str, ...] = tuple(CHUNKS)
     lists: tuple[int, ...] = (4, 16)  # texts, with audio
     batches: tuple[int, ...] = (4, 16, 64)  # rows, without audio
+    streams: tuple[int, ...] = (1, 4, 16, 64)  # listeners at once
+    poisson_seconds: float = 30
 
 
 def choose_effort(quick: bool) -> Effort:
     if ON_GPU and not quick:
         return Effort()
     less = Effort(quick, short=8, long=24, upstream_short=2, upstream_long=6, runs=1, first_audio_runs=5, minute=0)
+    less = replace(less, streams=(1, 2, 4), poisson_seconds=0)
     if quick:
         less = replace(less, lists=())
     if not ON_GPU:
@@ -141,6 +148,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--random-weights", action="store_true", help="of the published shapes, made here")
     parser.add_argument("--speaker", type=Path, help="a speaker.pt for the voice; default: a random one")
     parser.add_argument("--quick", action="store_true", help="fewer rows and runs: within a minute on an H200 (0.6B)")
+    parser.add_argument("--streams", action="store_true", help="time many listeners at once, and nothing else")
     parser.add_argument("--check", action="store_true", help="compare, do not time; exit code 1 if anything is wrong")
     parser.add_argument("--plot", action="store_true", help="draw results/speed.svg, do not time")
     parser.add_argument("--output", type=Path, help="the JSON file; default: bench_results_<GPU>.json")
@@ -164,7 +172,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def find_checkpoints(args: argparse.Namespace, folder: Path) -> Iterator[Checkpoint]:
     """The checkpoints that were asked for. Random ones are written into `folder`, each when its turn comes."""
-    with_custom_voice = not (args.check or args.quick)
+    with_custom_voice = not (args.check or args.quick or args.streams)
     for name in args.models:
         if name == "tiny" or (args.random_weights and name in SIZES):
             base = folder / f"{name}-base"
@@ -209,7 +217,11 @@ def time_all(checkpoints: Iterable[Checkpoint], args: argparse.Namespace, card: 
         speaker = choose_speaker(checkpoint, args.speaker)
         print(f"\n{checkpoint.name:44}" + "".join(f"{title:>12}" for title, _ in COLUMNS.values()))
         rows = results["models"][checkpoint.name] = {}
-        for name, row in itertools.chain(time_model(checkpoint, speaker, effort), times_as_fast(rows)):
+        if args.streams:
+            measured = time_listeners(checkpoint, speaker, effort)
+        else:
+            measured = itertools.chain(time_model(checkpoint, speaker, effort), times_as_fast(rows))
+        for name, row in measured:
             rows[name] = row
             print_row(name, row)
             output.write_text(json.dumps(results, indent=1) + "\n")
@@ -252,6 +264,12 @@ def time_model(checkpoint: Checkpoint, speaker: torch.Tensor, effort: Effort) ->
     if ON_GPU and not effort.quick:
         yield from time_peer(checkpoint.model, speaker, effort)
         free_memory()
+
+
+def time_listeners(checkpoint: Checkpoint, speaker: torch.Tensor, effort: Effort) -> NamedRows:
+    tts = load(checkpoint.model)
+    arguments = clone_arguments(speaker, effort.long)
+    yield from time_streams(tts, arguments, effort.streams, effort.poisson_seconds)
 
 
 def time_three_files(tts, speak: Callable[[int], int], effort: Effort) -> Row:
@@ -498,8 +516,13 @@ def frame_parts(tts, speaker: torch.Tensor, effort: Effort, frame_ms: float) -> 
 
     if not hasattr(talker.step, "logits"):
         scores = torch.randn(1, predictor.sampling.vocab_size, device=talker.device)
-        choose_codes = capture(lambda: [sample(scores, predictor.sampling) for _ in predictor.heads], talker.device)
-        choose_token = capture(talker.choose_token, talker.device)
+
+        def choose_codes() -> None:
+            for _ in predictor.heads:
+                sample(scores, predictor.sampling)
+
+        choose_codes = capture(choose_codes, talker.device, generator=talker.generator)
+        choose_token = capture(talker.choose_token, talker.device, generator=talker.generator)
         parts["of these: sampling"] = time_replays(choose_codes) + time_replays(choose_token)
     overhead = frame_ms - parts["talker"] - parts["predictor"]
     return parts | {"the whole loop": frame_ms, "overhead": overhead}
@@ -522,7 +545,7 @@ def first_audio_parts(tts, speaker: torch.Tensor, effort: Effort) -> Row:
     codec = tts.model.speech_tokenizer.decode.__self__
     prompt_text = [f"<|im_start|>assistant\n{TEXT}<|im_end|>\n"]
     codes = predictor.codes[0, :1].clone()
-    samples = codec.samples[: codec.samples_per_frame]
+    samples = codec.samples[0, : codec.samples_per_frame]
     parts = {
         "tokenize": lambda: tts._tokenize_texts(prompt_text),
         "tokenize and prompt": lambda: build_request(method, **arguments),

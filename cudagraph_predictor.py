@@ -1,9 +1,8 @@
-"""The code predictor as a CUDA graph: the talker's hidden state and token go in, the frame's other 15 codes and
-the talker's next embedding come out.
+"""The code predictor as a CUDA graph: the talker's hidden state and token go in, the frame's other 15 codes and the
+talker's next embedding come out.
 
-The loop over the codebooks is unrolled into one graph. Masks and positions are the same in every frame, and each
-frame overwrites the predictor's StaticCache from position 0. The graph reads the talker's `hidden`, `token` and
-`frame` and writes its `embedding`. `text`, `codes` and `hiddens` have one entry per frame.
+The loop over the codebooks is unrolled into one graph. Masks and positions are the same in every frame, and each frame
+overwrites the predictor's StaticCache from position 0. `text`, `codes` and `hiddens` have one entry per frame.
 """
 
 import torch

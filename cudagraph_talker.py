@@ -111,7 +111,7 @@ class TalkerGraph:
         self.device = talker.device
         self.cache = static_cache(talker.model, rows, length)
         self.generator = torch.Generator(self.device) if self.device.type == "cuda" else None
-        self.prefills = {}  # longest prompt -> captured prefill
+        self.prefills = {}  # longest prompt -> function
 
         with self.device:
             self.positions = torch.arange(length)
@@ -136,11 +136,12 @@ class TalkerGraph:
         self.ended_on_host = torch.zeros(rows, dtype=torch.bool, device="cpu", pin_memory=self.device.type == "cuda")
 
     def capture(self, pool=None) -> None:
-        """Capture `step`, and `prefill` for prompts of up to 16, 32, 64, ... positions."""
+        """Capture `step` and, for a single row, `prefill` for prompts of up to 16, 32, 64, ... positions."""
         self.replay = capture(self.step, self.device, pool, self.generator)
-        length = len(self.positions)
+        rows, length = self.prompt.shape[:2]
         for bucket in [16 << i for i in range(length.bit_length()) if 16 << i < length] + [length]:
-            self.prefills[bucket] = capture(partial(self.prefill, bucket), self.device, pool, self.generator)
+            prefill = partial(self.prefill, bucket)
+            self.prefills[bucket] = capture(prefill, self.device, pool, self.generator) if rows == 1 else prefill
 
     def configure(self, repetition_penalty, suppress_tokens, eos_token_id, min_new_tokens, **settings) -> None:
         if not repetition_penalty > 0:
