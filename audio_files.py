@@ -55,11 +55,14 @@ def check_writable(path: Path) -> None:
     """Raise an error now rather than after the work."""
     if str(path) == "-":
         return
+    folder = os.path.dirname(os.path.realpath(path))  # a new file is written there, and then renamed
     if path.is_dir():
         problem = "it is a folder"
     elif not path.parent.is_dir():
         problem = f"there is no folder {path.parent}"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+    elif not is_special(path) and not os.access(folder, os.W_OK):
+        problem = "permission denied in its folder"
+    elif path.exists() and not os.access(path, os.W_OK):
         problem = "permission denied"
     else:
         return
@@ -70,6 +73,8 @@ def check_format(path: Path) -> None:
     if path.suffix.lower() not in FORMATS:
         known = ", ".join(extension for extension in FORMATS if extension)
         raise ValueError(f"cannot write {path}: {path.suffix} is not an audio format: choose one of {known}")
+    if is_special(path) and not is_wav(path):
+        raise ValueError(f"cannot write {path}: a pipe or a device takes WAV only: choose another --output")
 
 
 def write_audio(path: Path, chunks: Iterable[Chunk], playable: bool = False) -> float:
@@ -79,9 +84,8 @@ def write_audio(path: Path, chunks: Iterable[Chunk], playable: bool = False) -> 
     it, or in another format, the file appears under its name only when it is complete.
     """
     if str(path) == "-":
-        return write_wav(path, lambda: sys.stdout.buffer, chunks if playable else [join(chunks)], not playable)
-    is_wav = FORMATS[path.suffix.lower()][0] == "WAV"
-    if is_wav and (playable or is_special(path)):
+        return write_wav(path, open_stdout, chunks if playable else [join(chunks)], length_is_known=not playable)
+    if is_wav(path) and (playable or is_special(path)):
         return write_wav(path, lambda: open(path, "wb"), chunks, length_is_known=False)
     return write_file(path, chunks)
 
@@ -116,9 +120,8 @@ def write_wav(path: Path, open_file: Callable[[], BinaryIO], chunks: Iterable[Ch
             with write_errors(path):
                 if size == 0:
                     file = open_file()
-                    to_stdout = file is sys.stdout.buffer  # may be a file with something else in front
-                    if not to_stdout:
-                        files.callback(close_quietly, file)
+                    files.callback(close_quietly, file)
+                    to_stdout = open_file is open_stdout  # may be a file with something else in front
                     can_correct = file.seekable() and not to_stdout
                     known = length_is_known or can_correct
                     file.write(wav_header(rate, len(samples) if known else UNKNOWN_LENGTH))
@@ -130,6 +133,11 @@ def write_wav(path: Path, open_file: Callable[[], BinaryIO], chunks: Iterable[Ch
                     file.seek(0, os.SEEK_END)
                 file.flush()
     return size / 2 / rate
+
+
+def open_stdout() -> BinaryIO:
+    """Always buffered: with PYTHONUNBUFFERED, sys.stdout.buffer may write less than it is given, without an error."""
+    return open(sys.stdout.fileno(), "wb", closefd=False)
 
 
 def close_quietly(file: BinaryIO) -> None:
@@ -153,6 +161,10 @@ def to_int16(audio: np.ndarray) -> np.ndarray:
 def join(chunks: Iterable[Chunk]) -> Chunk:
     audio, rates = zip(*chunks)
     return np.concatenate(audio), rates[0]
+
+
+def is_wav(path: Path) -> bool:
+    return FORMATS[path.suffix.lower()][0] == "WAV"
 
 
 def is_special(path: Path) -> bool:
@@ -180,9 +192,8 @@ def replacement_for(path: Path) -> Iterator[Path]:
 def write_bytes(path: Path, content: bytes) -> None:
     """To a file or, for "-", to stdout."""
     if str(path) == "-":
-        with write_errors(path):
-            sys.stdout.buffer.write(content)
-            sys.stdout.buffer.flush()
+        with write_errors(path), open_stdout() as file:
+            file.write(content)
     elif is_special(path):
         with write_errors(path):
             path.write_bytes(content)

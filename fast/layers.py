@@ -7,7 +7,6 @@ bfloat16 the norms round once where upstream's round twice.
 Shapes: B rows, L positions, S cache length, D head dimension, Q query heads, KV key-value heads, G = Q / KV.
 """
 
-import copyreg
 from functools import partial
 
 import torch
@@ -27,7 +26,7 @@ def bypass_config_getattr(*configs) -> None:
             continue
         methods = {
             "__getattribute__": object.__getattribute__,
-            "__reduce_ex__": lambda config, protocol: (copyreg.__newobj__, (type(config).__base__,), vars(config)),
+            "__reduce_ex__": lambda config, protocol: (object.__new__, (type(config).__base__,), vars(config)),
         }
         config.__class__ = type(original.__name__, (original,), methods)
 

@@ -1,9 +1,10 @@
-"""Many short utterances in one process: memory stays flat, and every tenth is what a fresh process makes of it.
+"""Many short utterances in one process: memory must not grow, and every tenth must be what a fresh process makes of it.
 
     python tests/soak.py CHECKPOINT [--utterances 1000]
 
-Voices are x-vector and in-context, whole and streamed, alone and in batches, with mixed lengths and settings.
+x-vector and in-context voices, whole and streamed, alone and in lists, with mixed lengths and settings.
 """
+
 import argparse
 import gc
 import hashlib
@@ -19,33 +20,44 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from cli import speaker_prompt
 from generate import load, stream
-from voices import speaker_prompt
 
 WORDS = "the first sound of a voice arrives before you notice that anything was asked".split()
 
 
 def speak(tts, number, prompts):
-    """Utterance `number`, always the same. Returns a digest of its samples."""
-    dice = random.Random(number)
-    texts = [" ".join(dice.choices(WORDS, k=dice.randint(1, 8))) for _ in range(dice.choice([1, 1, 1, 2, 3]))]
+    """Speak utterance `number`, which is the same in every process. Returns a digest of its samples."""
+    rng = random.Random(number)
+    texts = [" ".join(rng.choices(WORDS, k=rng.randint(1, 8))) for _ in range(rng.choice([1, 1, 1, 2, 3]))]
     rows = len(texts)
-    settings = dict(language="English", max_new_tokens=dice.randint(3, 12), temperature=dice.choice([0.6, 0.9]),
-                    top_k=dice.choice([20, 50]), top_p=dice.choice([0.8, 1.0]), do_sample=dice.random() < 0.8,
-                    repetition_penalty=dice.choice([1.0, 1.05, 1.2]))
-    prompt = dice.choice(prompts)(rows)
+    settings = dict(
+        language="English",
+        max_new_tokens=rng.randint(3, 12),
+        temperature=rng.choice([0.6, 0.9]),
+        top_k=rng.choice([20, 50]),
+        top_p=rng.choice([0.8, 1.0]),
+        do_sample=rng.random() < 0.8,
+        repetition_penalty=rng.choice([1.0, 1.05, 1.2]),
+    )
+    prompt = rng.choice(prompts)(rows)
     torch.manual_seed(number)
-    if rows == 1 and dice.random() < 0.5:
-        chunks = stream(tts.generate_voice_clone, chunk_frames=dice.choice([None, 1, 3]), text=texts[0],
-                        voice_clone_prompt=prompt, **settings)
-        sounds = [np.concatenate([audio for audio, _ in chunks])]
+    if rows == 1 and rng.random() < 0.5:
+        chunks = stream(
+            tts.generate_voice_clone,
+            chunk_frames=rng.choice([None, 1, 3]),
+            text=texts[0],
+            voice_clone_prompt=prompt,
+            **settings,
+        )
+        audios = [np.concatenate([audio for audio, _ in chunks])]
     else:
-        sounds, _ = tts.generate_voice_clone(text=texts, voice_clone_prompt=prompt, **settings)
-    return hashlib.sha256(b"".join(sound.tobytes() for sound in sounds)).hexdigest()
+        audios, _ = tts.generate_voice_clone(text=texts, voice_clone_prompt=prompt, **settings)
+    return hashlib.sha256(b"".join(audio.tobytes() for audio in audios)).hexdigest()
 
 
 def memory():
-    """MiB: of the process at most, of the GPU now and at most."""
+    """MiB: the process's peak; on a GPU also what is allocated, and the peak of what was reserved."""
     gc.collect()
     figures = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]
     if torch.cuda.is_available():
@@ -77,9 +89,15 @@ def main():
             print(f"after {number + 1:5} utterances, MiB:", *(round(figure) for figure in figures), flush=True)
             usage += [figures] if number >= 99 else []
     assert not usage or all(last <= 1.01 * first for first, last in zip(usage[0], usage[-1])), "memory grew"
-    tenths = [*range(9, args.utterances, 10)][::-1]               # in another order, too
-    fresh = json.loads(subprocess.run([sys.executable, __file__, args.checkpoint, "--only", json.dumps(tenths)],
-                                      check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    tenths = [*range(9, args.utterances, 10)][::-1]  # in another order, too
+    fresh = json.loads(
+        subprocess.run(
+            [sys.executable, __file__, args.checkpoint, "--only", json.dumps(tenths)],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.splitlines()[-1]
+    )
     differ = [number for number in tenths if fresh[str(number)] != digests[number]]
     print(f"{len(tenths)} compared with a fresh process, {len(differ)} differ {differ}")
     sys.exit(bool(differ))

@@ -1,4 +1,5 @@
 """Chunks joined are one pass of upstream's decoder, whatever their sizes."""
+
 import itertools
 from types import SimpleNamespace
 
@@ -6,12 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from cudagraph_codec import CodecGraph
+from fast.codec import CodecGraph
+from fast.turns import Turns
 from generate import load_upstream
-from random_checkpoint import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model, codec_config, randomize, soften
-from turns import Turns
+from tools.random_checkpoint import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model, codec_config, randomize, soften
 
-RAMP = [1, 1, 2, 4]
+SIZES = {
+    "default": lambda: itertools.chain([1, 1, 2, 4], itertools.repeat(8)),
+    "mixed": lambda: itertools.cycle([3, 1, 70, 8, 2, 33]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -29,36 +33,33 @@ def one_pass(tokenizer, codes):
         return tokenizer.model.decoder(codes.T[None])[0, 0].numpy()
 
 
-def joined(codec, codes, sizes):
+def decode_in_chunks(codec, codes, sizes):
     codec.reset()
     chunks, first = [], 0
     for size in sizes:
         if first >= len(codes):
             break
-        chunks.append(codec.feed(codes[first:first + size])())
+        chunks.append(codec.feed(codes[first : first + size])())
         first += size
     return np.concatenate(chunks)
 
 
-def chunk_sizes(name):
-    return {"ramp": itertools.chain(RAMP, itertools.repeat(8)),
-            "mixed": itertools.cycle([3, 1, 70, 8, 2, 33])}.get(name) or itertools.repeat(name)
-
-
-@pytest.mark.parametrize("sizes", [1, 2, 3, 8, "ramp", "mixed"])
+@pytest.mark.parametrize("sizes", [1, 2, 3, 8, "default", "mixed"])
 def test_chunks_joined_are_one_pass(tokenizer, codec, sizes):
-    """400 frames: far beyond the window of the attention and the 300 frames of upstream's own chunks."""
+    """State that is lost at a chunk's edge. 400 frames: beyond the attention window and upstream's chunks of 300."""
     codes = torch.randint(2048, (400, 16), generator=torch.Generator().manual_seed(1))
-    np.testing.assert_allclose(joined(codec, codes, chunk_sizes(sizes)), one_pass(tokenizer, codes), rtol=0, atol=1e-5)
+    sizes = SIZES[sizes]() if sizes in SIZES else itertools.repeat(sizes)
+    np.testing.assert_allclose(decode_in_chunks(codec, codes, sizes), one_pass(tokenizer, codes), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
 def test_samples_are_float32_whatever_the_default(tokenizer, default):
+    """Buffers made in torch's default dtype would change the samples' type, or their precision."""
     codes = torch.randint(2048, (3, 16))
     expected = one_pass(tokenizer, codes)
     torch.set_default_dtype(default)
     try:
-        audio = joined(CodecGraph(tokenizer, Turns()), codes, [1, 2])
+        audio = decode_in_chunks(CodecGraph(tokenizer, Turns()), codes, [1, 2])
     finally:
         torch.set_default_dtype(torch.float32)
     assert audio.dtype == np.float32
@@ -66,6 +67,7 @@ def test_samples_are_float32_whatever_the_default(tokenizer, default):
 
 
 def test_upstream_decoder_is_left_as_it_was(tokenizer, codec):
+    """The graphs' modules share upstream's weights, not its modules: a second call must not see the first's state."""
     codes = torch.randint(2048, (1, 16, 20))
     with torch.no_grad():
         assert torch.equal(tokenizer.model.decoder(codes), tokenizer.model.decoder(codes))
@@ -74,12 +76,16 @@ def test_upstream_decoder_is_left_as_it_was(tokenizer, codec):
 
 
 def test_decode_takes_what_upstream_takes(tokenizer, codec):
-    """A list of dicts, a dict, an encoding, a padded batch: the same utterances, one after another."""
+    """A list of dicts, a dict, an encoding, a padded batch: padding that is decoded would lengthen the audio."""
     first, second = (torch.randint(2048, (length, 16)) for length in (5, 9))
     padded = torch.full((2, 9, 16), -1)
     padded[0, :5], padded[1] = first, second
-    for encoded in ([{"audio_codes": first}, {"audio_codes": second}], {"audio_codes": [first.numpy(), second.numpy()]},
-                    {"audio_codes": padded}, SimpleNamespace(audio_codes=[first, second])):
+    for encoded in (
+        [{"audio_codes": first}, {"audio_codes": second}],
+        {"audio_codes": [first.numpy(), second.numpy()]},
+        {"audio_codes": padded},
+        SimpleNamespace(audio_codes=[first, second]),
+    ):
         ours, rate = codec.decode(encoded)
         theirs, their_rate = tokenizer.decode(encoded)
         assert rate == their_rate
@@ -90,7 +96,8 @@ def test_decode_takes_what_upstream_takes(tokenizer, codec):
 
 
 def test_published_shapes():
-    """The published sizes of everything."""
+    """A size that only the tiny codec has must not be built in."""
+
     class Tokenizer:
         def __init__(self):
             torch.manual_seed(0)
@@ -100,8 +107,8 @@ def test_published_shapes():
 
         def get_decode_upsample_rate(self):
             return self.model.get_decode_upsample_rate()
+
     tokenizer = Tokenizer()
     codes = torch.randint(2048, (10, 16))
-    codec = CodecGraph(tokenizer, Turns())
-    np.testing.assert_allclose(joined(codec, codes, [1, 2, 4, 3]), one_pass(tokenizer, codes), rtol=0,
-                               atol=1e-5)
+    audio = decode_in_chunks(CodecGraph(tokenizer, Turns()), codes, [1, 2, 4, 3])
+    np.testing.assert_allclose(audio, one_pass(tokenizer, codes), rtol=0, atol=1e-5)

@@ -1,7 +1,9 @@
-"""The scripts as a person runs them, on a tiny checkpoint."""
+"""The scripts as a user runs them, on a tiny checkpoint."""
+
 import io
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,16 +15,14 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from helpers import ROOT
 
+import cli
 import extract_speaker
-import generate
-import random_checkpoint
-import voices
+from audio_files import read_audio
+from cli import load_speaker
 from generate import load
-from voices import load_speaker
-from wav import write_wav
-
-ROOT = Path(__file__).parents[1]
+from tools import random_checkpoint
 
 
 def run(script, *arguments):
@@ -31,10 +31,11 @@ def run(script, *arguments):
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """Runs a script's main in this process, which is quicker. -> exit code, stdout, stderr"""
+    """Run a script's main in this process, which is quicker. -> exit code, stdout, stderr"""
+
     def call(main, *arguments):
         monkeypatch.setattr(sys, "argv", ["script", *map(str, arguments)])
-        with warnings.catch_warnings():                           # and put back what main changes
+        with warnings.catch_warnings():  # puts back what main changes
             warnings.simplefilter("always", UserWarning)
             try:
                 main()
@@ -42,6 +43,7 @@ def call(monkeypatch, capsys):
             except SystemExit as exit:
                 code = exit.code
         return code, *capsys.readouterr()
+
     return call
 
 
@@ -51,12 +53,31 @@ def options(folder, **change):
 
 
 def test_generate_writes_what_the_function_speaks(checkpoint, tmp_path):
+    """An option that does not reach upstream's method gives other audio."""
     out = tmp_path / "out.wav"
-    result = run("generate.py", *options(checkpoint(), output=out), "--language", "English", "--seed", 2,
-                 "--temperature", 0.8, "--top-k", 30, "--top-p", 0.9, "--repetition-penalty", 1.1, "--max-seq-len", 300,
-                 "--dtype", "float32")
+    result = run(
+        "generate.py",
+        *options(checkpoint(), output=out),
+        "--language",
+        "English",
+        "--seed",
+        2,
+        "--temperature",
+        0.8,
+        "--top-k",
+        30,
+        "--top-p",
+        0.9,
+        "--repetition-penalty",
+        1.1,
+        "--max-seq-len",
+        300,
+        "--dtype",
+        "float32",
+    )
     assert result.returncode == 0 and result.stderr == ""
-    assert result.stdout.startswith(f"{out}: ") and "s of audio in" in result.stdout and "RTF" in result.stdout
+    summary = rf"{out}: [\d.]+ s of audio in [\d.]+ s, [\d.]+ x real time; reference path, no fused layers: .*\n"
+    assert re.fullmatch(summary, result.stdout)
     audio, rate = soundfile.read(out, dtype="float32")
     info = soundfile.info(out)
     assert (rate, info.channels, info.subtype, len(audio) % 1920) == (24000, 1, "PCM_16", 0)
@@ -64,45 +85,45 @@ def test_generate_writes_what_the_function_speaks(checkpoint, tmp_path):
     tts = load(str(checkpoint()), "cpu", max_seq_len=300)
     torch.manual_seed(2)
     (expected,), _ = tts.generate_voice_clone(
-        "Hello!", "English", voice_clone_prompt=load_speaker(checkpoint() / "speaker.pt", 64), temperature=0.8,
-        top_k=30, top_p=0.9, repetition_penalty=1.1)
+        "Hello!",
+        "English",
+        voice_clone_prompt=load_speaker(checkpoint() / "speaker.pt", 64),
+        temperature=0.8,
+        top_k=30,
+        top_p=0.9,
+        repetition_penalty=1.1,
+    )
     np.testing.assert_allclose(audio, expected, rtol=0, atol=2 / 2**15)
 
 
-def test_streamed_bytes_are_the_same(call, checkpoint, tmp_path):
+def test_streamed_bytes_are_the_same(checkpoint, tmp_path, capfdbinary, monkeypatch):
     """To a file, streamed to a file, and streamed to stdout, whose header cannot know the length."""
-    arguments = "--max-seq-len", 300, "--seed", 2
-    for name, more in (("whole", ()), ("streamed", ("--stream",))):
-        code, stdout, stderr = call(generate.main, *options(checkpoint(), output=tmp_path / name), *arguments, *more)
-        assert code == 0 and stderr == "" and ("first audio after" in stdout) == bool(more)
-    result = subprocess.run([sys.executable, ROOT / "generate.py", *map(str, options(checkpoint(), output="-")),
-                             *map(str, arguments), "--stream"], capture_output=True)
+    arguments = "--max-seq-len", "300", "--seed", "2"
+    for output, more in ((tmp_path / "whole", ()), (tmp_path / "streamed", ("--stream",)), ("-", ("--stream",))):
+        words = [*map(str, options(checkpoint(), output=output)), *arguments, *more]
+        monkeypatch.setattr(sys, "argv", ["generate.py", *words])
+        with warnings.catch_warnings():
+            cli.main()
+        stdout, stderr = capfdbinary.readouterr()
+        summary, other = (stderr, stdout) if output == "-" else (stdout, stderr)
+        assert summary.startswith(f"{output}: ".encode()) and (b"first audio after" in summary) == bool(more)
+        assert output == "-" or other == b""
     whole, streamed = ((tmp_path / name).read_bytes() for name in ("whole", "streamed"))
-    assert whole == streamed and len(whole) > 44 and result.stdout[44:] == whole[44:]
-    assert result.stderr.startswith(b"-: ")
+    assert whole == streamed and len(whole) > 44 and stdout[44:] == whole[44:]
     assert soundfile.info(tmp_path / "whole").frames * 2 + 44 == len(whole)
 
 
-def test_streamed_file_can_be_played_at_every_moment(tmp_path):
-    def chunks():
-        for count in range(1, 4):
-            yield np.full(1920, count / 4, dtype=np.float32), 24000
-            audio, rate = soundfile.read(tmp_path / "out.wav")
-            assert (len(audio), rate) == (1920 * count, 24000) and abs(audio[-1] - count / 4) < 1e-4
-        raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt):
-        write_wav(tmp_path / "out.wav", chunks())
-    assert soundfile.info(tmp_path / "out.wav").frames == 3 * 1920
-
-
-def test_cut_off_speech_is_said(call, checkpoint, tmp_path):
-    code, _, stderr = call(generate.main, *options(checkpoint(), output=tmp_path / "out.wav"), "--max-seq-len", 32,
-                           "--seed", 4)
+def test_cut_off_speech_is_reported(call, checkpoint, tmp_path):
+    """Speech that ends because the cache is full: one line on stderr, not silence and not a traceback."""
+    code, _, stderr = call(
+        cli.main, *options(checkpoint(), output=tmp_path / "out.wav"), "--max-seq-len", 32, "--seed", 4
+    )
     assert code == 0 and stderr.startswith("warning: the speech was cut off after 23 frames")
     assert len(stderr.splitlines()) == 1
 
 
 def test_extract_speaker(call, checkpoint, recording, tmp_path):
+    """The file holds the vector alone, not the storage it is a view of, and generate.py takes it."""
     soundfile.write(tmp_path / "voice.wav", *recording)
     arguments = ["--output", tmp_path / "speaker.pt", "--model", checkpoint(), "--device", "cpu"]
     assert run("extract_speaker.py", "--ref_audio", tmp_path / "voice.wav", *arguments).returncode == 0
@@ -112,7 +133,7 @@ def test_extract_speaker(call, checkpoint, recording, tmp_path):
     assert speaker.shape == (64,) and speaker.dtype == torch.bfloat16
     assert (tmp_path / "speaker.pt").stat().st_size < 4096
     spoken = options(checkpoint(), speaker=tmp_path / "speaker.pt", output=tmp_path / "out.wav")
-    assert call(generate.main, *spoken, "--max-seq-len", 300)[0] == 0
+    assert call(cli.main, *spoken, "--max-seq-len", 300)[0] == 0
 
 
 @pytest.fixture
@@ -123,13 +144,26 @@ def spoken(call, checkpoint, tmp_path, monkeypatch):
     def spoken(kind, *arguments):
         for old in tmp_path.glob("*.wav"):
             old.unlink()
-        code, stdout, stderr = call(generate.main, "--model", checkpoint(kind), "--device", "cpu", "--max-seq-len", 300,
-                                    "--seed", 2, "--output", "out.wav", *arguments)
+        code, stdout, stderr = call(
+            cli.main,
+            "--model",
+            checkpoint(kind),
+            "--device",
+            "cpu",
+            "--max-seq-len",
+            300,
+            "--seed",
+            2,
+            "--output",
+            "out.wav",
+            *arguments,
+        )
         assert code == 0, stderr
         for path in tmp_path.glob("*.wav"):
             info = soundfile.info(path)
             assert (info.samplerate, info.channels, info.subtype, info.frames % 1920) == (24000, 1, "PCM_16", 0)
         return {path.name: path.read_bytes() for path in sorted(tmp_path.glob("*.wav"))}
+
     return spoken
 
 
@@ -141,7 +175,7 @@ def recording_file(recording, tmp_path):
 
 
 def test_every_voice_streamed_or_not(spoken, checkpoint, recording_file):
-    """Each kind of voice has its own sound, and --stream writes the same bytes."""
+    """An option that is ignored makes two voices sound the same; --stream writes the same bytes."""
     voices = {
         "x-vector": ("base", "--speaker", checkpoint() / "speaker.pt"),
         "recording": ("base", "--ref-audio", recording_file),
@@ -150,7 +184,8 @@ def test_every_voice_streamed_or_not(spoken, checkpoint, recording_file):
         "preset": ("custom_voice", "--speaker", "Aiden", "--language", "english"),
         "instructed": ("custom_voice", "--speaker", "aiden", "--language", "English", "--instruct", "whisper"),
         "designed": ("voice_design", "--instruct", "warm narrator"),
-        "text as it speaks": ("voice_design", "--instruct", "warm narrator", "--no-non-streaming-mode")}
+        "text as it speaks": ("voice_design", "--instruct", "warm narrator", "--no-non-streaming-mode"),
+    }
     heard = set()
     for kind, *arguments in voices.values():
         whole = spoken(kind, "--text", "Hello!", *arguments)
@@ -160,71 +195,82 @@ def test_every_voice_streamed_or_not(spoken, checkpoint, recording_file):
 
 
 def test_several_lines(spoken, tmp_path, monkeypatch):
-    """One file a line, or one for all; from a file or from stdin the same; the first is what it would be alone."""
+    """One file per line, or one for all; from a file or from stdin the same; the first is what it would be alone."""
     voice = "custom_voice", "--speaker", "aiden"
     (tmp_path / "lines.txt").write_text("One.\n\n  Two, zwei, \u4e8c.\n")
     files = spoken(*voice, "--text-file", tmp_path / "lines.txt")
     assert list(files) == ["out-001.wav", "out-002.wav"]
     assert files["out-001.wav"] == spoken(*voice, "--text", "One.")["out.wav"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("One.\nTwo, zwei, \u4e8c.\n"))
-    joined, = spoken(*voice, "--text", "-", "--join").values()
+    (joined,) = spoken(*voice, "--text", "-", "--join").values()
     assert joined[44:] == files["out-001.wav"][44:] + files["out-002.wav"][44:]
 
 
 def test_a_byte_order_mark_is_not_spoken(spoken, tmp_path):
+    """Editors on Windows write one in front of the text, and it is a token."""
     voice = "custom_voice", "--speaker", "aiden"
     (tmp_path / "marked.txt").write_text("Hello!", encoding="utf-8-sig")
     assert spoken(*voice, "--text-file", tmp_path / "marked.txt") == spoken(*voice, "--text", "Hello!")
 
 
-def test_nothing_but_sound_goes_to_stdout(checkpoint, tmp_path):
-    """Upstream prints warnings of a recording that is too loud."""
+def test_nothing_but_audio_goes_to_stdout(checkpoint, tmp_path):
+    """Upstream prints warnings about a recording that is too loud, in the middle of the WAV."""
     loud = 2 * np.sign(np.sin(np.arange(2 * 24000) / 20)).astype(np.float32)
     soundfile.write(tmp_path / "loud.wav", loud, 24000, subtype="FLOAT")
     words = ["--model", checkpoint(), "--device", "cpu", "--ref-audio", tmp_path / "loud.wav", "--text", "Hello!"]
-    result = subprocess.run([sys.executable, ROOT / "generate.py", *map(str, words), "--output", "-"],
-                            capture_output=True)
+    result = subprocess.run(
+        [sys.executable, ROOT / "generate.py", *map(str, words), "--output", "-"], capture_output=True
+    )
     assert result.returncode == 0 and b"WARNING" in result.stderr
     assert soundfile.info(io.BytesIO(result.stdout)).frames * 2 + 44 == len(result.stdout)
 
 
-def test_a_full_disk(tmp_path):
-    """A file that cannot be written whole is not left behind; a stream's can be played as far as it goes."""
-    program = f"""if True:
-        import sys, numpy as np
-        sys.path.insert(0, {str(ROOT)!r})
-        from wav import write_wav
-        chunks = [(np.zeros(1920), 24000)] * 10
-        for path, how in (("whole.wav", list), ("streamed.wav", iter), ("/dev/full", list), ("/dev/full", iter)):
-            try:
-                write_wav(path, how(chunks))
-            except ValueError as error:
-                print(error)"""
-    result = subprocess.run(["bash", "-c", 'ulimit -f 8 && exec "$0" -c "$1"', sys.executable, program], text=True,
-                            cwd=tmp_path, capture_output=True)
-    assert [line.split(": ")[0] for line in result.stdout.splitlines()] == [
-        f"cannot write {path}" for path in ("whole.wav", "streamed.wav", "/dev/full", "/dev/full")], result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["streamed.wav"] and Path("/dev/full").exists()
-    assert soundfile.info(tmp_path / "streamed.wav").frames == 2 * 1920
+@pytest.mark.parametrize("extension", ["flac", "ogg", "opus", "mp3"])
+def test_other_formats(call, checkpoint, tmp_path, extension):
+    """By the extension of --output, also with --stream, where the file appears when it is complete."""
+    heard = []
+    for name, more in ((f"whole.{extension}", ()), (f"streamed.{extension}", ("--stream",)), ("whole.wav", ())):
+        words = *options(checkpoint(), output=tmp_path / name), "--max-seq-len", 300, "--seed", 2, *more
+        code, stdout, stderr = call(cli.main, *words)
+        assert (code, stderr) == (0, "") and stdout.startswith(f"{tmp_path / name}: ")
+        heard.append(soundfile.read(tmp_path / name, dtype="int16"))
+    (whole, rate), (streamed, _), (wav, _) = heard
+    assert rate == 24000 and len(whole) == len(streamed)
+    assert 0 <= len(whole) - len(wav) <= 3 * 1152  # encoders fill their last block
+    if extension == "flac":
+        np.testing.assert_array_equal(whole, wav)
+        np.testing.assert_array_equal(streamed, wav)
+
+
+def test_a_full_disk_is_one_line(call, checkpoint):
+    """After the work is done, too: no traceback, and the device is still there."""
+    code, stdout, stderr = call(cli.main, *options(checkpoint(), output="/dev/full"), "--max-seq-len", 300)
+    assert code == 2 and stdout == "" and len(stderr.splitlines()) == 1
+    assert stderr.startswith("error: cannot write /dev/full: No space left") and Path("/dev/full").exists()
 
 
 def test_a_player_that_was_closed(tmp_path):
+    """head, or a player's window: exit code 141 as for any other program in a pipe, and no traceback."""
     program = f"""if True:
         import sys, numpy as np
         sys.path.insert(0, {str(ROOT)!r})
-        from voices import answered_mistakes
-        from wav import write_wav
-        with answered_mistakes():
-            write_wav("-", iter([(np.zeros(1920), 24000)] * 1000))"""
-    result = subprocess.run(["bash", "-c", '"$0" -c "$1" | head -c 100 > sound; exit ${PIPESTATUS[0]}', sys.executable,
-                             program], cwd=tmp_path, capture_output=True)
-    assert (result.returncode, result.stderr, (tmp_path / "sound").stat().st_size) == (141, b"", 100)
+        from audio_files import write_audio
+        from cli import cli_errors
+        with cli_errors():
+            write_audio("-", iter([(np.zeros(1920), 24000)] * 1000), playable=True)"""
+    result = subprocess.run(
+        ["bash", "-c", '"$0" -c "$1" | head -c 100 > audio; exit ${PIPESTATUS[0]}', sys.executable, program],
+        cwd=tmp_path,
+        capture_output=True,
+    )
+    assert (result.returncode, result.stderr, (tmp_path / "audio").stat().st_size) == (141, b"", 100)
 
 
 def test_lists(call, checkpoint):
-    code, speakers, _ = call(generate.main, "--model", checkpoint("custom_voice"), "--list-speakers")
+    """What --speaker and --language take: sorted, and without the dialects, which only speakers choose."""
+    code, speakers, _ = call(cli.main, "--model", checkpoint("custom_voice"), "--list-speakers")
     assert code in (0, None) and speakers.split() == sorted(speakers.split()) and "ono_anna" in speakers.split()
-    code, languages, _ = call(generate.main, "--model", checkpoint("base"), "--list-languages")
+    code, languages, _ = call(cli.main, "--model", checkpoint("base"), "--list-languages")
     assert code in (0, None) and "auto" in languages.split() and "beijing_dialect" not in languages
 
 
@@ -251,12 +297,13 @@ def wrong_files(tmp_path_factory, checkpoint):
     soundfile.write(folder / "long.wav", np.ones(25 * 8000) / 2, 8000)
     soundfile.write(folder / "silent.wav", np.zeros(32000), 16000)
     for name, change in {
-            "lacks": lambda copy: (copy / "speech_tokenizer/config.json").unlink(),
-            "truncated": lambda copy: os.truncate(copy / "model.safetensors", 100000),
-            "25hz": lambda copy: replace(copy / "config.json", "tokenizer_12hz", "tokenizer_25hz"),
-            "other": lambda copy: (copy / "config.json").write_text('{"model_type": "llama"}'),
-            "hollow": lambda copy: replace(copy / "config.json", '"vocab_size"', '"vocabulary"'),
-            "garbled": lambda copy: (copy / "config.json").write_text("{")}.items():
+        "lacks": lambda copy: (copy / "speech_tokenizer/config.json").unlink(),
+        "truncated": lambda copy: os.truncate(copy / "model.safetensors", 100000),
+        "25hz": lambda copy: replace(copy / "config.json", "tokenizer_12hz", "tokenizer_25hz"),
+        "other": lambda copy: (copy / "config.json").write_text('{"model_type": "llama"}'),
+        "hollow": lambda copy: replace(copy / "config.json", '"vocab_size"', '"vocabulary"'),
+        "garbled": lambda copy: (copy / "config.json").write_text("{"),
+    }.items():
         change(Path(shutil.copytree(checkpoint(), folder / name)))
     return folder
 
@@ -265,113 +312,173 @@ def replace(path, old, new):
     path.write_text(path.read_text().replace(old, new))
 
 
-MISTAKES = [   # options that differ from a good call (None: left out), words of the answer
-    (dict(speaker="missing.pt"), "no speaker file missing.pt"), (dict(speaker="."), "no speaker file"),
-    (dict(speaker="wide.pt"), "holds 128 numbers, this model takes 64"), (dict(speaker="nan.pt"), "not finite"),
-    ({"speaker": None, "speaker=": ""}, "no speaker file"), (dict(speaker="sparse.pt"), "does not hold a speaker"),
-    (dict(speaker="float8.pt"), "does not hold a speaker"), (dict(speaker="dict.pt"), "does not hold a speaker"),
+MISTAKES = [  # options that differ from a good call (None: left out), words of the error
+    (dict(speaker="missing.pt"), "no speaker file missing.pt"),
+    (dict(speaker="."), "no speaker file"),
+    (dict(speaker="wide.pt"), "holds 128 numbers, this model takes 64"),
+    (dict(speaker="nan.pt"), "NaN or infinite"),
+    ({"speaker": None, "speaker=": ""}, "no speaker file"),
+    (dict(speaker="sparse.pt"), "does not hold a speaker"),
+    (dict(speaker="float8.pt"), "does not hold a speaker"),
+    (dict(speaker="dict.pt"), "does not hold a speaker"),
     (dict(speaker="code.pt"), "not a speaker file"),
-    (dict(speaker="text.pt"), "not a speaker file"), (dict(speaker=None), "give it --speaker"),
-    (dict(ref_audio="short.wav"), "one of the two"), (dict(ref_text="words"), "--ref-text says what"),
+    (dict(speaker="text.pt"), "not a speaker file"),
+    (dict(speaker=None), "give it --speaker"),
+    (dict(ref_audio="short.wav"), "one of the two"),
+    (dict(ref_text="words"), "--ref-text is the transcript of --ref-audio"),
     (dict(speaker=None, ref_audio="missing.wav"), "no file missing.wav"),
     (dict(speaker=None, ref_audio="long.wav", ref_text=" "), "--ref-text is empty"),
     (dict(speaker=None, ref_audio="long.wav", ref_text="words"), "312 positions, the cache has 300: give a sh"),
-    (dict(speaker=None, ref_audio="."), "no file"), (dict(speaker=None, ref_audio="text.wav"), "not audio"),
-    (dict(speaker=None, ref_audio="short.wav"), "0.06 s"), (dict(speaker=None, ref_audio="silent.wav"), "silent"),
+    (dict(speaker=None, ref_audio="."), "no file"),
+    (dict(speaker=None, ref_audio="text.wav"), "not audio"),
+    (dict(speaker=None, ref_audio="short.wav"), "0.06 s"),
+    (dict(speaker=None, ref_audio="silent.wav"), "silent"),
     (dict(instruct="whisper"), "use it with --model 1.7B-CustomVoice or 1.7B-VoiceDesign"),
-    (dict(model="custom_voice", speaker="aidan"), "choose aiden"), (dict(model="custom_voice", speaker=None), "aiden"),
+    (dict(model="custom_voice", speaker="aidan"), "choose aiden"),
+    (dict(model="custom_voice", speaker=None), "aiden"),
     (dict(model="custom_voice", speaker="aiden", ref_audio="a.wav"), "use it with --model 0.6B or 1.7B"),
     (dict(model="voice_design", speaker=None), "give it --instruct"),
     (dict(model="voice_design", instruct="warm"), "--speaker is not for"),
     (dict(list_speakers=""), "no speakers of its own"),
-    (dict(language="Klingon"), "no language 'Klingon'"), (dict(language="germn"), "choose german"),
-    (dict(text=None), "give what to say"), (dict(text=" \n"), "text is empty"),
-    (dict(text_file="empty.txt"), "one of them"), (dict(text=None, text_file="empty.txt"), "text is empty"),
+    (dict(language="Klingon"), "no language 'Klingon'"),
+    (dict(language="germn"), "choose german"),
+    (dict(text=None), "give what to say"),
+    (dict(text=" \n"), "text is empty"),
+    (dict(text_file="empty.txt"), "one of them"),
+    (dict(text=None, text_file="empty.txt"), "text is empty"),
     (dict(text=None, text_file="missing.txt"), "cannot read missing.txt"),
     (dict(text=None, text_file="."), "cannot read"),
     (dict(text=None, text_file="binary.txt"), "not UTF-8"),
     (dict(text="caf\udce9"), "cannot read --text: it is not UTF-8"),
     (dict(text="x" * 500), "takes 500 positions, the cache has 300"),
-    (dict(text="x" * 295, non_streaming_mode=""), "takes 305 positions, the cache has 300"),
+    (dict(text="x" * 295, non_streaming_mode=""), "the prompt takes 305 of 300 positions: raise max_seq_len"),
     (dict(fused=""), "fused=True is impossible here: the model is not on an NVIDIA GPU"),
-    (dict(output="nowhere/out.wav"), "no folder nowhere"), (dict(output="."), "it is a folder"),
-    (dict(text="a\nb", output="."), "it is a folder"), (dict(text="a\nb", output="-"), "add --join"),
+    (dict(output="nowhere/out.wav"), "no folder nowhere"),
+    (dict(output="."), "it is a folder"),
+    (dict(text="a\nb", output="."), "it is a folder"),
+    (dict(text="a\nb", output="-"), "add --join"),
     (dict(output=None), "give --output"),
-    (dict(temperature=0), "--temperature is 0.0"), (dict(temperature=-1), "above 0"), (dict(temperature="nan"), "nan"),
-    (dict(temperature="inf"), "inf"), (dict(temperature="warm"), "invalid float value"),
+    (dict(output="out.m4a"), ".m4a is not an audio format: choose one of .wav, .flac, .ogg, .opus, .mp3"),
+    (dict(text="a\nb", output="out.m4a"), ".m4a is not an audio format"),
+    (dict(output="out.m4a", stream=""), ".m4a is not an audio format"),
+    (dict(temperature=0), "--temperature is 0.0"),
+    (dict(temperature=-1), "above 0"),
+    (dict(temperature="nan"), "nan"),
+    (dict(temperature="inf"), "inf"),
+    (dict(temperature="warm"), "invalid float value"),
     (dict(top_k=0), "from 1 to 3072"),
-    (dict(top_k=4000), "from 1 to 3072"), (dict(top_p=0), "above 0 and at most 1"), (dict(top_p=1.5), "at most 1"),
-    (dict(top_p="nan"), "--top-p is nan"), (dict(repetition_penalty=0), "1.0 for none"),
-    (dict(max_seq_len=4), "from 32 to 32768"), (dict(max_seq_len=10**9), "from 32 to"), (dict(seed=-1), "from 0 to"),
-    (dict(seed=10**20), "from 0 to"), (dict(device="abacus"), "no device 'abacus'"),
-    (dict(device="mps"), "no device 'mps'"), (dict(device="cpu:7"), "no device 'cpu:7'"), (dict(dtype="int3"), "int3"),
-    (dict(model="./nowhere"), "no folder ./nowhere"), (dict(model="lacks"), "lacks speech_tokenizer/config.json"),
-    (dict(model="truncated"), "download it again"), (dict(model="25hz"), "only the 12 Hz models"),
-    (dict(model="other"), "does not describe a Qwen3-TTS"), (dict(model="garbled"), "does not describe"),
+    (dict(top_k=4000), "from 1 to 3072"),
+    (dict(top_p=0), "above 0 and at most 1"),
+    (dict(top_p=1.5), "at most 1"),
+    (dict(top_p="nan"), "--top-p is nan"),
+    (dict(repetition_penalty=0), "1.0 for none"),
+    (dict(max_seq_len=4), "from 32 to 32768"),
+    (dict(max_seq_len=10**9), "from 32 to"),
+    (dict(seed=-1), "from 0 to"),
+    (dict(seed=10**20), "from 0 to"),
+    (dict(device="abacus"), "no device 'abacus'"),
+    (dict(device="mps"), "no device 'mps'"),
+    (dict(device="cpu:7"), "no device 'cpu:7'"),
+    (dict(dtype="int3"), "int3"),
+    (dict(model="./nowhere"), "no folder ./nowhere"),
+    (dict(model="lacks"), "lacks speech_tokenizer/config.json"),
+    (dict(model="truncated"), "download it again"),
+    (dict(model="25hz"), "only the 12 Hz models"),
+    (dict(model="other"), "does not describe a Qwen3-TTS"),
+    (dict(model="garbled"), "does not describe"),
     (dict(model="hollow"), "does not describe"),
     (dict(unknown="x"), "unrecognized arguments"),
-    pytest.param(dict(device="cuda"), "finds 0 CUDA devices", marks=pytest.mark.skipif(
-        torch.cuda.is_available(), reason="there is a GPU")),
+    pytest.param(
+        dict(device="cuda"),
+        "finds 0 CUDA devices",
+        marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+    ),
 ]
 
 
 @pytest.mark.parametrize("change, words", MISTAKES, ids=lambda value: str(value)[:50])
 def test_mistakes_get_one_line(call, checkpoint, wrong_files, tmp_path, monkeypatch, change, words):
+    """What was wrong and what to do, before anything is written: no traceback, and no code of a file is executed."""
     monkeypatch.chdir(wrong_files)
-    good = dict(model="base", speaker=checkpoint() / "speaker.pt", text="Hello!", output=tmp_path / "out.wav",
-                device="cpu", max_seq_len=300) | change
+    good = (
+        dict(
+            model="base",
+            speaker=checkpoint() / "speaker.pt",
+            text="Hello!",
+            output=tmp_path / "out.wav",
+            device="cpu",
+            max_seq_len=300,
+        )
+        | change
+    )
     if good["model"] in ("base", "custom_voice", "voice_design"):
         good["model"] = checkpoint(good["model"])
-    arguments = [word for name, value in good.items() if value is not None
-                 for word in ("--" + name.replace("_", "-"), value) if word != ""]
+    arguments = [
+        word
+        for name, value in good.items()
+        if value is not None
+        for word in ("--" + name.replace("_", "-"), value)
+        if word != ""
+    ]
     files = sorted(wrong_files.iterdir())
-    code, stdout, stderr = call(generate.main, *arguments)
+    code, stdout, stderr = call(cli.main, *arguments)
     assert code == 2 and stdout == "" and stderr.startswith("error: ") and len(stderr.splitlines()) == 1
     assert words in stderr
-    assert not list(tmp_path.iterdir()) and sorted(wrong_files.iterdir()) == files        # nothing written, nothing run
+    assert not list(tmp_path.iterdir()) and sorted(wrong_files.iterdir()) == files
 
 
 def test_no_hub(call, tmp_path, monkeypatch):
     """A hub that cannot be reached, as huggingface_hub reports it."""
+
     def unreachable(*_, **__):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
+
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
-    code, _, stderr = call(generate.main, "--text", "Hello!", "--speaker", "x.pt", "--output", tmp_path / "out.wav")
-    assert code == 2 and "cannot be had from the model hub" in stderr and len(stderr.splitlines()) == 1
+    code, _, stderr = call(cli.main, "--text", "Hello!", "--speaker", "x.pt", "--output", tmp_path / "out.wav")
+    assert code == 2 and "cannot be downloaded from the model hub" in stderr and len(stderr.splitlines()) == 1
 
 
 def test_out_of_gpu_memory(call, checkpoint, monkeypatch, tmp_path):
+    """Torch's message has many lines; what to do is none of them."""
+
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
-    monkeypatch.setattr(generate, "load", full)
-    code, _, stderr = call(generate.main, *options(checkpoint(), output=tmp_path / "out.wav"))
+
+    monkeypatch.setattr(cli, "load", full)
+    code, _, stderr = call(cli.main, *options(checkpoint(), output=tmp_path / "out.wav"))
     assert code == 2 and "memory is full" in stderr and len(stderr.splitlines()) == 1
 
 
 def test_interrupted_stream_stays_a_valid_file(call, checkpoint, monkeypatch, tmp_path):
+    """Ctrl-C: the audio so far can be played, and the exit code is the shell's for an interrupt."""
+
     def interrupted(method, **kwargs):
         yield from itertools.islice(stream(method, **kwargs), 2)
         raise KeyboardInterrupt
-    stream = generate.stream
-    monkeypatch.setattr(generate, "stream", interrupted)
-    code, _, stderr = call(generate.main, *options(checkpoint(), output=tmp_path / "out.wav"), "--stream",
-                           "--max-seq-len", 300)
+
+    stream = cli.stream
+    monkeypatch.setattr(cli, "stream", interrupted)
+    code, _, stderr = call(
+        cli.main, *options(checkpoint(), output=tmp_path / "out.wav"), "--stream", "--max-seq-len", 300
+    )
     assert code == 130 and soundfile.info(tmp_path / "out.wav").frames == 2 * 1920
 
 
-def test_fuzzed_files_are_answered(checkpoint, recording, tmp_path):
-    """Hundreds of broken speaker files and recordings: each is read, or refused in words."""
+def test_broken_files_are_read_or_refused(checkpoint, recording, tmp_path):
+    """Hundreds of files with changed bytes: torch and soundfile raise many types of errors, users see one."""
     soundfile.write(tmp_path / "voice.wav", *recording)
     random, path, outcomes = np.random.default_rng(0), tmp_path / "fuzzed", {"read": 0, "refused": 0}
-    sources = [((checkpoint() / "speaker.pt").read_bytes(), lambda: voices.load_speaker(path, 64)),
-               ((tmp_path / "voice.wav").read_bytes(), lambda: voices.read_audio(path))]
+    sources = [
+        ((checkpoint() / "speaker.pt").read_bytes(), lambda: load_speaker(path, 64)),
+        ((tmp_path / "voice.wav").read_bytes(), lambda: read_audio(path)),
+    ]
     for content, read in sources * 300:
         mutated = bytearray(content)
         for _ in range(random.integers(1, 8)):
             position = random.integers(min(len(mutated), random.choice([64, 1024, len(mutated)])))
             mutated[position] = random.integers(256)
         if random.random() < 0.3:
-            del mutated[random.integers(len(mutated)):]
+            del mutated[random.integers(len(mutated)) :]
         path.write_bytes(mutated)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -383,31 +490,51 @@ def test_fuzzed_files_are_answered(checkpoint, recording, tmp_path):
     assert min(outcomes.values()) > 50
 
 
-def test_extract_speaker_mistakes(call, checkpoint, wrong_files, tmp_path, monkeypatch):
+def test_extract_speaker_mistakes(call, wrong_files, monkeypatch):
+    """The recordings are checked before the model is loaded."""
     monkeypatch.chdir(wrong_files)
-    for arguments, words in ((["missing.wav"], "no file"), (["text.wav"], "not audio"), (["silent.wav"], "silent"),
-                             (["short.wav"], "0.06 s"), ([], "expected at least one argument")):
+    for arguments, words in (
+        (["missing.wav"], "no file"),
+        (["text.wav"], "not audio"),
+        (["silent.wav"], "silent"),
+        (["short.wav"], "0.06 s"),
+        ([], "expected at least one argument"),
+    ):
         code, _, stderr = call(extract_speaker.main, "--ref_audio", *arguments)
         assert code == 2 and words in stderr and len(stderr.splitlines()) == 1
 
 
 def test_extract_speaker_averages_and_warns(call, checkpoint, recording, recording_file, tmp_path):
+    """Of several recordings none must be dropped; a short one is said to be short."""
     soundfile.write(tmp_path / "other.wav", recording[0][::-1], recording[1])
 
     def extract(*files):
-        code, _, stderr = call(extract_speaker.main, "--ref_audio", *files, "--model", checkpoint(), "--device", "cpu",
-                               "--output", tmp_path / "speaker.pt")
-        assert code == 0 and "2.0 s of sound, 3 to 30 s make a better voice" in stderr
+        code, _, stderr = call(
+            extract_speaker.main,
+            "--ref_audio",
+            *files,
+            "--model",
+            checkpoint(),
+            "--device",
+            "cpu",
+            "--output",
+            tmp_path / "speaker.pt",
+        )
+        assert code == 0 and "2.0 s of audio: 3 to 30 s give a better voice" in stderr
         return torch.load(tmp_path / "speaker.pt", weights_only=True).float()
-    one, other, both = extract(recording_file), extract(tmp_path / "other.wav"), extract(recording_file,
-                                                                                        tmp_path / "other.wav")
+
+    one, other, both = (
+        extract(recording_file),
+        extract(tmp_path / "other.wav"),
+        extract(recording_file, tmp_path / "other.wav"),
+    )
     torch.testing.assert_close(both, (one + other) / 2, rtol=0.02, atol=0.01)
     code, _, stderr = call(extract_speaker.main, "--ref_audio", recording_file, "--model", checkpoint("voice_design"))
     assert code == 2 and "has no speaker encoder" in stderr
 
 
 def test_random_checkpoint_of_each_type(call, tmp_path):
-    """What the script writes, upstream's from_pretrained loads: model, codec, processor, and the right type."""
+    """Upstream's from_pretrained loads what the script writes: model, codec, processor, and the right type."""
     for kind in ("custom_voice", "voice_design"):
         code, stdout, _ = call(random_checkpoint.main, "tiny", tmp_path / kind, "--type", kind)
         assert code == 0 and "noise" in stdout
@@ -416,5 +543,6 @@ def test_random_checkpoint_of_each_type(call, tmp_path):
 
 
 def test_setup_refuses_what_it_does_not_know():
+    """A mistyped size must not start an installation."""
     result = subprocess.run(["bash", ROOT / "setup.sh", "7B"], capture_output=True, text=True)
     assert result.returncode == 2 and "usage" in result.stderr

@@ -1,82 +1,142 @@
 """What only a GPU can show, on random weights of the published shapes. Skipped without one."""
+
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from helpers import GREEDY, assert_the_same_together, joined
 
 import cudagraph_predictor
 import cudagraph_talker
-from conftest import assert_the_same_together
-from generate import accelerate, handed_over, load_upstream, stream
-from voices import speaker_prompt
+from cli import speaker_prompt
+from fast.streaming import build_request, decoder_of
+from generate import accelerate, load_upstream, stream
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-GREEDY = dict(do_sample=False, subtalker_dosample=False)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore:the speech was cut off"),
+]
 TEXTS = ["Real time speech synthesis.", "Hi!", "A much longer sentence than the two others, in the same batch."]
+SIZES = ["0.6B", "1.7B"]
 
 
-def loaded(folder):
-    model = load_upstream(str(folder))
-    model.speaker = torch.randn(model.model.config.talker_config.hidden_size)
-    return model
+def load_with_speaker(folder):
+    tts = load_upstream(str(folder))
+    tts.speaker = torch.randn(tts.model.config.talker_config.hidden_size)
+    return tts
 
 
-@pytest.fixture(scope="module", params=["0.6B", "1.7B"])
+@pytest.fixture(scope="module", params=SIZES)
 def tts(request, checkpoint):
-    return loaded(checkpoint("base", request.param))
+    """A model that each test accelerates in its own way."""
+    return load_with_speaker(checkpoint("base", request.param))
 
 
-@pytest.fixture(scope="module", params=["0.6B", "1.7B"])
+@pytest.fixture(scope="module", params=SIZES)
 def fast(request, checkpoint):
-    return accelerate(loaded(checkpoint("base", request.param)), max_seq_len=256)
+    """An accelerated model that the tests share."""
+    return accelerate(load_with_speaker(checkpoint("base", request.param)), max_seq_len=256)
+
+
+@pytest.fixture
+def no_capture(monkeypatch):
+    """no_capture() -> from now on, accelerate runs what it would capture."""
+
+    def patch():
+        for module in (cudagraph_talker, cudagraph_predictor):
+            monkeypatch.setattr(module, "capture", lambda fn, *_: fn)
+
+    return patch
+
+
+def rows_of(text):
+    return len(text) if isinstance(text, list) else 1
 
 
 def codes(tts, text, seed=0, frames=24, **settings):
-    prompt = speaker_prompt(tts.speaker, len(text) if isinstance(text, list) else 1)
-    decoder, request = handed_over(tts.generate_voice_clone, dict(
-        text=text, language="English", voice_clone_prompt=prompt, max_new_tokens=frames + 1, **settings))
-    torch.manual_seed(seed)
-    return torch.stack([codes.clone() for codes, _ in decoder.frames(**request)], dim=1).cpu()
+    """The codes (B, T, 16) of the decoder's frames. seed None: go on with the generator's state."""
+    request = build_request(
+        tts.generate_voice_clone,
+        text=text,
+        language="English",
+        voice_clone_prompt=speaker_prompt(tts.speaker, rows_of(text)),
+        max_new_tokens=frames + 1,
+        **settings,
+    )
+    if seed is not None:
+        torch.manual_seed(seed)
+    return torch.stack([codes.clone() for codes, _ in decoder_of(tts).frames(**request)], dim=1).cpu()
 
 
-@pytest.mark.filterwarnings("ignore:the speech was cut off")
+def whole(tts, text, frames=20, **settings):
+    """The samples of a whole call, those of a list one after another."""
+    audios, _ = tts.generate_voice_clone(
+        text,
+        "English",
+        voice_clone_prompt=speaker_prompt(tts.speaker, rows_of(text)),
+        max_new_tokens=frames + 1,
+        **settings,
+    )
+    return np.concatenate(audios)
+
+
+def streamed(tts, text, frames=20, chunk_frames=None, **settings):
+    chunks = stream(
+        tts.generate_voice_clone,
+        text=text,
+        language="English",
+        voice_clone_prompt=speaker_prompt(tts.speaker),
+        max_new_tokens=frames + 1,
+        chunk_frames=chunk_frames,
+        **settings,
+    )
+    return joined(chunks)
+
+
 @pytest.mark.parametrize("fused", [True, False])
-def test_captured_frames_are_the_uncaptured_ones(tts, fused, monkeypatch):
-    """A graph that misses a tensor, a setting or the generator's state repeats old tokens."""
-    requests = [dict(text=text, seed=seed, **settings) for text in (TEXTS[0], TEXTS) for seed, settings in (
-        (0, GREEDY), (1, {}), (2, dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.3)),
-        (3, dict(subtalker_temperature=0.5, subtalker_top_k=5)), (1, {}))]
-    accelerate(tts, max_seq_len=256, fused=fused)
+def test_captured_frames_are_the_uncaptured_ones(tts, fused, no_capture):
+    """A graph that misses a tensor, a setting or the generator's state repeats old tokens.
+
+    The list has fewer rows than its graph: what the others decode must not show.
+    """
+    requests = [
+        dict(text=text, seed=seed, **settings)
+        for text in (TEXTS[0], TEXTS)
+        for seed, settings in (
+            (0, GREEDY),
+            (1, {}),
+            (2, dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.3)),
+            (3, dict(subtalker_temperature=0.5, subtalker_top_k=5)),
+            (1, {}),
+        )
+    ]
+    accelerate(tts, max_seq_len=256, max_batch=4, fused=fused)
     captured = [codes(tts, **request) for request in requests]
-    for module in (cudagraph_talker, cudagraph_predictor):
-        monkeypatch.setattr(module, "capture", lambda fn, *_: fn)
-    accelerate(tts, max_seq_len=256, fused=fused)
+    no_capture()
+    accelerate(tts, max_seq_len=256, max_batch=4, fused=fused)
     uncaptured = [codes(tts, **request) for request in requests]
     for request, a, b in zip(requests, captured, uncaptured):
         assert torch.equal(a, b), request
-    assert torch.equal(captured[1], captured[4])                  # a seed reproduces, whatever came between
-    assert not torch.equal(captured[1], captured[3])              # the predictor's own settings are used
+    assert torch.equal(captured[1], captured[4])  # a seed is reproducible, whatever came between
+    assert not torch.equal(captured[1], captured[3])  # the predictor's own settings are used
 
 
-@pytest.mark.filterwarnings("ignore:the speech was cut off")
 @pytest.mark.parametrize("chunk_frames", [None, 1, 3])
-def test_streamed_sound_is_the_whole(fast, chunk_frames):
-    """Codec chunks of other sizes take other kernels: equal but for bfloat16's rounding."""
-    prompt = speaker_prompt(fast.speaker)
-    request = dict(text=TEXTS[0], language="English", voice_clone_prompt=prompt, max_new_tokens=41)
+def test_streamed_audio_is_the_whole(fast, chunk_frames):
+    """Chunks of other sizes take other kernels in the codec: equal but for bfloat16's rounding."""
     torch.manual_seed(0)
-    (whole,), rate = fast.generate_voice_clone(**request)
+    expected = whole(fast, TEXTS[0], frames=40)
     torch.manual_seed(0)
-    chunks = [audio for audio, _ in stream(fast.generate_voice_clone, chunk_frames=chunk_frames, **request)]
-    joined = np.concatenate(chunks)
-    assert len(joined) == len(whole) == 40 * 1920
-    assert np.abs(joined - whole).max() < 0.02 and np.corrcoef(joined, whole)[0, 1] > 0.999
+    audio = streamed(fast, TEXTS[0], frames=40, chunk_frames=chunk_frames)
+    assert len(audio) == len(expected) == 40 * 1920
+    assert np.abs(audio - expected).max() < 0.02 and np.corrcoef(audio, expected)[0, 1] > 0.999
 
 
-def test_the_end_on_captured_graphs(tts, monkeypatch):
-    """The surplus frame is dropped and its noise counts as not drawn: two requests after one seed, captured and not."""
+def test_the_end_on_captured_graphs(tts, monkeypatch, no_capture):
+    """The surplus frame is dropped, its random numbers put back: two requests after one seed, captured or not."""
     head = tts.model.talker.codec_head.weight
     monkeypatch.setattr(head, "data", head.data.clone())
     end = tts.model.config.talker_config.codec_eos_token_id
@@ -87,16 +147,28 @@ def test_the_end_on_captured_graphs(tts, monkeypatch):
         first = codes(tts, TEXTS[0], frames=200)
         state = torch.cuda.get_rng_state()
         return first, codes(tts, TEXTS[1], seed=int(state.sum()), frames=200)
+
     captured = two_requests()
-    for module in (cudagraph_talker, cudagraph_predictor):
-        monkeypatch.setattr(module, "capture", lambda fn, *_: fn)
+    no_capture()
     assert all(torch.equal(a, b) for a, b in zip(captured, two_requests(), strict=True))
     assert captured[0].shape[1] < 200
 
 
-@pytest.mark.filterwarnings("ignore:the speech was cut off")
+def test_requests_continue_the_generator(fast):
+    """Two requests after one seed must differ, as upstream's do, and torch.rand must not repeat their numbers."""
+    torch.manual_seed(7)
+    untouched = torch.rand(4, device="cuda")
+    runs = []
+    for _ in range(2):
+        first, second = codes(fast, TEXTS[0], seed=7), codes(fast, TEXTS[0], seed=None)
+        runs.append((first, second, torch.rand(4, device="cuda").cpu()))
+    assert not torch.equal(runs[0][0], runs[0][1])
+    assert not torch.equal(runs[0][2], untouched.cpu())
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
 def test_a_padded_row_alone(tts):
-    """The last of a long list may be alone in its group, and padded: it is spoken as it would be by itself."""
+    """The last of a long list may be alone in its group, and padded: it must be spoken as it would be by itself."""
     accelerate(tts, max_seq_len=256, max_batch=1)
     request = dict(language="English", non_streaming_mode=True, max_new_tokens=21, **GREEDY)
     (_, last), _ = tts.generate_voice_clone(TEXTS[2:0:-1], voice_clone_prompt=speaker_prompt(tts.speaker, 2), **request)
@@ -104,51 +176,119 @@ def test_a_padded_row_alone(tts):
     np.testing.assert_array_equal(last, alone)
 
 
-@pytest.mark.filterwarnings("ignore:the speech was cut off")
-def test_captures_beside_other_threads(tts, recording):
-    """A list of a new length is captured while other threads build prompts, which takes memory."""
-    accelerate(tts, max_seq_len=256, max_batch=4)
-    decoder, done = tts.model.talker.generate.__self__, threading.Event()
+@pytest.mark.parametrize("fused, max_batch", [(None, None), (None, 8), (False, 4)])
+def test_requests_capture_nothing(tts, monkeypatch, fused, max_batch):
+    """A capture takes seconds, and makes other threads fail that draw random numbers meanwhile."""
+    accelerate(tts, max_seq_len=256, max_batch=max_batch, fused=fused)
+
+    def refuse(*_, **__):
+        raise AssertionError("a request captures a graph")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", refuse)
+    with torch.cuda.stream(torch.cuda.current_stream()), pytest.raises(AssertionError, match="captures a graph"):
+        cudagraph_talker.capture(lambda: None, tts.model.talker.device)  # the patch works
+    graphs = dict(decoder_of(tts).graphs)
+    for texts in (TEXTS[0], TEXTS[:2], TEXTS, TEXTS * 3):
+        assert len(whole(tts, texts)) > 0
+    assert len(streamed(tts, TEXTS[0])) == 20 * 1920
+    assert decoder_of(tts).graphs == graphs
+
+
+def test_lists_on_the_megakernel_are_its_single_texts(fast):
+    """Without max_batch, a list gives what its texts give one after another."""
+    if decoder_of(fast).path != "fused layers":
+        pytest.skip(decoder_of(fast).path)
+    request = dict(non_streaming_mode=True, **GREEDY)
+    expected = np.concatenate([whole(fast, text, **request) for text in TEXTS])
+    np.testing.assert_array_equal(whole(fast, TEXTS, **request), expected)
+
+
+def test_captures_beside_threads_that_build_prompts(tts, recording):
+    """Memory that another thread allocates must not make a capture fail, nor a request read freed memory."""
+    done = threading.Event()
     request = dict(language="English", max_new_tokens=9, **GREEDY)
+    accelerate(tts, max_seq_len=256, max_batch=4, fused=False)
 
     def build_prompts():
         built = 0
         while not done.is_set() or built == 0:
             prompt = tts.create_voice_clone_prompt(recording, "what it says")
-            handed_over(tts.generate_voice_clone, dict(text=TEXTS[built % 3], voice_clone_prompt=prompt, **request))
+            build_request(tts.generate_voice_clone, text=TEXTS[built % 3], voice_clone_prompt=prompt, **request)
             torch.empty((1 + built % 7) << 24, device="cuda")
             built += 1
         return built
 
-    def speak(rows):
-        prompt = speaker_prompt(tts.speaker, rows)
-        return tts.generate_voice_clone((TEXTS * 2)[:rows], voice_clone_prompt=prompt, **request)[0]
     with ThreadPoolExecutor(2) as threads:
         building = [threads.submit(build_prompts) for _ in range(2)]
-        beside = [speak(rows) for rows in (2, 3, 4)]
-        done.set()
+        try:
+            accelerate(tts, max_seq_len=256, max_batch=4, fused=False)  # captures for one row and for four
+            beside = [whole(tts, (TEXTS * 2)[:rows], frames=8, **GREEDY) for rows in (1, 2, 3, 4)]
+        finally:
+            done.set()
         assert all(job.result() > 0 for job in building)
-    assert {2, 3, 4} <= decoder.graphs.keys()
-    for rows, audios in zip((2, 3, 4), beside, strict=True):
-        for audio, alone in zip(audios, speak(rows), strict=True):
-            np.testing.assert_array_equal(audio, alone)
+    assert decoder_of(tts).graphs.keys() == {1, 4}
+    for rows, audio in zip((1, 2, 3, 4), beside, strict=True):
+        np.testing.assert_array_equal(audio, whole(tts, (TEXTS * 2)[:rows], frames=8, **GREEDY))
 
 
-@pytest.mark.filterwarnings("ignore:the speech was cut off")
+def test_other_threads_may_draw_random_numbers(fast):
+    """A language model that samples in the same process failed while a request captured or replayed a graph."""
+    done = threading.Event()
+    weights = torch.rand(1000, device="cuda")
+
+    def draw():
+        drawn = 0
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not done.is_set() or drawn == 0:
+                assert 0 <= int(torch.multinomial(weights, 1)) < 1000
+                drawn += 1
+        return drawn
+
+    expected = [whole(fast, TEXTS[0], **GREEDY), whole(fast, TEXTS, **GREEDY), streamed(fast, TEXTS[2], **GREEDY)]
+    with ThreadPoolExecutor(2) as threads:
+        drawing = [threads.submit(draw) for _ in range(2)]
+        try:
+            for _ in range(5):
+                audios = [
+                    whole(fast, TEXTS[0], **GREEDY),
+                    whole(fast, TEXTS, **GREEDY),
+                    streamed(fast, TEXTS[2], **GREEDY),
+                ]
+                whole(fast, TEXTS[1])  # sampled
+                streamed(fast, TEXTS[1])
+                for audio, alone in zip(audios, expected, strict=True):
+                    np.testing.assert_array_equal(audio, alone)
+        finally:
+            done.set()
+        assert all(job.result() > 0 for job in drawing)
+
+
 def test_threads_take_turns(fast):
-    """Whole calls, streams and lists of several threads at once: each gets what it would get alone."""
-    request = dict(language="English", max_new_tokens=21, **GREEDY)
-
-    def whole(text):
-        rows = len(text) if isinstance(text, list) else 1
-        audios, _ = fast.generate_voice_clone(text, voice_clone_prompt=speaker_prompt(fast.speaker, rows), **request)
-        return np.concatenate(audios)
-
-    def streamed(text):
-        return np.concatenate([audio for audio, _ in stream(
-            fast.generate_voice_clone, text=text, voice_clone_prompt=speaker_prompt(fast.speaker), **request)])
-    jobs = [(speak, text) for text in TEXTS for speak in (whole, streamed)] + [(whole, TEXTS[:2])]
+    """Whole calls, streams and lists of several threads share one cache: each must get what it would get alone."""
+    jobs = [
+        (lambda text, speak=speak: speak(fast, text, **GREEDY), text) for text in TEXTS for speak in (whole, streamed)
+    ]
+    jobs.append((lambda text: whole(fast, text, **GREEDY), TEXTS[:2]))
     assert_the_same_together(jobs * 2)
+
+
+def test_threads_with_their_own_cuda_streams(fast):
+    """A request must wait for the kernels of the one before it, which may have run on another CUDA stream."""
+
+    def on_own_stream(speak):
+        def speak_there(text):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                return speak(fast, text, **GREEDY)
+
+        return speak_there
+
+    jobs = [(on_own_stream(speak), text) for text in TEXTS for speak in (whole, streamed)]
+    jobs.append((on_own_stream(whole), TEXTS[:2]))
+    jobs += [(lambda text: whole(fast, text, **GREEDY), text) for text in TEXTS]  # beside those on torch's own stream
+    assert_the_same_together(jobs * 2)
+    expected = whole(fast, TEXTS[2], **GREEDY)
+    for _ in range(5):  # in one thread, where no lock makes anybody wait
+        np.testing.assert_array_equal(on_own_stream(whole)(TEXTS[2]), expected)
 
 
 def test_codec_of_a_batch(fast):

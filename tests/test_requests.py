@@ -1,13 +1,19 @@
-"""One request after another: nothing of the one before shows, nothing is cut short silently."""
+"""One request after another: nothing of the one before shows, and nothing is cut short silently."""
+
+import copy
 import gc
+import pickle
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from helpers import GREEDY, VOICES, assert_the_same_together, joined
 
-from conftest import VOICES, assert_the_same_together
+from fast import batch_sizes
+from fast.streaming import build_request, decoder_of
 from generate import accelerate, load, load_upstream, stream
 
 TEXT = "Hello there."
@@ -21,32 +27,36 @@ def voice(voices):
 
 @pytest.fixture
 def fresh_codes(voice):
-    """What a request gives on a model that has served no other."""
+    """fresh_codes(request) -> what a request gives on a model that has served no other."""
+
     def codes(**request):
         tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=384, max_batch=4)
         return voice.codes(tts, text=TEXT, **request)[0][0]
+
     return codes
 
 
 def test_after_an_abandoned_stream(voice, fresh_codes):
+    """A stream that is dropped halfway must not leave its lock, its cache or its repetition penalty behind."""
     for _ in stream(voice.fast.generate_voice_clone, chunk_frames=2, text="Never mind.", **voice.arguments):
         break
     assert torch.equal(voice.codes(voice.fast, text=TEXT, seed=5)[0][0], fresh_codes(seed=5))
 
 
 def test_after_an_exception(voice, fresh_codes, monkeypatch):
-    decoder = voice.fast.model.talker.generate.__self__
-    talker, _ = decoder.graphs_for(1)
+    """An error in the middle of a request must not leave its lock or its state behind."""
+    talker, _ = decoder_of(voice.fast).graphs_for(1)
     with monkeypatch.context() as broken:
-        broken.setattr(talker, "step", lambda: 1 / 0)
+        broken.setattr(talker, "replay", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             voice.codes(voice.fast, text="Never mind.")
     assert torch.equal(voice.codes(voice.fast, text=TEXT, seed=5)[0][0], fresh_codes(seed=5))
 
 
 def test_after_other_settings(voice, fresh_codes):
+    """Settings are tensors that stay: each request must set all of them."""
     settings = dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.3, subtalker_top_k=3, seed=5)
-    voice.codes(voice.fast, text="A longer one, by far.", do_sample=False, subtalker_dosample=False)
+    voice.codes(voice.fast, text="A longer one, by far.", **GREEDY)
     assert torch.equal(voice.codes(voice.fast, text=TEXT, **settings)[0][0], fresh_codes(**settings))
     assert torch.equal(voice.codes(voice.fast, text=TEXT, seed=5)[0][0], fresh_codes(seed=5))
 
@@ -60,26 +70,31 @@ def test_another_end_token(voice):
 
 
 def test_two_requests_share_one_seed(voice):
-    """No frame beyond the last leaves a trace in the random numbers."""
+    """The surplus frame that is decoded behind the last must leave no trace in the random numbers."""
+
     def two(tts):
         first, _ = voice.codes(tts, text=TEXT, seed=7)
         return voice.codes(tts, text=TEXT, seed=int(torch.randint(1000, ())))[0][0]
+
     assert torch.equal(two(voice.fast), two(voice.upstream))
 
 
 @pytest.fixture
 def patience(voice, monkeypatch):
     def set(seconds):
-        monkeypatch.setattr(voice.fast.model.talker.generate.__self__.turns, "patience", seconds)
+        monkeypatch.setattr(decoder_of(voice.fast).lock, "patience", seconds)
+
     return set
 
 
 @pytest.mark.parametrize("heard", [1, 2])
 def test_interleaved_streams_are_refused(voice, patience, heard):
-    """Two streams would write over each other's state; the older one says so, and the newer one is not disturbed."""
+    """Two streams would overwrite each other's state: the older one raises, and the newer one is not disturbed."""
+
     def start():
         torch.manual_seed(3)
         return stream(voice.fast.generate_voice_clone, chunk_frames=1, text=TEXT, **voice.arguments)
+
     expected = [audio for audio, _ in start()]
     patience(0)
     older = start()
@@ -95,11 +110,11 @@ def test_interleaved_streams_are_refused(voice, patience, heard):
 
 
 @cut_off_on_purpose
-def test_a_pool_goes_on_with_streams_in_any_thread(voices):
-    """As servers do. The second stream waits, even if it starts in the thread that went on with the first one."""
-    voice, greedy = voices("x-vector").end_comes_up(False), dict(do_sample=False, subtalker_dosample=False)
-    request = dict(chunk_frames=2, text=TEXT, max_new_tokens=20, **voice.arguments, **greedy)
-    expected = np.concatenate([audio for audio, _ in stream(voice.fast.generate_voice_clone, **request)])
+def test_a_stream_may_be_resumed_in_any_thread(voices):
+    """As servers with thread pools do. A second stream waits, even in a thread that has resumed the first one."""
+    voice = voices("x-vector").end_comes_up(False)
+    request = dict(chunk_frames=2, text=TEXT, max_new_tokens=20, **voice.arguments, **GREEDY)
+    expected = joined(stream(voice.fast.generate_voice_clone, **request))
     first, second = (stream(voice.fast.generate_voice_clone, **request) for _ in range(2))
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         chunks = [pool.submit(next, first).result()[0] for pool in (one, other, one)]
@@ -109,8 +124,8 @@ def test_a_pool_goes_on_with_streams_in_any_thread(voices):
             np.testing.assert_array_equal(np.concatenate(heard), expected)
 
 
-def test_a_stream_that_nobody_goes_on_with(voice, patience, fresh_codes):
-    """It is kept, but its thread has ended: the next request waits for a while, and no longer."""
+def test_a_stream_that_nobody_resumes(voice, patience, fresh_codes):
+    """It is kept, but its thread has ended: the next request waits for a while, and not for ever."""
     kept = stream(voice.fast.generate_voice_clone, chunk_frames=1, text="Never mind.", **voice.arguments)
     with ThreadPoolExecutor(1) as thread:
         thread.submit(next, kept).result()
@@ -123,13 +138,13 @@ def test_a_stream_that_nobody_goes_on_with(voice, patience, fresh_codes):
 
 
 def test_numbers_that_are_not_finite(voice, fresh_codes):
-    """Refused, and even if some got in, the next request is clean."""
+    """NaN in a prompt is refused; and if one got into the cache, it must not reach the next request: 0 x NaN is NaN."""
     speaker = voice.arguments["voice_clone_prompt"]["ref_spk_embedding"][0].clone()
     speaker[3] = float("nan")
     prompt = voice.arguments["voice_clone_prompt"] | dict(ref_spk_embedding=[speaker])
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match="NaN or infinite"):
         voice.codes(voice.fast, text=TEXT, voice_clone_prompt=prompt)
-    for graph in voice.fast.model.talker.generate.__self__.graphs_for(1):
+    for graph in decoder_of(voice.fast).graphs_for(1):
         graph.cache.layers[0].values.fill_(float("nan"))
     assert torch.equal(voice.codes(voice.fast, text=TEXT, seed=5)[0][0], fresh_codes(seed=5))
 
@@ -145,22 +160,64 @@ def test_inference_mode_leaves_nothing_behind(voice):
 
 
 def test_threads_take_turns(voice):
-    """Whole calls and streams of several threads at once: each gets what it would get alone."""
-    greedy = dict(do_sample=False, subtalker_dosample=False, max_new_tokens=40)
+    """Whole calls and streams of several threads at once share one cache: each must get what it would get alone."""
     texts = ["One.", "Two is longer.", "Three!", "Four, the last of them."]
+    request = dict(max_new_tokens=40, **voice.arguments, **GREEDY)
 
     def whole(text):
-        return voice.fast.generate_voice_clone(text, **voice.arguments, **greedy)[0][0]
+        return voice.fast.generate_voice_clone(text, **request)[0][0]
 
     def streamed(text):
-        return np.concatenate([audio for audio, _ in stream(
-            voice.fast.generate_voice_clone, chunk_frames=1, text=text, **voice.arguments, **greedy)])
+        return joined(stream(voice.fast.generate_voice_clone, chunk_frames=1, text=text, **request))
+
     assert_the_same_together([(speak, text) for text in texts for speak in (whole, streamed)])
+
+
+@cut_off_on_purpose
+def test_building_a_request_leaves_the_model_alone(voices):
+    """The model's talker.generate was replaced for a moment: a thread that spoke then got another thread's prompt."""
+    voice = voices("x-vector").end_comes_up(False)
+    tts, done = voice.fast, threading.Event()
+    texts = ["One.", "Two, which is a good deal longer.", "Three!"]
+    before = {name: dict(vars(module)) for name, module in (("model", tts.model), ("talker", tts.model.talker))}
+    modules = dict(tts.model._modules)
+
+    def build(text):
+        return build_request(tts.generate_voice_clone, text=text, max_new_tokens=20, **voice.arguments, **GREEDY)
+
+    def speak():
+        return tts.generate_voice_clone(texts[2], max_new_tokens=20, **voice.arguments, **GREEDY)[0][0]
+
+    def build_again_and_again(text):
+        requests = []
+        while not done.is_set() or not requests:
+            requests.append(build(text))
+        return requests
+
+    expected, spoken_alone = [build(text) for text in texts[:2]], speak()
+    with ThreadPoolExecutor(2) as threads:
+        building = [threads.submit(build_again_and_again, text) for text in texts[:2]]
+        try:
+            spoken = [speak() for _ in range(5)]
+        finally:
+            done.set()
+    for audio in spoken:
+        np.testing.assert_array_equal(audio, spoken_alone)
+    for job, request in zip(building, expected):
+        for other in job.result():
+            assert other.keys() == request.keys()
+            for name, value in request.items():
+                assert torch.equal(other[name], value) if torch.is_tensor(value) else other[name] == value, name
+
+    assert tts.model._modules == modules
+    assert vars(tts.model) == before["model"] and vars(tts.model.talker) == before["talker"]
+    assert decoder_of(tts).talker is tts.model.talker
 
 
 @pytest.mark.parametrize("name", VOICES)
 @pytest.mark.parametrize("chunk_frames", [None, 1, 5])
 def test_chunks_joined_are_the_whole(voices, name, chunk_frames):
+    """A chunk that is lost, repeated or decoded from the wrong state; and chunks of other sizes than promised."""
     voice = voices(name).end_comes_up(True)
     method = getattr(voice.fast, voice.method)
     torch.manual_seed(2)
@@ -169,26 +226,26 @@ def test_chunks_joined_are_the_whole(voices, name, chunk_frames):
     chunks, rates = zip(*stream(method, chunk_frames=chunk_frames, text=TEXT, **voice.arguments))
     sizes = [len(chunk) // 1920 for chunk in chunks]
     expected = [1, 1, 2, 4, *[8] * len(sizes)] if chunk_frames is None else [chunk_frames] * len(sizes)
-    assert set(rates) == {rate} and sizes[:-1] == expected[:len(sizes) - 1] and sizes[-1] <= expected[len(sizes) - 1]
-    joined = np.concatenate(chunks)
-    assert 0 <= len(whole) - len(joined) <= 1                     # upstream's proportion rounds down, by a sample
-    np.testing.assert_allclose(joined, whole[len(whole) - len(joined):], rtol=0, atol=1e-5)
+    assert set(rates) == {rate} and sizes[:-1] == expected[: len(sizes) - 1] and sizes[-1] <= expected[len(sizes) - 1]
+    audio = np.concatenate(chunks)
+    assert 0 <= len(whole) - len(audio) <= 1  # upstream cuts off the reference, rounded down by a sample
+    np.testing.assert_allclose(audio, whole[len(whole) - len(audio) :], rtol=0, atol=1e-5)
 
 
 def test_stream_makes_the_prompt_from_a_recording(voice, recording):
+    """With ref_audio instead of a prompt, the reference's codes must prime the codec, too."""
     request = dict(text=TEXT, ref_audio=recording, ref_text="what it says")
     torch.manual_seed(2)
     (whole,), _ = voice.fast.generate_voice_clone(**request)
     torch.manual_seed(2)
-    joined = np.concatenate([audio for audio, _ in stream(voice.fast.generate_voice_clone, **request)])
-    np.testing.assert_allclose(joined, whole[len(whole) - len(joined):], rtol=0, atol=1e-5)
+    audio = joined(stream(voice.fast.generate_voice_clone, **request))
+    np.testing.assert_allclose(audio, whole[len(whole) - len(audio) :], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("settings", [dict(do_sample=False, subtalker_dosample=False), dict()],
-                         ids=["greedy", "seeded"])
+@pytest.mark.parametrize("settings", [GREEDY, dict()], ids=["greedy", "seeded"])
 def test_more_texts_than_fit_a_batch(voice, settings):
-    """Groups of max_batch=4: greedy rows are those of one big batch, seeded ones reproduce."""
-    texts = ["One.", "Two, longer.", "Three, quite a bit longer.", "Four.", "Five!"]              # one alone, padded
+    """Groups of max_batch=4: greedy rows are those of one big batch, seeded ones are reproducible."""
+    texts = ["One.", "Two, longer.", "Three, quite a bit longer.", "Four.", "Five!"]  # one alone, padded
     request = dict(text=texts, language="English", max_new_tokens=100, seed=3, **settings)
     codes, _ = voice.codes(voice.fast, **request)
     expected, _ = voice.codes(voice.upstream if settings else voice.fast, **request)
@@ -196,69 +253,136 @@ def test_more_texts_than_fit_a_batch(voice, settings):
 
 
 @cut_off_on_purpose
-def test_batches_are_captured_once_and_share_memory(voice):
-    decoder = voice.fast.model.talker.generate.__self__
-    voice.codes(voice.fast, text=["a", "b"], language="English", max_new_tokens=3)
-    voice.codes(voice.fast, text=["a", "b", "c"], language="English", max_new_tokens=3)
-    two, three = decoder.graphs_for(2), decoder.graphs_for(3)
-    voice.codes(voice.fast, text=["d", "e"], language="English", max_new_tokens=3, temperature=0.5)
-    assert decoder.graphs_for(2) is two
-    assert two[0].cache.layers[0].keys.data_ptr() == three[0].cache.layers[0].keys.data_ptr()
+def test_a_list_is_one_batch_on_a_cpu(voice):
+    """Without max_batch a list of any length has upstream's seeded tokens, which groups would not have."""
+    tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=100)
+    request = dict(text=["One.", "Two!", "3", "Four?", "V"], language="English", max_new_tokens=12, seed=3)
+    (expected, after), (codes, after_ours) = (voice.codes(model, **request) for model in (voice.upstream, tts))
+    assert after_ours == after
+    for row, expected_row in zip(codes, expected, strict=True):
+        assert torch.equal(row, expected_row)
+
+
+@cut_off_on_purpose
+def test_graphs_of_two_sizes_are_kept(voice):
+    """Graphs for every length of list would fill the memory; built anew for each request, they would take its time."""
+    decoder = decoder_of(voice.fast)
+
+    def speak(*texts, **settings):
+        voice.codes(voice.fast, text=[*texts], language="English", max_new_tokens=3, **settings)
+
+    speak("a", "b")
+    one, two = decoder.graphs_for(1), decoder.graphs_for(2)
+    speak("d", "e", temperature=0.5)
+    speak("f")
+    assert decoder.graphs == {1: one, 2: two}
+    speak("a", "b", "c")
+    assert decoder.graphs.keys() == {1, 3} and decoder.graphs_for(1) is one
+
+
+def test_lists_on_the_megakernel():
+    """A frame of the batched graphs takes as long as several of the megakernel: short lists run one by one there."""
+    for rows in range(1, 6):
+        assert batch_sizes(rows, max_batch=16) == [1] * rows
+    assert batch_sizes(16, max_batch=16) == [16]
+    assert batch_sizes(20, max_batch=16) == [16, 1, 1, 1, 1]
+    assert batch_sizes(22, max_batch=16) == [16, 6]
+    assert batch_sizes(9, max_batch=4) == batch_sizes(9, max_batch=1) == [1] * 9
+    assert all(sum(batch_sizes(rows, limit)) == rows for rows in range(1, 50) for limit in (1, 5, 6, 7, 16, 64))
 
 
 def test_max_new_tokens_before_the_end_warns(voice):
-    with pytest.warns(UserWarning, match="cut off after 3 frames.*max_new_tokens above 4"):
+    """Speech that is cut off silently. The warning says where, and which limit to raise."""
+    with pytest.warns(UserWarning, match="cut off after 3 frames, before its end: raise max_new_tokens"):
         voice.codes(voice.fast, text=TEXT, max_new_tokens=4)
 
 
 def test_full_cache_before_the_end_warns(voices):
+    """The same where the cache is the limit; the frames up to there are upstream's."""
     voice = voices("x-vector").end_comes_up(False)
     tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=20)
     tts.model.talker.codec_head.weight.data[voice.end_token] = 0
-    with pytest.warns(UserWarning, match="cut off after 10 frames.*max_seq_len above 20"):
+    with pytest.warns(UserWarning, match="cut off after 10 frames, before its end: raise max_seq_len"):
         codes, _ = voice.codes(tts, text=TEXT)
     assert torch.equal(codes[0], voice.codes(voice.upstream, text=TEXT, max_new_tokens=11)[0][0])
 
 
 def test_the_end_at_the_limit_does_not_warn(voice, recwarn):
+    """Speech that ends with the last frame that it may have is complete."""
     codes, _ = voice.codes(voice.fast, text=TEXT, seed=2)
     voice.codes(voice.fast, text=TEXT, seed=2, max_new_tokens=len(codes[0]) + 1)
     assert not [warning for warning in recwarn if "cut off" in str(warning.message)]
 
 
 def test_prompt_longer_than_the_cache_is_refused(voice):
-    with pytest.raises(ValueError, match=r"takes \d{3} positions, the cache has 384: shorten"):
+    """Before it is written behind the cache's end."""
+    with pytest.raises(ValueError, match=r"the prompt takes \d{3} of 384 positions: raise max_seq_len"):
         voice.codes(voice.fast, text="x" * 500, non_streaming_mode=True)
 
 
-@pytest.mark.parametrize("settings", [
-    dict(temperature=0.0), dict(temperature=-1.0), dict(temperature=float("nan")), dict(top_p=-0.1), dict(top_p=1.5),
-    dict(top_k=-1), dict(subtalker_temperature=0.0), dict(subtalker_top_p=2.0), dict(repetition_penalty=0.0),
-    dict(repetition_penalty=float("nan")), dict(max_new_tokens=1)], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(temperature=0.0),
+        dict(temperature=-1.0),
+        dict(temperature=float("nan")),
+        dict(top_p=-0.1),
+        dict(top_p=1.5),
+        dict(top_k=-1),
+        dict(subtalker_temperature=0.0),
+        dict(subtalker_top_p=2.0),
+        dict(repetition_penalty=0.0),
+        dict(repetition_penalty=float("nan")),
+        dict(max_new_tokens=1),
+    ],
+    ids=str,
+)
 def test_impossible_settings_are_refused(voice, settings):
+    """They would give NaN, or no token to choose, without an error."""
     with pytest.raises(ValueError):
         voice.codes(voice.fast, text=TEXT, **settings)
 
 
 def test_next_to_no_temperature_takes_the_best(voice):
-    greedy, = voice.codes(voice.fast, text=TEXT, do_sample=False, subtalker_dosample=False)[0]
-    cold, = voice.codes(voice.fast, text=TEXT, temperature=1e-45, subtalker_temperature=1e-45)[0]
+    """Scores divided by a very small number overflow, and infinity minus infinity is NaN."""
+    (greedy,) = voice.codes(voice.fast, text=TEXT, **GREEDY)[0]
+    (cold,) = voice.codes(voice.fast, text=TEXT, temperature=1e-45, subtalker_temperature=1e-45)[0]
     assert torch.equal(cold, greedy)
 
 
-def test_stream_wants_one_text_and_an_accelerated_model(voice):
-    with pytest.raises(ValueError, match="chunk_frames is 0"):
-        next(stream(voice.fast.generate_voice_clone, chunk_frames=0, text="a", **voice.arguments))
-    with pytest.raises(ValueError, match="one text at a time, not 2"):
-        next(stream(voice.fast.generate_voice_clone, text=["a", "b"], **voice.arguments))
+@pytest.mark.parametrize(
+    "mistake, message",
+    [
+        (dict(chunk_frames=0), "chunk_frames is 0"),
+        (dict(chunk_frames=-1), "chunk_frames is -1"),
+        (dict(text=""), "the text is empty"),
+        (dict(text=" \n\t"), "the text is empty"),
+        (dict(text=None), "the text is a NoneType"),
+        (dict(text=5), "the text is a int"),
+        (dict(text=b"Hello."), "the text is a bytes"),
+        (dict(text=[None]), "the text is a NoneType"),
+        (dict(text="caf\udce9"), r"UTF-8 cannot encode: '\\udce9'"),
+        (dict(text=["a", "b"]), "one text at a time, not 2"),
+        (dict(text=[]), "one text at a time, not 0"),
+        (dict(eos_token_id=5), "model's own end token"),
+    ],
+    ids=str,
+)
+def test_stream_reports_mistakes_at_the_call(voice, mistake, message):
+    """At the first next() it is too late: a server has sent its headers by then. None of these must be spoken."""
+    with pytest.raises(ValueError, match=message):
+        stream(voice.fast.generate_voice_clone, **dict(text="a") | voice.arguments | mistake)
+
+
+def test_stream_needs_an_accelerated_model(voice):
+    """An AttributeError of upstream's objects would not say what to do."""
     with pytest.raises(ValueError, match="call accelerate"):
-        next(stream(voice.upstream.generate_voice_clone, text="a", **voice.arguments))
-    with pytest.raises(ValueError, match="model's own end token"):
-        next(stream(voice.fast.generate_voice_clone, text="a", eos_token_id=5, **voice.arguments))
+        stream(voice.upstream.generate_voice_clone, text="a", **voice.arguments)
 
 
 @cut_off_on_purpose
-def test_load_takes_a_folder_and_accelerates_it_again(voice, fresh_codes):
+def test_a_model_can_be_accelerated_again(voice, fresh_codes):
+    """What the first call replaced must not be replaced twice."""
     tts = load(str(voice.folder), max_seq_len=100, device="cpu")
     accelerate(tts, max_seq_len=300)
     assert torch.equal(voice.codes(tts, text=TEXT, seed=5)[0][0], fresh_codes(seed=5))
@@ -266,7 +390,7 @@ def test_load_takes_a_folder_and_accelerates_it_again(voice, fresh_codes):
 
 @cut_off_on_purpose
 def test_accelerated_again_under_an_open_stream(voice):
-    """Its graphs go on reading the tables that the model's modules had then, and nobody does later."""
+    """Its graphs still read the tensors that the model's modules had then: kept until the stream ends, not longer."""
     tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=100)
     chunks = stream(tts.generate_voice_clone, chunk_frames=1, text=TEXT, **voice.arguments)
     next(chunks)
@@ -279,8 +403,14 @@ def test_accelerated_again_under_an_open_stream(voice):
     assert norms() is None
 
 
-def test_a_model_that_is_not_accelerated_stays_as_it_is(voice):
-    """Configs of the same kind, in the same process."""
+def test_configs_of_an_accelerated_model(voice):
+    """They answer faster by another class: what is saved, sent or copied must have upstream's, and the same content.
+
+    Configs of a model in the same process that is not accelerated stay as they are.
+    """
     ours, theirs = (tts.model.config for tts in (voice.fast, voice.upstream))
     assert type(ours).__getattribute__ is object.__getattribute__ is not type(theirs).__getattribute__
-    assert isinstance(ours, type(theirs)) and ours.to_dict() == theirs.to_dict()
+    for config, original in ((ours, theirs), (ours.talker_config, theirs.talker_config)):
+        assert isinstance(config, type(original)) and config.to_dict() == original.to_dict()
+        for same in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), copy.copy(config)):
+            assert type(same) is type(original) and same.to_dict() == original.to_dict()

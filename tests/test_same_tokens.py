@@ -1,12 +1,12 @@
-"""The promise: on a CPU in float32, the tokens of upstream, element by element, whatever the voice and the settings."""
+"""On a CPU in float32 the tokens are upstream's, element by element, whatever the voice and the settings."""
+
 import pytest
 import torch
+from helpers import GREEDY, VOICES
 
-from conftest import VOICES
-
-FRAMES = dict(max_new_tokens=62)                                  # 61 frames: the last token makes no sound
+FRAMES = dict(max_new_tokens=62)  # 61 frames: the last token has no audio
 SETTINGS = {
-    "greedy": dict(do_sample=False, subtalker_dosample=False),
+    "greedy": GREEDY,
     "published defaults": dict(),
     "cooler": dict(temperature=0.7, top_k=20, top_p=0.8),
     "no penalty": dict(repetition_penalty=1.0),
@@ -23,29 +23,44 @@ TEXTS = ["Hello there.", "Hi", "A sentence that is a good deal longer than the o
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("voice", VOICES)
 def test_one_text(voices, voice, settings):
+    """A setting that does not reach the sampler, or a wrong position or mask, changes the tokens."""
     request = dict(text="Hello there.") | FRAMES | SETTINGS[settings]
-    if "non_streaming_mode" in request:                           # cloning streams its text, unless told not to
+    if "non_streaming_mode" in request:  # upstream's default differs: cloning feeds its text frame by frame
         request["non_streaming_mode"] = voices(voice).method == "generate_voice_clone"
-    codes, = voices(voice).end_comes_up(False).assert_same_tokens(**request)
+    (codes,) = voices(voice).end_comes_up(False).assert_same_tokens(**request)
     assert len(codes) == 61
 
 
 @pytest.mark.filterwarnings("ignore:the speech was cut off")
-@pytest.mark.parametrize("settings", [
-    dict(do_sample=False), dict(subtalker_dosample=False), dict(top_k=0, top_p=0.5), dict(top_p=0.0), dict(top_k=1),
-    dict(top_k=5000),
-], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(do_sample=False),
+        dict(subtalker_dosample=False),
+        dict(top_k=0, top_p=0.5),
+        dict(top_p=0.0),
+        dict(top_k=1),
+        dict(top_k=5000),
+    ],
+    ids=str,
+)
 def test_odd_settings(voices, settings):
-    """A greedy choice beside a sampled one shares its noise with nobody; 0 and too many candidates mean all of them."""
+    """A greedy choice must not consume random numbers that the sampled ones need; top_k 0 and 5000 mean all."""
     voices("x-vector").end_comes_up(False).assert_same_tokens(text="Hello.", max_new_tokens=21, **settings)
 
 
-@pytest.mark.parametrize("voice, languages", [
-    ("x-vector", ["English", "Chinese", "Auto"]), ("in-context", ["German"] * 3),
-    ("preset", ["Auto", "Chinese", "Korean"]), ("designed", ["French", "Auto", "Russian"])])
+@pytest.mark.parametrize(
+    "voice, languages",
+    [
+        ("x-vector", ["English", "Chinese", "Auto"]),
+        ("in-context", ["German"] * 3),
+        ("preset", ["Auto", "Chinese", "Korean"]),
+        ("designed", ["French", "Auto", "Russian"]),
+    ],
+)
 @pytest.mark.parametrize("settings", ["greedy", "published defaults"])
 def test_batch_whose_rows_end_apart(voices, voice, languages, settings):
-    """Left padding, and rows that have ended while others speak on: each disturbs the others if done wrong."""
+    """Left padding that is attended to, or finished rows that draw no random numbers, change the other rows."""
     request = dict(text=TEXTS, language=languages, max_new_tokens=110, seed=1) | SETTINGS[settings]
     rows = voices(voice).end_comes_up(True).assert_same_tokens(**request)
     assert len({len(row) for row in rows}) > 1
@@ -53,25 +68,26 @@ def test_batch_whose_rows_end_apart(voices, voice, languages, settings):
 
 @pytest.mark.parametrize("voice", VOICES)
 def test_end_of_the_speech(voices, voice):
-    """The end token comes up by itself; its frame and what the GPU may have made after it are dropped."""
+    """The end token's own frame, and the surplus frame that is decoded behind it, must be dropped."""
     for seed in (0, 2):
-        codes, = voices(voice).end_comes_up(True).assert_same_tokens(text="Hello.", max_new_tokens=100, seed=seed)
+        (codes,) = voices(voice).end_comes_up(True).assert_same_tokens(text="Hello.", max_new_tokens=100, seed=seed)
         assert len(codes) < 99
 
 
 @pytest.mark.filterwarnings("ignore:the speech was cut off")
 @pytest.mark.parametrize("limit", [2, 3, 9])
 def test_number_of_frames(voices, limit):
-    codes, = voices("x-vector").end_comes_up(False).assert_same_tokens(text="Hello.", max_new_tokens=limit)
+    """Off by one: max_new_tokens=N gives upstream N - 1 frames."""
+    (codes,) = voices("x-vector").end_comes_up(False).assert_same_tokens(text="Hello.", max_new_tokens=limit)
     assert len(codes) == limit - 1
 
 
 def test_hidden_states(voices):
-    """The model's generate also returns the hidden state behind each frame."""
+    """The model's generate also returns each frame's hidden state; one frame late would be a shift by one."""
     voice, results = voices("x-vector").end_comes_up(True), []
     for tts in (voice.upstream, voice.fast):
         original = tts.model.generate
-        tts.model.generate = lambda **kwargs: results.append(original(**kwargs)) or results[-1]
+        tts.model.generate = lambda original=original, **kwargs: results.append(original(**kwargs)) or results[-1]
         torch.manual_seed(0)
         tts.generate_voice_clone(text=TEXTS, max_new_tokens=100, **voice.arguments)
         del tts.model.generate

@@ -1,12 +1,11 @@
 """Programs written for qwen-tts, after its README, with one line added."""
+
 import numpy as np
 import pytest
 import soundfile
 import torch
 
-import generate  # noqa: F401  before qwen_tts, which would ask for the 25 Hz tokenizer's packages
-from generate import accelerate
-from qwen_tts import Qwen3TTSModel
+from generate import Qwen3TTSModel, accelerate
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 
@@ -16,48 +15,71 @@ def pretrained(checkpoint):
     def pretrained(kind):
         model = Qwen3TTSModel.from_pretrained(str(checkpoint(kind)), device_map="cpu", dtype=torch.float32)
         model.generate_defaults["max_new_tokens"] = 40
-        accelerate(model, max_seq_len=384)                        # the added line
+        accelerate(model, max_seq_len=384)  # the added line
         return model
+
     return pretrained
 
 
-def assert_sound(wavs, rate, count):
+def assert_audio(wavs, rate, count):
     assert rate == 24000 and len(wavs) == count
     for wav in wavs:
         assert wav.dtype == np.float32 and wav.ndim == 1 and len(wav) >= 1920 and 0 < np.abs(wav).max() <= 1
 
 
 def test_custom_voice(pretrained):
+    """One text and a list, each with its own speaker, language and instruction."""
     model = pretrained("custom_voice")
     assert "vivian" in model.get_supported_speakers() and "chinese" in model.get_supported_languages()
-    assert_sound(*model.generate_custom_voice(text="其实我真的有发现。", language="Chinese", speaker="Vivian",
-                                              instruct="用特别愤怒的语气说"), 1)
-    assert_sound(*model.generate_custom_voice(
-        text=["其实我真的有发现。", "She said she would be here by noon."], language=["Chinese", "English"],
-        speaker=["Vivian", "Ryan"], instruct=["", "Very happy."]), 2)
+    assert_audio(
+        *model.generate_custom_voice(
+            text="其实我真的有发现。", language="Chinese", speaker="Vivian", instruct="用特别愤怒的语气说"
+        ),
+        1,
+    )
+    assert_audio(
+        *model.generate_custom_voice(
+            text=["其实我真的有发现。", "She said she would be here by noon."],
+            language=["Chinese", "English"],
+            speaker=["Vivian", "Ryan"],
+            instruct=["", "Very happy."],
+        ),
+        2,
+    )
 
 
 def test_voice_design_then_clone(pretrained, tmp_path):
+    """The audio of one model as the reference of another: as a prompt, as a file, with and without its text."""
     words = "H-hey! You dropped your... uh... calculus notebook?"
-    wavs, rate = pretrained("voice_design").generate_voice_design(text=words, language="English",
-                                                                  instruct="Male, 17 years old, tenor range")
-    assert_sound(wavs, rate, 1)
+    wavs, rate = pretrained("voice_design").generate_voice_design(
+        text=words, language="English", instruct="Male, 17 years old, tenor range"
+    )
+    assert_audio(wavs, rate, 1)
     soundfile.write(tmp_path / "reference.wav", wavs[0], rate)
 
     model = pretrained("base")
     prompt = model.create_voice_clone_prompt(ref_audio=(wavs[0], rate), ref_text=words)
     sentences = ["No problem!", "What? No! I mean yes, but not like that."]
     for sentence in sentences:
-        assert_sound(*model.generate_voice_clone(text=sentence, language="English", voice_clone_prompt=prompt), 1)
-    assert_sound(*model.generate_voice_clone(text=sentences, language=["English"] * 2, voice_clone_prompt=prompt), 2)
-    assert_sound(*model.generate_voice_clone(text="It works from a file.", language="English", ref_text=words,
-                                             ref_audio=str(tmp_path / "reference.wav")), 1)
-    assert_sound(*model.generate_voice_clone(text="And by its sound alone.", ref_audio=str(tmp_path / "reference.wav"),
-                                             x_vector_only_mode=True), 1)
+        assert_audio(*model.generate_voice_clone(text=sentence, language="English", voice_clone_prompt=prompt), 1)
+    assert_audio(*model.generate_voice_clone(text=sentences, language=["English"] * 2, voice_clone_prompt=prompt), 2)
+    assert_audio(
+        *model.generate_voice_clone(
+            text="It works from a file.", language="English", ref_text=words, ref_audio=str(tmp_path / "reference.wav")
+        ),
+        1,
+    )
+    assert_audio(
+        *model.generate_voice_clone(
+            text="And by its sound alone.", ref_audio=str(tmp_path / "reference.wav"), x_vector_only_mode=True
+        ),
+        1,
+    )
 
 
 def test_tokenizer_there_and_back(pretrained, recording):
+    """The speech tokenizer of an accelerated model still encodes, and decodes what it has encoded."""
     tokenizer = pretrained("base").model.speech_tokenizer
     wavs, rate = tokenizer.decode(tokenizer.encode(*recording))
-    assert_sound(wavs, rate, 1)
+    assert_audio(wavs, rate, 1)
     assert abs(len(wavs[0]) / rate - len(recording[0]) / recording[1]) < 0.1

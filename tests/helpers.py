@@ -1,0 +1,93 @@
+"""What several test modules use: every kind of voice, on upstream's model and on the same model accelerated."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cli import speaker_prompt
+from generate import accelerate, load_upstream
+
+ROOT = Path(__file__).parents[1]
+GREEDY = dict(do_sample=False, subtalker_dosample=False)
+
+VOICES = {  # name: model type, method, its arguments
+    "x-vector": (
+        "base",
+        "generate_voice_clone",
+        lambda tts, folder, recording: dict(
+            voice_clone_prompt=speaker_prompt(torch.load(folder / "speaker.pt", weights_only=True), 8),
+            language="English",
+        ),
+    ),
+    "in-context": (
+        "base",
+        "generate_voice_clone",
+        lambda tts, folder, recording: dict(
+            voice_clone_prompt=tts.create_voice_clone_prompt(recording, "what it says"), language="German"
+        ),
+    ),
+    "preset": (
+        "custom_voice",
+        "generate_custom_voice",
+        lambda tts, folder, recording: dict(speaker="dylan", instruct="whisper", language="Auto"),
+    ),
+    "designed": (
+        "voice_design",
+        "generate_voice_design",
+        lambda tts, folder, recording: dict(instruct="a warm narrator", language="Chinese"),
+    ),
+}
+
+
+class Voice:
+    """One way to speak, with upstream's model and with the same model accelerated."""
+
+    def __init__(self, name, checkpoint, recording):
+        kind, self.method, make_arguments = VOICES[name]
+        self.folder = checkpoint(kind)
+        self.upstream, self.fast = (load_upstream(str(self.folder), "cpu") for _ in range(2))
+        accelerate(self.fast, max_seq_len=384, max_batch=4)
+        self.arguments = make_arguments(self.upstream, self.folder, recording)
+        self.end_token = self.upstream.model.config.talker_config.codec_eos_token_id
+        self.end_row = self.upstream.model.talker.codec_head.weight[self.end_token].clone()
+
+    def end_comes_up(self, comes_up):
+        """Whether the tiny models choose their end token by themselves after a while, or never."""
+        for tts in (self.upstream, self.fast):
+            tts.model.talker.codec_head.weight.data[self.end_token] = self.end_row if comes_up else 0
+        return self
+
+    def codes(self, tts, seed=0, **arguments):
+        """Call the model's own method. Returns the codes (T, 16) of each text, and the next random number."""
+        model, results = tts.model, []
+        model.generate = lambda **kwargs: results.append(type(model).generate(model, **kwargs)) or results[0]
+        torch.manual_seed(seed)
+        try:
+            getattr(tts, self.method)(**self.arguments | arguments)
+        finally:
+            del model.generate
+        return results[0][0], torch.rand(1)
+
+    def assert_same_tokens(self, **arguments):
+        (expected, after), (codes, after_ours) = (self.codes(tts, **arguments) for tts in (self.upstream, self.fast))
+        assert [len(row) for row in codes] == [len(row) for row in expected]
+        for row, expected_row in zip(codes, expected):
+            assert torch.equal(row, expected_row)
+        assert after_ours == after  # as many random numbers drawn as upstream draws
+        return expected
+
+
+def joined(chunks):
+    """The samples of (samples, rate) chunks in one array."""
+    return np.concatenate([audio for audio, _ in chunks])
+
+
+def assert_the_same_together(jobs):
+    """`jobs` are (speak, text): all at once, a thread each, they give what each gives alone."""
+    alone = [speak(text) for speak, text in jobs]
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        together = [job.result() for job in [threads.submit(speak, text) for speak, text in jobs]]
+    for audio, expected in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(audio, expected)

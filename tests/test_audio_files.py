@@ -1,0 +1,264 @@
+"""Audio files are written whole or not at all, in the format of their extension; streamed ones play as they grow."""
+
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+import wave
+
+import numpy as np
+import pytest
+import soundfile
+from helpers import ROOT
+
+from audio_files import check_format, write_audio, write_bytes
+
+RATE = 24000
+FRAME = 1920
+
+
+def tone(frames, frequency=440.0):
+    """Chunks of one frame each, as a stream yields them."""
+    time = np.arange(frames * FRAME) / RATE
+    samples = (0.5 * np.sin(2 * np.pi * frequency * time)).astype(np.float32)
+    return [(chunk, RATE) for chunk in samples.reshape(frames, FRAME)]
+
+
+def run(program, shell='"$0" -c "$1"', **options):
+    """Run a Python program, $0 -c $1 in the shell's command."""
+    program = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(program)
+    return subprocess.run(["bash", "-c", shell, sys.executable, program], capture_output=True, **options)
+
+
+@pytest.mark.parametrize("playable", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("extension", ["", ".wav", ".WAV", ".flac", ".ogg", ".opus", ".mp3"])
+def test_the_extension_chooses_the_format(tmp_path, extension, playable):
+    """Every file was a WAV, whatever its name said."""
+    path, chunks = tmp_path / f"speech{extension}", tone(25)
+    assert write_audio(path, iter(chunks), playable) == pytest.approx(2.0)
+    expected = np.concatenate([audio for audio, _ in chunks])
+    info = soundfile.info(path)
+    formats = {".flac": "FLAC", ".ogg": "OGG", ".opus": "OGG", ".mp3": "MP3"}
+    assert info.format == formats.get(extension, "WAV")
+    assert (info.subtype == "OPUS") == (extension == ".opus")
+    audio, rate = soundfile.read(path, dtype="float32")
+    assert (rate, audio.ndim) == (RATE, 1)
+    if info.subtype == "PCM_16":
+        assert len(audio) == len(expected)
+        np.testing.assert_allclose(audio, expected, rtol=0, atol=1 / 2**15)
+    else:
+        assert 0 <= len(audio) - len(expected) <= 3 * 1152  # encoders fill their last block
+        assert abs(np.sqrt((audio[: len(expected)] ** 2).mean()) / np.sqrt((expected**2).mean()) - 1) < 0.05
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_wav_and_flac_have_the_same_samples(tmp_path):
+    """Both are lossless: the same 16-bit samples, and those of the streamed WAV, byte for byte."""
+    noise = np.random.default_rng(0).normal(scale=0.5, size=(7, FRAME)).astype(np.float32)  # clips now and then
+    chunks = [(chunk, RATE) for chunk in noise]
+    for name, playable in (("a.wav", False), ("b.wav", True), ("c.flac", False)):
+        write_audio(tmp_path / name, chunks, playable)
+    whole, streamed, flac = (soundfile.read(tmp_path / name, dtype="int16")[0] for name in ("a.wav", "b.wav", "c.flac"))
+    np.testing.assert_array_equal(whole, np.rint(np.clip(noise.ravel(), -1, 1) * 32767))
+    np.testing.assert_array_equal(streamed, whole)
+    np.testing.assert_array_equal(flac, whole)
+    assert (tmp_path / "a.wav").read_bytes() == (tmp_path / "b.wav").read_bytes()
+
+
+def test_an_unknown_extension_is_refused(tmp_path):
+    """speech.m4a must not become a WAV with a wrong name."""
+    with pytest.raises(ValueError, match=r"\.m4a is not an audio format: choose one of \.wav, \.flac"):
+        check_format(tmp_path / "speech.m4a")
+
+
+def test_streamed_file_can_be_played_at_every_moment(tmp_path):
+    """The header says the length that is there, after every chunk and after an interrupt."""
+
+    def chunks():
+        for count in range(1, 4):
+            yield np.full(FRAME, count / 4, dtype=np.float32), RATE
+            audio, rate = soundfile.read(tmp_path / "out.wav")
+            assert (len(audio), rate) == (FRAME * count, RATE) and abs(audio[-1] - count / 4) < 1e-4
+            with wave.open(str(tmp_path / "out.wav")) as file:  # believes the header, unlike soundfile
+                assert file.getnframes() == FRAME * count
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_audio(tmp_path / "out.wav", chunks(), playable=True)
+    assert soundfile.info(tmp_path / "out.wav").frames == 3 * FRAME
+
+
+@pytest.mark.parametrize("name", ["out.wav", "out.flac", "out.mp3"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_speech_that_fails_leaves_the_old_file(tmp_path, name, error):
+    """An error or an interrupt halfway replaced the file of the last run by half of this one, or removed it."""
+    path = tmp_path / name
+    path.write_bytes(b"the file of the last run")
+
+    def chunks():
+        yield from tone(3)
+        assert path.read_bytes() == b"the file of the last run"  # also while the new one is being written
+        raise error("no more")
+
+    with pytest.raises(error, match="no more"):
+        write_audio(path, chunks())
+    assert path.read_bytes() == b"the file of the last run"
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path):
+    """A whole file is complete or not there, with what was there before; a stream's plays as far as it goes."""
+    old = {name: f"the old {name}".encode() for name in ("whole.wav", "whole.flac", "whole.mp3", "speaker.pt")}
+    for name, content in old.items():
+        (tmp_path / name).write_bytes(content)
+    program = """
+        from pathlib import Path
+        import numpy as np
+        from audio_files import write_audio, write_bytes
+        noise = np.random.default_rng(0).normal(scale=0.3, size=(200, 1920))
+        chunks = [(chunk, 24000) for chunk in noise]
+        for name, playable in (
+            ("new.wav", False), ("whole.wav", False), ("whole.flac", False), ("whole.mp3", False),
+            ("streamed.wav", True), ("/dev/full", False), ("/dev/full", True),
+        ):
+            try:
+                write_audio(Path(name), iter(chunks), playable)
+            except ValueError as error:
+                print(error)
+        try:
+            write_bytes(Path("speaker.pt"), bytes(100_000))
+        except ValueError as error:
+            print(error)
+    """
+    result = run(program, 'ulimit -f 8 && "$0" -c "$1"', text=True, cwd=tmp_path)
+    paths = "new.wav", "whole.wav", "whole.flac", "whole.mp3", "streamed.wav", "/dev/full", "/dev/full", "speaker.pt"
+    lines = result.stdout.splitlines()
+    assert [line.split(": ")[0] for line in lines] == [f"cannot write {path}" for path in paths], result.stderr
+    assert all(line.endswith("choose another --output") for line in lines)
+    assert {path.name for path in tmp_path.iterdir()} == {*old, "streamed.wav"}
+    assert {name: (tmp_path / name).read_bytes() for name in old} == old
+    assert soundfile.info(tmp_path / "streamed.wav").frames == 2 * FRAME
+    assert os.path.exists("/dev/full")
+
+
+def test_a_read_only_folder_is_refused_before_the_work(tmp_path):
+    """A new file is written beside the old one: the folder must be writable, too, and that is checked early."""
+    (tmp_path / "out.wav").write_bytes(b"old")
+    (tmp_path / "out.wav").chmod(0o666)
+    tmp_path.chmod(0o555)
+    program = """
+        import os
+        from pathlib import Path
+        import numpy as np
+        from audio_files import check_writable, write_audio
+        if os.geteuid() == 0:  # root may write everywhere: become nobody
+            os.setgid(65534)
+            os.setuid(65534)
+        for name in ("out.wav", "new.wav"):
+            for write in (check_writable, lambda path: write_audio(path, [(np.zeros(1920), 24000)])):
+                try:
+                    write(Path(name))
+                except ValueError as error:
+                    print(error)
+    """
+    try:
+        result = run(program, text=True, cwd=tmp_path)
+    finally:
+        tmp_path.chmod(0o700)
+    assert [line.split(": ")[0] for line in result.stdout.splitlines()] == [
+        f"cannot write {name}" for name in ("out.wav", "out.wav", "new.wav", "new.wav")
+    ], result.stderr
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"out.wav": b"old"}
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("playable", [False, True], ids=["whole", "streamed"])
+def test_a_player_that_was_closed(tmp_path, playable, unbuffered):
+    """A file that is called - was deleted. With PYTHONUNBUFFERED=1 half of the audio was written without an error."""
+    (tmp_path / "-").write_bytes(b"somebody's file")
+    program = f"""
+        import os
+        from pathlib import Path
+        import numpy as np
+        from audio_files import write_audio
+        try:
+            write_audio(Path("-"), iter([(np.zeros(1920), 24000)] * 1000), {playable})
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(141)
+    """
+    result = run(
+        program,
+        shell='"$0" -c "$1" | head -c 100 > audio; exit ${PIPESTATUS[0]}',
+        cwd=tmp_path,
+        env=os.environ | dict(PYTHONUNBUFFERED=unbuffered),
+    )
+    assert (result.returncode, result.stderr) == (141, b"")
+    assert (tmp_path / "audio").read_bytes()[:4] == b"RIFF" and (tmp_path / "audio").stat().st_size == 100
+    assert (tmp_path / "-").read_bytes() == b"somebody's file"
+
+
+@pytest.mark.parametrize("playable", [False, True], ids=["whole", "streamed"])
+def test_a_symbolic_link_stays_one(tmp_path, playable):
+    """latest.wav -> 2026/speech.wav: the file behind the link is replaced, not the link."""
+    (tmp_path / "folder").mkdir()
+    target, link = tmp_path / "folder/speech.wav", tmp_path / "latest.wav"
+    target.write_bytes(b"old")
+    link.symlink_to("folder/speech.wav")
+    write_audio(link, tone(2), playable)
+    assert link.is_symlink() and soundfile.info(target).frames == 2 * FRAME
+    assert [file.name for file in target.parent.iterdir()] == ["speech.wav"]
+
+
+def test_a_link_to_nothing_yet(tmp_path):
+    """The file is made where the link points, not in the place of the link."""
+    (tmp_path / "link.flac").symlink_to("new.flac")
+    write_audio(tmp_path / "link.flac", tone(2))
+    assert (tmp_path / "link.flac").is_symlink() and soundfile.info(tmp_path / "new.flac").frames == 2 * FRAME
+
+
+def test_the_mode_of_a_file_is_kept(tmp_path):
+    """A private file became readable to all when it was written again, and a shared one private."""
+    for name, mode in (("private.wav", 0o600), ("shared.flac", 0o664), ("speaker.pt", 0o640)):
+        path = tmp_path / name
+        path.touch()
+        path.chmod(mode)
+        write_bytes(path, b"content") if path.suffix == ".pt" else write_audio(path, tone(2))
+        assert stat.S_IMODE(path.stat().st_mode) == mode, name
+    mask = os.umask(0)
+    os.umask(mask)
+    write_audio(tmp_path / "new.wav", tone(2))
+    assert stat.S_IMODE((tmp_path / "new.wav").stat().st_mode) == 0o666 & ~mask
+
+
+@pytest.mark.parametrize("name", ["pipe.wav", "pipe.flac"])
+def test_a_named_pipe_stays_one(tmp_path, name):
+    """A pipe cannot be replaced by a file: its reader would wait for ever. Only WAV can be written without seeking."""
+    pipe = tmp_path / name
+    os.mkfifo(pipe)
+    if name == "pipe.flac":
+        with pytest.raises(ValueError, match="cannot write"):
+            check_format(pipe)
+    else:
+        reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
+        assert write_audio(pipe, tone(2)) == pytest.approx(2 * FRAME / RATE)
+        content = reader.communicate(timeout=30)[0]
+        assert content[:4] == b"RIFF" and len(content) == 44 + 2 * 2 * FRAME
+    assert pipe.is_fifo() and [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_bytes_to_a_file_and_to_stdout(tmp_path):
+    """extract_speaker.py --output - must neither make a file called - nor stop halfway without an error."""
+    write_bytes(tmp_path / "speaker.pt", b"content")
+    assert (tmp_path / "speaker.pt").read_bytes() == b"content"
+    program = """
+        from pathlib import Path
+        from audio_files import write_bytes
+        write_bytes(Path("-"), bytes(200_000))
+    """
+    result = run(program, cwd=tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (0, bytes(200_000), b"")
+    result = run(program, '"$0" -c "$1" > /dev/full', cwd=tmp_path, env=os.environ | dict(PYTHONUNBUFFERED="1"))
+    assert result.returncode != 0 and b"cannot write -" in result.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["speaker.pt"]

@@ -1,0 +1,154 @@
+"""The reference stands alone: its three files in an empty folder load a model and speak, with upstream's tokens."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import soundfile
+from helpers import ROOT
+
+FILES = "cudagraph_talker.py", "cudagraph_predictor.py", "generate.py"
+
+PROGRAM = """
+import json, sys, warnings
+from pathlib import Path
+
+import torch
+
+import cudagraph_predictor, cudagraph_talker
+from generate import accelerate, load, load_upstream
+
+torch.set_num_threads(1)
+warnings.filterwarnings("ignore", message="the speech was cut off")
+captured = []  # every function that was captured, and how often it was replayed
+
+
+def counting_capture(fn, *arguments):
+    replay, entry = capture(fn, *arguments), [fn, 0]
+    captured.append(entry)
+
+    def counted():
+        entry[1] += 1
+        replay()
+
+    return counted
+
+
+capture = cudagraph_talker.capture
+cudagraph_talker.capture = cudagraph_predictor.capture = counting_capture
+
+
+def codes(tts, method, seed, **arguments):
+    model, results = tts.model, []
+    model.generate = lambda **kwargs: results.append(type(model).generate(model, **kwargs)) or results[0]
+    torch.manual_seed(seed)
+    getattr(tts, method)(**arguments)
+    del model.generate
+    return results[0][0], float(torch.rand(1))
+
+
+def voice(kind, folder, rows):
+    if kind == "base":
+        speaker = torch.load(folder / "speaker.pt", weights_only=True)
+        return "generate_voice_clone", dict(
+            voice_clone_prompt=dict(
+                ref_code=None,
+                ref_spk_embedding=[speaker] * rows,
+                x_vector_only_mode=[True] * rows,
+                icl_mode=[False] * rows,
+            )
+        )
+    if kind == "custom_voice":
+        return "generate_custom_voice", dict(speaker=["aiden"] * rows)
+    return "generate_voice_design", dict(instruct=["a warm narrator"] * rows)
+
+
+greedy = dict(do_sample=False, subtalker_dosample=False)
+for kind, folder in json.loads(sys.argv[1]).items():
+    upstream = load_upstream(folder, "cpu")
+    if kind == "base":
+        ours = accelerate(load_upstream(folder, "cpu"), max_seq_len=256)
+    else:
+        ours = load(folder, "cpu", max_seq_len=256)
+    decoder = ours.model.talker.generate.__self__
+    total = 0
+
+    for texts, seed, settings in ((["Hello."], 0, greedy), (["Hello."], 3, {}), (["One.", "Two, longer."], 4, {})):
+        method, arguments = voice(kind, Path(folder), len(texts))
+        arguments |= dict(text=texts, language=["English"] * len(texts), max_new_tokens=40, **settings)
+        expected, after = codes(upstream, method, seed, **arguments)
+        for entry in captured:
+            entry[1] = 0
+        tokens, after_ours = codes(ours, method, seed, **arguments)
+
+        assert after_ours == after
+        for row, expected_row in zip(tokens, expected, strict=True):
+            assert torch.equal(row, expected_row), (kind, texts)
+        # Every frame went through the captured steps: they were replayed once per frame, and hold what was returned.
+        talker, predictor = decoder.graphs[len(texts)]
+        frames = max(map(len, tokens))
+        total += frames
+        replays = {fn.__self__: count for fn, count in captured if count and hasattr(fn, "__self__")}
+        assert set(replays) == {talker, predictor}
+        assert frames <= replays[predictor] <= frames + 1 and frames - 1 <= replays[talker] <= frames + 1
+        for row, tokens_of_row in enumerate(tokens):
+            assert torch.equal(predictor.codes[row, : len(tokens_of_row)], tokens_of_row)
+    assert total > 20
+    print(kind, decoder.path)
+
+try:
+    load(folder, "cpu", fused=True)
+except ValueError as error:
+    print("fused:", error)
+try:
+    from generate import stream
+except ModuleNotFoundError as error:
+    print("stream:", error.name)
+files = [Path(module.__file__) for module in sys.modules.values() if getattr(module, "__file__", None)]
+print("own:", *sorted({file.name for file in files if file.parent == Path.cwd()}))
+print("others:", *sorted({"fast", "cli", "audio_files"} & {name.split(".")[0] for name in sys.modules}))
+"""
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A folder with nothing but the three files."""
+    for name in FILES:
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def run(folder, *arguments):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+
+def test_the_copy_speaks_with_upstreams_tokens(copy, checkpoint):
+    """Something of the project that the core needs when it loads or speaks, and which a copy does not have."""
+    kinds = {kind: str(checkpoint(kind)) for kind in ("base", "custom_voice", "voice_design")}
+    (copy / "program.py").write_text(PROGRAM)
+    result = run(copy, "program.py", json.dumps(kinds))
+    assert result.returncode == 0, result.stderr
+    *spoken, fused, stream, own, others = result.stdout.splitlines()
+    assert spoken == [f"{kind} reference layers" for kind in kinds]
+    assert fused == f"fused: fused=True needs the folder {copy / 'fast'}"
+    assert stream == "stream: fast"
+    assert own.split()[1:] == sorted([*FILES, "program.py"])
+    assert others == "others:"
+
+
+def test_the_copy_is_a_command(copy, checkpoint):
+    """Without cli.py beside it, generate.py has its own few options."""
+    folder = checkpoint()
+    words = ["--model", folder, "--speaker", folder / "speaker.pt", "--text", "Hello!", "--output", "out.wav"]
+    result = run(copy, "generate.py", *words)
+    assert result.returncode == 0, result.stderr
+    info = soundfile.info(copy / "out.wav")
+    assert result.stdout == f"out.wav: {info.frames / 24000:.2f} s of audio\n"
+    assert info.samplerate == 24000 and info.frames > 0 and info.frames % 1920 == 0
+    assert sorted(path.name for path in copy.iterdir() if path.is_file()) == sorted([*FILES, "out.wav"])
