@@ -28,7 +28,7 @@ FORMATS = {  # file name extension -> soundfile's format and subtype; none is WA
     ".opus": ("OGG", "OPUS"),
     ".mp3": ("MP3", "MPEG_LAYER_III"),
 }
-WAV_HEADER_BYTES = 36  # of the RIFF chunk, behind its own size
+WAV_HEADER_BYTES = 36  # of the 44-byte header, those that the RIFF size field counts
 UNKNOWN_LENGTH = 0xFFFFFFFF - WAV_HEADER_BYTES  # for a stream whose header cannot be corrected later
 
 

@@ -28,6 +28,7 @@ import transformers
 from safetensors import SafetensorError
 
 from audio_files import Chunk, check_format, check_writable, read_audio, write_audio
+from fast.streaming import decoder_of
 from generate import MODELS, load, stream
 
 KINDS = {
@@ -58,7 +59,7 @@ def main() -> None:
         tts = load(args.model, args.device, args.dtype, max_seq_len=args.max_seq_len, fused=args.fused)
         show_progress("")
         method, request = voice_request(args, tts)
-        path = tts.model.talker.generate.__self__.path
+        path = decoder_of(tts).path
         if args.seed is not None:
             torch.manual_seed(args.seed)
 
@@ -129,7 +130,7 @@ def parse_arguments() -> argparse.Namespace:
     machine.add_argument(
         "--fused",
         action=argparse.BooleanOptionalAction,
-        help="require or avoid the fused layers; default: where they run",
+        help="require or avoid the megakernel; default: use it where it runs",
     )
 
     args = parser.parse_args()
@@ -162,7 +163,9 @@ def read_config(model: str) -> dict:
     if folder.is_dir():
         missing = [file for file in CHECKPOINT_FILES if not any(folder.glob(file))]
         if missing:
-            raise ValueError(f"{folder} is no complete checkpoint, it lacks {', '.join(missing)}: download it again")
+            raise ValueError(
+                f"{folder} is not a complete checkpoint, {', '.join(missing)} is missing: download it again"
+            )
     else:
         folder = download_config(model)
     try:
@@ -255,7 +258,7 @@ def check_voice(args: argparse.Namespace) -> None:
         check_cloning(args)
     elif kind == "custom_voice":
         check_choice("speaker", args.speaker, args.config["talker_config"]["spk_id"])
-        if args.instruct and args.config["tts_model_size"] == "0b6":
+        if args.instruct and args.config.get("tts_model_size") == "0b6":
             raise ValueError(
                 f"--instruct is not for {args.model}, whose speakers take no instruction: use it with --model "
                 "1.7B-CustomVoice"

@@ -2,7 +2,8 @@
 talker's next embedding come out.
 
 The loop over the codebooks is unrolled into one graph. Masks and positions are the same in every frame, and each frame
-overwrites the predictor's StaticCache from position 0. `text`, `codes` and `hiddens` have one entry per frame.
+overwrites the predictor's StaticCache from position 0. The graph reads the talker's `hidden`, `token` and `frame` and
+writes its `embedding`. `text`, `codes` and `hiddens` have one entry per frame. H' is the predictor's hidden size.
 """
 
 import torch
@@ -46,12 +47,12 @@ class PredictorGraph:
 
     def forward(self, embeds: torch.Tensor, first: int) -> torch.Tensor:
         """Run the layers from position `first` on, return the last hidden state. (B, L, H) -> (B, H')"""
-        rows = slice(first, first + embeds.shape[1])
+        span = slice(first, first + embeds.shape[1])
         return self.model(
             inputs_embeds=self.project(embeds),
-            attention_mask={"full_attention": self.masks[:, :, rows]},
-            position_ids=self.positions[None, rows],
-            cache_position=self.positions[rows],
+            attention_mask={"full_attention": self.masks[:, :, span]},
+            position_ids=self.positions[None, span],
+            cache_position=self.positions[span],
             past_key_values=self.cache,
         ).last_hidden_state[:, -1]
 

@@ -1,8 +1,8 @@
 """The talker as CUDA graphs: an embedding goes in, a hidden state and the next frame's first code come out.
 
 `step` decodes one position, `prefill` reads a prompt. Both run the model's own forward over one StaticCache and end in
-`choose_token`. All tensors made in TalkerGraph.__init__ are static: the graphs read and write them in place, and so
-does the predictor's. For each request the caller calls `configure` and `begin`, then replays predictor and talker in
+`choose_token`. All tensors made in TalkerGraph.__init__ are static: the talker's graphs and the predictor's read and
+write them in place. For each request the caller calls `configure` and `begin`, then replays predictor and talker in
 turn, once per frame. Shapes: B rows (texts), L positions, S cache length, H hidden size, V vocabulary size.
 """
 
@@ -20,20 +20,20 @@ def capture(fn: Callable[[], None], device: torch.device, pool=None, generator=N
         return fn
 
     graph = torch.cuda.CUDAGraph()
-    if generator is not None:
-        graph.register_generator_state(generator)
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream):  # also makes its device the current one
+        if generator is not None:
+            graph.register_generator_state(generator)
         fn()  # warm-up
     torch.cuda.current_stream(device).wait_stream(stream)
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # others may use CUDA
         fn()  # capture
     return graph.replay
 
 
 class Sampling:
-    """Sampling settings as device scalars, so that one captured graph serves every request."""
+    """Sampling settings as device scalars: one captured graph serves every request. Make it under `with device:`."""
 
     def __init__(self, vocab_size: int, generator: torch.Generator | None = None):
         self.vocab_size = vocab_size
@@ -55,7 +55,7 @@ class Sampling:
         self.one_minus_top_p.fill_(min(1 - top_p, 1 - 1e-6))  # below 1: the best token always stays
         self.greedy.fill_(not do_sample)
 
-        # `sample` draws random numbers even for a greedy choice, upstream does not: leave the caller's seed alone.
+        # `sample` draws noise even when greedy, upstream does not: spare the caller's generator.
         if self.greedy.device.type == "cpu":
             self.generator = None if do_sample else torch.Generator()
 
@@ -64,19 +64,19 @@ class Sampling:
 
 
 def sample(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Top-k, top-p, then one draw with the random numbers of torch.multinomial. (B, V) -> (B, 1)"""
+    """Sample after top-k and top-p as torch.multinomial does, by argmax(weight / Exp(1) noise). (B, V) -> (B, 1)"""
     ranked, order = (scores / sampling.temperature).sort(-1)  # ascending
     weights = (ranked - ranked[:, -1:]).exp()  # softmax without its denominator
     weights = weights.masked_fill(ranked < ranked.gather(-1, sampling.topk_rank.expand(len(ranked), 1)), 0)
     cumulative = weights.cumsum(-1)
     weights = weights.masked_fill(cumulative <= sampling.one_minus_top_p * cumulative[:, -1:], 0)
 
-    noise = torch.where(sampling.greedy, 1.0, sampling.draw_noise(scores)).gather(-1, order)
+    noise = torch.where(sampling.greedy, 1.0, sampling.draw_noise(scores)).gather(-1, order)  # drawn in token order
     return order.gather(-1, (weights / noise).argmax(-1, keepdim=True))
 
 
 def round_up(length: int) -> int:
-    """Round a cache length up to a multiple of 16: SDPA needs mask rows that are 16-byte aligned."""
+    """Round a length up to a multiple of 16 positions: SDPA needs mask rows aligned to 16 bytes, in any dtype."""
     return -(-length // 16) * 16
 
 
@@ -86,9 +86,8 @@ def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def static_cache(model, rows: int, length: int) -> StaticCache:
-    config = model.config
-    cache = StaticCache(config=config, max_cache_len=length)
-    cache.early_initialization(rows, config.num_key_value_heads, config.head_dim, model.dtype, model.device)
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    cache.early_initialization(rows, model.config.num_key_value_heads, model.config.head_dim, model.dtype, model.device)
     return cache
 
 
@@ -111,7 +110,7 @@ class TalkerGraph:
         self.device = talker.device
         self.cache = static_cache(talker.model, rows, length)
         self.generator = torch.Generator(self.device) if self.device.type == "cuda" else None
-        self.prefills = {}  # longest prompt -> function
+        self.prefills = {}  # longest prompt -> prefill, captured or not
 
         with self.device:
             self.positions = torch.arange(length)
@@ -136,7 +135,7 @@ class TalkerGraph:
         self.ended_on_host = torch.zeros(rows, dtype=torch.bool, device="cpu", pin_memory=self.device.type == "cuda")
 
     def capture(self, pool=None) -> None:
-        """Capture `step` and, for a single row, `prefill` for prompts of up to 16, 32, 64, ... positions."""
+        """Capture `step` and, for one row, `prefill` of up to 16, 32, 64, ... positions; a batch has larger kernels."""
         self.replay = capture(self.step, self.device, pool, self.generator)
         rows, length = self.prompt.shape[:2]
         for bucket in [16 << i for i in range(length.bit_length()) if 16 << i < length] + [length]:
@@ -144,8 +143,6 @@ class TalkerGraph:
             self.prefills[bucket] = capture(prefill, self.device, pool, self.generator) if rows == 1 else prefill
 
     def configure(self, repetition_penalty, suppress_tokens, eos_token_id, min_new_tokens, **settings) -> None:
-        if not repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty is {repetition_penalty}, it must be above 0: 1.0 for none")
         self.sampling.set(settings["do_sample"], settings["temperature"], settings["top_k"], settings["top_p"])
         self.repetition_penalty.fill_(repetition_penalty)
         self.suppressed.zero_()

@@ -2,7 +2,7 @@
 """Qwen3-TTS with every frame captured as CUDA graphs: `tts = load("0.6B")` is upstream's model, accelerated.
 
 Upstream builds the prompt of every kind of voice, calls `talker.generate` once and decodes the codes to audio.
-`accelerate` replaces `talker.generate` by `Decoder.generate`; `Decoder.frames` is the only loop. Where the folder
+`accelerate` replaces `talker.generate` with `Decoder.generate`; `Decoder.frames` is the only loop. Where the folder
 fast/ lies beside this file, `accelerate` uses it: the same model, faster, and `stream`.
 """
 
@@ -25,7 +25,7 @@ from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import TalkerGraph
 
 try:
-    if not all(map(find_spec, ("torchaudio", "sox", "onnxruntime", "einops"))):  # for the 25 Hz tokenizer
+    if not all(map(find_spec, ("torchaudio", "sox", "onnxruntime", "einops"))):  # only the 25 Hz tokenizer needs them
         raise ImportError
     with contextlib.redirect_stdout(sys.stderr):  # it prints a warning, and stdout may be the audio
         from qwen_tts import Qwen3TTSModel
@@ -62,10 +62,10 @@ def accelerate(
 
     max_seq_len: positions for prompt and speech together, one per frame (12.5 per second).
     max_batch: texts of a list that are decoded together. Default: all on a CPU, one on a GPU, where more take memory.
-    fused: True requires and False avoids the fused layers of fast/. None uses them where they run.
+    fused: True requires and False avoids the megakernel of fast/. None uses it where it runs.
 
-    All graphs are captured here, none in a request. While torch captures, other threads may use the GPU but not its
-    default random generator.
+    All graphs are captured here, none in a request. While torch captures, no other thread may draw from its default
+    CUDA generator (seen with torch 2.11).
     """
     decoder = Decoder(tts.model.talker, max_seq_len, max_batch)
     if FAST.is_dir():
@@ -97,15 +97,15 @@ class Decoder:
         self.max_seq_len = max_seq_len
         self.on_gpu = talker.device.type == "cuda"
         self.max_batch = max_batch or (1 if self.on_gpu else sys.maxsize)
-        self.batch_sizes = lambda rows: self.max_batch  # how to split a list; fast/ may set another way
+        self.batch_sizes = lambda rows: self.max_batch  # for torch.split: one size or a list; fast/ may replace it
         self.replace_steps = None  # fast/ sets this to change what is captured
-        self.path = "reference layers"  # what is captured, in words
+        self.path = "upstream's layers"  # what is captured, in words
         self.graphs = {}  # rows -> (TalkerGraph, PredictorGraph)
-        self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
+        self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None  # shared: nothing in it outlives a replay
         self.lock = threading.Lock()  # one request at a time
-        self.last_request = None  # an event after its last kernel
+        self.last_stream = None  # the CUDA stream of the last request
 
-    @torch.inference_mode(False)
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be written outside of it
     @torch.no_grad()
     def graphs_for(self, rows: int) -> tuple[TalkerGraph, PredictorGraph]:
         """Build and capture graphs. On a GPU there are two sets, for one row and for `max_batch` rows."""
@@ -120,16 +120,19 @@ class Decoder:
             self.replace_steps(talker, predictor)
         talker.capture(self.pool)
         predictor.capture(self.pool)
-        self.graphs = {1: self.graphs.get(1), rows: (talker, predictor)}  # caches are large: keep two
+        self.graphs = {key: self.graphs[key] for key in self.graphs if key == 1}  # caches are large: keep two
+        self.graphs[rows] = talker, predictor
         return talker, predictor
 
-    def frame_limit(self, inputs_embeds, attention_mask, max_new_tokens, **_) -> int:
+    def frame_limit(self, inputs_embeds, attention_mask, max_new_tokens, repetition_penalty, **_) -> int:
         """The most frames that a request can have. Raises an error if it cannot have any."""
         used = attention_mask.shape[1]
         if used >= self.max_seq_len:
             raise ValueError(f"the prompt takes {used} of {self.max_seq_len} positions: raise max_seq_len")
         if max_new_tokens < 2:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 2: the last has no audio")
+        if not repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty is {repetition_penalty}, it must be above 0: 1.0 for none")
         if not inputs_embeds.isfinite().all():
             raise ValueError("the prompt has NaN or infinite values: extract the speaker or the reference again")
         return min(max_new_tokens - 1, self.max_seq_len - used)
@@ -139,32 +142,31 @@ class Decoder:
         """Yield each frame's codes (B, 16) and hidden state (B, H), views of static tensors, until all rows ended."""
         limit = self.frame_limit(**request)
         rows = len(request["inputs_embeds"])
-        if self.last_request:  # it may have used another CUDA stream
-            self.last_request.wait()
         talker, predictor = self.graphs_for(rows)
         generator = talker.generator or torch.default_generator
-        if self.on_gpu:  # a generator of its own: other threads may draw from torch's default one meanwhile
+        if self.on_gpu:
+            stream = torch.cuda.current_stream(self.talker.device)
+            stream.wait_stream(self.last_stream or stream)  # all that the last request has launched
+            self.last_stream = stream
+            # A generator of its own: other threads may draw from torch's default one meanwhile.
             generator.manual_seed(int(torch.randint(1 << 62, (), device=self.talker.device)))
         talker.configure(**request)
         predictor.configure(**request)
         predictor.begin(**request)
         talker.begin(**request)
-        try:
-            for frame in range(limit):
-                # The host learns one frame late that all rows have ended, so that the GPU never waits for it. The
-                # surplus frame is dropped and its random numbers are put back.
-                token_chosen = self.record_event()
-                rng_state = generator.get_state()
-                predictor.replay()
-                if frame >= request["min_new_tokens"] and talker.all_ended(rows, token_chosen):
-                    generator.set_state(rng_state)
-                    return
-                yield predictor.codes[:rows, frame], predictor.hiddens[:rows, frame]
-                talker.replay()
-        finally:
-            self.last_request = self.record_event()
+        for frame in range(limit):
+            # The host learns one frame late that all rows have ended, so that the GPU never waits for it, and asks only
+            # once they can have ended. The surplus frame is dropped, its random numbers are put back.
+            token_chosen = self.record_event()
+            rng_state = generator.get_state()
+            predictor.replay()
+            if frame >= request["min_new_tokens"] and talker.all_ended(rows, token_chosen):
+                generator.set_state(rng_state)
+                return
+            yield predictor.codes[:rows, frame], predictor.hiddens[:rows, frame]
+            talker.replay()
 
-        if not talker.all_ended(rows, self.last_request):
+        if not talker.all_ended(rows, self.record_event()):
             name = "max_seq_len" if limit + 1 < request["max_new_tokens"] else "max_new_tokens"
             warnings.warn(f"the speech was cut off after {limit} frames, before its end: raise {name}", stacklevel=2)
 
@@ -178,7 +180,7 @@ class Decoder:
         sizes = self.batch_sizes(len(request["inputs_embeds"]))
         with self.lock:
             for batch in zip(*(request[name].split(sizes) for name in per_row)):
-                frames = [*self.frames(**request | dict(zip(per_row, batch)))]
+                frames = [*self.frames(**(request | dict(zip(per_row, batch))))]
                 codes.extend(torch.stack([code for code, _ in frames], dim=1))
                 hiddens.extend(torch.stack([hidden for _, hidden in frames], dim=1))
         codes = pad_sequence(codes, batch_first=True, padding_value=self.talker.config.codec_eos_token_id)  # (B, T, 16)

@@ -29,7 +29,8 @@ done
 
 # An environment that was made for the other kind of torch is made anew.
 linked=$(compgen -G '.venv/lib/python*/site-packages/torch.pth' > /dev/null && echo yes || true)
-if [ "$linked" != "$system_torch" ]; then
+if [ -d .venv ] && [ "$linked" != "$system_torch" ]; then
+  echo "making .venv anew: it was made for the other kind of torch" >&2
   rm -rf .venv
 fi
 
@@ -69,7 +70,7 @@ echo "environment ready: .venv"
 for size in $sizes; do
   if ! .venv/bin/python -c 'import sys, cli; cli.download(sys.argv[1])' "$size"; then
     echo "The environment is complete. For the weights, try again later with" >&2
-    echo "    ./setup.sh $size" >&2
+    echo "    ./setup.sh $size${system_torch:+ --system-torch}${with_tests:+ --test}" >&2
     echo "or try it without them, on random ones: .venv/bin/python tools/random_checkpoint.py tiny tiny" >&2
     exit 3
   fi

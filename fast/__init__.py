@@ -2,6 +2,8 @@
 
 layers.py       upstream's layers from fewer kernels
 megakernel.py   all layers, heads and the sampling of one step in a single launch, where the GPU can
+                (megakernel.cu; megakernel_reference.py is the same step in torch)
+nvrtc.py        compiles and launches CUDA source, without a toolkit
 codec.py        the codec's decoder as CUDA graphs that keep their state between chunks
 streaming.py    audio while it is generated; stands on the codec
 paths.py        whether the megakernel can run here, and if not, why
@@ -21,8 +23,8 @@ from fast.turns import Turns
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
-# On an H200 a frame of the batched graphs takes as long as 5 to 6 single frames of the megakernel.
-MEGAKERNEL_MIN_BATCH = 6
+# On an H200 a frame of the batched graphs takes as long as 5 to 6 of the megakernel: fewer texts go one by one.
+MIN_BATCH = 6
 
 
 def plug_in(tts, decoder, fused: bool | None) -> None:
@@ -57,6 +59,6 @@ def batch_sizes(rows: int, max_batch: int) -> list[int]:
     sizes = []
     while rows > 0:
         size = min(rows, max_batch)
-        sizes.append(size if size >= MEGAKERNEL_MIN_BATCH else 1)
+        sizes.append(size if size >= MIN_BATCH else 1)
         rows -= sizes[-1]
     return sizes

@@ -5,7 +5,7 @@ layer the keys and values of its window. This state lives in static tensors that
 `reset` clears it between utterances. Chunks of any sizes, joined, are the audio of the whole utterance. Everything runs
 on a CUDA stream of its own, beside the talker's.
 
-Shapes: T frames, C channels, X columns of a convolution's input.
+Shapes: B rows, T frames, C channels, H hidden size.
 """
 
 import copy
@@ -19,7 +19,8 @@ from torch import nn
 
 from cudagraph_talker import additive_mask, capture, round_up
 
-CHUNK_SIZES = (64, 32, 16, 8, 4, 2, 1)  # frames per captured graph; other chunks are made of these
+# Frames per captured graph; other chunks are made of these. Powers of two keep the attention window aligned.
+CHUNK_SIZES = (64, 32, 16, 8, 4, 2, 1)
 
 # cuDNN is faster with channels-last weights up to about this many columns of all rows, and much slower beyond.
 MAX_CHANNELS_LAST_COLUMNS = 2048
@@ -28,7 +29,7 @@ MAX_CHANNELS_LAST_COLUMNS = 2048
 class CodecGraph:
     """Stands in for the speech tokenizer's `decode`; `reset` and `feed` are for streams, which hold the lock.
 
-    The state has one row per utterance. `rows` selects those that a step works on; None is the only one.
+    The state has one row per utterance. `rows` are the indices of those that a step works on; None: all of them.
     """
 
     @torch.inference_mode(False)

@@ -2,7 +2,7 @@
 
 `fuse_layers` replaces the forward of norms, attention and MLP blocks; upstream's model and layer forwards stay and call
 these, with the masks and caches that the graphs pass in. The results are the same function of the same weights. In
-bfloat16 the norms round once where upstream's round twice.
+bfloat16 the layer norms round once where upstream's round twice; the norms of q and k round as upstream's.
 
 Shapes: B rows, L positions, S cache length, D head dimension, Q query heads, KV key-value heads, G = Q / KV.
 """
@@ -12,6 +12,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from cudagraph_talker import round_up
 
 
 def bypass_config_getattr(*configs) -> None:
@@ -62,7 +64,7 @@ def fuse_layers(talker, max_seq_len: int) -> list[torch.Tensor]:
             mlp.forward = partial(feed_forward, mlp, gate_up_weight)
 
         like = torch.empty(0, dtype=model.dtype, device=model.device)
-        positions = torch.arange(-(-max_seq_len // 16) * 16, device=model.device)
+        positions = torch.arange(round_up(max_seq_len), device=model.device)
         cos, sin = rotary.forward(model.rotary_emb, like, positions[None])
         sin[..., : sin.shape[-1] // 2] *= -1  # `attention` swaps the halves and negates neither
         keepalive += [cos, sin]

@@ -5,6 +5,7 @@ No CUDA toolkit, no headers and no host compiler are needed. `compile_to_cubin` 
 
 import ctypes
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,33 @@ def compile_to_cubin(source: str, architecture: str) -> bytes:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-class Kernel:
+class Module:
+    """A cubin, loaded on one GPU."""
+
+    def __init__(self, cubin: bytes, device: torch.device) -> None:
+        self.driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        self.device = device
+        self.module = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.empty(1, device=device)  # creates the context that the driver calls below work in
+            self.call("cuModuleLoadData", ctypes.byref(self.module), cubin)
+
+    def get_function(self, name: str) -> ctypes.c_void_p:
+        function = ctypes.c_void_p()
+        with torch.cuda.device(self.device):
+            self.call("cuModuleGetFunction", ctypes.byref(function), self.module, name.encode())
+        return function
+
+    def call(self, function: str, *arguments: Any) -> None:
+        result = getattr(self.driver, function)(*arguments)
+        if result != 0:
+            message = ctypes.c_char_p()
+            self.driver.cuGetErrorString(result, ctypes.byref(message))
+            text = message.value.decode() if message.value else "unknown error"
+            raise RuntimeError(f"{function} failed: CUDA error {result}, {text}")
+
+
+class Kernel(Module):
     """A kernel of a cubin, loaded on one GPU. Its only argument is the address of a struct in GPU memory."""
 
     def __init__(
@@ -73,17 +100,12 @@ class Kernel:
         block: int,  # threads of a block
         shared_bytes: int,  # dynamic shared memory of a block
     ) -> None:
-        self.driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-        self.device = device
+        super().__init__(cubin, device)
         self.grid = grid
         self.block = block
         self.shared_bytes = shared_bytes
-        self.module = ctypes.c_void_p()
-        self.function = ctypes.c_void_p()
+        self.function = self.get_function(name)
         with torch.cuda.device(device):
-            torch.empty(1, device=device)  # creates the context that the driver calls below work in
-            self.call("cuModuleLoadData", ctypes.byref(self.module), cubin)
-            self.call("cuModuleGetFunction", ctypes.byref(self.function), self.module, name.encode())
             self.call("cuFuncSetAttribute", self.function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
 
     def launch(self, arguments: int) -> None:
@@ -105,10 +127,21 @@ class Kernel:
                 parameters,
             )
 
-    def call(self, function: str, *arguments: Any) -> None:
-        result = getattr(self.driver, function)(*arguments)
-        if result != 0:
-            message = ctypes.c_char_p()
-            self.driver.cuGetErrorString(result, ctypes.byref(message))
-            text = message.value.decode() if message.value else "unknown error"
-            raise RuntimeError(f"{function} failed: CUDA error {result}, {text}")
+
+class Kernels(Module):
+    """All kernels of a cubin, loaded on one GPU. Their only argument is a struct of 8-byte fields, by value."""
+
+    def __init__(self, cubin: bytes, names: Iterable[str], device: torch.device) -> None:
+        super().__init__(cubin, device)
+        self.functions = {name: self.get_function(name) for name in names}
+
+    def launch(self, name: str, grid: tuple[int, int], block: int, fields: Sequence[int]) -> None:
+        """On torch's current stream, with `grid` blocks of `block` threads. The driver copies the fields."""
+        struct = (ctypes.c_uint64 * len(fields))(*fields)
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
+        with torch.cuda.device(self.device):
+            stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
+            blocks = (*grid, 1)
+            threads = (block, 1, 1)
+            shared_bytes = 0  # none but what the kernel declares
+            self.call("cuLaunchKernel", self.functions[name], *blocks, *threads, shared_bytes, stream, parameters, None)

@@ -6,13 +6,13 @@ from fast import megakernel
 
 
 def choose_path(talker, fused: bool | None) -> tuple[bool, str]:
-    """Whether to use the megakernel, and a description of what is used instead. `fused` as in `accelerate`."""
-    reason = "not wanted" if fused is False else why_not(talker)
+    """Whether to use the megakernel, and the name of the path for messages. `fused` as in `accelerate`."""
+    reason = "fused=False" if fused is False else why_not(talker)
     if fused and reason:
-        raise ValueError(f"fused=True is impossible here: {reason}")
+        raise ValueError(f"fused=True: the megakernel cannot run here: {reason}")
     if reason:
-        return False, f"reference path, no fused layers: {reason}"
-    return True, "fused layers"
+        return False, f"separate kernels, no megakernel: {reason}"
+    return True, "megakernel"
 
 
 def why_not(talker) -> str:

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from cudagraph_talker import Sampling
+
 
 def stream(
-    method: Callable, *, text: str, chunk_frames: int | None = None, **kwargs
+    method: Callable, *, text: str | list[str], chunk_frames: int | None = None, **kwargs
 ) -> Iterator[tuple[np.ndarray, int]]:
     """Speak one text and yield (float32 samples, sample rate) while it is generated.
 
@@ -33,6 +35,7 @@ def stream(
             kwargs.pop("ref_audio"), kwargs.pop("ref_text", None), kwargs.pop("x_vector_only_mode", False)
         )
     request = build_request(method, text=text, **kwargs)
+    check_request(decoder, request)
     if request["eos_token_id"] != decoder.talker.config.codec_eos_token_id:
         raise ValueError("stream decodes up to the model's own end token: another eos_token_id is for whole calls")
     return audio_chunks(tts, decoder, request, reference_codes(kwargs.get("voice_clone_prompt")), chunk_frames)
@@ -46,7 +49,7 @@ def audio_chunks(
     sizes = itertools.repeat(chunk_frames) if chunk_frames else itertools.chain([1, 1, 2, 4], itertools.repeat(8))
     size = next(sizes)
     frames = []  # codes that wait for their chunk to be full
-    decoding = None  # a chunk on its way through the codec
+    wait_for_audio = None  # returns the samples of the chunk that the codec is decoding
     is_first = True
 
     with decoder.lock.take() as turn:
@@ -54,23 +57,23 @@ def audio_chunks(
         if reference is not None:
             codec.feed(reference)  # prime the codec with the reference and discard that audio
         for codes, _ in decoder.frames(**request):
-            if decoding is not None:  # the codec worked while this frame was computed
+            if wait_for_audio is not None:  # the codec worked while this frame was computed
                 with turn.paused():
-                    yield decoding(), rate
-                decoding = None
+                    yield wait_for_audio(), rate
+                wait_for_audio = None
             frames.append(codes[0])
             if len(frames) == size:
-                decoding = codec.feed(torch.stack(frames))
+                wait_for_audio = codec.feed(torch.stack(frames))
                 frames = []
                 size = next(sizes)
-            if decoding is not None and is_first:
+            if wait_for_audio is not None and is_first:
                 is_first = False
                 with turn.paused():
-                    yield decoding(), rate
-                decoding = None
-        rest = [decoding, codec.feed(torch.stack(frames)) if frames else None]
-    for decoding in filter(None, rest):
-        yield decoding(), rate
+                    yield wait_for_audio(), rate
+                wait_for_audio = None
+        rest = [wait_for_audio, codec.feed(torch.stack(frames)) if frames else None]
+    for wait_for_audio in filter(None, rest):
+        yield wait_for_audio(), rate
 
 
 def decoder_of(tts):
@@ -96,6 +99,16 @@ def check_text(text: str | list[str]) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"the text has a character that UTF-8 cannot encode: {text[error.start]!r}") from None
     return text
+
+
+def check_request(decoder, request: dict) -> int:
+    """Raise an error for settings and prompts that cannot be decoded. Returns the most frames there can be."""
+    for names in (
+        ("do_sample", "temperature", "top_k", "top_p"),
+        ("subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p"),
+    ):
+        Sampling(vocab_size=1).set(*(request[name] for name in names))
+    return decoder.frame_limit(**request)
 
 
 class RequestBuilt(Exception):

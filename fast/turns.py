@@ -12,7 +12,8 @@ class Turns:
 
     A request waits until the one before it has ended. If that is a stream whose consumer has not asked for the next
     chunk for `patience` seconds, it may never do so: the waiting request takes over with a warning, and the stream
-    raises an error when it is resumed. Streams may be resumed in any thread, as thread pools do.
+    raises an error when it is resumed. Streams may be resumed in any thread, as thread pools do, but always under the
+    same CUDA stream.
     """
 
     def __init__(self, patience: float = 10.0):

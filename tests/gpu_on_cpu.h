@@ -1,5 +1,5 @@
-// As much of a GPU as fast/megakernel.cu needs, on a CPU (x86_64 or aarch64, Linux). To be included before
-// it, with MEGAKERNEL_ON_CPU defined.
+// As much of a GPU as fast/megakernel.cu and fast/batched.cu need, on a CPU (x86_64 or aarch64, Linux). To be
+// included before one of them, with MEGAKERNEL_ON_CPU or BATCHED_ON_CPU defined.
 //
 // Every GPU thread is a fiber on one CPU thread. A fiber runs until it waits for something - a barrier, the
 // other lanes of its warp, a value of another block - and then yields to the next. So this shows what the
@@ -38,6 +38,7 @@ struct Fiber {
     jmp_buf resume_point;
     int thread;
     int block_index;
+    int block_index_y;
     Block *block;
     bool started;
     bool done;
@@ -102,6 +103,9 @@ struct BlockIndex {
     struct {
         operator int() const { return running->block_index; }
     } x;
+    struct {
+        operator int() const { return running->block_index_y; }
+    } y;
 } blockIdx;
 
 template <class A, class B>
@@ -142,6 +146,15 @@ float rsqrtf(float x) {
 
 void __syncthreads() {
     running->block->named_barriers[0].wait(running->block->threads);
+}
+
+void __threadfence() {
+}
+
+unsigned atomicInc(unsigned *address, unsigned highest) {
+    const unsigned old = *address;
+    *address = old >= highest ? 0 : old + 1;
+    return old;
 }
 
 
@@ -189,7 +202,7 @@ void __syncwarp() {
 }
 
 
-// ---- The functions that are PTX instructions in megakernel.cu
+// ---- The functions that are PTX instructions in the kernels
 
 char *dynamic_shared_memory() {
     return running->block->shared_memory.data();
@@ -350,4 +363,62 @@ int launch(void (*kernel)(const Arguments *), const void *arguments, int grid, i
         }
     }
     return 1;
+}
+
+
+// ---- A launch of blocks that do not wait for each other, one after the other
+
+// In an order that is not that of their indices. Shared memory begins as NaN.
+template <class Arguments>
+int launch_in_turn(void (*kernel)(Arguments), const void *arguments, int grid_x, int grid_y, int threads,
+                   int shared_bytes, int max_rounds = 20000) {
+    constexpr size_t STACK_BYTES = 48 << 10;
+    constexpr long long STRIDE = 7919;                // prime, so that every block has its turn
+    static void (*the_kernel)(Arguments);
+    static Arguments the_arguments;
+    the_kernel = kernel;
+    the_arguments = *(const Arguments *)arguments;
+    void (*entry)() = [] {
+        the_kernel(the_arguments);
+        running->done = true;
+        yield();
+    };
+
+    const int blocks = grid_x * grid_y;
+    if (blocks % STRIDE == 0) {
+        return 1;
+    }
+    std::vector<char> stacks(STACK_BYTES * threads);
+    for (int i = 0; i < blocks; ++i) {
+        const int index = (i + 1) * STRIDE % blocks;
+        Block block;
+        block.shared_memory.assign(shared_bytes, 0xff);
+        block.threads = threads;
+        std::vector<Fiber> fibers(threads);
+        for (int t = 0; t < threads; ++t) {
+            Fiber &fiber = fibers[t];
+            fiber.thread = t;
+            fiber.block_index = index % grid_x;
+            fiber.block_index_y = index / grid_x;
+            fiber.block = &block;
+            getcontext(&fiber.entry);
+            fiber.entry.uc_stack.ss_sp = &stacks[STACK_BYTES * t];
+            fiber.entry.uc_stack.ss_size = STACK_BYTES;
+            makecontext(&fiber.entry, entry, 0);
+        }
+        int rounds = 0;
+        for (bool all_done = false; !all_done; ++rounds) {
+            if (rounds == max_rounds) {
+                return 1;
+            }
+            all_done = true;
+            for (Fiber &fiber : fibers) {
+                if (!fiber.done) {
+                    resume(fiber);
+                    all_done = all_done && fiber.done;
+                }
+            }
+        }
+    }
+    return 0;
 }

@@ -1,10 +1,12 @@
-"""megakernel.cu as a library for the CPU, compiled by g++ with gpu_on_cpu.h in front of it."""
+"""megakernel.cu and batched.cu as libraries for the CPU, compiled by g++ with gpu_on_cpu.h in front of them."""
 
 import ctypes
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fast import batched
 from fast.megakernel import CONSUMERS, KERNEL_NAME, PRODUCERS, Gpu, Sizes
 
 HEADER = Path(__file__).with_suffix(".h")
@@ -17,6 +19,11 @@ OPTIONS = (
 RUN = f"""
 extern "C" int run(const void *arguments, int grid, int threads, int shared_bytes) {{
     return launch({KERNEL_NAME}, arguments, grid, threads, shared_bytes);
+}}
+"""
+RUN_BATCHED = """
+extern "C" int run_{0}(const void *arguments, int grid_x, int grid_y, int threads) {{
+    return launch_in_turn({0}, arguments, grid_x, grid_y, threads, 48 << 10);
 }}
 """
 
@@ -48,3 +55,25 @@ class CpuKernel:
         error = self.run(arguments, self.sizes.grid, CONSUMERS + PRODUCERS, self.sizes.shared_bytes)
         if error:
             raise RuntimeError("the kernel did not come to its end")
+
+
+class CpuKernels:
+    """Launches the kernels of batched.cu on fibers, in place of nvrtc.Kernels."""
+
+    def __init__(self, source: str, folder: Path) -> None:
+        """`source` is batched.complete_source(sizes). A RuntimeError has the compiler's messages."""
+        cpp = folder / "batched.cpp"
+        library = folder / "batched.so"
+        entries = "".join(RUN_BATCHED.format(name) for name in batched.KERNELS)
+        cpp.write_text(f'#define BATCHED_ON_CPU\n#include "{HEADER}"\n{source}{entries}')
+        command = ["g++", *OPTIONS, "-O1", "-o", str(library), str(cpp)]  # compiles faster than -O2
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode != 0:
+            raise RuntimeError(result.stderr)
+        self.library = ctypes.CDLL(str(library))
+
+    def launch(self, name: str, grid: tuple[int, int], block: int, fields: Sequence[int]) -> None:
+        struct = (ctypes.c_uint64 * len(fields))(*fields)
+        error = self.library[f"run_{name}"](struct, *grid, block)
+        if error:
+            raise RuntimeError(f"{name} did not come to its end")

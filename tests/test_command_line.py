@@ -76,7 +76,7 @@ def test_generate_writes_what_the_function_speaks(checkpoint, tmp_path):
         "float32",
     )
     assert result.returncode == 0 and result.stderr == ""
-    summary = rf"{out}: [\d.]+ s of audio in [\d.]+ s, [\d.]+ x real time; reference path, no fused layers: .*\n"
+    summary = rf"{out}: [\d.]+ s of audio in [\d.]+ s, [\d.]+ x real time; separate kernels, no megakernel: .*\n"
     assert re.fullmatch(summary, result.stdout)
     audio, rate = soundfile.read(out, dtype="float32")
     info = soundfile.info(out)

@@ -135,7 +135,7 @@ def test_the_copy_speaks_with_upstreams_tokens(copy, checkpoint):
     result = run(copy, "program.py", json.dumps(kinds))
     assert result.returncode == 0, result.stderr
     *spoken, fused, stream, own, others = result.stdout.splitlines()
-    assert spoken == [f"{kind} reference layers" for kind in kinds]
+    assert spoken == [f"{kind} upstream's layers" for kind in kinds]
     assert fused == f"fused: fused=True needs the folder {copy / 'fast'}"
     assert stream == "stream: fast"
     assert own.split()[1:] == sorted([*FILES, "program.py"])

@@ -196,7 +196,7 @@ def test_requests_capture_nothing(tts, monkeypatch, fused, max_batch):
 
 def test_lists_on_the_megakernel_are_its_single_texts(fast):
     """Without max_batch, a list gives what its texts give one after another."""
-    if decoder_of(fast).path != "fused layers":
+    if decoder_of(fast).path != "megakernel":
         pytest.skip(decoder_of(fast).path)
     request = dict(non_streaming_mode=True, **GREEDY)
     expected = np.concatenate([whole(fast, text, **request) for text in TEXTS])

@@ -19,6 +19,7 @@ from fast import megakernel, paths
 from fast.layers import fuse_layers
 from fast.megakernel_reference import apply_talker_rules
 from generate import accelerate, load_upstream
+from tools.calibrate import Megakernel
 from tools.check import check
 from tools.parity import MARGIN, Forced, error, verdict
 
@@ -314,8 +315,31 @@ def test_a_wrong_kernel_is_found(wrong_kernel, checkpoint):
     """RoPE with other angles: `bench.py --check` reports it, for that path alone."""
     folder = str(checkpoint("base", "0.6B"))
     verdicts = {name: good for name, good, _ in check(folder, torch.randn(1024), 40)}
-    assert not verdicts["fused layers: codes 1 to 15"]
-    assert verdicts["reference path: codes 1 to 15"]
+    assert not verdicts["megakernel: codes 1 to 15"]
+    assert verdicts["separate kernels: codes 1 to 15"]
+
+
+@torch.no_grad()
+def test_calibration_projects_new_embeddings(checkpoint, monkeypatch):
+    """After new weights, the rows that the kernel looks up are those of the new weights; without a GPU."""
+    talker = load_upstream(str(checkpoint("base", "tiny")), "cpu").model.talker
+    gpu = pretended_gpu("H200")
+
+    def no_kernel(model: Any, heads: Any, talker_hidden: int) -> tuple[megakernel.Sizes, None]:
+        return megakernel.kernel_sizes(model, heads, talker_hidden, gpu), None
+
+    monkeypatch.setattr(megakernel, "compile_for", no_kernel)
+    route = Megakernel.__new__(Megakernel)
+    route.keepalive = fuse_layers(talker, 64)
+    route.predictor = PredictorGraph(talker, TalkerGraph(talker, 1, 64))
+    step = route.predictor.step = megakernel.predictor_step(route.predictor)
+    looked_up = [projected.data_ptr() for projected in step.inputs]
+    for weight in step.embeddings:
+        weight.normal_()
+    route.refresh()
+    assert len(step.inputs) == 16 and [projected.data_ptr() for projected in step.inputs] == looked_up
+    for projected, weight in zip(step.inputs, step.embeddings):
+        assert torch.equal(projected, route.predictor.project(weight))
 
 
 # ---- Where it cannot run
@@ -335,7 +359,7 @@ def test_on_a_cpu_it_says_why(checkpoint):
     with pytest.raises(ValueError, match="not on an NVIDIA GPU"):
         accelerate(tts, max_seq_len=64, fused=True)
     accelerate(tts, max_seq_len=64)
-    assert tts.model.talker.generate.__self__.path.startswith("reference path")
+    assert tts.model.talker.generate.__self__.path.startswith("separate kernels")
 
 
 def test_the_settings_are_float32_whatever_the_default():
@@ -364,7 +388,7 @@ def test_a_kernel_that_does_not_compile_is_not_used(error, monkeypatch):
         code_predictor=SimpleNamespace(model=model, lm_head=heads * 15),
     )
     monkeypatch.setattr(megakernel, "compile_for", lambda model, heads, talker_hidden: None)
-    assert paths.choose_path(talker, None) == (True, "fused layers")
+    assert paths.choose_path(talker, None) == (True, "megakernel")
 
     def refuse(model: Any, heads: Any, talker_hidden: int) -> None:
         raise error("Kernel compilation failed:\nno such instruction")

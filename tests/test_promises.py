@@ -17,9 +17,9 @@ UNUSED_TOKENIZER = "qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1
 ALLOWED = {
     "reference": REFERENCE,
     "fast": REFERENCE | {"fast"},
-    "commands": REFERENCE | {"cli", "audio_files"},
-    "tools": ANYTHING - {"extract_speaker", "bench", "serving"},
-    "bench": ANYTHING - {"extract_speaker", "bench", "serving"},
+    "commands": REFERENCE | {"fast", "cli", "audio_files"},
+    "tools": ANYTHING - {"extract_speaker", "bench"},
+    "bench": ANYTHING - {"extract_speaker", "bench"},
     "serving": ANYTHING - {"extract_speaker", "bench"},
 }
 

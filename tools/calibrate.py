@@ -4,8 +4,8 @@
     python tools/calibrate.py 1.7B --runs 50 --output results/calibration_1.7B.json
 
 Each run has other weights, another prompt and other tokens. It gives the megakernel's error relative to that of the
-model's own bfloat16 forward, and in how many cases only one of the two has the best token of float32. From the spread
-over the runs follows how far `parity.MARGIN` is away from a correct kernel. Needs a GPU that runs the megakernel.
+model's own bfloat16 forward, and in how many cases only one of the two has the best token of float32. The spread over
+the runs shows how many standard deviations `parity.MARGIN` allows. Needs a GPU that runs the megakernel.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import TalkerGraph
 from fast.layers import fuse_layers
 from fast.megakernel import predictor_step, talker_step
+from fast.paths import why_not
 from generate import load_upstream
 from tools.parity import FALSE_ALARM_RATE, MARGIN, Forced, error
 from tools.random_checkpoint import randomize, write_checkpoint
@@ -56,8 +57,7 @@ class Megakernel:
 
     def refresh(self) -> None:
         """Compute again what was computed from the weights."""
-        inputs, embeddings = self.predictor.step.keepalive[-1]
-        for projected, weight in zip(inputs, embeddings):
+        for projected, weight in zip(self.predictor.step.inputs, self.predictor.step.embeddings):
             if projected is not weight:
                 projected.copy_(self.predictor.project(weight))
 
@@ -131,10 +131,11 @@ def summarize(name: str, runs: list[dict]) -> str:
         f"  best tokens: of {cases} only the model's own has {own} right, only the megakernel {fused}: a difference of "
         f"{(own - fused) / cases:+.3%}, {z:+.1f} standard deviations of McNemar's test"
     )
+    sigmas = statistics.NormalDist().inv_cdf(1 - FALSE_ALARM_RATE)
     per_run = statistics.mean(run[name]["only_own"] + run[name]["only_megakernel"] for run in runs)
     lines.append(
-        f"  the check of one run of this length finds a loss of {5.6 * math.sqrt(per_run) / (cases / len(runs)):.1%} "
-        f"(false-alarm rate {FALSE_ALARM_RATE:.0e})"
+        f"  the check of one run of this length finds a loss of {sigmas * math.sqrt(per_run) * len(runs) / cases:.1%}, "
+        f"with a false-alarm rate of {FALSE_ALARM_RATE:.0e}"
     )
     return "\n".join(lines)
 
@@ -146,13 +147,15 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=30)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("calibration needs a GPU")
+    if args.runs < 2:
+        parser.error(f"--runs is {args.runs}, it must be at least 2")
 
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), args.size, ends=False)
         dtypes = torch.bfloat16, torch.bfloat16, torch.float32
         models = [load_upstream(folder, dtype=dtype).model.talker for dtype in dtypes]
+    if reason := why_not(models[0]):
+        parser.error(f"the megakernel does not run here: {reason}")
     with torch.no_grad():
         routes = [Megakernel(models[0]), Forced(models[1], LENGTH), Forced(models[2], LENGTH)]
     runs = [one_run(models, routes, seed, (1.0, 3.0)[seed % 2], args.frames) for seed in range(args.runs)]

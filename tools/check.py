@@ -38,9 +38,9 @@ def check(folder: str, speaker: torch.Tensor, frames: int) -> Iterator[Result]:
         yield from check_audio(tts, folder, clone_arguments(speaker, min(frames, 60)))
         return
 
-    paths = {"reference path": Forced(tts.model.talker, decoder.max_seq_len).logits(tokens, **request)}
+    paths = {"separate kernels": Forced(tts.model.talker, decoder.max_seq_len).logits(tokens, **request)}
     if fused_logits:
-        paths["fused layers"] = fused_logits
+        paths["megakernel"] = fused_logits
     del tts, decoder  # their GPU memory is needed for float32
     gc.collect()
     torch.cuda.empty_cache()

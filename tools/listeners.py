@@ -11,9 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from cli import FRAME_RATE
 from serving.engine import Engine
-
-FRAME_RATE = 12.5
 
 
 class Listener(threading.Thread):

@@ -8,8 +8,8 @@ COLORS = {  # a row of the results -> its bars
     "upstream": "#9aa0a6",
     "faster-qwen3-tts": "#c58a2b",
     "the three files alone": "#8e6bbf",
-    "reference path": "#4f8fd0",
-    "fused layers": "#2f9e62",
+    "separate kernels": "#4f8fd0",
+    "megakernel": "#2f9e62",
 }
 GRAY = "#808080"  # readable on a light and on a dark page
 
@@ -24,6 +24,9 @@ def plot(folder: Path) -> Path:
     import matplotlib.pyplot as plt
 
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    results = [result for result in results if any("upstream" in rows for rows in result.get("models", {}).values())]
+    if not results:
+        raise ValueError(f"{folder} has no figures to draw: run bench.py first")
     models = sum(len(result["models"]) for result in results)
     figure, axes = plt.subplots(1, 2, figsize=(10, 0.6 + 1.7 * models))
     for axis, title, column in zip(axes, TITLES, zip(*bar_values(results))):

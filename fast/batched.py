@@ -1,0 +1,376 @@
+"""One position of many rows through a stack of decoder layers, each row at its own position: four matrix products and
+the five small kernels of batched.cu per layer, and one kernel to choose the tokens.
+
+`BatchedStack` launches on torch's current stream, so that a graph can capture it. The kernels are compiled by NVRTC for
+this GPU and model when they are first asked for. The model must have been through `fuse_layers` (fast/layers.py): its
+`rotary_emb` returns cos and sin with the first half of sin negated. A stack must not run on two streams at once.
+
+Shapes: B rows, H hidden size, S cache length, D head dimension, Q query heads, KV key-value heads, V vocabulary size.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fast import nvrtc
+from fast.layers import concatenate, lookup_rope
+
+SOURCE = Path(__file__).with_suffix(".cu")
+THREADS = 128  # of a block of qk_norm_rope_store, attention and silu_and_multiply
+SAMPLER_THREADS = 256
+SMALLEST_SPLIT = 64  # positions
+ATTENTION_BLOCKS = 2048  # enough to fill a GPU several times over, and few enough to start in a microsecond or two
+MOST_SPLITS = 32
+VECTOR = 8  # bfloat16 that a thread loads at once
+
+# Fields of the kernels' structs, in order: the type of a tensor, or int. `complete_source` makes the compiler check
+# names and order.
+SAMPLE_FIELDS: dict[str, Any] = {
+    "logits": torch.bfloat16,
+    "temperature": torch.float32,
+    "topk_rank": torch.long,
+    "one_minus_top_p": torch.float32,
+    "greedy": torch.bool,
+    "noise": torch.float32,
+    "noise_stride": int,
+    "token": torch.long,
+}
+KERNELS: dict[str, dict[str, Any]] = {
+    "first_norm": dict.fromkeys(("x", "weight", "normalized"), torch.bfloat16),
+    "add_and_norm": dict.fromkeys(("x", "residual", "weight", "sum", "normalized"), torch.bfloat16),
+    "qk_norm_rope_store": {
+        **dict.fromkeys(("qkv", "q_norm", "k_norm", "cos", "sin"), torch.bfloat16),
+        **dict.fromkeys(("positions", "slots"), torch.long),
+        "cache_length": int,
+        **dict.fromkeys(("query", "keys", "values"), torch.bfloat16),
+    },
+    "attention": {
+        **dict.fromkeys(("query", "keys", "values"), torch.bfloat16),
+        **dict.fromkeys(("positions", "slots"), torch.long),
+        **dict.fromkeys(("cache_length", "splits"), int),
+        **dict.fromkeys(("split_best", "split_weight", "split_sum"), torch.float32),
+        "finished_splits": torch.int32,
+        "output": torch.bfloat16,
+    },
+    "silu_and_multiply": {"gate_up": torch.bfloat16, "rows": int, "inner": torch.bfloat16},
+    "sample": SAMPLE_FIELDS,
+    "choose": {
+        **SAMPLE_FIELDS,
+        "repetition_penalty": torch.float32,
+        "suppressed": torch.bool,
+        **dict.fromkeys(("end_token", "min_tokens"), torch.long),
+        "advance": torch.bool,
+        "frame": torch.long,
+        **dict.fromkeys(("seen", "ended"), torch.bool),
+    },
+}
+MAY_HAVE_ROW_STRIDE = ("noise",)
+
+
+class Launchable(Protocol):
+    """nvrtc.Kernels, or a stand-in for it where there is no GPU."""
+
+    def launch(self, name: str, grid: tuple[int, int], block: int, fields: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The constants that batched.cu is compiled with, there in capitals."""
+
+    hidden: int
+    inner: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    epsilon: str
+    threads: int = THREADS
+    sampler_threads: int = SAMPLER_THREADS
+    smallest_split: int = SMALLEST_SPLIT
+
+
+def kernel_sizes(config: Any) -> Sizes:
+    """`config` is that of a stack of decoder layers."""
+    return Sizes(
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        vocab=config.vocab_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        epsilon=f"{config.rms_norm_eps}f",
+    )
+
+
+def why_not(model: Any) -> str | None:
+    """Why the kernels cannot run this stack of decoder layers, in words. None: they can.
+
+    Says nothing about the compiler: BatchedStack raises OSError or RuntimeError where NVRTC or the driver are missing.
+    """
+    if model.device.type != "cuda" or torch.version.hip:
+        return f"the kernels need an NVIDIA GPU, the model is on {model.device.type}"
+    gpu = torch.cuda.get_device_properties(model.device)
+    if gpu.major < 8:
+        return f"the kernels need compute capability 8.0, {gpu.name} has {gpu.major}.{gpu.minor}"
+    return unsupported(model)
+
+
+def unsupported(model: Any) -> str | None:
+    """`why_not`, for any GPU."""
+    sizes = kernel_sizes(model.config)
+    layer_types = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    linears = [linear for layer in model.layers for linear in matrices(layer)]
+    limits = {
+        f"bfloat16, the model is {model.dtype}": model.dtype == torch.bfloat16,
+        f"heads of 128 dimensions, the model's have {sizes.head_dim}": sizes.head_dim == 128,
+        f"1, 2, 3 or 4 query heads per KV head, the model has {sizes.heads} and {sizes.kv_heads}": (
+            sizes.heads % sizes.kv_heads == 0 and sizes.heads <= 4 * sizes.kv_heads
+        ),
+        "a multiple of 8 heads of queries, keys and values": (sizes.heads + 2 * sizes.kv_heads) % 8 == 0,
+        f"a hidden size that is a multiple of 256 up to 8192, not {sizes.hidden}": (
+            sizes.hidden % 256 == 0 and sizes.hidden <= 8192
+        ),
+        f"an MLP whose width is a multiple of 8, not {sizes.inner}": sizes.inner % 8 == 0,
+        f"a vocabulary that is a multiple of 256 up to 4096, not {sizes.vocab}": (
+            sizes.vocab % SAMPLER_THREADS == 0 and sizes.vocab <= 4096
+        ),
+        f"silu between gate and down, not {model.config.hidden_act}": model.config.hidden_act == "silu",
+        "full attention in every layer": layer_types == {"full_attention"},
+        "projections without a bias": all(linear.bias is None for linear in linears),
+        "a model that has been through fuse_layers": (getattr(model.rotary_emb.forward, "func", None) is lookup_rope),
+    }
+    for need, is_met in limits.items():
+        if not is_met:
+            return f"the kernels need {need}"
+    return None
+
+
+def matrices(layer: Any) -> list[Any]:
+    attn = layer.self_attn
+    mlp = layer.mlp
+    return [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+
+
+def check_struct(kernel: str, fields: Sequence[str]) -> str:
+    """C++ that does not compile unless the kernel's struct has exactly these fields of 8 bytes, in this order."""
+    struct = kernel.title().replace("_", "")
+    lines = []
+    for i, field in enumerate(fields):
+        path = f"sample.{field}" if kernel == "choose" and field in SAMPLE_FIELDS else field
+        message = f"{struct}.{path} is not field {i}, as batched.py has it"
+        lines.append(f'static_assert(OFFSET_OF({struct}, {path}) == {8 * i}, "{message}");\n')
+    message = f"{struct} has not the {len(fields)} fields that batched.py has"
+    lines.append(f'static_assert(sizeof({struct}) == {8 * len(fields)}, "{message}");\n')
+    return "".join(lines)
+
+
+def complete_source(sizes: Sizes, source: str | None = None) -> str:
+    """The sizes, the kernels, and the checks of their structs. `source` is batched.cu, if not given."""
+    defines = "".join(f"#define {name.upper()} {value}\n" for name, value in asdict(sizes).items())
+    kernels = SOURCE.read_text() if source is None else source
+    checks = "".join(check_struct(name, list(fields)) for name, fields in KERNELS.items())
+    return defines + '#line 1 "batched.cu"\n' + kernels + '#line 1 "batched.py"\n' + checks
+
+
+@functools.cache
+def compile_for(device: torch.device, sizes: Sizes) -> nvrtc.Kernels:
+    """OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the compiler or the driver refuses the kernels."""
+    gpu = torch.cuda.get_device_properties(device)
+    cubin = nvrtc.compile_to_cubin(complete_source(sizes), f"sm_{gpu.major}{gpu.minor}")
+    return nvrtc.Kernels(cubin, KERNELS, device)
+
+
+def number_of(name: str, value: Tensor | int, kind: Any) -> int:
+    """A number as it is, the address of a tensor that is as the kernel reads it."""
+    if kind is int:
+        return int(value)
+    if value.dtype != kind:
+        raise ValueError(f"the kernel reads {name} as {kind}, it is {value.dtype}")
+    rows_only = name in MAY_HAVE_ROW_STRIDE and value.stride(-1) == 1
+    if not (rows_only or value.is_contiguous()):
+        raise ValueError(f"the kernel reads contiguous tensors, {name} has strides {value.stride()}")
+    if kind == torch.bfloat16 and value.data_ptr() % (2 * VECTOR):
+        raise ValueError(f"the kernel reads 16 bytes at once, {name} does not begin at a multiple of that")
+    return value.data_ptr()
+
+
+class Layer:
+    """A decoder layer's weights and its part of the cache."""
+
+    def __init__(self, layer: Any, cached: Any):
+        attn = layer.self_attn
+        mlp = layer.mlp
+        self.input_norm = layer.input_layernorm.weight
+        self.qkv = concatenate(attn.q_proj, attn.k_proj, attn.v_proj)  # no copy: fuse_layers has joined them
+        self.q_norm = attn.q_norm.weight
+        self.k_norm = attn.k_norm.weight
+        self.output = attn.o_proj.weight
+        self.post_norm = layer.post_attention_layernorm.weight
+        self.gate_up = concatenate(mlp.gate_proj, mlp.up_proj)
+        self.down = mlp.down_proj.weight
+        self.keys = cached.keys  # (slots, KV, S, D)
+        self.values = cached.values
+
+
+class BatchedStack:
+    """Upstream's `model`, a stack of decoder layers, for up to `rows` rows. `cache_layers` have .keys and .values, each
+    (slots, KV, S, D), which this writes and reads in place. Torch allocates what the kernels
+    pass on to each other, in each call."""
+
+    def __init__(self, model: Any, cache_layers: Sequence[Any], rows: int, kernels: Launchable | None = None):
+        config = model.config
+        self.device = model.device
+        self.sizes = kernel_sizes(config)
+        self.kernels = kernels or compile_for(model.device, self.sizes)
+        self.layers = [Layer(*pair) for pair in zip(model.layers, cache_layers, strict=True)]
+        self.final_norm = model.norm.weight
+        self.cache_length = cache_layers[0].keys.shape[2]
+        with model.device:
+            self.slots = torch.arange(rows)
+            self.finished_splits = torch.zeros(rows, self.sizes.kv_heads, dtype=torch.int32)
+            positions = torch.arange(self.cache_length)[None]
+        cos, sin = model.rotary_emb(torch.empty(0, dtype=model.dtype, device=model.device), positions)
+        self.cos = cos.contiguous()  # S * D elements
+        self.sin = sin.contiguous()
+
+    def launch(self, kernel: str, grid: tuple[int, int], threads: int, **values: Tensor | int) -> None:
+        fields = KERNELS[kernel]
+        if values.keys() != fields.keys():
+            raise ValueError(f"{kernel} takes {', '.join(fields)}; given are {', '.join(values)}")
+        self.kernels.launch(kernel, grid, threads, [number_of(name, values[name], fields[name]) for name in fields])
+
+    def forward(self, embeds: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
+        """One position of each row through all layers and the final norm. (B, H), (B) -> (B, H)
+
+        Row b writes its key and value to the cache at [slots[b], :, positions[b]] and attends to all positions up to
+        there. `slots` are 0 to B - 1 if not given. A slot may come in two rows with two positions, in any order.
+        Positions must be below S: nothing checks them.
+        """
+        rows = len(embeds)
+        slots = self.slots[:rows] if slots is None else slots
+        if not (len(positions) == len(slots) == rows <= len(self.finished_splits)):
+            counts = f"{rows} embeddings, {len(positions)} positions, {len(slots)} slots"
+            raise ValueError(f"{counts}: they must be equal, and at most {len(self.finished_splits)}")
+        residual = embeds
+        x = self.first_norm(embeds, self.layers[0].input_norm)
+        next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
+        for layer, next_norm in zip(self.layers, next_norms, strict=True):
+            query = self.qk_norm_rope_store(F.linear(x, layer.qkv), layer, positions, slots)
+            heads = self.attention(query, layer, positions, slots)
+            residual, x = self.add_and_norm(F.linear(heads, layer.output), residual, layer.post_norm)
+            inner = self.silu_and_multiply(F.linear(x, layer.gate_up))
+            residual, x = self.add_and_norm(F.linear(inner, layer.down), residual, next_norm)
+        return x
+
+    def first_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """(B, H) -> (B, H)"""
+        normalized = torch.empty_like(x)
+        threads = self.sizes.hidden // VECTOR
+        self.launch("first_norm", (len(x), 1), threads, x=x, weight=weight, normalized=normalized)
+        return normalized
+
+    def add_and_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, H), (B, H) -> their sum, and that normalized"""
+        total = torch.empty_like(x)
+        normalized = torch.empty_like(x)
+        values = dict(x=x, residual=residual, weight=weight, sum=total, normalized=normalized)
+        self.launch("add_and_norm", (len(x), 1), self.sizes.hidden // VECTOR, **values)
+        return total, normalized
+
+    def qk_norm_rope_store(self, qkv: Tensor, layer: Layer, positions: Tensor, slots: Tensor) -> Tensor:
+        """(B, (Q + 2 KV) * D) -> (B, Q * D), and keys and values into the cache"""
+        sizes = self.sizes
+        query = qkv.new_empty(len(qkv), sizes.heads * sizes.head_dim)
+        heads_per_block = THREADS // (sizes.head_dim // VECTOR)
+        self.launch(
+            "qk_norm_rope_store",
+            ((sizes.heads + 2 * sizes.kv_heads) // heads_per_block, len(qkv)),
+            THREADS,
+            qkv=qkv,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            cos=self.cos,
+            sin=self.sin,
+            positions=positions,
+            slots=slots,
+            cache_length=self.cache_length,
+            query=query,
+            keys=layer.keys,
+            values=layer.values,
+        )
+        return query
+
+    def splits(self, rows: int) -> int:
+        """Into how many parts attention may split the positions of a row: few where many rows fill the GPU anyway."""
+        wanted = -(-ATTENTION_BLOCKS // (rows * self.sizes.kv_heads))
+        useful = -(-self.cache_length // SMALLEST_SPLIT)
+        return min(wanted, useful, MOST_SPLITS)
+
+    def attention(self, query: Tensor, layer: Layer, positions: Tensor, slots: Tensor) -> Tensor:
+        """(B, Q * D) -> (B, Q * D)"""
+        sizes = self.sizes
+        rows = len(query)
+        splits = self.splits(rows)
+        with query.device:
+            split_best, split_weight = torch.empty(2, rows, sizes.heads, splits)
+            split_sum = torch.empty(rows, sizes.heads, splits, sizes.head_dim)
+        output = torch.empty_like(query)
+        self.launch(
+            "attention",
+            (sizes.kv_heads * splits, rows),
+            THREADS,
+            query=query,
+            keys=layer.keys,
+            values=layer.values,
+            positions=positions,
+            slots=slots,
+            cache_length=self.cache_length,
+            splits=splits,
+            split_best=split_best,
+            split_weight=split_weight,
+            split_sum=split_sum,
+            finished_splits=self.finished_splits[:rows],
+            output=output,
+        )
+        return output
+
+    def silu_and_multiply(self, gate_up: Tensor) -> Tensor:
+        """(B, 2 I) -> (B, I)"""
+        rows = len(gate_up)
+        inner = gate_up.new_empty(rows, self.sizes.inner)
+        blocks = -(-inner.numel() // (VECTOR * THREADS))
+        self.launch("silu_and_multiply", (blocks, 1), THREADS, gate_up=gate_up, rows=rows, inner=inner)
+        return inner
+
+    def sample_rows(self, logits: Tensor, sampling: Any, noise: Tensor) -> Tensor:
+        """`sample` of cudagraph_talker.py, with settings and noise per row. (B, V), (B, V) -> (B, 1)
+
+        `logits` are bfloat16, as the head returns them. `sampling` has temperature, topk_rank, one_minus_top_p and
+        greedy, each (B, 1).
+        """
+        token = torch.empty(len(logits), 1, dtype=torch.long, device=logits.device)
+        values = sample_values(logits, sampling, noise, token)
+        self.launch("sample", (len(logits), 1), SAMPLER_THREADS, **values)
+        return token
+
+    def choose_rows(self, logits: Tensor, state: Any, sampling: Any, noise: Tensor) -> None:
+        """`choose_token` of cudagraph_talker.py for the rows that may advance: writes their token, frame, seen, ended.
+
+        `state` has these, and repetition_penalty, suppressed, end_token, min_tokens and advance: (B, V), (B, 1) or (B).
+        """
+        values = sample_values(logits, sampling, noise, state.token)
+        for name in KERNELS["choose"]:
+            if name not in values:
+                values[name] = getattr(state, name)
+        self.launch("choose", (len(logits), 1), SAMPLER_THREADS, **values)
+
+
+def sample_values(logits: Tensor, sampling: Any, noise: Tensor, token: Tensor) -> dict[str, Tensor | int]:
+    values = {name: getattr(sampling, name) for name in ("temperature", "topk_rank", "one_minus_top_p", "greedy")}
+    return values | dict(logits=logits, noise=noise, noise_stride=noise.stride(0), token=token)

@@ -1,0 +1,69 @@
+"""What the kernels of batched.cu compute, in torch: a function for each, of the same name.
+
+They are the kernels' documentation, and tests/test_batched.py compares the kernels with them. Tensors are bfloat16;
+every step here that returns one is a rounding of the model's own forward. What `sample` and `choose` compute is in
+cudagraph_talker.py: `sample` and TalkerGraph.choose_token.
+
+Shapes: B rows, H hidden size, I inner size, Q query heads, KV key-value heads, D head dimension, S cache length.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def first_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """(..., H), (H) -> (..., H). Rounded before and after the multiplication by the weight."""
+    variance = x.float().pow(2).mean(-1, keepdim=True)
+    return (x.float() * torch.rsqrt(variance + epsilon)).bfloat16() * weight
+
+
+def add_and_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """(B, H), (B, H) -> their sum, and that normalized"""
+    total = residual + x
+    return total, first_norm(total, weight, epsilon)
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,  # (B, Q + 2 KV, D)
+    q_norm: Tensor,  # (D)
+    k_norm: Tensor,  # (D)
+    cos: Tensor,  # (S, D)
+    sin: Tensor,  # (S, D), its first half negated
+    positions: Tensor,  # (B)
+    slots: Tensor,  # (B)
+    keys: Tensor,  # (slots, KV, S, D)
+    values: Tensor,  # (slots, KV, S, D)
+    epsilon: float,
+) -> Tensor:
+    """Returns the queries (B, Q, D), and writes one position of keys and values for each row."""
+    kv_heads = keys.shape[1]
+    query, key, value = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    query = rotate(first_norm(query, q_norm, epsilon), cos[positions, None], sin[positions, None])
+    key = rotate(first_norm(key, k_norm, epsilon), cos[positions, None], sin[positions, None])
+    keys[slots, :, positions] = key
+    values[slots, :, positions] = value
+    return query
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE. Both products are rounded, and their sum."""
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+
+def attention(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+    """(B, Q, D), (slots, KV, S, D) -> (B, Q, D). All in float, rounded at the end."""
+    output = torch.empty_like(query)
+    groups = query.shape[1] // keys.shape[1]
+    for row, (position, slot) in enumerate(zip(positions.tolist(), slots.tolist())):
+        key = keys[slot, :, : position + 1].float().repeat_interleave(groups, dim=0)  # (Q, positions, D)
+        value = values[slot, :, : position + 1].float().repeat_interleave(groups, dim=0)
+        scores = (key @ query[row].float()[..., None])[..., 0] * query.shape[-1] ** -0.5  # (Q, positions)
+        output[row] = (scores.softmax(-1)[:, None] @ value)[:, 0]
+    return output
+
+
+def silu_and_multiply(gate_up: Tensor) -> Tensor:
+    """(B, 2 I) -> (B, I). silu is rounded, and its product with up."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up

@@ -1,0 +1,1 @@
+"""Many listeners: streams that share one GPU."""

@@ -1,0 +1,79 @@
+"""The codec for many streams: rows of one state, a chunk of the same size for any of them in one graph."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from cudagraph_talker import capture
+from fast.codec import CHUNK_SIZES, CodecGraph
+
+BATCH_CHUNK_SIZES = (8, 4, 2, 1)  # frames per chunk of several rows; single rows have all of CHUNK_SIZES
+
+
+class BatchCodec(CodecGraph):
+    def __init__(self, tokenizer, slots: int, batches: list[int]):
+        self.batches = batches
+        self.unused = slots  # one slot more, for the rows of a batch that nobody needs
+        super().__init__(tokenizer, None, slots + 1)
+
+    def capture(self) -> None:
+        pool = torch.cuda.graph_pool_handle() if self.stream else None
+        self.graphs = {}
+        self.indices = {}
+        for batch in self.batches:
+            self.rows = torch.full((batch,), self.unused, device=self.device)
+            self.indices[batch] = self.rows
+            for size in CHUNK_SIZES if batch == 1 else BATCH_CHUNK_SIZES:
+                self.graphs[batch, size] = self.with_rows(
+                    self.rows, capture(partial(self.step, size), self.device, pool)
+                )
+
+    def with_rows(self, rows: torch.Tensor, step: Callable[[], None]) -> Callable[[], None]:
+        """Where nothing is captured, `step` reads `rows` when it runs."""
+
+        def run() -> None:
+            self.rows = rows
+            step()
+
+        return run
+
+    @torch.no_grad()
+    def reset_row(self, slot: int) -> None:
+        with self.on_own_stream():
+            torch._foreach_zero_([state[slot] for state in self.state])
+
+    def prime(self, slot: int, codes: torch.Tensor) -> None:
+        """Decode a reference (T, 16) and discard its audio."""
+        for size in CHUNK_SIZES:
+            while len(codes) >= size:
+                self.feed_rows([slot], codes[None, :size])
+                codes = codes[size:]
+
+    @torch.no_grad()
+    def feed_rows(self, slots: list[int], codes: torch.Tensor) -> Callable[[], list[np.ndarray]]:
+        """Start decoding the next frames (B, T, 16) of these slots. Returns a function that waits for their samples."""
+        batch = next(batch for batch in self.batches if batch >= len(slots))
+        size = codes.shape[1]
+        count = size * self.samples_per_frame
+        audio = torch.empty(len(slots), count, dtype=torch.float32, device="cpu", pin_memory=self.stream is not None)
+        padded = [*slots, *[self.unused] * (batch - len(slots))]
+        index = torch.tensor(padded, pin_memory=self.stream is not None)
+        with self.on_own_stream():
+            codes = codes.to(self.device)
+            if self.stream:
+                codes.record_stream(self.stream)  # the caller may free the codes before they are read
+            self.indices[batch].copy_(index, non_blocking=True)
+            self.codes[: len(slots), :, :size] = codes.transpose(1, 2)
+            self.graphs[batch, size]()
+            audio.copy_(self.samples[: len(slots), :count], non_blocking=True)
+            done = self.stream.record_event() if self.stream else None
+
+        def wait() -> list[np.ndarray]:
+            if done:
+                done.synchronize()
+            return list(audio.numpy())
+
+        wait.is_done = done.query if done else lambda: True
+        return wait

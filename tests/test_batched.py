@@ -1,0 +1,669 @@
+"""The kernels for many rows, compiled for and run on a CPU, compute what the model's own modules compute: each kernel
+alone what fast/batched_reference.py says, all of them the model's forward, and the choices are those of
+cudagraph_talker.py. A kernel with a subtle fault is detected."""
+
+import copy
+import ctypes
+import functools
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from gpu_on_cpu import CpuKernels
+from torch import Tensor
+
+from cudagraph_talker import Sampling, TalkerGraph, additive_mask, capture, round_up, sample, static_cache
+from fast import batched, nvrtc
+from fast import batched_reference as reference
+from fast.batched import BatchedStack, complete_source, kernel_sizes
+from fast.layers import fuse_layers
+from tools.random_checkpoint import PREDICTOR, TALKER
+
+# isort: split
+from qwen_tts.core.models.configuration_qwen3_tts import Qwen3TTSTalkerConfig
+from qwen_tts.core.models.modeling_qwen3_tts import Qwen3TTSTalkerForConditionalGeneration
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+LENGTH = round_up(200)  # of the cache: up to four splits
+POSITIONS = torch.tensor([100, 0, LENGTH - 1, 17, 1, 64, 63, 128])
+SLOTS = torch.tensor([1, 0, 4, 3, 2, 7, 9, 8])
+EPSILON = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def talker() -> Any:
+    """Upstream's talker and predictor with the published widths but for the MLP's, few layers and random weights."""
+    torch.manual_seed(0)
+    small = dict(num_hidden_layers=2, intermediate_size=512, num_code_groups=4)
+    sizes = dict(TALKER, hidden_size=1024, text_vocab_size=8, text_hidden_size=16, **small)
+    config = Qwen3TTSTalkerConfig(code_predictor_config=PREDICTOR | small, **sizes)
+    talker = Qwen3TTSTalkerForConditionalGeneration(config).eval().bfloat16()
+    for name, parameter in talker.named_parameters():
+        if "norm" in name:
+            parameter.data = 1 + 0.3 * torch.randn_like(parameter)  # upstream's are 1, which hides a wrong one
+        elif parameter.dim() == 2:
+            parameter.data = torch.randn_like(parameter) * parameter.shape[1] ** -0.5
+    return talker.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def fused(talker) -> Any:
+    fused = copy.deepcopy(talker)
+    fuse_layers(fused, LENGTH)
+    return fused
+
+
+@pytest.fixture(scope="module")
+def kernels(talker, tmp_path_factory) -> CpuKernels:
+    return CpuKernels(complete_source(kernel_sizes(talker.model.config)), tmp_path_factory.mktemp("talker"))
+
+
+@pytest.fixture(scope="module")
+def predictor_kernels(talker, tmp_path_factory) -> CpuKernels:
+    sizes = kernel_sizes(talker.code_predictor.model.config)
+    return CpuKernels(complete_source(sizes), tmp_path_factory.mktemp("predictor"))
+
+
+def filled_cache(model: Any, slots: int, length: int) -> Any:
+    """A cache in which every position has something that would be heard."""
+    cache = static_cache(model, slots, length)
+    for layer in cache.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+    return cache
+
+
+def talker_stack(fused: Any, kernels: CpuKernels) -> BatchedStack:
+    """For 10 slots, of which the rows use 8."""
+    return BatchedStack(fused.model, filled_cache(fused.model, 10, LENGTH).layers, 10, kernels)
+
+
+def positions_and_slots(stack: BatchedStack) -> tuple[Tensor, Tensor]:
+    return POSITIONS.to(stack.device), SLOTS.to(stack.device)
+
+
+def assert_same(ours: Tensor, expected: Tensor) -> None:
+    """Equal but for a few values that were rounded the other way, because the sum before had another order."""
+    step = 2**-7 * expected.float().abs()  # between two bfloat16, or two of them
+    difference = (ours.float() - expected.float()).abs()
+    assert (difference <= step + 1e-6).all()
+    assert (difference > 0).float().mean() < 0.01
+
+
+# ---- Each kernel. The checks are functions of the kernels, for wrong kernels to fail them.
+
+
+def check_norms(stack: BatchedStack) -> None:
+    scales = torch.tensor([1.0, 3e-3, 30.0])[:, None]  # epsilon counts for the small row
+    x = (torch.randn(3, 1024) * scales).bfloat16()
+    residual = (torch.randn(3, 1024) * scales).bfloat16()
+    weight = stack.layers[0].post_norm
+    assert_same(stack.first_norm(x, weight), reference.first_norm(x, weight, EPSILON))
+    total, normalized = stack.add_and_norm(x, residual, weight)
+    expected_total, expected = reference.add_and_norm(x, residual, weight, EPSILON)
+    assert torch.equal(total, expected_total)
+    assert_same(normalized, expected)
+
+
+def check_qk_norm_rope_store(stack: BatchedStack) -> None:
+    layer = stack.layers[0]
+    positions, slots = positions_and_slots(stack)
+    qkv = torch.randn(8, 32, 128).bfloat16()
+    qkv[0] *= 3e-3
+    before = layer.keys.clone(), layer.values.clone()
+    keys, values = (tensor.clone() for tensor in before)
+    cos, sin = (table.view(-1, 128) for table in (stack.cos, stack.sin))
+    norms = layer.q_norm, layer.k_norm
+    expected = reference.qk_norm_rope_store(qkv, *norms, cos, sin, positions, slots, keys, values, EPSILON)
+    query = stack.qk_norm_rope_store(qkv.view(8, -1), layer, positions, slots)
+    assert_same(query, expected.view(8, -1))
+    assert_same(layer.keys[slots, :, positions], keys[slots, :, positions])
+    assert torch.equal(layer.values, values)
+    layer.keys[slots, :, positions] = before[0][slots, :, positions]
+    assert torch.equal(layer.keys, before[0])  # nothing else was written
+
+
+def check_attention(stack: BatchedStack) -> None:
+    layer = stack.layers[0]
+    positions, slots = positions_and_slots(stack)
+    keys, values = layer.keys.clone(), layer.values.clone()
+    for slot, position in zip(slots, positions):  # not to be read
+        layer.keys[slot, :, position + 1 :] = torch.nan
+        layer.values[slot, :, position + 1 :] = torch.nan
+    for rows in (1, 3, 8):
+        for _ in range(2):  # with what the first launch left behind, too
+            query = torch.randn(rows, 16, 128).bfloat16()
+            expected = reference.attention(query, keys, values, positions, slots[:rows])
+            output = stack.attention(query.view(rows, -1), layer, positions[:rows], slots[:rows])
+            assert_same(output, expected.view(rows, -1))
+    assert not stack.finished_splits.any()
+    assert layer.keys.isnan().any()
+
+
+def check_silu_and_multiply(stack: BatchedStack) -> None:
+    for rows in (1, 3):
+        gate_up = (torch.randn(rows, 1024) * 4).bfloat16()
+        assert_same(stack.silu_and_multiply(gate_up), reference.silu_and_multiply(gate_up))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "check",
+    [check_norms, check_qk_norm_rope_store, check_attention, check_silu_and_multiply],
+    ids=lambda it: it.__name__,
+)
+def test_each_kernel_computes_what_the_reference_says(check, fused, kernels):
+    check(talker_stack(fused, kernels))
+
+
+# ---- All layers
+
+
+def forward_of_model(model: Any, embeds: Tensor, cache: Any, position: int) -> Tensor:
+    """Upstream's own forward for one row at one position. (H) -> (H)"""
+    visible = torch.arange(cache.max_cache_len) <= position
+    mask = additive_mask(visible, model.dtype)[None, None, None]
+    return model(
+        inputs_embeds=embeds[None, None].to(model.dtype),
+        attention_mask=mask,
+        position_ids=torch.tensor([[position]]),
+        cache_position=torch.tensor([position]),
+        past_key_values=cache,
+    ).last_hidden_state[0, 0]
+
+
+def row_of(cache: Any, slot: int, dtype: torch.dtype) -> Any:
+    row = copy.deepcopy(cache)
+    for layer in row.layers:
+        layer.keys = layer.keys[slot : slot + 1].to(dtype)
+        layer.values = layer.values[slot : slot + 1].to(dtype)
+    return row
+
+
+@torch.no_grad()
+def compare_with_upstream(talker: Any, fused: Any, kernels: CpuKernels | None, rows: int) -> None:
+    """Hidden states and cache are as near to a float32 run of the same weights as upstream's bfloat16 forward."""
+    cache = filled_cache(fused.model, 10, LENGTH)
+    stack = BatchedStack(fused.model, cache.layers, rows, kernels)
+    positions, slots = (tensor[:rows] for tensor in positions_and_slots(stack))
+    embeds = torch.randn(rows, 1024).bfloat16()
+    before = copy.deepcopy((embeds, cache))
+
+    expected = []  # of each row, in float32 and in bfloat16: hidden state, and new keys and values of each layer
+    exact = copy.deepcopy(talker.model).float()
+    for row in range(rows):
+        for model in (exact, talker.model):
+            own = row_of(cache, int(slots[row]), model.dtype)
+            results = [forward_of_model(model, embeds[row], own, int(positions[row]))]
+            for layer in own.layers:
+                results += [layer.keys[0, :, positions[row]], layer.values[0, :, positions[row]]]
+            expected.append([result.float() for result in results])
+
+    hidden = stack.forward(embeds, positions, slots)
+    for row in range(rows):
+        ours = [hidden[row]]
+        for layer in cache.layers:
+            ours += [layer.keys[slots[row], :, positions[row]], layer.values[slots[row], :, positions[row]]]
+        for x, y, z in zip(ours, *expected[2 * row : 2 * row + 2], strict=True):
+            assert (x.float() - y).norm() < 1.1 * (z - y).norm()
+
+    # Nothing else was written.
+    assert torch.equal(embeds, before[0])
+    for layer, old in zip(cache.layers, before[1].layers):
+        for tensor, old_tensor in ((layer.keys, old.keys), (layer.values, old.values)):
+            tensor[slots, :, positions] = old_tensor[slots, :, positions]
+            assert torch.equal(tensor, old_tensor)
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_rows_compute_upstreams_forward(rows, talker, fused, kernels):
+    compare_with_upstream(talker, fused, kernels, rows)
+
+
+@needs_compiler
+@torch.no_grad()
+def test_two_positions_of_a_slot_can_be_two_rows(fused, predictor_kernels):
+    """The predictor's first two positions, which do not depend on each other's codes, are one call of 2 B rows."""
+    model = fused.code_predictor.model
+    caches = [filled_cache(model, 3, 16) for _ in range(2)]
+    embeds = torch.randn(6, 1024).bfloat16()
+    at_once = BatchedStack(model, caches[0].layers, 6, predictor_kernels)
+    in_turn = BatchedStack(model, caches[1].layers, 3, predictor_kernels)
+    slots = torch.arange(3).repeat(2)
+    hidden = at_once.forward(embeds, torch.tensor([0, 0, 0, 1, 1, 1]), slots)[3:]
+    in_turn.forward(embeds[:3], torch.zeros(3, dtype=torch.long))
+    expected = in_turn.forward(embeds[3:], torch.ones(3, dtype=torch.long))
+    assert (hidden.float() - expected.float()).abs().max() < 0.05
+    for one, other in zip(caches[0].layers, caches[1].layers):
+        assert (one.keys[:, :, :2].float() - other.keys[:, :, :2].float()).abs().max() < 0.05
+
+
+def test_splits_fit_the_batch_and_the_cache(fused):
+    """One row is spread over the whole GPU, 256 rows fill it as they are, and 16 positions are never split."""
+    talker = SimpleNamespace(sizes=kernel_sizes(fused.model.config), cache_length=2048)
+    predictor = SimpleNamespace(sizes=talker.sizes, cache_length=16)
+    assert [BatchedStack.splits(talker, rows) for rows in (1, 8, 16, 64, 256)] == [32, 32, 16, 4, 1]
+    assert BatchedStack.splits(predictor, 1) == 1
+
+
+# ---- Choices
+
+
+def row_settings(vocab: int, rows: int) -> SimpleNamespace:
+    """Settings of every kind, a row each."""
+    kinds = []
+    for temperature in (1e-3, 0.9, 20.0):
+        for top_k in (1, 2, 50, None):
+            for top_p in (1.0, 0.9, 0.2, 0.0):
+                kinds.append((True, temperature, top_k, top_p))
+    greedy = (False, 0.9, 50, 0.2)
+    order = torch.randperm(len(kinds)).tolist()  # neighbours have little in common
+    rows_of = {name: [] for name in ("temperature", "topk_rank", "one_minus_top_p", "greedy")}
+    settings = Sampling(vocab)
+    for row in range(rows):
+        settings.set(*greedy if row % 9 == 0 else kinds[order[row % len(kinds)]])
+        for name, values in rows_of.items():
+            values.append(getattr(settings, name).reshape(1).clone())
+    return SimpleNamespace(**{name: torch.stack(values) for name, values in rows_of.items()})  # (B, 1)
+
+
+def some_logits(rows: int, vocab: int) -> Tensor:
+    """Of a trained model's spread. A third of the rows are full of ties; the best in every sixth are 0 and -0."""
+    logits = torch.randn(rows, vocab) * 4
+    logits[::3] = logits[::3].round()
+    logits[::6] = logits[::6].clamp(max=0)
+    return logits.bfloat16()
+
+
+@contextmanager
+def stable_sort() -> Iterator[None]:
+    """Equal scores in the order of their tokens. On a CPU torch's sort leaves them in any order if not asked."""
+    sort = torch.Tensor.sort
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "sort", lambda tensor, dim: sort(tensor, dim=dim, stable=True))
+        yield
+
+
+def check_sample(stack: BatchedStack, vocab: int = 3072, rows: int = 96) -> None:
+    sampling = row_settings(vocab, rows)
+    logits = some_logits(rows, vocab)
+    noise = torch.empty(rows, 2, vocab).exponential_()[:, 1]  # with a stride, as one draw of several
+    noise[::4] = noise[::4].ceil()  # equal weights with equal noise
+    sampling.draw_noise = lambda like: noise
+    with stable_sort():
+        expected = sample(logits.float(), sampling)
+    assert torch.equal(stack.sample_rows(logits, sampling, noise), expected)
+    assert len(expected.unique()) > rows / 2
+
+
+def check_choose(stack: BatchedStack, vocab: int = 3072, rows: int = 96) -> None:
+    sampling = row_settings(vocab, rows)
+    logits = some_logits(rows, vocab)
+    noise = torch.empty(rows, vocab).exponential_()
+    sampling.draw_noise = lambda like: noise
+    state = SimpleNamespace(
+        head=lambda hidden: logits,
+        hidden=torch.zeros(rows, 1, 1),
+        sampling=sampling,
+        token_ids=torch.arange(vocab),
+        repetition_penalty=torch.tensor([1.0, 1.05, 1.5, 0.8]).repeat(rows)[:rows, None].contiguous(),
+        suppressed=torch.rand(rows, vocab) < 0.3,
+        end_token=torch.randint(vocab, (rows, 1)),
+        min_tokens=torch.full((rows, 1), 2),
+        frame=torch.arange(rows)[:, None] % 4 - 1,  # the end token is too early in frames 0 and 1
+        seen=torch.rand(rows, vocab) < 0.5,
+        token=torch.zeros(rows, 1, dtype=torch.long),
+        ended=torch.rand(rows) < 0.1,
+        ended_on_host=torch.zeros(rows, dtype=torch.bool),
+        advance=torch.arange(rows) % 5 > 0,
+    )
+    logits.scatter_(1, state.end_token, 30)  # it would be chosen wherever it may be
+    state.suppressed.scatter_(1, state.end_token, (torch.arange(rows) % 3 == 0)[:, None])
+    names = ("token", "frame", "seen", "ended")
+    expected = copy.deepcopy(state)
+    with stable_sort():
+        TalkerGraph.choose_token(expected)
+    for name in names:  # rows that may not advance stay as they were
+        getattr(expected, name)[~state.advance] = getattr(state, name)[~state.advance]
+
+    stack.choose_rows(logits, state, sampling, noise)
+    for name in names:
+        assert torch.equal(getattr(state, name), getattr(expected, name)), name
+    assert 10 < state.ended.sum() < rows - 10
+
+
+@needs_compiler
+def test_talker_chooses_as_torch_does(fused, kernels):
+    """With the same noise the same token in every row: ties, both zeros, all of the settings; and what follows."""
+    stack = talker_stack(fused, kernels)
+    check_sample(stack, rows=240)
+    check_choose(stack, rows=240)
+
+
+@needs_compiler
+def test_predictor_chooses_as_torch_does(fused, predictor_kernels):
+    cache = filled_cache(fused.code_predictor.model, 1, 16)
+    stack = BatchedStack(fused.code_predictor.model, cache.layers, 1, predictor_kernels)
+    check_sample(stack, vocab=2048, rows=240)
+
+
+# ---- Faults are detected
+
+Check = Callable[[BatchedStack], None]
+FAULTS: dict[str, tuple[str, str, Check]] = {
+    "a norm without the addition": (
+        "arguments.normalized[vector] = norm_of_row(sum, weight)",
+        "arguments.normalized[vector] = norm_of_row(x, weight)",
+        check_norms,
+    ),
+    "a norm rounded once": (
+        "round_to_bf16(x.v[i] * factor) * w.v[i]",
+        "x.v[i] * factor * w.v[i]",
+        check_norms,
+    ),
+    "the position of another row": (
+        "const u64 position = arguments.positions[row]",
+        "const u64 position = arguments.positions[row ^ 1]",
+        check_qk_norm_rope_store,
+    ),
+    "the norm of queries for keys": (
+        "is_query ? arguments.q_norm[lane] : arguments.k_norm[lane]",
+        "arguments.q_norm[lane]",
+        check_qk_norm_rope_store,
+    ),
+    "RoPE of neighbours": ("VECTORS_OF_HEAD / 2)", "VECTORS_OF_HEAD / 4)", check_qk_norm_rope_store),
+    "another slot": (
+        "const u64 slot = arguments.slots[row]",
+        "const u64 slot = row",
+        check_qk_norm_rope_store,
+    ),
+    "one key too few": (
+        "const int length = arguments.positions[row] + 1;",
+        "const int length = max(1, (int)arguments.positions[row]);",
+        check_attention,
+    ),
+    "one key too many": (
+        "const int length = arguments.positions[row] + 1;",
+        "const int length = min(arguments.cache_length, arguments.positions[row] + 2);",
+        check_attention,
+    ),
+    "the wrong KV head": (
+        "const u64 first_head = (u64)row * HEADS + kv_head * GROUP;",
+        "const u64 first_head = (u64)row * HEADS + kv_head / 2 * 2 * GROUP + kv_head % 2;",
+        check_attention,
+    ),
+    "one split forgotten": (
+        "for (int s = 0; s < splits_in_use; ++s) {\n            const float rescale",
+        "for (int s = 1; s < splits_in_use; ++s) {\n            const float rescale",
+        check_attention,
+    ),
+    "merged one block too early": (
+        "== splits_in_use - 1;\n",
+        "== splits_in_use - 2;\n",
+        check_attention,
+    ),
+    "sigmoid for silu": (
+        "gate.v[i] / (1 + expf(-gate.v[i]))",
+        "1 / (1 + expf(-gate.v[i]))",
+        check_silu_and_multiply,
+    ),
+    "silu not rounded": (
+        "round_to_bf16(gate.v[i] / (1 + expf(-gate.v[i])))",
+        "gate.v[i] / (1 + expf(-gate.v[i]))",
+        check_silu_and_multiply,
+    ),
+    "top-k off by one": ("sum_of_block(below) <= topk_rank", "sum_of_block(below) < topk_rank", check_sample),
+    "ties at the k-th score dropped": ("this_score < kth_score ?", "this_score <= kth_score ?", check_sample),
+    "top-p off by one": ("rank(i) < first_kept ? 0", "rank(i) <= first_kept ? 0", check_sample),
+    "noise of a greedy row": ("greedy ? 1 :", "false ? 1 :", check_sample),
+    "the highest of equals": (
+        "<< TOKEN_BITS | token_of_score(i)",
+        "<< TOKEN_BITS | (VOCAB - 1 - token_of_score(i))",
+        check_sample,
+    ),
+    "two zeros": ("__float_as_uint(x + 0.0f)", "__float_as_uint(x)", check_sample),
+    "the settings of another row": (
+        "settings.temperature[row]",
+        "settings.temperature[max(0, row - 1)]",
+        check_sample,
+    ),
+    "the penalty on the wrong sign": (
+        "score[i] < 0 ? score[i] * penalty",
+        "score[i] > 0 ? score[i] * penalty",
+        check_choose,
+    ),
+    "the end one frame too early": (
+        "const bool too_early = frame <",
+        "const bool too_early = frame + 1 <",
+        check_choose,
+    ),
+    "a row that advances when it may not": ("if (!arguments.advance[row]) {", "if (false) {", check_choose),
+}
+
+
+# Checks that have no code in common: one library can have a fault for each of them.
+INDEPENDENT = [
+    (check_norms, check_qk_norm_rope_store),
+    (check_attention,),
+    (check_silu_and_multiply,),
+    (check_sample, check_choose),
+]
+
+
+@pytest.fixture(scope="module")
+def wrong_kernels(fused, tmp_path_factory) -> Callable[[str], CpuKernels]:
+    """wrong_kernels(fault) -> kernels with that fault, and others that its check does not see."""
+    families = [[name for name in FAULTS if FAULTS[name][2] in checks] for checks in INDEPENDENT]
+
+    @functools.cache
+    def compile_library(number: int) -> CpuKernels:
+        source = batched.SOURCE.read_text()
+        for family in families:
+            for fault in family[number : number + 1]:
+                right, wrong, _ = FAULTS[fault]
+                assert source.count(right) == 1, fault
+                source = source.replace(right, wrong)
+        sizes = kernel_sizes(fused.model.config)
+        return CpuKernels(complete_source(sizes, source), tmp_path_factory.mktemp("wrong"))
+
+    return lambda fault: next(compile_library(family.index(fault)) for family in families if fault in family)
+
+
+@needs_compiler
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_kernel_is_detected(fault, fused, wrong_kernels):
+    check = FAULTS[fault][2]
+    stack = talker_stack(fused, wrong_kernels(fault))
+    with pytest.raises(AssertionError):
+        check(stack)
+
+
+@needs_compiler
+def test_wrong_epsilon_is_detected(fused, tmp_path):
+    """Ten times the epsilon."""
+    sizes = replace(kernel_sizes(fused.model.config), epsilon="1e-5f")
+    stack = talker_stack(fused, CpuKernels(complete_source(sizes), tmp_path))
+    for check in (check_norms, check_qk_norm_rope_store):
+        with pytest.raises(AssertionError):
+            check(stack)
+
+
+# ---- What is refused
+
+
+def changed(model: Any, **sizes: Any) -> SimpleNamespace:
+    config = copy.deepcopy(model.config)
+    for name, value in sizes.items():
+        setattr(config, name, value)
+    return SimpleNamespace(config=config, dtype=model.dtype, layers=model.layers, rotary_emb=model.rotary_emb)
+
+
+def test_unsupported_models_are_refused_in_words(talker, fused):
+    assert batched.unsupported(fused.model) is None
+    assert batched.unsupported(fused.code_predictor.model) is None
+    assert "NVIDIA GPU" in batched.why_not(fused.model)
+    assert "fuse_layers" in batched.unsupported(talker.model)
+    assert "bfloat16" in batched.unsupported(copy.deepcopy(fused.model).float())
+    for sizes, message in (
+        (dict(head_dim=64), "128 dimensions, the model's have 64"),
+        (dict(num_attention_heads=64), "query heads per KV head"),
+        (dict(num_attention_heads=9, num_key_value_heads=9), "multiple of 8 heads"),
+        (dict(hidden_size=1000), "multiple of 256 up to 8192, not 1000"),
+        (dict(intermediate_size=100), "multiple of 8, not 100"),
+        (dict(vocab_size=8192), "multiple of 256 up to 4096, not 8192"),
+        (dict(hidden_act="gelu"), "silu between gate and down, not gelu"),
+        (dict(layer_types=["sliding_attention"]), "full attention"),
+    ):
+        assert message in batched.unsupported(changed(fused.model, **sizes))
+
+
+def test_tensors_of_another_type_are_refused(fused):
+    """A pointer has no type: int32 positions or a transposed matrix would be read as something else."""
+    never = SimpleNamespace(launch=None)
+    stack = BatchedStack(fused.model, filled_cache(fused.model, 1, 16).layers, 1, never)
+    embeds = torch.zeros(1, 1024, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="reads x as torch.bfloat16, it is torch.float32"):
+        stack.first_norm(embeds.float(), stack.final_norm)
+    with pytest.raises(ValueError, match="reads positions as torch.int64, it is torch.int32"):
+        query = torch.zeros(1, 2048, dtype=torch.bfloat16)
+        stack.attention(query, stack.layers[0], torch.zeros(1, dtype=torch.int32), stack.slots)
+    with pytest.raises(ValueError, match="2 embeddings, 2 positions, 1 slots: they must be equal, and at most 1"):
+        stack.forward(embeds.repeat(2, 1), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(ValueError, match="x does not begin at a multiple"):
+        stack.first_norm(torch.zeros(1025, dtype=torch.bfloat16)[1:][None], stack.final_norm)
+    with pytest.raises(ValueError, match="x has strides"):
+        stack.first_norm(torch.zeros(1024, 2, dtype=torch.bfloat16).T, stack.final_norm)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "original, changed, message",
+    [
+        ("    u64 splits; ", "    u64 more;\n    u64 splits; ", "Attention.splits is not field 6"),
+        ("    u64 rows;\n", "    u32 rows;\n    u32 more[3];\n", "SiluAndMultiply.inner is not field 2"),
+        ("    bool *ended; ", "    bool *ended;\n    int *more; ", "Choose has not the 16 fields"),
+    ],
+    ids=["inserted", "another type", "at the end"],
+)
+def test_struct_mismatch_does_not_compile(original, changed, message, fused, tmp_path):
+    """A struct whose fields are not those of batched.py is a compile error, not a wrong pointer."""
+    source = batched.SOURCE.read_text()
+    assert source.count(original) == 1
+    with pytest.raises(RuntimeError) as caught:
+        sizes = kernel_sizes(fused.model.config)
+        CpuKernels(complete_source(sizes, source.replace(original, changed)), tmp_path)
+    assert message in str(caught.value)
+
+
+# ---- Compilation for GPUs
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_120"])
+def test_the_kernels_compile(architecture, fused, tmp_path):
+    """Without spilled registers."""
+    source = tmp_path / "batched.cu"
+    sizes = replace(kernel_sizes(fused.model.config), hidden=2048, inner=6144)
+    source.write_text(complete_source(sizes))
+    command = ["nvcc", f"-arch={architecture}", "-cubin", "-Xptxas=-v", "-o", tmp_path / "batched.cubin", source]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count(" 0 bytes spill stores") == len(batched.KERNELS)
+
+
+def test_a_launch_passes_a_struct(monkeypatch):
+    """What the driver is given: the function, the grid, the threads, and a pointer to the address of the fields."""
+    calls = []
+    kernels = nvrtc.Kernels.__new__(nvrtc.Kernels)
+    kernels.device = None
+    kernels.functions = {"sample": ctypes.c_void_p(1)}
+    kernels.call = lambda name, function, *rest: calls.append((name, function, rest, list(struct_at(rest[8], 3))))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    kernels.launch("sample", (5, 6), 256, [10, 11, 12])
+    name, function, rest, fields = calls[0]
+    assert name == "cuLaunchKernel" and function.value == 1
+    assert rest[:6] == (5, 6, 1, 256, 1, 1) and rest[6] == 0 and rest[7].value == 7 and rest[9] is None
+    assert fields == [10, 11, 12]
+
+
+def struct_at(parameters: Any, fields: int) -> Any:
+    return (ctypes.c_uint64 * fields).from_address(parameters[0])
+
+
+# ---- The same checks on a GPU
+
+
+def on_gpu(test: Any) -> Any:
+    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    return pytest.mark.gpu(skip(test))
+
+
+@pytest.fixture
+def gpu() -> Iterator[torch.device]:
+    with torch.device("cuda", 0) as device:
+        yield device
+
+
+@pytest.fixture
+def fused_on_gpu(talker, gpu) -> Any:
+    fused = copy.deepcopy(talker).to(gpu)
+    fuse_layers(fused, LENGTH)
+    return fused
+
+
+@on_gpu
+def test_kernels_compute_the_same_on_a_gpu(talker, fused_on_gpu, gpu):
+    assert batched.why_not(fused_on_gpu.model) is None
+    stack = talker_stack(fused_on_gpu, None)
+    for check in (check_norms, check_qk_norm_rope_store, check_attention, check_silu_and_multiply):
+        check(stack)
+    check_sample(stack, rows=2400)
+    check_choose(stack, rows=2400)
+    compare_with_upstream(copy.deepcopy(talker).to(gpu), fused_on_gpu, None, 8)
+
+
+@on_gpu
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 64, 256])
+def test_rows_of_any_length_attend_on_a_gpu(rows, fused_on_gpu):
+    """All lengths up to 2,048 in one batch, several times over: the splits of a row meet in any order."""
+    cache = filled_cache(fused_on_gpu.model, rows, 2048)
+    fuse_layers(fused_on_gpu, 2048)
+    stack = BatchedStack(fused_on_gpu.model, cache.layers, rows)
+    layer = stack.layers[0]
+    for _ in range(20):
+        positions = torch.randint(2048, (rows,))
+        query = torch.randn(rows, 16, 128).bfloat16()
+        expected = reference.attention(query, layer.keys, layer.values, positions, stack.slots)
+        assert_same(stack.attention(query.view(rows, -1), layer, positions, stack.slots), expected.view(rows, -1))
+    assert not stack.finished_splits.any()
+
+
+@on_gpu
+@torch.no_grad()
+def test_a_captured_position_equals_its_launches(fused_on_gpu, gpu):
+    """A replay takes positions and embeddings from the static tensors, and gives what the launches give."""
+    stack = talker_stack(fused_on_gpu, None)
+    embeds = torch.randn(8, 1024).bfloat16()
+    positions = torch.zeros(8, dtype=torch.long)
+    hidden = torch.empty_like(embeds)
+    replay = capture(lambda: hidden.copy_(stack.forward(embeds, positions)), gpu)
+    for _ in range(3):
+        embeds.normal_()
+        positions.copy_(torch.randint(LENGTH, (8,)))
+        replay()
+        replayed = hidden.clone()
+        assert torch.equal(replayed, stack.forward(embeds, positions))

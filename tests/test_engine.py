@@ -1,0 +1,227 @@
+"""Streams that share a batch: each gets what it would get alone, whoever joins, leaves, stalls or fails beside it."""
+
+import asyncio
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from helpers import GREEDY, joined
+
+from cli import speaker_prompt
+from generate import load, stream
+from serving.engine import Engine
+
+pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
+LIMIT = 300  # seconds that any wait may take
+
+
+def requests_of(voice, count: int) -> list[dict]:
+    """Requests that differ in text, seed, length and settings."""
+    dice = random.Random(0)
+    words = "the first sound of a voice arrives before you notice that anything was asked".split()
+    requests = []
+    for number in range(count):
+        settings = dict(temperature=dice.choice([0.6, 0.9]), top_k=dice.choice([20, 50]), top_p=dice.choice([0.8, 1.0]))
+        settings |= dict(repetition_penalty=dice.choice([1.0, 1.05, 1.3]), subtalker_top_k=dice.choice([3, 50]))
+        settings |= GREEDY if number % 4 == 3 else {}
+        text = " ".join(dice.choices(words, k=dice.randint(1, 8)))
+        requests.append(dict(text=text, seed=number, max_new_tokens=dice.randint(3, 50), **voice.arguments, **settings))
+    return requests
+
+
+def alone(voice, seed: int, **request) -> np.ndarray:
+    torch.manual_seed(seed)
+    return joined(stream(getattr(voice.fast, voice.method), **request))
+
+
+def assert_same(audio: np.ndarray, expected: np.ndarray) -> None:
+    """Other codes would give other audio. Rows of a batch differ from a single row in the last bits of float32."""
+    assert len(audio) == len(expected)
+    np.testing.assert_allclose(audio, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu(checkpoint):
+    """A seed alone gives the speech of a call alone; streams together are of the right length, and finite."""
+    tts = load(str(checkpoint("base", "0.6B")), max_seq_len=256)
+    prompt = speaker_prompt(torch.randn(1024, generator=torch.Generator().manual_seed(0)))
+    request = dict(text="Hello there.", language="English", voice_clone_prompt=prompt)
+    torch.manual_seed(7)
+    expected = joined(stream(tts.generate_voice_clone, max_new_tokens=31, **request))
+
+    def speak(number):
+        return joined(engine.stream(tts.generate_voice_clone, seed=number, max_new_tokens=20 + number, **request))
+
+    with Engine(tts, max_streams=6) as engine, ThreadPoolExecutor(12) as threads:
+        again = joined(engine.stream(tts.generate_voice_clone, seed=7, max_new_tokens=31, **request))
+        np.testing.assert_array_equal(again, expected)
+        for number, audio in enumerate(threads.map(speak, range(12))):
+            assert len(audio) == (19 + number) * 1920 and np.isfinite(audio).all() and np.abs(audio).max() > 0
+
+
+@pytest.fixture
+def voice(voices):
+    return voices("x-vector").end_comes_up(True)
+
+
+@pytest.mark.parametrize("name", ["x-vector", "in-context", "preset"])
+def test_streams_that_join_and_leave_are_as_alone(voices, name):
+    """More requests than slots, started one after another: prefill, copies between slots, other rows' settings and
+    noise must not leak, and a stream that is alone again goes back to the graphs of a single row."""
+    voice = voices(name).end_comes_up(True)
+    method = getattr(voice.fast, voice.method)
+    requests = requests_of(voice, 8)
+    expected = [alone(voice, **request) for request in requests]
+
+    def speak(engine, number):
+        time.sleep(0.03 * number)
+        return joined(engine.stream(method, **requests[number]))
+
+    with Engine(voice.fast, max_streams=3) as engine, ThreadPoolExecutor(8) as threads:
+        jobs = [threads.submit(speak, engine, number) for number in range(8)]
+        for job, audio in zip(jobs, expected, strict=True):
+            assert_same(job.result(LIMIT), audio)
+
+
+def test_a_listener_who_leaves_early_disturbs_nobody(voice):
+    method = voice.fast.generate_voice_clone
+    requests = requests_of(voice, 4)
+    expected = [alone(voice, **request) for request in requests]
+    with Engine(voice.fast, max_streams=3) as engine, ThreadPoolExecutor(4) as threads:
+        leaving = [engine.stream(method, **request) for request in requests_of(voice, 3)]
+        for chunks in leaving:
+            next(chunks)
+        jobs = [threads.submit(lambda request: joined(engine.stream(method, **request)), r) for r in requests]
+        for chunks in leaving:
+            chunks.close()
+        for job, audio in zip(jobs, expected, strict=True):
+            assert_same(job.result(LIMIT), audio)
+        assert sorted(engine.free_codec_slots) == [0, 1, 2]
+
+
+def test_a_slow_reader_pauses_and_hears_the_same(voice):
+    """A paused row must not advance or draw random numbers."""
+    method = voice.fast.generate_voice_clone
+    slow, quick = requests_of(voice, 2)
+    slow["max_new_tokens"] = 60
+    expected = alone(voice, **slow), alone(voice, **quick)
+    with Engine(voice.fast, max_streams=2, max_unread=1) as engine:
+        chunks = engine.stream(method, **slow)
+        heard = [next(chunks)[0]]
+        assert_same(joined(engine.stream(method, **quick)), expected[1])
+        for audio, _ in chunks:
+            time.sleep(0.01)
+            heard.append(audio)
+        assert_same(np.concatenate(heard), expected[0])
+
+
+def test_a_place_that_nobody_reads_from_is_given_away(voices):
+    voice = voices("x-vector").end_comes_up(False)
+    method = voice.fast.generate_voice_clone
+    request = dict(text="Hello.", max_new_tokens=100, **voice.arguments)
+    with Engine(voice.fast, max_streams=1, max_unread=1, patience=0.05) as engine:
+        abandoned = engine.stream(method, seed=0, **request)
+        next(abandoned)
+        audio = joined(engine.stream(method, seed=1, **request | dict(max_new_tokens=5)))
+        assert len(audio) == 4 * 1920
+        with pytest.raises(TimeoutError, match="given away"):
+            list(abandoned)
+
+
+def test_bad_input_fails_alone_and_at_the_call(voice):
+    method = voice.fast.generate_voice_clone
+    (request,) = requests_of(voice, 1)
+    with Engine(voice.fast, max_streams=2) as engine:
+        with pytest.raises(ValueError, match="empty"):
+            engine.stream(method, **request | dict(text=" "))
+        with pytest.raises(ValueError, match="max_new_tokens"):
+            engine.stream(method, **request | dict(max_new_tokens=1))
+        with pytest.raises(ValueError, match="temperature"):
+            engine.stream(method, **request | dict(temperature=-1.0))
+        assert_same(joined(engine.stream(method, **request)), alone(voice, **request))
+
+
+def test_an_error_in_one_prompt_leaves_the_others_speaking(voice, monkeypatch):
+    method = voice.fast.generate_voice_clone
+    good, bad = requests_of(voice, 2)
+    good["max_new_tokens"] = 40
+    expected = alone(voice, **good)
+    with Engine(voice.fast, max_streams=2) as engine:
+        chunks = engine.stream(method, **good)
+        heard = [next(chunks)[0]]
+        with monkeypatch.context() as broken:
+            broken.setattr(engine.single[0], "begin", lambda **_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                list(engine.stream(method, **bad))
+        heard += [audio for audio, _ in chunks]
+        assert_same(np.concatenate(heard), expected)
+
+
+def test_closing_ends_all_streams_with_an_error(voices):
+    voice = voices("x-vector").end_comes_up(False)
+    request = dict(text="Hello.", max_new_tokens=300, **voice.arguments)
+    engine = Engine(voice.fast, max_streams=1)
+    chunks, waiting = (engine.stream(voice.fast.generate_voice_clone, **request) for _ in range(2))
+    next(chunks)
+    engine.close()
+    for stream_of_audio in (chunks, waiting):
+        with pytest.raises(RuntimeError, match="closed"):
+            list(stream_of_audio)
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.stream(voice.fast.generate_voice_clone, **request)
+
+
+def test_other_calls_on_the_model_wait_their_turn(voice):
+    """Streams and upstream's methods use the same single-row graphs as the engine."""
+    method = voice.fast.generate_voice_clone
+    first, second, third = requests_of(voice, 3)
+    expected = alone(voice, **first), alone(voice, **second)
+    with Engine(voice.fast, max_streams=2) as engine:
+        chunks = engine.stream(method, **first)
+        heard = [next(chunks)[0]]
+        whole = []
+        thread = threading.Thread(target=lambda: whole.append(alone(voice, **second)))
+        thread.start()
+        heard += [audio for audio, _ in chunks]
+        thread.join(LIMIT)
+        assert_same(np.concatenate(heard), expected[0])
+        assert_same(whole[0], expected[1])
+        joined(engine.stream(method, **third))
+
+
+def test_a_stream_that_fills_the_cache(voices):
+    """Its row stays in the batch while its last chunk is decoded, at a position behind the cache."""
+    voice = voices("x-vector").end_comes_up(False)
+    method = voice.fast.generate_voice_clone
+    full = dict(text="Hello.", seed=1, max_new_tokens=10_000, **voice.arguments)
+    other = dict(text="Hi.", seed=2, max_new_tokens=380, **voice.arguments)
+    expected = alone(voice, **full), alone(voice, **other)
+    with Engine(voice.fast, max_streams=2) as engine, ThreadPoolExecutor(2) as threads:
+        jobs = [threads.submit(lambda request: joined(engine.stream(method, **request)), r) for r in (full, other)]
+        for job, audio in zip(jobs, expected, strict=True):
+            assert_same(job.result(LIMIT), audio)
+
+
+def test_asyncio(voice):
+    """Several streams in one event loop, which stays responsive; a cancelled one frees its place."""
+    method = voice.fast.generate_voice_clone
+    requests = requests_of(voice, 3)
+    expected = [alone(voice, **request) for request in requests]
+
+    async def speak(engine, request):
+        return np.concatenate([audio async for audio, _ in engine.astream(method, **request)])
+
+    async def main():
+        with Engine(voice.fast, max_streams=2) as engine:
+            cancelled = asyncio.create_task(speak(engine, requests[0] | dict(max_new_tokens=300)))
+            await asyncio.sleep(0.05)
+            cancelled.cancel()
+            return await asyncio.gather(*(speak(engine, request) for request in requests))
+
+    for audio, alone_audio in zip(asyncio.run(main()), expected, strict=True):
+        assert_same(audio, alone_audio)
