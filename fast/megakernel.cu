@@ -30,8 +30,8 @@
 //     6 down_proj, residual   inner (all)                HIDDEN / GRID rows                hidden
 //
 // After the last layer come the final norm and a head, as in phase 1: VOCAB / GRID rows per block, written to
-// `logits`, which the sampler reads. The predictor attends to at most 16 positions: there SPLITS is 1, phase
-// 2 writes `attention`, and phase 3 is left out.
+// `logits`, which the sampler reads. The predictor attends to at most 16 positions: there SPLITS is 1, only
+// the first KV_HEADS blocks do phase 2 and write `attention`, and phase 3 is left out.
 //
 // There is no grid-wide barrier between phases. Each value in Exchange carries an epoch tag; readers spin
 // until it matches (as in NCCL's LL protocol):
@@ -65,15 +65,17 @@
 //
 // Lane map of the tensor-core instruction (mma.m16n8k16: D[16][8] += A[16][16] * B[16][8])
 // ----------------------------------------------------------------------------------------
-// Lane l is number q = l % 4 of group r = l / 4. PTX assigns these elements to its registers:
+// Lane l has groupID r = l / 4 and threadID_in_group q = l % 4 (the names in the PTX manual). PTX assigns
+// these elements to its registers:
 //
 //     A  a0: row r,     k = 2q, 2q + 1       B  b0: k = 2q, 2q + 1,     column r     D  d0: D[r][2q]
 //        a1: row r + 8, k = 2q, 2q + 1          b1: k = 2q + 8, 2q + 9, column r        d1: D[r][2q + 1]
 //        a2: row r,     k = 2q + 8, 2q + 9                                              d2: D[r + 8][2q]
 //        a3: row r + 8, k = 2q + 8, 2q + 9                                              d3: D[r + 8][2q + 1]
 //
-// We multiply 8 rows of weights by one vector x. Lane l loads 16 bytes of row r, the columns 8q .. 8q + 7,
-// and gives their halves to two rows of A. The columns of B hold the matching halves of x in turn:
+// We multiply 8 rows of weights, one of each eighth, by one vector x. Lane l loads 16 bytes of row r, the
+// columns 8q .. 8q + 7, and gives their halves to two rows of A. The columns of B hold the matching halves of
+// x in turn:
 //
 //     weights[r][8q + 0 1 2 3]  as a0, a2: row r of A        x[8q + 0 1 2 3]  as b0, b1: even columns of B
 //     weights[r][8q + 4 5 6 7]  as a1, a3: row r + 8 of A    x[8q + 4 5 6 7]  as b0, b1: odd columns of B
@@ -105,14 +107,21 @@ constexpr int POSITION_STRIDE = SPLITS * WARPS;                     // between t
 constexpr int KV_PREFETCH = 2;                                      // keys and values in flight per warp
 constexpr int SCORES_PER_THREAD = VOCAB / CONSUMERS;
 
-constexpr int REPLICAS = 4;                 // of Exchange, against cache-line contention between readers
+// Copies of Exchange, against contention between the readers of a cache line. By measurement on an H200: four
+// are best, one is 4 % slower.
+constexpr int REPLICAS = 4;
 constexpr int SECOND_REGION = 2 * INNER / GRID;                     // where it begins in Shared::partial
 constexpr float LOWEST_SCORE = -1e30f;
-constexpr float L2_KEEP_FRACTION = IS_TALKER ? 0.001f : 0.15f;      // the predictor's are read 16 times
+
+// Part of the weights to keep in L2. The predictor reads its layers 16 times per launch. By measurement on an
+// H200: of 10, 15, 20, 25 and 30 %, 15 % is fastest, and 30 % is slower than none. The talker reads its
+// weights once: it keeps next to nothing (createpolicy takes no 0).
+constexpr float L2_KEEP_FRACTION = IS_TALKER ? 0.001f : 0.15f;
 
 static_assert(LAYERS >= 1 && CODES >= 1, "unsupported sizes: LAYERS and CODES must be at least 1");
 
-// Every value is written at least once per launch: before its tag, modulo 2^16, comes again.
+// Tags repeat every 2^16 layers. Each value is rewritten in every launch, so a stale one cannot match as long
+// as a launch has fewer layers than that.
 static_assert(LAYERS * (CODES + 1) < 1 << 16, "unsupported sizes: LAYERS * (CODES + 1) must be below 65536");
 
 // Each lane has 4 dimensions of a head, and each of the 256 consumers one output of a block's 2 query heads.
@@ -243,7 +252,8 @@ struct alignas(16) Quad {
 };
 
 struct Stage {
-    char rows[EIGHTHS][STAGE_ROW_BYTES + 64];         // padded, so that the 8 rows are in different banks
+    char rows[EIGHTHS][STAGE_ROW_BYTES + 64];         // padded: 8 lanes load at a time, 64 bytes of each of
+                                                      // 2 adjacent rows, which must be in different banks
     u64 full;
     u64 empty;
 };
@@ -294,7 +304,8 @@ __device__ u32 pack_bf16x2(float low, float high) {
     return pair;
 }
 
-// Relaxed accesses at GPU scope go to L2: they see what other blocks wrote, and order nothing else.
+// Relaxed accesses at GPU scope go to L2: they see what other blocks wrote. They do not order other accesses,
+// and need not: tag and value are one word.
 __device__ void store_relaxed(void *address, u32 value) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(address), "r"(value) : "memory");
 }
@@ -352,7 +363,7 @@ __device__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// This fraction of the lines to be evicted from L2 last, the others first.
+// An L2 policy that evicts this fraction of the lines last and the others first.
 __device__ u64 l2_policy(float keep_fraction) {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_last.L2::evict_first.b64 %0, %1;"
@@ -435,7 +446,7 @@ __device__ float warp_sum(float x) {
     return x;
 }
 
-// Barrier 0, of __syncthreads, counts the producers, too.
+// Not __syncthreads(), which would also wait for the producers.
 __device__ void sync_consumers() {
     named_barrier_sync<1, CONSUMERS>();
 }
@@ -460,6 +471,7 @@ __device__ T block_reduce(T x, Combine combine) {
 
 // ---- Exchange between blocks
 
+// Which blocks share a replica does not matter much, by measurement.
 __device__ const Exchange &replica_of_this_block(const Exchange *exchange) {
     return exchange[blockIdx.x / 8 % REPLICAS];
 }
@@ -581,8 +593,9 @@ __device__ void produce_weights(const Matrix *matrix, int eighth) {
 // ---- Matrix times vector
 
 // A vector of N * 256 elements is spread over the consumers as the operand B of the mma steps. A quad is 4
-// consecutive elements in a uint2. x[i] of a thread, with i = 4 * stage + step and lane = 4 r + q, is quad
-//     stage * 256 + warp * 32 + step * 8 + q * 2 + r % 2
+// consecutive elements in a uint2. x[i] of a thread, with i = 4 * part + step, where a part is 1024 columns,
+// and lane = 4 r + q, is quad
+//     part * 256 + warp * 32 + step * 8 + q * 2 + r % 2
 // Four lanes of a warp, those with the same q and r % 2, hold the same quad; 8 adjacent lanes hold each once.
 __device__ int quad_of_vector(int i) {
     return i / 4 * 256 + threadIdx.x / 32 * 32 + i % 4 * 8 + threadIdx.x % 4 * 2 + threadIdx.x / 4 % 2;
@@ -602,22 +615,21 @@ __device__ void multiply_add(float (&d)[4], uint4 weights, uint2 x) {
 }
 
 // The next matrix in the ring times x. Of each stage, warp w takes columns 128 w .. 128 w + 127 of the 8
-// rows, in 4 mma steps of 32 columns. Row number (eighth * TILES + tile) of the block goes to
-//     partial[w][region + eighth * TILES + tile]
+// rows, in 4 mma steps of 32 columns. The sums of row number i of the block go to partial[w][region + i].
 template <int ROWS, int N>
 __device__ void matvec(const uint2 (&x)[N], u32 &stage, int region) {
-    constexpr int TILES = ROWS / (GRID * EIGHTHS);    // rows per eighth
+    constexpr int ROWS_PER_EIGHTH = ROWS / (GRID * EIGHTHS);
     const int warp = warp_index();
     const int eighth = threadIdx.x % 32 / 4;          // r of the lane map
     const int q = threadIdx.x % 4;
 #pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
+    for (int row = 0; row < ROWS_PER_EIGHTH; ++row) { // of the eighth
         float d[2][4] = {};                           // two sums: an mma does not wait for the one before
 #pragma unroll
         for (int part = 0; part < N / STEPS_PER_STAGE; ++part) {
             wait_until_full(stage);
-            const char *row = ring_slot(stage).rows[eighth];
-            const uint4 *weights = (const uint4 *)(row + warp * 256) + q;
+            const char *columns = ring_slot(stage).rows[eighth] + warp * 256;
+            const uint4 *weights = (const uint4 *)columns + q;
 #pragma unroll
             for (int step = 0; step < STEPS_PER_STAGE; ++step) {
                 multiply_add(d[step % 2], weights[step * 4], x[part * STEPS_PER_STAGE + step]);
@@ -626,7 +638,8 @@ __device__ void matvec(const uint2 (&x)[N], u32 &stage, int region) {
             ++stage;
         }
         if (q == 0) {
-            shared().partial[warp][region + eighth * TILES + tile] = d[0][0] + d[1][0] + (d[0][3] + d[1][3]);
+            const float sum = d[0][0] + d[1][0] + (d[0][3] + d[1][3]);
+            shared().partial[warp][region + eighth * ROWS_PER_EIGHTH + row] = sum;
         }
     }
 }
@@ -642,7 +655,9 @@ __device__ float row_sum(int row) {
 }
 
 // Each thread publishes finish(sum) for one row of this block. Consecutive matvecs use different regions of
-// `partial`: the next may write its sums while slow threads still read those of this one.
+// `partial`: the next may write its sums while slow threads still read those of this one. Two in a row have
+// the same region, a head and the next position's q, k, v: between them the sampler and rms_norm each have
+// a sync_consumers.
 template <int ROWS, class Finish>
 __device__ void publish_rows(u32 (&destination)[ROWS], int region, u32 epoch, Finish finish) {
     constexpr int ROWS_PER_BLOCK = ROWS / GRID;
@@ -751,7 +766,8 @@ __device__ void attend(const Arguments &arguments, const Layer &layer, int posit
         values[quad_of_row(position)] = x[3];
     }
 
-    // Begin as after a key with LOWEST_SCORE. Its weight vanishes with the first real one, or in the merge.
+    // Start with a dummy key: score LOWEST_SCORE, weight 1, value 0. Any real key scales its weight to 0,
+    // here or in a merge. In a split without positions, which has no real key, it avoids 0 / 0.
     Quad sum[2] = {};
     float best[2] = {LOWEST_SCORE, LOWEST_SCORE};
     float weight[2] = {1, 1};
@@ -943,8 +959,8 @@ __device__ float from_ordered_bits(u32 ordered) {
 
 // One head, then `sample` of cudagraph_talker.py: top-k, top-p, and the largest weight / noise. Every block
 // of the predictor chooses for itself and comes to the same result; for the talker only the first block does.
-__device__ int sample_token(const Arguments &arguments, const uint2 (&x)[HIDDEN / 256], int head, u32 frame,
-                            u32 &stage, u32 epoch) {
+__device__ int head_and_sample(const Arguments &arguments, const uint2 (&x)[HIDDEN / 256], int head,
+                               u32 frame, u32 &stage, u32 epoch) {
     constexpr int N = SCORES_PER_THREAD;
     constexpr int TOKEN_BITS = 12;
     constexpr int RANK_BITS = 32 + TOKEN_BITS;
@@ -1067,7 +1083,7 @@ decode_step(const Arguments *arguments_in_memory) {
 #if CODES == 1  // the talker: one token through the layers, then the first code of the next frame
     run_layers(arguments, arguments.embedding, *arguments.prompt_length + frame, x, stage, epoch);
     ++frame;
-    const u64 token = sample_token(arguments, x, 0, frame, stage, epoch);
+    const u64 token = head_and_sample(arguments, x, 0, frame, stage, epoch);
     if (blockIdx.x > 0) {
         return;
     }
@@ -1101,7 +1117,7 @@ decode_step(const Arguments *arguments_in_memory) {
         }
         run_layers(arguments, input, position, x, stage, epoch);
         if (position > 0) {
-            code = sample_token(arguments, x, position - 1, frame, stage, epoch);
+            code = head_and_sample(arguments, x, position - 1, frame, stage, epoch);
         }
         if (element < TALKER_HIDDEN) {
             sum += low_half(arguments.code_embeddings[position][code * TALKER_HIDDEN + element]);

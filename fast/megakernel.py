@@ -21,14 +21,15 @@ from fast import nvrtc
 SOURCE = Path(__file__).with_suffix(".cu")
 KERNEL_NAME = "decode_step"
 
-# As in megakernel.cu
+# As in megakernel.cu. `complete_source` makes the compiler check them.
 CONSUMERS = 256
 PRODUCERS = 8
 EIGHTHS = 8
 REPLICAS = 4
-EXCHANGE_BYTES = 1 << 20
 
-# Fields of the kernel's structs, in order. `complete_source` makes the compiler check them.
+EXCHANGE_BYTES = 1 << 20  # room for one replica of Exchange
+
+# Fields of the kernel's structs, in order. The compiler checks them, too.
 MATRIX_FIELDS = ("address", "bytes_per_eighth")
 LAYER_FIELDS = ("input_norm", "post_norm", "q_norm", "k_norm", "keys", "values")
 COMMON_ARGUMENTS = (
@@ -111,7 +112,7 @@ def check_struct(struct: str, fields: Sequence[str]) -> str:
 
 
 def complete_source(sizes: Sizes, source: str | None = None) -> str:
-    """The sizes, the kernel, and the checks of its structs. `source` is megakernel.cu, if not given."""
+    """The sizes, the kernel, checks of its structs and constants. `source` is megakernel.cu, if not given."""
     defines = "".join(f"#define {name.upper()} {value}\n" for name, value in asdict(sizes).items())
     kernel = SOURCE.read_text() if source is None else source
     checks = (
@@ -119,6 +120,9 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
         + check_struct("Layer", LAYER_FIELDS)
         + check_struct("Arguments", sizes.argument_names)
     )
+    constants = dict(CONSUMERS=CONSUMERS, PRODUCERS=PRODUCERS, EIGHTHS=EIGHTHS, REPLICAS=REPLICAS)
+    for name, value in constants.items():
+        checks += f'static_assert({name} == {value}, "megakernel.py has {name} = {value}");\n'
     return defines + '#line 1 "megakernel.cu"\n' + kernel + '#line 1 "megakernel.py"\n' + checks
 
 
@@ -144,8 +148,8 @@ def compile_for(model: Any, heads: Sequence[Any], talker_hidden: int) -> tuple[S
     return sizes, compile_once(model.device, sizes)
 
 
-def number_of(value: Tensor | int) -> int:
-    """A number as it is, the address of a tensor."""
+def as_field(value: Tensor | int) -> int:
+    """An int as it is, a tensor as its address."""
     if not isinstance(value, Tensor):
         return value
     if not value.is_contiguous():
@@ -155,8 +159,8 @@ def number_of(value: Tensor | int) -> int:
 
 def table(rows: Sequence[Sequence[Tensor | int]], device: torch.device) -> Tensor:
     """Numbers and addresses of tensors as 8 bytes each, for the kernel to read: an array of structs."""
-    numbers = [[number_of(value) for value in row] for row in rows]
-    return torch.tensor(numbers, dtype=torch.long, device=device)
+    fields = [[as_field(value) for value in row] for row in rows]
+    return torch.tensor(fields, dtype=torch.long, device=device)
 
 
 def ordered(values: Mapping[str, Tensor | int], names: Sequence[str]) -> list[Tensor | int]:
@@ -180,8 +184,8 @@ class FusedStep:
     """One step of a stack as one launch, to be called or captured.
 
     `model` is a stack of decoder layers with its `cache`. `heads` come after it: one for the talker, 15 for
-    the predictor, which runs its layers once more than that. `graph` is the TalkerGraph in both cases.
-    `arguments` are TALKER_ARGUMENTS or PREDICTOR_ARGUMENTS by name.
+    the predictor, which runs its layers once more than that. `talker_graph` is the TalkerGraph, for the
+    predictor, too. `arguments` are TALKER_ARGUMENTS or PREDICTOR_ARGUMENTS by name.
     """
 
     def __init__(
@@ -192,7 +196,7 @@ class FusedStep:
         cache: Any,
         heads: Sequence[Any],
         sampling: Any,
-        graph: Any,
+        talker_graph: Any,
         arguments: Mapping[str, Tensor | int],
     ) -> None:
         device = model.device
@@ -221,8 +225,8 @@ class FusedStep:
                 (mlp.down_proj.weight,),
             ]
 
-        # In the order of their use: all layers before each head, and for the predictor's first position
-        # alone.
+        # In the order of their use: all layers, then a head, for each head. The predictor's first position
+        # runs the layers without a head.
         matrices = list(matrices_of_layers) if len(heads) > 1 else []
         for head in heads:
             matrices += [*matrices_of_layers, (head.weight,)]
@@ -252,10 +256,10 @@ class FusedStep:
             "one_minus_top_p": sampling.one_minus_top_p,
             "greedy": sampling.greedy,
             "noise": self.noise,
-            "token": graph.token,
-            "frame": graph.frame,
-            "hidden": graph.hidden,
-            "embedding": graph.embedding,
+            "token": talker_graph.token,
+            "frame": talker_graph.frame,
+            "hidden": talker_graph.hidden,
+            "embedding": talker_graph.embedding,
             **arguments,
         }
         self.arguments = table([ordered(values, sizes.argument_names)], device)
@@ -276,11 +280,11 @@ class PredictorStep(FusedStep):
     """Projects the talker's hidden state to the predictor's width, then launches the kernel."""
 
     def __init__(self, predictor_graph: Any) -> None:
-        graph = predictor_graph.talker_graph
+        talker_graph = predictor_graph.talker_graph
         model = predictor_graph.model
         heads = list(predictor_graph.heads)
         self.project = predictor_graph.project
-        self.talker_hidden = graph.hidden
+        self.talker_hidden = talker_graph.hidden
         self.first_input = self.project(self.talker_hidden)
 
         # Project all embeddings once, so that the kernel only has to look up a code's row.
@@ -291,17 +295,17 @@ class PredictorStep(FusedStep):
         inputs = [self.project(weight) for weight in embeddings]
         arguments = {
             "first_input": self.first_input,
-            "code_inputs": table([inputs], graph.device),
-            "code_embeddings": table([embeddings], graph.device),
+            "code_inputs": table([inputs], talker_graph.device),
+            "code_embeddings": table([embeddings], talker_graph.device),
             "text": predictor_graph.text,
             "hiddens": predictor_graph.hiddens,
             "codes": predictor_graph.codes,
         }
         cache = predictor_graph.cache
         sampling = predictor_graph.sampling
-        sizes, kernel = compile_for(model, heads, graph.hidden.shape[-1])
-        super().__init__(sizes, kernel, model, cache, heads, sampling, graph, arguments)
-        self.keepalive += [inputs, embeddings]
+        sizes, kernel = compile_for(model, heads, talker_graph.hidden.shape[-1])
+        super().__init__(sizes, kernel, model, cache, heads, sampling, talker_graph, arguments)
+        self.inputs, self.embeddings = inputs, embeddings  # the kernel knows only their addresses
 
     def __call__(self) -> None:
         if self.first_input is not self.talker_hidden:  # the same tensor where the projection is the identity
@@ -309,12 +313,15 @@ class PredictorStep(FusedStep):
         super().__call__()
 
 
-def talker_step(talker: Any, graph: Any) -> FusedStep:
+def talker_step(talker: Any, talker_graph: Any) -> FusedStep:
     """For upstream's `talker` and its TalkerGraph."""
+    model = talker.model
     heads = [talker.codec_head]
-    sizes, kernel = compile_for(talker.model, heads, graph.hidden.shape[-1])
-    arguments = {name: getattr(graph, name) for name in TALKER_ARGUMENTS}
-    return FusedStep(sizes, kernel, talker.model, graph.cache, heads, graph.sampling, graph, arguments)
+    cache = talker_graph.cache
+    sampling = talker_graph.sampling
+    sizes, kernel = compile_for(model, heads, talker_graph.hidden.shape[-1])
+    arguments = {name: getattr(talker_graph, name) for name in TALKER_ARGUMENTS}
+    return FusedStep(sizes, kernel, model, cache, heads, sampling, talker_graph, arguments)
 
 
 def predictor_step(predictor_graph: Any) -> PredictorStep:

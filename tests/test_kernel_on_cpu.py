@@ -209,6 +209,13 @@ def test_struct_mismatch_does_not_compile(original, changed, message, tmp_path):
     assert message in compile_error(sizes_of(), tmp_path, source.replace(original, changed))
 
 
+@pytest.mark.parametrize("name", ["CONSUMERS", "PRODUCERS", "EIGHTHS", "REPLICAS"])
+def test_constant_mismatch_does_not_compile(name, monkeypatch, tmp_path):
+    """Other numbers in megakernel.py would launch too few threads or give the kernel wrong addresses."""
+    monkeypatch.setattr(megakernel, name, 2)
+    assert f"megakernel.py has {name} = 2" in compile_error(sizes_of(), tmp_path)
+
+
 @torch.no_grad()
 def test_layers_that_are_not_fused_are_refused(tmp_path):
     """q, k and v in separate memory would be read past their end."""
