@@ -32,17 +32,18 @@ log = logging.getLogger("qwen3_tts_cudagraphs")
 Chunk = tuple[np.ndarray, int]
 GROWING_CHUNKS = (1, 1, 2, 4)  # frames of the first chunks, for an early start; then 8
 END = None
-ADMITTED_AT_ONCE = 4  # prompts between two frames
+ADMITTED_AT_ONCE = 8  # prompts between two frames
 
 
 class Stream:
     """One request: what to decode, how far it is, and where its audio goes."""
 
-    def __init__(self, request: dict, limit: int, reference, generator: torch.Generator, put: Callable):
+    def __init__(self, request: dict, limit: int, reference: torch.Tensor | None, put: Callable):
         self.request = request
         self.limit = limit  # frames at most
         self.reference = reference
-        self.generator = generator
+        self.generator = None  # of its random numbers
+        self.is_seeded = False  # otherwise streams of a batch may share one draw
         self.put = put  # takes audio, an exception or END, in the engine's thread
         self.sizes = itertools.chain(GROWING_CHUNKS, itertools.repeat(8))
         self.chunk_size = next(self.sizes)
@@ -80,6 +81,8 @@ class Engine:
         self.max_unread = max_unread
         self.patience = patience
         self.single = self.decoder.graphs_for(1)
+        self.is_megakernel = hasattr(self.single[1].step, "logits")
+        self.shared_generator = self.generator(None)
         self.capture()
 
         self.waiting = collections.deque()
@@ -169,7 +172,10 @@ class Engine:
             )
         request = build_request(method, text=check_text(text), **kwargs)
         limit = check_request(self.decoder, request)
-        stream = Stream(request, limit, reference_codes(kwargs.get("voice_clone_prompt")), self.generator(seed), put)
+        request["attention_mask"] = request["attention_mask"].cpu()  # here, so that the engine need not wait for it
+        stream = Stream(request, limit, reference_codes(kwargs.get("voice_clone_prompt")), put)
+        stream.generator = self.generator(seed)
+        stream.is_seeded = seed is not None
         stream.built = self.decoder.record_event()
         with self.changed:
             if self.closing:
@@ -216,7 +222,7 @@ class Engine:
                 self.drop_cancelled()
                 self.admit()
                 launched = self.launch()
-                first_audio = any(stream.made == 0 for stream in self.active)
+                first_audio = any(stream.made == 0 for stream in self.active) and not self.waiting
                 # Otherwise the host is one frame behind, so that the GPU never waits for it.
                 wait = first_audio or not launched or not self.on_gpu
                 self.look_at_steps(keep=0 if wait else 1)
@@ -329,9 +335,7 @@ class Engine:
             ended = talker.ended
         else:
             self.set_advancing(advancing)
-            for slot, stream in enumerate(self.active):
-                if advancing[slot]:
-                    self.draw_noise(slot, stream)
+            self.draw_noise(advancing)
             rows = next(rows for rows in self.batches if rows >= len(self.active))
             self.graphs[rows].replay()
             ended = self.slots.ended[: len(self.active)]
@@ -351,14 +355,20 @@ class Engine:
             self.slots.advance.copy_(mask)
             self.advancing = advancing
 
-    def draw_noise(self, slot: int, stream: Stream) -> None:
-        """The random numbers of this stream's next frame, drawn as it would draw them alone."""
-        if stream.request["subtalker_dosample"]:
-            noise = self.slots.predictor_sampling.noise[slot]
-            for part in [noise] if hasattr(self.single[1].step, "logits") else noise.split(1):
-                part.exponential_(generator=stream.generator)
-        if stream.request["do_sample"]:
-            self.slots.talker_sampling.noise[slot].exponential_(generator=stream.generator)
+    def draw_noise(self, advancing: list[bool]) -> None:
+        """The random numbers of the next frame. A seeded stream draws them as it would alone, the others together."""
+        codes, token = self.slots.predictor_sampling.noise, self.slots.talker_sampling.noise
+        if not all(stream.is_seeded for stream in self.active):
+            codes[: len(self.active)].exponential_(generator=self.shared_generator)
+            token[: len(self.active)].exponential_(generator=self.shared_generator)
+        for slot, stream in enumerate(self.active):
+            if not (advancing[slot] and stream.is_seeded):
+                continue
+            if stream.request["subtalker_dosample"]:
+                for part in [codes[slot]] if self.is_megakernel else codes[slot].split(1):
+                    part.exponential_(generator=stream.generator)
+            if stream.request["do_sample"]:
+                token[slot].exponential_(generator=stream.generator)
 
     def look_at_steps(self, keep: int) -> None:
         """Learn from launched frames whether their streams have ended. The last `keep` may still be running."""

@@ -292,7 +292,7 @@ def stable_sort() -> Iterator[None]:
     """Equal scores in the order of their tokens. On a CPU torch's sort leaves them in any order if not asked."""
     sort = torch.Tensor.sort
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "sort", lambda tensor, dim: sort(tensor, dim=dim, stable=True))
+        patch.setattr(torch.Tensor, "sort", lambda tensor, dim, **_: sort(tensor, dim=dim, stable=True))
         yield
 
 
