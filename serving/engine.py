@@ -276,8 +276,9 @@ class Engine:
         request = stream.request
         if stream.built:
             stream.built.wait()
-            for tensor in filter(torch.is_tensor, request.values()):
-                tensor.record_stream(self.cuda_stream)  # made on the caller's CUDA stream
+            for value in request.values():
+                if torch.is_tensor(value) and value.is_cuda:
+                    value.record_stream(self.cuda_stream)  # made on the caller's CUDA stream
         talker.configure(**request)
         predictor.configure(**request)
         self.use_generator(stream)
