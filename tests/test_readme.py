@@ -100,3 +100,16 @@ def test_the_text_is_what_was_measured():
     assert f"{card['gpu']}, {card['dtype']}, **{card['weights']} weights**" in text
     assert f"torch {card['torch'].split('+')[0]}, transformers {card['transformers']}" in text
     assert f"upstream qwen-tts ({card['qwen-tts']})" in text
+
+
+def test_the_table_of_listeners_is_what_was_measured():
+    _, readme = read()
+    results = json.loads((ROOT / "results/h200_streams.json").read_text())["models"]
+    for name, row in results["0.6B"].items():
+        cells = [name]
+        for measured in (row, results["1.7B"][name]):
+            cells.append(f"{measured['audio_seconds_per_second']:.0f}")
+            cells.append(f"{measured['first_audio_ms']:.0f} / {measured['first_audio_p95_ms']:.0f}")
+        assert f"| {' | '.join(cells)} |" in readme
+    underruns = sum(row["underruns"] for rows in results.values() for row in rows.values())
+    assert f"had {underruns or 'no'} underruns" in readme

@@ -93,7 +93,8 @@ def time_streams(tts, request: dict, counts: tuple[int, ...], poisson_seconds: f
         at_once(start_stream, 2)  # warm-up
         for count in counts:
             at_once(start_stream, count)
-            yield f"{count} streams at once", at_once(start_stream, count) | dict(seconds_to_capture=seconds)
+            name = "1 stream alone" if count == 1 else f"{count} streams at once"
+            yield name, at_once(start_stream, count) | dict(seconds_to_capture=seconds)
         if poisson_seconds:
             short = request | dict(max_new_tokens=round(4.6 * FRAME_RATE) + 1)
 
