@@ -19,9 +19,8 @@ from fast import megakernel, paths
 from fast.layers import fuse_layers
 from fast.megakernel_reference import apply_talker_rules
 from generate import accelerate, load_upstream
-from tools.calibrate import Megakernel
 from tools.check import check
-from tools.parity import MARGIN, Forced, error, verdict
+from tools.parity import MARGIN, Forced, Megakernel, error, verdict
 
 LENGTH = 512
 PROMPT = 20
@@ -86,27 +85,6 @@ def test_nvrtc_says_which_size_is_unsupported():
 # ---- Logits, cache and choices, on a GPU
 
 
-class Fused:
-    """A talker and its predictor on the megakernel. They choose the tokens that the others are given."""
-
-    def __init__(self, talker: Any, length: int) -> None:
-        self.keepalive = fuse_layers(talker, length)
-        self.talker = TalkerGraph(talker, 1, length)
-        self.predictor = PredictorGraph(talker, self.talker)
-        self.talker.step = megakernel.talker_step(talker, self.talker)
-        self.predictor.step = megakernel.predictor_step(self.predictor)
-        self.talker.capture()
-        self.predictor.capture()
-
-    def step(self) -> None:
-        self.predictor.replay()
-        self.talker.replay()
-        self.predictor_logits = self.predictor.step.logits()
-        self.talker_logits = self.talker.step.logits()
-
-    begin = Forced.begin
-
-
 @pytest.fixture(scope="module", params=[("0.6B", 1.0), ("0.6B", 3.0), ("1.7B", 1.0), ("1.7B", 3.0)], ids=str)
 def routes(request, checkpoint) -> Iterator[list[Any]]:
     """The megakernel, the model's own forward in bfloat16, and in float32; with flat and with peaked
@@ -114,16 +92,16 @@ def routes(request, checkpoint) -> Iterator[list[Any]]:
     folder = str(checkpoint("base", *request.param))
     with torch.no_grad():
         yield [
-            Fused(load_upstream(folder, dtype=torch.bfloat16).model.talker, LENGTH),
+            Megakernel(load_upstream(folder, dtype=torch.bfloat16).model.talker, LENGTH),
             Forced(load_upstream(folder, dtype=torch.bfloat16).model.talker, LENGTH),
             Forced(load_upstream(folder, dtype=torch.float32).model.talker, LENGTH),
         ]
 
 
 @pytest.fixture(scope="module")
-def fused(checkpoint) -> Fused:
+def fused(checkpoint) -> Megakernel:
     with torch.no_grad():
-        return Fused(load_upstream(str(checkpoint("base", "0.6B"))).model.talker, LENGTH)
+        return Megakernel(load_upstream(str(checkpoint("base", "0.6B"))).model.talker, LENGTH)
 
 
 def configure_talker(talker: TalkerGraph, penalty: float, suppressed: list[int], min_tokens: int) -> None:

@@ -20,13 +20,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from cli import Parser, cli_errors
-from cudagraph_predictor import PredictorGraph
-from cudagraph_talker import TalkerGraph
-from fast.layers import fuse_layers
-from fast.megakernel import predictor_step, talker_step
 from fast.paths import why_not
 from generate import load_upstream
-from tools.parity import FALSE_ALARM_RATE, MARGIN, Forced, error
+from tools.parity import FALSE_ALARM_RATE, MARGIN, Forced, Megakernel, error
 from tools.random_checkpoint import randomize, write_checkpoint
 
 PROMPT = 20
@@ -41,33 +37,6 @@ SETTINGS = dict(
     top_k=50,
     top_p=1.0,
 )
-
-
-class Megakernel:
-    """A talker and its predictor on the megakernel. It chooses the tokens that the others are given."""
-
-    def __init__(self, talker):
-        self.keepalive = fuse_layers(talker, LENGTH)
-        self.talker = TalkerGraph(talker, 1, LENGTH)
-        self.predictor = PredictorGraph(talker, self.talker)
-        self.talker.step = talker_step(talker, self.talker)
-        self.predictor.step = predictor_step(self.predictor)
-        self.talker.capture()
-        self.predictor.capture()
-
-    def refresh(self) -> None:
-        """Compute again what was computed from the weights."""
-        for projected, weight in zip(self.predictor.step.inputs, self.predictor.step.embeddings):
-            if projected is not weight:
-                projected.copy_(self.predictor.project(weight))
-
-    def step(self) -> None:
-        self.predictor.replay()
-        self.talker.replay()
-        self.predictor_logits = self.predictor.step.logits()
-        self.talker_logits = self.talker.step.logits()
-
-    begin = Forced.begin
 
 
 @torch.no_grad()
@@ -157,7 +126,7 @@ def main() -> None:
     if reason := why_not(models[0]):
         parser.error(f"the megakernel does not run here: {reason}")
     with torch.no_grad():
-        routes = [Megakernel(models[0]), Forced(models[1], LENGTH), Forced(models[2], LENGTH)]
+        routes = [Megakernel(models[0], LENGTH), Forced(models[1], LENGTH), Forced(models[2], LENGTH)]
     runs = [one_run(models, routes, seed, (1.0, 3.0)[seed % 2], args.frames) for seed in range(args.runs)]
     for name in runs[0]:
         print(summarize(name, runs))

@@ -14,6 +14,8 @@ import torch
 
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import TalkerGraph, capture
+from fast.layers import fuse_layers
+from fast.megakernel import predictor_step, talker_step
 
 MARGIN = 1.05  # a path's error may be this many times the model's own
 FALSE_ALARM_RATE = 1e-8  # of one comparison of best tokens
@@ -69,6 +71,34 @@ class Forced:
             predictor_logits.append(self.predictor_logits.clone().cpu())
             talker_logits.append(self.talker_logits.clone().cpu())
         return torch.cat(predictor_logits), torch.cat(talker_logits)
+
+
+class Megakernel:
+    """A talker and its predictor on the megakernel. It chooses the tokens that the others are given."""
+
+    @torch.no_grad()
+    def __init__(self, talker, length: int):
+        self.keepalive = fuse_layers(talker, length)
+        self.talker = TalkerGraph(talker, 1, length)
+        self.predictor = PredictorGraph(talker, self.talker)
+        self.talker.step = talker_step(talker, self.talker)
+        self.predictor.step = predictor_step(self.predictor)
+        self.talker.capture()
+        self.predictor.capture()
+
+    def refresh(self) -> None:
+        """Compute again what was computed from the weights."""
+        for projected, weight in zip(self.predictor.step.inputs, self.predictor.step.embeddings):
+            if projected is not weight:
+                projected.copy_(self.predictor.project(weight))
+
+    def step(self) -> None:
+        self.predictor.replay()
+        self.talker.replay()
+        self.predictor_logits = self.predictor.step.logits()
+        self.talker_logits = self.talker.step.logits()
+
+    begin = Forced.begin
 
 
 @torch.no_grad()
