@@ -36,8 +36,6 @@ def stream(
         )
     request = build_request(method, text=text, **kwargs)
     check_request(decoder, request)
-    if request["eos_token_id"] != decoder.talker.config.codec_eos_token_id:
-        raise ValueError("stream decodes up to the model's own end token: another eos_token_id is for whole calls")
     return audio_chunks(tts, decoder, request, reference_codes(kwargs.get("voice_clone_prompt")), chunk_frames)
 
 
@@ -46,7 +44,7 @@ def audio_chunks(
 ) -> Iterator[tuple[np.ndarray, int]]:
     codec = tts.model.speech_tokenizer.decode.__self__
     rate = tts.model.speech_tokenizer.get_output_sample_rate()
-    sizes = itertools.repeat(chunk_frames) if chunk_frames else itertools.chain([1, 1, 2, 4], itertools.repeat(8))
+    sizes = itertools.repeat(chunk_frames) if chunk_frames else growing_chunks()
     size = next(sizes)
     frames = []  # codes that wait for their chunk to be full
     wait_for_audio = None  # returns the samples of the chunk that the codec is decoding
@@ -74,6 +72,11 @@ def audio_chunks(
         rest = [wait_for_audio, codec.feed(torch.stack(frames)) if frames else None]
     for wait_for_audio in filter(None, rest):
         yield wait_for_audio(), rate
+
+
+def growing_chunks() -> Iterator[int]:
+    """Frames per chunk: an early start, then fewer chunks."""
+    return itertools.chain((1, 1, 2, 4), itertools.repeat(8))
 
 
 def decoder_of(tts):
@@ -108,6 +111,8 @@ def check_request(decoder, request: dict) -> int:
         ("subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p"),
     ):
         Sampling(vocab_size=1).set(*(request[name] for name in names))
+    if request["eos_token_id"] != decoder.talker.config.codec_eos_token_id:
+        raise ValueError("stream decodes up to the model's own end token: another eos_token_id is for whole calls")
     return decoder.frame_limit(**request)
 
 

@@ -9,12 +9,12 @@ the smallest batch size that holds them runs them all:
     slot 3     free
              every replay adds one frame to each row that may advance; a row joins and leaves between two replays
 
-A stream enters through the decoder's graphs for a single row, which prefill its prompt, and is copied into a slot.
-While it is alone it stays there. Copies are exact, so a stream's codes do not depend on its company.
+A stream is prefilled in the decoder's single-row graphs. It stays in them while it is the only one; otherwise it is
+copied into a slot. Copies are exact; on a CPU in float32 a stream's codes do not depend on which rows run beside it.
 """
 
 import copy
-import itertools
+import logging
 
 import torch
 
@@ -22,7 +22,14 @@ from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import Sampling, TalkerGraph, capture, round_up, static_cache
 from fast.batched import BatchedStack, why_not
 
+log = logging.getLogger("qwen3_tts_cudagraphs")
+
 SETTINGS = ("temperature", "topk_rank", "one_minus_top_p", "greedy")
+# Tensors of Slots with a row for each stream, beside its cache and sampling settings
+STATE = (
+    *("repetition_penalty", "suppressed", "end_token", "min_tokens", "prompt_length", "text", "codes"),
+    *("hidden", "token", "frame", "seen", "ended"),
+)
 
 
 class RowSampling(Sampling):
@@ -42,8 +49,11 @@ class RowSampling(Sampling):
         view.vocab_size = self.vocab_size
         for name in (*SETTINGS, "noise"):
             setattr(view, name, getattr(self, name)[:rows])
-        view.draws = itertools.cycle(range(self.noise.shape[1]))  # `sample` is called once for each of them, in order
         return view
+
+    def begin_frame(self) -> None:
+        """`sample` is called once for each draw, in order."""
+        self.draws = iter(range(self.noise.shape[1]))
 
     def draw_noise(self, like: torch.Tensor) -> torch.Tensor:
         return self.noise[:, next(self.draws)]
@@ -89,48 +99,40 @@ class Slots:
             self.ended = torch.zeros(slots, dtype=torch.bool)
             self.advance = torch.zeros(slots, dtype=torch.bool)  # rows that take part in the next frame
 
-    def rows(self) -> list[torch.Tensor]:
-        """All tensors that belong to a stream, but for its cache."""
-        names = ("repetition_penalty", "suppressed", "end_token", "min_tokens", "prompt_length", "text", "codes")
-        names += ("hidden", "token", "frame", "seen", "ended")
-        tensors = [getattr(self, name) for name in names]
+    def slot_state(self, slot: int) -> list[torch.Tensor]:
+        """All tensors of one stream, but for its cache."""
+        tensors = [getattr(self, name)[slot] for name in STATE]
         for sampling in (self.talker_sampling, self.predictor_sampling):
-            tensors += [getattr(sampling, name) for name in SETTINGS]
+            tensors += [getattr(sampling, name)[slot] for name in SETTINGS]
         return tensors
 
-    def row_of_single(self, talker: TalkerGraph, predictor: PredictorGraph) -> list[torch.Tensor]:
-        """The same tensors of the graphs for a single row, in the same order and shaped like a row here."""
-        tensors = [talker.repetition_penalty, talker.suppressed, talker.end_token, talker.min_tokens]
-        tensors += [talker.prompt_length, predictor.text[0], predictor.codes[0]]
-        tensors += [talker.hidden[0], talker.token[0], talker.frame, talker.seen[0], talker.ended[0]]
+    def single_state(self, talker: TalkerGraph, predictor: PredictorGraph) -> list[torch.Tensor]:
+        """The same tensors of the single-row graphs, in the same order and shaped like those of a slot."""
+        owners = [predictor if name in ("text", "codes") else talker for name in STATE]
+        tensors = [getattr(owner, name) for owner, name in zip(owners, STATE)]
         for sampling in (talker.sampling, predictor.sampling):
             tensors += [getattr(sampling, name) for name in SETTINGS]
-        return [tensor.view(row.shape) for tensor, row in zip(tensors, self.row(0), strict=True)]
-
-    def row(self, slot: int) -> list[torch.Tensor]:
-        return [tensor[slot] for tensor in self.rows()]
-
-    def cache_row(self, slot: int, length: int) -> list[torch.Tensor]:
-        return cache_row(self.cache, slot, length)
+        return [tensor.view(like.shape) for tensor, like in zip(tensors, self.slot_state(0), strict=True)]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a stream with `length` positions to another slot."""
-        torch._foreach_copy_(self.row(target), self.row(source))
-        torch._foreach_copy_(self.cache_row(target, length), self.cache_row(source, length))
+        torch._foreach_copy_(self.slot_state(target), self.slot_state(source))
+        torch._foreach_copy_(cache_row(self.cache, target, length), cache_row(self.cache, source, length))
 
-    def take(self, slot: int, talker: TalkerGraph, predictor: PredictorGraph, length: int) -> None:
-        """Copy a stream from the graphs for a single row."""
-        torch._foreach_copy_(self.row(slot), self.row_of_single(talker, predictor))
-        torch._foreach_copy_(self.cache_row(slot, length), cache_row(talker.cache, 0, length))
+    def copy_from_single(self, slot: int, talker: TalkerGraph, predictor: PredictorGraph, length: int) -> None:
+        """Copy a stream from the single-row graphs. The rest of the row may hold a NaN of another stream."""
+        torch._foreach_zero_([tensor[:, length:] for tensor in cache_row(self.cache, slot, None)])
+        torch._foreach_copy_(self.slot_state(slot), self.single_state(talker, predictor))
+        torch._foreach_copy_(cache_row(self.cache, slot, length), cache_row(talker.cache, 0, length))
 
-    def give(self, slot: int, talker: TalkerGraph, predictor: PredictorGraph, length: int) -> None:
-        """Copy a stream back to the graphs for a single row."""
-        torch._foreach_copy_(self.row_of_single(talker, predictor), self.row(slot))
-        torch._foreach_copy_(cache_row(talker.cache, 0, length), self.cache_row(slot, length))
+    def copy_to_single(self, slot: int, talker: TalkerGraph, predictor: PredictorGraph, length: int) -> None:
+        """Copy a stream back to the single-row graphs."""
+        torch._foreach_copy_(self.single_state(talker, predictor), self.slot_state(slot))
+        torch._foreach_copy_(cache_row(talker.cache, 0, length), cache_row(self.cache, slot, length))
 
 
-def cache_row(cache, slot: int, length: int) -> list[torch.Tensor]:
-    """Keys and values of one row, up to a position."""
+def cache_row(cache, slot: int, length: int | None) -> list[torch.Tensor]:
+    """Keys and values of one row, up to a position or all of them."""
     return [tensor[slot, :, :length] for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
 
@@ -146,8 +148,7 @@ class FrameGraph(TalkerGraph):
         self.predictor.cache = static_cache(predictor.model, rows, predictor.cache.max_cache_len)
         self.predictor.sampling = slots.predictor_sampling.view(rows)
         self.sampling = slots.talker_sampling.view(rows)
-        names = ("repetition_penalty", "suppressed", "end_token", "min_tokens", "prompt_length", "text", "codes")
-        for name in (*names, "hidden", "token", "frame", "seen", "ended", "advance"):
+        for name in (*STATE, "advance"):
             setattr(self, name, getattr(slots, name)[:rows])
         layers = [RowLayer(layer.keys[:rows], layer.values[:rows]) for layer in slots.cache.layers]
         with self.device:
@@ -161,13 +162,15 @@ class FrameGraph(TalkerGraph):
         self.replay = capture(self.step, self.device, pool)
 
     def next_positions(self) -> torch.Tensor:
-        """(B, 1). A row whose cache is full does not advance any more, but must not write behind it."""
+        """(B, 1). Clamped: a row whose cache is full does not advance, but is computed with the others."""
         return (self.prompt_length + self.frame).clamp(max=len(self.positions) - 1)
 
     def step(self) -> None:
         """With upstream's layers. KernelFrameGraph has the same from fewer kernels."""
         state = (self.hidden, self.token, self.frame, self.seen, self.ended)
         before = [tensor.clone() for tensor in state]
+        self.sampling.begin_frame()
+        self.predictor.sampling.begin_frame()
 
         codes, embedding = self.predictor.predict(self.hidden, self.token)
         rows, frame = self.cache.rows, self.frame[:, 0]
@@ -178,7 +181,7 @@ class FrameGraph(TalkerGraph):
         self.hidden.copy_(self.forward(embedding, positions, self.cache))
         self.choose_token()
 
-        # A row that may not advance stays as it was. What it wrote to cache and codes is overwritten when it does.
+        # Rows that must not advance keep their state. What they wrote to cache and codes, their next frame overwrites.
         for tensor, old in zip(state, before, strict=True):
             advance = self.advance.view(-1, *[1] * (tensor.dim() - 1))
             tensor.copy_(torch.where(advance, tensor, old))
@@ -220,9 +223,13 @@ class KernelFrameGraph(FrameGraph):
 
 
 def frame_graph(talker, predictor: PredictorGraph, slots: Slots, rows: int) -> FrameGraph:
-    """The fastest that runs here."""
-    unsupported = why_not(talker.model) or why_not(predictor.model)
-    return (FrameGraph if unsupported else KernelFrameGraph)(talker, predictor, slots, rows)
+    """With the kernels of fast/batched.cu where they run."""
+    if not (why_not(talker.model) or why_not(predictor.model)):
+        try:
+            return KernelFrameGraph(talker, predictor, slots, rows)
+        except (OSError, RuntimeError) as error:
+            log.warning("frames of %d streams run without the kernels of fast/batched.cu: %s", rows, error)
+    return FrameGraph(talker, predictor, slots, rows)
 
 
 class RowLayer:

@@ -31,7 +31,7 @@ class BatchCodec(CodecGraph):
                 )
 
     def with_rows(self, rows: torch.Tensor, step: Callable[[], None]) -> Callable[[], None]:
-        """Where nothing is captured, `step` reads `rows` when it runs."""
+        """On a CPU nothing is captured, so `step` must find its row indices in `self.rows` when it runs."""
 
         def run() -> None:
             self.rows = rows
@@ -52,8 +52,8 @@ class BatchCodec(CodecGraph):
                 codes = codes[size:]
 
     @torch.no_grad()
-    def feed_rows(self, slots: list[int], codes: torch.Tensor) -> Callable[[], list[np.ndarray]]:
-        """Start decoding the next frames (B, T, 16) of these slots. Returns a function that waits for their samples."""
+    def feed_rows(self, slots: list[int], codes: torch.Tensor) -> "PendingAudio":
+        """Start decoding the next frames (B, T, 16) of these slots."""
         batch = next(batch for batch in self.batches if batch >= len(slots))
         size = codes.shape[1]
         count = size * self.samples_per_frame
@@ -70,10 +70,21 @@ class BatchCodec(CodecGraph):
             audio.copy_(self.samples[: len(slots), :count], non_blocking=True)
             done = self.stream.record_event() if self.stream else None
 
-        def wait() -> list[np.ndarray]:
-            if done:
-                done.synchronize()
-            return list(audio.numpy())
+        return PendingAudio(audio, done)
 
-        wait.is_done = done.query if done else lambda: True
-        return wait
+
+class PendingAudio:
+    """Samples of a batch on their way to the host."""
+
+    def __init__(self, audio: torch.Tensor, done: torch.cuda.Event | None):
+        self.audio = audio
+        self.done = done
+
+    def is_done(self) -> bool:
+        return self.done is None or self.done.query()
+
+    def wait(self) -> list[np.ndarray]:
+        """A copy for each row, so that no listener keeps the pinned memory of the whole batch."""
+        if self.done:
+            self.done.synchronize()
+        return [samples.copy() for samples in self.audio.numpy()]

@@ -13,7 +13,7 @@ from helpers import GREEDY, joined
 
 from cli import speaker_prompt
 from generate import load, stream
-from serving.engine import Engine
+from serving.engine import Engine, Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 LIMIT = 300  # seconds that any wait may take
@@ -42,6 +42,15 @@ def assert_same(audio: np.ndarray, expected: np.ndarray) -> None:
     """Other codes would give other audio. Rows of a batch differ from a single row in the last bits of float32."""
     assert len(audio) == len(expected)
     np.testing.assert_allclose(audio, expected, rtol=0, atol=1e-5)
+
+
+def wait_until_idle(engine: Engine) -> None:
+    """Every place must become free again."""
+    end = time.monotonic() + LIMIT
+    while engine.active or engine.waiting or len(engine.free_codec_slots) < engine.max_streams:
+        assert time.monotonic() < end, "a place was never freed"
+        time.sleep(0.01)
+    assert sorted(engine.free_codec_slots) == list(range(engine.max_streams))
 
 
 @pytest.mark.gpu
@@ -101,7 +110,7 @@ def test_a_listener_who_leaves_early_disturbs_nobody(voice):
             chunks.close()
         for job, audio in zip(jobs, expected, strict=True):
             assert_same(job.result(LIMIT), audio)
-        assert sorted(engine.free_codec_slots) == [0, 1, 2]
+        wait_until_idle(engine)
 
 
 def test_a_slow_reader_pauses_and_hears_the_same(voice):
@@ -143,6 +152,10 @@ def test_bad_input_fails_alone_and_at_the_call(voice):
             engine.stream(method, **request | dict(max_new_tokens=1))
         with pytest.raises(ValueError, match="temperature"):
             engine.stream(method, **request | dict(temperature=-1.0))
+        with pytest.raises(ValueError, match="end token"):
+            engine.stream(method, **request | dict(eos_token_id=5))
+        with pytest.raises(ValueError, match="another model"):
+            engine.stream(voice.upstream.generate_voice_clone, **request)
         assert_same(joined(engine.stream(method, **request)), alone(voice, **request))
 
 
@@ -160,6 +173,48 @@ def test_an_error_in_one_prompt_leaves_the_others_speaking(voice, monkeypatch):
                 list(engine.stream(method, **bad))
         heard += [audio for audio, _ in chunks]
         assert_same(np.concatenate(heard), expected)
+
+
+def test_a_stream_closed_before_its_first_chunk_frees_its_place(voice):
+    """A generator that has not started does not run its `finally` when it is closed."""
+    (request,) = requests_of(voice, 1)
+    with Engine(voice.fast, max_streams=1) as engine:
+        engine.stream(voice.fast.generate_voice_clone, **request).close()
+        wait_until_idle(engine)
+        assert_same(joined(engine.stream(voice.fast.generate_voice_clone, **request)), alone(voice, **request))
+
+
+def test_a_paused_stream_does_not_hold_up_other_calls(voice):
+    """The engine waits for its listener, who waits for a call on the same model."""
+    slow, other = requests_of(voice, 2)
+    slow["max_new_tokens"] = 60
+    expected = alone(voice, **slow), alone(voice, **other)
+    with Engine(voice.fast, max_streams=2, max_unread=1) as engine:
+        chunks = engine.stream(voice.fast.generate_voice_clone, **slow)
+        heard = [next(chunks)[0]]
+        assert_same(alone(voice, **other), expected[1])
+        heard += [audio for audio, _ in chunks]
+        assert_same(np.concatenate(heard), expected[0])
+
+
+def test_the_last_chunks_of_a_stream_are_decoded_in_order(voice, monkeypatch):
+    """A stream that ends with 7 frames left has chunks of 4, 2 and 1, beside another one with a chunk of 1."""
+    with Engine(voice.fast, max_streams=2) as engine:
+        beside, ending = Stream(None), Stream(None)
+        beside.confirmed = 1
+        ending.confirmed, ending.chunk_size, ending.finished = 7, 8, True
+        engine.slots.codes[1, :, 0] = torch.arange(len(engine.slots.codes[1]))
+        beside.codec_slot, ending.codec_slot = 0, 1
+        fed = []
+        monkeypatch.setattr(
+            engine.codec, "feed_rows", lambda slots, codes: fed.extend(zip(slots, codes[..., 0].tolist()))
+        )
+        monkeypatch.setattr(engine, "active", [beside, ending])
+        engine.decode_chunks()
+        frames = [frame for slot, codes in fed if slot == 1 for frame in codes]
+        assert frames == list(range(7))
+        engine.active.clear()
+        engine.chunks.clear()
 
 
 def test_closing_ends_all_streams_with_an_error(voices):
@@ -221,7 +276,9 @@ def test_asyncio(voice):
             cancelled = asyncio.create_task(speak(engine, requests[0] | dict(max_new_tokens=300)))
             await asyncio.sleep(0.05)
             cancelled.cancel()
-            return await asyncio.gather(*(speak(engine, request) for request in requests))
+            spoken = await asyncio.gather(*(speak(engine, request) for request in requests))
+            await asyncio.to_thread(wait_until_idle, engine)
+            return spoken
 
     for audio, alone_audio in zip(asyncio.run(main()), expected, strict=True):
         assert_same(audio, alone_audio)
