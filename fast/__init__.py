@@ -3,6 +3,7 @@
 layers.py       upstream's layers from fewer kernels
 megakernel.py   all layers, heads and the sampling of one step in a single launch, where the GPU can
                 (megakernel.cu; megakernel_reference.py is the same step in torch)
+batched.py      the small kernels around the matrix products of many rows (batched.cu), for serving/
 nvrtc.py        compiles and launches CUDA source, without a toolkit
 codec.py        the codec's decoder as CUDA graphs that keep their state between chunks
 streaming.py    audio while it is generated; stands on the codec

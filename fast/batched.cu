@@ -109,7 +109,7 @@ struct Attention {
     const i64 *positions;                             // (B)
     const i64 *slots;                                 // (B)
     u64 cache_length;
-    u64 splits;                                       // at most so many parts of a row's positions
+    u64 splits;                                       // the most parts that a row's positions are split into
     float *split_best;                                // (B, HEADS, splits), highest score of a split
     float *split_weight;                              // (B, HEADS, splits), sum of its weights
     float *split_sum;                                 // (B, HEADS, splits, HEAD_DIM), of values times weights
@@ -445,9 +445,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(Attention argume
         }
     }
     __syncthreads();
-    for (int o = threadIdx.x; o < GROUP * HEAD_DIM; o += THREADS) {
-        const int g = o / HEAD_DIM;
-        const int dimension = o % HEAD_DIM;
+    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS) {
+        const int g = i / HEAD_DIM;
+        const int dimension = i % HEAD_DIM;
         float block_best = LOWEST_SCORE;
 #pragma unroll
         for (int h = 0; h < HALF_WARPS; ++h) {
@@ -462,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(Attention argume
             block_sum += merge.sum[h][g][dimension] * rescale;
         }
         if (splits_in_use == 1) {
-            arguments.output[first_head * HEAD_DIM + o] = pack_bf16x2(block_sum / block_weight, 0);
+            arguments.output[first_head * HEAD_DIM + i] = pack_bf16x2(block_sum / block_weight, 0);
             continue;
         }
         const u64 this_split = (first_head + g) * splits + split;
@@ -476,8 +476,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(Attention argume
         return;
     }
 
-    // The fences order: what this block wrote, its count, what it reads of others if it is the last. At the
-    // last one atomicInc begins at 0 again, for the next launch.
+    // Release: this block's partial results before its count. Acquire: the counts of the others before their
+    // results. atomicInc wraps to 0 at the last block, ready for the next launch.
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
@@ -489,8 +489,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(Attention argume
     if (!merge.is_last) {
         return;
     }
-    for (int o = threadIdx.x; o < GROUP * HEAD_DIM; o += THREADS) {
-        const u64 first_split = (first_head + o / HEAD_DIM) * splits;
+    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS) {
+        const u64 first_split = (first_head + i / HEAD_DIM) * splits;
         float row_best = LOWEST_SCORE;
         for (int s = 0; s < splits_in_use; ++s) {
             row_best = fmaxf(row_best, arguments.split_best[first_split + s]);
@@ -500,9 +500,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(Attention argume
         for (int s = 0; s < splits_in_use; ++s) {
             const float rescale = expf(arguments.split_best[first_split + s] - row_best);
             row_weight += arguments.split_weight[first_split + s] * rescale;
-            row_sum += arguments.split_sum[(first_split + s) * HEAD_DIM + o % HEAD_DIM] * rescale;
+            row_sum += arguments.split_sum[(first_split + s) * HEAD_DIM + i % HEAD_DIM] * rescale;
         }
-        arguments.output[first_head * HEAD_DIM + o] = pack_bf16x2(row_sum / row_weight, 0);
+        arguments.output[first_head * HEAD_DIM + i] = pack_bf16x2(row_sum / row_weight, 0);
     }
 }
 
@@ -573,31 +573,31 @@ __device__ int sample_row(const float (&score)[SCORES_PER_THREAD], const Sample 
         noise[i] = greedy ? 1 : settings.noise[row * settings.noise_stride + token_of_score(i)];
     }
 
-    int turn = 0;
+    int reduction = 0;
     const auto sum_of_block = [&](u32 x) {
-        ++turn;
-        return combine_warps(__reduce_add_sync(~0u, x), in_shared.reduced[turn % 2], [](u32 a, u32 b) {
+        ++reduction;
+        return combine_warps(__reduce_add_sync(~0u, x), in_shared.reduced[reduction % 2], [](u32 a, u32 b) {
             return a + b;
         });
     };
     const auto max_of_block = [&](u32 x) {
-        ++turn;
-        return combine_warps(__reduce_max_sync(~0u, x), in_shared.reduced[turn % 2], [](u32 a, u32 b) {
+        ++reduction;
+        return combine_warps(__reduce_max_sync(~0u, x), in_shared.reduced[reduction % 2], [](u32 a, u32 b) {
             return max(a, b);
         });
     };
     const auto wide_sum_of_block = [&](u64 x) {
-        ++turn;
-        return combine_warps(sum_of_lanes<32>(x), in_shared.reduced_wide[turn % 2], [](u64 a, u64 b) {
+        ++reduction;
+        return combine_warps(sum_of_lanes<32>(x), in_shared.reduced_wide[reduction % 2], [](u64 a, u64 b) {
             return a + b;
         });
     };
     const auto wide_min_of_block = [&](u64 x) {
-        ++turn;
+        ++reduction;
         for (int distance = 16; distance > 0; distance /= 2) {
             x = min(x, __shfl_xor_sync(~0u, x, distance));
         }
-        return combine_warps(x, in_shared.reduced_wide[turn % 2], [](u64 a, u64 b) { return min(a, b); });
+        return combine_warps(x, in_shared.reduced_wide[reduction % 2], [](u64 a, u64 b) { return min(a, b); });
     };
 
     // Top-k: the k-th best score is the highest number with at most `topk_rank` scores below it. Scores that
@@ -607,22 +607,22 @@ __device__ int sample_row(const float (&score)[SCORES_PER_THREAD], const Sample 
     for (int i = 0; i < N; ++i) {
         key[i] = ordered_bits(score[i]) >> (32 - SCORE_BITS);
     }
-    u32 kth = 0;
+    u32 threshold = 0;
     for (int bit = SCORE_BITS - 1; bit >= 0; --bit) {
-        const u32 candidate = kth | 1u << bit;
+        const u32 candidate = threshold | 1u << bit;
         u32 below = 0;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             below += key[i] < candidate;
         }
         if (sum_of_block(below) <= topk_rank) {
-            kth = candidate;
+            threshold = candidate;
         }
     }
     if (SCORE_BITS == 16) {
-        kth = kth << 16 | (kth >> 15 ? 0 : 0xffff);   // ordered_bits inverts a negative score's zeros
+        threshold = threshold << 16 | (threshold >> 15 ? 0 : 0xffff);   // ordered_bits inverts a negative score's zeros
     }
-    const float kth_score = from_ordered_bits(kth) / temperature;
+    const float threshold_score = from_ordered_bits(threshold) / temperature;
 
     u32 ordered[N];
     u32 best = 0;
@@ -636,7 +636,7 @@ __device__ int sample_row(const float (&score)[SCORES_PER_THREAD], const Sample 
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         const float this_score = from_ordered_bits(ordered[i]);
-        weight[i] = this_score < kth_score ? 0 : expf(this_score - best_score);
+        weight[i] = this_score < threshold_score ? 0 : expf(this_score - best_score);
     }
     const auto rank = [&](int i) {
         return (u64)ordered[i] << TOKEN_BITS | token_of_score(i);

@@ -165,7 +165,7 @@ def check_struct(kernel: str, fields: Sequence[str]) -> str:
         path = f"sample.{field}" if kernel == "choose" and field in SAMPLE_FIELDS else field
         message = f"{struct}.{path} is not field {i}, as batched.py has it"
         lines.append(f'static_assert(OFFSET_OF({struct}, {path}) == {8 * i}, "{message}");\n')
-    message = f"{struct} has not the {len(fields)} fields that batched.py has"
+    message = f"{struct} does not have the {len(fields)} fields listed in batched.py"
     lines.append(f'static_assert(sizeof({struct}) == {8 * len(fields)}, "{message}");\n')
     return "".join(lines)
 
@@ -186,8 +186,8 @@ def compile_for(device: torch.device, sizes: Sizes) -> nvrtc.Kernels:
     return nvrtc.Kernels(cubin, KERNELS, device)
 
 
-def number_of(name: str, value: Tensor | int, kind: Any) -> int:
-    """A number as it is, the address of a tensor that is as the kernel reads it."""
+def kernel_argument(name: str, value: Tensor | int, kind: Any) -> int:
+    """An int as it is; for a tensor its address, after checking dtype, layout and alignment."""
     if kind is int:
         return int(value)
     if value.dtype != kind:
@@ -243,7 +243,9 @@ class BatchedStack:
         fields = KERNELS[kernel]
         if values.keys() != fields.keys():
             raise ValueError(f"{kernel} takes {', '.join(fields)}; given are {', '.join(values)}")
-        self.kernels.launch(kernel, grid, threads, [number_of(name, values[name], fields[name]) for name in fields])
+        self.kernels.launch(
+            kernel, grid, threads, [kernel_argument(name, values[name], fields[name]) for name in fields]
+        )
 
     def forward(self, embeds: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
         """One position of each row through all layers and the final norm. (B, H), (B) -> (B, H)

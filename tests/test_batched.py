@@ -425,7 +425,11 @@ FAULTS: dict[str, tuple[str, str, Check]] = {
         check_silu_and_multiply,
     ),
     "top-k off by one": ("sum_of_block(below) <= topk_rank", "sum_of_block(below) < topk_rank", check_sample),
-    "ties at the k-th score dropped": ("this_score < kth_score ?", "this_score <= kth_score ?", check_sample),
+    "ties at the k-th score dropped": (
+        "this_score < threshold_score ?",
+        "this_score <= threshold_score ?",
+        check_sample,
+    ),
     "top-p off by one": ("rank(i) < first_kept ? 0", "rank(i) <= first_kept ? 0", check_sample),
     "noise of a greedy row": ("greedy ? 1 :", "false ? 1 :", check_sample),
     "the highest of equals": (
@@ -553,7 +557,7 @@ def test_tensors_of_another_type_are_refused(fused):
     [
         ("    u64 splits; ", "    u64 more;\n    u64 splits; ", "Attention.splits is not field 6"),
         ("    u64 rows;\n", "    u32 rows;\n    u32 more[3];\n", "SiluAndMultiply.inner is not field 2"),
-        ("    bool *ended; ", "    bool *ended;\n    int *more; ", "Choose has not the 16 fields"),
+        ("    bool *ended; ", "    bool *ended;\n    int *more; ", "Choose does not have the 16 fields"),
     ],
     ids=["inserted", "another type", "at the end"],
 )
