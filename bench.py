@@ -86,7 +86,7 @@ class Effort:
     upstream_long: int = 16
     runs: int = 3
     first_audio_runs: int = 20
-    minute: int = 750  # the stream that is checked for late chunks
+    late_chunk_frames: int = 750  # length of the stream (60 s) that is checked for late chunks
     chunks: tuple[str, ...] = tuple(CHUNKS)
     lists: tuple[int, ...] = (4, 16)  # texts, with audio
     batches: tuple[int, ...] = (4, 16, 64)  # rows, without audio
@@ -97,7 +97,9 @@ class Effort:
 def choose_effort(quick: bool) -> Effort:
     if ON_GPU and not quick:
         return Effort()
-    less = Effort(quick, short=8, long=24, upstream_short=2, upstream_long=6, runs=1, first_audio_runs=5, minute=0)
+    less = Effort(
+        quick, short=8, long=24, upstream_short=2, upstream_long=6, runs=1, first_audio_runs=5, late_chunk_frames=0
+    )
     less = replace(less, streams=(1, 2, 4), poisson_seconds=0)
     if quick:
         less = replace(less, lists=())
@@ -299,8 +301,8 @@ def time_path(tts, speaker: torch.Tensor, fused: bool, is_fastest: bool, effort:
     for chunks in effort.chunks:
         start_stream = streamed_call(method, CHUNKS[chunks], **voice)
         row = time_stream(start_stream, effort.long, effort.first_audio_runs, effort.runs)
-        if is_fastest and effort.minute and chunks != "8":
-            row |= count_late_chunks(start_stream, effort.minute)
+        if is_fastest and effort.late_chunk_frames and chunks != "8":
+            row |= count_late_chunks(start_stream, effort.late_chunk_frames)
         yield f", chunks of {chunks}", row
 
     frame_ms = time_frames(tts, speaker, 1, effort.long, effort.runs)["ms_per_frame"]

@@ -109,8 +109,7 @@ class Kernel(Module):
             self.call("cuFuncSetAttribute", self.function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
 
     def launch(self, arguments: int) -> None:
-        """On torch's current stream. A cooperative launch: all blocks are on the GPU at once, or it is an
-        error."""
+        """Launch on torch's current stream, cooperatively: an error unless all blocks fit on the GPU at once."""
         pointer = ctypes.c_void_p(arguments)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(pointer))
         with torch.cuda.device(self.device):
@@ -136,7 +135,7 @@ class Kernels(Module):
         self.functions = {name: self.get_function(name) for name in names}
 
     def launch(self, name: str, grid: tuple[int, int], block: int, fields: Sequence[int]) -> None:
-        """On torch's current stream, with `grid` blocks of `block` threads. The driver copies the fields."""
+        """Launch `grid` blocks of `block` threads on torch's current stream. The driver copies the fields."""
         struct = (ctypes.c_uint64 * len(fields))(*fields)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
         with torch.cuda.device(self.device):

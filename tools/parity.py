@@ -1,8 +1,8 @@
-"""How close a path is to the model: its logits with forced tokens, compared with float32.
+"""How close a path is to the model: its logits with teacher forcing, compared with float32.
 
 bfloat16 results differ between kernels in the last bits, so free-running tokens diverge after one near-tie. Here every
-path gets the same tokens. Its error is the difference of its logits from a float32 run of the same weights, and the
-measure for that error is the one of the model's own bfloat16 forward.
+path gets the same tokens. Its error is the difference of its logits from a float32 run of the same weights, and is
+compared with the error of the model's own bfloat16 forward.
 
 Shapes: T frames, 16 codes per frame, V vocabulary of the talker, V' of the predictor, H hidden size.
 """
@@ -119,6 +119,7 @@ def one_pass(
 
 
 def error(logits: torch.Tensor, exact: torch.Tensor, quantile: float) -> float:
+    """A quantile of the absolute error. torch.quantile takes at most 2**24 elements."""
     errors = (logits - exact).abs().flatten()
     return errors.kthvalue(max(1, int(quantile * errors.numel()))).values.item()
 
@@ -138,7 +139,8 @@ def verdict(logits: torch.Tensor, own: torch.Tensor, exact: torch.Tensor) -> tup
     """Whether a path is as close to the exact logits as the model's own forward, and the figures.
 
     Compared are the median and the 99th percentile of the error, and how often the best token is the exact one.
-    calibrate.py shows how these figures are distributed for a correct kernel.
+    calibrate.py shows how these figures are distributed for a correct kernel. In 50 runs of 20 frames (1.7B) the errors
+    were 1.00 times the model's own with a standard deviation of 0.01 to 0.017, which becomes smaller with more frames.
     """
     median, high = (error(logits, exact, quantile) / error(own, exact, quantile) for quantile in (0.5, 0.99))
     agree = logits.argmax(-1) == exact.argmax(-1)
