@@ -114,7 +114,9 @@ def parse_arguments() -> argparse.Namespace:
     audio.add_argument("--join", action="store_true", help="several utterances in one file")
     audio.add_argument("--stream", action="store_true", help="write the audio while it is generated")
 
-    sampling = parser.add_argument_group("sampling (default: the model's generation_config.json)")
+    sampling = parser.add_argument_group(
+        "sampling of the first code; the other 15 keep the model's settings (default: its generation_config.json)"
+    )
     sampling.add_argument("--seed", type=int, help="the same seed gives the same speech")
     sampling.add_argument("--temperature", type=float)
     sampling.add_argument("--top-k", type=int)
@@ -153,7 +155,10 @@ def print_lists(args: argparse.Namespace) -> None:
     if args.list_speakers and not speakers:
         model = MODELS_OF_KIND["custom_voice"]
         raise ValueError(f"{args.model} has no speakers of its own: use --model {model}")
-    print(*sorted(languages(args.config) if args.list_languages else speakers), sep="\n")
+    if args.list_speakers:
+        print(*sorted(speakers), sep="\n")
+    if args.list_languages:
+        print(*sorted(languages(args.config)), sep="\n")
 
 
 @functools.cache

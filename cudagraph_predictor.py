@@ -2,8 +2,8 @@
 talker's next embedding come out.
 
 The loop over the codebooks is unrolled into one graph. Masks and positions are the same in every frame, and each frame
-overwrites the predictor's StaticCache from position 0. The graph reads the talker's `hidden`, `token` and `frame` and
-writes its `embedding`. `text`, `codes` and `hiddens` have one entry per frame. H' is the predictor's hidden size.
+overwrites the StaticCache from position 0. The graph reads the talker's `hidden`, `token` and `frame`, writes `codes`
+and `hiddens`, and adds the frame's embedding in `text` to the talker's `embedding`. H' is the predictor's hidden size.
 """
 
 import torch

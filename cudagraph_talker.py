@@ -136,7 +136,7 @@ class TalkerGraph:
         self.ended_on_host = torch.zeros(rows, dtype=torch.bool, device="cpu", pin_memory=self.device.type == "cuda")
 
     def capture(self, pool=None) -> None:
-        """Capture `step` and, for one row, `prefill` of up to 16, 32, 64, ... positions; a batch has larger kernels."""
+        """Capture `step`, and `prefill` in buckets of 16, 32, 64, ... for one row; a batch is not launch-bound."""
         self.replay = capture(self.step, self.device, pool, self.generator)
         rows, length = self.prompt.shape[:2]
         for bucket in [16 << i for i in range(length.bit_length()) if 16 << i < length] + [length]:
@@ -173,7 +173,7 @@ class TalkerGraph:
         return bool(self.ended_on_host[:rows].all())
 
     def prefill(self, length: int) -> None:
-        """Positions behind the prompt are computed too: decoding overwrites them before it can attend to them."""
+        """Padding after the prompt is computed too: decoding overwrites each position before attending to it."""
         hidden = self.forward(self.prompt[:, :length], self.positions[None, :length], cache_view(self.cache, length))
         self.hidden.copy_(hidden.index_select(1, self.prompt_length - 1))
         self.choose_token()

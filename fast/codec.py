@@ -19,10 +19,11 @@ from torch import nn
 
 from cudagraph_talker import additive_mask, capture, round_up
 
-# Frames per captured graph; other chunks are made of these. Powers of two keep the attention window aligned.
+# Frames per captured graph; a chunk of another size is split into these. AttentionWindow.columns(size) must not exceed
+# the stored window plus `size`, which holds for powers of two but not for every size (10: 96 > 80 + 10).
 CHUNK_SIZES = (64, 32, 16, 8, 4, 2, 1)
 
-# cuDNN is faster with channels-last weights up to about this many columns of all rows, and much slower beyond.
+# cuDNN is faster with channels-last weights up to about this batch x length, and much slower beyond.
 MAX_CHANNELS_LAST_COLUMNS = 2048
 
 

@@ -82,6 +82,7 @@ class Slots:
         length = round_up(max_seq_len)
         predictor = talker.code_predictor
         self.cache = static_cache(talker.model, slots, length)
+        self.reads_masked = True  # whether attention reads masked positions; the kernels of fast/batched.cu do not
         with talker.device:
             self.talker_sampling = RowSampling(config.vocab_size, slots, 1)
             self.predictor_sampling = RowSampling(predictor.config.vocab_size, slots, config.num_code_groups - 1)
@@ -117,23 +118,29 @@ class Slots:
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a stream with `length` positions to another slot."""
         torch._foreach_copy_(self.slot_state(target), self.slot_state(source))
-        torch._foreach_copy_(cache_row(self.cache, target, length), cache_row(self.cache, source, length))
+        copy_cache_row(cache_row(self.cache, source), cache_row(self.cache, target), length, self.reads_masked)
 
     def copy_from_single(self, slot: int, talker: TalkerGraph, predictor: PredictorGraph, length: int) -> None:
-        """Copy a stream from the single-row graphs. The rest of the row may hold a NaN of another stream."""
-        torch._foreach_zero_([tensor[:, length:] for tensor in cache_row(self.cache, slot, None)])
+        """Copy a stream from the single-row graphs."""
         torch._foreach_copy_(self.slot_state(slot), self.single_state(talker, predictor))
-        torch._foreach_copy_(cache_row(self.cache, slot, length), cache_row(talker.cache, 0, length))
+        copy_cache_row(cache_row(talker.cache, 0), cache_row(self.cache, slot), length, self.reads_masked)
 
     def copy_to_single(self, slot: int, talker: TalkerGraph, predictor: PredictorGraph, length: int) -> None:
         """Copy a stream back to the single-row graphs."""
         torch._foreach_copy_(self.single_state(talker, predictor), self.slot_state(slot))
-        torch._foreach_copy_(cache_row(talker.cache, 0, length), cache_row(self.cache, slot, length))
+        copy_cache_row(cache_row(self.cache, slot), cache_row(talker.cache, 0), length, clear=True)
 
 
-def cache_row(cache, slot: int, length: int | None) -> list[torch.Tensor]:
-    """Keys and values of one row, up to a position or all of them."""
-    return [tensor[slot, :, :length] for layer in cache.layers for tensor in (layer.keys, layer.values)]
+def cache_row(cache, row: int) -> list[torch.Tensor]:
+    """Keys and values of one row, (KV, S, D) each."""
+    return [tensor[row] for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+
+def copy_cache_row(source: list[torch.Tensor], target: list[torch.Tensor], length: int, clear: bool) -> None:
+    """Copy the first `length` positions. `clear` the rest if attention reads it: 0 x NaN is NaN even where masked."""
+    if clear:
+        torch._foreach_zero_([tensor[:, length:] for tensor in target])
+    torch._foreach_copy_([tensor[:, :length] for tensor in target], [tensor[:, :length] for tensor in source])
 
 
 class FrameGraph(TalkerGraph):
@@ -156,7 +163,7 @@ class FrameGraph(TalkerGraph):
             self.token_ids = torch.arange(talker.config.vocab_size)
             self.padding = torch.zeros(rows, dtype=torch.long)
             self.cache = RowCache(layers, torch.zeros(rows, dtype=torch.long))
-        self.ended_on_host = self.ended  # the engine copies it
+        self.ended_on_host = self.ended  # makes choose_token's copy a no-op: the engine copies `ended` to the host
 
     def capture(self, pool=None) -> None:
         self.replay = capture(self.step, self.device, pool)
@@ -226,7 +233,9 @@ def frame_graph(talker, predictor: PredictorGraph, slots: Slots, rows: int) -> F
     """With the kernels of fast/batched.cu where they run."""
     if not (why_not(talker.model) or why_not(predictor.model)):
         try:
-            return KernelFrameGraph(talker, predictor, slots, rows)
+            graph = KernelFrameGraph(talker, predictor, slots, rows)
+            slots.reads_masked = False
+            return graph
         except (OSError, RuntimeError) as error:
             log.warning("frames of %d streams run without the kernels of fast/batched.cu: %s", rows, error)
     return FrameGraph(talker, predictor, slots, rows)

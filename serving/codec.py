@@ -1,4 +1,4 @@
-"""The codec for many streams: rows of one state, a chunk of the same size for any of them in one graph."""
+"""The codec for many streams: one state row per stream; a graph decodes chunks of one size for any subset of rows."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ BATCH_CHUNK_SIZES = (8, 4, 2, 1)  # frames per chunk of several rows; single row
 class BatchCodec(CodecGraph):
     def __init__(self, tokenizer, slots: int, batches: list[int]):
         self.batches = batches
-        self.unused = slots  # one slot more, for the rows of a batch that nobody needs
+        self.unused = slots  # an extra slot that the padding rows of a batch read and write
         super().__init__(tokenizer, None, slots + 1)
 
     def capture(self) -> None:

@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import numpy as np
 import torch
 
+from fast.megakernel import PredictorStep
 from fast.streaming import build_request, check_request, check_text, decoder_of, growing_chunks, reference_codes
 from serving.batch import Slots, frame_graph
 from serving.codec import BATCH_CHUNK_SIZES, BatchCodec
@@ -93,8 +94,8 @@ class Engine:
         self.max_waiting = max_waiting
         self.patience = patience
         self.single = self.decoder.graphs_for(1)
-        # The megakernel draws the noise of all 15 codes at once; otherwise it is one draw per code, as upstream's.
-        self.draws_codes_at_once = hasattr(self.single[1].step, "logits")
+        # The megakernel draws the noise of a frame's 15 codes in one call, upstream's layers one code at a time.
+        self.draws_codes_at_once = isinstance(self.single[1].step, PredictorStep)
         self.shared_generator = self.make_generator(None)
         with self.decoder.lock:
             self.capture()
@@ -136,8 +137,8 @@ class Engine:
         """Speak one text and yield (float32 samples, sample rate) while it is generated.
 
         method: tts.generate_voice_clone, generate_custom_voice or generate_voice_design
-        seed: random numbers of its own. On a CPU in float32 the same seed gives the same speech in any company; on a
-            GPU only alone, as rounding depends on the batch.
+        seed: seeds a generator of this stream's own. On a CPU in float32 the speech does not depend on other streams;
+            on a GPU a seed reproduces only if the stream is alone throughout, as rounding depends on the batch size.
         kwargs: the method's other arguments
 
         Chunks have 1, 1, 2, 4, 8, 8, ... frames. The request is queued at this call, and mistakes raise here.
@@ -302,7 +303,7 @@ class Engine:
         return bool(self.closing or not self.active or can_admit or can_advance)
 
     def drop_cancelled_and_overdue(self) -> None:
-        """Waiting requests take the places of those that have been paused for longest."""
+        """Drop cancelled requests. If all slots are taken, evict streams paused beyond `patience`, oldest first."""
         with self.changed:
             self.waiting = collections.deque(stream for stream in self.waiting if not stream.cancelled)
             places_needed = len(self.waiting) if len(self.active) == self.max_streams else 0
@@ -475,7 +476,7 @@ class Engine:
 
     @staticmethod
     def first_of_each_stream(chunks: list) -> tuple[list, list]:
-        """A batch of the codec has one chunk of a stream; its further ones come after it."""
+        """Split into one codec batch and the rest: a stream's chunks must be decoded in order, one per batch."""
         first, further, seen = [], [], set()
         for stream, codes in chunks:
             (further if stream in seen else first).append((stream, codes))

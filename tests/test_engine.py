@@ -262,6 +262,27 @@ def test_a_stream_that_fills_the_cache(voices):
             assert_same(job.result(LIMIT), audio)
 
 
+def test_a_nan_of_an_ended_stream_stays_behind(voice):
+    """Masked positions are read, and 0 x NaN is NaN: a copy must clear what the row held before."""
+    (request,) = requests_of(voice, 1)
+    with Engine(voice.fast, max_streams=2) as engine:
+        single = engine.single
+        poisoned = [tensor for layer in engine.slots.cache.layers for tensor in (layer.keys, layer.values)]
+        for copy in (
+            lambda: engine.slots.copy_from_single(0, *single, 10),
+            lambda: engine.slots.move(1, 0, 10),
+        ):
+            for tensor in poisoned:
+                tensor[0].fill_(float("nan"))
+            copy()
+            assert all(tensor[0].isfinite().all() for tensor in poisoned)
+        for layer in single[0].cache.layers:
+            layer.keys.fill_(float("nan"))
+        engine.slots.copy_to_single(0, *single, 10)
+        assert all(layer.keys.isfinite().all() for layer in single[0].cache.layers)
+        assert_same(joined(engine.stream(voice.fast.generate_voice_clone, **request)), alone(voice, **request))
+
+
 def test_asyncio(voice):
     """Several streams in one event loop, which stays responsive; a cancelled one frees its place."""
     method = voice.fast.generate_voice_clone
