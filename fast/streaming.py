@@ -29,14 +29,20 @@ def stream(
         raise ValueError(f"chunk_frames is {chunk_frames}, it must be at least 1")
     tts = method.__self__
     decoder = decoder_of(tts)
+    request, _, reference = prepare_request(decoder, method, text, **kwargs)
+    return audio_chunks(tts, decoder, request, reference, chunk_frames)
+
+
+def prepare_request(decoder, method: Callable, text, **kwargs) -> tuple[dict, int, torch.Tensor | None]:
+    """Build and check a request: arguments of talker.generate, the most frames, the codes that precede the speech."""
     text = check_text(text)
     if kwargs.get("voice_clone_prompt") is None and kwargs.get("ref_audio") is not None:
-        kwargs["voice_clone_prompt"] = tts.create_voice_clone_prompt(
+        kwargs["voice_clone_prompt"] = method.__self__.create_voice_clone_prompt(
             kwargs.pop("ref_audio"), kwargs.pop("ref_text", None), kwargs.pop("x_vector_only_mode", False)
         )
     request = build_request(method, text=text, **kwargs)
-    check_request(decoder, request)
-    return audio_chunks(tts, decoder, request, reference_codes(kwargs.get("voice_clone_prompt")), chunk_frames)
+    limit = check_request(decoder, request)
+    return request, limit, reference_codes(kwargs.get("voice_clone_prompt"))
 
 
 def audio_chunks(

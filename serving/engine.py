@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from fast.megakernel import PredictorStep
-from fast.streaming import build_request, check_request, check_text, decoder_of, growing_chunks, reference_codes
+from fast.streaming import decoder_of, growing_chunks, prepare_request
 from serving.batch import Slots, frame_graph
 from serving.codec import BATCH_CHUNK_SIZES, BatchCodec
 
@@ -207,16 +207,10 @@ class Engine:
         with self.changed:
             if len(self.waiting) >= self.max_waiting:
                 raise RuntimeError(f"{len(self.waiting)} requests are waiting already: try again later")
-        if kwargs.get("voice_clone_prompt") is None and kwargs.get("ref_audio") is not None:
-            kwargs["voice_clone_prompt"] = self.tts.create_voice_clone_prompt(
-                kwargs.pop("ref_audio"), kwargs.pop("ref_text", None), kwargs.pop("x_vector_only_mode", False)
-            )
-        request = build_request(method, text=check_text(text), **kwargs)
-        stream.max_frames = check_request(self.decoder, request)
+        request, stream.max_frames, stream.reference = prepare_request(self.decoder, method, text, **kwargs)
         request["attention_mask"] = request["attention_mask"].cpu()  # here, so that the engine need not wait for it
         stream.request = request
         stream.prompt_length = request["attention_mask"].shape[1]
-        stream.reference = reference_codes(kwargs.get("voice_clone_prompt"))
         stream.generator = self.make_generator(seed)
         stream.is_seeded = seed is not None
         stream.prompt_ready = self.decoder.record_event()
