@@ -157,24 +157,17 @@ def matrices(layer: Any) -> list[Any]:
     return [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
-def check_struct(kernel: str, fields: Sequence[str]) -> str:
-    """C++ that does not compile unless the kernel's struct has exactly these fields of 8 bytes, in this order."""
-    struct = kernel.title().replace("_", "")
-    lines = []
-    for i, field in enumerate(fields):
-        path = f"sample.{field}" if kernel == "choose" and field in SAMPLE_FIELDS else field
-        message = f"{struct}.{path} is not field {i}, as batched.py has it"
-        lines.append(f'static_assert(OFFSET_OF({struct}, {path}) == {8 * i}, "{message}");\n')
-    message = f"{struct} does not have the {len(fields)} fields listed in batched.py"
-    lines.append(f'static_assert(sizeof({struct}) == {8 * len(fields)}, "{message}");\n')
-    return "".join(lines)
+def check_arguments(kernel: str, fields: Sequence[str]) -> str:
+    """C++ that checks the kernel's struct. That of `choose` begins with that of `sample`."""
+    paths = [f"sample.{field}" if kernel == "choose" and field in SAMPLE_FIELDS else field for field in fields]
+    return nvrtc.check_struct(kernel.title().replace("_", ""), paths, "batched.py")
 
 
 def complete_source(sizes: Sizes, source: str | None = None) -> str:
     """The sizes, the kernels, and the checks of their structs. `source` is batched.cu, if not given."""
     defines = "".join(f"#define {name.upper()} {value}\n" for name, value in asdict(sizes).items())
     kernels = SOURCE.read_text() if source is None else source
-    checks = "".join(check_struct(name, list(fields)) for name, fields in KERNELS.items())
+    checks = "".join(check_arguments(name, list(fields)) for name, fields in KERNELS.items())
     return defines + '#line 1 "batched.cu"\n' + kernels + '#line 1 "batched.py"\n' + checks
 
 

@@ -100,25 +100,14 @@ def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu)
     )
 
 
-def check_struct(struct: str, fields: Sequence[str]) -> str:
-    """C++ that does not compile unless the struct has exactly these fields of 8 bytes, in this order."""
-    lines = []
-    for i, field in enumerate(fields):
-        message = f"{struct}.{field} is not field {i}, as megakernel.py has it"
-        lines.append(f'static_assert(OFFSET_OF({struct}, {field}) == {8 * i}, "{message}");\n')
-    message = f"{struct} has not the {len(fields)} fields that megakernel.py has"
-    lines.append(f'static_assert(sizeof({struct}) == {8 * len(fields)}, "{message}");\n')
-    return "".join(lines)
-
-
 def complete_source(sizes: Sizes, source: str | None = None) -> str:
     """The sizes, the kernel, checks of its structs and constants. `source` is megakernel.cu, if not given."""
     defines = "".join(f"#define {name.upper()} {value}\n" for name, value in asdict(sizes).items())
     kernel = SOURCE.read_text() if source is None else source
     checks = (
-        check_struct("Matrix", MATRIX_FIELDS)
-        + check_struct("Layer", LAYER_FIELDS)
-        + check_struct("Arguments", sizes.argument_names)
+        nvrtc.check_struct("Matrix", MATRIX_FIELDS, "megakernel.py")
+        + nvrtc.check_struct("Layer", LAYER_FIELDS, "megakernel.py")
+        + nvrtc.check_struct("Arguments", sizes.argument_names, "megakernel.py")
     )
     constants = dict(CONSUMERS=CONSUMERS, PRODUCERS=PRODUCERS, EIGHTHS=EIGHTHS, REPLICAS=REPLICAS)
     for name, value in constants.items():

@@ -30,6 +30,20 @@ def load_nvrtc() -> ctypes.CDLL:
     raise OSError(f"{name} was found neither by the system nor beside torch: pip install nvidia-cuda-nvrtc")
 
 
+def check_struct(struct: str, fields: Sequence[str], listed_in: str) -> str:
+    """C++ that does not compile unless the struct has exactly these fields of 8 bytes, in this order.
+
+    The source defines OFFSET_OF. `listed_in` is the Python file that has the fields, for the message.
+    """
+    lines = []
+    for i, field in enumerate(fields):
+        message = f"{struct}.{field} is not field {i}, as {listed_in} has it"
+        lines.append(f'static_assert(OFFSET_OF({struct}, {field}) == {8 * i}, "{message}");\n')
+    message = f"{struct} does not have the {len(fields)} fields listed in {listed_in}"
+    lines.append(f'static_assert(sizeof({struct}) == {8 * len(fields)}, "{message}");\n')
+    return "".join(lines)
+
+
 def compile_to_cubin(source: str, architecture: str) -> bytes:
     """Machine code for one `architecture`, such as "sm_90". A RuntimeError has the compiler's messages."""
     nvrtc = load_nvrtc()

@@ -193,11 +193,11 @@ def test_unsupported_sizes_do_not_compile(sizes, message, tmp_path):
             "",
         ),
         ("    bool *ended; ", "    bool *ended;\n    int *more; ", "Arguments.ended_on_host is not field"),
-        ("    uint2 *values; ", "    uint2 *values;\n    int *more; ", "Layer has not the 6 fields"),
+        ("    uint2 *values; ", "    uint2 *values;\n    int *more; ", "Layer does not have the 6 fields"),
         (
             "    u64 bytes_per_eighth; ",
             "    u32 bytes_per_eighth;\n    u64 more; ",
-            "Matrix has not the 2 fields",
+            "Matrix does not have the 2 fields",
         ),
     ],
     ids=["removed", "inserted", "swapped", "in the tail", "in Layer", "in Matrix"],
