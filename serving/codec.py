@@ -15,8 +15,10 @@ BATCH_CHUNK_SIZES = (8, 4, 2, 1)  # frames per chunk of several rows; single row
 class BatchCodec(CodecGraph):
     def __init__(self, tokenizer, slots: int, batches: list[int]):
         self.batches = batches
+        self.max_rows = max(batches)
         self.unused = slots  # an extra slot that the padding rows of a batch read and write
         super().__init__(tokenizer, None, slots + 1)
+        self.state_rows = [[state[slot] for state in self.state] for slot in range(slots)]
 
     def capture(self) -> None:
         pool = torch.cuda.graph_pool_handle() if self.stream else None
@@ -42,7 +44,11 @@ class BatchCodec(CodecGraph):
     @torch.no_grad()
     def reset_row(self, slot: int) -> None:
         with self.on_own_stream():
-            torch._foreach_zero_([state[slot] for state in self.state])
+            torch._foreach_zero_(self.state_rows[slot])
+
+    def wait(self) -> None:
+        if self.stream:
+            self.stream.synchronize()
 
     def prime(self, slot: int, codes: torch.Tensor) -> None:
         """Decode a reference (T, 16) and discard its audio."""

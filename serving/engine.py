@@ -4,10 +4,13 @@
         for audio, rate in engine.stream(tts.generate_voice_clone, text="Hello!", voice_clone_prompt=prompt, seed=7):
             play(audio)
 
-Each caller builds its prompt in its own thread and reads audio from a queue of its own. One thread, the engine's, runs
-the GPU: it admits waiting requests, launches a frame of all streams, hands full chunks to the codec and finished audio
-to the listeners. It never holds `changed`, the lock that listeners take, while the GPU works. It holds the model's lock
-while streams advance, so that other calls on the same model wait.
+    callers' threads        engine's thread                              delivery thread
+    build the prompt   ->   prefill, frames of all streams,        ->    wait for the codec, give each
+    (waiting)               full chunks to the codec (decoding)          listener its audio
+
+Each caller builds its prompt in its own thread and reads audio from a queue of its own. The engine's thread runs the
+GPU and never holds `changed`, the lock that listeners take, while the GPU works. It holds the model's lock while
+streams advance, so that other calls on the same model wait.
 """
 
 import asyncio
@@ -25,25 +28,28 @@ import numpy as np
 import torch
 
 from fast.megakernel import PredictorStep
-from fast.streaming import decoder_of, growing_chunks, prepare_request
-from serving.batch import Slots, frame_graph
+from fast.streaming import decoder_of, prepare_request
+from serving.batch import Prefill, Slots, copy_to_device, frame_graph, host_settings
 from serving.codec import BATCH_CHUNK_SIZES, BatchCodec
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
 Chunk = tuple[np.ndarray, int]
 END = None
-MAX_ADMISSIONS_PER_FRAME = 8  # prompts that are prefilled between two frames
+MAX_ADMISSIONS_PER_FRAME = 32  # prompts that are prefilled between two frames
+MAX_BATCHES_IN_CODEC = 8  # the engine waits for the codec before it hands over more
+NEEDED_LATER = ("do_sample", "subtalker_dosample", "max_new_tokens")  # arguments that are read after the prefill
 
 
 class Stream:
     """One request: what to decode, how far it is, and where its audio goes."""
 
     def __init__(self, put: Callable):
-        self.put = put  # takes audio, an exception or END; called in the engine's thread
+        self.put = put  # takes audio, an exception or END
         self.cancelled = False
         # the request
         self.request = None  # arguments of talker.generate
+        self.settings = None  # the same for `Prefill`
         self.prompt_ready = None  # a CUDA event after the kernels that built the prompt
         self.prompt_length = 0
         self.max_frames = 0
@@ -52,14 +58,13 @@ class Stream:
         self.is_seeded = False  # unseeded streams of a batch share one draw
         # how far it is, in frames
         self.launched = 0  # on the GPU
-        self.confirmed = 0  # known to the host to be complete
+        self.checked = 0  # frames after which the host knows whether the stream has ended
         self.decoded = 0  # handed to the codec
-        self.finished = False  # its last frame is confirmed
+        self.finished = False  # all its frames are known
         self.was_cut_off = False
         # its audio
         self.codec_slot = None
-        self.chunk_sizes = growing_chunks()
-        self.chunk_size = next(self.chunk_sizes)
+        self.heard_from = None  # time at which its first chunk was delivered
         self.unread = 0  # chunks that the listener has not taken yet
         self.paused_at = None  # time at which it began to wait for its listener
 
@@ -67,6 +72,11 @@ class Stream:
     def length(self) -> int:
         """Positions of the cache in use."""
         return self.prompt_length + self.launched
+
+    @property
+    def valid(self) -> int:
+        """Frames that belong to the speech. Whether there is a next frame is known before it is computed."""
+        return self.checked if self.finished else min(self.launched, self.checked + 1)
 
 
 class Engine:
@@ -89,6 +99,7 @@ class Engine:
         self.device = self.talker.device
         self.on_gpu = self.device.type == "cuda"
         self.rate = tts.model.speech_tokenizer.get_output_sample_rate()
+        self.seconds_per_frame = tts.model.speech_tokenizer.get_decode_upsample_rate() / self.rate
         self.max_streams = max_streams
         self.max_unread = max_unread
         self.max_waiting = max_waiting
@@ -104,17 +115,23 @@ class Engine:
         self.active = []  # admitted streams; active[i] is in slot i, but see in_single
         self.in_single = False  # True: there is one active stream, and its state is in the single-row graphs
         self.steps = collections.deque()  # frames launched whose `ended` flags the host has not read yet
-        self.chunks = collections.deque()  # (streams, their audio once it is decoded), in the codec's order
+        self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (streams, audio or END), in the codec's order
         self.free_codec_slots = list(range(max_streams))
         self.advancing = None  # host copy of slots.advance
         self.closing = False
         self.why_closed = "the engine has been closed"
         self.changed = threading.Condition()
-        if self.on_gpu:  # a CUDA stream of its own, so that callers can build prompts beside the frames
+        self.prompt_lock = threading.Lock()
+        self.prompt_stream = None
+        if self.on_gpu:
+            # The many small kernels of a prompt must not wait for those of the frames, nor these for the codec's.
+            self.prompt_stream = torch.cuda.Stream(self.device, priority=-2)
             self.cuda_stream = torch.cuda.Stream(self.device, priority=-1)
             self.cuda_stream.wait_stream(torch.cuda.current_stream(self.device))
         self.thread = threading.Thread(target=self.run, name="speech engine", daemon=True)
+        self.delivery = threading.Thread(target=self.deliver, name="speech delivery", daemon=True)
         self.thread.start()
+        self.delivery.start()
         atexit.register(self.close)
 
     @torch.inference_mode(False)
@@ -128,6 +145,8 @@ class Engine:
             log.info("capturing frames of up to %d streams", rows)
             self.graphs[rows] = frame_graph(self.talker, self.single[1], self.slots, rows)
             self.graphs[rows].capture(self.decoder.pool)
+        log.info("capturing prefills of several prompts")
+        self.prefills = Prefill(self.talker, self.slots, self.decoder.pool)
         log.info("capturing the codec for up to %d streams", self.max_streams)
         self.codec = BatchCodec(self.tts.model.speech_tokenizer, self.max_streams, self.batch_sizes)
 
@@ -207,13 +226,19 @@ class Engine:
         with self.changed:
             if len(self.waiting) >= self.max_waiting:
                 raise RuntimeError(f"{len(self.waiting)} requests are waiting already: try again later")
-        request, stream.max_frames, stream.reference = prepare_request(self.decoder, method, text, **kwargs)
-        request["attention_mask"] = request["attention_mask"].cpu()  # here, so that the engine need not wait for it
+        # One prompt at a time: the Python code of many threads takes twice as long when they alternate. A reference
+        # recording is encoded first, which takes longer, but hardly any Python code.
+        encodes_reference = kwargs.get("ref_audio") is not None
+        lock = contextlib.nullcontext() if encodes_reference else self.prompt_lock
+        with lock, torch.cuda.stream(self.prompt_stream):
+            request, stream.max_frames, stream.reference = prepare_request(self.decoder, method, text, **kwargs)
+            request["attention_mask"] = request["attention_mask"].cpu()  # here, so that the engine need not wait for it
+            stream.prompt_ready = self.decoder.record_event()
+        stream.settings = host_settings(self.talker.config, request)
         stream.request = request
         stream.prompt_length = request["attention_mask"].shape[1]
         stream.generator = self.make_generator(seed)
         stream.is_seeded = seed is not None
-        stream.prompt_ready = self.decoder.record_event()
         with self.changed:
             if self.closing:
                 raise RuntimeError(self.why_closed)
@@ -241,14 +266,19 @@ class Engine:
             self.serve()
         except BaseException as error:
             log.exception("the engine has stopped")
-            with self.changed:
-                self.why_closed = f"the engine has stopped: {error}"
-                self.closing = True  # `submit` refuses from here on
+            self.fail(error)
         if self.on_gpu:
             with contextlib.suppress(Exception):
                 self.cuda_stream.synchronize()
                 self.codec.stream.synchronize()  # what they write is freed with the engine
+        self.decoding.put(None)
         self.end_all()
+
+    def fail(self, error: BaseException) -> None:
+        with self.changed:
+            self.why_closed = f"the engine has stopped: {error}"
+            self.closing = True  # `submit` refuses from here on
+            self.changed.notify_all()
 
     def serve(self) -> None:
         if self.on_gpu:
@@ -273,15 +303,11 @@ class Engine:
             self.drop_cancelled_and_overdue()
             self.admit()
             launched = self.launch()
-            # The host usually runs one frame behind, so that the GPU never waits for it. It catches up when the first
-            # chunk of a new stream is due, when nothing was launched, and on a CPU.
-            first_chunk_due = any(stream.confirmed == 0 for stream in self.active) and not self.waiting
-            catch_up = first_chunk_due or not launched or not self.on_gpu
-            self.read_ended_flags(keep=0 if catch_up else 1)
+            # On a GPU the host runs one frame behind, so that the GPU never waits for it.
+            self.check_ended(keep=1 if launched and self.on_gpu else 0)
             self.decode_chunks()
-            self.deliver(wait=catch_up)
             self.remove_finished()
-            if not launched and not self.chunks:
+            if not launched:
                 if self.in_single:
                     self.leave_single()  # another call may use the single-row graphs meanwhile
                 return
@@ -312,46 +338,86 @@ class Engine:
             stream.finished |= stream.cancelled
 
     def admit(self) -> None:
-        """Prefill waiting requests: a few at a time, so that nobody waits long for the next frame."""
-        for _ in range(MAX_ADMISSIONS_PER_FRAME):
-            with self.changed:
-                if not self.waiting or len(self.active) == self.max_streams:
-                    return
-                stream = self.waiting.popleft()
-            try:
-                self.prefill(stream)
-            except Exception as error:
-                if stream in self.active:
-                    raise  # slots and streams no longer agree
-                log.exception("a request failed")
-                self.free_codec_slot(stream)
-                stream.put(error)
+        """Prefill waiting requests: several at a time, but not so many that the others wait long for the next frame."""
+        with self.changed:
+            free = self.max_streams - len(self.active)
+            count = min(len(self.waiting), free, MAX_ADMISSIONS_PER_FRAME)
+            admitted = [self.waiting.popleft() for _ in range(count)]
+        if len(admitted) == 1 and not self.active:
+            self.prefill(admitted, self.prefill_single)
+        elif admitted:
+            if self.in_single:
+                self.leave_single()
+            while admitted:
+                together = self.count_that_fit(admitted)
+                self.prefill(admitted[:together], self.prefill_rows)
+                admitted = admitted[together:]
 
-    def prefill(self, stream: Stream) -> None:
-        talker, predictor = self.single
-        if self.in_single:
-            self.leave_single()
-        request = stream.request
+    def count_that_fit(self, streams: list[Stream]) -> int:
+        """How many of them can be prefilled together, from the first on."""
+        count = 1
+        while count < len(streams) and self.prefills.graph_for(
+            [stream.prompt_length for stream in streams[: count + 1]]
+        ):
+            count += 1
+        return count
+
+    def prefill(self, streams: list[Stream], run: Callable[[list[Stream]], None]) -> None:
+        try:
+            for stream in streams:
+                self.use_prompt(stream)
+            run(streams)
+        except Exception as error:
+            if len(streams) > 1:  # find out whose fault it is
+                for stream in streams:
+                    self.prefill([stream], run)
+                return
+            log.exception("a request failed")
+            (stream,) = streams
+            stream.put(error)
+            return
+        for stream in streams:
+            stream.codec_slot = self.free_codec_slots.pop()
+            self.codec.reset_row(stream.codec_slot)
+            if stream.reference is not None:
+                self.codec.prime(stream.codec_slot, stream.reference)
+            stream.request = {name: stream.request[name] for name in NEEDED_LATER}
+            stream.settings = None
+            self.active.append(stream)
+
+    def use_prompt(self, stream: Stream) -> None:
+        """Order this thread's CUDA stream behind the caller's, on which the prompt was built."""
         if stream.prompt_ready:
             stream.prompt_ready.wait()
-            for value in request.values():
+            for value in stream.request.values():
                 if torch.is_tensor(value) and value.is_cuda:
-                    value.record_stream(self.cuda_stream)  # made on the caller's CUDA stream
-        talker.configure(**request)
-        predictor.configure(**request)
-        self.use_generator(stream)
-        predictor.begin(**request)
-        talker.begin(**request)
-        stream.request = {name: request[name] for name in ("do_sample", "subtalker_dosample", "max_new_tokens")}
+                    value.record_stream(self.cuda_stream)
 
-        stream.codec_slot = self.free_codec_slots.pop()
-        self.codec.reset_row(stream.codec_slot)
-        if stream.reference is not None:
-            self.codec.prime(stream.codec_slot, stream.reference)
-        self.active.append(stream)
+    def prefill_single(self, streams: list[Stream]) -> None:
+        """A stream that is alone: into the single-row graphs."""
+        (stream,) = streams
+        talker, predictor = self.single
+        talker.configure(**stream.request)
+        predictor.configure(**stream.request)
+        self.use_generator(stream)
+        predictor.begin(**stream.request)
+        talker.begin(**stream.request)
         self.in_single = True
-        if len(self.active) > 1:
-            self.leave_single()
+
+    def prefill_rows(self, streams: list[Stream]) -> None:
+        """Several prompts at once, into the next free slots."""
+        first = len(self.active)
+        slots = [*range(first, first + len(streams))]
+        graph = self.prefills.load(
+            slots, [stream.request for stream in streams], [stream.settings for stream in streams]
+        )
+        noise = graph.sampling.noise
+        if not all(stream.is_seeded for stream in streams):
+            noise.exponential_(generator=self.shared_generator)
+        for row, stream in enumerate(streams):
+            if stream.is_seeded and stream.request["do_sample"]:
+                noise[row].exponential_(generator=stream.generator)
+        graph.replay()
 
     def use_generator(self, stream: Stream) -> None:
         """Let the single-row graphs draw from this stream's generator."""
@@ -392,36 +458,46 @@ class Engine:
 
         if len(self.active) == 1 and not self.in_single and not self.waiting:
             self.enter_single()
+        streams = [stream if advances else None for stream, advances in zip(self.active, advancing)]
         if self.in_single:
-            talker, predictor = self.single
-            predictor.replay()
-            talker.replay()
-            ended = talker.ended
+            ended = self.launch_single(*streams)
         else:
-            self.set_advancing(advancing)
-            self.draw_noise(advancing)
-            rows = next(rows for rows in self.batch_sizes if rows >= len(self.active))
-            self.graphs[rows].replay()
-            ended = self.slots.ended[: len(self.active)]
-
+            ended = self.launch_rows(streams)
         on_host = torch.empty(ended.shape, dtype=torch.bool, device="cpu", pin_memory=self.on_gpu)
         on_host.copy_(ended, non_blocking=True)
-        streams = [stream if advances else None for stream, advances in zip(self.active, advancing)]
         self.steps.append((self.decoder.record_event(), on_host, streams))
+        return True
+
+    def launch_single(self, stream: Stream) -> torch.Tensor:
+        talker, predictor = self.single
+        predictor.replay()
+        stream.launched += 1
+        if stream.decoded == 0:
+            # The first sound: its codes are complete, the talker's step would delay the codec.
+            self.decode_chunks()
+            self.codec.wait()
+        talker.replay()
+        return talker.ended
+
+    def launch_rows(self, streams: list[Stream | None]) -> torch.Tensor:
+        advancing = [stream is not None for stream in streams]
+        self.set_advancing(advancing)
+        self.draw_noise(advancing)
+        rows = next(rows for rows in self.batch_sizes if rows >= len(streams))
+        self.graphs[rows].replay()
         for stream in filter(None, streams):
             stream.launched += 1
-        return True
+        return self.slots.ended[: len(streams)]
 
     def set_advancing(self, advancing: list[bool]) -> None:
         if advancing != self.advancing:
-            mask = torch.zeros(self.max_streams, dtype=torch.bool, pin_memory=self.on_gpu)
-            mask[: len(advancing)] = torch.tensor(advancing)
-            self.slots.advance.copy_(mask, non_blocking=True)
+            mask = advancing + [False] * (len(self.slots.advance) - len(advancing))
+            copy_to_device(torch.tensor(mask), self.slots.advance)
             self.advancing = advancing
 
     def draw_noise(self, advancing: list[bool]) -> None:
         """The random numbers of the next frame. A seeded stream draws them as it would alone, the others together."""
-        codes, token = self.slots.predictor_sampling.noise, self.slots.talker_sampling.noise
+        codes, token = self.slots.predictor_sampling.noise, self.slots.sampling.noise
         if not all(stream.is_seeded for stream in self.active):
             codes[: len(self.active)].exponential_(generator=self.shared_generator)
             token[: len(self.active)].exponential_(generator=self.shared_generator)
@@ -434,8 +510,8 @@ class Engine:
             if stream.request["do_sample"]:
                 token[slot].exponential_(generator=stream.generator)
 
-    def read_ended_flags(self, keep: int) -> None:
-        """Confirm launched frames, and learn whether their streams have ended. The last `keep` may still be running."""
+    def check_ended(self, keep: int) -> None:
+        """Learn which streams have ended after the frames launched so far. The last `keep` may still be running."""
         while len(self.steps) > keep:
             event, ended, streams = self.steps.popleft()
             if event:
@@ -443,66 +519,51 @@ class Engine:
             for stream, has_ended in zip(streams, ended.tolist()):
                 if stream is None or stream.finished:
                     continue
-                stream.confirmed += 1
-                stream.was_cut_off = stream.confirmed == stream.max_frames and not has_ended
+                stream.checked += 1
+                stream.was_cut_off = stream.checked == stream.max_frames and not has_ended
                 stream.finished = has_ended or stream.was_cut_off
 
     def decode_chunks(self) -> None:
-        """Hand full chunks to the codec, those of the same size together."""
-        by_size = collections.defaultdict(list)
-        for slot, stream in enumerate(self.active):
-            while not stream.cancelled and (size := self.next_chunk(stream)):
-                codes = self.single[1].codes[0] if self.in_single else self.slots.codes[slot]
-                by_size[size].append((stream, codes[stream.decoded : stream.decoded + size]))
-                stream.decoded += size
-                if not stream.finished:
-                    stream.chunk_size = next(stream.chunk_sizes)
-        # The last chunks of a stream become smaller: descending sizes keep their order.
-        for size in sorted(by_size, reverse=True):
-            chunks = by_size[size]
-            while chunks:
-                now, later = self.first_of_each_stream(chunks)
-                streams = [stream for stream, _ in now]
-                codes = torch.stack([codes for _, codes in now])
-                audio = self.codec.feed_rows([stream.codec_slot for stream in streams], codes)
-                self.chunks.append((streams, audio))
-                chunks = later
+        """Hand complete chunks to the codec: one of each stream at a time, as they must be decoded in order."""
+        now = time.monotonic()
+        while chunks := [
+            (size, slot) for slot, stream in enumerate(self.active) if (size := self.next_chunk(stream, now))
+        ]:
+            by_size = collections.defaultdict(list)
+            for size, slot in chunks:
+                by_size[size].append(slot)
+            # Small chunks are those of streams that have little audio ahead of their playback.
+            for size in sorted(by_size):
+                for first in range(0, len(by_size[size]), self.codec.max_rows):
+                    self.decode(by_size[size][first : first + self.codec.max_rows], size)
 
-    @staticmethod
-    def first_of_each_stream(chunks: list) -> tuple[list, list]:
-        """Split into one codec batch and the rest: a stream's chunks must be decoded in order, one per batch."""
-        first, further, seen = [], [], set()
-        for stream, codes in chunks:
-            (further if stream in seen else first).append((stream, codes))
-            seen.add(stream)
-        return first, further
+    def decode(self, slots: list[int], size: int) -> None:
+        """Decode the next `size` frames of these slots."""
+        streams = [self.active[slot] for slot in slots]
+        sources = [self.single[1].codes[0]] if self.in_single else [self.slots.codes[slot] for slot in slots]
+        codes = [source[stream.decoded : stream.decoded + size] for source, stream in zip(sources, streams)]
+        audio = self.codec.feed_rows([stream.codec_slot for stream in streams], torch.stack(codes))
+        for stream in streams:
+            stream.decoded += size
+        self.decoding.put((streams, audio))
 
-    def next_chunk(self, stream: Stream) -> int:
-        """Frames of the chunk to decode next, 0 if it is not complete."""
-        available = stream.confirmed - stream.decoded
-        if available >= stream.chunk_size:
-            return stream.chunk_size
-        if not stream.finished:
+    def next_chunk(self, stream: Stream, now: float) -> int:
+        """Frames of the chunk to decode next, 0 if it is not complete. It grows with the audio ahead of playback."""
+        if stream.cancelled:
             return 0
-        return next((size for size in BATCH_CHUNK_SIZES if size <= available), 0)
-
-    def deliver(self, wait: bool) -> None:
-        """Give decoded audio to its listeners."""
-        while self.chunks and (wait or self.chunks[0][1].is_done()):
-            streams, audio = self.chunks.popleft()
-            for stream, samples in zip(streams, audio.wait()):
-                if not stream.cancelled:
-                    with self.changed:
-                        stream.unread += 1
-                    stream.put(samples)
+        available = stream.valid - stream.decoded
+        if stream.finished:
+            return next((size for size in BATCH_CHUNK_SIZES if size <= available), 0)
+        started = now if stream.heard_from is None else stream.heard_from
+        lead = stream.decoded - (now - started) / self.seconds_per_frame  # in frames
+        size = next((size for size in BATCH_CHUNK_SIZES if size <= lead + 0.5), 1)
+        return size if size <= available else 0
 
     def remove_finished(self) -> None:
         """Free the slots of finished streams. The last stream moves into the gap."""
-        in_codec = {stream for streams, _ in self.chunks for stream in streams}
         for slot in reversed(range(len(self.active))):
             stream = self.active[slot]
-            has_audio_left = stream in in_codec or (not stream.cancelled and stream.decoded < stream.confirmed)
-            if not stream.finished or has_audio_left:
+            if not stream.finished or (not stream.cancelled and stream.decoded < stream.valid):
                 continue
             last = self.active.pop()
             if last is not stream:
@@ -511,7 +572,7 @@ class Engine:
             self.in_single = False
             self.free_codec_slot(stream)
             if not stream.cancelled:
-                stream.put(END)  # last: whoever has heard the end may count on a free slot
+                self.decoding.put(([stream], END))  # whoever has heard the end may count on a free slot
 
     def free_codec_slot(self, stream: Stream) -> None:
         if stream.codec_slot is not None:
@@ -526,6 +587,27 @@ class Engine:
         for stream in streams:
             stream.put(RuntimeError(self.why_closed))  # a new error for each thread
 
+    # ---- The delivery thread
+
+    def deliver(self) -> None:
+        """Give decoded audio to its listeners, in the order of the codec."""
+        while (item := self.decoding.get()) is not None:
+            streams, audio = item
+            try:
+                for stream, samples in zip(streams, [END] if audio is END else audio.wait()):
+                    if not stream.cancelled:
+                        self.count_unread(stream)
+                        stream.put(samples)
+            except Exception as error:
+                log.exception("the engine has stopped")
+                self.fail(error)
+
+    def count_unread(self, stream: Stream) -> None:
+        with self.changed:
+            stream.unread += 1
+        if stream.heard_from is None:
+            stream.heard_from = time.monotonic()
+
     # ---- Lifetime
 
     def close(self) -> None:
@@ -534,6 +616,7 @@ class Engine:
             self.closing = True
             self.changed.notify_all()
         self.thread.join()
+        self.delivery.join()
         atexit.unregister(self.close)
 
     def __enter__(self) -> "Engine":

@@ -168,7 +168,7 @@ def test_an_error_in_one_prompt_leaves_the_others_speaking(voice, monkeypatch):
         chunks = engine.stream(method, **good)
         heard = [next(chunks)[0]]
         with monkeypatch.context() as broken:
-            broken.setattr(engine.single[0], "begin", lambda **_: 1 / 0)
+            broken.setattr(engine.prefills, "load", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 list(engine.stream(method, **bad))
         heard += [audio for audio, _ in chunks]
@@ -200,9 +200,9 @@ def test_a_paused_stream_does_not_hold_up_other_calls(voice):
 def test_the_last_chunks_of_a_stream_are_decoded_in_order(voice, monkeypatch):
     """A stream that ends with 7 frames left has chunks of 4, 2 and 1, beside another one with a chunk of 1."""
     with Engine(voice.fast, max_streams=2) as engine:
-        beside, ending = Stream(None), Stream(None)
-        beside.confirmed = 1
-        ending.confirmed, ending.chunk_size, ending.finished = 7, 8, True
+        beside, ending = Stream(print), Stream(print)
+        beside.launched = 1
+        ending.checked, ending.finished = 7, True
         engine.slots.codes[1, :, 0] = torch.arange(len(engine.slots.codes[1]))
         beside.codec_slot, ending.codec_slot = 0, 1
         fed = []
@@ -214,7 +214,6 @@ def test_the_last_chunks_of_a_stream_are_decoded_in_order(voice, monkeypatch):
         frames = [frame for slot, codes in fed if slot == 1 for frame in codes]
         assert frames == list(range(7))
         engine.active.clear()
-        engine.chunks.clear()
 
 
 def test_closing_ends_all_streams_with_an_error(voices):
