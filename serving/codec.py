@@ -46,6 +46,11 @@ class BatchCodec(CodecGraph):
         with self.on_own_stream():
             torch._foreach_zero_(self.state_rows[slot])
 
+    @torch.no_grad()
+    def move(self, source: int, target: int) -> None:
+        with self.on_own_stream():
+            torch._foreach_copy_(self.state_rows[target], self.state_rows[source])
+
     def wait(self) -> None:
         if self.stream:
             self.stream.synchronize()

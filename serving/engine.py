@@ -4,25 +4,26 @@
         for audio, rate in engine.stream(tts.generate_voice_clone, text="Hello!", voice_clone_prompt=prompt, seed=7):
             play(audio)
 
-    callers' threads        engine's thread                              delivery thread
-    build the prompt   ->   prefill, frames of all streams,        ->    wait for the codec, give each
-    (waiting)               full chunks to the codec (decoding)          listener its audio
+    prompt thread            engine's thread                            delivery thread
+    upstream's prompt   ->   prefill, frames of all streams,      ->    wait for the codec, give each
+    (waiting)                full chunks to the codec (decoding)        listener its audio
 
-Each caller builds its prompt in its own thread and reads audio from a queue of its own. The engine's thread runs the
-GPU and never holds `changed`, the lock that listeners take, while the GPU works. It holds the model's lock while
-streams advance, so that other calls on the same model wait.
+Each thread has a CUDA stream of its own. The engine's thread never holds `changed`, the lock that listeners take, while
+the GPU works. It holds the model's lock while streams advance, so that other calls on the same model wait.
 """
 
 import asyncio
 import atexit
 import collections
 import contextlib
+import heapq
 import logging
 import queue
 import threading
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -56,6 +57,7 @@ class Stream:
         self.reference = None  # codes that precede the speech, for the codec
         self.generator = None  # draws this stream's noise
         self.is_seeded = False  # unseeded streams of a batch share one draw
+        self.slot = None
         # how far it is, in frames
         self.launched = 0  # on the GPU
         self.checked = 0  # frames after which the host knows whether the stream has ended
@@ -63,7 +65,6 @@ class Stream:
         self.finished = False  # all its frames are known
         self.was_cut_off = False
         # its audio
-        self.codec_slot = None
         self.heard_from = None  # time at which its first chunk was delivered
         self.unread = 0  # chunks that the listener has not taken yet
         self.paused_at = None  # time at which it began to wait for its listener
@@ -77,6 +78,15 @@ class Stream:
     def valid(self) -> int:
         """Frames that belong to the speech. Whether there is a next frame is known before it is computed."""
         return self.checked if self.finished else min(self.launched, self.checked + 1)
+
+
+def encode_reference(method: Callable, **kwargs) -> dict:
+    """Replace a reference recording by the prompt made from it, in the caller's thread: it takes a while."""
+    if kwargs.get("voice_clone_prompt") is None and kwargs.get("ref_audio") is not None:
+        names = ("ref_audio", "ref_text", "x_vector_only_mode")
+        reference = {name: kwargs.pop(name) for name in names if name in kwargs}
+        kwargs["voice_clone_prompt"] = method.__self__.create_voice_clone_prompt(**reference)
+    return kwargs
 
 
 class Engine:
@@ -112,22 +122,19 @@ class Engine:
             self.capture()
 
         self.waiting = collections.deque()
-        self.active = []  # admitted streams; active[i] is in slot i, but see in_single
+        self.active = []  # admitted streams, each in its slot
         self.in_single = False  # True: there is one active stream, and its state is in the single-row graphs
+        self.free_slots = list(range(max_streams))  # of the codec, too; a heap
         self.steps = collections.deque()  # frames launched whose `ended` flags the host has not read yet
         self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (streams, audio or END), in the codec's order
-        self.free_codec_slots = list(range(max_streams))
-        self.advancing = None  # host copy of slots.advance
+        self.advance_mask = None  # host copy of slots.advance
         self.closing = False
         self.why_closed = "the engine has been closed"
         self.changed = threading.Condition()
-        self.prompt_lock = threading.Lock()
-        self.prompt_stream = None
         if self.on_gpu:
-            # The many small kernels of a prompt must not wait for those of the frames, nor these for the codec's.
-            self.prompt_stream = torch.cuda.Stream(self.device, priority=-2)
-            self.cuda_stream = torch.cuda.Stream(self.device, priority=-1)
+            self.cuda_stream = torch.cuda.Stream(self.device)
             self.cuda_stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.prompt_thread = ThreadPoolExecutor(1, "speech prompts", self.start_prompt_thread)
         self.thread = threading.Thread(target=self.run, name="speech engine", daemon=True)
         self.delivery = threading.Thread(target=self.deliver, name="speech delivery", daemon=True)
         self.thread.start()
@@ -164,7 +171,11 @@ class Engine:
         """
         audio = queue.SimpleQueue()
         stream = Stream(audio.put)
-        self.submit(stream, method, text, seed, kwargs)
+        kwargs = encode_reference(method, **kwargs)
+        try:
+            self.submit(stream, method, text, seed, kwargs).result()
+        except CancelledError:
+            raise RuntimeError(self.why_closed) from None
         chunks = self.chunks_of(stream, audio)
         next(chunks)  # enters its `try`, so that closing it before the first chunk cancels the request, too
         return chunks
@@ -191,7 +202,9 @@ class Engine:
 
         stream = Stream(put)
         try:
-            await asyncio.to_thread(self.submit, stream, method, text, seed, kwargs)
+            if kwargs.get("ref_audio") is not None:
+                kwargs = await asyncio.to_thread(encode_reference, method, **kwargs)
+            await asyncio.wrap_future(self.submit(stream, method, text, seed, kwargs))
             while (item := await audio.get()) is not END:
                 yield self.take_item(stream, item), self.rate
             self.warn_if_cut_off(stream)
@@ -218,22 +231,31 @@ class Engine:
             stream.cancelled = True
             self.changed.notify_all()
 
-    @torch.no_grad()
-    def submit(self, stream: Stream, method: Callable, text: str, seed: int | None, kwargs: dict) -> None:
-        """Build the prompt in the caller's thread and queue the request."""
+    def submit(self, stream: Stream, method: Callable, text: str, seed: int | None, kwargs: dict) -> Future:
+        """Have the prompt built and the request queued."""
         if method.__self__ is not self.tts:
             raise ValueError("this engine speaks with another model: use a method of the model it was made with")
         with self.changed:
+            if self.closing:
+                raise RuntimeError(self.why_closed)
             if len(self.waiting) >= self.max_waiting:
                 raise RuntimeError(f"{len(self.waiting)} requests are waiting already: try again later")
-        # One prompt at a time: the Python code of many threads takes twice as long when they alternate. A reference
-        # recording is encoded first, which takes longer, but hardly any Python code.
-        encodes_reference = kwargs.get("ref_audio") is not None
-        lock = contextlib.nullcontext() if encodes_reference else self.prompt_lock
-        with lock, torch.cuda.stream(self.prompt_stream):
-            request, stream.max_frames, stream.reference = prepare_request(self.decoder, method, text, **kwargs)
-            request["attention_mask"] = request["attention_mask"].cpu()  # here, so that the engine need not wait for it
-            stream.prompt_ready = self.decoder.record_event()
+            return self.prompt_thread.submit(self.build_prompt, stream, method, text, seed, kwargs)
+
+    # ---- The prompt thread: one, as upstream's Python code takes twice as long when many threads run it at once
+
+    def start_prompt_thread(self) -> None:
+        if self.on_gpu:
+            # A prompt takes more than a hundred small kernels, which must not wait for those of the frames.
+            torch.cuda.set_stream(torch.cuda.Stream(self.device, priority=-2))
+
+    @torch.no_grad()
+    def build_prompt(self, stream: Stream, method: Callable, text: str, seed: int | None, kwargs: dict) -> None:
+        if stream.cancelled:
+            return
+        request, stream.max_frames, stream.reference = prepare_request(self.decoder, method, text, **kwargs)
+        request["attention_mask"] = request["attention_mask"].cpu()  # here, so that the engine need not wait for it
+        stream.prompt_ready = self.decoder.record_event()
         stream.settings = host_settings(self.talker.config, request)
         stream.request = request
         stream.prompt_length = request["attention_mask"].shape[1]
@@ -363,24 +385,25 @@ class Engine:
         return count
 
     def prefill(self, streams: list[Stream], run: Callable[[list[Stream]], None]) -> None:
+        for stream in streams:
+            self.use_prompt(stream)
+            stream.slot = heapq.heappop(self.free_slots)
         try:
-            for stream in streams:
-                self.use_prompt(stream)
             run(streams)
         except Exception as error:
+            for stream in streams:
+                heapq.heappush(self.free_slots, stream.slot)
             if len(streams) > 1:  # find out whose fault it is
                 for stream in streams:
                     self.prefill([stream], run)
-                return
-            log.exception("a request failed")
-            (stream,) = streams
-            stream.put(error)
+            else:
+                log.exception("a request failed")
+                streams[0].put(error)
             return
         for stream in streams:
-            stream.codec_slot = self.free_codec_slots.pop()
-            self.codec.reset_row(stream.codec_slot)
+            self.codec.reset_row(stream.slot)
             if stream.reference is not None:
-                self.codec.prime(stream.codec_slot, stream.reference)
+                self.codec.prime(stream.slot, stream.reference)
             stream.request = {name: stream.request[name] for name in NEEDED_LATER}
             stream.settings = None
             self.active.append(stream)
@@ -405,12 +428,9 @@ class Engine:
         self.in_single = True
 
     def prefill_rows(self, streams: list[Stream]) -> None:
-        """Several prompts at once, into the next free slots."""
-        first = len(self.active)
-        slots = [*range(first, first + len(streams))]
-        graph = self.prefills.load(
-            slots, [stream.request for stream in streams], [stream.settings for stream in streams]
-        )
+        """Several prompts at once, into their slots."""
+        columns = zip(*((stream.slot, stream.request, stream.settings) for stream in streams))
+        graph = self.prefills.load(*map(list, columns))
         noise = graph.sampling.noise
         if not all(stream.is_seeded for stream in streams):
             noise.exponential_(generator=self.shared_generator)
@@ -429,19 +449,18 @@ class Engine:
             sampling.generator = stream.generator if stream.request[sampled] else torch.Generator()
 
     def leave_single(self) -> None:
-        """The last stream moves from the single-row graphs to its slot."""
-        slot = len(self.active) - 1
-        stream = self.active[slot]
+        """The only stream moves from the single-row graphs to its slot."""
+        (stream,) = self.active
         if self.on_gpu:
             stream.generator.set_state(self.single[0].generator.get_state())
-        self.slots.copy_from_single(slot, *self.single, stream.length)
+        self.slots.copy_from_single(stream.slot, *self.single, stream.length)
         self.in_single = False
 
     def enter_single(self) -> None:
         """The only stream moves from its slot to the single-row graphs."""
         (stream,) = self.active
         self.use_generator(stream)
-        self.slots.copy_to_single(0, *self.single, stream.length)
+        self.slots.copy_to_single(stream.slot, *self.single, stream.length)
         self.in_single = True
 
     def launch(self) -> bool:
@@ -450,22 +469,22 @@ class Engine:
             is_paused = stream.unread >= self.max_unread
             stream.paused_at = (stream.paused_at or time.monotonic()) if is_paused else None
         advancing = [
-            stream.launched < stream.max_frames and not stream.finished and stream.paused_at is None
+            stream
             for stream in self.active
+            if stream.launched < stream.max_frames and not stream.finished and stream.paused_at is None
         ]
-        if not any(advancing):
+        if not advancing:
             return False
 
         if len(self.active) == 1 and not self.in_single and not self.waiting:
             self.enter_single()
-        streams = [stream if advances else None for stream, advances in zip(self.active, advancing)]
-        if self.in_single:
-            ended = self.launch_single(*streams)
-        else:
-            ended = self.launch_rows(streams)
+        ended = self.launch_single(*advancing) if self.in_single else self.launch_rows(advancing)
         on_host = torch.empty(ended.shape, dtype=torch.bool, device="cpu", pin_memory=self.on_gpu)
         on_host.copy_(ended, non_blocking=True)
-        self.steps.append((self.decoder.record_event(), on_host, streams))
+        # A single-row graph has one flag. A stream keeps its slot until its flags are read.
+        self.steps.append(
+            (self.decoder.record_event(), on_host, [(s, 0 if self.in_single else s.slot) for s in advancing])
+        )
         return True
 
     def launch_single(self, stream: Stream) -> torch.Tensor:
@@ -479,46 +498,62 @@ class Engine:
         talker.replay()
         return talker.ended
 
-    def launch_rows(self, streams: list[Stream | None]) -> torch.Tensor:
-        advancing = [stream is not None for stream in streams]
-        self.set_advancing(advancing)
-        self.draw_noise(advancing)
-        rows = next(rows for rows in self.batch_sizes if rows >= len(streams))
-        self.graphs[rows].replay()
-        for stream in filter(None, streams):
+    def launch_rows(self, advancing: list[Stream]) -> torch.Tensor:
+        self.close_gaps()
+        rows = self.rows_needed()
+        mask = [False] * len(self.slots.advance)
+        for stream in advancing:
+            mask[stream.slot] = True
             stream.launched += 1
-        return self.slots.ended[: len(streams)]
-
-    def set_advancing(self, advancing: list[bool]) -> None:
-        if advancing != self.advancing:
-            mask = advancing + [False] * (len(self.slots.advance) - len(advancing))
+        if mask != self.advance_mask:
             copy_to_device(torch.tensor(mask), self.slots.advance)
-            self.advancing = advancing
+            self.advance_mask = mask
+        self.draw_noise(advancing, rows)
+        self.graphs[rows].replay()
+        return self.slots.ended[:rows]
 
-    def draw_noise(self, advancing: list[bool]) -> None:
+    def rows_needed(self) -> int:
+        """The smallest batch size that covers all slots in use."""
+        last = max(stream.slot for stream in self.active)
+        return next(rows for rows in self.batch_sizes if rows > last)
+
+    def close_gaps(self) -> None:
+        """Move streams to lower slots where a smaller batch size is enough for them."""
+        enough = next(rows for rows in self.batch_sizes if rows >= len(self.active))
+        for stream in self.active:
+            if stream.slot >= enough:
+                slot = heapq.heappushpop(self.free_slots, stream.slot)
+                self.slots.move(stream.slot, slot, stream.length)
+                self.codec.move(stream.slot, slot)
+                stream.slot = slot
+
+    def draw_noise(self, advancing: list[Stream], rows: int) -> None:
         """The random numbers of the next frame. A seeded stream draws them as it would alone, the others together."""
         codes, token = self.slots.predictor_sampling.noise, self.slots.sampling.noise
         if not all(stream.is_seeded for stream in self.active):
-            codes[: len(self.active)].exponential_(generator=self.shared_generator)
-            token[: len(self.active)].exponential_(generator=self.shared_generator)
-        for slot, stream in enumerate(self.active):
-            if not (advancing[slot] and stream.is_seeded):
+            codes[:rows].exponential_(generator=self.shared_generator)
+            token[:rows].exponential_(generator=self.shared_generator)
+        for stream in advancing:
+            if not stream.is_seeded:
                 continue
             if stream.request["subtalker_dosample"]:
-                for part in [codes[slot]] if self.draws_codes_at_once else codes[slot].split(1):
+                noise = codes[stream.slot]
+                for part in [noise] if self.draws_codes_at_once else noise.split(1):
                     part.exponential_(generator=stream.generator)
             if stream.request["do_sample"]:
-                token[slot].exponential_(generator=stream.generator)
+                token[stream.slot].exponential_(generator=stream.generator)
 
     def check_ended(self, keep: int) -> None:
         """Learn which streams have ended after the frames launched so far. The last `keep` may still be running."""
         while len(self.steps) > keep:
-            event, ended, streams = self.steps.popleft()
+            event, ended, flags = self.steps.popleft()
             if event:
                 event.synchronize()
-            for stream, has_ended in zip(streams, ended.tolist()):
-                if stream is None or stream.finished:
+            ended = ended.tolist()
+            for stream, index in flags:
+                if stream.finished:
                     continue
+                has_ended = ended[index]
                 stream.checked += 1
                 stream.was_cut_off = stream.checked == stream.max_frames and not has_ended
                 stream.finished = has_ended or stream.was_cut_off
@@ -526,23 +561,22 @@ class Engine:
     def decode_chunks(self) -> None:
         """Hand complete chunks to the codec: one of each stream at a time, as they must be decoded in order."""
         now = time.monotonic()
-        while chunks := [
-            (size, slot) for slot, stream in enumerate(self.active) if (size := self.next_chunk(stream, now))
-        ]:
+        while True:
             by_size = collections.defaultdict(list)
-            for size, slot in chunks:
-                by_size[size].append(slot)
-            # Small chunks are those of streams that have little audio ahead of their playback.
-            for size in sorted(by_size):
-                for first in range(0, len(by_size[size]), self.codec.max_rows):
-                    self.decode(by_size[size][first : first + self.codec.max_rows], size)
+            for stream in self.active:
+                by_size[self.next_chunk(stream, now)].append(stream)
+            by_size.pop(0, None)
+            if not by_size:
+                return
+            # Small chunks first: they are those of streams with little audio ahead of their playback.
+            for size, streams in sorted(by_size.items()):
+                self.decode(streams, size)
 
-    def decode(self, slots: list[int], size: int) -> None:
-        """Decode the next `size` frames of these slots."""
-        streams = [self.active[slot] for slot in slots]
-        sources = [self.single[1].codes[0]] if self.in_single else [self.slots.codes[slot] for slot in slots]
+    def decode(self, streams: list[Stream], size: int) -> None:
+        """Decode the next `size` frames of these streams."""
+        sources = [self.single[1].codes[0]] if self.in_single else [self.slots.codes[stream.slot] for stream in streams]
         codes = [source[stream.decoded : stream.decoded + size] for source, stream in zip(sources, streams)]
-        audio = self.codec.feed_rows([stream.codec_slot for stream in streams], torch.stack(codes))
+        audio = self.codec.feed_rows([stream.slot for stream in streams], torch.stack(codes))
         for stream in streams:
             stream.decoded += size
         self.decoding.put((streams, audio))
@@ -560,24 +594,15 @@ class Engine:
         return size if size <= available else 0
 
     def remove_finished(self) -> None:
-        """Free the slots of finished streams. The last stream moves into the gap."""
-        for slot in reversed(range(len(self.active))):
-            stream = self.active[slot]
+        """Free the slots of finished streams."""
+        for stream in [*self.active]:
             if not stream.finished or (not stream.cancelled and stream.decoded < stream.valid):
                 continue
-            last = self.active.pop()
-            if last is not stream:
-                self.slots.move(len(self.active), slot, last.length)
-                self.active[slot] = last
+            self.active.remove(stream)
             self.in_single = False
-            self.free_codec_slot(stream)
+            heapq.heappush(self.free_slots, stream.slot)
             if not stream.cancelled:
                 self.decoding.put(([stream], END))  # whoever has heard the end may count on a free slot
-
-    def free_codec_slot(self, stream: Stream) -> None:
-        if stream.codec_slot is not None:
-            self.free_codec_slots.append(stream.codec_slot)
-            stream.codec_slot = None
 
     def end_all(self) -> None:
         with self.changed:
@@ -615,6 +640,7 @@ class Engine:
         with self.changed:
             self.closing = True
             self.changed.notify_all()
+        self.prompt_thread.shutdown(cancel_futures=True)
         self.thread.join()
         self.delivery.join()
         atexit.unregister(self.close)

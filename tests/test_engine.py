@@ -47,10 +47,10 @@ def assert_same(audio: np.ndarray, expected: np.ndarray) -> None:
 def wait_until_idle(engine: Engine) -> None:
     """Every place must become free again."""
     end = time.monotonic() + LIMIT
-    while engine.active or engine.waiting or len(engine.free_codec_slots) < engine.max_streams:
+    while engine.active or engine.waiting or len(engine.free_slots) < engine.max_streams:
         assert time.monotonic() < end, "a place was never freed"
         time.sleep(0.01)
-    assert sorted(engine.free_codec_slots) == list(range(engine.max_streams))
+    assert sorted(engine.free_slots) == list(range(engine.max_streams))
 
 
 @pytest.mark.gpu
@@ -95,6 +95,25 @@ def test_streams_that_join_and_leave_are_as_alone(voices, name):
         jobs = [threads.submit(speak, engine, number) for number in range(8)]
         for job, audio in zip(jobs, expected, strict=True):
             assert_same(job.result(LIMIT), audio)
+
+
+def test_prompts_that_wait_together_are_prefilled_together(voice, monkeypatch):
+    """Prompts of different lengths in one batch, then gaps between the slots: no padding may leak."""
+    method = voice.fast.generate_voice_clone
+    requests = requests_of(voice, 7)
+    expected = [alone(voice, **request) for request in requests]
+    with Engine(voice.fast, max_streams=8) as engine:
+        together, moves = [], []
+        load, move = engine.prefills.load, engine.slots.move
+        monkeypatch.setattr(
+            engine.prefills, "load", lambda slots, *rest: together.append(len(slots)) or load(slots, *rest)
+        )
+        monkeypatch.setattr(engine.slots, "move", lambda *slots: moves.append(slots) or move(*slots))
+        with engine.decoder.lock:  # the engine waits for it
+            streams = [engine.stream(method, **request) for request in requests]
+        for chunks, audio in zip(streams, expected, strict=True):
+            assert_same(joined(chunks), audio)
+    assert together == [7] and moves
 
 
 def test_a_listener_who_leaves_early_disturbs_nobody(voice):
@@ -204,7 +223,7 @@ def test_the_last_chunks_of_a_stream_are_decoded_in_order(voice, monkeypatch):
         beside.launched = 1
         ending.checked, ending.finished = 7, True
         engine.slots.codes[1, :, 0] = torch.arange(len(engine.slots.codes[1]))
-        beside.codec_slot, ending.codec_slot = 0, 1
+        beside.slot, ending.slot = 0, 1
         fed = []
         monkeypatch.setattr(
             engine.codec, "feed_rows", lambda slots, codes: fed.extend(zip(slots, codes[..., 0].tolist()))
