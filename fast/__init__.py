@@ -6,6 +6,7 @@ megakernel.py   all layers, heads and the sampling of one step in a single launc
 batched.py      the small kernels around the matrix products of many rows (batched.cu), for serving/
 nvrtc.py        compiles and launches CUDA source, without a toolkit
 codec.py        the codec's decoder as CUDA graphs that keep their state between chunks
+text_table.py   prompts are built on the host
 streaming.py    audio while it is generated; stands on the codec
 paths.py        whether the megakernel can run here, and if not, why
 turns.py        one request at a time, also when a stream is paused
@@ -20,6 +21,7 @@ from fast.codec import CodecGraph
 from fast.layers import bypass_config_getattr, fuse_layers
 from fast.megakernel import predictor_step, talker_step
 from fast.paths import choose_path
+from fast.text_table import use_text_table
 from fast.turns import Turns
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
@@ -34,6 +36,7 @@ def plug_in(tts, decoder, fused: bool | None) -> None:
     bypass_config_getattr(tts.model.config, talker.config)
     decoder.lock = Turns()
 
+    decoder.host_talker = use_text_table(talker) if decoder.on_gpu else None
     use_megakernel, decoder.path = choose_path(talker, fused)
     decoder.keepalive = fuse_layers(talker, decoder.max_seq_len)  # read by the graphs
     decoder.replace_steps = partial(replace_steps, talker, use_megakernel)

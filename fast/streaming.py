@@ -42,7 +42,7 @@ def prepare_request(decoder, method: Callable, text, **kwargs) -> tuple[dict, in
         )
     request = build_request(method, text=text, **kwargs)
     limit = check_request(decoder, request)
-    return request, limit, reference_codes(kwargs.get("voice_clone_prompt"))
+    return move_to(decoder.talker.device, request), limit, reference_codes(kwargs.get("voice_clone_prompt"))
 
 
 def audio_chunks(
@@ -134,12 +134,18 @@ def build_request(method: Callable, **kwargs) -> dict:
     """Let upstream build a prompt and return what it would pass to talker.generate.
 
     The method runs on a shallow copy of the model whose talker.generate raises its arguments, so that other threads
-    can use the model meanwhile.
+    can use the model meanwhile. On a GPU the copy's talker is on the host, but for prompts with a reference recording,
+    whose codes have embeddings that are summed.
     """
     tts = copy.copy(method.__self__)
+    host_talker = decoder_of(tts).host_talker
     tts.model = copy.copy(tts.model)
     tts.model._modules = dict(tts.model._modules)
-    tts.model.talker = copy.copy(tts.model.talker)
+    if host_talker is None or reference_codes(kwargs.get("voice_clone_prompt")) is not None:
+        tts.model.talker = copy.copy(tts.model.talker)
+    else:
+        tts.model.talker = copy.copy(host_talker)
+        tts.device = host_talker.device
     tts.model.talker.generate = raise_request
     try:
         getattr(tts, method.__name__)(**kwargs)
@@ -147,6 +153,15 @@ def build_request(method: Callable, **kwargs) -> dict:
         (request,) = built.args
         return request
     raise ValueError(f"{method.__name__} does not generate speech")
+
+
+def move_to(device: torch.device, request: dict) -> dict:
+    """The same request with its embeddings on the device; its mask stays on the host, which reads it."""
+    moved = {name: value for name, value in request.items() if torch.is_tensor(value) and name != "attention_mask"}
+    for name, value in moved.items():
+        if value.device != device:
+            moved[name] = value.pin_memory().to(device, non_blocking=True)
+    return request | moved | {"attention_mask": request["attention_mask"].cpu()}
 
 
 def reference_codes(voice_clone_prompt) -> torch.Tensor | None:

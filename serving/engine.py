@@ -254,7 +254,6 @@ class Engine:
         if stream.cancelled:
             return
         request, stream.max_frames, stream.reference = prepare_request(self.decoder, method, text, **kwargs)
-        request["attention_mask"] = request["attention_mask"].cpu()  # here, so that the engine need not wait for it
         stream.prompt_ready = self.decoder.record_event()
         stream.settings = host_settings(self.talker.config, request)
         stream.request = request
