@@ -90,8 +90,9 @@ class Effort:
     chunks: tuple[str, ...] = tuple(CHUNKS)
     lists: tuple[int, ...] = (4, 16)  # texts, with audio
     batches: tuple[int, ...] = (4, 16, 64)  # rows, without audio
-    streams: tuple[int, ...] = (1, 4, 16, 64)  # listeners at once
-    poisson_seconds: float = 30
+    streams: tuple[int, ...] = (1, 4, 16, 64, 256)  # listeners at once
+    poisson_seconds: float = 60
+    held: tuple[int, ...] = (200, 400)  # listeners at once, for 60 s each
 
 
 def choose_effort(quick: bool) -> Effort:
@@ -100,7 +101,7 @@ def choose_effort(quick: bool) -> Effort:
     less = Effort(
         quick, short=8, long=24, upstream_short=2, upstream_long=6, runs=1, first_audio_runs=5, late_chunk_frames=0
     )
-    less = replace(less, streams=(1, 2, 4), poisson_seconds=0)
+    less = replace(less, streams=(1, 2, 4), poisson_seconds=0, held=())
     if quick:
         less = replace(less, lists=())
     if not ON_GPU:
@@ -271,7 +272,7 @@ def time_model(checkpoint: Checkpoint, speaker: torch.Tensor, effort: Effort) ->
 def time_listeners(checkpoint: Checkpoint, speaker: torch.Tensor, effort: Effort) -> NamedRows:
     tts = load(checkpoint.model)
     arguments = clone_arguments(speaker, effort.long)
-    yield from time_streams(tts, arguments, effort.streams, effort.poisson_seconds)
+    yield from time_streams(tts, arguments, effort.streams, effort.poisson_seconds, effort.held)
 
 
 def time_three_files(tts, speak: Callable[[int], int], effort: Effort) -> Row:

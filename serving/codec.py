@@ -15,7 +15,6 @@ BATCH_CHUNK_SIZES = (8, 4, 2, 1)  # frames per chunk of several rows; single row
 class BatchCodec(CodecGraph):
     def __init__(self, tokenizer, slots: int, batches: list[int]):
         self.batches = batches
-        self.max_rows = max(batches)
         self.unused = slots  # an extra slot that the padding rows of a batch read and write
         super().__init__(tokenizer, None, slots + 1)
         self.state_rows = [[state[slot] for state in self.state] for slot in range(slots)]

@@ -38,6 +38,7 @@ log = logging.getLogger("qwen3_tts_cudagraphs")
 Chunk = tuple[np.ndarray, int]
 END = None
 MAX_ADMISSIONS_PER_FRAME = 32  # prompts that are prefilled between two frames
+MAX_CODEC_ROWS = 64  # chunks that are decoded together; more take much memory and are not faster
 MAX_BATCHES_IN_CODEC = 8  # the engine waits for the codec before it hands over more
 NEEDED_LATER = ("do_sample", "subtalker_dosample", "max_new_tokens")  # arguments that are read after the prefill
 
@@ -155,7 +156,8 @@ class Engine:
         log.info("capturing prefills of several prompts")
         self.prefills = Prefill(self.talker, self.slots, self.decoder.pool)
         log.info("capturing the codec for up to %d streams", self.max_streams)
-        self.codec = BatchCodec(self.tts.model.speech_tokenizer, self.max_streams, self.batch_sizes)
+        codec_batches = sorted({min(rows, MAX_CODEC_ROWS) for rows in self.batch_sizes})
+        self.codec = BatchCodec(self.tts.model.speech_tokenizer, self.max_streams, codec_batches)
 
     # ---- For listeners, in any thread
 
@@ -569,7 +571,8 @@ class Engine:
                 return
             # Small chunks first: they are those of streams with little audio ahead of their playback.
             for size, streams in sorted(by_size.items()):
-                self.decode(streams, size)
+                for first in range(0, len(streams), MAX_CODEC_ROWS):
+                    self.decode(streams[first : first + MAX_CODEC_ROWS], size)
 
     def decode(self, streams: list[Stream], size: int) -> None:
         """Decode the next `size` frames of these streams."""
