@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cudagraph_talker import additive_mask, capture, round_up
+from fast import convolutions
 
 # Frames per captured graph; a chunk of another size is split into these. AttentionWindow.columns(size) must not exceed
 # the stored window plus `size`, which holds for powers of two but not for every size (10: 96 > 80 + 10).
@@ -54,6 +55,8 @@ class CodecGraph:
             self.position = torch.zeros(slots, dtype=torch.long)
             self.window = AttentionWindow(self, config, slots, model.dtype)
             self.state = [self.position, *self.window.keys, *self.window.values]
+            self.all_slots = torch.arange(slots)
+            self.use_kernels(slots)
             for module in self.decoder.modules():
                 self.keep_input(module, slots, model.dtype)
         precompute_constants(self.decoder)
@@ -63,6 +66,17 @@ class CodecGraph:
     def capture(self) -> None:
         pool = torch.cuda.graph_pool_handle() if self.stream else None
         self.graphs = {size: capture(partial(self.step, size), self.device, pool) for size in CHUNK_SIZES}
+
+    def use_kernels(self, slots: int) -> None:
+        """Replace the convolutional half of the decoder by that of fast/convolutions.py, where it runs."""
+        if convolutions.why_not(self.decoder):
+            return
+        stack = convolutions.Convolutions(
+            self.decoder, slots, lambda: self.all_slots if self.rows is None else self.rows
+        )
+        self.decoder.upsample = nn.ModuleList()
+        self.decoder.decoder = nn.ModuleList([stack])
+        self.state += stack.state
 
     def keep_input(self, module: nn.Module, slots: int, dtype: torch.dtype) -> None:
         """Give a causal convolution a static tensor for the end of its input."""
