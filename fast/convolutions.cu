@@ -24,6 +24,11 @@
 // A causal convolution looks back at the columns before the first: `state` keeps them, P for each slot.
 // `activate` writes them in front of the new columns, and keeps the last P columns for the next chunk.
 //
+// A convolution with dilation D reads every D-th column. So that it needs none, `activate` writes its input
+// interleaved: D sequences, sequence r of the columns r, r + D, r + 2 D, ..., each as long as the first. What
+// comes of it has the same order until the next `activate` puts it right. A shorter sequence ends in a column of
+// zeros: convolutions that are computed in tiles would spread a NaN.
+//
 // In the comments, a vector is 8 consecutive channels: 16 bytes, what a thread loads at once (uint4).
 
 using bf16 = unsigned short;
@@ -55,7 +60,7 @@ static_assert(LAST % 8 == 0, "unsupported sizes: LAST must be a multiple of 8");
 
 // Pointers marked "or null" are for steps that are left out.
 struct Activate {
-    const uint4 *x;                                   // (B, L, C)
+    const uint4 *x;                                   // (B, L, C), interleaved
     const uint4 *bias;                                // (C), or null
     const uint4 *scale;                               // (C), or null
     const uint4 *residual;                            // (B, L, C), or null
@@ -64,10 +69,12 @@ struct Activate {
     uint4 *sum;                                       // (B, L, C), or null
     uint4 *state;                                     // (slots, P, C), or null
     const i64 *slots;                                 // (B), or null
-    uint4 *output;                                    // (B, P + L, C)
+    uint4 *output;                                    // (B, P + L, C), interleaved
     u64 columns;                                      // L
     u64 state_columns;                                // P
     u64 vectors;                                      // C / 8
+    u64 x_sequences;                                  // of the interleaving of x, 1: none
+    u64 output_sequences;                             // of the interleaving of the output
 };
 
 struct DepthwiseNorm {
@@ -173,9 +180,22 @@ __device__ Eight snake(Eight x, Eight alpha, Eight inverse_beta) {
     return add(x, multiply(inverse_beta, multiply(sine, sine)));
 }
 
-// SnakeBeta of the sum (x + bias) * scale + residual at one vector of (B, L, C), channel vector `channel`.
-__device__ uint4 activated(const Activate &arguments, u64 vector, u32 channel, bool store_sum) {
-    const uint4 loaded = arguments.x[vector];
+// Where column `column` of row `row` is, of `columns` interleaved in `sequences`.
+__device__ u64 interleaved(u32 row, u32 column, u32 columns, u32 sequences) {
+    if (sequences == 1) {
+        return (u64)row * columns + column;
+    }
+    const u32 length = (columns + sequences - 1) / sequences;
+    return (u64)row * sequences * length + column % sequences * length + column / sequences;
+}
+
+// SnakeBeta of the sum (x + bias) * scale + residual, a vector of one column.
+__device__ uint4 activated(const Activate &arguments, u32 row, u32 column, u32 channel, bool store_sum) {
+    const u32 columns = arguments.columns;
+    const u32 vectors = arguments.vectors;
+    const u64 vector = ((u64)row * columns + column) * vectors + channel;
+    const uint4 loaded =
+        arguments.x[interleaved(row, column, columns, arguments.x_sequences) * vectors + channel];
     const uint4 residual = arguments.residual ? arguments.residual[vector] : loaded;
     Eight x = unpack(loaded);
     if (arguments.bias) {
@@ -197,23 +217,29 @@ __device__ uint4 activated(const Activate &arguments, u64 vector, u32 channel, b
 }
 
 // Block (i, b) has a part of row b. The first blocks, THREADS / P channel vectors each, have the columns of the
-// state, a thread for each vector; the others have the new columns, vectors i * THREADS to (i + 1) * THREADS.
+// state, a thread for each vector; the others have the new columns, THREADS vectors each.
 extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate arguments) {
     const u32 row = blockIdx.y;
     const u32 vectors = arguments.vectors;
     const u32 columns = arguments.columns;
     const u32 state_columns = arguments.state_columns;
-    const u32 new_vectors = columns * vectors;
-    const u64 first_of_row = (u64)row * new_vectors;
-    uint4 *output = arguments.output + (u64)row * (state_columns + columns) * vectors;
+    const u32 sequences = arguments.output_sequences;
+    const u32 missing = (sequences - (state_columns + columns) % sequences) % sequences;
     const u32 channels_of_block = state_columns ? THREADS / state_columns : 1;
     const u32 state_blocks = state_columns ? (vectors + channels_of_block - 1) / channels_of_block : 0;
+    const auto output = [&](u32 column, u32 channel) -> uint4 & {
+        const u64 place = interleaved(row, column, state_columns + columns, sequences);
+        return arguments.output[place * vectors + channel];
+    };
 
     if (blockIdx.x >= state_blocks) {
         const u32 vector = (blockIdx.x - state_blocks) * THREADS + threadIdx.x;
-        if (vector < new_vectors) {
-            output[state_columns * vectors + vector] =
-                activated(arguments, first_of_row + vector, vector % vectors, true);
+        const u32 column = vector / vectors;
+        const u32 channel = vector % vectors;
+        if (column < columns) {
+            output(state_columns + column, channel) = activated(arguments, row, column, channel, true);
+        } else if (column < columns + missing) {
+            output(state_columns + column, channel) = uint4{0, 0, 0, 0};
         }
         return;
     }
@@ -230,12 +256,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate argument
         before = state[column * vectors + channel];
         next = next_column < state_columns
                    ? state[next_column * vectors + channel]
-                   : activated(arguments, first_of_row + (next_column - state_columns) * vectors + channel,
-                               channel, false);
+                   : activated(arguments, row, next_column - state_columns, channel, false);
     }
     __syncthreads();
     if (in_use) {
-        output[column * vectors + channel] = before;
+        output(column, channel) = before;
         state[column * vectors + channel] = next;
     }
 }

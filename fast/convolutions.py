@@ -5,7 +5,8 @@ Upstream's modules run each product and sum of an activation as a kernel of its 
 channels-first tensors and back, so most of the time goes into moving data. Here the convolutions get no bias and no
 residual: the next kernel adds them, with the same roundings, and writes its result where the next convolution reads it,
 behind the stored columns of each row. A transposed convolution is one of 1 or 2 columns to `stride` times as many
-channels, a convolution of one column is a matrix product.
+channels, a convolution of one column is a matrix product. cuDNN's dilated convolutions are slow for some lengths, a
+thousand times slower for a few, so their input is interleaved instead (see convolutions.cu): (B, D, ceil(L / D), C).
 
 `why_not` says where this cannot run; there, upstream's modules do.
 
@@ -36,7 +37,7 @@ KERNELS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("x", "bias", "scale", "residual", "alpha", "inverse_beta", "sum", "state"), torch.bfloat16),
         "slots": torch.long,
         "output": torch.bfloat16,
-        **dict.fromkeys(("columns", "state_columns", "vectors"), int),
+        **dict.fromkeys(("columns", "state_columns", "vectors", "x_sequences", "output_sequences"), int),
     },
     "depthwise_norm": {
         **dict.fromkeys(("x", "weight", "bias", "norm_weight", "norm_bias", "output"), torch.bfloat16),
@@ -136,10 +137,10 @@ def compile_for(device: torch.device, sizes: Sizes) -> nvrtc.Kernels:
 class Unsummed:
     """What `activate` is to add up: (x + bias) * scale + residual, each None if it is not there."""
 
-    x: Tensor  # (B, L, C)
+    x: Tensor  # (B, L, C), or interleaved (B, D, ceil(L / D), C)
     bias: Tensor | None = None
     scale: Tensor | None = None
-    residual: Tensor | None = None
+    residual: Tensor | None = None  # (B, L, C)
 
     def is_sum(self) -> bool:
         return self.bias is None and self.scale is None and self.residual is None
@@ -203,18 +204,24 @@ class Convolutions(nn.Module):
         snake: "Snake | None" = None,
         state: Tensor | None = None,
         keep_sum: bool = False,
+        dilation: int = 1,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the sum, its SnakeBeta if there is one, behind the stored columns if there are any: (B, P + L, C);
-        and the sum itself if it is to be kept. The last P columns become the stored ones."""
+        """Returns the sum, its SnakeBeta if there is one, behind the stored columns if there are any, (B, P + L, C) or
+        interleaved for a convolution with this dilation; and the sum itself if it is to be kept, (B, L, C). The last P
+        columns become the stored ones."""
         x = unsummed.x
-        rows, columns, channels = x.shape
+        natural = x if unsummed.residual is None else unsummed.residual  # in the order of time
+        rows, columns, channels = natural.shape
+        x_sequences = x.shape[1] if x.dim() == 4 else 1
         state_columns = 0 if state is None else state.shape[1]
         vectors = channels // VECTOR
-        blocks = -(-columns * vectors // THREADS)
+        length = -(-(state_columns + columns) // dilation)  # of a sequence of the output
+        blocks = -(-(length * dilation - state_columns) * vectors // THREADS)
         if state is not None:
             blocks += -(-vectors // (THREADS // state_columns))
-        total = torch.empty_like(x) if keep_sum else None
-        output = x.new_empty(rows, state_columns + columns, channels)
+        total = torch.empty_like(natural) if keep_sum else None
+        shape = (length,) if dilation == 1 else (dilation, length)
+        output = x.new_empty(rows, *shape, channels)
         self.launch(
             "activate",
             (blocks, rows),
@@ -232,6 +239,8 @@ class Convolutions(nn.Module):
             columns=columns,
             state_columns=state_columns,
             vectors=vectors,
+            x_sequences=x_sequences,
+            output_sequences=dilation,
         )
         return output, total
 
@@ -287,14 +296,15 @@ class CausalConv:
     def __call__(
         self, kernels: Convolutions, unsummed: Unsummed, snake: Snake | None = None, keep_sum: bool = False
     ) -> Unsummed:
-        x, total = kernels.activate(unsummed, snake, self.state, keep_sum)
-        return Unsummed(convolve(x, self.weight, self.dilation), self.bias, residual=total)
+        x, total = kernels.activate(unsummed, snake, self.state, keep_sum, self.dilation)
+        return Unsummed(convolve(x, self.weight), self.bias, residual=total)
 
 
-def convolve(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
-    """(B, L, C), channels-last (C', C, 1, K) -> (B, L - dilation (K - 1), C'), by cuDNN"""
-    out = F.conv2d(x.transpose(1, 2)[:, :, None], weight, dilation=(1, dilation))
-    return out[:, :, 0].transpose(1, 2).contiguous()  # nothing to copy
+def convolve(x: Tensor, weight: Tensor) -> Tensor:
+    """(B, L, C) or interleaved, channels-last (C', C, 1, K) -> the same with L - K + 1 columns, by cuDNN"""
+    image = x if x.dim() == 4 else x[:, None]  # (B, height, L, C): a height of 1, or the sequences
+    out = F.conv2d(image.permute(0, 3, 1, 2), weight).permute(0, 2, 3, 1).contiguous()  # nothing to copy
+    return out if x.dim() == 4 else out[:, 0]
 
 
 class TransposedConv:
@@ -319,7 +329,7 @@ class TransposedConv:
             x = unsummed.x
         else:
             x, _ = kernels.activate(unsummed, snake, self.state)
-        out = F.linear(x, self.weight) if self.is_product else convolve(x, self.weight, 1)
+        out = F.linear(x, self.weight) if self.is_product else convolve(x, self.weight)
         rows, columns, _ = out.shape
         return Unsummed(out.view(rows, columns * self.stride, -1), self.bias)
 
@@ -366,5 +376,7 @@ class ResidualUnit:
 
     def __call__(self, kernels: Convolutions, unsummed: Unsummed) -> Unsummed:
         convolved = self.conv1(kernels, unsummed, self.snake1, keep_sum=True)
-        x, _ = kernels.activate(Unsummed(convolved.x, convolved.bias), self.snake2)
-        return Unsummed(F.linear(x, self.weight2), self.bias2, residual=convolved.residual)
+        sequences = convolved.x.flatten(1, -2)  # stays interleaved, if it is
+        x, _ = kernels.activate(Unsummed(sequences, convolved.bias), self.snake2)
+        x = F.linear(x.view_as(convolved.x), self.weight2)
+        return Unsummed(x, self.bias2, residual=convolved.residual)

@@ -115,11 +115,29 @@ def check_activate(stack: Convolutions, channels: int = 64, exact: bool = False)
             expected_state,
             slots,
         )
-        output, total = stack.activate(Unsummed(x, bias, scale, residual), snake, state, keep_sum=True)
+        unsummed = Unsummed(x, bias, scale, residual)
+        output, total = stack.activate(unsummed, snake, state, keep_sum=True)
         torch.testing.assert_close(total, expected_sum, rtol=0, atol=0)
         same(output, expected)
         if stored:
             same(state, expected_state)
+
+
+def check_interleaved(stack: Convolutions, channels: int = 64) -> None:
+    """In one order, out in another: lengths that the dilations divide and others."""
+    slots = stack.get_slots()
+    random = functools.partial(torch.randn, device=slots.device, dtype=torch.bfloat16)
+    for columns, (x_sequences, dilation) in itertools.product((256, 20, 9, 1), ((1, 3), (3, 9), (9, 1))):
+        x = random(3, columns, channels)
+        bias, residual, state = random(channels), random(3, columns, channels), random(4, 6 * dilation, channels)
+        expected_state = state.clone()
+        expected, expected_sum = reference.activate(x, bias, None, residual, None, None, expected_state, slots)
+        interleaved = reference.interleave(x, x_sequences) if x_sequences > 1 else x
+        unsummed = Unsummed(interleaved.contiguous(), bias, residual=residual)
+        output, total = stack.activate(unsummed, None, state, keep_sum=True, dilation=dilation)
+        assert torch.equal(output, reference.interleave(expected, dilation) if dilation > 1 else expected)
+        assert torch.equal(total, expected_sum)
+        assert torch.equal(state, expected_state)
 
 
 def check_depthwise_norm(stack: Convolutions, columns: int = 5) -> None:
@@ -150,7 +168,7 @@ def check_to_samples(stack: Convolutions) -> None:
         assert (difference > 0).float().mean() < 0.02
 
 
-CHECKS = [check_activate, check_depthwise_norm, check_to_samples]
+CHECKS = [check_activate, check_interleaved, check_depthwise_norm, check_to_samples]
 
 
 @needs_compiler
@@ -179,11 +197,16 @@ FAULTS = {  # name: what is right, what is wrong, the check that must fail
     "the state of another row": ("arguments.slots[row] *", "row *", check_activate),
     "the state of a short chunk": ("? state[next_column *", "? state[column *", check_activate),
     "the new state in front": (
-        "output[column * vectors + channel] = before",
-        "output[column * vectors + channel] = next",
+        "output(column, channel) = before",
+        "output(column, channel) = next",
         check_activate,
     ),
-    "another channel": ("vector % vectors, true", "0, true", check_activate),
+    "another channel": ("channel = vector % vectors", "channel = 0", check_activate),
+    "columns in the wrong sequence": (
+        "column % sequences * length + column / sequences",
+        "column / length * length + column % length",
+        check_interleaved,
+    ),
     "one tap less": (
         "for (int tap = 0; tap < TAPS; ++tap) {\n        const Eight x",
         "for (int tap = 1; tap < TAPS; ++tap) {\n        const Eight x",
@@ -321,6 +344,7 @@ def test_kernels_compute_the_same_on_a_gpu(published):
     stack = make_stack(published, None)
     for channels in (96, 192, 384, 768, 1024, 1536):
         check_activate(stack, channels, exact=True)
+        check_interleaved(stack, channels)
     check_depthwise_norm(stack, 64)
     check_to_samples(stack)
 
