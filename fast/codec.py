@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from cudagraph_talker import additive_mask, capture, round_up
-from fast import convolutions
+from fast import codec_kernels
+from fast.codec_decoder import KernelDecoder
 
 # Frames per captured graph; a chunk of another size is split into these. AttentionWindow.columns(size) must not exceed
 # the stored window plus `size`, which holds for powers of two but not for every size (10: 96 > 80 + 10).
@@ -46,37 +47,37 @@ class CodecGraph:
         self.samples_per_frame = tokenizer.get_decode_upsample_rate()
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
-        # Copy the modules but share the weights: upstream's own decoder stays as it is.
-        shared = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
-        self.decoder = copy.deepcopy(model, shared)
         with self.device:
             self.codes = torch.zeros(slots, config.num_quantizers, max(CHUNK_SIZES), dtype=torch.long)
             self.samples = torch.zeros(slots, max(CHUNK_SIZES) * self.samples_per_frame, dtype=torch.float32)
             self.position = torch.zeros(slots, dtype=torch.long)
-            self.window = AttentionWindow(self, config, slots, model.dtype)
-            self.state = [self.position, *self.window.keys, *self.window.values]
             self.all_slots = torch.arange(slots)
-            self.use_kernels(slots)
-            for module in self.decoder.modules():
-                self.keep_input(module, slots, model.dtype)
+            self.state = [self.position]
+            if codec_kernels.why_not(model) is None:
+                self.use_kernels(model, slots)
+            else:
+                self.use_modules(model, slots)
+        self.capture()
+
+    def use_kernels(self, model: nn.Module, slots: int) -> None:
+        kernels = codec_kernels.CodecKernels(model, lambda: self.all_slots if self.rows is None else self.rows)
+        self.decoder = KernelDecoder(model, slots, self.position, kernels)
+        self.state += self.decoder.state
+
+    def use_modules(self, model: nn.Module, slots: int) -> None:
+        # Copy the modules but share the weights: upstream's own decoder stays as it is.
+        shared = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
+        self.decoder = copy.deepcopy(model, shared)
+        self.window = AttentionWindow(self, model.config, slots, model.dtype)
+        self.state += [*self.window.keys, *self.window.values]
+        for module in self.decoder.modules():
+            self.keep_input(module, slots, model.dtype)
         precompute_constants(self.decoder)
         self.decoder.pre_transformer.forward = self.transformer
-        self.capture()
 
     def capture(self) -> None:
         pool = torch.cuda.graph_pool_handle() if self.stream else None
         self.graphs = {size: capture(partial(self.step, size), self.device, pool) for size in CHUNK_SIZES}
-
-    def use_kernels(self, slots: int) -> None:
-        """Replace the convolutional half of the decoder by that of fast/convolutions.py, where it runs."""
-        if convolutions.why_not(self.decoder):
-            return
-        stack = convolutions.Convolutions(
-            self.decoder, slots, lambda: self.all_slots if self.rows is None else self.rows
-        )
-        self.decoder.upsample = nn.ModuleList()
-        self.decoder.decoder = nn.ModuleList([stack])
-        self.state += stack.state
 
     def keep_input(self, module: nn.Module, slots: int, dtype: torch.dtype) -> None:
         """Give a causal convolution a static tensor for the end of its input."""

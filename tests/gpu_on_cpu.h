@@ -1,6 +1,6 @@
-// As much of a GPU as fast/megakernel.cu, fast/batched.cu and fast/convolutions.cu need, on a CPU (x86_64 or
+// As much of a GPU as fast/megakernel.cu, fast/batched.cu and fast/codec_kernels.cu need, on a CPU (x86_64 or
 // aarch64, Linux). To be included before one of them, with MEGAKERNEL_ON_CPU, BATCHED_ON_CPU or
-// CONVOLUTIONS_ON_CPU defined.
+// CODEC_KERNELS_ON_CPU defined.
 //
 // Every GPU thread is a fiber on one CPU thread. A fiber runs until it waits for something - a barrier, the
 // other lanes of its warp, a value of another block - and then yields to the next. So this shows what the

@@ -1,4 +1,4 @@
-"""megakernel.cu, batched.cu and convolutions.cu as libraries for the CPU: compiled by g++, after gpu_on_cpu.h."""
+"""megakernel.cu, batched.cu and codec_kernels.cu as libraries for the CPU: compiled by g++, after gpu_on_cpu.h."""
 
 import ctypes
 import subprocess
@@ -58,14 +58,14 @@ class CpuKernel:
 
 
 class CpuKernels:
-    """Launches the kernels of batched.cu or convolutions.cu on fibers, in place of nvrtc.Kernels."""
+    """Launches the kernels of batched.cu or codec_kernels.cu on fibers, in place of nvrtc.Kernels."""
 
     def __init__(self, source: str, folder: Path, names: Iterable[str] = batched.KERNELS) -> None:
         """`source` is complete_source(sizes) of either. A RuntimeError has the compiler's messages."""
         cpp = folder / "kernels.cpp"
         library = folder / "kernels.so"
         entries = "".join(RUN_BATCHED.format(name) for name in names)
-        on_cpu = "#define BATCHED_ON_CPU\n#define CONVOLUTIONS_ON_CPU\n"
+        on_cpu = "#define BATCHED_ON_CPU\n#define CODEC_KERNELS_ON_CPU\n"
         cpp.write_text(f'{on_cpu}#include "{HEADER}"\n{source}{entries}')
         command = ["g++", *OPTIONS, "-O1", "-o", str(library), str(cpp)]  # compiles faster than -O2
         result = subprocess.run(command, capture_output=True, text=True)

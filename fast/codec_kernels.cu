@@ -1,14 +1,32 @@
-// What lies between the matrix products and convolutions of the codec's decoder, channels-last: a column of C
-// channels is contiguous.
+// What lies between the matrix products and convolutions of the codec's decoder. Tensors are channels-last: a
+// column of C channels is contiguous.
 //
-// convolutions.py compiles this file with NVRTC for one GPU and one model. It puts these definitions before it:
+// codec_kernels.py compiles this file with NVRTC for one GPU and one model. It puts these definitions before it:
 //
-//     LATENT, EPSILON    channels of the ConvNeXt blocks, and the epsilon of their norm
-//     LAST               channels of the last convolution's input
-//     THREADS            of a block of activate and to_samples
+//     CODEBOOK, CODE_DIM           entries of a codebook, and their size
+//     HIDDEN, INNER, NORM_EPSILON  of the transformer, and of its norms
+//     HEADS, WINDOW, RING          of its attention: positions that a query sees, and that are stored
+//     MAX_FRAMES                   of a chunk
+//     LATENT, EPSILON              channels of the ConvNeXt blocks, and the epsilon of their norm
+//     LAST                         channels of the last convolution's input
+//     THREADS                      of a block of activate and to_samples
 //
-// convolutions_reference.py has the kernels in a few lines of torch. Values are rounded to bfloat16 where the
-// model's own modules round them: after every product and every sum.
+// codec_kernels_reference.py has the kernels in a few lines of torch. Values are rounded to bfloat16 where the
+// model's own modules round them: after every product and every sum outside of matrix products.
+//
+//
+// A layer of the transformer
+// --------------------------
+//     kernel              reads                              writes
+//     -----------------   --------------------------------   ------------------------------------
+//     (GEMM)              normalized                         qkv
+//     window_attention    qkv, cos, sin, keys and values     output; new keys and values
+//     (GEMM)              output                             x
+//     add_and_norm        x, its scale, residual             residual, normalized
+//     (GEMM)              normalized                         gate_up
+//     silu_and_multiply   gate_up                            inner
+//     (GEMM)              inner                              x
+//     add_and_norm        x, its scale, residual             residual, normalized
 //
 //
 // A residual unit
@@ -39,18 +57,33 @@ using i64 = long long;
 
 // ---- Sizes
 
+constexpr int HEAD_DIM = 64;
+constexpr int HIDDEN_VECTORS = HIDDEN / 8;
+constexpr int HIDDEN_WARPS = HIDDEN_VECTORS / 32;
+constexpr int INNER_VECTORS = INNER / 8;
+constexpr int CODE_VECTORS = CODE_DIM / 8;
+constexpr int ATTENTION_WARPS = 4;
+constexpr int ATTENTION_THREADS = 32 * ATTENTION_WARPS;
+constexpr int KEYS_PER_LANE = (WINDOW + 31) / 32;
+constexpr int MAX_KEYS = WINDOW - 1 + MAX_FRAMES;
+constexpr float LOWEST_SCORE = -1e30f;
 constexpr int TAPS = 7;                               // of the convolutions in depthwise_norm and to_samples
 constexpr int LATENT_VECTORS = LATENT / 8;
 constexpr int LATENT_WARPS = LATENT_VECTORS / 32;
 constexpr int LAST_VECTORS = LAST / 8;
 constexpr int SAMPLES_OF_BLOCK = THREADS / 2;
 
+static_assert(HIDDEN % 256 == 0, "unsupported sizes: HIDDEN must be a multiple of 256");    // whole warps
+static_assert(HIDDEN <= 8192, "unsupported sizes: HIDDEN must be at most 8192");            // threads
+static_assert(INNER % 8 == 0, "unsupported sizes: INNER must be a multiple of 8");
+static_assert(CODE_DIM % 8 == 0, "unsupported sizes: CODE_DIM must be a multiple of 8");
+static_assert(RING >= WINDOW - 1 && RING >= MAX_FRAMES, "unsupported sizes: RING is too short");
 static_assert(LATENT % 256 == 0, "unsupported sizes: LATENT must be a multiple of 256");    // whole warps
 static_assert(LATENT <= 8192, "unsupported sizes: LATENT must be at most 8192");            // threads
 static_assert(LAST % 8 == 0, "unsupported sizes: LAST must be a multiple of 8");
 
 
-// ---- Arguments, a struct for each kernel. convolutions.py writes them and checks their layout when it compiles.
+// ---- Arguments, a struct for each kernel. codec_kernels.py writes them and checks their layout when it compiles.
 
 #ifdef __CUDACC_RTC__  // NVRTC of CUDA 12 does not know __builtin_offsetof
 #define OFFSET_OF(type, field) __INTADDR__(&((type *)0)->field)
@@ -59,6 +92,43 @@ static_assert(LAST % 8 == 0, "unsupported sizes: LAST must be a multiple of 8");
 #endif
 
 // Pointers marked "or null" are for steps that are left out.
+struct EmbedCodes {
+    const i64 *codes;                                 // (B, Q, T)
+    const uint4 *tables;                              // (Q, CODEBOOK, CODE_DIM)
+    uint4 *semantic;                                  // (B, T, CODE_DIM), sum over the first codebooks
+    uint4 *acoustic;                                  // (B, T, CODE_DIM), sum over the others
+    u64 codebooks;                                    // Q
+    u64 semantic_codebooks;
+    u64 frames;                                       // T
+};
+
+struct AddAndNorm {
+    const uint4 *x;                                   // (B, T, HIDDEN)
+    const uint4 *scale;                               // (HIDDEN), or null
+    const uint4 *residual;                            // (B, T, HIDDEN), or null
+    const uint4 *weight;                              // (HIDDEN)
+    uint4 *sum;                                       // (B, T, HIDDEN), or null
+    uint4 *normalized;                                // (B, T, HIDDEN)
+};
+
+struct WindowAttention {
+    const bf16 *qkv;                                  // (B, T, 3, HEADS, HEAD_DIM)
+    const bf16 *cos;                                  // (B, T, HEAD_DIM)
+    const bf16 *sin;                                  // (B, T, HEAD_DIM)
+    const i64 *positions;                             // (slots), of the first new frame
+    const i64 *slots;                                 // (B)
+    bf16 *keys;                                       // (slots, HEADS, RING, HEAD_DIM), position p at p % RING
+    bf16 *values;                                     // (slots, HEADS, RING, HEAD_DIM)
+    bf16 *output;                                     // (B, T, HEADS, HEAD_DIM)
+    u64 frames;                                       // T
+};
+
+struct SiluAndMultiply {
+    const uint4 *gate_up;                             // (B, T, 2, INNER)
+    uint4 *inner;                                     // (B, T, INNER)
+    u64 vectors;                                      // of all of `inner`
+};
+
 struct Activate {
     const uint4 *x;                                   // (B, L, C), interleaved
     const uint4 *bias;                                // (C), or null
@@ -99,7 +169,7 @@ struct ToSamples {
 // ---- PTX instructions, and memory of a block
 // For a run on a CPU, tests/gpu_on_cpu.h, included before this file, defines functions of the same names.
 
-#ifdef CONVOLUTIONS_ON_CPU
+#ifdef CODEC_KERNELS_ON_CPU
 template <class T>
 T &shared() {
     return *(T *)dynamic_shared_memory();
@@ -168,6 +238,203 @@ __device__ Eight add(Eight x, Eight y) {
 
 __device__ Eight multiply(Eight x, Eight y) {
     return for_each([&](int i) { return x.v[i] * y.v[i]; });
+}
+
+
+template <int WARPS>
+__device__ float sum_of_block(float x, float (&of_warp)[WARPS]) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        x += __shfl_xor_sync(~0u, x, distance);
+    }
+    if (threadIdx.x % 32 == 0) {
+        of_warp[threadIdx.x / 32] = x;
+    }
+    __syncthreads();
+    x = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) {
+        x += of_warp[warp];
+    }
+    return x;
+}
+
+
+// ---- Codes
+
+// Block (t, b) has frame t of row b, thread i its vector i. A code outside of the codebook reads its last entry.
+extern "C" __global__ void __launch_bounds__(CODE_VECTORS) embed_codes(EmbedCodes arguments) {
+    const u64 frame = (u64)blockIdx.y * arguments.frames + blockIdx.x;
+    const i64 *codes = arguments.codes + blockIdx.y * arguments.codebooks * arguments.frames + blockIdx.x;
+    Eight sum = {};
+    for (u32 book = 0; book < arguments.codebooks; ++book) {
+        const u64 code = min((u64)codes[book * arguments.frames], (u64)(CODEBOOK - 1));
+        const Eight entry = unpack(arguments.tables[(book * (u64)CODEBOOK + code) * CODE_VECTORS + threadIdx.x]);
+        const bool is_first = book == 0 || book == arguments.semantic_codebooks;
+        sum = is_first ? entry : add(sum, entry);
+        if (book + 1 == arguments.semantic_codebooks) {
+            arguments.semantic[frame * CODE_VECTORS + threadIdx.x] = pack(sum);
+        }
+    }
+    arguments.acoustic[frame * CODE_VECTORS + threadIdx.x] = pack(sum);
+}
+
+
+// ---- Transformer
+
+struct AddAndNormShared {
+    float squares[HIDDEN_WARPS];
+};
+
+// Block i has frame i of all rows, thread t its vector t. RMS norm, rounded before and after its weight.
+extern "C" __global__ void __launch_bounds__(HIDDEN_VECTORS) add_and_norm(AddAndNorm arguments) {
+    const u64 vector = (u64)blockIdx.x * HIDDEN_VECTORS + threadIdx.x;
+    Eight x = unpack(arguments.x[vector]);
+    if (arguments.scale) {
+        x = multiply(x, unpack(arguments.scale[threadIdx.x]));
+    }
+    if (arguments.residual) {
+        x = add(x, unpack(arguments.residual[vector]));
+    }
+    if (arguments.sum) {
+        arguments.sum[vector] = pack(x);
+    }
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        squares += x.v[i] * x.v[i];
+    }
+    squares = sum_of_block(squares, shared<AddAndNormShared>().squares);
+    const float factor = rsqrtf(squares / HIDDEN + NORM_EPSILON);
+    const Eight normalized = for_each([&](int i) { return x.v[i] * factor; });
+    arguments.normalized[vector] = pack(multiply(normalized, unpack(arguments.weight[threadIdx.x])));
+}
+
+// Thread t of all has vector t of (B, T, INNER). silu(gate) is rounded, and so is its product with up.
+extern "C" __global__ void __launch_bounds__(THREADS) silu_and_multiply(SiluAndMultiply arguments) {
+    const u64 vector = (u64)blockIdx.x * THREADS + threadIdx.x;
+    if (vector >= arguments.vectors) {
+        return;
+    }
+    const u64 gate_vector = vector + vector / INNER_VECTORS * INNER_VECTORS;
+    const Eight gate = unpack(arguments.gate_up[gate_vector]);
+    const Eight silu = for_each([&](int i) { return gate.v[i] / (1 + expf(-gate.v[i])); });
+    arguments.inner[vector] = pack(multiply(silu, unpack(arguments.gate_up[gate_vector + INNER_VECTORS])));
+}
+
+// Dimension `i` of a head after RoPE. Both products are rounded, and their sum.
+__device__ float rotated(const bf16 *head, const bf16 *cos, const bf16 *sin, int i) {
+    const int half = HEAD_DIM / 2;
+    const float other = i < half ? -low_half(head[i + half]) : low_half(head[i - half]);
+    const float along = round_to_bf16(low_half(head[i]) * low_half(cos[i]));
+    return round_to_bf16(along + round_to_bf16(other * low_half(sin[i])));
+}
+
+// A key is 16 bytes longer than it needs: the 8 lanes that read 16 bytes at once then hit all banks.
+struct AttentionShared {
+    bf16 keys[MAX_KEYS][HEAD_DIM + 8];
+    bf16 values[MAX_KEYS][HEAD_DIM];
+    float query[ATTENTION_WARPS][HEAD_DIM];
+    float weights[ATTENTION_WARPS][32 * KEYS_PER_LANE];
+};
+
+// Block (h, b) has head h of row b, and is alone in reading and writing its keys and values. First it gathers
+// the keys of WINDOW - 1 positions before the chunk and those of the chunk, in the order of positions, then
+// each warp has every ATTENTION_WARPS-th query: a lane has every 32nd key, later two dimensions of the output.
+extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS) window_attention(WindowAttention arguments) {
+    AttentionShared &in_shared = shared<AttentionShared>();
+    const int head = blockIdx.x;
+    const int row = blockIdx.y;
+    const int frames = arguments.frames;
+    const i64 slot = arguments.slots[row];
+    const i64 position = arguments.positions[slot];
+    const int old = min(position, (i64)(WINDOW - 1));                    // positions before the chunk
+    const u64 frame_stride = 3 * HEADS * HEAD_DIM;
+    const bf16 *queries = arguments.qkv + row * frames * frame_stride + head * HEAD_DIM;
+    const bf16 *cos = arguments.cos + (u64)row * frames * HEAD_DIM;
+    const bf16 *sin = arguments.sin + (u64)row * frames * HEAD_DIM;
+    bf16 *keys = arguments.keys + (slot * HEADS + head) * RING * HEAD_DIM;
+    bf16 *values = arguments.values + (slot * HEADS + head) * RING * HEAD_DIM;
+
+    for (int i = threadIdx.x; i < old * HEAD_DIM / 8; i += ATTENTION_THREADS) {
+        const int key = i / (HEAD_DIM / 8);
+        const int vector = i % (HEAD_DIM / 8);
+        const u64 place = (position - old + key) % RING * (HEAD_DIM / 8) + vector;
+        ((uint4 *)in_shared.keys[key])[vector] = ((const uint4 *)keys)[place];
+        ((uint4 *)in_shared.values[key])[vector] = ((const uint4 *)values)[place];
+    }
+    __syncthreads();                                  // a new key may take the place of an old one
+    for (int i = threadIdx.x; i < frames * HEAD_DIM; i += ATTENTION_THREADS) {
+        const int frame = i / HEAD_DIM;
+        const int dimension = i % HEAD_DIM;
+        const bf16 *new_key = queries + frame * frame_stride + HEADS * HEAD_DIM;
+        const bf16 *new_value = new_key + HEADS * HEAD_DIM;
+        const float key = rotated(new_key, cos + frame * HEAD_DIM, sin + frame * HEAD_DIM, dimension);
+        const u64 place = (position + frame) % RING * HEAD_DIM + dimension;
+        in_shared.keys[old + frame][dimension] = keys[place] = pack_bf16x2(key, 0);
+        in_shared.values[old + frame][dimension] = values[place] = new_value[dimension];
+    }
+    __syncthreads();
+
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    float(&query)[HEAD_DIM] = in_shared.query[warp];
+    float(&weights)[32 * KEYS_PER_LANE] = in_shared.weights[warp];
+    for (int frame = warp; frame < frames; frame += ATTENTION_WARPS) {
+#pragma unroll
+        for (int i = lane; i < HEAD_DIM; i += 32) {
+            query[i] = rotated(queries + frame * frame_stride, cos + frame * HEAD_DIM, sin + frame * HEAD_DIM, i);
+        }
+        __syncwarp();
+        const int end = old + frame + 1;
+        const int first = max(end - WINDOW, 0);
+        float score[KEYS_PER_LANE];
+        float best = LOWEST_SCORE;
+#pragma unroll
+        for (int k = 0; k < KEYS_PER_LANE; ++k) {
+            const int key = first + k * 32 + lane;
+            score[k] = LOWEST_SCORE;
+            if (key < end) {
+                float sum = 0;
+#pragma unroll
+                for (int vector = 0; vector < HEAD_DIM / 8; ++vector) {
+                    const Eight eight = unpack(((const uint4 *)in_shared.keys[key])[vector]);
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) {
+                        sum += query[8 * vector + i] * eight.v[i];
+                    }
+                }
+                score[k] = sum * rsqrtf(HEAD_DIM);
+            }
+            best = max(best, score[k]);
+        }
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) {
+            best = max(best, __shfl_xor_sync(~0u, best, distance));
+        }
+        float total = 0;
+#pragma unroll
+        for (int k = 0; k < KEYS_PER_LANE; ++k) {
+            const float weight = expf(score[k] - best);              // 0 behind the end
+            weights[k * 32 + lane] = weight;
+            total += weight;
+        }
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) {
+            total += __shfl_xor_sync(~0u, total, distance);
+        }
+        __syncwarp();
+        float low = 0;
+        float high = 0;
+        for (int key = first; key < end; ++key) {
+            const u32 pair = ((const u32 *)in_shared.values[key])[lane];
+            low += weights[key - first] * low_half(pair);
+            high += weights[key - first] * high_half(pair);
+        }
+        u32 *output = (u32 *)(arguments.output + ((u64)row * frames + frame) * HEADS * HEAD_DIM + head * HEAD_DIM);
+        output[lane] = pack_bf16x2(low / total, high / total);
+        __syncwarp();                                 // the next query takes the same memory
+    }
 }
 
 
@@ -267,23 +534,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate argument
 
 
 // ---- ConvNeXt: the depthwise convolution and the norm
-
-__device__ float sum_of_block(float x, float (&of_warp)[LATENT_WARPS]) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        x += __shfl_xor_sync(~0u, x, distance);
-    }
-    if (threadIdx.x % 32 == 0) {
-        of_warp[threadIdx.x / 32] = x;
-    }
-    __syncthreads();
-    x = 0;
-#pragma unroll
-    for (int warp = 0; warp < LATENT_WARPS; ++warp) {
-        x += of_warp[warp];
-    }
-    return x;
-}
 
 struct NormShared {
     float sums[LATENT_WARPS];
