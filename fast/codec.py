@@ -9,6 +9,7 @@ Shapes: B rows, T frames, C channels, H hidden size.
 """
 
 import copy
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -20,6 +21,8 @@ from torch import nn
 from cudagraph_talker import additive_mask, capture, round_up
 from fast import codec_kernels
 from fast.codec_decoder import KernelDecoder
+
+log = logging.getLogger("qwen3_tts_cudagraphs")
 
 # Frames per captured graph; a chunk of another size is split into these. AttentionWindow.columns(size) must not exceed
 # the stored window plus `size`, which holds for powers of two but not for every size (10: 96 > 80 + 10).
@@ -53,19 +56,22 @@ class CodecGraph:
             self.position = torch.zeros(slots, dtype=torch.long)
             self.all_slots = torch.arange(slots)
             self.state = [self.position]
-            if codec_kernels.why_not(model) is None:
-                self.use_kernels(model, slots)
-            else:
+            reason = codec_kernels.why_not(model)
+            if reason:
+                log.info("the codec runs upstream's modules: %s", reason)
                 self.use_modules(model, slots)
+            else:
+                self.use_kernels(model, slots)
         self.capture()
 
     def use_kernels(self, model: nn.Module, slots: int) -> None:
+        """The same layers from few kernels, on the same weights."""
         kernels = codec_kernels.CodecKernels(model, lambda: self.all_slots if self.rows is None else self.rows)
         self.decoder = KernelDecoder(model, slots, self.position, kernels)
         self.state += self.decoder.state
 
     def use_modules(self, model: nn.Module, slots: int) -> None:
-        # Copy the modules but share the weights: upstream's own decoder stays as it is.
+        """Copy the modules but share the weights: upstream's own decoder stays as it is."""
         shared = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
         self.decoder = copy.deepcopy(model, shared)
         self.window = AttentionWindow(self, model.config, slots, model.dtype)

@@ -190,6 +190,13 @@ __device__ u32 pack_bf16x2(float low, float high) {
     return pair;
 }
 
+// x * y + z of two pairs of bfloat16, rounded once.
+__device__ u32 fma_bf16x2(u32 x, u32 y, u32 z) {
+    u32 result;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
+    return result;
+}
+
 #endif
 
 
@@ -222,24 +229,30 @@ __device__ uint4 pack(Eight x) {
             pack_bf16x2(x.v[4], x.v[5]), pack_bf16x2(x.v[6], x.v[7])};
 }
 
+// The vector of function(0) to function(7), rounded.
 template <class Function>
-__device__ Eight for_each(Function function) {
+__device__ uint4 rounded(Function function) {
     Eight result;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        result.v[i] = round_to_bf16(function(i));
+        result.v[i] = function(i);
     }
-    return result;
+    return pack(result);
 }
 
-__device__ Eight add(Eight x, Eight y) {
-    return for_each([&](int i) { return x.v[i] + y.v[i]; });
+// Sums and products of vectors, rounded as if computed in float: bfloat16 have 8 bits, so that a float holds
+// their product exactly, and their sum unless one is too small to matter.
+__device__ uint4 add(uint4 x, uint4 y) {
+    constexpr u32 ONES = 0x3f803f80;
+    return {fma_bf16x2(x.x, ONES, y.x), fma_bf16x2(x.y, ONES, y.y),
+            fma_bf16x2(x.z, ONES, y.z), fma_bf16x2(x.w, ONES, y.w)};
 }
 
-__device__ Eight multiply(Eight x, Eight y) {
-    return for_each([&](int i) { return x.v[i] * y.v[i]; });
+__device__ uint4 multiply(uint4 x, uint4 y) {
+    constexpr u32 ZEROS = 0x80008000;                 // -0, which leaves a product of either zero as it is
+    return {fma_bf16x2(x.x, y.x, ZEROS), fma_bf16x2(x.y, y.y, ZEROS),
+            fma_bf16x2(x.z, y.z, ZEROS), fma_bf16x2(x.w, y.w, ZEROS)};
 }
-
 
 template <int WARPS>
 __device__ float sum_of_block(float x, float (&of_warp)[WARPS]) {
@@ -266,17 +279,17 @@ __device__ float sum_of_block(float x, float (&of_warp)[WARPS]) {
 extern "C" __global__ void __launch_bounds__(CODE_VECTORS) embed_codes(EmbedCodes arguments) {
     const u64 frame = (u64)blockIdx.y * arguments.frames + blockIdx.x;
     const i64 *codes = arguments.codes + blockIdx.y * arguments.codebooks * arguments.frames + blockIdx.x;
-    Eight sum = {};
+    uint4 sum = {};
     for (u32 book = 0; book < arguments.codebooks; ++book) {
         const u64 code = min((u64)codes[book * arguments.frames], (u64)(CODEBOOK - 1));
-        const Eight entry = unpack(arguments.tables[(book * (u64)CODEBOOK + code) * CODE_VECTORS + threadIdx.x]);
+        const uint4 entry = arguments.tables[(book * (u64)CODEBOOK + code) * CODE_VECTORS + threadIdx.x];
         const bool is_first = book == 0 || book == arguments.semantic_codebooks;
         sum = is_first ? entry : add(sum, entry);
         if (book + 1 == arguments.semantic_codebooks) {
-            arguments.semantic[frame * CODE_VECTORS + threadIdx.x] = pack(sum);
+            arguments.semantic[frame * CODE_VECTORS + threadIdx.x] = sum;
         }
     }
-    arguments.acoustic[frame * CODE_VECTORS + threadIdx.x] = pack(sum);
+    arguments.acoustic[frame * CODE_VECTORS + threadIdx.x] = sum;
 }
 
 
@@ -289,16 +302,17 @@ struct AddAndNormShared {
 // Block i has frame i of all rows, thread t its vector t. RMS norm, rounded before and after its weight.
 extern "C" __global__ void __launch_bounds__(HIDDEN_VECTORS) add_and_norm(AddAndNorm arguments) {
     const u64 vector = (u64)blockIdx.x * HIDDEN_VECTORS + threadIdx.x;
-    Eight x = unpack(arguments.x[vector]);
+    uint4 total = arguments.x[vector];
     if (arguments.scale) {
-        x = multiply(x, unpack(arguments.scale[threadIdx.x]));
+        total = multiply(total, arguments.scale[threadIdx.x]);
     }
     if (arguments.residual) {
-        x = add(x, unpack(arguments.residual[vector]));
+        total = add(total, arguments.residual[vector]);
     }
     if (arguments.sum) {
-        arguments.sum[vector] = pack(x);
+        arguments.sum[vector] = total;
     }
+    const Eight x = unpack(total);
     float squares = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -306,8 +320,8 @@ extern "C" __global__ void __launch_bounds__(HIDDEN_VECTORS) add_and_norm(AddAnd
     }
     squares = sum_of_block(squares, shared<AddAndNormShared>().squares);
     const float factor = rsqrtf(squares / HIDDEN + NORM_EPSILON);
-    const Eight normalized = for_each([&](int i) { return x.v[i] * factor; });
-    arguments.normalized[vector] = pack(multiply(normalized, unpack(arguments.weight[threadIdx.x])));
+    const uint4 normalized = rounded([&](int i) { return x.v[i] * factor; });
+    arguments.normalized[vector] = multiply(normalized, arguments.weight[threadIdx.x]);
 }
 
 // Thread t of all has vector t of (B, T, INNER). silu(gate) is rounded, and so is its product with up.
@@ -318,8 +332,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) silu_and_multiply(SiluAndM
     }
     const u64 gate_vector = vector + vector / INNER_VECTORS * INNER_VECTORS;
     const Eight gate = unpack(arguments.gate_up[gate_vector]);
-    const Eight silu = for_each([&](int i) { return gate.v[i] / (1 + expf(-gate.v[i])); });
-    arguments.inner[vector] = pack(multiply(silu, unpack(arguments.gate_up[gate_vector + INNER_VECTORS])));
+    const uint4 silu = rounded([&](int i) { return gate.v[i] / (1 + expf(-gate.v[i])); });
+    arguments.inner[vector] = multiply(silu, arguments.gate_up[gate_vector + INNER_VECTORS]);
 }
 
 // Dimension `i` of a head after RoPE. Both products are rounded, and their sum.
@@ -441,9 +455,9 @@ extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS) window_attention
 // ---- Activation
 
 // x + inverse_beta * sin(alpha * x)^2
-__device__ Eight snake(Eight x, Eight alpha, Eight inverse_beta) {
-    const Eight angle = multiply(x, alpha);
-    const Eight sine = for_each([&](int i) { return sinf(angle.v[i]); });
+__device__ uint4 snake(uint4 x, uint4 alpha, uint4 inverse_beta) {
+    const Eight angle = unpack(multiply(x, alpha));
+    const uint4 sine = rounded([&](int i) { return sinf(angle.v[i]); });
     return add(x, multiply(inverse_beta, multiply(sine, sine)));
 }
 
@@ -461,26 +475,23 @@ __device__ uint4 activated(const Activate &arguments, u32 row, u32 column, u32 c
     const u32 columns = arguments.columns;
     const u32 vectors = arguments.vectors;
     const u64 vector = ((u64)row * columns + column) * vectors + channel;
-    const uint4 loaded =
-        arguments.x[interleaved(row, column, columns, arguments.x_sequences) * vectors + channel];
-    const uint4 residual = arguments.residual ? arguments.residual[vector] : loaded;
-    Eight x = unpack(loaded);
+    uint4 x = arguments.x[interleaved(row, column, columns, arguments.x_sequences) * vectors + channel];
     if (arguments.bias) {
-        x = add(x, unpack(arguments.bias[channel]));
+        x = add(x, arguments.bias[channel]);
     }
     if (arguments.scale) {
-        x = multiply(x, unpack(arguments.scale[channel]));
+        x = multiply(x, arguments.scale[channel]);
     }
     if (arguments.residual) {
-        x = add(x, unpack(residual));
+        x = add(x, arguments.residual[vector]);
     }
     if (store_sum && arguments.sum) {
-        arguments.sum[vector] = pack(x);
+        arguments.sum[vector] = x;
     }
     if (arguments.alpha) {
-        x = snake(x, unpack(arguments.alpha[channel]), unpack(arguments.inverse_beta[channel]));
+        x = snake(x, arguments.alpha[channel], arguments.inverse_beta[channel]);
     }
-    return pack(x);
+    return x;
 }
 
 // Block (i, b) has a part of row b. The first blocks, THREADS / P channel vectors each, have the columns of the
@@ -556,7 +567,7 @@ extern "C" __global__ void __launch_bounds__(LATENT_VECTORS) depthwise_norm(Dept
             sum.v[i] += x.v[i] * weight.v[i];
         }
     }
-    const Eight x = for_each([&](int i) { return sum.v[i]; });
+    const Eight x = unpack(pack(sum));
 
     float total = 0;
 #pragma unroll
@@ -572,8 +583,8 @@ extern "C" __global__ void __launch_bounds__(LATENT_VECTORS) depthwise_norm(Dept
     const float factor = rsqrtf(sum_of_block(squares, in_shared.squares) / LATENT + EPSILON);
     const Eight weight = unpack(arguments.norm_weight[channel]);
     const Eight bias = unpack(arguments.norm_bias[channel]);
-    const Eight normalized = for_each([&](int i) { return (x.v[i] - mean) * factor * weight.v[i] + bias.v[i]; });
-    arguments.output[((u64)blockIdx.y * columns + blockIdx.x) * LATENT_VECTORS + channel] = pack(normalized);
+    arguments.output[((u64)blockIdx.y * columns + blockIdx.x) * LATENT_VECTORS + channel] =
+        rounded([&](int i) { return (x.v[i] - mean) * factor * weight.v[i] + bias.v[i]; });
 }
 
 
