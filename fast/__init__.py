@@ -6,6 +6,8 @@ megakernel.py   all layers, heads and the sampling of one step in a single launc
 batched.py      the small kernels around the matrix products of many rows (batched.cu), for serving/
 nvrtc.py        compiles and launches CUDA source, without a toolkit
 codec.py        the codec's decoder as CUDA graphs that keep their state between chunks
+codec_decoder.py, codec_kernels.py
+                the layers of that decoder with few kernels (codec_kernels.cu), where the GPU can
 text_table.py   prompts are built on the host
 streaming.py    audio while it is generated; stands on the codec
 paths.py        whether the megakernel can run here, and if not, why
