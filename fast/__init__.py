@@ -6,6 +6,9 @@ megakernel.py   all layers, heads and the sampling of one step in a single launc
 batched.py      the small kernels around the matrix products of many rows (batched.cu), for serving/
 nvrtc.py        compiles and launches CUDA source, without a toolkit
 codec.py        the codec's decoder as CUDA graphs that keep their state between chunks
+arriving_text.py          a request whose text is still being written
+incremental_tokenizer.py  the tokens of such a text that can no longer change
+prompts.py      requests: upstream's prompts, checked
 streaming.py    audio while it is generated; stands on the codec
 paths.py        whether the megakernel can run here, and if not, why
 turns.py        one request at a time, also when a stream is paused

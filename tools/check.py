@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from cli import speaker_prompt
-from fast.streaming import build_request, decoder_of, stream
+from fast.prompts import build_request, decoder_of
+from fast.streaming import stream
 from generate import Decoder, accelerate, load_upstream
 from tools.parity import Forced, error, one_pass, verdict
 
