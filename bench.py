@@ -40,7 +40,8 @@ from audio_files import check_writable, write_audio
 from cli import FRAME_RATE, Parser, base_config, cli_errors, hub_name, load_speaker, speaker_prompt
 from cudagraph_talker import capture, sample
 from fast.paths import why_not
-from fast.streaming import build_request, decoder_of, stream
+from fast.prompts import build_request, decoder_of
+from fast.streaming import stream
 from generate import Decoder, accelerate, load, load_upstream
 from tools.check import check
 from tools.listeners import time_streams

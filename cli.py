@@ -28,7 +28,7 @@ import transformers
 from safetensors import SafetensorError
 
 from audio_files import Chunk, check_format, check_writable, read_audio, write_audio
-from fast.streaming import decoder_of
+from fast.prompts import decoder_of
 from generate import MODELS, load, stream
 
 KINDS = {

@@ -82,10 +82,10 @@ def accelerate(
 
 def __getattr__(name: str):
     """`from generate import stream` takes it from fast/, whose codec keeps its state between chunks."""
-    if name == "stream":
-        from fast.streaming import stream
+    if name in ("stream", "astream"):
+        from fast import streaming
 
-        return stream
+        return getattr(streaming, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

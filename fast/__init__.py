@@ -9,6 +9,9 @@ codec.py        the codec's decoder as CUDA graphs that keep their state between
 codec_decoder.py, codec_kernels.py
                 the layers of that decoder with few kernels (codec_kernels.cu), where the GPU can
 text_table.py   prompts are built on the host
+prompts.py      requests: upstream's prompts, checked
+arriving_text.py, incremental_tokenizer.py
+                a request whose text is still being written, and its tokens that can no longer change
 streaming.py    audio while it is generated; stands on the codec
 paths.py        whether the megakernel can run here, and if not, why
 turns.py        one request at a time, also when a stream is paused

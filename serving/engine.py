@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from fast.megakernel import PredictorStep
-from fast.streaming import decoder_of, prepare_request
+from fast.prompts import decoder_of, prepare_request, with_voice_clone_prompt
 from serving.batch import Prefill, Slots, copy_to_device, frame_graph, host_settings
 from serving.codec import BATCH_CHUNK_SIZES, BatchCodec
 
@@ -79,15 +79,6 @@ class Stream:
     def valid(self) -> int:
         """Frames that belong to the speech. Whether there is a next frame is known before it is computed."""
         return self.checked if self.finished else min(self.launched, self.checked + 1)
-
-
-def encode_reference(method: Callable, **kwargs) -> dict:
-    """Replace a reference recording by the prompt made from it, in the caller's thread: it takes a while."""
-    if kwargs.get("voice_clone_prompt") is None and kwargs.get("ref_audio") is not None:
-        names = ("ref_audio", "ref_text", "x_vector_only_mode")
-        reference = {name: kwargs.pop(name) for name in names if name in kwargs}
-        kwargs["voice_clone_prompt"] = method.__self__.create_voice_clone_prompt(**reference)
-    return kwargs
 
 
 class Engine:
@@ -173,7 +164,7 @@ class Engine:
         """
         audio = queue.SimpleQueue()
         stream = Stream(audio.put)
-        kwargs = encode_reference(method, **kwargs)
+        kwargs = with_voice_clone_prompt(method, kwargs)
         try:
             self.submit(stream, method, text, seed, kwargs).result()
         except CancelledError:
@@ -205,7 +196,7 @@ class Engine:
         stream = Stream(put)
         try:
             if kwargs.get("ref_audio") is not None:
-                kwargs = await asyncio.to_thread(encode_reference, method, **kwargs)
+                kwargs = await asyncio.to_thread(with_voice_clone_prompt, method, kwargs)
             await asyncio.wrap_future(self.submit(stream, method, text, seed, kwargs))
             while (item := await audio.get()) is not END:
                 yield self.take_item(stream, item), self.rate

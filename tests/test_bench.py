@@ -9,7 +9,7 @@ import torch
 
 import bench
 from cudagraph_talker import TalkerGraph
-from fast.streaming import build_request
+from fast.prompts import build_request
 from generate import load_upstream
 from tools.parity import Forced, one_pass
 from tools.random_checkpoint import write_checkpoint

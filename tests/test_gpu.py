@@ -11,7 +11,7 @@ from helpers import GREEDY, assert_the_same_together, joined
 import cudagraph_predictor
 import cudagraph_talker
 from cli import speaker_prompt
-from fast.streaming import build_request, decoder_of
+from fast.prompts import build_request, decoder_of
 from generate import accelerate, load_upstream, stream
 
 pytestmark = [

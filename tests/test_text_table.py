@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import VOICES, joined
 
-from fast.streaming import build_request, decoder_of
+from fast.prompts import build_request, decoder_of
 from fast.text_table import HostTalker, TextTable, use_text_table
 from generate import accelerate, load_upstream, stream
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from cli import speaker_prompt
-from fast.streaming import build_request, decoder_of, move_to, stream
+from fast.prompts import build_request, decoder_of, move_to
+from fast.streaming import stream
 from generate import Decoder, accelerate, load_upstream
 from serving.batch import KernelFrameGraph
 from serving.engine import Engine
