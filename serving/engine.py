@@ -36,6 +36,14 @@ END = None
 MAX_ADMISSIONS_PER_FRAME = 8  # prompts that are prefilled between two frames
 
 
+class QueueFull(RuntimeError):
+    """Too many requests are waiting: try again later."""
+
+
+class CutOff(UserWarning):
+    """The speech ended at a limit instead of by itself. A filter can turn this warning into an error."""
+
+
 class Stream:
     """One request: what to decode, how far it is, and where its audio goes."""
 
@@ -190,9 +198,12 @@ class Engine:
     def warn_if_cut_off(self, stream: Stream) -> None:
         if stream.was_cut_off:
             name = "max_seq_len" if stream.max_frames + 1 < stream.request["max_new_tokens"] else "max_new_tokens"
-            warnings.warn(
-                f"the speech was cut off after {stream.max_frames} frames, before its end: raise {name}", stacklevel=3
-            )
+            warning = CutOff(f"the speech was cut off after {stream.max_frames} frames, before its end: raise {name}")
+            warnings.warn(warning, stacklevel=3)
+
+    def counts(self) -> tuple[int, int]:
+        """How many streams are active, and how many wait for a place."""
+        return len(self.active), len(self.waiting)
 
     def cancel(self, stream: Stream) -> None:
         with self.changed:
@@ -206,7 +217,7 @@ class Engine:
             raise ValueError("this engine speaks with another model: use a method of the model it was made with")
         with self.changed:
             if len(self.waiting) >= self.max_waiting:
-                raise RuntimeError(f"{len(self.waiting)} requests are waiting already: try again later")
+                raise QueueFull(f"{len(self.waiting)} requests are waiting already: try again later")
         request, stream.max_frames, stream.reference = prepare_request(self.decoder, method, text, **kwargs)
         request["attention_mask"] = request["attention_mask"].cpu()  # here, so that the engine need not wait for it
         stream.request = request
