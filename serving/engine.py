@@ -41,7 +41,7 @@ class QueueFull(RuntimeError):
 
 
 class CutOff(UserWarning):
-    """The speech ended at a limit instead of by itself. A filter can turn this warning into an error."""
+    """The speech ended at a limit instead of by itself."""
 
 
 class Stream:
@@ -81,13 +81,20 @@ class Engine:
     """Streams that share one model. `close` it, or use it in a `with` statement."""
 
     def __init__(
-        self, tts, max_streams: int = 64, max_unread: int = 64, max_waiting: int = 1024, patience: float = 10.0
+        self,
+        tts,
+        max_streams: int = 64,
+        max_unread: int = 64,
+        max_waiting: int = 1024,
+        patience: float = 10.0,
+        cut_off_is_error: bool = False,
     ):
         """Capture graphs for up to `max_streams` streams.
 
         max_unread: chunks that a listener may leave unread before its stream pauses
         max_waiting: requests that may wait for a place
         patience: seconds after which a paused stream loses its place to a waiting one
+        cut_off_is_error: raise CutOff after the last chunk of a speech that ended at a limit, instead of warning
         """
         if max_streams < 1 or max_unread < 1:
             raise ValueError(f"max_streams is {max_streams} and max_unread {max_unread}, both must be at least 1")
@@ -101,6 +108,7 @@ class Engine:
         self.max_unread = max_unread
         self.max_waiting = max_waiting
         self.patience = patience
+        self.cut_off_is_error = cut_off_is_error
         self.single = self.decoder.graphs_for(1)
         # The megakernel draws the noise of a frame's 15 codes in one call, upstream's layers one code at a time.
         self.draws_codes_at_once = isinstance(self.single[1].step, PredictorStep)
@@ -199,6 +207,8 @@ class Engine:
         if stream.was_cut_off:
             name = "max_seq_len" if stream.max_frames + 1 < stream.request["max_new_tokens"] else "max_new_tokens"
             warning = CutOff(f"the speech was cut off after {stream.max_frames} frames, before its end: raise {name}")
+            if self.cut_off_is_error:
+                raise warning
             warnings.warn(warning, stacklevel=3)
 
     def counts(self) -> tuple[int, int]:
