@@ -24,8 +24,8 @@ try:
     from serving.server import create_app
     from serving.speech import Speech, load_speakers
 except ImportError as error:
-    missing = error.name or "a package"
-    sys.exit(f"error: the server needs {missing}, which is not installed: run ./setup.sh --server")
+    print(f"error: the server needs {error.name}, which is not installed: run ./setup.sh --server", file=sys.stderr)
+    sys.exit(2)
 
 API_KEY_VARIABLE = "QWEN3_TTS_API_KEY"
 

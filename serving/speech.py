@@ -5,11 +5,10 @@ built and frames run in the engine's threads.
 """
 
 import asyncio
+import contextlib
 import time
-import warnings
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
 from pathlib import Path
 
 import numpy as np
@@ -83,10 +82,9 @@ class Speech:
     def load(self) -> None:
         """Load the weights, capture all graphs and speak once, so that the first client need not wait."""
         self.tts = load(self.model, self.device, self.dtype, max_seq_len=self.settings.max_seq_len)
-        engine = Engine(self.tts, self.settings.max_streams, max_waiting=self.settings.max_waiting)
+        max_streams, max_waiting = self.settings.max_streams, self.settings.max_waiting
+        engine = Engine(self.tts, max_streams, max_waiting=max_waiting, cut_off_is_error=True)
         self.warm_up(engine)
-        # A speech that ends at the cache's end becomes an error of its request.
-        warnings.filterwarnings("error", category=CutOff)
         self.engine = engine
 
     def warm_up(self, engine: Engine) -> None:
@@ -97,8 +95,7 @@ class Speech:
             method, arguments = self.tts.generate_voice_clone, {"voice_clone_prompt": prompt}
         else:
             method, arguments = self.preset_arguments(style)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CutOff)
+        with contextlib.suppress(CutOff):
             for _ in engine.stream(method, text="Warm up.", **arguments, **self.sampling(style)):
                 pass
 
@@ -291,7 +288,7 @@ class Utterance:
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         outcome = "failed"
         try:
-            async with aclosing(self.speak()) as chunks:
+            async with contextlib.aclosing(self.speak()) as chunks:
                 async for chunk in chunks:
                     yield chunk
             outcome = "complete"
@@ -320,7 +317,7 @@ class Utterance:
             if not isinstance(text, str):
                 text = "".join([piece async for piece in text])
             stream = speech.engine.astream(method, text=text, seed=self.style.seed, **arguments)
-            async with aclosing(stream) as chunks:
+            async with contextlib.aclosing(stream) as chunks:
                 async for samples, rate in chunks:
                     self.measure(len(samples) / rate)
                     yield samples, rate
