@@ -76,7 +76,7 @@ class Guard:
         if key is None:
             return
         given = key_of(headers.get("authorization", ""))
-        if not hmac.compare_digest(given.encode(errors="replace"), key.encode()):
+        if not hmac.compare_digest(given, key.encode()):
             raise ApiError(
                 "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'", 401, code="invalid_api_key"
             )
@@ -101,12 +101,12 @@ class Guard:
         )
 
 
-def key_of(authorization: str) -> str:
+def key_of(authorization: str) -> bytes:
     """From `Bearer KEY`, `Api-Key KEY` or, for browsers, `Basic base64(user:KEY)`."""
     scheme, _, value = authorization.strip().partition(" ")
     if scheme.lower() != "basic":
-        return value.strip()
+        return value.strip().encode("latin-1")  # as it came: header values are decoded as Latin-1
     try:
-        return base64.b64decode(value, validate=True).decode().partition(":")[2]
+        return base64.b64decode(value, validate=True).partition(b":")[2]
     except (binascii.Error, ValueError):
-        return ""
+        return b""

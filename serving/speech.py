@@ -75,6 +75,7 @@ class Speech:
         self.tts = None
         self.engine = None
         self.in_flight = 0  # utterances that have a place or wait for one
+        self.max_in_flight = self.settings.max_streams + self.settings.max_waiting
         self.is_draining = False
 
     # ---- Lifetime
@@ -82,8 +83,8 @@ class Speech:
     def load(self) -> None:
         """Load the weights, capture all graphs and speak once, so that the first client need not wait."""
         self.tts = load(self.model, self.device, self.dtype, max_seq_len=self.settings.max_seq_len)
-        max_streams, max_waiting = self.settings.max_streams, self.settings.max_waiting
-        engine = Engine(self.tts, max_streams, max_waiting=max_waiting, cut_off_is_error=True)
+        # Requests are counted in Utterance.speak; the engine's own limit is for a burst that finds every place free.
+        engine = Engine(self.tts, self.settings.max_streams, max_waiting=self.max_in_flight, cut_off_is_error=True)
         self.warm_up(engine)
         self.engine = engine
 
@@ -305,8 +306,8 @@ class Utterance:
             self.speech.metrics.requests.labels(outcome).inc()
 
     async def speak(self) -> AsyncIterator[Chunk]:
-        speech, settings = self.speech, self.speech.settings
-        if speech.in_flight >= settings.max_streams + settings.max_waiting:
+        speech = self.speech
+        if speech.in_flight >= speech.max_in_flight:
             raise QueueFull(f"{speech.in_flight} requests are in flight already: try again later")
         speech.in_flight += 1
         try:
