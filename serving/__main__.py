@@ -89,12 +89,13 @@ def make_settings(args: argparse.Namespace) -> Settings:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take the port before the model is loaded."""
+    """Take the port before the model is loaded. Connections wait until the server runs."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
+        listening.listen(2048)
     except OSError as error:
         raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}: choose another --host or --port") from None
     return listening
