@@ -104,11 +104,13 @@ class Speech:
 
     @property
     def is_ready(self) -> bool:
-        return self.engine is not None
+        return self.engine is not None and self.engine.is_running
 
     def check_ready(self) -> None:
         if self.is_draining:
             raise ApiError("the server is shutting down: ask another one", 503, code="shutting_down")
+        if self.engine and not self.engine.is_running:
+            raise ApiError("the engine has stopped: restart the server, its log says why", 503, code="stopped")
         if not self.is_ready:
             raise ApiError("the server is starting: try again in a moment", 503, code="starting")
 
