@@ -12,7 +12,6 @@ import functools
 import itertools
 import json
 import logging
-import math
 import os
 import re
 import sys
@@ -237,18 +236,25 @@ def choose_device(name: str | None = None) -> torch.device:
     return device
 
 
-def check_numbers(args: argparse.Namespace) -> None:
-    talker = args.config["talker_config"]
+def number_ranges(config: dict) -> dict[str, tuple[Callable, str]]:
+    """Numbers that a user may set -> whether a value is good, and what it must be in words."""
+    talker = config["talker_config"]
     vocab, positions = talker["vocab_size"], talker["max_position_embeddings"]
-    for option, value, is_good, wanted in (
-        ("--temperature", args.temperature, lambda x: 0 < x < math.inf, "above 0"),
-        ("--top-k", args.top_k, lambda x: 1 <= x <= vocab, f"from 1 to {vocab}"),
-        ("--top-p", args.top_p, lambda x: 0 < x <= 1, "above 0 and at most 1"),
-        ("--repetition-penalty", args.repetition_penalty, lambda x: 0 < x < math.inf, "above 0, 1.0 for none"),
-        ("--max-seq-len", args.max_seq_len, lambda x: 32 <= x <= positions, f"from 32 to {positions}"),
-        ("--seed", args.seed, lambda x: 0 <= x < 2**63, "from 0 to 2**63 - 1"),
-    ):
+    return {
+        "temperature": (lambda x: 0 < x <= 1e6, "above 0 and at most 1e6"),  # larger ones overflow float32
+        "top_k": (lambda x: 1 <= x <= vocab, f"from 1 to {vocab}"),
+        "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+        "repetition_penalty": (lambda x: 1e-6 <= x <= 1e6, "from 1e-6 to 1e6, 1.0 for none"),
+        "max_seq_len": (lambda x: 32 <= x <= positions, f"from 32 to {positions}"),
+        "seed": (lambda x: 0 <= x < 2**63, "from 0 to 2**63 - 1"),
+    }
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    for name, (is_good, wanted) in number_ranges(args.config).items():
+        value = getattr(args, name)
         if value is not None and not is_good(value):
+            option = "--" + name.replace("_", "-")
             raise ValueError(f"{option} is {value}, it must be {wanted}")
 
 
@@ -298,9 +304,13 @@ def check_cloning(args: argparse.Namespace) -> None:
 def check_choice(what: str, word: str | None, known: Iterable[str]) -> None:
     """Refuse a word that is not known, and offer the nearest."""
     if str(word).lower() not in known:
-        near = difflib.get_close_matches(str(word).lower(), known) or sorted(known)
         found = f"there is no {what} {word!r}" if word else f"no --{what} was given"
-        raise ValueError(f"{found}: choose {', '.join(near)} (--list-{what}s shows all)")
+        raise ValueError(f"{found}: choose {nearest(word, known)} (--list-{what}s shows all)")
+
+
+def nearest(word: str | None, known: Iterable[str]) -> str:
+    """The known words that look like this one; if there are none, all."""
+    return ", ".join(difflib.get_close_matches(str(word).lower(), known) or sorted(known))
 
 
 def languages(config: dict) -> list[str]:
@@ -423,12 +433,18 @@ def voice_request(args: argparse.Namespace, tts) -> tuple[Callable, dict]:
 
     prompt = args.voice
     if args.ref_audio:
-        audio, rate = args.voice
-        if args.ref_text and not args.no_append_silence:  # keeps its last phoneme out of the speech
-            audio = np.append(audio, np.zeros(int(REFERENCE_SILENCE * rate), dtype=audio.dtype))
-        with contextlib.redirect_stdout(sys.stderr):  # upstream prints warnings, and stdout may be the audio
-            prompt = tts.create_voice_clone_prompt((audio, rate), args.ref_text, x_vector_only_mode=not args.ref_text)
+        prompt = clone_prompt(
+            tts, *args.voice, args.ref_text, silence=0 if args.no_append_silence else REFERENCE_SILENCE
+        )
     return tts.generate_voice_clone, request | {"voice_clone_prompt": prompt}
+
+
+def clone_prompt(tts, audio: np.ndarray, rate: int, ref_text: str | None, silence: float = REFERENCE_SILENCE) -> list:
+    """Upstream's voice_clone_prompt for a recording: in-context with a transcript, else its speaker embedding alone."""
+    if ref_text:  # silence keeps the last phoneme of the recording out of the speech
+        audio = np.append(audio, np.zeros(int(silence * rate), dtype=audio.dtype))
+    with contextlib.redirect_stdout(sys.stderr):  # upstream prints warnings, and stdout may be the audio
+        return tts.create_voice_clone_prompt((audio, rate), ref_text, x_vector_only_mode=not ref_text)
 
 
 def show_progress(line: str) -> None:

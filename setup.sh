@@ -1,20 +1,22 @@
 #!/usr/bin/env bash
 # Make .venv with everything the 12 Hz models need, and download weights.
 #
-#   ./setup.sh [0.6B|1.7B|both|none] [--system-torch] [--test]
+#   ./setup.sh [0.6B|1.7B|both|none] [--system-torch] [--server] [--test]
 #
 # --system-torch  use the torch of the active python3 (Jetson, custom builds) instead of installing one
-# --test          also install what the tests need
+# --server        also install what the server needs (python -m serving)
+# --test          also install what the tests need, the server included
 set -euo pipefail
 cd "$(dirname "$0")"
 
 usage() {
-  echo "usage: ./setup.sh [0.6B|1.7B|both|none] [--system-torch] [--test]" >&2
+  echo "usage: ./setup.sh [0.6B|1.7B|both|none] [--system-torch] [--server] [--test]" >&2
   exit 2
 }
 
 sizes="0.6B"
 system_torch=""
+with_server=""
 with_tests=""
 for word in "$@"; do
   case $word in
@@ -22,6 +24,7 @@ for word in "$@"; do
     both) sizes="0.6B 1.7B" ;;
     none) sizes="" ;;
     --system-torch) system_torch=yes ;;
+    --server) with_server=yes ;;
     --test) with_tests=yes ;;
     *) usage ;;
   esac
@@ -60,6 +63,9 @@ else
   $install -r requirements.txt
 fi
 $install --no-deps qwen-tts==0.1.1
+if [ -n "$with_server" ]; then
+  $install -r requirements-server.txt
+fi
 if [ -n "$with_tests" ]; then
   $install -r requirements-test.txt
 fi
@@ -70,7 +76,7 @@ echo "environment ready: .venv"
 for size in $sizes; do
   if ! .venv/bin/python -c 'import sys, cli; cli.download(sys.argv[1])' "$size"; then
     echo "The environment is complete. For the weights, try again later with" >&2
-    echo "    ./setup.sh $size${system_torch:+ --system-torch}${with_tests:+ --test}" >&2
+    echo "    ./setup.sh $size${system_torch:+ --system-torch}${with_server:+ --server}${with_tests:+ --test}" >&2
     echo "or try it without them, on random ones: .venv/bin/python tools/random_checkpoint.py tiny tiny" >&2
     exit 3
   fi

@@ -43,6 +43,14 @@ MAX_BATCHES_IN_CODEC = 8  # the engine waits for the codec before it hands over 
 NEEDED_LATER = ("do_sample", "subtalker_dosample", "max_new_tokens")  # arguments that are read after the prefill
 
 
+class QueueFull(RuntimeError):
+    """Too many requests are waiting: try again later."""
+
+
+class CutOff(UserWarning):
+    """The speech ended at a limit instead of by itself."""
+
+
 class Stream:
     """One request: what to decode, how far it is, and where its audio goes."""
 
@@ -85,13 +93,20 @@ class Engine:
     """Streams that share one model. `close` it, or use it in a `with` statement."""
 
     def __init__(
-        self, tts, max_streams: int = 64, max_unread: int = 64, max_waiting: int = 1024, patience: float = 10.0
+        self,
+        tts,
+        max_streams: int = 64,
+        max_unread: int = 64,
+        max_waiting: int = 1024,
+        patience: float = 10.0,
+        cut_off_is_error: bool = False,
     ):
         """Capture graphs for up to `max_streams` streams.
 
         max_unread: chunks that a listener may leave unread before its stream pauses
         max_waiting: requests that may wait for a place
         patience: seconds after which a paused stream loses its place to a waiting one
+        cut_off_is_error: raise CutOff after the last chunk of a speech that ended at a limit, instead of warning
         """
         if max_streams < 1 or max_unread < 1:
             raise ValueError(f"max_streams is {max_streams} and max_unread {max_unread}, both must be at least 1")
@@ -106,6 +121,7 @@ class Engine:
         self.max_unread = max_unread
         self.max_waiting = max_waiting
         self.patience = patience
+        self.cut_off_is_error = cut_off_is_error
         self.single = self.decoder.graphs_for(1)
         # The megakernel draws the noise of a frame's 15 codes in one call, upstream's layers one code at a time.
         self.draws_codes_at_once = isinstance(self.single[1].step, PredictorStep)
@@ -215,9 +231,19 @@ class Engine:
     def warn_if_cut_off(self, stream: Stream) -> None:
         if stream.was_cut_off:
             name = "max_seq_len" if stream.max_frames + 1 < stream.request["max_new_tokens"] else "max_new_tokens"
-            warnings.warn(
-                f"the speech was cut off after {stream.max_frames} frames, before its end: raise {name}", stacklevel=3
-            )
+            warning = CutOff(f"the speech was cut off after {stream.max_frames} frames, before its end: raise {name}")
+            if self.cut_off_is_error:
+                raise warning
+            warnings.warn(warning, stacklevel=3)
+
+    @property
+    def is_running(self) -> bool:
+        """False once it has been closed, or has stopped with an error."""
+        return not self.closing
+
+    def counts(self) -> tuple[int, int]:
+        """How many streams are active, and how many wait for a place."""
+        return len(self.active), len(self.waiting)
 
     def cancel(self, stream: Stream) -> None:
         with self.changed:
@@ -232,7 +258,7 @@ class Engine:
             if self.closing:
                 raise RuntimeError(self.why_closed)
             if len(self.waiting) >= self.max_waiting:
-                raise RuntimeError(f"{len(self.waiting)} requests are waiting already: try again later")
+                raise QueueFull(f"{len(self.waiting)} requests are waiting already: try again later")
             return self.prompt_thread.submit(self.build_prompt, stream, method, text, seed, kwargs)
 
     # ---- The prompt thread: one, as upstream's Python code takes twice as long when many threads run it at once
