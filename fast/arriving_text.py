@@ -18,7 +18,14 @@ from collections.abc import Callable, Iterable
 import torch
 
 from fast.incremental_tokenizer import IncrementalTokenizer
-from fast.prompts import build_request, check_encodable, check_text, prepare_request, with_voice_clone_prompt
+from fast.prompts import (
+    build_request,
+    check_encodable,
+    check_text,
+    prepare_request,
+    to_device,
+    with_voice_clone_prompt,
+)
 
 ROLE_TOKENS = 3  # before the text: <|im_start|>, assistant, newline
 CLOSING_TOKENS = 5  # after it: <|im_end|>, newline and the next role
@@ -117,10 +124,11 @@ def tokenize(tts, text: str) -> list[int]:
 
 
 @torch.no_grad()
-def text_rows(talker, ids: list[int]) -> torch.Tensor:
+def text_rows(decoder, ids: list[int]) -> torch.Tensor:
     """What frames add for these tokens. -> (T, H)"""
-    ids = torch.tensor(ids, device=talker.device)
-    return talker.text_projection(talker.get_text_embeddings()(ids))
+    talker = decoder.host_talker or decoder.talker
+    rows = talker.text_projection(talker.get_text_embeddings()(torch.tensor(ids, device=talker.device)))
+    return to_device(rows, decoder.talker.device)
 
 
 class TextReader:

@@ -109,11 +109,16 @@ def build_request(method: Callable, *, text: str, token_ids: list[int] | None = 
 
 def move_to(device: torch.device, request: dict) -> dict:
     """The same request with its embeddings on the device; its mask stays on the host, which reads it."""
-    moved = {name: value for name, value in request.items() if torch.is_tensor(value) and name != "attention_mask"}
-    for name, value in moved.items():
-        if value.device != device:
-            moved[name] = value.pin_memory().to(device, non_blocking=True)
+    names = ("inputs_embeds", "trailing_text_hidden", "tts_pad_embed")
+    moved = {name: to_device(request[name], device) for name in names}
     return request | moved | {"attention_mask": request["attention_mask"].cpu()}
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Without waiting for the GPU: from pinned memory."""
+    if tensor.device == device:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def reference_codes(voice_clone_prompt) -> torch.Tensor | None:

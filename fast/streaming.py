@@ -193,7 +193,7 @@ def write_text_rows(decoder, text: ArrivingText) -> None:
     _, predictor = decoder.graphs_for(1)
     room = predictor.text.shape[1] - first
     if ids and room > 0:
-        rows = text_rows(decoder.talker, ids[:room])
+        rows = text_rows(decoder, ids[:room])
         predictor.text[0, first : first + len(rows)] = rows
 
 

@@ -18,75 +18,40 @@ import collections
 import contextlib
 import heapq
 import logging
+import math
 import queue
 import threading
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 
+from fast.arriving_text import ArrivingText, text_rows
 from fast.megakernel import PredictorStep
-from fast.prompts import decoder_of, prepare_request, with_voice_clone_prompt
+from fast.prompts import (
+    build_request,
+    check_request,
+    check_text,
+    decoder_of,
+    move_to,
+    reference_codes,
+    with_voice_clone_prompt,
+)
+from fast.streaming import is_arriving
 from serving.batch import Prefill, Slots, copy_to_device, frame_graph, host_settings
-from serving.codec import BATCH_CHUNK_SIZES, BatchCodec
+from serving.codec import BATCH_CHUNK_SIZES, BatchCodec, PendingAudio
+from serving.stream import END, CutOff, QueueFull, Stream
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
 Chunk = tuple[np.ndarray, int]
-END = None
 MAX_ADMISSIONS_PER_FRAME = 32  # prompts that are prefilled between two frames
 MAX_CODEC_ROWS = 64  # chunks that are decoded together; more take much memory and are not faster
 MAX_BATCHES_IN_CODEC = 8  # the engine waits for the codec before it hands over more
 NEEDED_LATER = ("do_sample", "subtalker_dosample", "max_new_tokens")  # arguments that are read after the prefill
-
-
-class QueueFull(RuntimeError):
-    """Too many requests are waiting: try again later."""
-
-
-class CutOff(UserWarning):
-    """The speech ended at a limit instead of by itself."""
-
-
-class Stream:
-    """One request: what to decode, how far it is, and where its audio goes."""
-
-    def __init__(self, put: Callable):
-        self.put = put  # takes audio, an exception or END
-        self.cancelled = False
-        # the request
-        self.request = None  # arguments of talker.generate
-        self.settings = None  # the same for `Prefill`
-        self.prompt_ready = None  # a CUDA event after the kernels that built the prompt
-        self.prompt_length = 0
-        self.max_frames = 0
-        self.reference = None  # codes that precede the speech, for the codec
-        self.generator = None  # draws this stream's noise
-        self.is_seeded = False  # unseeded streams of a batch share one draw
-        self.slot = None
-        # how far it is, in frames
-        self.launched = 0  # on the GPU
-        self.checked = 0  # frames after which the host knows whether the stream has ended
-        self.decoded = 0  # handed to the codec
-        self.finished = False  # all its frames are known
-        self.was_cut_off = False
-        # its audio
-        self.heard_from = None  # time at which its first chunk was delivered
-        self.unread = 0  # chunks that the listener has not taken yet
-        self.paused_at = None  # time at which it began to wait for its listener
-
-    @property
-    def length(self) -> int:
-        """Positions of the cache in use."""
-        return self.prompt_length + self.launched
-
-    @property
-    def valid(self) -> int:
-        """Frames that belong to the speech. Whether there is a next frame is known before it is computed."""
-        return self.checked if self.finished else min(self.launched, self.checked + 1)
 
 
 class Engine:
@@ -129,12 +94,13 @@ class Engine:
         with self.decoder.lock:
             self.capture()
 
+        self.preparing = 0  # requests whose prompts are being built
         self.waiting = collections.deque()
         self.active = []  # admitted streams, each in its slot
         self.in_single = False  # True: there is one active stream, and its state is in the single-row graphs
         self.free_slots = list(range(max_streams))  # of the codec, too; a heap
         self.steps = collections.deque()  # frames launched whose `ended` flags the host has not read yet
-        self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (streams, audio or END), in the codec's order
+        self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (streams, their audio, an error or END), in order
         self.advance_mask = None  # host copy of slots.advance
         self.closing = False
         self.why_closed = "the engine has been closed"
@@ -168,37 +134,65 @@ class Engine:
 
     # ---- For listeners, in any thread
 
-    def stream(self, method: Callable, *, text: str, seed: int | None = None, **kwargs) -> Iterator[Chunk]:
+    def stream(
+        self,
+        method: Callable,
+        *,
+        text: str | Iterable[str],
+        seed: int | None = None,
+        text_timeout: float = 60.0,
+        **kwargs,
+    ) -> Iterator[Chunk]:
         """Speak one text and yield (float32 samples, sample rate) while it is generated.
 
         method: tts.generate_voice_clone, generate_custom_voice or generate_voice_design
+        text: a text, or an iterator of its pieces, as a language model writes them, which a thread reads
         seed: seeds a generator of this stream's own. On a CPU in float32 the speech does not depend on other streams;
             on a GPU a seed reproduces only if the stream is alone throughout, as rounding depends on the batch size.
+        text_timeout: seconds without new text after which the stream ends with a TimeoutError
         kwargs: the method's other arguments
 
         Chunks have 1, 1, 2, 4, 8, 8, ... frames. The request is queued at this call, and mistakes raise here.
         """
-        audio = queue.SimpleQueue()
-        stream = Stream(audio.put)
+        audio = queue.Queue()
+        stream = Stream(audio.put, text_timeout)
         kwargs = with_voice_clone_prompt(method, kwargs)
+        arrives = is_arriving(text)
         try:
-            self.submit(stream, method, text, seed, kwargs).result()
+            self.submit(stream, method, None if arrives else text, seed, kwargs).result()
         except CancelledError:
             raise RuntimeError(self.why_closed) from None
+        if arrives:
+            threading.Thread(target=self.read_pieces, args=(stream, text), name="text reader", daemon=True).start()
         chunks = self.chunks_of(stream, audio)
         next(chunks)  # enters its `try`, so that closing it before the first chunk cancels the request, too
         return chunks
 
-    def chunks_of(self, stream: Stream, audio: queue.SimpleQueue) -> Iterator[Chunk]:
+    def chunks_of(self, stream: Stream, audio: queue.Queue) -> Iterator[Chunk]:
         try:
             yield None  # to `stream`
-            while (item := audio.get()) is not END:
+            while (item := self.next_item(stream, audio)) is not END:
                 yield self.take_item(stream, item), self.rate
             self.warn_if_cut_off(stream)
         finally:
             self.cancel(stream)
 
-    async def astream(self, method: Callable, *, text: str, seed: int | None = None, **kwargs) -> AsyncIterator[Chunk]:
+    def next_item(self, stream: Stream, audio: queue.Queue):
+        while True:
+            try:
+                return audio.get(timeout=stream.seconds_for_text())
+            except queue.Empty:
+                stream.check_text_timeout()
+
+    async def astream(
+        self,
+        method: Callable,
+        *,
+        text: str | Iterable[str] | AsyncIterable[str],
+        seed: int | None = None,
+        text_timeout: float = 60.0,
+        **kwargs,
+    ) -> AsyncIterator[Chunk]:
         """The same for asyncio, but queued at the first iteration, where mistakes raise. Never blocks the loop."""
         loop = asyncio.get_running_loop()
         audio = asyncio.Queue()
@@ -209,19 +203,34 @@ class Engine:
             except RuntimeError:  # the loop has been closed
                 self.cancel(stream)
 
-        stream = Stream(put)
+        stream = Stream(put, text_timeout)
+        reader = None
         try:
             if kwargs.get("ref_audio") is not None:
                 kwargs = await asyncio.to_thread(with_voice_clone_prompt, method, kwargs)
-            await asyncio.wrap_future(self.submit(stream, method, text, seed, kwargs))
-            while (item := await audio.get()) is not END:
+            arrives = is_arriving(text) or hasattr(text, "__aiter__")
+            await asyncio.wrap_future(self.submit(stream, method, None if arrives else text, seed, kwargs))
+            if hasattr(text, "__aiter__"):
+                reader = asyncio.create_task(self.aread_pieces(stream, text))
+            elif arrives:
+                threading.Thread(target=self.read_pieces, args=(stream, text), name="text reader", daemon=True).start()
+            while (item := await self.anext_item(stream, audio)) is not END:
                 yield self.take_item(stream, item), self.rate
             self.warn_if_cut_off(stream)
         finally:
             self.cancel(stream)
+            if reader:
+                reader.cancel()
+
+    async def anext_item(self, stream: Stream, audio: asyncio.Queue):
+        while True:
+            try:
+                return await asyncio.wait_for(audio.get(), stream.seconds_for_text())
+            except asyncio.TimeoutError:
+                stream.check_text_timeout()
 
     def take_item(self, stream: Stream, item) -> np.ndarray:
-        if isinstance(item, Exception):
+        if isinstance(item, BaseException):
             raise item
         with self.changed:
             stream.unread -= 1
@@ -250,40 +259,111 @@ class Engine:
             stream.cancelled = True
             self.changed.notify_all()
 
-    def submit(self, stream: Stream, method: Callable, text: str, seed: int | None, kwargs: dict) -> Future:
-        """Have the prompt built and the request queued."""
+    def submit(self, stream: Stream, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
+        """Have the prompt built and the request queued. `text` is None if it is still to come."""
         if method.__self__ is not self.tts:
             raise ValueError("this engine speaks with another model: use a method of the model it was made with")
         with self.changed:
             if self.closing:
                 raise RuntimeError(self.why_closed)
-            if len(self.waiting) >= self.max_waiting:
-                raise QueueFull(f"{len(self.waiting)} requests are waiting already: try again later")
+            waiting = len(self.waiting) + self.preparing
+            if waiting >= self.max_waiting:
+                raise QueueFull(f"{waiting} requests are waiting already: try again later")
+            self.preparing += 1
             return self.prompt_thread.submit(self.build_prompt, stream, method, text, seed, kwargs)
+
+    def read_pieces(self, stream: Stream, pieces: Iterable[str]) -> None:
+        """A thread of its own: the iterator may take its time."""
+        last = END
+        try:
+            for piece in pieces:
+                self.prompt_thread.submit(self.take_piece, stream, piece).result()
+                if stream.cancelled:
+                    return
+        except BaseException as error:  # raised again where the speech is read
+            last = error
+        with contextlib.suppress(RuntimeError, CancelledError):  # the engine has been closed
+            self.prompt_thread.submit(self.take_piece, stream, last)
+
+    async def aread_pieces(self, stream: Stream, pieces: AsyncIterable[str]) -> None:
+        last = END
+        try:
+            async for piece in pieces:
+                await asyncio.wrap_future(self.prompt_thread.submit(self.take_piece, stream, piece))
+        except Exception as error:
+            last = error
+        with contextlib.suppress(RuntimeError):
+            self.prompt_thread.submit(self.take_piece, stream, last)
 
     # ---- The prompt thread: one, as upstream's Python code takes twice as long when many threads run it at once
 
     def start_prompt_thread(self) -> None:
         if self.on_gpu:
-            # A prompt takes more than a hundred small kernels, which must not wait for those of the frames.
+            # The small kernels of a prompt must not wait for those of the frames.
             torch.cuda.set_stream(torch.cuda.Stream(self.device, priority=-2))
 
     @torch.no_grad()
-    def build_prompt(self, stream: Stream, method: Callable, text: str, seed: int | None, kwargs: dict) -> None:
-        if stream.cancelled:
-            return
-        request, stream.max_frames, stream.reference = prepare_request(self.decoder, method, text, **kwargs)
+    def build_prompt(self, stream: Stream, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> None:
+        try:
+            if stream.cancelled:
+                return
+            stream.generator = self.make_generator(seed)
+            stream.is_seeded = seed is not None
+            if text is None:
+                stream.text = ArrivingText(self.decoder, method, **kwargs)
+                stream.reference = stream.text.reference
+            else:
+                stream.reference = reference_codes(kwargs.get("voice_clone_prompt"))
+                self.enqueue(stream, build_request(method, text=check_text(text), **kwargs))
+        finally:
+            with self.changed:
+                self.preparing -= 1
+
+    def enqueue(self, stream: Stream, request: dict) -> None:
+        stream.max_frames = check_request(self.decoder, request)
+        stream.request = move_to(self.device, request)
         stream.prompt_ready = self.decoder.record_event()
         stream.settings = host_settings(self.talker.config, request)
-        stream.request = request
         stream.prompt_length = request["attention_mask"].shape[1]
-        stream.generator = self.make_generator(seed)
-        stream.is_seeded = seed is not None
         with self.changed:
             if self.closing:
                 raise RuntimeError(self.why_closed)
             self.waiting.append(stream)
             self.changed.notify_all()
+
+    @torch.no_grad()
+    def take_piece(self, stream: Stream, piece: str | BaseException | None) -> None:
+        """The next piece of a text that is still arriving, its end, or the error of its iterator."""
+        if stream.cancelled:
+            return
+        text = stream.text
+        try:
+            if isinstance(piece, BaseException):
+                raise piece
+            if piece is END:
+                text.finish()
+            else:
+                text.push(piece)
+            stream.text_came_at = time.monotonic()
+            if stream.request is None:
+                if text.can_begin:
+                    request = text.begin()
+                    stream.frames_with_text = math.inf if text.is_finished else text.rows
+                    self.enqueue(stream, request)
+                return
+            first, ids = text.take_ids()
+            rows = text_rows(self.decoder, ids)
+            ready = self.decoder.record_event()
+            with self.changed:
+                stream.new_rows.append((first, rows, ready))
+                stream.frames_with_text = math.inf if text.is_finished else text.rows
+                self.changed.notify_all()
+        except BaseException as error:
+            with self.changed:
+                stream.text_error = error
+                self.changed.notify_all()
+            if stream.request is None:  # the engine does not know it yet
+                stream.put(error)
 
     def make_generator(self, seed: int | None) -> torch.Generator:
         """A generator in the state that a call alone has after torch.manual_seed(seed).
@@ -359,7 +439,12 @@ class Engine:
 
     def has_work(self) -> bool:
         can_admit = self.waiting and len(self.active) < self.max_streams
-        can_advance = any(stream.cancelled or stream.unread < self.max_unread for stream in self.active)
+        can_advance = any(
+            stream.cancelled
+            or (stream.unread < self.max_unread and stream.may_advance())
+            or (stream.text_error and stream.lacks_text())
+            for stream in self.active
+        )
         return bool(self.closing or not self.active or can_admit or can_advance)
 
     def drop_cancelled_and_overdue(self) -> None:
@@ -484,13 +569,10 @@ class Engine:
     def launch(self) -> bool:
         """Launch one frame of every stream that may advance. Returns whether there was one."""
         for stream in self.active:
+            self.write_text(stream)
             is_paused = stream.unread >= self.max_unread
             stream.paused_at = (stream.paused_at or time.monotonic()) if is_paused else None
-        advancing = [
-            stream
-            for stream in self.active
-            if stream.launched < stream.max_frames and not stream.finished and stream.paused_at is None
-        ]
+        advancing = [stream for stream in self.active if stream.may_advance() and stream.paused_at is None]
         if not advancing:
             return False
 
@@ -504,6 +586,17 @@ class Engine:
             (self.decoder.record_event(), on_host, [(s, 0 if self.in_single else s.slot) for s in advancing])
         )
         return True
+
+    def write_text(self, stream: Stream) -> None:
+        """Put text that has arrived where the frames read it. There may be more of it than they can reach."""
+        text = self.single[1].text[0] if self.in_single else self.slots.text[stream.slot]
+        while stream.new_rows:
+            first, rows, ready = stream.new_rows.popleft()
+            if ready:
+                ready.wait()
+                rows.record_stream(self.cuda_stream)
+            room = max(0, len(text) - first)
+            text[first : first + len(rows[:room])] = rows[:room]
 
     def launch_single(self, stream: Stream) -> torch.Tensor:
         talker, predictor = self.single
@@ -575,6 +668,9 @@ class Engine:
                 stream.checked += 1
                 stream.was_cut_off = stream.checked == stream.max_frames and not has_ended
                 stream.finished = has_ended or stream.was_cut_off
+        for stream in self.active:
+            if stream.text_error and stream.lacks_text() and stream.checked == stream.launched:
+                stream.finished = True
 
     def decode_chunks(self) -> None:
         """Hand complete chunks to the codec: one of each stream at a time, as they must be decoded in order."""
@@ -605,7 +701,7 @@ class Engine:
         if stream.cancelled:
             return 0
         available = stream.valid - stream.decoded
-        if stream.finished:
+        if stream.finished or stream.lacks_text():
             return next((size for size in BATCH_CHUNK_SIZES if size <= available), 0)
         started = now if stream.heard_from is None else stream.heard_from
         lead = stream.decoded - (now - started) / self.seconds_per_frame  # in frames
@@ -621,7 +717,9 @@ class Engine:
             self.in_single = False
             heapq.heappush(self.free_slots, stream.slot)
             if not stream.cancelled:
-                self.decoding.put(([stream], END))  # whoever has heard the end may count on a free slot
+                self.decoding.put(
+                    ([stream], stream.text_error or END)
+                )  # whoever has heard the end may count on a free slot
 
     def end_all(self) -> None:
         with self.changed:
@@ -638,7 +736,7 @@ class Engine:
         while (item := self.decoding.get()) is not None:
             streams, audio = item
             try:
-                for stream, samples in zip(streams, [END] if audio is END else audio.wait()):
+                for stream, samples in zip(streams, audio.wait() if isinstance(audio, PendingAudio) else [audio]):
                     if not stream.cancelled:
                         self.count_unread(stream)
                         stream.put(samples)

@@ -317,11 +317,7 @@ class Utterance:
         try:
             method, arguments = await speech.arguments(self.style)
             arguments |= speech.sampling(self.style)
-            text = self.text
-            # TODO: remove these two lines once Engine.astream takes an iterator of texts.
-            if not isinstance(text, str):
-                text = "".join([piece async for piece in text])
-            stream = speech.engine.astream(method, text=text, seed=self.style.seed, **arguments)
+            stream = speech.engine.astream(method, text=self.text, seed=self.style.seed, **arguments)
             async with contextlib.aclosing(stream) as chunks:
                 async for samples, rate in chunks:
                     self.measure(len(samples) / rate)

@@ -13,7 +13,8 @@ from helpers import GREEDY, joined
 
 from cli import speaker_prompt
 from generate import load, stream
-from serving.engine import Engine, Stream
+from serving.engine import Engine
+from serving.stream import Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 LIMIT = 300  # seconds that any wait may take
@@ -321,3 +322,91 @@ def test_asyncio(voice):
 
     for audio, alone_audio in zip(asyncio.run(main()), expected, strict=True):
         assert_same(audio, alone_audio)
+
+
+def pieces_of(text, seconds=0.0):
+    for start in range(0, len(text), 3):
+        time.sleep(seconds)
+        yield text[start : start + 3]
+
+
+async def async_pieces_of(text):
+    for piece in pieces_of(text):
+        await asyncio.sleep(0.002)
+        yield piece
+
+
+@pytest.mark.parametrize("name", ["x-vector", "in-context", "preset"])
+def test_texts_that_arrive_are_spoken_as_if_they_were_whole(voices, name):
+    """Beside other streams, from threads and from asyncio, at different speeds."""
+    voice = voices(name).end_comes_up(True)
+    method = getattr(voice.fast, voice.method)
+    requests = [request | dict(text=f"{request['text']}, and 3 more.") for request in requests_of(voice, 6)]
+    expected = [alone(voice, **request | dict(non_streaming_mode=False)) for request in requests]
+
+    def speak(engine, number):
+        request = requests[number] | dict(non_streaming_mode=False)
+        if number % 3 == 1:
+            request["text"] = pieces_of(request["text"], seconds=0.002 * number)
+        if number % 3 != 2:
+            return joined(engine.stream(method, **request))
+        request["text"] = async_pieces_of(request["text"])
+
+        async def collect():
+            return [chunk async for chunk in engine.astream(method, **request)]
+
+        return joined(asyncio.run(collect()))
+
+    with Engine(voice.fast, max_streams=4) as engine, ThreadPoolExecutor(6) as threads:
+        jobs = [threads.submit(speak, engine, number) for number in range(6)]
+        for job, audio in zip(jobs, expected, strict=True):
+            assert_same(job.result(LIMIT), audio)
+        wait_until_idle(engine)
+
+
+def test_a_stream_whose_text_is_late_waits_and_others_go_on(voices):
+    """The frames that are known are heard at once, however small the chunk."""
+    voice = voices("x-vector").end_comes_up(False)
+    method = voice.fast.generate_voice_clone
+    go_on = threading.Event()
+    text = "one two three four five six"
+
+    def pieces():
+        yield text[:14]
+        assert go_on.wait(LIMIT)
+        yield text[14:]
+
+    request = dict(seed=3, max_new_tokens=30, non_streaming_mode=False, **voice.arguments)
+    expected = alone(voice, text=text, **request)
+    with Engine(voice.fast, max_streams=2) as engine:
+        chunks = engine.stream(method, text=pieces(), **request)
+        heard = [next(chunks)[0]]
+        assert_same(joined(engine.stream(method, text=text, **request)), expected)
+        go_on.set()
+        heard += [audio for audio, _ in chunks]
+        assert_same(np.concatenate(heard), expected)
+
+
+def test_an_iterator_that_fails_or_stops_ends_its_stream_only(voice):
+    method = voice.fast.generate_voice_clone
+    (request,) = requests_of(voice, 1)
+    request |= dict(non_streaming_mode=False)
+
+    def failing(start):
+        yield start
+        raise KeyError("the language model is gone")
+
+    def stopping(start):
+        yield start
+        time.sleep(3)
+
+    with Engine(voice.fast, max_streams=1) as engine:
+        for start in ("", "one two three four"):
+            with pytest.raises(KeyError, match="gone"):
+                list(engine.stream(method, **request | dict(text=failing(start))))
+            with pytest.raises(TimeoutError, match="no text"):
+                list(engine.stream(method, **request | dict(text=stopping(start)), text_timeout=0.3))
+            wait_until_idle(engine)
+        with pytest.raises(ValueError, match="empty"):
+            list(engine.stream(method, **request | dict(text=iter([" "]))))
+        assert_same(joined(engine.stream(method, **request)), alone(voice, **request))
