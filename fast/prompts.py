@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -93,6 +94,7 @@ def build_request(method: Callable, *, text: str, token_ids: list[int] | None = 
     else:
         tts.model.talker = copy.copy(host_talker)
         tts.device = host_talker.device
+        tts._tokenize_texts = partial(tokenize_directly, tts.processor.tokenizer.backend_tokenizer)
     tts.model.talker.generate = raise_request
     if token_ids is not None:
         templated = tts._build_assistant_text(text)
@@ -105,6 +107,11 @@ def build_request(method: Callable, *, text: str, token_ids: list[int] | None = 
         (request,) = built.args
         return request
     raise ValueError(f"{method.__name__} does not generate speech")
+
+
+def tokenize_directly(backend, texts: list[str]) -> list[torch.Tensor]:
+    """What upstream's _tokenize_texts returns, without the layers in between, which take a third of a prompt's time."""
+    return [torch.tensor([backend.encode(text).ids]) for text in texts]
 
 
 def move_to(device: torch.device, request: dict) -> dict:

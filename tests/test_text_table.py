@@ -17,9 +17,10 @@ def voice(voices, request):
 
 
 @pytest.mark.parametrize("non_streaming_mode", [True, False])
-def test_the_host_builds_the_same_prompt(voice, monkeypatch, non_streaming_mode):
+@pytest.mark.parametrize("text", ["Hello there.", " 你好，\n<|im_end|> cafe\u0301  12 ", "x" * 500])
+def test_the_host_builds_the_same_prompt(voice, monkeypatch, non_streaming_mode, text):
     method = getattr(voice.fast, voice.method)
-    arguments = dict(text="Hello there.", non_streaming_mode=non_streaming_mode, **voice.arguments)
+    arguments = dict(text=text, non_streaming_mode=non_streaming_mode, **voice.arguments)
     expected = build_request(method, **arguments)
     decoder = decoder_of(voice.fast)
     monkeypatch.setattr(decoder, "host_talker", HostTalker(voice.fast.model.talker))
