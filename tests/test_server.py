@@ -8,6 +8,8 @@ import json
 import logging
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import wave
 
@@ -15,6 +17,7 @@ import numpy as np
 import openai
 import pytest
 import soundfile
+from helpers import ROOT
 from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, never_end, wait_until, wait_until_free
 
 from audio_files import to_int16
@@ -502,7 +505,7 @@ def test_a_client_that_goes_away_frees_its_place(server, speech, when, monkeypat
 
 def test_speech_that_is_cut_off_is_not_a_short_file(server):
     """Without max_new_tokens a speech may reach the end of the cache: the client must not take it for complete."""
-    fields = {"input": "a" * 440, "max_new_tokens": None, "non_streaming_mode": True, "response_format": "pcm"}
+    fields = {"input": "a" * 480, "max_new_tokens": None, "non_streaming_mode": True, "response_format": "pcm"}
     with pytest.raises(http.client.IncompleteRead):
         server.speak(**fields)
     *_, last = events_of(server.speak(**fields, stream_format="sse").body)
@@ -571,6 +574,17 @@ def test_openai_streamed(client, server):
     with client.audio.speech.with_streaming_response.create(**asked, stream_format="sse") as response:
         events = events_of(b"".join(response.iter_bytes()))
     assert b"".join(base64.b64decode(event["audio"]) for event in events[:-1]) == audio
+
+
+def test_the_example(preset_server, tmp_path):
+    """examples/openai_client.py writes a file, and streams."""
+    url = f"http://127.0.0.1:{preset_server.port}/v1"
+    for output in ("hello.flac", "-"):
+        command = [sys.executable, ROOT / "examples/openai_client.py", "Hello there.", output, "--url", url]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=LIMIT)
+        assert run.returncode == 0, run.stderr
+    assert soundfile.info(tmp_path / "hello.flac").samplerate == 24000
+    assert run.stdout and len(run.stdout) % FRAME == 0
 
 
 def test_openai_errors(client):
