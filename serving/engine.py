@@ -49,6 +49,7 @@ log = logging.getLogger("qwen3_tts_cudagraphs")
 
 Chunk = tuple[np.ndarray, int]
 MAX_ADMISSIONS_PER_FRAME = 32  # prompts that are prefilled between two frames
+LEAD_TO_KEEP = 0.1  # seconds; streams with more audio ahead of playback wait for those who have heard nothing yet
 MAX_CODEC_ROWS = 64  # chunks that are decoded together; more take much memory and are not faster
 MAX_BATCHES_IN_CODEC = 8  # the engine waits for the codec before it hands over more
 NEEDED_LATER = ("do_sample", "subtalker_dosample", "max_new_tokens")  # arguments that are read after the prefill
@@ -99,6 +100,7 @@ class Engine:
         self.active = []  # admitted streams, each in its slot
         self.in_single = False  # True: there is one active stream, and its state is in the single-row graphs
         self.free_slots = list(range(max_streams))  # of the codec, too; a heap
+        self.held_back = False  # whether streams wait for new listeners
         self.steps = collections.deque()  # frames launched whose `ended` flags the host has not read yet
         self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (streams, their audio, an error or END), in order
         self.advance_mask = None  # host copy of slots.advance
@@ -318,6 +320,7 @@ class Engine:
         finally:
             with self.changed:
                 self.preparing -= 1
+                self.changed.notify_all()
 
     def enqueue(self, stream: Stream, request: dict) -> None:
         stream.max_frames = check_request(self.decoder, request)
@@ -427,10 +430,22 @@ class Engine:
             self.check_ended(keep=1 if launched and self.on_gpu else 0)
             self.decode_chunks()
             self.remove_finished()
-            if not launched:
+            if not launched and self.held_back:
+                self.wait_for_newcomers()
+            elif not launched:
                 if self.in_single:
                     self.leave_single()  # another call may use the single-row graphs meanwhile
                 return
+
+    def wait_for_newcomers(self) -> None:
+        """Let new listeners have the GPU, and the prompt thread Python's lock, until they have heard something."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.waiting or self.closing or not self.has_newcomers(), timeout=0.002)
+
+    def has_newcomers(self) -> bool:
+        """Whether a listener who has heard nothing yet is on the way or has been admitted."""
+        can_admit = self.waiting and len(self.active) < self.max_streams
+        return bool(self.preparing or can_admit or any(stream.heard_from is None for stream in self.active))
 
     def wait_for_listeners(self) -> None:
         """Wait until a stream may advance, can be admitted or was cancelled. The timeout is for `patience`."""
@@ -573,6 +588,11 @@ class Engine:
             is_paused = stream.unread >= self.max_unread
             stream.paused_at = (stream.paused_at or time.monotonic()) if is_paused else None
         advancing = [stream for stream in self.active if stream.may_advance() and stream.paused_at is None]
+        self.held_back = False
+        if self.has_newcomers():
+            urgent = [stream for stream in advancing if stream.decoded == 0 or self.lead(stream) < LEAD_TO_KEEP]
+            self.held_back = len(urgent) < len(advancing)
+            advancing = urgent
         if not advancing:
             return False
 
@@ -674,11 +694,10 @@ class Engine:
 
     def decode_chunks(self) -> None:
         """Hand complete chunks to the codec: one of each stream at a time, as they must be decoded in order."""
-        now = time.monotonic()
         while True:
             by_size = collections.defaultdict(list)
             for stream in self.active:
-                by_size[self.next_chunk(stream, now)].append(stream)
+                by_size[self.next_chunk(stream)].append(stream)
             by_size.pop(0, None)
             if not by_size:
                 return
@@ -696,16 +715,20 @@ class Engine:
             stream.decoded += size
         self.decoding.put((streams, audio))
 
-    def next_chunk(self, stream: Stream, now: float) -> int:
+    def lead(self, stream: Stream) -> float:
+        """Seconds of audio ahead of the playback of a listener who plays from the first chunk on."""
+        played = 0.0 if stream.heard_from is None else time.monotonic() - stream.heard_from
+        return stream.decoded * self.seconds_per_frame - played
+
+    def next_chunk(self, stream: Stream) -> int:
         """Frames of the chunk to decode next, 0 if it is not complete. It grows with the audio ahead of playback."""
         if stream.cancelled:
             return 0
         available = stream.valid - stream.decoded
         if stream.finished or stream.lacks_text():
             return next((size for size in BATCH_CHUNK_SIZES if size <= available), 0)
-        started = now if stream.heard_from is None else stream.heard_from
-        lead = stream.decoded - (now - started) / self.seconds_per_frame  # in frames
-        size = next((size for size in BATCH_CHUNK_SIZES if size <= lead + 0.5), 1)
+        frames_ahead = self.lead(stream) / self.seconds_per_frame
+        size = next((size for size in BATCH_CHUNK_SIZES if size <= frames_ahead + 0.5), 1)
         return size if size <= available else 0
 
     def remove_finished(self) -> None:
@@ -747,8 +770,9 @@ class Engine:
     def count_unread(self, stream: Stream) -> None:
         with self.changed:
             stream.unread += 1
-        if stream.heard_from is None:
-            stream.heard_from = time.monotonic()
+            if stream.heard_from is None:
+                stream.heard_from = time.monotonic()
+                self.changed.notify_all()
 
     # ---- Lifetime
 
