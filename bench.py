@@ -93,7 +93,7 @@ class Effort:
     batches: tuple[int, ...] = (4, 16, 64)  # rows, without audio
     streams: tuple[int, ...] = (1, 4, 16, 64, 256)  # listeners at once
     poisson_seconds: float = 60
-    held: tuple[int, ...] = (200, 400)  # listeners at once, for 60 s each
+    held: tuple[int, ...] = (400,)  # listeners at once, for 60 s each
 
 
 def choose_effort(quick: bool) -> Effort:
