@@ -8,7 +8,8 @@ nvrtc.py        compiles and launches CUDA source, without a toolkit
 codec.py        the codec's decoder as CUDA graphs that keep their state between chunks
 codec_decoder.py, codec_kernels.py
                 the layers of that decoder with few kernels (codec_kernels.cu), where the GPU can
-text_table.py   prompts are built on the host
+text_table.py, prompt_templates.py
+                prompts are built on the host, and like earlier ones
 prompts.py      requests: upstream's prompts, checked
 arriving_text.py, incremental_tokenizer.py
                 a request whose text is still being written, and its tokens that can no longer change
@@ -26,6 +27,7 @@ from fast.codec import CodecGraph
 from fast.layers import bypass_config_getattr, fuse_layers
 from fast.megakernel import predictor_step, talker_step
 from fast.paths import choose_path
+from fast.prompt_templates import PromptTemplates
 from fast.text_table import use_text_table
 from fast.turns import Turns
 
@@ -42,6 +44,7 @@ def plug_in(tts, decoder, fused: bool | None) -> None:
     decoder.lock = Turns()
 
     decoder.host_talker = use_text_table(talker) if decoder.on_gpu else None
+    decoder.prompt_templates = PromptTemplates()
     use_megakernel, decoder.path = choose_path(talker, fused)
     decoder.keepalive = fuse_layers(talker, decoder.max_seq_len)  # read by the graphs
     decoder.replace_steps = partial(replace_steps, talker, use_megakernel)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from fast.incremental_tokenizer import IncrementalTokenizer
+from fast.prompt_templates import CLOSING_TOKENS, ROLE_TOKENS
 from fast.prompts import (
     build_request,
     check_encodable,
@@ -27,8 +28,6 @@ from fast.prompts import (
     with_voice_clone_prompt,
 )
 
-ROLE_TOKENS = 3  # before the text: <|im_start|>, assistant, newline
-CLOSING_TOKENS = 5  # after it: <|im_end|>, newline and the next role
 TRANSCRIPT_CLOSING_TOKENS = 2  # after a reference's transcript: <|im_end|>, newline
 END = None
 

@@ -1,19 +1,23 @@
 """Requests: upstream builds the prompt, and everything that could fail in a frame is checked before the first."""
 
 import copy
+import logging
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from cudagraph_talker import Sampling
+from fast.prompt_templates import CLOSING_TOKENS, ROLE_TOKENS, PromptTemplate, template_key
+
+log = logging.getLogger("qwen3_tts_cudagraphs")
 
 
 def prepare_request(decoder, method: Callable, text, **kwargs) -> tuple[dict, int, torch.Tensor | None]:
     """Build and check a request: arguments of talker.generate, the most frames, the codes that precede the speech."""
     text = check_text(text)
     kwargs = with_voice_clone_prompt(method, kwargs)
-    request = build_request(method, text=text, **kwargs)
+    request = request_for(decoder, method, text, kwargs)
     limit = check_request(decoder, request)
     return move_to(decoder.talker.device, request), limit, reference_codes(kwargs.get("voice_clone_prompt"))
 
@@ -66,6 +70,27 @@ def check_request(decoder, request: dict) -> int:
     if request["eos_token_id"] != decoder.talker.config.codec_eos_token_id:
         raise ValueError("stream decodes up to the model's own end token: another eos_token_id is for whole calls")
     return decoder.frame_limit(**request)
+
+
+def request_for(decoder, method: Callable, text: str, kwargs: dict) -> dict:
+    """What upstream would pass to talker.generate: built by upstream, or like an earlier request on a GPU."""
+    key = template_key(method.__name__, kwargs) if decoder.host_talker else None
+    if key is None:
+        return build_request(method, text=text, **kwargs)
+    tts = method.__self__
+    tokens = tts.processor.tokenizer.backend_tokenizer.encode(tts._build_assistant_text(text)).ids
+    ids = tokens[ROLE_TOKENS:-CLOSING_TOKENS]
+    is_known, template = decoder.prompt_templates.find(key)
+    if template:
+        return template.fill(ids)
+    request = build_request(method, text=text, **kwargs)
+    if not is_known:
+        try:
+            template = PromptTemplate(tts, decoder.host_talker, request, ids)
+        except ValueError as reason:
+            log.info("%s: upstream builds all of them", reason)
+        decoder.prompt_templates.add(key, template)
+    return request
 
 
 class RequestBuilt(Exception):

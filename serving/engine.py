@@ -32,12 +32,12 @@ import torch
 from fast.arriving_text import ArrivingText, text_rows
 from fast.megakernel import PredictorStep
 from fast.prompts import (
-    build_request,
     check_request,
     check_text,
     decoder_of,
     move_to,
     reference_codes,
+    request_for,
     with_voice_clone_prompt,
 )
 from fast.streaming import is_arriving
@@ -156,7 +156,7 @@ class Engine:
 
         Chunks have 1, 1, 2, 4, 8, 8, ... frames. The request is queued at this call, and mistakes raise here.
         """
-        audio = queue.Queue()
+        audio = queue.SimpleQueue()
         stream = Stream(audio.put, text_timeout)
         kwargs = with_voice_clone_prompt(method, kwargs)
         arrives = is_arriving(text)
@@ -170,7 +170,7 @@ class Engine:
         next(chunks)  # enters its `try`, so that closing it before the first chunk cancels the request, too
         return chunks
 
-    def chunks_of(self, stream: Stream, audio: queue.Queue) -> Iterator[Chunk]:
+    def chunks_of(self, stream: Stream, audio: queue.SimpleQueue) -> Iterator[Chunk]:
         try:
             yield None  # to `stream`
             while (item := self.next_item(stream, audio)) is not END:
@@ -179,7 +179,7 @@ class Engine:
         finally:
             self.cancel(stream)
 
-    def next_item(self, stream: Stream, audio: queue.Queue):
+    def next_item(self, stream: Stream, audio: queue.SimpleQueue):
         while True:
             try:
                 return audio.get(timeout=stream.seconds_for_text())
@@ -316,7 +316,7 @@ class Engine:
                 stream.reference = stream.text.reference
             else:
                 stream.reference = reference_codes(kwargs.get("voice_clone_prompt"))
-                self.enqueue(stream, build_request(method, text=check_text(text), **kwargs))
+                self.enqueue(stream, request_for(self.decoder, method, check_text(text), kwargs))
         finally:
             with self.changed:
                 self.preparing -= 1
