@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from audio_files import Chunk, check_format, check_writable, read_audio, write_audio
 from fast.prompts import decoder_of
 from generate import MODELS, load, stream
+from text_files import Line, Pipe
 
 KINDS = {
     "base": "a Base model, which clones voices",
@@ -48,6 +49,7 @@ CHECKPOINT_FILES = (
 )
 TALKER_KEYS = {"hidden_size", "vocab_size", "max_position_embeddings", "spk_id", "codec_language_id"}
 FRAME_RATE = 12.5  # of the 12 Hz models
+PIPE_TIMEOUT = 600.0  # seconds that a line on stdin may stay unfinished
 REFERENCE_SILENCE = 0.5  # seconds between an in-context reference and the speech
 HUB_ERRORS = (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError)
 
@@ -66,7 +68,9 @@ def main() -> None:
         for output, texts in args.outputs:
             start = time.perf_counter()
             chunks = itertools.chain.from_iterable(stream(method, text=text, **request) for text in texts)
-            first = next(chunks)
+            first = next(chunks, None)
+            if first is None:
+                raise ValueError("the text is empty: give something to say")
             first_ms = (time.perf_counter() - start) * 1e3
             chunks = with_progress(itertools.chain([first], chunks), start)
             seconds = write_audio(output, chunks, playable=args.stream)
@@ -100,7 +104,9 @@ def parse_arguments() -> argparse.Namespace:
     voice.add_argument("--list-languages", action="store_true")
 
     text = parser.add_argument_group("text")
-    text.add_argument("--text", help="what to say, one utterance per line; - reads stdin")
+    text.add_argument(
+        "--text", help="what to say, one utterance per line; - reads stdin, with --stream while it is being written"
+    )
     text.add_argument("--text-file", type=Path)
     text.add_argument("--language", default="Auto")
     text.add_argument(
@@ -307,10 +313,14 @@ def languages(config: dict) -> list[str]:
     return ["auto", *(name for name in config["talker_config"]["codec_language_id"] if "dialect" not in name)]
 
 
-def read_texts(args: argparse.Namespace) -> list[str]:
+def read_texts(args: argparse.Namespace) -> list[str] | Pipe:
     """The utterances, one per line."""
     if (args.text is None) == (args.text_file is None):
         raise ValueError("give what to say as --text, --text-file, or --text - for stdin, one of them")
+    if args.text == "-" and args.stream:
+        if args.non_streaming_mode:
+            raise ValueError("--non-streaming-mode needs the whole text at once: leave it out, or leave out --stream")
+        return Pipe(sys.stdin.buffer)
     try:
         if args.text_file:
             text = args.text_file.read_text(encoding="utf-8")
@@ -339,6 +349,8 @@ def check_lengths(args: argparse.Namespace) -> None:
                 f"{args.ref_audio} takes {frames} positions, the cache has {room}: give a shorter recording, or a "
                 "larger --max-seq-len"
             )
+    if isinstance(args.texts, Pipe):
+        return
     long = [text for text in args.texts if len(text.encode()) >= room]  # a text has at most a token per byte
     tokenizer = transformers.AutoTokenizer.from_pretrained(hub_name(args.model)) if long else None
     for text in long:
@@ -354,14 +366,16 @@ def hub_name(model: str) -> str:
     return model if Path(model).is_dir() else MODELS.get(model, model)
 
 
-def plan_outputs(args: argparse.Namespace) -> list[tuple[Path, list[str]]]:
-    """(file, its utterances): one file, or one for each line."""
+def plan_outputs(args: argparse.Namespace) -> list[tuple[Path, Iterable[str | Line]]]:
+    """(file, its utterances): one file, or one for each line. All lines of a pipe go to one file."""
     output, texts = args.output, args.texts
     if output is None:
         raise ValueError("give --output, an audio file to write, or - for stdout")
     if str(output) != "-":
         check_writable(output)
         check_format(output)
+    if isinstance(texts, Pipe):
+        return [(output, texts.lines())]
     if len(texts) == 1 or args.join:
         return [(output, texts)]
     if str(output) == "-":
@@ -416,6 +430,8 @@ def voice_request(args: argparse.Namespace, tts) -> tuple[Callable, dict]:
     }
     if args.non_streaming_mode is not None:
         request["non_streaming_mode"] = args.non_streaming_mode
+    if isinstance(args.texts, Pipe):
+        request["text_timeout"] = PIPE_TIMEOUT
     if kind == "custom_voice":
         return tts.generate_custom_voice, request | {"speaker": args.speaker, "instruct": args.instruct}
     if kind == "voice_design":
