@@ -203,7 +203,7 @@ def test_several_lines(spoken, tmp_path, monkeypatch):
     assert list(files) == ["out-001.wav", "out-002.wav"]
     assert files["out-001.wav"] == spoken(*voice, "--text", "One.")["out.wav"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("One.\nTwo, zwei, \u4e8c.\n"))
-    (joined,) = spoken(*voice, "--text", "-", "--join").values()
+    (joined,) = spoken(*voice, "--text", "-", "--join", "--pause", 0).values()
     assert joined[44:] == files["out-001.wav"][44:] + files["out-002.wav"][44:]
 
 
@@ -429,6 +429,10 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(repetition_penalty=0), "1.0 for none"),
     (dict(max_seq_len=4), "from 32 to 32768"),
     (dict(max_seq_len=10**9), "from 32 to"),
+    (dict(pause=-1), "--pause is -1.0, it must be from 0 to 60"),
+    (dict(retry=-1), "--retry is -1"),
+    (dict(retry=2, no_limit_speech=""), "leave out --no-limit-speech"),
+    (dict(resume=""), "--resume is for files with several utterances"),
     (dict(seed=-1), "from 0 to"),
     (dict(seed=10**20), "from 0 to"),
     (dict(device="abacus"), "no device 'abacus'"),
