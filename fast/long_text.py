@@ -90,6 +90,7 @@ def speak(
             torch.manual_seed(seed + (attempt << 32))
         heard = []
         samples = 0
+        has_ended = True
         chunks = stream(method, text=seen, **kwargs)
         for audio, rate in chunks:
             limit = MIN_FRAME_LIMIT * samples_per_frame
