@@ -43,6 +43,7 @@ from fast.paths import why_not
 from fast.prompts import build_request, decoder_of
 from fast.streaming import stream
 from generate import Decoder, accelerate, load, load_upstream
+from tools.arriving import time_arriving_text
 from tools.check import check
 from tools.listeners import time_streams
 from tools.plot import plot
@@ -306,6 +307,9 @@ def time_path(tts, speaker: torch.Tensor, fused: bool, is_fastest: bool, effort:
         if is_fastest and effort.late_chunk_frames and chunks != "8":
             row |= count_late_chunks(start_stream, effort.late_chunk_frames)
         yield f", chunks of {chunks}", row
+    if is_fastest:
+        row = time_arriving_text(method, TEXT, effort.runs, max_new_tokens=effort.long + 1, language="English", **voice)
+        yield f", text at {row['tokens_per_second']} tokens per second", row
 
     frame_ms = time_frames(tts, speaker, 1, effort.long, effort.runs)["ms_per_frame"]
     yield ", a frame's parts in ms", frame_parts(tts, speaker, effort, frame_ms)

@@ -35,6 +35,8 @@ def test_without_a_gpu_it_times_the_tiny_model_and_says_so(tmp_path, monkeypatch
         assert rows[name]["ms_per_frame"] > 0 and rows[name]["x_real_time"] > 0
     for chunks in ("1", "8", bench.GROWING):
         assert rows[f"separate kernels, chunks of {chunks}"]["first_audio_ms"] > 0
+    arriving = rows["separate kernels, text at 50 tokens per second"]
+    assert 0 < arriving["first_audio_ms"] and arriving["pieces_to_begin"] == 1  # every byte is a token here
     assert rows["separate kernels, batch of 2"]["audio_seconds_per_second"] > 0
     assert rows["separate kernels, times as fast"]["than upstream"] > 0
     assert soundfile.info(tmp_path / "sample_tiny.wav").samplerate == 24000

@@ -9,7 +9,7 @@ import pytest
 from helpers import ROOT
 
 REFERENCE = {"cudagraph_talker", "cudagraph_predictor", "generate"}
-COMMANDS = {"cli", "audio_files", "extract_speaker"}
+COMMANDS = {"cli", "audio_files", "text_files", "parts", "extract_speaker"}
 ANYTHING = REFERENCE | COMMANDS | {"fast", "tools", "bench", "serving"}
 UNUSED_TOKENIZER = "qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1"
 
@@ -17,7 +17,7 @@ UNUSED_TOKENIZER = "qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1
 ALLOWED = {
     "reference": REFERENCE,
     "fast": REFERENCE | {"fast"},
-    "commands": REFERENCE | {"fast", "cli", "audio_files"},
+    "commands": REFERENCE | {"fast", "cli", "audio_files", "text_files", "parts"},
     "tools": ANYTHING - {"extract_speaker", "bench"},
     "bench": ANYTHING - {"extract_speaker", "bench"},
     "serving": ANYTHING - {"extract_speaker", "bench"},
