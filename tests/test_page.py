@@ -194,6 +194,16 @@ def test_what_is_heard_is_what_the_server_made(page, server):
     wait_until(lambda: chunks(page) == 2 * count)
 
 
+def test_a_sample_may_be_cut_in_two_by_the_network(page):
+    """All later samples would be noise."""
+    read = """() => {
+        const reader = new SampleReader();
+        const chunks = [[1], [], [2, 3], [4, 255, 255], [0, 128]];
+        return chunks.flatMap((bytes) => [...reader.read(new Uint8Array(bytes))]);
+    }"""
+    assert page.evaluate(read) == [0x0201, 0x0403, -1, -0x8000]
+
+
 def test_the_waveform_grows(page):
     inked = """() => {
         const { width, height } = document.getElementById("waveform");
@@ -242,19 +252,26 @@ def test_stop_stops(page, speech, how):
 # ---- Mistakes
 
 
-def test_mistakes_are_shown_as_a_sentence(page, speech):
-    """What the server quotes is text, never HTML."""
+def as_sentence(answer):
+    """What the server says about a mistake, as the page shows it."""
+    assert answer.status == 400
+    message = answer.error["message"]
+    return f"{message[0].upper()}{message[1:]}."
+
+
+def test_mistakes_are_shown_as_a_sentence(page, server, speech):
+    """The server's own words. What it quotes is text, never HTML."""
     mistakes = [
-        ("text", "  ", "The text is empty: give something to say."),
-        ("temperature", "-1", "Temperature is -1.0, it must be above 0."),
-        ("seed", "many", 'Seed is "many": it must be a valid integer.'),
-        ("top_k", "<b>7</b>", 'Top_k is "<b>7</b>": it must be a valid integer.'),
+        ("text", "  ", {"input": "  "}),
+        ("temperature", "-1", {"temperature": -1}),
+        ("seed", "many", {"seed": "many"}),
+        ("top_k", "<b>7</b>", {"top_k": "<b>7</b>"}),
     ]
-    for field, value, message in mistakes:
+    for field, value, request in mistakes:
         before = page.input_value(f"#{field}")
         set_fields(page, **{field: value})
         page.click("#speak")
-        expect(page.get_by_role("alert")).to_have_text(message)
+        expect(page.get_by_role("alert")).to_have_text(as_sentence(server.speak(**request)))
         assert page.locator("#error *").count() == 0
         assert page.get_attribute("#stop", "aria-disabled") == "true"
         set_fields(page, **{field: before})
@@ -427,11 +444,11 @@ def test_stop_ends_what_is_typed(page, speech):
     expect(page.locator("#status")).to_have_text("Stopped.")
 
 
-def test_mistakes_over_the_websocket_are_shown(page, speech):
+def test_mistakes_over_the_websocket_are_shown(page, server, speech):
     set_fields(page, temperature="-1")
     page.click("#live")
     page.keyboard.type("Hello there. ")
-    expect(page.get_by_role("alert")).to_contain_text("Temperature is -1.0, it must be above 0.")
+    expect(page.get_by_role("alert")).to_have_text(as_sentence(server.speak(temperature=-1)))
     assert page.get_attribute("#stop", "aria-disabled") == "true"
     wait_until_free(speech)
 
