@@ -317,7 +317,7 @@ def test_a_page_that_is_opened_too_early_waits(open_page, server, speech, monkey
 def add_voice(page, name):
     page.fill("#voice-name", name)
     page.get_by_role("button", name="Add this voice").click()
-    expect(page.locator("#status")).to_have_text(f"The voice {name} was added and chosen.")
+    expect(page.locator("#voice-status")).to_have_text(f"The voice {name} was added and chosen.")
     assert page.input_value("#voice") == name
 
 
@@ -423,10 +423,13 @@ def test_words_are_sent_while_they_are_typed(page, speech):
     assert len(samples(page)) == 3 * 1920
     assert page.inner_text("#speed") == "–"  # it would be the speed of the fingers
 
+    page.evaluate("speech.player.isPlaying = () => true")  # as after a longer sentence
+    silenced = page.evaluate("heard.silenced")
     page.keyboard.type("Again.")
     page.keyboard.press("Enter")
     wait_until(lambda: len(samples(page)) == 6 * 1920)
     assert len(sockets) == 1
+    assert page.evaluate("heard.silenced") == silenced  # the first sentence was not interrupted
     wait_until_free(speech)
 
 
