@@ -51,26 +51,26 @@ class VoiceFolder:
         self.max_voices = settings.max_voices
         self.lock = threading.Lock()
         self.voices = {}  # name -> RegisteredVoice, oldest first
-        found = [self.read(path.stem)[0] for path in sorted(self.folder.glob(f"*{SUFFIX}")) if self.can_read(path)]
+        found = filter(None, map(self.try_to_read, sorted(self.folder.glob(f"*{SUFFIX}"))))
         for voice in sorted(found, key=lambda voice: (voice.created, voice.name)):
             self.voices[voice.name] = voice
 
-    def can_read(self, path: Path) -> bool:
+    def try_to_read(self, path: Path) -> RegisteredVoice | None:
         try:
-            check_name(path.stem)
-            self.read(path.stem)
+            voice, _ = self.read(path.stem)
         except ValueError as error:
-            log.warning("the voice %s is left out: %s", path, error)
-            return False
-        return True
+            log.warning("%s is left out: %s", path, error)
+            return None
+        return voice
 
     def path(self, name: str) -> Path:
         return self.folder / f"{check_name(name)}{SUFFIX}"
 
     def read(self, name: str) -> tuple[RegisteredVoice, Chunk]:
         """A voice and its recording. The file may have been written by somebody else: check everything."""
+        path = self.path(name)
         try:
-            with safe_open(self.path(name), framework="np") as file:
+            with safe_open(path, framework="np") as file:
                 metadata = file.metadata() or {}
                 samples = file.get_tensor("samples")
             rate = int(metadata["rate"])
