@@ -1,8 +1,9 @@
 """The page at `/`, in a real Chromium against a real server on a tiny model.
 
-Skipped where there is no Chromium: `apt-get install chromium`, or name one in $CHROMIUM.
+Most are skipped where there is no Chromium: `apt-get install chromium`, or name one in $CHROMIUM.
 """
 
+import base64
 import io
 import json
 import os
@@ -17,23 +18,24 @@ import pytest
 import soundfile
 from helpers import ROOT
 from serving_helpers import RunningServer, load_speech, never_end, pcm, wait_until, wait_until_free
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from serving.engine import Engine
 from serving.page import HEADERS
 
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-if CHROMIUM is None:
-    pytest.skip("needs a Chromium: apt-get install chromium, or set $CHROMIUM", allow_module_level=True)
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: ./setup.sh none --test")
-expect = playwright.expect
+try:
+    from playwright.sync_api import expect, sync_playwright
+except ImportError:
+    sync_playwright = None
 
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 ARGUMENTS = [
     "--no-sandbox",  # CI is root in a container, and the only page is ours
     "--use-fake-device-for-media-stream",  # a microphone that beeps
     "--use-fake-ui-for-media-stream",
 ]
 SECONDS = 60  # that any wait may take
-expect.set_options(timeout=1000 * SECONDS)
 
 # Watches what is sent to the loudspeaker. The page knows nothing of it.
 WATCH = """
@@ -71,7 +73,12 @@ def server(speech):
 
 @pytest.fixture(scope="module")
 def browser():
-    with playwright.sync_playwright() as driver:
+    if CHROMIUM is None:
+        pytest.skip("needs a Chromium: apt-get install chromium, or set $CHROMIUM")
+    if sync_playwright is None:
+        pytest.skip("needs playwright: ./setup.sh none --test")
+    expect.set_options(timeout=1000 * SECONDS)
+    with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield browser
         browser.close()
@@ -496,6 +503,18 @@ def test_a_key_is_asked_for_and_used(open_page, speech):
         expect(page.locator("#key-form")).to_be_visible()
 
 
+def test_a_websocket_can_send_its_key_as_a_subprotocol(speech):
+    """The WebSockets of browsers have no Authorization header."""
+    key = "k\u00e4y/+ 1"
+    with RunningServer(speech, api_key=key) as server:
+        right = base64.urlsafe_b64encode(key.encode()).decode().rstrip("=")
+        with connect(server.websocket_address, subprotocols=["speech", f"bearer.{right}"]) as websocket:
+            assert websocket.subprotocol == "speech"
+        for wrong in (["speech"], ["speech", "bearer."], ["speech", f"bearer.{right[:-1]}"], [f"bearer{right}"]):
+            with pytest.raises(InvalidStatus, match="401"):
+                connect(server.websocket_address, subprotocols=wrong)
+
+
 @pytest.mark.parametrize("kind", ["curl", "python"])
 def test_the_request_can_be_run(open_page, server, tmp_path, kind):
     """As it was copied, with a text that shells and Python like to change."""
@@ -623,11 +642,15 @@ def test_with_reduced_motion_it_is_redrawn_rarely(open_page):
 # ---- Safe by default
 
 
-def test_only_the_pages_own_script_runs(page, server, problems):
-    headers = server.ask("GET", "/").headers
-    assert {name: headers[name] for name in HEADERS} == HEADERS
-    policy = headers["Content-Security-Policy"]
+def test_the_page_comes_with_a_strict_policy(server):
+    answer = server.ask("GET", "/")
+    assert answer.status == 200 and answer.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+    policy = answer.headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
+
+
+def test_only_the_pages_own_script_runs(page, problems):
     blocked = page.evaluate("""() => new Promise((resolve) => {
         document.addEventListener("securitypolicyviolation", (event) => resolve(event.effectiveDirective));
         const script = document.createElement("script");
