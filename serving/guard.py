@@ -9,12 +9,15 @@ import hmac
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.errors import ApiError
+from serving.page import page_response
 from serving.settings import Settings
 
 OPEN_TO_ALL = "/health"
+SUBPROTOCOL = "speech"  # of WebSockets that send their key as a second subprotocol, "bearer." + base64url(KEY)
 
 
 class Guard:
@@ -30,10 +33,7 @@ class Guard:
         try:
             self.check(scope)
         except ApiError as error:
-            response = error.response()
-            if error.status == 401:  # a browser asks for the key: any user name, the key as password
-                response.headers["WWW-Authenticate"] = "Basic" if scope["path"] == "/" else "Bearer"
-            await response(scope, receive, send)
+            await self.refusal(scope, error)(scope, receive, send)
             return
         if scope["type"] == "http":
             await self.app(scope, self.limited(receive), send)
@@ -48,7 +48,7 @@ class Guard:
         headers = Headers(scope=scope)
         if scope["path"] != OPEN_TO_ALL:
             self.check_origin(headers)
-            self.check_key(headers)
+            self.check_key(scope, headers)
         if scope["type"] == "websocket" and self.websockets >= self.settings.max_connections:
             raise ApiError(f"{self.websockets} WebSockets are open already: try again later", 503, code="too_many")
         length = headers.get("content-length", "0")
@@ -71,15 +71,26 @@ class Guard:
                 code="origin",
             )
 
-    def check_key(self, headers: Headers) -> None:
+    def check_key(self, scope: Scope, headers: Headers) -> None:
         key = self.settings.api_key
         if key is None:
             return
-        given = key_of(headers.get("authorization", ""))
+        given = key_of(headers.get("authorization", "")) or key_of_subprotocols(scope.get("subprotocols", ()))
         if not hmac.compare_digest(given, key.encode()):
             raise ApiError(
                 "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'", 401, code="invalid_api_key"
             )
+
+    def refusal(self, scope: Scope, error: ApiError) -> Response:
+        """A browser that asks for `/` without the key gets the page with its 401: the page asks for the key."""
+        is_browser = "text/html" in Headers(scope=scope).get("accept", "")
+        if error.status == 401 and scope["path"] == "/" and is_browser:
+            response = page_response(401)
+        else:
+            response = error.response()
+        if error.status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        return response
 
     def limited(self, receive: Receive) -> Receive:
         """A body without a Content-Length is counted while it arrives."""
@@ -110,3 +121,15 @@ def key_of(authorization: str) -> bytes:
         return base64.b64decode(value, validate=True).partition(b":")[2]
     except (binascii.Error, ValueError):
         return b""
+
+
+def key_of_subprotocols(offered: list[str]) -> bytes:
+    """The WebSockets of browsers cannot send an Authorization header, but they can offer subprotocols."""
+    for name in offered:
+        if name.startswith("bearer."):
+            value = name.removeprefix("bearer.")
+            try:
+                return base64.urlsafe_b64decode(value + "=" * (-len(value) % 4))
+            except (binascii.Error, ValueError):
+                return b""
+    return b""

@@ -17,7 +17,7 @@ from pathlib import Path
 import anyio
 import prometheus_client
 from fastapi import FastAPI, Request, WebSocket
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import JSONResponse
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
@@ -25,17 +25,17 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+import cli
 from serving.audio_formats import CONTENT_TYPES, STREAMABLE, encode_stream
 from serving.errors import ApiError, as_api_error, to_json
 from serving.guard import Guard
+from serving.page import page_response
 from serving.requests import SpeechRequest, parse, parse_json
 from serving.settings import Settings
 from serving.speech import Speech, Utterance
 from serving.websocket import Session
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
-
-PAGE = Path(__file__).with_name("page") / "index.html"
 
 
 def create_app(speech: Speech) -> FastAPI:
@@ -88,6 +88,7 @@ def create_app(speech: Speech) -> FastAPI:
     @app.get("/v1/models")
     async def list_models() -> Response:
         model = {"id": Path(speech.model).name, "object": "model", "created": 0, "owned_by": "qwen"}
+        model |= {"kind": speech.kind, "languages": cli.languages(speech.config)}  # what the page needs to know
         return JSONResponse({"object": "list", "data": [model]})
 
     @app.get("/health")
@@ -102,9 +103,7 @@ def create_app(speech: Speech) -> FastAPI:
 
     @app.get("/")
     async def page() -> Response:
-        if not PAGE.is_file():
-            raise ApiError("there is no page here: POST to /v1/audio/speech", 404)
-        return FileResponse(PAGE, media_type="text/html")
+        return page_response()
 
     @app.exception_handler(ApiError)
     @app.exception_handler(ValueError)

@@ -16,6 +16,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from serving.audio_formats import STREAMABLE, encode_stream
 from serving.errors import ApiError, as_api_error, to_json
+from serving.guard import SUBPROTOCOL
 from serving.requests import Style, describe, parse, parse_json
 from serving.speech import Speech
 
@@ -70,7 +71,8 @@ class Session:
         self.utterances = 0
 
     async def run(self) -> None:
-        await self.websocket.accept()
+        offered = self.websocket.scope.get("subprotocols", ())
+        await self.websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
         error = None
         try:
             self.speech.check_ready()

@@ -22,7 +22,6 @@ from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, nev
 
 from audio_files import to_int16
 from serving import __main__ as main_module
-from serving import server as server_module
 from serving.engine import Engine
 from serving.errors import as_api_error
 from serving.settings import Settings
@@ -323,14 +322,6 @@ def test_models_health_metrics(server, checkpoint):
     assert "qwen3_tts_underruns_total" in figures
 
 
-def test_the_page_is_served_if_there_is_one(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(server_module, "PAGE", tmp_path / "index.html")
-    assert server.ask("GET", "/").status == 404
-    (tmp_path / "index.html").write_text("<title>Speech</title>")
-    answer = server.ask("GET", "/")
-    assert answer.body == b"<title>Speech</title>" and answer.headers["Content-Type"].startswith("text/html")
-
-
 def test_unknown_routes_and_methods(server):
     for method, path, status in (("GET", "/v1/nothing", 404), ("PUT", "/v1/audio/speech", 405), ("GET", "/docs", 404)):
         answer = server.ask(method, path)
@@ -354,7 +345,7 @@ def test_a_key_guards_every_route_but_health(speech):
             assert server.ask("GET", "/v1/models", headers={"Authorization": scheme}).status == 200, scheme
         for wrong in ("Bearer", "Bearer k", "Basic !", "Basic a2V5", b"Bearer \xff\xfe"):
             assert server.ask("GET", "/v1/models", headers={"Authorization": wrong}).status == 401
-        assert server.ask("GET", "/").headers["WWW-Authenticate"] == "Basic"
+        assert server.ask("GET", "/").headers["WWW-Authenticate"] == "Bearer"
 
 
 def test_web_pages_of_other_hosts_are_refused(server, speech):
