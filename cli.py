@@ -12,7 +12,6 @@ import functools
 import itertools
 import json
 import logging
-import math
 import os
 import re
 import sys
@@ -242,10 +241,10 @@ def number_ranges(config: dict) -> dict[str, tuple[Callable, str]]:
     talker = config["talker_config"]
     vocab, positions = talker["vocab_size"], talker["max_position_embeddings"]
     return {
-        "temperature": (lambda x: 0 < x < math.inf, "above 0"),
+        "temperature": (lambda x: 0 < x <= 1e6, "above 0 and at most 1e6"),  # larger ones overflow float32
         "top_k": (lambda x: 1 <= x <= vocab, f"from 1 to {vocab}"),
         "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
-        "repetition_penalty": (lambda x: 0 < x < math.inf, "above 0, 1.0 for none"),
+        "repetition_penalty": (lambda x: 1e-6 <= x <= 1e6, "from 1e-6 to 1e6, 1.0 for none"),
         "max_seq_len": (lambda x: 32 <= x <= positions, f"from 32 to {positions}"),
         "seed": (lambda x: 0 <= x < 2**63, "from 0 to 2**63 - 1"),
     }

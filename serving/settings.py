@@ -1,5 +1,6 @@
 """The server's limits and their defaults. Every field is an option of `python -m serving`."""
 
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -41,8 +42,8 @@ class Settings:
     def __post_init__(self):
         for item in fields(self):
             value = getattr(self, item.name)
-            if "help" in item.metadata and not value >= 1:
+            if "help" in item.metadata and not 0 < value < math.inf:
                 option = "--" + item.name.replace("_", "-")
-                raise ValueError(f"{option} is {value}, it must be at least 1")
+                raise ValueError(f"{option} is {value}, it must be above 0")
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError("--api-key is empty: give a key, or leave it out")

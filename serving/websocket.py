@@ -121,9 +121,9 @@ class Session:
         if received.get("text") is None:
             raise ApiError("a binary message came: send JSON as text", code="invalid_json")
         message = parse_json(received["text"])
-        if message.get("type") not in self.HANDLERS:
-            known = ", ".join(self.HANDLERS)
-            raise ApiError(f"the type is {describe(message.get('type'))}: send one of {known}", param="type")
+        kind = message.get("type")
+        if not isinstance(kind, str) or kind not in self.HANDLERS:
+            raise ApiError(f"the type is {describe(kind)}: send one of {', '.join(self.HANDLERS)}", param="type")
         return message
 
     async def handle(self, message: dict) -> None:

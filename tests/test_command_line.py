@@ -363,6 +363,8 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(output="out.m4a", stream=""), ".m4a is not an audio format"),
     (dict(temperature=0), "--temperature is 0.0"),
     (dict(temperature=-1), "above 0"),
+    (dict(temperature=1e40), "at most 1e6"),
+    (dict(repetition_penalty=1e-9), "from 1e-6 to 1e6"),
     (dict(temperature="nan"), "nan"),
     (dict(temperature="inf"), "inf"),
     (dict(temperature="warm"), "invalid float value"),

@@ -385,7 +385,7 @@ def test_limits_of_a_request(speech, wav):
 
 
 def test_a_request_that_never_arrives(speech):
-    with RunningServer(speech, body_seconds=1) as server:
+    with RunningServer(speech, body_seconds=0.3) as server:
         connection = server.connect()
         connection.putrequest("POST", "/v1/audio/speech")
         connection.putheader("Content-Type", "application/json")
