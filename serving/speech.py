@@ -109,6 +109,8 @@ class Speech:
             raise ApiError("the server is shutting down: ask another one", 503, code="shutting_down")
         if not self.is_ready:
             raise ApiError("the server is starting: try again in a moment", 503, code="starting")
+        if self.engine.closing:
+            raise ApiError("the engine has stopped: the server must be restarted", 503, code="stopped")
 
     def close(self) -> None:
         if self.engine:

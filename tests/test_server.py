@@ -517,3 +517,13 @@ def test_openai_errors(client):
         client.audio.speech.create(model="tts-1", voice="nobody", input="Hello.")
     assert caught.value.param == "voice" and caught.value.code == "unknown_voice"
     assert [model.id for model in client.models.list()]
+
+
+def test_a_server_whose_engine_has_stopped_is_not_healthy(checkpoint, tmp_path):
+    """Whoever watches /health must learn that the server cannot speak any more, and start another."""
+    speech = load_speech(checkpoint(), tmp_path)
+    with RunningServer(speech) as server:
+        assert server.ask("GET", "/health").status == 200
+        speech.engine.close()
+        for answer in (server.ask("GET", "/health"), server.speak()):
+            assert answer.status == 503 and answer.error["code"] == "stopped"
