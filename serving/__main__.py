@@ -4,6 +4,7 @@ python -m serving --model 0.6B --port 8000
 """
 
 import argparse
+import logging
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from serving.settings import API_KEY_VARIABLE, Settings
 try:
     import uvicorn
 
+    from serving.connections import uvicorn_config
     from serving.server import create_app
     from serving.speech import Speech, load_speakers
 except ImportError as error:
@@ -30,6 +32,7 @@ except ImportError as error:
 
 def main() -> None:
     with cli_errors():
+        log_to_stderr()
         args = parse_arguments()
         settings = make_settings(args)
         dtype = args.dtype and getattr(torch, args.dtype)
@@ -51,6 +54,14 @@ def main() -> None:
             raise server.failure
         if loading.is_alive():  # stopped while loading: the thread is in torch, and Python cannot end it
             os._exit(0)
+
+
+def log_to_stderr() -> None:
+    """Warnings and errors with their tracebacks, beside the progress that cli_errors shows."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger("qwen3_tts_cudagraphs").addHandler(handler)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -87,12 +98,13 @@ def make_settings(args: argparse.Namespace) -> Settings:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take the port before the model is loaded."""
+    """Take the port before the model is loaded. Connections wait until the server runs."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
+        listening.listen(2048)
     except OSError as error:
         raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}: choose another --host or --port") from None
     return listening
@@ -102,16 +114,7 @@ class Server(uvicorn.Server):
     """uvicorn, but SIGTERM first drains: new requests get 503 until the streams in flight have ended."""
 
     def __init__(self, speech: Speech):
-        config = uvicorn.Config(
-            create_app(speech),
-            log_level="warning",
-            ws_max_size=speech.settings.max_body,
-            ws_per_message_deflate=False,  # audio does not compress
-            limit_concurrency=speech.settings.max_connections,
-            timeout_graceful_shutdown=5,
-            server_header=False,
-        )
-        super().__init__(config)
+        super().__init__(uvicorn_config(create_app(speech), speech.settings))
         self.speech = speech
         self.failure = None  # why the model could not be loaded
         self.drain_until = None

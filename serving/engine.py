@@ -211,6 +211,11 @@ class Engine:
                 raise warning
             warnings.warn(warning, stacklevel=3)
 
+    @property
+    def is_running(self) -> bool:
+        """False once it has been closed, or has stopped with an error."""
+        return not self.closing
+
     def counts(self) -> tuple[int, int]:
         """How many streams are active, and how many wait for a place."""
         return len(self.active), len(self.waiting)

@@ -59,7 +59,9 @@ class Speech:
         self.ranges = cli.number_ranges(self.config)
         positions = self.config["talker_config"]["max_position_embeddings"]
         self.ranges["max_new_tokens"] = (lambda x: 2 <= x <= positions, f"from 2 to {positions}")
-        self.check_number("max_seq_len", self.settings.max_seq_len)
+        is_good, wanted = self.ranges["max_seq_len"]
+        if not is_good(self.settings.max_seq_len):
+            raise ValueError(f"--max-seq-len is {self.settings.max_seq_len}, it must be {wanted}")
 
         self.presets = sorted(self.config["talker_config"]["spk_id"]) if self.kind == "custom_voice" else []
         if self.kind == "voice_design":
@@ -102,15 +104,15 @@ class Speech:
 
     @property
     def is_ready(self) -> bool:
-        return self.engine is not None
+        return self.engine is not None and self.engine.is_running
 
     def check_ready(self) -> None:
         if self.is_draining:
             raise ApiError("the server is shutting down: ask another one", 503, code="shutting_down")
+        if self.engine and not self.engine.is_running:
+            raise ApiError("the engine has stopped: restart the server, its log says why", 503, code="stopped")
         if not self.is_ready:
             raise ApiError("the server is starting: try again in a moment", 503, code="starting")
-        if self.engine.closing:
-            raise ApiError("the engine has stopped: the server must be restarted", 503, code="stopped")
 
     def close(self) -> None:
         if self.engine:

@@ -15,6 +15,7 @@ import torch
 import uvicorn
 
 from cli import speaker_prompt
+from serving.connections import uvicorn_config
 from serving.server import create_app
 from serving.settings import Settings
 from serving.speech import Speech
@@ -37,8 +38,7 @@ class RunningServer:
         self.app = create_app(self.speech)
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
-        config = uvicorn.Config(self.app, log_level="error", ws_per_message_deflate=False, timeout_graceful_shutdown=5)
-        self.server = uvicorn.Server(config)
+        self.server = uvicorn.Server(uvicorn_config(self.app, self.settings))
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
         self.thread.start()
         wait_until(lambda: self.server.started)

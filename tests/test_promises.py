@@ -21,7 +21,7 @@ ALLOWED = {
     "tools": ANYTHING - {"extract_speaker", "bench"},
     "bench": ANYTHING - {"extract_speaker", "bench"},
     "serving": ANYTHING - {"extract_speaker", "bench"},
-    "examples": set(),  # clients: they know the server only by its address
+    "examples": set(),  # programs that talk to the server from outside
 }
 
 

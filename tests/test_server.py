@@ -1,9 +1,15 @@
 """The HTTP server: what clients send, what they get, and what happens when they make mistakes or go away."""
 
 import base64
+import dataclasses
 import http.client
 import io
 import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import wave
 
@@ -11,11 +17,15 @@ import numpy as np
 import openai
 import pytest
 import soundfile
+from helpers import ROOT
 from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, never_end, wait_until, wait_until_free
 
 from audio_files import to_int16
+from serving import __main__ as main_module
 from serving import server as server_module
 from serving.engine import Engine
+from serving.errors import as_api_error
+from serving.settings import Settings
 from serving.speech import OPENAI_VOICES, Speech
 
 
@@ -239,16 +249,10 @@ def test_a_broken_voice_file_is_left_out(checkpoint, tmp_path, caplog):
     """The folder may hold files of somebody else: none of them is executed, none stops the server."""
     (tmp_path / "broken.safetensors").write_bytes(b"\x80\x04not a voice")
     (tmp_path / "Bad Name.safetensors").write_bytes(b"")
-    speech = Speech(str(checkpoint()), "cpu", settings=load_settings(tmp_path))
+    speech = Speech(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path))
     assert speech.voice_names() == []
     assert "broken" in caplog.text and "Bad Name" in caplog.text
     speech.close()
-
-
-def load_settings(voices):
-    from serving.settings import Settings
-
-    return Settings(voices=voices)
 
 
 def bad_recordings(wav):
@@ -395,6 +399,66 @@ def test_a_request_that_never_arrives(speech):
         connection.close()
 
 
+def test_a_head_that_never_ends(speech):
+    """Neither the first head of a connection nor a later one may hold it forever."""
+    with RunningServer(speech, body_seconds=0.3) as server:
+        for before in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
+                connection.sendall(before)
+                if before:
+                    assert connection.recv(10_000).startswith(b"HTTP/1.1 200")
+                connection.sendall(b"POST /v1/audio/speech HTTP/1.1\r\nX-Slow: ")
+                while connection.recv(10_000):
+                    pass
+        assert len(server.speak(response_format="pcm", max_new_tokens=60).body) == 59 * FRAME  # longer than 0.3 s
+
+
+def test_draining_has_a_limit(speech, monkeypatch):
+    """A listener who never reads must not keep the process alive."""
+    monkeypatch.setattr(speech, "settings", dataclasses.replace(speech.settings, drain_seconds=0.3))
+    server = main_module.Server(speech)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        wait_until(lambda: server.started)
+        connection = http.client.HTTPConnection(*listening.getsockname(), timeout=LIMIT)
+        body = json.dumps({"input": "Hello.", "max_new_tokens": 450, "response_format": "pcm"})
+        connection.request("POST", "/v1/audio/speech", body, {"Content-Type": "application/json"})
+        wait_until(lambda: speech.engine.counts() == (1, 0))
+        try:
+            server.handle_exit(signal.SIGTERM, None)
+            thread.join(20)
+            assert not thread.is_alive()
+            with pytest.raises((http.client.HTTPException, ConnectionError)):
+                connection.getresponse().read()
+        finally:
+            speech.is_draining = False
+            connection.close()
+    wait_until_free(speech)
+
+
+def test_a_stopped_engine_makes_the_server_unhealthy(checkpoint, tmp_path):
+    speech = load_speech(checkpoint(), tmp_path)
+    with RunningServer(speech) as server:
+        assert server.ask("GET", "/health").status == 200
+        speech.engine.close()
+        for answer in (server.ask("GET", "/health"), server.speak()):
+            assert answer.status == 503 and "stopped" in answer.error["message"]
+    speech.close()
+
+
+def test_errors_reach_the_log(capsys):
+    log = logging.getLogger("qwen3_tts_cudagraphs")
+    handlers = log.handlers
+    log.handlers = []
+    try:
+        main_module.log_to_stderr()
+        as_api_error(RuntimeError("why"))
+    finally:
+        log.handlers = handlers
+    assert "RuntimeError: why" in capsys.readouterr().err
+
+
 def test_a_full_queue(speech):
     """Two places and two that wait: the fifth is told to come back later, at once."""
     with RunningServer(speech) as server:
@@ -469,7 +533,7 @@ def test_an_error_inside_leaks_nothing(server, speech, monkeypatch, caplog):
 
 
 def test_while_starting_and_while_shutting_down(speech, checkpoint, tmp_path):
-    starting = Speech(str(checkpoint()), "cpu", settings=load_settings(tmp_path))
+    starting = Speech(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path))
     with RunningServer(starting) as server:
         for answer in (server.ask("GET", "/health"), server.speak()):
             assert answer.status == 503 and "starting" in answer.error["message"]
@@ -512,18 +576,19 @@ def test_openai_streamed(client, server):
     assert b"".join(base64.b64decode(event["audio"]) for event in events[:-1]) == audio
 
 
+def test_the_example(preset_server, tmp_path):
+    """examples/openai_client.py writes a file, and streams."""
+    url = f"http://127.0.0.1:{preset_server.port}/v1"
+    for output in ("hello.flac", "-"):
+        command = [sys.executable, ROOT / "examples/openai_client.py", "Hello there.", output, "--url", url]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=LIMIT)
+        assert run.returncode == 0, run.stderr
+    assert soundfile.info(tmp_path / "hello.flac").samplerate == 24000
+    assert run.stdout and len(run.stdout) % FRAME == 0
+
+
 def test_openai_errors(client):
     with pytest.raises(openai.BadRequestError, match="there is no voice 'nobody'") as caught:
         client.audio.speech.create(model="tts-1", voice="nobody", input="Hello.")
     assert caught.value.param == "voice" and caught.value.code == "unknown_voice"
     assert [model.id for model in client.models.list()]
-
-
-def test_a_server_whose_engine_has_stopped_is_not_healthy(checkpoint, tmp_path):
-    """Whoever watches /health must learn that the server cannot speak any more, and start another."""
-    speech = load_speech(checkpoint(), tmp_path)
-    with RunningServer(speech) as server:
-        assert server.ask("GET", "/health").status == 200
-        speech.engine.close()
-        for answer in (server.ask("GET", "/health"), server.speak()):
-            assert answer.status == 503 and answer.error["code"] == "stopped"
