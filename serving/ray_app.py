@@ -5,7 +5,8 @@
 
 Ray's proxies pass requests and WebSockets on to the less busy of two replicas. A replica that dies, or whose engine has
 stopped, is replaced; the clients it was speaking to see their connection break. The arguments are the fields of
-Arguments and the limits of `python -m serving`, with underscores; the key is $QWEN3_TTS_API_KEY.
+Arguments and the limits of `python -m serving`, with underscores; the key is $QWEN3_TTS_API_KEY. The metrics of all
+replicas are among Ray's own; /metrics has those of whichever replica answers.
 
 Who reaches Ray's own ports (dashboard, cluster) can run code: keep them in a private network, with its tokens on.
 """
@@ -19,10 +20,12 @@ from typing import Literal
 import click
 import torch
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
+from ray.serve.metrics import Gauge
 
 import cli
 from serving.errors import ApiError
@@ -30,6 +33,8 @@ from serving.requests import parse
 from serving.server import create_app
 from serving.settings import API_KEY_VARIABLE, Settings
 from serving.speech import Speech, load_speakers
+
+SECONDS_BETWEEN_METRICS = 5.0
 
 LIMITS = [item for item in fields(Settings) if "help" in item.metadata]
 
@@ -108,6 +113,7 @@ class Replica:
     async def __init__(self, model: str, device: str, dtype: str | None, settings: Settings, speakers: dict):
         self.speech = Speech(model, device, dtype and getattr(torch, dtype), settings, speakers)
         await asyncio.to_thread(self.speech.load)
+        self.publishing = asyncio.create_task(publish(self.speech.metrics.registry))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self.speech)
@@ -119,3 +125,18 @@ class Replica:
     def __del__(self):
         if hasattr(self, "speech"):
             self.speech.close()
+
+
+async def publish(registry: CollectorRegistry) -> None:
+    """Copy metrics to Ray, which labels them with the replica and serves those of a machine together.
+
+    All of them as gauges: Ray's counters take differences, and for Prometheus' rate() the type makes no difference.
+    """
+    gauges = {}
+    while True:
+        for family in registry.collect():
+            for sample in family.samples:
+                if sample.name not in gauges:
+                    gauges[sample.name] = Gauge(sample.name, family.documentation, tuple(sample.labels))
+                gauges[sample.name].set(sample.value, sample.labels)
+        await asyncio.sleep(SECONDS_BETWEEN_METRICS)

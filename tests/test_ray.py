@@ -1,6 +1,6 @@
 """The server on Ray Serve: two replicas on the CPU, streams through Ray's proxy, and replicas that die in mid-speech.
 
-Runs only where Ray is installed (./setup.sh none --test --ray); it takes about two minutes.
+Runs only where Ray is installed (./setup.sh none --test --ray); it takes two minutes.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -32,11 +33,18 @@ PROGRAM = """
 import json, sys
 import ray
 from ray import serve
-from serving.ray_app import app
+from serving import ray_app
 
-ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+class Replica(ray_app.Replica):
+    def __serve_build_asgi_app__(self):
+        api = super().__serve_build_asgi_app__()
+        api.post("/stop")(self.speech.engine.close)
+        return api
+
+ray_app.Replica = Replica
+ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, _metrics_export_port=int(sys.argv[2]))
 serve.start(http_options={"port": int(sys.argv[1])})
-serve.run(app(json.loads(sys.argv[2])))
+serve.run(ray_app.app(json.loads(sys.argv[3])))
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -48,16 +56,20 @@ class RayServer:
 
     def __init__(self, folder):
         write_checkpoint(folder / "model", "tiny", ends=False)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+            self.port, self.metrics_port = (free.getsockname()[1] for free in (first, second))
         arguments = dict(model=str(folder / "model"), speaker=str(folder / "model/speaker.pt"), device="cpu")
         arguments |= dict(voices=str(folder / "voices"), replicas="2", max_streams="2", max_seq_len="512")
-        command = [sys.executable, "-c", PROGRAM, str(self.port), json.dumps(arguments | {"cpus_per_replica": "1"})]
+        ports = [str(self.port), str(self.metrics_port)]
+        command = [sys.executable, "-c", PROGRAM, *ports, json.dumps(arguments | {"cpus_per_replica": "1"})]
         environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
-        if not any(line == "ready\n" for line in self.process.stdout):
-            raise RuntimeError("Ray did not start: see above")
+        too_late = threading.Timer(2 * LIMIT, self.process.kill)
+        too_late.start()
+        is_ready = any(line == "ready\n" for line in self.process.stdout)
+        too_late.cancel()
+        assert is_ready, "Ray did not start: see above"
 
     def close(self) -> None:
         family = psutil.Process(self.process.pid).children(recursive=True)
@@ -84,8 +96,15 @@ class RayServer:
         busy = max(before, key=lambda process: sum(process.cpu_times()[:2]) - before[process])
         os.kill(busy.pid, signal.SIGKILL)
 
-    def ask(self, method: str, path: str) -> Answer:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT)) as connection:
+    def wait_for_a_new_one(self, old: set) -> None:
+        end = time.monotonic() + LIMIT
+        while not set(self.replicas()) - old:
+            assert time.monotonic() < end, "the replica was not replaced"
+            time.sleep(0.5)
+
+    def ask(self, method: str, path: str, port: int | None = None) -> Answer:
+        address = "127.0.0.1", port or self.port
+        with contextlib.closing(http.client.HTTPConnection(*address, timeout=LIMIT)) as connection:
             connection.request(method, path)
             return Answer(connection.getresponse())
 
@@ -173,11 +192,7 @@ def test_a_replica_that_dies_is_replaced_and_its_clients_see_an_error(server):
         with pytest.raises(http.client.IncompleteRead):
             response.read()
     assert len(server.speak_whole().body) == 5 * FRAME  # the other one speaks on
-
-    end = time.monotonic() + LIMIT
-    while len(set(server.replicas()) - old) < 1:
-        assert time.monotonic() < end, "the dead replica was not replaced"
-        time.sleep(0.5)
+    server.wait_for_a_new_one(old)
     assert all(len(server.speak_whole().body) == 5 * FRAME for _ in range(8))
 
 
@@ -188,6 +203,30 @@ def test_a_websocket_of_a_dead_replica_is_closed_with_an_error(server):
             for _ in range(LONG):
                 session.recv(LIMIT)
     assert len(server.speak_whole().body) == 5 * FRAME
+
+
+def test_a_replica_whose_engine_has_stopped_is_replaced(server):
+    """Its process lives on: only the health check tells Ray."""
+    end = time.monotonic() + LIMIT
+    while len(old := set(server.replicas())) < 2:
+        assert time.monotonic() < end, "the replica that died before was not replaced"
+        time.sleep(0.5)
+    assert server.ask("POST", "/stop").status == 200
+    server.wait_for_a_new_one(old)
+    while not all(server.ask("GET", "/health").status == 200 for _ in range(16)):
+        assert time.monotonic() < end, "the stopped replica is still asked"
+
+
+def test_ray_has_the_metrics_of_every_replica(server):
+    """Through the proxy, Prometheus would see now one replica's counters, now the other's."""
+    end = time.monotonic() + LIMIT
+    replicas = set()
+    while len(replicas) < 2:
+        assert time.monotonic() < end, "the metrics do not come"
+        lines = server.ask("GET", "/metrics", server.metrics_port).body.decode().splitlines()
+        complete = [line for line in lines if line.startswith("ray_qwen3_tts_requests_total{") and "complete" in line]
+        replicas = {part for line in complete for part in line.split(",") if part.startswith("replica=")}
+        time.sleep(0.5)
 
 
 @pytest.mark.parametrize(
