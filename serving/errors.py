@@ -51,7 +51,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, QueueFull):
         return ApiError(str(error), 429, code="queue_full")
     if isinstance(error, CutOff):
-        return ApiError(f"{error}: give a shorter text", code="cut_off")
+        return ApiError(f"{error}, or give a shorter text", code="cut_off")
     if isinstance(error, TimeoutError):
         return ApiError("the request took too long: give a shorter text, or read the audio sooner", 503, code="timeout")
     if isinstance(error, ValueError):

@@ -7,6 +7,8 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from serving.errors import ApiError
 
+MAX_VALUES = 50_000  # of a JSON object
+
 Format = Literal["wav", "pcm", "flac", "mp3", "opus"]
 
 
@@ -68,7 +70,10 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def parse_json(data: bytes | str) -> dict:
-    """A JSON object. NaN and Infinity are not JSON."""
+    """A JSON object. NaN and Infinity are not JSON. Long strings are quick to parse, many values are not."""
+    separators = (b"[", b"{", b",") if isinstance(data, bytes) else ("[", "{", ",")
+    if sum(map(data.count, separators)) > MAX_VALUES:
+        raise ApiError(f"the request has more than {MAX_VALUES} values: send less", code="invalid_json")
     try:
         content = json.loads(data, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:

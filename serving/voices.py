@@ -78,28 +78,28 @@ class VoiceFolder:
             if path.stem in known and known[path.stem][0] == written:
                 self.files[path.stem] = known[path.stem]
             else:
-                self.files[path.stem] = written, self.read(path.stem)[0] if self.can_read(path) else None
+                self.files[path.stem] = written, self.try_to_read(path)
         found = [voice for _, voice in self.files.values() if voice]
         self.by_name = {voice.name: voice for voice in sorted(found, key=lambda voice: (voice.created, voice.name))}
         # A clock that ticks slowly hides a second change in the same tick: for a while the folder is scanned each time.
         self.scanned = changed if changed and time.time_ns() - changed > 2_000_000_000 else None
 
-    def can_read(self, path: Path) -> bool:
+    def try_to_read(self, path: Path) -> RegisteredVoice | None:
         try:
-            check_name(path.stem)
-            self.read(path.stem)
+            voice, _ = self.read(path.stem)
         except ValueError as error:
-            log.warning("the voice %s is left out: %s", path, error)
-            return False
-        return True
+            log.warning("%s is left out: %s", path, error)
+            return None
+        return voice
 
     def path(self, name: str) -> Path:
         return self.folder / f"{check_name(name)}{SUFFIX}"
 
     def read(self, name: str) -> tuple[RegisteredVoice, Chunk]:
         """A voice and its recording. The file may have been written by somebody else: check everything."""
+        path = self.path(name)
         try:
-            with safe_open(self.path(name), framework="np") as file:
+            with safe_open(path, framework="np") as file:
                 metadata = file.metadata() or {}
                 samples = file.get_tensor("samples")
             rate = int(metadata["rate"])

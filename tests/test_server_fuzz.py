@@ -128,6 +128,7 @@ def test_bodies_that_are_no_requests(server):
         "deep lists": b'{"input": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         "deep objects": b'{"voice": ' + b'{"id":' * 100_000 + b"1" + b"}" * 100_000 + b', "input": "Hi."}',
         "deep, but not too deep": b'{"input": ' + b"[" * 900 + b"]" * 900 + b"}",
+        "many values": b'{"input": [' + b"[]," * 1_000_000 + b"1]}",
         "a long number": b'{"input": "Hi.", "seed": ' + b"9" * 5000 + b"}",
         "broken UTF-8": b'{"input": "\xff\xfe\xc0\x80"}',
         "UTF-16": '{"input": "Hi.", "voice": "nobody"}'.encode("utf-16"),
