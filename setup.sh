@@ -1,22 +1,24 @@
 #!/usr/bin/env bash
 # Make .venv with everything the 12 Hz models need, and download weights.
 #
-#   ./setup.sh [0.6B|1.7B|both|none] [--system-torch] [--server] [--test]
+#   ./setup.sh [0.6B|1.7B|both|none] [--system-torch] [--server] [--ray] [--test]
 #
 # --system-torch  use the torch of the active python3 (Jetson, custom builds) instead of installing one
 # --server        also install what the server needs (python -m serving)
+# --ray           also install Ray Serve, for many GPUs or machines (serve run serving.ray_app:app)
 # --test          also install what the tests need, the server included
 set -euo pipefail
 cd "$(dirname "$0")"
 
 usage() {
-  echo "usage: ./setup.sh [0.6B|1.7B|both|none] [--system-torch] [--server] [--test]" >&2
+  echo "usage: ./setup.sh [0.6B|1.7B|both|none] [--system-torch] [--server] [--ray] [--test]" >&2
   exit 2
 }
 
 sizes="0.6B"
 system_torch=""
 with_server=""
+with_ray=""
 with_tests=""
 for word in "$@"; do
   case $word in
@@ -25,6 +27,7 @@ for word in "$@"; do
     none) sizes="" ;;
     --system-torch) system_torch=yes ;;
     --server) with_server=yes ;;
+    --ray) with_ray=yes ;;
     --test) with_tests=yes ;;
     *) usage ;;
   esac
@@ -66,6 +69,9 @@ $install --no-deps qwen-tts==0.1.1
 if [ -n "$with_server" ]; then
   $install -r requirements-server.txt
 fi
+if [ -n "$with_ray" ]; then
+  $install -r requirements-ray.txt
+fi
 if [ -n "$with_tests" ]; then
   $install -r requirements-test.txt
 fi
@@ -76,7 +82,7 @@ echo "environment ready: .venv"
 for size in $sizes; do
   if ! .venv/bin/python -c 'import sys, cli; cli.download(sys.argv[1])' "$size"; then
     echo "The environment is complete. For the weights, try again later with" >&2
-    echo "    ./setup.sh $size${system_torch:+ --system-torch}${with_server:+ --server}${with_tests:+ --test}" >&2
+    echo "    ./setup.sh $size${system_torch:+ --system-torch}${with_server:+ --server}${with_ray:+ --ray}${with_tests:+ --test}" >&2
     echo "or try it without them, on random ones: .venv/bin/python tools/random_checkpoint.py tiny tiny" >&2
     exit 3
   fi

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from cli import MODELS, Parser, cli_errors
-from serving.settings import Settings
+from serving.settings import API_KEY_VARIABLE, Settings
 
 try:
     import uvicorn
@@ -28,8 +28,6 @@ try:
 except ImportError as error:
     print(f"error: the server needs {error.name}, which is not installed: run ./setup.sh --server", file=sys.stderr)
     sys.exit(2)
-
-API_KEY_VARIABLE = "QWEN3_TTS_API_KEY"
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+API_KEY_VARIABLE = "QWEN3_TTS_API_KEY"
 MB = 1_000_000
 
 

@@ -70,7 +70,7 @@ class Speech:
             raise ValueError(f"--speaker is not for {model}, {cli.KINDS[self.kind]}: use a Base model")
         self.speakers = speakers or {}
         self.folder = VoiceFolder(self.settings) if self.kind == "base" else None
-        self.prompts = dict(self.speakers)  # of registered voices, made when first needed
+        self.prompts = dict(self.speakers)  # name or RegisteredVoice -> its prompt, made when first needed
 
         self.threads = ThreadPoolExecutor(MAX_REFERENCE_THREADS, "references")
         self.metrics = Metrics(lambda: self.engine.counts() if self.engine else (0, 0))
@@ -161,7 +161,7 @@ class Speech:
             recording = decode_recording(data, self.settings, "audio_sample")
             prompt = cli.clone_prompt(self.tts, *recording, ref_text)
             voice = self.folder.add(name, recording, ref_text)
-            self.prompts[name] = prompt
+            self.prompts[voice] = prompt
             return voice
 
         return describe_voice(await self.run(make))
@@ -171,7 +171,7 @@ class Speech:
         if self.folder is None or name not in self.folder.voices:
             raise ApiError(f"there is no registered voice {name!r}", 404, param="name", code="unknown_voice")
         await self.run(self.folder.remove, name)
-        self.prompts.pop(name, None)
+        self.forget_removed_voices()
 
     async def run(self, function: Callable, *arguments):
         return await asyncio.get_running_loop().run_in_executor(self.threads, function, *arguments)
@@ -247,7 +247,8 @@ class Speech:
             prompt = await self.run(self.prompt_of_recording, style)
         else:
             name = self.resolve_voice(style.voice)
-            prompt = self.prompts.get(name) or await self.run(self.prompt_of_voice, name)
+            voice = name if name in self.speakers else self.folder.voices.get(name)
+            prompt = self.prompts.get(voice) or await self.run(self.prompt_of_voice, name)
         return self.tts.generate_voice_clone, {"voice_clone_prompt": prompt}
 
     def preset_arguments(self, style: Style) -> tuple[Callable, dict]:
@@ -263,8 +264,15 @@ class Speech:
 
     def prompt_of_voice(self, name: str) -> list:
         voice, recording = self.folder.read(name)
-        self.prompts[name] = cli.clone_prompt(self.tts, *recording, voice.ref_text)
-        return self.prompts[name]
+        prompt = cli.clone_prompt(self.tts, *recording, voice.ref_text)
+        self.prompts[voice] = prompt
+        self.forget_removed_voices()
+        return prompt
+
+    def forget_removed_voices(self) -> None:
+        """Voices may also be removed by another server that shares the folder."""
+        there = {*self.speakers, *self.folder.voices.values()}
+        self.prompts = {voice: prompt for voice, prompt in self.prompts.items() if voice in there}
 
     def sampling(self, style: Style) -> dict:
         """Settings as upstream's arguments; what was not given is the model's own."""

@@ -43,17 +43,46 @@ def check_name(name: str) -> str:
     return name
 
 
+def time_of_change(path: Path) -> int | None:
+    """In nanoseconds, None if there is nothing."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
 class VoiceFolder:
     """Thread-safe. Reading and writing files blocks."""
 
     def __init__(self, settings: Settings):
         self.folder = settings.voices
         self.max_voices = settings.max_voices
-        self.lock = threading.Lock()
-        self.voices = {}  # name -> RegisteredVoice, oldest first
-        found = filter(None, map(self.try_to_read, sorted(self.folder.glob(f"*{SUFFIX}"))))
-        for voice in sorted(found, key=lambda voice: (voice.created, voice.name)):
-            self.voices[voice.name] = voice
+        self.lock = threading.RLock()
+        self.files = {}  # name -> (time of its last change, RegisteredVoice or None if it cannot be read)
+        self.by_name = {}
+        self.scanned = None  # time of the folder's last change that `files` knows
+
+    @property
+    def voices(self) -> dict[str, RegisteredVoice]:
+        """By name, oldest first. Other servers may share the folder, so see whether it has changed."""
+        with self.lock:
+            if time_of_change(self.folder) != self.scanned:
+                self.scan()
+            return self.by_name
+
+    def scan(self) -> None:
+        changed = time_of_change(self.folder)
+        known, self.files = self.files, {}
+        for path in sorted(self.folder.glob(f"*{SUFFIX}")):
+            written = time_of_change(path)
+            if path.stem in known and known[path.stem][0] == written:
+                self.files[path.stem] = known[path.stem]
+            else:
+                self.files[path.stem] = written, self.try_to_read(path)
+        found = [voice for _, voice in self.files.values() if voice]
+        self.by_name = {voice.name: voice for voice in sorted(found, key=lambda voice: (voice.created, voice.name))}
+        # A clock that ticks slowly hides a second change in the same tick: for a while the folder is scanned each time.
+        self.scanned = changed if changed and time.time_ns() - changed > 2_000_000_000 else None
 
     def try_to_read(self, path: Path) -> RegisteredVoice | None:
         try:
@@ -97,7 +126,6 @@ class VoiceFolder:
         with self.lock:
             self.check_new(name)
             self.write(self.path(name), save({"samples": to_int16(samples)}, metadata))
-            self.voices[name] = voice
         return voice
 
     def write(self, path: Path, content: bytes) -> None:
@@ -112,5 +140,6 @@ class VoiceFolder:
     def remove(self, name: str) -> None:
         """Raises KeyError if there is no such voice."""
         with self.lock:
-            del self.voices[name]
+            if name not in self.voices:
+                raise KeyError(name)
             self.path(name).unlink(missing_ok=True)

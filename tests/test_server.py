@@ -219,7 +219,7 @@ def test_a_registered_voice_is_kept(server, speech, wav, checkpoint):
     assert again.voice_names() == ["my-voice"]
     assert again.voices()[0]["ref_text"] == "what it says"
     again.close()
-    speech.prompts.pop("my-voice")  # made again from the file
+    speech.prompts.pop(speech.folder.voices["my-voice"])  # made again from the file
     assert server.speak(voice="my-voice", response_format="pcm").body == spoken.body
 
     assert server.ask("DELETE", "/v1/audio/voices/My-Voice").status == 200
@@ -583,3 +583,18 @@ def test_openai_errors(client):
         client.audio.speech.create(model="tts-1", voice="nobody", input="Hello.")
     assert caught.value.param == "voice" and caught.value.code == "unknown_voice"
     assert [model.id for model in client.models.list()]
+
+
+def test_servers_that_share_a_folder_share_its_voices(checkpoint, tmp_path, wav):
+    """A voice registered at one replica must not be unknown to the next, nor one that was removed live on there."""
+    speeches = [load_speech(checkpoint(), tmp_path / "voices") for _ in range(2)]
+    with RunningServer(speeches[0]) as first, RunningServer(speeches[1]) as second:
+        assert first.register("me", wav).status == 200
+        assert second.speak(voice="me").body == first.speak(voice="me").body
+        assert second.register("me", wav).status == 400
+        assert second.ask("DELETE", "/v1/audio/voices/me").status == 200
+        assert first.speak(voice="me").status == second.speak(voice="me").status == 400
+        assert first.register("me", wav, ref_text="what it says").status == 200
+        assert second.speak(voice="me").body == first.speak(voice="me").body
+    for speech in speeches:
+        speech.close()
