@@ -8,7 +8,7 @@ and `hiddens`, and adds the frame's embedding in `text` to the talker's `embeddi
 
 import torch
 
-from cudagraph_talker import Sampling, TalkerGraph, additive_mask, capture, round_up, sample, static_cache
+from cudagraph_talker import GraphCache, Sampling, TalkerGraph, additive_mask, capture, round_up, sample
 
 
 class PredictorGraph:
@@ -22,14 +22,14 @@ class PredictorGraph:
         self.project = predictor.small_to_mtp_projection
         self.embed_token = talker.get_input_embeddings()
         self.embed_code = predictor.get_input_embeddings()
-        self.cache = static_cache(self.model, rows, round_up(groups))
+        self.cache = GraphCache(self.model, rows, round_up(groups))
 
         with talker.device:
             self.sampling = Sampling(predictor.config.vocab_size, talker_graph.generator)
             self.text = torch.zeros(rows, length, hidden_size, dtype=talker.dtype)
             self.hiddens = torch.zeros(rows, length, hidden_size, dtype=talker.dtype)
             self.codes = torch.zeros(rows, length, groups, dtype=torch.long)
-            self.positions = torch.arange(self.cache.max_cache_len)
+            self.positions = torch.arange(self.cache.length)
             self.masks = additive_mask(self.positions <= self.positions[:, None], talker.dtype)[None, None]
 
     def capture(self, pool=None) -> None:

@@ -19,7 +19,7 @@ import logging
 import torch
 
 from cudagraph_predictor import PredictorGraph
-from cudagraph_talker import Sampling, TalkerGraph, capture, round_up, static_cache
+from cudagraph_talker import GraphCache, Sampling, TalkerGraph, capture, round_up
 from fast.batched import BatchedStack, why_not
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
@@ -64,6 +64,7 @@ class RowCache:
 
     def __init__(self, layers: list, positions: torch.Tensor):
         self.layers = layers
+        self.length = layers[0].keys.shape[2]
         self.positions = positions  # (B)
         self.rows = torch.arange(len(positions), device=positions.device)
 
@@ -81,7 +82,7 @@ class Slots:
         config = talker.config
         length = round_up(max_seq_len)
         predictor = talker.code_predictor
-        self.cache = static_cache(talker.model, slots, length)
+        self.cache = GraphCache(talker.model, slots, length)
         self.reads_masked = True  # whether attention reads masked positions; the kernels of fast/batched.cu do not
         with talker.device:
             self.talker_sampling = RowSampling(config.vocab_size, slots, 1)
@@ -152,14 +153,14 @@ class FrameGraph(TalkerGraph):
         self.head = talker.codec_head
         self.device = talker.device
         self.predictor = copy.copy(predictor)
-        self.predictor.cache = static_cache(predictor.model, rows, predictor.cache.max_cache_len)
+        self.predictor.cache = GraphCache(predictor.model, rows, predictor.cache.length)
         self.predictor.sampling = slots.predictor_sampling.view(rows)
         self.sampling = slots.talker_sampling.view(rows)
         for name in (*STATE, "advance"):
             setattr(self, name, getattr(slots, name)[:rows])
         layers = [RowLayer(layer.keys[:rows], layer.values[:rows]) for layer in slots.cache.layers]
         with self.device:
-            self.positions = torch.arange(slots.cache.max_cache_len)
+            self.positions = torch.arange(slots.cache.length)
             self.token_ids = torch.arange(talker.config.vocab_size)
             self.padding = torch.zeros(rows, dtype=torch.long)
             self.cache = RowCache(layers, torch.zeros(rows, dtype=torch.long))
