@@ -1,5 +1,4 @@
-"""The code predictor as a CUDA graph: the talker's hidden state and token go in, the frame's other 15 codes and the
-talker's next embedding come out.
+"""The code predictor as a CUDA graph: hidden state and token go in, 15 more codes and the next embedding come out.
 
 The loop over the codebooks is unrolled into one graph. Masks and positions are the same in every frame, and each frame
 overwrites the StaticCache from position 0. The graph reads the talker's `hidden`, `token` and `frame`, writes `codes`

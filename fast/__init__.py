@@ -7,7 +7,7 @@ batched.py      the small kernels around the matrix products of many rows (batch
 nvrtc.py        compiles and launches CUDA source, without a toolkit
 codec.py        the codec's decoder as CUDA graphs that keep their state between chunks
 streaming.py    audio while it is generated; stands on the codec
-paths.py        whether the megakernel can run here, and if not, why
+paths.py        whether torch is new enough, whether the megakernel can run here, and if not, why
 turns.py        one request at a time, also when a stream is paused
 """
 
@@ -19,7 +19,7 @@ import torch
 from fast.codec import CodecGraph
 from fast.layers import bypass_config_getattr, fuse_layers
 from fast.megakernel import predictor_step, talker_step
-from fast.paths import choose_path
+from fast.paths import check_torch, choose_path
 from fast.turns import Turns
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
@@ -31,6 +31,7 @@ MIN_BATCH = 6
 def plug_in(tts, decoder, fused: bool | None) -> None:
     """Change what `decoder` captures and how `tts` decodes audio. `fused` is the argument of `accelerate`."""
     talker = tts.model.talker
+    check_torch(talker.device)
     bypass_config_getattr(tts.model.config, talker.config)
     decoder.lock = Turns()
 

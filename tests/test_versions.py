@@ -1,0 +1,105 @@
+"""Versions of other packages: which pairs work, and what is said about the others."""
+
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from helpers import ROOT
+
+from fast.paths import check_torch
+from generate import PAIRS
+
+
+def run(program, *folders, cwd=ROOT):
+    program = f"import sys\nsys.path[:0] = {[str(folder) for folder in folders]}\n" + textwrap.dedent(program)
+    return subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "version, package",
+    [("5.16.1", "qwen-tts"), ("4.57.3", "qwen-tts-hf"), ("5.17.0", "qwen-tts-hf"), ("5.0.0", "qwen-tts")],
+)
+def test_a_wrong_pair_is_named(tmp_path, version, package):
+    """A TypeError in a decorator or a missing attribute of a config, deep in qwen_tts, tells nobody what to install."""
+    (tmp_path / "qwen_tts").mkdir()
+    (tmp_path / "qwen_tts" / "__init__.py").write_text("raise SystemError('imported')")
+    if package == "qwen-tts-hf":
+        (tmp_path / "qwen_tts" / "_transformers_compat.py").touch()
+    result = run(f"import transformers\ntransformers.__version__ = {version!r}\nimport generate", tmp_path)
+    assert result.stderr.splitlines()[-1] == (
+        f"ImportError: transformers {version} does not work with {package}: {PAIRS}"
+    )
+
+
+def test_the_pairs_are_those_that_setup_installs():
+    """A message or a script that still names the release before."""
+    installed = (ROOT / "setup.sh").read_text() + (ROOT / "requirements.txt").read_text()
+    for name in re.findall(r"\S+==[\w.]+", PAIRS):
+        assert name in installed
+    assert transformers.__version__ in PAIRS
+
+
+def test_without_qwen_tts_its_absence_is_the_error():
+    """The check of versions must not fail on the package that is not there."""
+    program = """
+        import importlib.util, transformers
+        find = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *rest: None if name == "qwen_tts" else find(name, *rest)
+        sys.modules["qwen_tts"] = None
+        transformers.__version__ = "4.57.3"
+        import generate
+    """
+    result = run(program)
+    assert "ModuleNotFoundError" in result.stderr.splitlines()[-1] and "qwen_tts" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "device, missing", [("cpu", "nn.functional.rms_norm"), ("cuda", "cuda.CUDAGraph.register_gen")]
+)
+def test_an_older_torch_is_named(device, missing):
+    """JetPack's torch may be older than the graphs need: a sentence at load, not an AttributeError while capturing."""
+    functional = SimpleNamespace() if device == "cpu" else SimpleNamespace(rms_norm=None)
+    old = SimpleNamespace(__version__="2.3.1", nn=SimpleNamespace(functional=functional), cuda=SimpleNamespace())
+    with pytest.raises(ValueError, match=rf"torch 2.3.1 has no torch.{missing}\w*: install torch 2.5 or newer"):
+        check_torch(torch.device(device), old)
+
+
+@pytest.mark.filterwarnings("ignore:the speech was cut off")
+def test_a_torch_without_enable_gqa_gives_the_same_tokens(checkpoint, tmp_path):
+    """JetPack's torch 2.5.0a0: its attention refuses an argument that transformers passes to any torch 2.5.
+
+    In the three files alone, whose codec is upstream's, and in-context, where upstream encodes the reference.
+    """
+    for name in ("cudagraph_talker.py", "cudagraph_predictor.py", "generate.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    program = f"""
+        import numpy as np, torch
+        import torch.nn.functional as F
+        from generate import load
+        torch.set_num_threads(1)
+        attention = F.scaled_dot_product_attention
+
+        def speak():
+            tts = load({str(checkpoint())!r}, "cpu", max_seq_len=256)
+            reference = np.sin(np.arange(24000) / 20).astype(np.float32), 24000
+            torch.manual_seed(0)
+            prompt = tts.create_voice_clone_prompt(reference, "what it says")
+            wavs, _ = tts.generate_voice_clone("Hello.", voice_clone_prompt=prompt, max_new_tokens=20)
+            return prompt[0].ref_code, wavs[0]
+
+        def without_gqa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
+            return attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+
+        codes, audio = speak()
+        F.scaled_dot_product_attention = without_gqa
+        codes_without, audio_without = speak()
+        assert torch.equal(codes, codes_without) and len(audio) == 19 * 1920 and (audio == audio_without).all()
+    """
+    result = run(program, tmp_path, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
