@@ -70,8 +70,14 @@ fi
 # models and the demo.
 $install $packages
 $install --no-deps "$qwen_tts"
+# What the tests compare with, in a folder that only they look into: the interface of faster-qwen3-tts, and the handler
+# of speech-to-speech, which wants transformers 5.
 if [ -n "$with_tests" ]; then
   $install -r requirements-test.txt
+  $install --no-deps --target $venv/peers faster-qwen3-tts==0.5.4
+  if [ -n "$transformers5" ]; then
+    $install --no-deps --target $venv/peers speech-to-speech==1.1.0 openai==2.28.0 jiter distro sniffio
+  fi
 fi
 $venv/bin/python -c 'import generate'
 echo "environment ready: $venv"
