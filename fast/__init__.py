@@ -33,6 +33,9 @@ def plug_in(tts, decoder, fused: bool | None) -> None:
     talker = tts.model.talker
     check_torch(talker.device)
     bypass_config_getattr(tts.model.config, talker.config)
+    for name in ("spk_id", "spk_is_dialect"):  # upstream looks them up in lower case; a user's own may have capitals
+        speakers = getattr(talker.config, name) or {}
+        setattr(talker.config, name, {speaker.lower(): value for speaker, value in speakers.items()})
     decoder.lock = Turns()
 
     use_megakernel, decoder.path = choose_path(talker, fused)

@@ -114,7 +114,8 @@ def test_importing_and_loading_are_silent(checkpoint):
         assert any("captur" in record.getMessage() for record in records)
     """
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, text=True)
-    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+    ours = [line for line in run.stderr.splitlines() if line and "Loading weights:" not in line]  # transformers 5's
+    assert (run.returncode, run.stdout, ours) == (0, "", [])
 
 
 def test_the_25_hz_tokenizer_is_the_real_one_where_its_packages_are(tmp_path):
