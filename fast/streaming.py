@@ -35,6 +35,7 @@ def stream(
 
 def prepare_request(decoder, method: Callable, text, **kwargs) -> tuple[dict, int, torch.Tensor | None]:
     """Build and check a request: arguments of talker.generate, the most frames, the codes that precede the speech."""
+    decoder.lock.check_process()
     text = check_text(text)
     if kwargs.get("voice_clone_prompt") is None and kwargs.get("ref_audio") is not None:
         kwargs["voice_clone_prompt"] = method.__self__.create_voice_clone_prompt(
