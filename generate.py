@@ -65,9 +65,9 @@ def accelerate(tts, max_seq_len: int = 2048, max_batch: int | None = None, fused
     max_seq_len: positions for prompt and speech together, one per frame (12.5 per second).
     max_batch: texts of a list that are decoded together. Default: all on a CPU, one on a GPU, where more take memory.
     fused: True requires and False avoids the megakernel of fast/. None uses it where it runs.
+
+    No graph is captured in a request. During this call no other thread may draw from torch's default CUDA generator.
     """
-    if "enable_gqa" not in str(torch.nn.functional.scaled_dot_product_attention.__doc__):  # JetPack's torch 2.5.0a0
-        transformers.integrations.sdpa_attention.use_gqa_in_sdpa = lambda *_: False  # repeats keys and values
     decoder = Decoder(tts.model.talker, max_seq_len, max_batch)
     if FAST.is_dir():
         from fast import plug_in

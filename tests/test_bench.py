@@ -129,7 +129,7 @@ def test_the_figure_is_drawn_from_the_results(tmp_path, monkeypatch, capsys):
 
 
 def test_the_peer_runs_with_a_python_of_its_own(tmp_path, capsys):
-    """Its transformers is another one. A peer that cannot run is left out with a line, and does not end the benchmark."""
+    """Its transformers is another one. A peer that cannot run is left out with a line, without ending the benchmark."""
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
     rows = {"faster-qwen3-tts": dict(ms_per_frame=20.0, version="0.5.4")}

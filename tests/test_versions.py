@@ -74,7 +74,8 @@ def test_an_older_torch_is_named(device, missing):
 def test_a_torch_without_enable_gqa_gives_the_same_tokens(checkpoint, tmp_path):
     """JetPack's torch 2.5.0a0: its attention refuses an argument that transformers passes to any torch 2.5.
 
-    In the three files alone, whose codec is upstream's, and in-context, where upstream encodes the reference.
+    It passes it where there is no mask, which upstream's own talker.generate does. Our graphs always pass one. This is
+    about the three files alone, whose codec is upstream's, and in-context, where upstream encodes the reference.
     """
     for name in ("cudagraph_talker.py", "cudagraph_predictor.py", "generate.py"):
         shutil.copy(ROOT / name, tmp_path)
