@@ -632,6 +632,8 @@ def cli_errors() -> Iterator[None]:
     warnings.showwarning = lambda message, *_: print(f"warning: {str(message).splitlines()[0]}", file=sys.stderr)
     for library in (transformers.utils, huggingface_hub.utils):
         library.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()  # of transformers 5, one for each part of the model
+    huggingface_hub.utils.enable_progress_bars()  # of downloads
     log = logging.getLogger("qwen3_tts_cudagraphs")
     log.setLevel(logging.INFO)
     log.handlers = [ProgressHandler()]

@@ -14,7 +14,7 @@ prompts.py      requests: upstream's prompts, checked
 arriving_text.py, incremental_tokenizer.py
                 a request whose text is still being written, and its tokens that can no longer change
 streaming.py    audio while it is generated; stands on the codec
-paths.py        whether the megakernel can run here, and if not, why
+paths.py        whether torch is new enough, whether the megakernel can run here, and if not, why
 turns.py        one request at a time, also when a stream is paused
 """
 
@@ -26,7 +26,7 @@ import torch
 from fast.codec import CodecGraph
 from fast.layers import bypass_config_getattr, fuse_layers
 from fast.megakernel import predictor_step, talker_step
-from fast.paths import choose_path
+from fast.paths import check_torch, choose_path
 from fast.prompt_templates import PromptTemplates
 from fast.text_table import use_text_table
 from fast.turns import Turns
@@ -40,7 +40,11 @@ MIN_BATCH = 6
 def plug_in(tts, decoder, fused: bool | None) -> None:
     """Change what `decoder` captures and how `tts` decodes audio. `fused` is the argument of `accelerate`."""
     talker = tts.model.talker
+    check_torch(talker.device)
     bypass_config_getattr(tts.model.config, talker.config)
+    for name in ("spk_id", "spk_is_dialect"):  # upstream looks them up in lower case; a user's own may have capitals
+        speakers = getattr(talker.config, name) or {}
+        setattr(talker.config, name, {speaker.lower(): value for speaker, value in speakers.items()})
     decoder.lock = Turns()
 
     decoder.host_talker = use_text_table(talker) if decoder.on_gpu else None

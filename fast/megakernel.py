@@ -225,7 +225,7 @@ class FusedStep:
             matrix_rows.append((stacked_address(weights), nbytes // (sizes.grid * EIGHTHS)))
         end_of_list = (0, 0)
 
-        length = cache.max_cache_len
+        length = cache.length
         cos, sin = model.rotary_emb(
             torch.empty(0, dtype=model.dtype, device=device), torch.arange(length, device=device)[None]
         )

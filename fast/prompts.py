@@ -15,6 +15,7 @@ log = logging.getLogger("qwen3_tts_cudagraphs")
 
 def prepare_request(decoder, method: Callable, text, **kwargs) -> tuple[dict, int, torch.Tensor | None]:
     """Build and check a request: arguments of talker.generate, the most frames, the codes that precede the speech."""
+    decoder.lock.check_process()
     text = check_text(text)
     kwargs = with_voice_clone_prompt(method, kwargs)
     request = request_for(decoder, method, text, kwargs)

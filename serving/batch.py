@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import torch
 
 from cudagraph_predictor import PredictorGraph
-from cudagraph_talker import Sampling, TalkerGraph, capture, round_up, static_cache
+from cudagraph_talker import GraphCache, Sampling, TalkerGraph, capture, round_up
 from fast.batched import BatchedStack, why_not
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
@@ -109,7 +109,7 @@ class Slots(Rows):
         config = talker.config
         length = round_up(max_seq_len)
         self.unused = slots
-        self.cache = static_cache(talker.model, slots + 1, length)
+        self.cache = GraphCache(talker.model, slots + 1, length)
         self.reads_masked = True  # whether attention reads masked positions; the kernels of fast/batched.cu do not
         with talker.device:
             super().__init__(config, slots + 1, talker.dtype)
@@ -175,6 +175,7 @@ class RowCache:
 
     def __init__(self, layers: list, positions: torch.Tensor):
         self.layers = layers
+        self.length = layers[0].keys.shape[2]
         self.positions = positions  # (B)
         self.rows = torch.arange(len(positions), device=positions.device)
 
@@ -190,6 +191,7 @@ class PromptCache:
 
     def __init__(self, cache, slots: torch.Tensor, length: int):
         self.layers = [RowLayer(layer.keys[:, :, :length], layer.values[:, :, :length]) for layer in cache.layers]
+        self.length = length
         self.slots = slots  # (B)
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, _) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,14 +293,14 @@ class FrameGraph(TalkerGraph):
         self.head = talker.codec_head
         self.device = talker.device
         self.predictor = copy.copy(predictor)
-        self.predictor.cache = static_cache(predictor.model, rows, predictor.cache.max_cache_len)
+        self.predictor.cache = GraphCache(predictor.model, rows, predictor.cache.length)
         self.predictor.sampling = slots.predictor_sampling[:rows]
         self.sampling = slots.sampling[:rows]
         for name in (*SETTINGS, *PROGRESS, *CONTENT, "advance"):
             setattr(self, name, getattr(slots, name)[:rows])
         layers = [RowLayer(layer.keys[:rows], layer.values[:rows]) for layer in slots.cache.layers]
         with self.device:
-            self.positions = torch.arange(slots.cache.max_cache_len)
+            self.positions = torch.arange(slots.cache.length)
             self.token_ids = torch.arange(talker.config.vocab_size)
             self.padding = torch.zeros(rows, dtype=torch.long)
             self.cache = RowCache(layers, torch.zeros(rows, dtype=torch.long))

@@ -128,3 +128,20 @@ def test_the_figure_is_drawn_from_the_results(tmp_path, monkeypatch, capsys):
     figure = tmp_path / "results/speed.svg"
     assert "upstream, 0.6B" in figure.read_text()
     assert capsys.readouterr().out.strip() == str(figure)
+
+
+def test_the_peer_runs_with_a_python_of_its_own(tmp_path, capsys):
+    """Its transformers is another one. A peer that cannot run is left out with a line, without ending the benchmark."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    rows = {"faster-qwen3-tts": dict(ms_per_frame=20.0, version="0.5.4")}
+    answer = json.dumps(dict(models={"folder": rows}))
+    python.write_text(f'#!/bin/sh\n[ "$PYTHONPATH" = {tmp_path}/peers ] && [ -s "$5" ] && echo \'{answer}\' > "$7"\n')
+    python.chmod(0o755)
+    assert dict(bench.run_peer("folder", torch.zeros(4), python)) == rows
+
+    python.write_text("#!/bin/sh\necho 'error: no GPU' >&2\nexit 2\n")
+    assert dict(bench.run_peer("folder", torch.zeros(4), python)) == {}
+    assert dict(bench.run_peer("folder", torch.zeros(4), tmp_path / "bin" / "missing")) == {}
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "faster-qwen3-tts left out: error: no GPU" and "missing" in second
