@@ -263,6 +263,7 @@ class Engine:
 
     def submit(self, stream: Stream, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
         """Have the prompt built and the request queued. `text` is None if it is still to come."""
+        self.decoder.lock.check_process()
         if method.__self__ is not self.tts:
             raise ValueError("this engine speaks with another model: use a method of the model it was made with")
         with self.changed:
