@@ -284,6 +284,8 @@ def time_listeners(checkpoint: Checkpoint, speaker: torch.Tensor, effort: Effort
     tts = load(checkpoint.model)
     arguments = clone_arguments(speaker, effort.long)
     yield from time_streams(tts, arguments, effort.streams, effort.poisson_seconds, effort.held)
+    del tts
+    free_memory()
 
 
 def time_three_files(tts, speak: Callable[[int], int], effort: Effort) -> Row:
