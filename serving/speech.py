@@ -16,7 +16,7 @@ import torch
 
 import cli
 from audio_files import Chunk
-from fast.streaming import check_text
+from fast.prompts import check_text
 from generate import load
 from serving.audio_formats import decode_base64, decode_recording
 from serving.engine import CutOff, Engine, QueueFull

@@ -514,11 +514,11 @@ def test_interrupted_stream_stays_a_valid_file(call, checkpoint, monkeypatch, tm
     """Ctrl-C: the audio so far can be played, and the exit code is the shell's for an interrupt."""
 
     def interrupted(method, **kwargs):
-        yield from itertools.islice(stream(method, **kwargs), 2)
+        yield from itertools.islice(speak(method, **kwargs), 2)
         raise KeyboardInterrupt
 
-    stream = cli.stream
-    monkeypatch.setattr(cli, "stream", interrupted)
+    speak = cli.speak
+    monkeypatch.setattr(cli, "speak", interrupted)
     code, _, stderr = call(
         cli.main, *options(checkpoint(), output=tmp_path / "out.wav"), "--stream", "--max-seq-len", 300
     )
