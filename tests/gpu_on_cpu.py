@@ -15,14 +15,17 @@ OPTIONS = (
     "-fno-strict-aliasing",  # the kernel reads bfloat16 as uint2, and so on
     "-ffp-contract=off",  # the same sums on every CPU
     "-U_FORTIFY_SOURCE",  # whose longjmp refuses to change stacks
+    # A process loads several of these libraries, in which a name can mean different things. Without this, they would
+    # share the static variables of templates and inline functions.
+    "-fvisibility=hidden",
 )
 RUN = f"""
-extern "C" int run(const void *arguments, int grid, int threads, int shared_bytes) {{
+extern "C" [[gnu::visibility("default")]] int run(const void *arguments, int grid, int threads, int shared_bytes) {{
     return launch({KERNEL_NAME}, arguments, grid, threads, shared_bytes);
 }}
 """
 RUN_BATCHED = """
-extern "C" int run_{0}(const void *arguments, int grid_x, int grid_y, int threads) {{
+extern "C" [[gnu::visibility("default")]] int run_{0}(const void *arguments, int grid_x, int grid_y, int threads) {{
     return launch_in_turn({0}, arguments, grid_x, grid_y, threads, 48 << 10);
 }}
 """
