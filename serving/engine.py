@@ -357,10 +357,9 @@ class Engine:
                 return
             first, ids = text.take_ids()
             rows = text_rows(self.decoder, ids)
-            ready = self.decoder.record_event()
+            known = math.inf if text.is_finished else text.rows
             with self.changed:
-                stream.new_rows.append((first, rows, ready))
-                stream.frames_with_text = math.inf if text.is_finished else text.rows
+                stream.new_rows.append((first, rows, known, self.decoder.record_event()))
                 self.changed.notify_all()
         except BaseException as error:
             with self.changed:
@@ -457,6 +456,7 @@ class Engine:
         can_admit = self.waiting and len(self.active) < self.max_streams
         can_advance = any(
             stream.cancelled
+            or stream.new_rows
             or (stream.unread < self.max_unread and stream.may_advance())
             or (stream.text_error and stream.lacks_text())
             for stream in self.active
@@ -496,12 +496,8 @@ class Engine:
 
     def count_that_fit(self, streams: list[Stream]) -> int:
         """How many of them can be prefilled together, from the first on."""
-        count = 1
-        while count < len(streams) and self.prefills.graph_for(
-            [stream.prompt_length for stream in streams[: count + 1]]
-        ):
-            count += 1
-        return count
+        lengths = [stream.prompt_length for stream in streams]
+        return next(count for count in range(len(streams), 0, -1) if self.prefills.graph_for(lengths[:count]))
 
     def prefill(self, streams: list[Stream], run: Callable[[list[Stream]], None]) -> None:
         for stream in streams:
@@ -585,7 +581,8 @@ class Engine:
     def launch(self) -> bool:
         """Launch one frame of every stream that may advance. Returns whether there was one."""
         for stream in self.active:
-            self.write_text(stream)
+            if stream.new_rows:
+                self.write_text(stream)
             is_paused = stream.unread >= self.max_unread
             stream.paused_at = (stream.paused_at or time.monotonic()) if is_paused else None
         advancing = [stream for stream in self.active if stream.may_advance() and stream.paused_at is None]
@@ -602,22 +599,20 @@ class Engine:
         ended = self.launch_single(*advancing) if self.in_single else self.launch_rows(advancing)
         on_host = torch.empty(ended.shape, dtype=torch.bool, device="cpu", pin_memory=self.on_gpu)
         on_host.copy_(ended, non_blocking=True)
-        # A single-row graph has one flag. A stream keeps its slot until its flags are read.
-        self.steps.append(
-            (self.decoder.record_event(), on_host, [(s, 0 if self.in_single else s.slot) for s in advancing])
-        )
+        flags = [(stream, 0 if self.in_single else stream.slot) for stream in advancing]
+        self.steps.append((self.decoder.record_event(), on_host, flags))
         return True
 
     def write_text(self, stream: Stream) -> None:
         """Put text that has arrived where the frames read it. There may be more of it than they can reach."""
         text = self.single[1].text[0] if self.in_single else self.slots.text[stream.slot]
         while stream.new_rows:
-            first, rows, ready = stream.new_rows.popleft()
+            first, rows, stream.frames_with_text, ready = stream.new_rows.popleft()
             if ready:
                 ready.wait()
                 rows.record_stream(self.cuda_stream)
-            room = max(0, len(text) - first)
-            text[first : first + len(rows[:room])] = rows[:room]
+            rows = rows[: max(0, len(text) - first)]
+            text[first : first + len(rows)] = rows
 
     def launch_single(self, stream: Stream) -> torch.Tensor:
         talker, predictor = self.single
@@ -690,7 +685,8 @@ class Engine:
                 stream.was_cut_off = stream.checked == stream.max_frames and not has_ended
                 stream.finished = has_ended or stream.was_cut_off
         for stream in self.active:
-            if stream.text_error and stream.lacks_text() and stream.checked == stream.launched:
+            is_all = not stream.new_rows and stream.lacks_text() and stream.checked == stream.launched
+            if stream.text_error and is_all:
                 stream.finished = True
 
     def decode_chunks(self) -> None:
@@ -714,6 +710,8 @@ class Engine:
         audio = self.codec.feed_rows([stream.slot for stream in streams], torch.stack(codes))
         for stream in streams:
             stream.decoded += size
+            if not stream.finished:
+                stream.chunk_size = next(stream.chunk_sizes)
         self.decoding.put((streams, audio))
 
     def lead(self, stream: Stream) -> float:
@@ -722,15 +720,13 @@ class Engine:
         return stream.decoded * self.seconds_per_frame - played
 
     def next_chunk(self, stream: Stream) -> int:
-        """Frames of the chunk to decode next, 0 if it is not complete. It grows with the audio ahead of playback."""
+        """Frames of the chunk to decode next, 0 if it is not complete."""
         if stream.cancelled:
             return 0
         available = stream.valid - stream.decoded
         if stream.finished or stream.lacks_text():
             return next((size for size in BATCH_CHUNK_SIZES if size <= available), 0)
-        frames_ahead = self.lead(stream) / self.seconds_per_frame
-        size = next((size for size in BATCH_CHUNK_SIZES if size <= frames_ahead + 0.5), 1)
-        return size if size <= available else 0
+        return stream.chunk_size if stream.chunk_size <= available else 0
 
     def remove_finished(self) -> None:
         """Free the slots of finished streams."""

@@ -5,6 +5,8 @@ import math
 import time
 from collections.abc import Callable
 
+from fast.streaming import growing_chunks
+
 END = None
 
 
@@ -37,10 +39,8 @@ class Stream:
         self.text_timeout = text_timeout
         self.text_came_at = time.monotonic()
         self.text_error = None
-        self.new_rows = (
-            collections.deque()
-        )  # (first frame, rows (T, H), CUDA event), not yet where the frames read them
-        self.frames_with_text = math.inf  # frames whose text is known
+        self.new_rows = collections.deque()  # (first frame, rows (T, H), frames with text then, CUDA event)
+        self.frames_with_text = math.inf  # frames whose text the GPU has
         # how far it is, in frames
         self.launched = 0  # on the GPU
         self.checked = 0  # frames after which the host knows whether the stream has ended
@@ -48,6 +48,8 @@ class Stream:
         self.finished = False  # all its frames are known
         self.was_cut_off = False
         # its audio
+        self.chunk_sizes = growing_chunks()  # the same for every stream, so that a seed reproduces
+        self.chunk_size = next(self.chunk_sizes)
         self.heard_from = None  # time at which its first chunk was delivered
         self.unread = 0  # chunks that the listener has not taken yet
         self.paused_at = None  # time at which it began to wait for its listener

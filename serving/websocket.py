@@ -33,6 +33,7 @@ class Incoming:
         self.style = style
         self.text = ""
         self.is_complete = False
+        self.is_over = False  # its speech has ended
         self.changed = asyncio.Event()
         self.speaking = anyio.CancelScope()  # cancelled: stop now, or do not begin
 
@@ -135,8 +136,9 @@ class Session:
         await self.HANDLERS[kind](self, message)
 
     async def configure(self, message: dict) -> None:
-        if self.writing:
+        if self.writing and not self.writing.is_over:
             raise ApiError("session.config came within an utterance: send input.done or input.cancel first")
+        self.writing = None
         style = parse(Style, message)
         self.speech.check(style)
         self.style = style
@@ -147,6 +149,8 @@ class Session:
             raise ApiError(f"text is {describe(text)}: it must be a string", param="text", code="invalid_value")
         if self.writing is None and not text.strip():
             return  # an utterance begins with its first word
+        if self.writing and self.writing.is_over:
+            return  # the rest of a text whose speech has failed
         written = self.writing.text if self.writing else ""
         try:
             self.speech.check_text(written + text)
@@ -170,7 +174,7 @@ class Session:
         """Give up the utterance that is being written."""
         if self.writing:
             self.writing.speaking.cancel()
-            self.writing = None
+            self.writing.is_over = True
 
     async def finish(self, message: dict) -> None:
         if self.writing:
@@ -236,8 +240,7 @@ class Session:
             await self.send(type="audio.done", **place, total_bytes=total_bytes, **how)
         sentences = 1 if total_bytes else 0
         await self.send(type="session.done", utterance_index=incoming.index, total_sentences=sentences, **how)
-        if self.writing is incoming:
-            self.writing = None  # it ended with an error before its text was complete
+        incoming.is_over = True  # it may have ended with an error before its text was complete
 
     async def send_error(self, error: ApiError, **about) -> None:
         await self.send(type="error", message=error.message, code=error.code, param=error.param, **about)

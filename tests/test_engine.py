@@ -229,11 +229,12 @@ def test_the_last_chunks_of_a_stream_are_decoded_in_order(voice, monkeypatch):
         monkeypatch.setattr(
             engine.codec, "feed_rows", lambda slots, codes: fed.extend(zip(slots, codes[..., 0].tolist()))
         )
-        monkeypatch.setattr(engine, "active", [beside, ending])
-        engine.decode_chunks()
+        with engine.decoder.lock:  # keeps the engine's thread out
+            monkeypatch.setattr(engine, "active", [beside, ending])
+            engine.decode_chunks()
+            engine.active.clear()
         frames = [frame for slot, codes in fed if slot == 1 for frame in codes]
         assert frames == list(range(7))
-        engine.active.clear()
 
 
 def test_closing_ends_all_streams_with_an_error(voices):
