@@ -5,7 +5,7 @@
     python bench.py 0.6B 1.7B --random-weights   # random weights of the same shapes: same speed, no download, noise
     python bench.py 0.6B --streams               # many listeners at once
     python bench.py 0.6B --check                 # is it the same model? compares with upstream or float32
-    python bench.py --plot                       # draws results/speed.svg from results/*.json; needs matplotlib
+    python bench.py --plot                       # draws results/*.svg from results/*.json; needs matplotlib
 
 All rows speak the same text with the same voice and settings through the public methods; only the rows "... parts in
 ms" call internals. "x real time" is seconds of audio per second. A whole call includes tokenizer and codec; it is timed
@@ -128,7 +128,7 @@ class Checkpoint:
 def main() -> None:
     args = parse_arguments()
     if args.plot:
-        print(plot(ROOT / "results"))
+        print(*plot(ROOT / "results"), sep="\n")
         return
 
     warnings.filterwarnings("ignore", message="the speech was cut off")
@@ -161,7 +161,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="compare, do not time; exit code 1 if anything is wrong")
     parser.add_argument("--peer-python", type=Path, default=PEER_PYTHON, help=f"python that has {PEER}")
     parser.add_argument("--only-peer", action="store_true", help=f"time {PEER} with this python, and nothing else")
-    parser.add_argument("--plot", action="store_true", help="draw results/speed.svg, do not time")
+    parser.add_argument("--plot", action="store_true", help="draw results/*.svg, do not time")
     parser.add_argument("--output", type=Path, help="the JSON file; default: bench_results_<GPU>.json")
     args = parser.parse_args()
 

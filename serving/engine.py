@@ -55,6 +55,15 @@ MAX_BATCHES_IN_CODEC = 8  # the engine waits for the codec before it hands over 
 NEEDED_LATER = ("do_sample", "subtalker_dosample", "max_new_tokens")  # arguments that are read after the prefill
 
 
+def value_for(number: int, texts: int, name: str, value):
+    """The argument of one text out of several. Upstream's voice_clone_prompt has lists inside."""
+    if isinstance(value, dict):
+        return {key: value_for(number, texts, name, column) for key, column in value.items()}
+    if not (isinstance(value, list) and len(value) == texts):
+        return value
+    return value[number : number + 1] if name == "voice_clone_prompt" else value[number]
+
+
 class Engine:
     """Streams that share one model. `close` it, or use it in a `with` statement."""
 
@@ -230,6 +239,23 @@ class Engine:
                 return await asyncio.wait_for(audio.get(), stream.seconds_for_text())
             except asyncio.TimeoutError:
                 stream.check_text_timeout()
+
+    def generate(
+        self, method: Callable, *, text: list[str], seed: int | None = None, **kwargs
+    ) -> tuple[list[np.ndarray], int]:
+        """Speak a list of texts together. Returns their samples and the sample rate, as upstream's methods do.
+
+        Arguments may be lists with one value per text. Text number i has the seed `seed + i`.
+        """
+
+        def speak(number: int) -> np.ndarray:
+            own = {name: value_for(number, len(text), name, value) for name, value in kwargs.items()}
+            own_seed = None if seed is None else seed + number
+            return np.concatenate([audio for audio, _ in self.stream(method, text=text[number], seed=own_seed, **own)])
+
+        kwargs = with_voice_clone_prompt(method, kwargs)
+        with ThreadPoolExecutor(self.max_streams, "speech list") as threads:
+            return [*threads.map(speak, range(len(text)))], self.rate
 
     def take_item(self, stream: Stream, item) -> np.ndarray:
         if isinstance(item, BaseException):

@@ -117,6 +117,22 @@ def test_prompts_that_wait_together_are_prefilled_together(voice, monkeypatch):
     assert together == [7] and moves
 
 
+@pytest.mark.parametrize("name", ["x-vector", "in-context", "preset"])
+def test_a_list_of_texts(voices, name):
+    """More texts than slots, with an argument for each text, and prompts with a row for each."""
+    voice = voices(name).end_comes_up(True)
+    method, texts = getattr(voice.fast, voice.method), ["Hello there.", "Hi", "One, two, three."]
+    lists = dict(language=["English", "German", "Auto"])
+    if name == "in-context":
+        lists["voice_clone_prompt"] = voice.arguments["voice_clone_prompt"] * 3
+    with Engine(voice.fast, max_streams=2) as engine:
+        wavs, rate = engine.generate(method, text=texts, seed=5, max_new_tokens=12, **voice.arguments | lists)
+    assert rate == 24000 and len(wavs) == 3
+    for number, text in enumerate(texts):
+        arguments = voice.arguments | dict(text=text, language=lists["language"][number], max_new_tokens=12)
+        assert_same(wavs[number], alone(voice, 5 + number, **arguments))
+
+
 def test_a_listener_who_leaves_early_disturbs_nobody(voice):
     method = voice.fast.generate_voice_clone
     requests = requests_of(voice, 4)
