@@ -178,7 +178,7 @@ class Engine:
                 raise RuntimeError(self.why_closed) from None
             raise
         if arrives:
-            threading.Thread(target=self.read_pieces, args=(stream, text), name="text reader", daemon=True).start()
+            self.start_reader(stream, text)
         chunks = self.chunks_of(stream, audio)
         next(chunks)  # enters its `try`, so that closing it before the first chunk cancels the request, too
         return chunks
@@ -234,7 +234,7 @@ class Engine:
             if hasattr(text, "__aiter__"):
                 reader = asyncio.create_task(self.aread_pieces(stream, text))
             elif arrives:
-                threading.Thread(target=self.read_pieces, args=(stream, text), name="text reader", daemon=True).start()
+                self.start_reader(stream, text)
             while (item := await self.anext_item(stream, audio)) is not END:
                 yield self.take_item(stream, item), self.rate
             self.warn_if_cut_off(stream)
@@ -323,8 +323,11 @@ class Engine:
             self.preparing -= 1
             self.changed.notify_all()
 
-    def read_pieces(self, stream: Stream, pieces: Iterable[str]) -> None:
+    def start_reader(self, stream: Stream, pieces: Iterable[str]) -> None:
         """A thread of its own: the iterator may take its time."""
+        threading.Thread(target=self.read_pieces, args=(stream, pieces), name="text reader", daemon=True).start()
+
+    def read_pieces(self, stream: Stream, pieces: Iterable[str]) -> None:
         last = END
         try:
             for piece in pieces:
@@ -452,7 +455,6 @@ class Engine:
                 self.cuda_stream.synchronize()
                 self.codec.stream.synchronize()  # what they write is freed with the engine
         self.decoding.put(None)
-        self.end_all()
 
     def fail(self, error: BaseException) -> None:
         with self.changed:
@@ -796,17 +798,8 @@ class Engine:
             self.in_single = False
             heapq.heappush(self.free_slots, stream.slot)
             if not stream.cancelled:
-                self.decoding.put(
-                    ([stream], stream.text_error or END)
-                )  # whoever has heard the end may count on a free slot
-
-    def end_all(self) -> None:
-        with self.changed:
-            streams = [stream for stream in self.open if not stream.cancelled]
-            self.active.clear()
-            self.waiting.clear()
-        for stream in streams:
-            stream.put(RuntimeError(self.why_closed))  # a new error for each thread
+                # After its slot: whoever has seen the end can rely on a free one.
+                self.decoding.put(([stream], stream.text_error or END))
 
     # ---- The delivery thread
 
@@ -825,6 +818,15 @@ class Engine:
                 for stream in streams:  # an END must not follow: their audio is not complete
                     stream.put(RuntimeError(self.why_closed))
                     stream.cancelled = True
+        self.end_all()  # after the audio that there is
+
+    def end_all(self) -> None:
+        with self.changed:
+            streams = [stream for stream in self.open if not stream.cancelled]
+            self.active.clear()
+            self.waiting.clear()
+        for stream in streams:
+            stream.put(RuntimeError(self.why_closed))  # a new error for each thread
 
     def count_unread(self, stream: Stream) -> None:
         with self.changed:

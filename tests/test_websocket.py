@@ -6,26 +6,12 @@ import socket
 import time
 
 import pytest
-from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, never_end, wait_until, wait_until_free
+from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, wait_until, wait_until_free
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 CONFIG = {"type": "session.config", "voice": "speaker", "response_format": "pcm", **SHORT}
 LONG = CONFIG | {"max_new_tokens": 450}
-
-
-@pytest.fixture(scope="module")
-def speech(checkpoint, tmp_path_factory):
-    speech = load_speech(checkpoint(), tmp_path_factory.mktemp("voices"))
-    never_end(speech)
-    yield speech
-    speech.close()
-
-
-@pytest.fixture(scope="module")
-def server(speech):
-    with RunningServer(speech) as server:
-        yield server
 
 
 class Client:
