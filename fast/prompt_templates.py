@@ -40,7 +40,7 @@ class PromptTemplate:
 
     def fill(self, ids: list[int]) -> dict:
         """The request with a text of these tokens."""
-        text = self.table[ids]  # (T, H)
+        text = self.table.index_select(0, torch.tensor(ids, dtype=torch.long))  # (T, H)
         if self.is_streaming:
             prompt = torch.cat([self.prefix, text[:1] + self.codec_bos])
             later = torch.cat([text[1:], self.end[None]])

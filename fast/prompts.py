@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -11,6 +11,8 @@ from cudagraph_talker import Sampling
 from fast.prompt_templates import CLOSING_TOKENS, ROLE_TOKENS, PromptTemplate, template_key
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
+
+EMBEDDINGS = ("inputs_embeds", "trailing_text_hidden", "tts_pad_embed")  # of a request
 
 
 def prepare_request(decoder, method: Callable, text, **kwargs) -> tuple[dict, int, torch.Tensor | None]:
@@ -67,10 +69,16 @@ def check_request(decoder, request: dict) -> int:
         ("do_sample", "temperature", "top_k", "top_p"),
         ("subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p"),
     ):
-        Sampling(vocab_size=1).set(*(request[name] for name in names))
+        check_sampling(*(request[name] for name in names))
     if request["eos_token_id"] != decoder.talker.config.codec_eos_token_id:
         raise ValueError("stream decodes up to the model's own end token: another eos_token_id is for whole calls")
     return decoder.frame_limit(**request)
+
+
+@lru_cache(maxsize=256, typed=True)
+def check_sampling(do_sample, temperature, top_k, top_p) -> None:
+    """Cached: most requests have the same settings, and this makes tensors."""
+    Sampling(vocab_size=1).set(do_sample, temperature, top_k, top_p)
 
 
 def request_for(decoder, method: Callable, text: str, kwargs: dict) -> dict:
@@ -142,9 +150,14 @@ def tokenize_directly(backend, texts: list[str]) -> list[torch.Tensor]:
 
 def move_to(device: torch.device, request: dict) -> dict:
     """The same request with its embeddings on the device; its mask stays on the host, which reads it."""
-    names = ("inputs_embeds", "trailing_text_hidden", "tts_pad_embed")
-    moved = {name: to_device(request[name], device) for name in names}
+    moved = {name: to_device(request[name], device) for name in EMBEDDINGS}
     return request | moved | {"attention_mask": request["attention_mask"].cpu()}
+
+
+def pin(request: dict) -> dict:
+    """The same request; what is on the host can be copied to a GPU without waiting. Its mask is on the host."""
+    pinned = {name: request[name].pin_memory() for name in EMBEDDINGS if not request[name].is_cuda}
+    return request | pinned | {"attention_mask": request["attention_mask"].cpu()}
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

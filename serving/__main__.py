@@ -4,6 +4,7 @@ python -m serving --model 0.6B --port 8000
 """
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -101,7 +102,8 @@ def listen(host: str, port: int) -> socket.socket:
     """Take the port before the model is loaded. Connections wait until the server runs."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family)
+        # With its protocol named: asyncio sets TCP_NODELAY only then. Else the first audio may wait 40 ms for an ACK.
+        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen(2048)
@@ -127,6 +129,7 @@ class Server(uvicorn.Server):
             self.failure = error
             self.should_exit = True
         else:
+            gc.freeze()  # all that is loaded stays; looking through it would stop the speech for a tenth of a second
             print(greeting(self.speech, address), flush=True)
 
     def handle_exit(self, sig: int, frame) -> None:

@@ -18,6 +18,7 @@ Shapes: B rows, L positions, S cache length, H hidden size, V vocabulary size.
 
 import copy
 import logging
+from functools import lru_cache
 from types import SimpleNamespace
 
 import torch
@@ -29,9 +30,13 @@ from fast.batched import BatchedStack, why_not
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
 SAMPLING = ("temperature", "topk_rank", "one_minus_top_p", "greedy")
-SETTINGS = ("repetition_penalty", "suppressed", "end_token", "min_tokens", "prompt_length")
-PROGRESS = ("hidden", "token", "frame", "seen", "ended")
+SETTINGS = ("repetition_penalty", "suppressed", "end_token", "min_tokens")
+PROGRESS = ("prompt_length", "hidden", "token", "frame", "seen", "ended")
 CONTENT = ("text", "codes")
+REQUEST_SETTINGS = (  # arguments of talker.generate that `configure` reads, besides suppress_tokens
+    *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "eos_token_id", "min_new_tokens"),
+    *("subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p"),
+)
 
 PREFILL_ROWS = (1, 4, 32)  # prompts per captured prefill
 SHORTEST_PREFILL = 32  # positions; longer ones in powers of two
@@ -83,7 +88,7 @@ class Rows:
         self.ended = torch.zeros(rows, dtype=torch.bool)
 
     def settings(self) -> list[torch.Tensor]:
-        """All tensors that a request sets."""
+        """All tensors that a request's settings are written to."""
         samplings = [getattr(self.sampling, name) for name in SAMPLING]
         samplings += [getattr(self.predictor_sampling, name) for name in SAMPLING]
         return [getattr(self, name) for name in SETTINGS] + samplings
@@ -93,13 +98,24 @@ class Rows:
         return self.settings() + [getattr(self, name) for name in PROGRESS]
 
 
-def host_settings(config, request: dict) -> list[torch.Tensor]:
-    """A request's settings on the host, in the order of `Rows.settings` and shaped like one row of them."""
-    row = Rows(config, 1, torch.float32)
-    TalkerGraph.configure(SimpleNamespace(**vars(row) | dict(suppressed=row.suppressed[0])), **request)
-    PredictorGraph.configure(SimpleNamespace(sampling=row.predictor_sampling), **request)
-    row.prompt_length.fill_(request["attention_mask"].shape[1])
-    return [tensor[0] for tensor in row.settings()]
+class HostSettings:
+    """Settings of requests on the host. Most requests have the same ones, so they are kept."""
+
+    def __init__(self, config):
+        self.config = config
+        self.rows = lru_cache(maxsize=64, typed=True)(self.make_row)
+
+    def row(self, request: dict) -> list[torch.Tensor]:
+        """In the order of `Rows.settings` and shaped like one row of them."""
+        settings = {name: request[name] for name in REQUEST_SETTINGS}
+        return self.rows(suppress_tokens=tuple(request["suppress_tokens"]), **settings)
+
+    def make_row(self, suppress_tokens: tuple[int, ...], **settings) -> list[torch.Tensor]:
+        row = Rows(self.config, 1, torch.float32)
+        talker = SimpleNamespace(**vars(row) | dict(suppressed=row.suppressed[0]))
+        TalkerGraph.configure(talker, suppress_tokens=list(suppress_tokens), **settings)
+        PredictorGraph.configure(SimpleNamespace(sampling=row.predictor_sampling), **settings)
+        return [tensor[0] for tensor in row.settings()]
 
 
 class Slots(Rows):
@@ -133,8 +149,8 @@ class Slots(Rows):
     def set_text(self, slot: int, trailing_text_hidden: torch.Tensor, tts_pad_embed: torch.Tensor, **_) -> None:
         """Set what each frame adds to its embedding: the text (1, T, H), then padding (1, 1, H)."""
         text = trailing_text_hidden[0, : self.text.shape[1]]
-        self.text[slot, : len(text)] = text
-        self.text[slot, len(text) :] = tts_pad_embed[0]
+        self.text[slot, : len(text)].copy_(text, non_blocking=True)
+        self.text[slot, len(text) :].copy_(tts_pad_embed[0], non_blocking=True)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a stream with `length` positions to another slot."""
@@ -264,15 +280,17 @@ class Prefill:
 
     def load(self, slots: list[int], requests: list[dict], settings: list[list[torch.Tensor]]) -> PrefillGraph:
         """Write prompts, text and settings. The caller draws the noise into `sampling.noise` and calls `replay`."""
-        graph = self.graph_for([request["inputs_embeds"].shape[1] for request in requests])
-        rows = len(graph.rows)
-        settings = settings + settings[:1] * (rows - len(settings))
+        lengths = [request["inputs_embeds"].shape[1] for request in requests]
+        graph = self.graph_for(lengths)
+        padding_rows = len(graph.rows) - len(slots)
+        settings = settings + settings[:1] * padding_rows
         for target, values in zip(graph.settings(), zip(*settings)):
             copy_to_device(torch.stack(values), target)
-        copy_to_device(torch.tensor(slots + [self.slots.unused] * (rows - len(slots))), graph.slots)
+        copy_to_device(torch.tensor(lengths + [1] * padding_rows)[:, None], graph.prompt_length)
+        copy_to_device(torch.tensor(slots + [self.slots.unused] * padding_rows), graph.slots)
         for row, (slot, request) in enumerate(zip(slots, requests)):
             prompt = request["inputs_embeds"][0]
-            graph.prompt[row, : len(prompt)] = prompt
+            graph.prompt[row, : len(prompt)].copy_(prompt, non_blocking=True)
             self.slots.set_text(slot, **request)
             if self.slots.reads_masked:
                 torch._foreach_zero_(self.slots.cache_rows[slot])

@@ -36,12 +36,13 @@ from fast.prompts import (
     check_text,
     decoder_of,
     move_to,
+    pin,
     reference_codes,
     request_for,
     with_voice_clone_prompt,
 )
 from fast.streaming import is_arriving
-from serving.batch import Prefill, Slots, copy_to_device, frame_graph, host_settings
+from serving.batch import HostSettings, Prefill, Slots, copy_to_device, frame_graph
 from serving.codec import BATCH_CHUNK_SIZES, BatchCodec, PendingAudio
 from serving.stream import END, CutOff, QueueFull, Stream
 
@@ -101,6 +102,7 @@ class Engine:
         # The megakernel draws the noise of a frame's 15 codes in one call, upstream's layers one code at a time.
         self.draws_codes_at_once = isinstance(self.single[1].step, PredictorStep)
         self.shared_generator = self.make_generator(None)
+        self.settings = HostSettings(self.talker.config)
         with self.decoder.lock:
             self.capture()
 
@@ -370,8 +372,9 @@ class Engine:
             return
         if inputs_ready:
             inputs_ready.wait()
-        stream.generator = self.make_generator(seed)
         stream.is_seeded = seed is not None
+        if stream.is_seeded:
+            stream.generator = self.make_generator(seed)
         if text is None:
             stream.text = ArrivingText(self.decoder, method, **kwargs)
             stream.reference = stream.text.reference
@@ -381,10 +384,12 @@ class Engine:
 
     def enqueue(self, stream: Stream, request: dict) -> None:
         stream.max_frames = check_request(self.decoder, request)
-        stream.settings = host_settings(self.talker.config, request)
+        stream.settings = self.settings.row(request)
         stream.prompt_length = request["attention_mask"].shape[1]
-        request = move_to(self.device, request)
-        stream.prompt_ready = self.decoder.record_event()
+        if request["inputs_embeds"].is_cuda:  # with a reference recording
+            stream.prompt_ready = self.decoder.record_event()
+        if self.on_gpu:
+            request = pin(request)
         with self.changed:
             if self.closing:
                 raise RuntimeError(self.why_closed)
@@ -596,11 +601,12 @@ class Engine:
         """A stream that is alone: into the single-row graphs."""
         (stream,) = streams
         talker, predictor = self.single
-        talker.configure(**stream.request)
-        predictor.configure(**stream.request)
+        request = move_to(self.device, stream.request)
+        talker.configure(**request)
+        predictor.configure(**request)
         self.use_generator(stream)
-        predictor.begin(**stream.request)
-        talker.begin(**stream.request)
+        predictor.begin(**request)
+        talker.begin(**request)
         self.in_single = True
 
     def prefill_rows(self, streams: list[Stream]) -> None:
@@ -617,6 +623,7 @@ class Engine:
 
     def use_generator(self, stream: Stream) -> None:
         """Let the single-row graphs draw from this stream's generator."""
+        stream.generator = stream.generator or self.make_generator(None)
         talker, predictor = self.single
         if self.on_gpu:
             talker.generator.set_state(stream.generator.get_state())

@@ -12,6 +12,7 @@ Who reaches Ray's own ports (dashboard, cluster) can run code: keep them in a pr
 """
 
 import asyncio
+import gc
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -113,6 +114,7 @@ class Replica:
     async def __init__(self, model: str, device: str, dtype: str | None, settings: Settings, speakers: dict):
         self.speech = Speech(model, device, dtype and getattr(torch, dtype), settings, speakers)
         await asyncio.to_thread(self.speech.load)
+        gc.freeze()  # as in __main__.py
         self.publishing = asyncio.create_task(publish(self.speech.metrics.registry))
 
     def __serve_build_asgi_app__(self) -> FastAPI:

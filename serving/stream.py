@@ -27,11 +27,11 @@ class Stream:
         # the request
         self.request = None  # arguments of talker.generate
         self.settings = None  # the same for `Prefill`
-        self.prompt_ready = None  # a CUDA event after the kernels that built the prompt
+        self.prompt_ready = None  # a CUDA event after the kernels that built the prompt, if it was built on the GPU
         self.prompt_length = 0
         self.max_frames = 0
         self.reference = None  # codes that precede the speech, for the codec
-        self.generator = None  # draws this stream's noise
+        self.generator = None  # draws this stream's noise if it is seeded or alone
         self.is_seeded = False  # unseeded streams of a batch share one draw
         self.slot = None
         # a text that is still arriving

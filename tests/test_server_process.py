@@ -21,6 +21,7 @@ from helpers import ROOT
 from safetensors.torch import load_file, save_file
 from serving_helpers import FRAME, LIMIT
 
+from serving.__main__ import listen as bind
 from tools.load import Server, listen, soak
 
 
@@ -174,3 +175,19 @@ def test_load_script_counts_underruns_and_errors(tmp_path):
     assert (stalled.outcome, stalled.underruns, stalled.seconds) == ("complete", 1, 0.16)
     broken = asyncio.run(main(break_off))
     assert "closed in the middle" in broken.outcome and broken.seconds == 0.08
+
+
+def test_audio_is_sent_at_once():
+    """asyncio sets TCP_NODELAY only if a socket names its protocol. Without it the first audio could wait 40 ms."""
+
+    async def accepted_without_delay() -> bool:
+        accepted = asyncio.get_running_loop().create_future()
+        async with await asyncio.start_server(
+            lambda _, writer: accepted.set_result(writer), sock=bind("127.0.0.1", 0)
+        ) as server:
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            connection = await asyncio.wait_for(accepted, LIMIT)
+            writer.close()
+            return connection.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+    assert asyncio.run(accepted_without_delay())

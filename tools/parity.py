@@ -16,7 +16,6 @@ from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import TalkerGraph, capture
 from fast.layers import fuse_layers
 from fast.megakernel import predictor_step, talker_step
-from serving.batch import host_settings
 
 MARGIN = 1.05  # a path's error may be this many times the model's own
 FALSE_ALARM_RATE = 1e-8  # of one comparison of best tokens
@@ -109,7 +108,7 @@ def batch_logits(engine, rows: int, tokens: torch.Tensor, request: dict) -> tupl
     Row r joins r % 4 frames late, so that neighbours are at different positions.
     """
     graph, slots = engine.graphs[rows], engine.slots
-    settings = host_settings(engine.talker.config, request)
+    settings = engine.settings.row(request)
     first_frames = torch.arange(rows, device=tokens.device) % 4
     last = rows - 1
     predictor_logits, talker_logits = [], []
