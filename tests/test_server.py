@@ -1,5 +1,6 @@
 """The HTTP server: what clients send, what they get, and what happens when they make mistakes or go away."""
 
+import asyncio
 import base64
 import dataclasses
 import http.client
@@ -24,6 +25,8 @@ from audio_files import to_int16
 from serving import __main__ as main_module
 from serving.engine import Engine
 from serving.errors import as_api_error
+from serving.requests import SpeechRequest
+from serving.server import SpeechResponse
 from serving.settings import Settings
 from serving.speech import OPENAI_VOICES, Speech
 
@@ -493,6 +496,23 @@ def test_speech_that_is_cut_off_is_not_a_short_file(server):
     assert answer.status == 400 and "cut off" in answer.error["message"]
     answer = server.speak(**fields | {"input": "a" * 600})
     assert answer.status == 400 and "positions" in answer.error["message"]
+
+
+def test_a_listener_who_does_not_read_is_given_up(speech):
+    """Neither the audio nor the event with the error may be waited for without a limit."""
+    settings = dataclasses.replace(speech.settings, send_seconds=0.2)
+    wanted = SpeechRequest(input="Hello.", response_format="pcm", stream_format="sse", **SHORT)
+
+    async def send(message: dict) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(LIMIT)
+
+    async def main() -> None:
+        response = SpeechResponse(speech.say(wanted, wanted.input), wanted, settings)
+        await asyncio.wait_for(response.respond({}, None, send), 5)
+
+    asyncio.run(main())
+    wait_until_free(speech)
 
 
 def test_an_error_inside_leaks_nothing(server, speech, monkeypatch, caplog):
