@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fast.codec_kernels import HEAD_DIM, CodecKernels, Snake, Unsummed, stored_columns
+from fast.codec_kernels import HEAD_DIM, CodecKernels, PendingSum, Snake, stored_columns
 
 
 class KernelDecoder:
@@ -59,15 +59,15 @@ class KernelDecoder:
     def __call__(self, codes: Tensor) -> Tensor:
         """(B, codebooks, T) -> (B, 1, samples)"""
         kernels = self.kernels
-        unsummed = self.quantizer(kernels, codes)
-        x, _ = kernels.activate(self.pre_conv(kernels, unsummed))
-        unsummed = Unsummed(self.transformer(kernels, x))
+        pending = self.quantizer(kernels, codes)
+        x, _ = kernels.activate(self.pre_conv(kernels, pending))
+        pending = PendingSum(self.transformer(kernels, x))
         for conv, block in self.upsample:
-            unsummed = block(kernels, conv(kernels, unsummed))
-        unsummed = self.first(kernels, unsummed)
+            pending = block(kernels, conv(kernels, pending))
+        pending = self.first(kernels, pending)
         for block in self.blocks:
-            unsummed = block(kernels, unsummed)
-        x, _ = kernels.activate(unsummed, self.last_snake, self.last_state)
+            pending = block(kernels, pending)
+        x, _ = kernels.activate(pending, self.last_snake, self.last_state)
         samples = kernels.to_samples(x, self.last_weight, self.last_bias)
         return samples.clamp(min=-1, max=1)[:, None]
 
@@ -83,9 +83,9 @@ class Quantizer:
         self.semantic_weight = quantizer.rvq_first.output_proj.weight[:, :, 0]
         self.acoustic_weight = quantizer.rvq_rest.output_proj.weight[:, :, 0]
 
-    def __call__(self, kernels: CodecKernels, codes: Tensor) -> Unsummed:
+    def __call__(self, kernels: CodecKernels, codes: Tensor) -> PendingSum:
         semantic, acoustic = kernels.embed_codes(codes.contiguous(), self.tables, self.semantic_codebooks)
-        return Unsummed(F.linear(acoustic, self.acoustic_weight), residual=F.linear(semantic, self.semantic_weight))
+        return PendingSum(F.linear(acoustic, self.acoustic_weight), residual=F.linear(semantic, self.semantic_weight))
 
 
 class Transformer:
@@ -147,10 +147,10 @@ class CausalConv:
         self.bias = conv.bias
 
     def __call__(
-        self, kernels: CodecKernels, unsummed: Unsummed, snake: Snake | None = None, keep_sum: bool = False
-    ) -> Unsummed:
-        x, total = kernels.activate(unsummed, snake, self.state, keep_sum, self.dilation)
-        return Unsummed(convolve(x, self.weight), self.bias, residual=total)
+        self, kernels: CodecKernels, pending: PendingSum, snake: Snake | None = None, keep_sum: bool = False
+    ) -> PendingSum:
+        x, total = kernels.activate(pending, snake, self.state, keep_sum, self.dilation)
+        return PendingSum(convolve(x, self.weight), self.bias, residual=total)
 
 
 def convolve(x: Tensor, weight: Tensor) -> Tensor:
@@ -177,14 +177,14 @@ class TransposedConv:
         else:
             self.weight = weight[:, :, None].contiguous(memory_format=torch.channels_last)
 
-    def __call__(self, kernels: CodecKernels, unsummed: Unsummed, snake: Snake | None = None) -> Unsummed:
-        if unsummed.is_sum() and snake is None and self.state is None:
-            x = unsummed.x
+    def __call__(self, kernels: CodecKernels, pending: PendingSum, snake: Snake | None = None) -> PendingSum:
+        if pending.is_sum() and snake is None and self.state is None:
+            x = pending.x
         else:
-            x, _ = kernels.activate(unsummed, snake, self.state)
+            x, _ = kernels.activate(pending, snake, self.state)
         out = F.linear(x, self.weight) if self.is_product else convolve(x, self.weight)
         rows, columns, _ = out.shape
-        return Unsummed(out.view(rows, columns * self.stride, -1), self.bias)
+        return PendingSum(out.view(rows, columns * self.stride, -1), self.bias)
 
 
 class ConvNext:
@@ -195,12 +195,12 @@ class ConvNext:
         self.state = make_state(block.dwconv)
         self.weight = block.dwconv.conv.weight[:, 0].T.contiguous()  # (7, C)
 
-    def __call__(self, kernels: CodecKernels, unsummed: Unsummed) -> Unsummed:
+    def __call__(self, kernels: CodecKernels, pending: PendingSum) -> PendingSum:
         block = self.block
-        x, total = kernels.activate(unsummed, None, self.state, keep_sum=True)
+        x, total = kernels.activate(pending, None, self.state, keep_sum=True)
         x = kernels.depthwise_norm(x, self.weight, block.dwconv.conv.bias, block.norm)
         x = block.pwconv2(block.act(block.pwconv1(x)))
-        return Unsummed(x, scale=block.gamma, residual=total)
+        return PendingSum(x, scale=block.gamma, residual=total)
 
 
 class Block:
@@ -212,11 +212,11 @@ class Block:
         self.conv = TransposedConv(conv, make_state)
         self.units = [ResidualUnit(unit, make_state) for unit in units]
 
-    def __call__(self, kernels: CodecKernels, unsummed: Unsummed) -> Unsummed:
-        unsummed = self.conv(kernels, unsummed, self.snake)
+    def __call__(self, kernels: CodecKernels, pending: PendingSum) -> PendingSum:
+        pending = self.conv(kernels, pending, self.snake)
         for unit in self.units:
-            unsummed = unit(kernels, unsummed)
-        return unsummed
+            pending = unit(kernels, pending)
+        return pending
 
 
 class ResidualUnit:
@@ -227,9 +227,9 @@ class ResidualUnit:
         self.weight2 = unit.conv2.conv.weight[:, :, 0]
         self.bias2 = unit.conv2.conv.bias
 
-    def __call__(self, kernels: CodecKernels, unsummed: Unsummed) -> Unsummed:
-        convolved = self.conv1(kernels, unsummed, self.snake1, keep_sum=True)
+    def __call__(self, kernels: CodecKernels, pending: PendingSum) -> PendingSum:
+        convolved = self.conv1(kernels, pending, self.snake1, keep_sum=True)
         sequences = convolved.x.flatten(1, -2)  # stays interleaved, if it is
-        x, _ = kernels.activate(Unsummed(sequences, convolved.bias), self.snake2)
+        x, _ = kernels.activate(PendingSum(sequences, convolved.bias), self.snake2)
         x = F.linear(x.view_as(convolved.x), self.weight2)
-        return Unsummed(x, self.bias2, residual=convolved.residual)
+        return PendingSum(x, self.bias2, residual=convolved.residual)

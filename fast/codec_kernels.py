@@ -169,7 +169,7 @@ def compile_for(device: torch.device, sizes: Sizes) -> nvrtc.Kernels:
 
 
 @dataclass
-class Unsummed:
+class PendingSum:
     """What `activate` is to add up: (x + bias) * scale + residual, each None if it is not there."""
 
     x: Tensor  # (B, L, C), or interleaved (B, D, ceil(L / D), C)
@@ -276,7 +276,7 @@ class CodecKernels:
 
     def activate(
         self,
-        unsummed: Unsummed,
+        pending: PendingSum,
         snake: Snake | None = None,
         state: Tensor | None = None,
         keep_sum: bool = False,
@@ -285,8 +285,8 @@ class CodecKernels:
         """Returns the sum, its SnakeBeta if there is one, behind the stored columns if there are any, (B, P + L, C) or
         interleaved for a convolution with this dilation; and the sum itself if it is to be kept, (B, L, C). The last P
         columns become the stored ones."""
-        x = unsummed.x
-        natural = x if unsummed.residual is None else unsummed.residual  # in the order of time
+        x = pending.x
+        natural = x if pending.residual is None else pending.residual  # in the order of time
         rows, columns, channels = natural.shape
         x_sequences = x.shape[1] if x.dim() == 4 else 1
         state_columns = 0 if state is None else state.shape[1]
@@ -303,9 +303,9 @@ class CodecKernels:
             (blocks, rows),
             THREADS,
             x=x,
-            bias=unsummed.bias,
-            scale=unsummed.scale,
-            residual=unsummed.residual,
+            bias=pending.bias,
+            scale=pending.scale,
+            residual=pending.residual,
             alpha=snake and snake.alpha,
             inverse_beta=snake and snake.inverse_beta,
             sum=total,

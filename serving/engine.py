@@ -16,6 +16,7 @@ import asyncio
 import atexit
 import collections
 import contextlib
+import contextvars
 import heapq
 import logging
 import math
@@ -29,7 +30,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from fast.arriving_text import ArrivingText, text_rows
+from fast.arriving_text import END, ArrivingText, text_rows
 from fast.megakernel import PredictorStep
 from fast.prompts import (
     check_request,
@@ -44,7 +45,7 @@ from fast.prompts import (
 from fast.streaming import is_arriving
 from serving.batch import HostSettings, Prefill, Slots, copy_to_device, frame_graph
 from serving.codec import BATCH_CHUNK_SIZES, BatchCodec, PendingAudio
-from serving.stream import END, CutOff, QueueFull, Stream
+from serving.stream import CutOff, QueueFull, Stream, StreamTimeout
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
@@ -327,7 +328,8 @@ class Engine:
 
     def start_reader(self, stream: Stream, pieces: Iterable[str]) -> None:
         """A thread of its own: the iterator may take its time."""
-        threading.Thread(target=self.read_pieces, args=(stream, pieces), name="text reader", daemon=True).start()
+        run = contextvars.copy_context().run
+        threading.Thread(target=run, args=(self.read_pieces, stream, pieces), name="text reader", daemon=True).start()
 
     def read_pieces(self, stream: Stream, pieces: Iterable[str]) -> None:
         last = END
@@ -537,7 +539,7 @@ class Engine:
         for stream in paused[:places_needed]:
             if time.monotonic() - stream.paused_at > self.patience:
                 message = f"nobody has read this stream for {self.patience:g} s: its place was given away"
-                stream.put(TimeoutError(message))
+                stream.put(StreamTimeout(message))
                 stream.cancelled = True
         for stream in self.active:
             stream.finished |= stream.cancelled

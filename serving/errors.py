@@ -5,7 +5,7 @@ import logging
 
 from starlette.responses import Response
 
-from serving.engine import CutOff, QueueFull
+from serving.stream import CutOff, QueueFull, StreamTimeout
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
@@ -52,6 +52,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(str(error), 429, code="queue_full")
     if isinstance(error, CutOff):
         return ApiError(f"{error}, or give a shorter text", code="cut_off")
+    if isinstance(error, StreamTimeout):
+        return ApiError(str(error), 503, code="timeout")
     if isinstance(error, TimeoutError):
         return ApiError("the request took too long: give a shorter text, or read the audio sooner", 503, code="timeout")
     if isinstance(error, ValueError):

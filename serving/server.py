@@ -208,11 +208,13 @@ class SpeechResponse(Response):
             error = as_api_error(error)
             if not has_begun:
                 await error.response()(scope, receive, send)
-            elif self.is_sse:
-                await send(body(event({"type": "error", **error.content()}), more=False))
-            else:
-                # The response stays incomplete, so that the client sees an error and not a short file.
-                log.warning("request %s was broken off: %s", self.request_id, error.message)
+                return
+            # The response stays incomplete, so that the client sees an error and not a short file. Events are no
+            # exception: some clients ignore those of an unknown type.
+            log.warning("request %s was broken off: %s", self.request_id, error.message)
+            if self.is_sse:
+                with anyio.move_on_after(self.settings.send_seconds):
+                    await send(body(event({"type": "error", **error.content()})))
 
     def start(self, length: int | None) -> dict:
         content_type = "text/event-stream" if self.is_sse else CONTENT_TYPES[self.format]

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from fast.streaming import growing_chunks
 
-END = None
-
 
 class QueueFull(RuntimeError):
     """Too many requests are waiting: try again later."""
@@ -18,11 +16,15 @@ class CutOff(UserWarning):
     """The speech ended at a limit instead of by itself."""
 
 
+class StreamTimeout(TimeoutError):
+    """Its text does not come, or nobody reads its audio. The message is for whoever asked for the speech."""
+
+
 class Stream:
     def __init__(self, put: Callable, text_timeout: float = 60.0):
         if not 0 < text_timeout < math.inf:
             raise ValueError(f"text_timeout is {text_timeout}, it must be above 0 and finite, in seconds")
-        self.put = put  # takes audio, an exception or END
+        self.put = put  # takes audio, an exception or fast.arriving_text.END
         self.cancelled = False
         # the request
         self.request = None  # arguments of talker.generate
@@ -80,4 +82,4 @@ class Stream:
         limit = self.seconds_for_text()
         waits_for_text = self.request is None or self.lacks_text()
         if limit is not None and limit <= 0.01 and waits_for_text:
-            raise TimeoutError(f"no text has come for {self.text_timeout:g} s, and it has not ended")
+            raise StreamTimeout(f"no text has come for {self.text_timeout:g} s, and it has not ended")

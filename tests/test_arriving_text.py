@@ -1,6 +1,7 @@
 """Text that is still being written: the tokens and the speech are those of the whole text, however it is cut."""
 
 import asyncio
+import contextvars
 import itertools
 import random
 import sys
@@ -204,8 +205,11 @@ def test_speech_begins_before_the_text_ends_and_waits_for_it(voice):
     torch.manual_seed(0)
     expected = joined(stream(getattr(voice.fast, voice.method), text=text, **voice.arguments))
     may_go_on = threading.Event()
+    caller = contextvars.ContextVar("caller")
+    caller.set("me")
 
     def pieces():
+        assert caller.get() == "me"  # as if the iterator ran in the caller's thread
         yield text[:5]
         assert may_go_on.wait(20)
         yield text[5:]

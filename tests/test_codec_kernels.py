@@ -19,7 +19,7 @@ from fast import codec as codec_module
 from fast import codec_kernels, nvrtc
 from fast import codec_kernels_reference as reference
 from fast.codec import CodecGraph
-from fast.codec_kernels import CodecKernels, Snake, Unsummed, complete_source, kernel_sizes
+from fast.codec_kernels import CodecKernels, PendingSum, Snake, complete_source, kernel_sizes
 from fast.turns import Turns
 from serving.codec import BatchCodec
 from tools.random_checkpoint import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model, codec_config, randomize, soften
@@ -198,8 +198,8 @@ def check_activate(kernels: CodecKernels, channels: int = 64, exact: bool = Fals
             expected_state,
             slots,
         )
-        unsummed = Unsummed(x, bias, scale, residual)
-        output, total = kernels.activate(unsummed, snake, state, keep_sum=True)
+        pending = PendingSum(x, bias, scale, residual)
+        output, total = kernels.activate(pending, snake, state, keep_sum=True)
         torch.testing.assert_close(total, expected_sum, rtol=0, atol=0)
         same(output, expected)
         if stored:
@@ -216,8 +216,8 @@ def check_interleaved(kernels: CodecKernels, channels: int = 64) -> None:
         expected_state = state.clone()
         expected, expected_sum = reference.activate(x, bias, None, residual, None, None, expected_state, slots)
         interleaved = reference.interleave(x, x_sequences) if x_sequences > 1 else x
-        unsummed = Unsummed(interleaved.contiguous(), bias, residual=residual)
-        output, total = kernels.activate(unsummed, None, state, keep_sum=True, dilation=dilation)
+        pending = PendingSum(interleaved.contiguous(), bias, residual=residual)
+        output, total = kernels.activate(pending, None, state, keep_sum=True, dilation=dilation)
         assert torch.equal(output, reference.interleave(expected, dilation) if dilation > 1 else expected)
         assert torch.equal(total, expected_sum)
         assert torch.equal(state, expected_state)
@@ -519,7 +519,7 @@ def test_activations_are_upstreams_bit_by_bit(published):
     for module in modules:
         for scale in (0.01, 1, 100, 1e5):
             x = (torch.randn(2, 500, module.in_features, device="cuda") * scale).bfloat16()
-            ours, _ = kernels.activate(Unsummed(x), Snake(module))
+            ours, _ = kernels.activate(PendingSum(x), Snake(module))
             expected = module(x.transpose(1, 2)).transpose(1, 2)
             torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 

@@ -1,6 +1,7 @@
 """Streams that share a batch: each gets what it would get alone, whoever joins, leaves, stalls or fails beside it."""
 
 import asyncio
+import contextvars
 import random
 import threading
 import time
@@ -15,7 +16,7 @@ from cli import speaker_prompt
 from generate import accelerate, load, load_upstream, stream
 from serving.codec import PendingAudio
 from serving.engine import Engine
-from serving.stream import Stream
+from serving.stream import Stream, StreamTimeout
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 LIMIT = 300  # seconds that any wait may take
@@ -175,7 +176,7 @@ def test_a_place_that_nobody_reads_from_is_given_away(voices):
         next(abandoned)
         audio = joined(engine.stream(method, seed=1, **request | dict(max_new_tokens=5)))
         assert len(audio) == 4 * 1920
-        with pytest.raises(TimeoutError, match="given away"):
+        with pytest.raises(StreamTimeout, match="given away"):
             list(abandoned)
 
 
@@ -254,16 +255,36 @@ def test_the_last_chunks_of_a_stream_are_decoded_in_order(voice, monkeypatch):
         assert frames == list(range(7))
 
 
-def test_closing_ends_all_streams_with_an_error(voices):
+def test_closing_delivers_the_audio_there_is_and_then_an_error(voices, monkeypatch):
+    """Closed after 8 frames, with chunks of 1, 2 and 4 frames in the codec. A second stream waits for a place."""
     voice = voices("x-vector").end_comes_up(False)
-    request = dict(text="Hello.", max_new_tokens=300, **voice.arguments)
+    request = dict(text="Hello.", seed=1, max_new_tokens=300, **voice.arguments)
+    expected = alone(voice, **request | dict(max_new_tokens=9))
     engine = Engine(voice.fast, max_streams=1)
+    launch, wait = engine.launch, PendingAudio.wait
+    waits = iter(range(100))
+
+    def launch_or_close() -> bool:
+        if engine.active and engine.active[0].launched == 8:
+            threading.Thread(target=engine.close).start()
+            while engine.is_running:
+                time.sleep(0.001)
+        return launch()
+
+    def wait_late(audio: PendingAudio) -> list[np.ndarray]:
+        if next(waits) > 0:  # all but the first chunk are late
+            engine.thread.join(LIMIT)
+        return wait(audio)
+
+    monkeypatch.setattr(engine, "launch", launch_or_close)
+    monkeypatch.setattr(PendingAudio, "wait", wait_late)
     chunks, waiting = (engine.stream(voice.fast.generate_voice_clone, **request) for _ in range(2))
-    next(chunks)
-    engine.close()
-    for stream_of_audio in (chunks, waiting):
-        with pytest.raises(RuntimeError, match="closed"):
-            list(stream_of_audio)
+    heard = []
+    with pytest.raises(RuntimeError, match="closed"):
+        heard.extend(audio for audio, _ in chunks)
+    assert_same(np.concatenate(heard), expected)
+    with pytest.raises(RuntimeError, match="closed"):
+        list(waiting)
     with pytest.raises(RuntimeError, match="closed"):
         engine.stream(voice.fast.generate_voice_clone, **request)
 
@@ -395,8 +416,11 @@ def test_a_stream_whose_text_is_late_waits_and_others_go_on(voices):
     method = voice.fast.generate_voice_clone
     go_on = threading.Event()
     text = "one two three four five six"
+    caller = contextvars.ContextVar("caller")
+    caller.set("me")
 
     def pieces():
+        assert caller.get() == "me"  # as if the iterator ran in the caller's thread
         yield text[:14]
         assert go_on.wait(LIMIT)
         yield text[14:]
@@ -430,7 +454,7 @@ def test_an_iterator_that_fails_or_stops_ends_its_stream_only(voices):
         for start in ("", "one two three four"):
             with pytest.raises(KeyError, match="gone"):
                 list(engine.stream(method, **request | dict(text=failing(start))))
-            with pytest.raises(TimeoutError, match="no text"):
+            with pytest.raises(StreamTimeout, match="no text"):
                 list(engine.stream(method, **request | dict(text=stopping(start)), text_timeout=0.3))
             wait_until_idle(engine)
         with pytest.raises(ValueError, match="empty"):

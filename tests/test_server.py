@@ -1,5 +1,6 @@
 """The HTTP server: what clients send, what they get, and what happens when they make mistakes or go away."""
 
+import asyncio
 import base64
 import dataclasses
 import http.client
@@ -24,6 +25,8 @@ from audio_files import to_int16
 from serving import __main__ as main_module
 from serving.engine import Engine
 from serving.errors import as_api_error
+from serving.requests import SpeechRequest
+from serving.server import SpeechResponse
 from serving.settings import Settings
 from serving.speech import OPENAI_VOICES, Speech
 
@@ -485,7 +488,9 @@ def test_speech_that_is_cut_off_is_not_a_short_file(server):
     fields = {"input": "a" * 480, "max_new_tokens": None, "non_streaming_mode": True, "response_format": "pcm"}
     with pytest.raises(http.client.IncompleteRead):
         server.speak(**fields)
-    *_, last = events_of(server.speak(**fields, stream_format="sse").body)
+    with pytest.raises(http.client.IncompleteRead) as broken_off:  # some clients ignore an event with an error
+        server.speak(**fields, stream_format="sse")
+    *_, last = events_of(broken_off.value.partial)
     assert last["type"] == "error" and "cut off" in last["error"]["message"]
     answer = server.speak(**fields | {"response_format": "flac"})
     assert answer.status == 400 and "cut off" in answer.error["message"]
@@ -493,14 +498,37 @@ def test_speech_that_is_cut_off_is_not_a_short_file(server):
     assert answer.status == 400 and "positions" in answer.error["message"]
 
 
+def test_a_listener_who_does_not_read_is_given_up(speech):
+    """Neither the audio nor the event with the error may be waited for without a limit."""
+    settings = dataclasses.replace(speech.settings, send_seconds=0.2)
+    wanted = SpeechRequest(input="Hello.", response_format="pcm", stream_format="sse", **SHORT)
+
+    async def send(message: dict) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(LIMIT)
+
+    async def main() -> None:
+        response = SpeechResponse(speech.say(wanted, wanted.input), wanted, settings)
+        await asyncio.wait_for(response.respond({}, None, send), 5)
+
+    asyncio.run(main())
+    wait_until_free(speech)
+
+
 def test_an_error_inside_leaks_nothing(server, speech, monkeypatch, caplog):
+    error = RuntimeError("/secret/path")
+
     def fail(*_, **__):
-        raise RuntimeError("/secret/path")
+        raise error
 
     monkeypatch.setattr(speech, "sampling", fail)
     answer = server.speak()
     assert answer.status == 500 and b"secret" not in answer.body and "log" in answer.error["message"]
     assert "/secret/path" in caplog.text
+    error = TimeoutError("/secret/path")  # not the engine's
+    answer = server.speak()
+    assert answer.status == 503 and b"secret" not in answer.body and "took too long" in answer.error["message"]
+    error = RuntimeError("/secret/path")
     monkeypatch.undo()
     monkeypatch.setattr(speech, "check", fail)
     answer = server.speak()

@@ -209,6 +209,18 @@ def test_silence_ends_a_session(speech):
             assert len(session.until("session.done")[1]) == 79 * FRAME
 
 
+def test_a_client_learns_that_its_text_does_not_come(server, speech, monkeypatch):
+    """The engine's own sentence, not one about requests that take too long."""
+    sampling = speech.sampling
+    monkeypatch.setattr(speech, "sampling", lambda style: sampling(style) | {"text_timeout": 0.3})
+    with client(server) as session:
+        session.send(**CONFIG)
+        session.send("input.text", text="H")
+        messages, _ = session.until("session.done")
+        assert messages[0]["message"] == "no text has come for 0.3 s, and it has not ended"
+        assert messages[0]["code"] == "timeout" and messages[-1]["error"]
+
+
 def test_keys_origins_and_the_number_of_connections(speech):
     with RunningServer(speech, api_key="secret", max_connections=1) as server:
         for headers in ({}, {"Authorization": "Bearer wrong"}):
