@@ -51,7 +51,8 @@ log = logging.getLogger("qwen3_tts_cudagraphs")
 
 Chunk = tuple[np.ndarray, int]
 MAX_ADMISSIONS_PER_FRAME = 32  # prompts that are prefilled between two frames
-LEAD_TO_KEEP = 0.1  # seconds; streams with more audio ahead of playback wait for those who have heard nothing yet
+LEAD_TO_KEEP = 0.1  # seconds of audio ahead of playback; if all have more, they wait for those without first audio
+LONGEST_HOLD = 5.0  # seconds that a request waits at most for streams that would run dry
 MAX_CODEC_ROWS = 64  # chunks that are decoded together; more take much memory and are not faster
 MAX_BATCHES_IN_CODEC = 8  # the engine waits for the codec before it hands over more
 NEEDED_LATER = ("do_sample", "subtalker_dosample", "max_new_tokens")  # arguments that are read after the prefill
@@ -114,6 +115,7 @@ class Engine:
         self.in_single = False  # True: there is one active stream, and its state is in the single-row graphs
         self.free_slots = list(range(max_streams))  # of the codec, too; a heap
         self.held_back = False  # whether streams wait for new listeners
+        self.time_of_pass = 0.0  # seconds that one of the last passes of `run_until_idle` has taken at most
         self.steps = collections.deque()  # frames launched whose `ended` flags the host has not read yet
         self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (streams, their audio, an error or END), in order
         self.advance_mask = None  # host copy of slots.advance
@@ -396,6 +398,7 @@ class Engine:
             if self.closing:
                 raise RuntimeError(self.why_closed)
             stream.request = request
+            stream.queued_at = time.monotonic()
             self.waiting.append(stream)
             self.changed.notify_all()
 
@@ -489,13 +492,16 @@ class Engine:
             self.cuda_stream.wait_stream(self.decoder.last_stream or self.cuda_stream)
             self.decoder.last_stream = self.cuda_stream
         while not self.closing:
+            began = time.monotonic()
             self.drop_cancelled_and_overdue()
-            self.admit()
+            if self.may_admit():
+                self.admit()
             launched = self.launch()
             # On a GPU the host runs one frame behind, so that the GPU never waits for it.
             self.check_ended(keep=1 if launched and self.on_gpu else 0)
             self.decode_chunks()
             self.remove_finished()
+            self.time_of_pass = max(time.monotonic() - began, 0.9 * self.time_of_pass)
             if not launched and self.held_back:
                 self.wait_for_newcomers()
             elif not launched:
@@ -511,7 +517,7 @@ class Engine:
     def has_newcomers(self) -> bool:
         """Whether a listener who has heard nothing yet is on the way or has been admitted."""
         can_admit = self.waiting and len(self.active) < self.max_streams
-        return bool(self.preparing or can_admit or any(stream.heard_from is None for stream in self.active))
+        return bool(self.preparing or can_admit or any(stream.first_delivered_at is None for stream in self.active))
 
     def wait_for_listeners(self) -> None:
         """Wait until a stream may advance, can be admitted or was cancelled. The timeout is for `patience`."""
@@ -543,6 +549,18 @@ class Engine:
                 stream.cancelled = True
         for stream in self.active:
             stream.finished |= stream.cancelled
+
+    def may_admit(self) -> bool:
+        """Not if a prefill would let a listener run dry who has audio, unless the next request has waited long."""
+        if not self.waiting or time.monotonic() > self.waiting[0].queued_at + LONGEST_HOLD:
+            return True
+        playing = [stream for stream in self.active if stream.first_delivered_at and stream.may_advance()]
+        return not any(0 < self.lead(stream) < self.lead_to_admit for stream in playing if stream.paused_at is None)
+
+    @property
+    def lead_to_admit(self) -> float:
+        """Seconds of audio with which a stream can wait for a pass that admits others, and for the one after it."""
+        return 2 * self.time_of_pass
 
     def admit(self) -> None:
         """Prefill waiting requests: several at a time, but not so many that the others wait long for the next frame."""
@@ -656,12 +674,8 @@ class Engine:
             is_paused = stream.unread >= self.max_unread
             stream.paused_at = (stream.paused_at or time.monotonic()) if is_paused else None
         advancing = [stream for stream in self.active if stream.may_advance() and stream.paused_at is None]
-        self.held_back = False
-        if self.has_newcomers():
-            urgent = [stream for stream in advancing if stream.decoded == 0 or self.lead(stream) < LEAD_TO_KEEP]
-            self.held_back = len(urgent) < len(advancing)
-            advancing = urgent
-        if not advancing:
+        self.held_back = self.may_hold_back(advancing)
+        if self.held_back or not advancing:
             return False
 
         if len(self.active) == 1 and not self.in_single and not self.waiting:
@@ -672,6 +686,13 @@ class Engine:
         flags = [(stream, 0 if self.in_single else stream.slot) for stream in advancing]
         self.steps.append((self.decoder.record_event(), on_host, flags))
         return True
+
+    def may_hold_back(self, advancing: list[Stream]) -> bool:
+        """Whether these streams can wait for those without first audio. All or none: a frame takes as long for one."""
+        if not advancing or not self.has_newcomers():
+            return False
+        lead_to_keep = LEAD_TO_KEEP + self.lead_to_admit
+        return all(stream.decoded > 0 and self.lead(stream) > lead_to_keep for stream in advancing)
 
     def write_text(self, stream: Stream) -> None:
         """Put text that has arrived where the frames read it. There may be more of it than they can reach."""
@@ -786,8 +807,8 @@ class Engine:
 
     def lead(self, stream: Stream) -> float:
         """Seconds of audio ahead of the playback of a listener who plays from the first chunk on."""
-        played = 0.0 if stream.heard_from is None else time.monotonic() - stream.heard_from
-        return stream.decoded * self.seconds_per_frame - played
+        played = 0.0 if stream.first_delivered_at is None else time.monotonic() - stream.first_delivered_at
+        return stream.delivered * self.seconds_per_frame - played
 
     def next_chunk(self, stream: Stream) -> int:
         """Frames of the chunk to decode next, 0 if it is not complete."""
@@ -819,7 +840,8 @@ class Engine:
             try:
                 for stream, samples in zip(streams, audio.wait() if isinstance(audio, PendingAudio) else [audio]):
                     if not stream.cancelled:
-                        self.count_unread(stream)
+                        if samples is not END and not isinstance(samples, BaseException):
+                            self.count_unread(stream, samples)
                         stream.put(samples)
             except Exception as error:
                 log.exception("the engine has stopped")
@@ -837,11 +859,12 @@ class Engine:
         for stream in streams:
             stream.put(RuntimeError(self.why_closed))  # a new error for each thread
 
-    def count_unread(self, stream: Stream) -> None:
+    def count_unread(self, stream: Stream, samples: np.ndarray) -> None:
         with self.changed:
             stream.unread += 1
-            if stream.heard_from is None:
-                stream.heard_from = time.monotonic()
+            stream.delivered += round(len(samples) / self.rate / self.seconds_per_frame)
+            if stream.first_delivered_at is None:
+                stream.first_delivered_at = time.monotonic()
                 self.changed.notify_all()
 
     # ---- Lifetime

@@ -31,6 +31,7 @@ class Stream:
         self.settings = None  # the same for `Prefill`
         self.prompt_ready = None  # a CUDA event after the kernels that built the prompt, if it was built on the GPU
         self.prompt_length = 0
+        self.queued_at = None  # time
         self.max_frames = 0
         self.reference = None  # codes that precede the speech, for the codec
         self.generator = None  # draws this stream's noise if it is seeded or alone
@@ -52,7 +53,8 @@ class Stream:
         # its audio
         self.chunk_sizes = growing_chunks()  # the same for every stream, so that a seed reproduces
         self.chunk_size = next(self.chunk_sizes)
-        self.heard_from = None  # time at which its first chunk was delivered
+        self.delivered = 0  # frames whose audio the listener has, or could have
+        self.first_delivered_at = None  # time
         self.unread = 0  # chunks that the listener has not taken yet
         self.paused_at = None  # time at which it began to wait for its listener
 

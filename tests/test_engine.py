@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import GREEDY, joined
 
+import serving.engine
 from cli import speaker_prompt
 from generate import accelerate, load, load_upstream, stream
 from serving.codec import PendingAudio
@@ -20,6 +21,12 @@ from serving.stream import Stream, StreamTimeout
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 LIMIT = 300  # seconds that any wait may take
+
+
+@pytest.fixture(autouse=True)
+def admit_at_once(monkeypatch):
+    """On a CPU frames may be slower than playback: requests would wait for streams that run dry."""
+    monkeypatch.setattr(serving.engine, "LONGEST_HOLD", 0.0)
 
 
 def requests_of(voice, count: int) -> list[dict]:
@@ -529,3 +536,37 @@ def test_audio_that_cannot_be_delivered_is_not_left_out(voice, monkeypatch):
         monkeypatch.setattr(PendingAudio, "wait", lambda *_: 1 / 0)
         with pytest.raises(RuntimeError, match="stopped"):
             list(engine.stream(voice.fast.generate_voice_clone, **request))
+
+
+def test_who_goes_first(monkeypatch):
+    """A prefill must not let a listener run dry: 400 who asked at once had 536 underruns. Streams far ahead wait."""
+    monkeypatch.setattr(serving.engine, "LONGEST_HOLD", 5.0)
+    engine = object.__new__(Engine)  # without its threads
+    engine.seconds_per_frame, engine.time_of_pass = 0.08, 0.04
+    engine.max_streams, engine.preparing = 8, 0
+
+    def stream_with(lead: float | None, waits: float = 0.0) -> Stream:
+        it = Stream(None)
+        it.max_frames = 100
+        it.queued_at = time.monotonic() - waits
+        if lead is not None:  # 2 s of audio were delivered
+            it.decoded = it.delivered = 25
+            it.first_delivered_at = time.monotonic() - 2 + lead
+        return it
+
+    def streams(*leads: float | None, waits: float = 0.0) -> list[Stream]:
+        engine.active = [stream_with(lead) for lead in leads]
+        engine.waiting = [stream_with(None, waits)]
+        return engine.active
+
+    for leads, waits, expected in [
+        ((), 0.0, True),
+        ((9.0, None), 0.0, True),
+        ((9.0, 0.06), 0.0, False),  # it would run dry
+        ((9.0, 0.06), 60.0, True),
+        ((9.0, -5.0), 0.0, True),  # it already is: the machine is too slow for all
+    ]:
+        streams(*leads, waits=waits)
+        assert engine.may_admit() == expected, leads
+    for leads, expected in [((9.0, 5.0), True), ((9.0, 0.15), False), ((9.0, None), False), ((), False)]:
+        assert engine.may_hold_back(streams(*leads)) == expected, leads
