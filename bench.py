@@ -46,6 +46,7 @@ from fast.prompts import build_request, decoder_of
 from fast.streaming import stream
 from generate import Decoder, accelerate, fork, load, load_upstream
 from tools.arriving import time_arriving_text
+from tools.bounds import POSITION, bandwidth_of, bound_ms, bytes_per_frame
 from tools.check import check
 from tools.listeners import time_streams
 from tools.plot import plot
@@ -323,7 +324,10 @@ def time_path(tts, speaker: torch.Tensor, fused: bool, is_fastest: bool, effort:
         yield f", text at {row['tokens_per_second']} tokens per second", row
 
     frame_ms = time_frames(tts, speaker, 1, effort.long, effort.runs)["ms_per_frame"]
-    yield ", a frame's parts in ms", frame_parts(tts, speaker, effort, frame_ms)
+    parts = frame_parts(tts, speaker, effort, frame_ms)
+    yield ", a frame's parts in ms", parts
+    if bound := memory_bound(tts.model.talker, parts[f"frame at position {POSITION}"]):
+        yield ", memory bound", bound
     yield ", first audio's parts in ms", first_audio_parts(tts, speaker, effort)
     yield ", a whole call's parts in ms", whole_call_parts(tts, voice, effort, frame_ms)
 
@@ -546,7 +550,7 @@ def frame_parts(tts, speaker: torch.Tensor, effort: Effort, frame_ms: float) -> 
         talker.replay()
 
     parts = {"predictor": time_replays(predictor.replay), "talker": time_replays(talker.replay)}
-    for position in (200, 1500):
+    for position in (POSITION, 1500):
         talker.frame.fill_(position - talker.prompt_length.item())
         parts[f"frame at position {position}"] = time_replays(replay_both)
     frames.close()
@@ -563,6 +567,22 @@ def frame_parts(tts, speaker: torch.Tensor, effort: Effort, frame_ms: float) -> 
         parts["of these: sampling"] = time_replays(choose_codes) + time_replays(choose_token)
     overhead = frame_ms - parts["talker"] - parts["predictor"]
     return parts | {"the whole loop": frame_ms, "overhead": overhead}
+
+
+def memory_bound(talker, frame_ms: float) -> Row:
+    """The bytes of a frame over the GPU's memory bandwidth, and the share of that speed which was reached. Empty if the
+    bandwidth is unknown."""
+    bandwidth = bandwidth_of(talker.device) if ON_GPU else None
+    if bandwidth is None:
+        return {}
+    bound = bound_ms(talker, bandwidth)
+    return {
+        "GB per frame": bytes_per_frame(talker) / 1e9,
+        "GB per second": bandwidth,
+        "bound in ms": bound,
+        "measured in ms": frame_ms,
+        "share of the bound": bound / frame_ms,
+    }
 
 
 def time_replays(replay: Callable[[], Any], count: int = 20) -> float:
@@ -674,7 +694,7 @@ def first_line(*command: str) -> str:
 
 
 def print_row(name: str, row: Row) -> None:
-    if name.endswith(("parts in ms", "times as fast")):
+    if name.endswith(("parts in ms", "times as fast", "memory bound")):
         print(f"{name}: " + ", ".join(f"{key} {value:.2f}" for key, value in row.items()), flush=True)
         return
     cells = ["" if row.get(key) is None else f"{row[key]:.{digits}f}" for key, (_, digits) in COLUMNS.items()]

@@ -15,19 +15,20 @@ import torch
 from transformers import StaticCache
 
 
+def new_pool(device: torch.device) -> tuple:
+    """Memory that graphs share, and a stream to capture all of them: each stream has a cuBLAS workspace of its own."""
+    return torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+
 def capture(fn: Callable[[], None], device: torch.device, pool=None, generator=None) -> Callable[[], None]:
     """Capture `fn`, which draws from `generator`, as a CUDA graph and return its replay. On a CPU, return `fn`."""
     if device.type != "cuda":
         return fn
-
     graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):  # also makes its device the current one
-        if generator is not None:
-            graph.register_generator_state(generator)
-        fn()  # warm-up
-    torch.cuda.current_stream(device).wait_stream(stream)
+    pool, stream = pool or new_pool(device)
+    if generator is not None:
+        graph.register_generator_state(generator)
+    fn()  # warm-up, not on that stream: so its workspace is in the pool
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # others may use CUDA
         fn()  # capture
     return graph.replay
@@ -136,11 +137,11 @@ class TalkerGraph:
         self.ended_on_host = torch.zeros(rows, dtype=torch.bool, device="cpu", pin_memory=self.device.type == "cuda")
 
     def capture(self, pool=None) -> None:
-        """Capture `step`, and `prefill` in buckets of 16, 32, 64, ... for one row; a batch is not launch-bound."""
+        """Capture `step` and, for one row, `prefill` in buckets of 16, 32, ...; a batch is not launch-bound."""
         self.replay = capture(self.step, self.device, pool, self.generator)
         rows, length = self.prompt.shape[:2]
-        for bucket in [16 << i for i in range(length.bit_length()) if 16 << i < length] + [length]:
-            prefill = partial(self.prefill, bucket)
+        for bucket in [length] + [16 << i for i in reversed(range(length.bit_length())) if 16 << i < length]:
+            prefill = partial(self.prefill, bucket)  # the largest first: the memory of the others is part of it
             self.prefills[bucket] = capture(prefill, self.device, pool, self.generator) if rows == 1 else prefill
 
     def configure(self, repetition_penalty, suppress_tokens, eos_token_id, min_new_tokens, **settings) -> None:
@@ -163,8 +164,7 @@ class TalkerGraph:
         self.ended.zero_()
         self.cache.reset()  # masked positions must be finite: 0 x NaN is NaN
 
-        bucket = next(bucket for bucket in self.prefills if bucket >= length)
-        self.prefills[bucket]()
+        self.prefills[min(bucket for bucket in self.prefills if bucket >= length)]()
 
     def all_ended(self, rows: int, token_chosen: torch.cuda.Event | None) -> bool:
         """Whether the first `rows` rows have ended. The event was recorded after the last `step`."""

@@ -20,7 +20,7 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from cudagraph_predictor import PredictorGraph
-from cudagraph_talker import TalkerGraph
+from cudagraph_talker import TalkerGraph, new_pool
 
 PAIRS = "install transformers==4.57.3 with qwen-tts==0.1.1, or transformers==5.16.1 with qwen-tts-hf==0.1.1.post1"
 upstream = find_spec("qwen_tts")
@@ -100,7 +100,7 @@ class Decoder:
         self.replace_steps = None  # fast/ sets this to change what is captured
         self.path = "upstream's layers"  # what is captured, in words
         self.graphs = {}  # rows -> (TalkerGraph, PredictorGraph)
-        self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None  # shared: nothing in it outlives a replay
+        self.pool = new_pool(talker.device) if self.on_gpu else None  # shared: nothing in it outlives a replay
         self.lock = threading.Lock()  # one request at a time
         self.last_stream = None  # the CUDA stream of the last request
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cudagraph_talker import additive_mask, capture, round_up
+from cudagraph_talker import additive_mask, capture, new_pool, round_up
 from fast import codec_kernels
 from fast.codec_decoder import KernelDecoder
 
@@ -82,7 +82,7 @@ class CodecGraph:
         self.decoder.pre_transformer.forward = self.transformer
 
     def capture(self) -> None:
-        pool = torch.cuda.graph_pool_handle() if self.stream else None
+        pool = new_pool(self.device) if self.stream else None
         self.graphs = {size: capture(partial(self.step, size), self.device, pool) for size in CHUNK_SIZES}
 
     def keep_input(self, module: nn.Module, slots: int, dtype: torch.dtype) -> None:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fast.codec_kernels import HEAD_DIM, CodecKernels, PendingSum, Snake, stored_columns
+from fast.layers import concatenate
 
 
 class KernelDecoder:
@@ -127,11 +128,11 @@ class Layer:
     def __init__(self, layer: Any):
         attn = layer.self_attn
         mlp = layer.mlp
-        self.qkv = torch.cat([attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight])
+        self.qkv = concatenate(attn.q_proj, attn.k_proj, attn.v_proj)
         self.output = attn.o_proj.weight
         self.attention_scale = layer.self_attn_layer_scale.scale
         self.post_norm = layer.post_attention_layernorm.weight
-        self.gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+        self.gate_up = concatenate(mlp.gate_proj, mlp.up_proj)
         self.down = mlp.down_proj.weight
         self.mlp_scale = layer.mlp_layer_scale.scale
 
@@ -142,7 +143,7 @@ class CausalConv:
     def __init__(self, module: Any, make_state: Callable[[Any], Tensor | None]):
         conv = module.conv
         self.state = make_state(module)
-        self.weight = conv.weight[:, :, None].contiguous(memory_format=torch.channels_last)
+        self.weight = channels_last(conv)
         self.dilation = conv.dilation[0]
         self.bias = conv.bias
 
@@ -151,6 +152,13 @@ class CausalConv:
     ) -> PendingSum:
         x, total = kernels.activate(pending, snake, self.state, keep_sum, self.dilation)
         return PendingSum(convolve(x, self.weight), self.bias, residual=total)
+
+
+def channels_last(conv: Any) -> Tensor:
+    """The weight for `convolve`, (C', C, 1, K). The convolution's own becomes a view of it, to save memory."""
+    weight = conv.weight.data[:, :, None].contiguous(memory_format=torch.channels_last)
+    conv.weight.data = weight[:, :, 0]
+    return weight
 
 
 def convolve(x: Tensor, weight: Tensor) -> Tensor:

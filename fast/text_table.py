@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-ROWS_AT_ONCE = 16384
+ROWS_AT_ONCE = 4096  # text_projection's intermediate results are as wide as the embedding
 
 
 class TextTable(nn.Module):

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from cudagraph_talker import capture
+from cudagraph_talker import capture, new_pool
 from fast.codec import CHUNK_SIZES, CodecGraph
 
 BATCH_CHUNK_SIZES = (8, 4, 2, 1)  # frames per chunk of several rows; single rows have all of CHUNK_SIZES
@@ -20,7 +20,7 @@ class BatchCodec(CodecGraph):
         self.state_rows = [[state[slot] for state in self.state] for slot in range(slots)]
 
     def capture(self) -> None:
-        pool = torch.cuda.graph_pool_handle() if self.stream else None
+        pool = new_pool(self.device) if self.stream else None
         self.graphs = {}
         self.indices = {}
         for batch in self.batches:

@@ -425,6 +425,33 @@ def test_audio_is_as_near_to_float32_as_that_of_upstreams_modules(tokenizer, com
         assert error_of(torch.from_numpy(alone.feed(codes[1])()), exact[1]) < limit
 
 
+@needs_compiler
+def test_weights_are_shared_with_upstreams_modules(compiled, monkeypatch):
+    """A copy of the weights for each codec that is made takes 100 MiB of a GPU. Upstream's decoder must still work."""
+    monkeypatch.setattr(codec_kernels, "why_not", lambda decoder: None)
+    monkeypatch.setattr(codec_kernels, "compile_for", lambda device, sizes: compiled)
+    tokenizer = Tokenizer("tiny", torch.bfloat16, **SMALL_DECODER)
+    model = tokenizer.model.decoder
+    codes = torch.randint(2048, (1, 5, 16))
+    audio = one_pass(tokenizer, codes)
+
+    first, second = (CodecGraph(tokenizer, Turns()).decoder for _ in range(2))
+    for layer, same, original in zip(first.transformer.layers, second.transformer.layers, model.pre_transformer.layers):
+        attn, mlp = original.self_attn, original.mlp
+        assert layer.qkv.data_ptr() == same.qkv.data_ptr() == attn.q_proj.weight.data_ptr()
+        assert layer.gate_up.data_ptr() == same.gate_up.data_ptr() == mlp.gate_proj.weight.data_ptr()
+        assert torch.equal(layer.qkv, torch.cat([attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight]))
+    for conv, same, original in (
+        (first.pre_conv, second.pre_conv, model.pre_conv),
+        (first.first, second.first, model.decoder[0]),
+        (first.blocks[0].units[1].conv1, second.blocks[0].units[1].conv1, model.decoder[1].block[3].conv1),
+    ):
+        assert conv.weight.data_ptr() == same.weight.data_ptr() == original.conv.weight.data_ptr()
+        assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(conv.weight[:, :, 0], original.conv.weight)
+    assert error_of(one_pass(tokenizer, codes), audio) < 1e-2 * audio.std()
+
+
 # ---- What is refused
 
 

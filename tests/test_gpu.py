@@ -1,5 +1,7 @@
 """What only a GPU can show, on random weights of the published shapes. Skipped without one."""
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -323,3 +325,59 @@ def test_text_that_arrives_is_where_the_frames_read_it(fast):
     padding = request["tts_pad_embed"][0].expand(10, -1)
     written = predictor.text[0, : len(rows) + 10]
     torch.testing.assert_close(written, torch.cat([rows, padding]), rtol=0.02, atol=0.02)
+
+
+PEAK = """
+import sys, torch
+from cli import speaker_prompt
+from generate import load, stream
+tts = load(sys.argv[1])
+speaker = torch.randn(tts.model.config.talker_config.hidden_size)
+for _ in stream(tts.generate_voice_clone, text="Hello.", voice_clone_prompt=speaker_prompt(speaker), max_new_tokens=99):
+    pass
+print(torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30)
+"""
+
+
+@pytest.mark.parametrize("size, limit", [("0.6B", 2.8), ("1.7B", 5.0)])
+def test_peak_memory(checkpoint, size, limit):
+    """A process that loads a model and speaks must leave room on a GPU of 8 GB: GiB in tensors, and held by torch."""
+    command = [sys.executable, "-c", PEAK, str(checkpoint("base", size))]
+    output = subprocess.run(command, cwd=cudagraph_talker.__file__.rsplit("/", 1)[0], capture_output=True, text=True)
+    assert output.returncode == 0, output.stderr[-2000:]
+    allocated, reserved = map(float, output.stdout.split()[-2:])
+    print(f"{size}: {allocated:.2f} GiB in tensors, {reserved:.2f} GiB held by torch")
+    assert allocated <= limit and reserved <= limit
+
+
+def test_graphs_of_a_pool_share_one_workspace():
+    """cuBLAS keeps 32 MiB for each stream on Hopper. When one graph is freed, the others must keep theirs: torch 2.12
+    frees the workspaces of a graph's stream with the graph."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    left = torch.randn(64, 8192, device=device, dtype=torch.bfloat16)
+    right = torch.randn(8192, 64, device=device, dtype=torch.bfloat16)  # long sums: split over blocks, in the workspace
+    out = torch.zeros(64, 64, device=device, dtype=torch.bfloat16)
+    expected = left @ right
+    pool = cudagraph_talker.new_pool(device)
+
+    def multiply():
+        torch.mm(left, right, out=out)
+
+    def used():
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    replays = [cudagraph_talker.capture(multiply, device, pool)]
+    before = used()
+    replays += [cudagraph_talker.capture(multiply, device, pool) for _ in range(4)]
+    assert used() == before
+
+    del replays[1:]
+    torch.cuda.empty_cache()
+    others = [torch.full((1 << 20,), float("nan"), device=device) for _ in range(64)]  # take what has been freed
+    out.zero_()
+    replays[0]()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+    assert all(other.isnan().all() for other in others)

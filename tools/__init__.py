@@ -4,6 +4,7 @@ random_checkpoint.py   a checkpoint folder with random weights
 check.py               `bench.py --check`: is the accelerated model still the same model?
 parity.py              logits with forced tokens, compared with float32; for check.py and the tests
 plot.py                `bench.py --plot`: the figure in the README
+bounds.py              bytes of a frame over the memory bandwidth of GPUs: the table in the README
 listeners.py           `bench.py --streams`: many listeners at once
 calibrate.py           how the figures of the check are distributed for a correct kernel
 """

@@ -1,0 +1,174 @@
+"""results/ holds what bench.py wrote, on which GPU, with which versions and from which commit; the bounds that the
+figures are compared with are computed from the model's weights."""
+
+import copy
+import json
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import ROOT
+
+import bench
+from generate import load_upstream
+from tools import bounds
+
+FILES = [path for path in sorted((ROOT / "results").glob("*.json")) if not path.name.startswith("calibration_")]
+VERSION = r"\d+\.\d+(\.\d+)?([.+-]\w+)*"
+CARD = {  # what a card must say; `qwen-tts` may be `qwen-tts-hf`
+    "gpu": r"NVIDIA .+|Orin",
+    "driver": r"\d+(\.\d+)+",
+    "dtype": "bfloat16",
+    "python": VERSION,
+    "torch": VERSION,
+    "transformers": VERSION,
+    "qwen-tts": VERSION,
+    "commit": r"[0-9a-f]{7,40}|.+-g[0-9a-f]{7,40}",
+    "weights": r"random|published.*",
+}
+
+
+def file_name(gpu):
+    """NVIDIA GeForce RTX 4090 -> rtx_4090"""
+    return bounds.short_name(gpu).lower().replace(" ", "_")
+
+
+def mistakes(stem, results):
+    """What is wrong with a results file, in words."""
+    card = {name.removesuffix("-hf"): str(value) for name, value in results.get("card", {}).items()}
+    for name, pattern in CARD.items():
+        if not re.fullmatch(pattern, card.get(name, "")) or card[name].endswith("-dirty"):
+            yield f"card: {name} is {card.get(name)!r}"
+    if stem.removesuffix("_streams") != file_name(card.get("gpu", "")):
+        yield f"the name of the file is {stem}, the GPU is {card.get('gpu')}: call it {file_name(card.get('gpu', ''))}"
+    models = results.get("models") or {"": {}}
+    for size, rows in models.items():
+        if size not in bench.SIZES:
+            yield f"a model is called {size!r}, it must be one of {bench.SIZES}"
+        needed = {"1 stream alone"} if stem.endswith("_streams") else {"upstream", "separate kernels"}
+        if not needed <= rows.keys():
+            yield f"{size}: no row {sorted(needed - rows.keys())}"
+        for name, row in rows.items():
+            for key, value in row.items():
+                figures = value if isinstance(value, list) else [value]
+                numbers = [figure for figure in figures if isinstance(figure, int | float)]
+                if not all(map(math.isfinite, numbers)):
+                    yield f"{size}: {name}: {key} is {value}"
+                elif key in bench.COLUMNS and not all(number >= 0 for number in numbers):
+                    yield f"{size}: {name}: {key} is {value}, below 0"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_results_say_where_they_come_from(path):
+    assert [*mistakes(path.stem, json.loads(path.read_text()))] == []
+
+
+def without(results, *keys):
+    *path, last = keys
+    for key in path:
+        results = results[key]
+    del results[last]
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda results: results["card"].update(commit="c7c9c71-dirty"), "commit is 'c7c9c71-dirty'"),
+        (lambda results: results["card"].update(commit="unknown"), "commit is 'unknown'"),
+        (lambda results: results["card"].update(gpu="none"), "gpu is 'none'"),
+        (lambda results: results["card"].update(gpu="NVIDIA GeForce RTX 4090"), "call it rtx_4090"),
+        (lambda results: without(results, "card", "torch"), "torch is None"),
+        (lambda results: results.update(models={}), "a model is called ''"),
+        (lambda results: results["models"].update(tiny=results["models"]["0.6B"]), "a model is called 'tiny'"),
+        (lambda results: without(results, "models", "1.7B", "upstream"), "1.7B: no row ['upstream']"),
+        (lambda results: results["models"]["0.6B"]["upstream"].update(ms_per_frame=math.nan), "ms_per_frame is nan"),
+        (lambda results: results["models"]["0.6B"]["upstream"].update(x_real_time=-1), "below 0"),
+    ],
+)
+def test_wrong_results_are_refused(spoil, words):
+    """The test above must not accept everything."""
+    results = copy.deepcopy(json.loads((ROOT / "results/h200.json").read_text()))
+    spoil(results)
+    assert any(words in mistake for mistake in mistakes("h200", results))
+
+
+# ---- Bounds
+
+
+@pytest.mark.parametrize("size, gigabytes", [("0.6B", 3.33), ("1.7B", 5.28)])
+def test_bytes_of_a_frame(size, gigabytes):
+    """Counted here from the shapes alone: q, k, v, o, gate, up, down and four norms of each layer."""
+
+    def layer(hidden, inner, heads=16, kv_heads=8, dim=128):
+        return (2 * heads + 2 * kv_heads) * dim * hidden + 3 * hidden * inner + 2 * hidden + 2 * dim
+
+    hidden, inner = {"0.6B": (1024, 3072), "1.7B": (2048, 6144)}[size]
+    projection = 0 if hidden == 1024 else 2048 * 1024 + 1024
+    weights = 28 * layer(hidden, inner) + 3072 * hidden + 15 * (5 * layer(1024, 3072) + 2048 * 1024) + projection
+    key_values = 28 * 2 * 8 * 128 * 200
+    expected = 2 * (weights + key_values)
+    talker = bounds.meta_talker(size)
+    assert bounds.bytes_per_frame(talker) == expected
+    assert round(expected / 1e9, 2) == gigabytes
+    assert bounds.bound_ms(talker, 1000) == pytest.approx(expected / 1e9)
+
+
+def test_bytes_of_a_loaded_model(checkpoint):
+    """bench.py counts the weights that it has loaded, also when fast/ has moved some of them."""
+    talker = load_upstream(str(checkpoint())).model.talker
+    element = 4  # float32
+    layers = [*talker.model.layers, *15 * [*talker.code_predictor.model.layers]]
+    numbers = sum(weight.numel() for layer in layers for weight in layer.parameters())
+    numbers += talker.codec_head.weight.numel() + sum(head.weight.numel() for head in talker.code_predictor.lm_head)
+    numbers += sum(weight.numel() for weight in talker.code_predictor.small_to_mtp_projection.parameters())
+    numbers += 2 * 2 * 2 * 16 * bounds.POSITION  # layers, keys and values, heads, dimensions
+    assert bounds.bytes_per_frame(talker) == element * numbers
+
+
+def test_bandwidths(monkeypatch):
+    """A GPU is looked up by its whole name: an RTX 4060 Ti is not an RTX 4060. Others are asked themselves."""
+    gpus = {
+        "NVIDIA GeForce RTX 4060": SimpleNamespace(),
+        "NVIDIA GeForce RTX 4060 Ti": SimpleNamespace(memory_clock_rate=9_001_000, memory_bus_width=128),
+        "NVIDIA H200": SimpleNamespace(memory_clock_rate=1, memory_bus_width=1),
+        "Orin": SimpleNamespace(memory_clock_rate=0, memory_bus_width=256),
+        "NVIDIA of another year": SimpleNamespace(),
+    }
+
+    def look_up(name):
+        gpus[name].name = name
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpus[name])
+        return bounds.bandwidth_of(torch.device("cuda"))
+
+    assert look_up("NVIDIA GeForce RTX 4060") == 272
+    assert look_up("NVIDIA GeForce RTX 4060 Ti") == pytest.approx(288, rel=0.01)
+    assert look_up("NVIDIA H200") == 4800
+    assert look_up("Orin") is None
+    assert look_up("NVIDIA of another year") is None
+
+
+def test_the_benchmark_says_what_share_it_reached(monkeypatch, capsys):
+    """The row has the figures, and is printed as a line of its own. Without a GPU there is none."""
+    talker = bounds.meta_talker("0.6B")
+    monkeypatch.setattr(bench, "ON_GPU", True)
+    monkeypatch.setattr(bench, "bandwidth_of", lambda device: 1000)
+    row = bench.memory_bound(talker, 10.0)
+    assert row["bound in ms"] == pytest.approx(row["GB per frame"]) == pytest.approx(3.33, abs=0.01)
+    assert row["share of the bound"] == row["bound in ms"] / 10
+    bench.print_row("megakernel, memory bound", row)
+    assert "bound in ms 3.33, measured in ms 10.00, share of the bound 0.33" in capsys.readouterr().out
+    monkeypatch.setattr(bench, "ON_GPU", False)
+    assert bench.memory_bound(talker, 10.0) == {}
+
+
+def test_the_table_names_every_gpu():
+    """Each line has the bound of both sizes; the H200's has what results/h200.json says, too."""
+    lines = {line.split(" | ")[0].removeprefix("| "): line for line in bounds.table()[2:]}
+    assert len(lines) == len(bounds.BANDWIDTH) and bounds.PUBLISHED.keys() <= bounds.BANDWIDTH.keys()
+    assert "| 1,008 | 3.31 ms | 5.24 ms |" in lines["RTX 4090"] and "16 / 19 ms per step" in lines["RTX 4090"]
+    models = json.loads((ROOT / "results/h200.json").read_text())["models"]
+    for size in bench.SIZES:
+        measured = models[size]["megakernel, a frame's parts in ms"]["frame at position 200"]
+        assert re.search(rf"{measured:.2f} ms, \d\d% \({size}\)", lines["H200"])

@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+"""How fast a frame can be at most: the bytes that it must read, over the memory bandwidth. A bound, not a measurement.
+
+    python tools/bounds.py     # prints the table of the README
+
+A frame reads the talker's layers once and the predictor's 15 times, once for each code but the first: 157 MB, more than
+the caches of these GPUs hold. The heads are read once, and the keys and values of all positions so far. Embeddings and
+activations are small and left out. The codec is not part of a frame here.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python tools/bounds.py`
+from tools.random_checkpoint import PREDICTOR, TALKER, TALKER_SIZES  # imports generate, which must come before qwen_tts
+
+# isort: split
+from qwen_tts.core.models import Qwen3TTSConfig
+from qwen_tts.core.models.modeling_qwen3_tts import Qwen3TTSTalkerForConditionalGeneration
+
+ROOT = Path(__file__).parents[1]
+POSITION = 200  # of the frame whose keys and values are counted
+SIZES = ("0.6B", "1.7B")
+BANDWIDTH = {  # GPU -> GB/s as its maker states it; the name as torch gives it, without NVIDIA and GeForce
+    "RTX 3060": 360,  # with 12 GB
+    "RTX 3090": 936,
+    "RTX 4060": 272,
+    "RTX 4090": 1008,
+    "RTX 5070 Ti": 896,
+    "RTX 5090": 1792,
+    "L4": 300,
+    "A10": 600,
+    "L40S": 864,
+    "A100-SXM4-40GB": 1555,
+    "A100-SXM4-80GB": 2039,
+    "H100 80GB HBM3": 3350,
+    "H200": 4800,
+    "Jetson AGX Orin": 205,  # to torch, all of these are "Orin"
+    "Jetson Orin Nano": 68,
+    "Thor": 273,
+    "GB10": 273,
+}
+LABELS = {"Thor": "Jetson Thor", "GB10": "DGX Spark (GB10)"}
+PUBLISHED = {  # what others have published for one listener, not measured here; 0.6B / 1.7B where there are two
+    "RTX 4060": "faster-qwen3-tts: 2.26 / 1.83 x real time, with codec",
+    "RTX 4090": "qwen3-tts-cuda-graphs: 16 / 19 ms per step",
+    "RTX 5070 Ti": "qwenTTS-turbo: 8.7 ms per frame (0.6B)",
+    "RTX 5090": "qwen3-tts-megakernel: about 8.6 ms per frame (0.6B); X-Square: 12.7 ms (1.7B)",
+    "H100 80GB HBM3": "qwen3-tts-cuda-graphs: 21 / 22 ms per step",
+    "Jetson AGX Orin": "qwen3-tts-cuda-graphs: 54 / 66 ms per step",
+    "GB10": "qwen3-tts-cuda-graphs: 55 / 62 ms per step",
+}
+
+
+def main() -> None:
+    print(*table(), sep="\n")
+
+
+def table() -> list[str]:
+    """The lines of the README's table."""
+    talkers = {size: meta_talker(size) for size in SIZES}
+    amounts = [f"{bytes_per_frame(talker) / 1e9:.2f} GB" for talker in talkers.values()]
+    lines = [
+        f"| GPU | memory, GB/s | bound, 0.6B ({amounts[0]}) | bound, 1.7B ({amounts[1]}) | measured with this project "
+        "| published by others |",
+        "|---|---|---|---|---|---|",
+    ]
+    for gpu, bandwidth in BANDWIDTH.items():
+        bounds = {size: bound_ms(talker, bandwidth) for size, talker in talkers.items()}
+        cells = [f"{ms:.2f} ms" for ms in bounds.values()]
+        cells = [LABELS.get(gpu, gpu), f"{bandwidth:,}", *cells, measured(gpu, bounds), PUBLISHED.get(gpu, "")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def meta_talker(size: str):
+    """A talker of the published size, without memory for its weights."""
+    config = Qwen3TTSConfig(talker_config=TALKER | TALKER_SIZES[size] | dict(code_predictor_config=PREDICTOR))
+    with torch.device("meta"):
+        return Qwen3TTSTalkerForConditionalGeneration(config.talker_config).to(torch.bfloat16)
+
+
+def bytes_per_frame(talker, position: int = POSITION) -> int:
+    predictor = talker.code_predictor
+    config = talker.config
+    element = talker.codec_head.weight.element_size()
+    passes = config.num_code_groups - 1  # the first has two positions
+    key_values = len(talker.model.layers) * 2 * config.num_key_value_heads * config.head_dim * element * position
+    return (
+        weight_bytes(talker.model.layers)
+        + weight_bytes(talker.codec_head)
+        + passes * weight_bytes(predictor.model.layers)
+        + weight_bytes(predictor.lm_head)
+        + weight_bytes(predictor.small_to_mtp_projection)
+        + key_values
+    )
+
+
+def weight_bytes(module: torch.nn.Module) -> int:
+    return sum(weight.nbytes for weight in module.parameters())
+
+
+def bound_ms(talker, gigabytes_per_second: float) -> float:
+    return bytes_per_frame(talker) / gigabytes_per_second / 1e6
+
+
+def short_name(gpu: str) -> str:
+    """The name that torch gives, without the maker's."""
+    return re.sub(r"^NVIDIA (GeForce )?", "", gpu)
+
+
+def bandwidth_of(device: torch.device) -> float | None:
+    """GB/s from the table, else from what the driver says of the memory, if it says so."""
+    gpu = torch.cuda.get_device_properties(device)
+    known = BANDWIDTH.get(short_name(gpu.name))
+    if known:
+        return known
+    clock_khz = getattr(gpu, "memory_clock_rate", 0)
+    bus_bits = getattr(gpu, "memory_bus_width", 0)
+    return 2 * clock_khz * bus_bits / 8 / 1e6 or None  # two transfers per clock
+
+
+def measured(gpu: str, bounds: dict[str, float]) -> str:
+    """From the results file of this GPU: ms of a frame on the fastest path, and the share of the bound."""
+    key = f"frame at position {POSITION}"
+    for path in sorted((ROOT / "results").glob("*.json")):
+        results = json.loads(path.read_text())
+        if short_name(results.get("card", {}).get("gpu", "")) != gpu:
+            continue
+        cells = []
+        for size, rows in results["models"].items():
+            times = [row[key] for row in rows.values() if key in row]
+            if times:
+                cells.append(f"{min(times):.2f} ms, {bounds[size] / min(times):.0%} ({size})")
+        if cells:
+            return "; ".join(cells)
+    return ""
+
+
+if __name__ == "__main__":
+    main()
