@@ -143,7 +143,8 @@ constexpr int SECOND_REGION = 2 * MOST_ROWS<INNER>;                 // where it 
 // takes no 0).
 constexpr float LAYER_BYTES = 2.0f * LAYERS * HIDDEN * (QKV_SIZE + QUERY_SIZE + 3 * INNER);
 constexpr float HALF_OF_L2 = 0.5f * L2_BYTES / LAYER_BYTES;
-constexpr float L2_KEEP_FRACTION = IS_TALKER || HALF_OF_L2 < 0.001f ? 0.001f : HALF_OF_L2 < 0.15f ? HALF_OF_L2 : 0.15f;
+constexpr float AT_MOST = IS_TALKER ? 0.001f : 0.15f;
+constexpr float L2_KEEP_FRACTION = HALF_OF_L2 < 0.001f ? 0.001f : HALF_OF_L2 < AT_MOST ? HALF_OF_L2 : AT_MOST;
 
 // How long a launch may last before its waits give up. The longest takes some 60 ms where the memory is slow,
 // and other programs may use the GPU at the same time.
@@ -573,8 +574,9 @@ __device__ void start_clock(u32 *failed, volatile u32 *failed_on_host) {
     shared().failed_on_host = failed_on_host;
 }
 
-// Whether to stop waiting, because this thread has waited for too long, or another has.
-__device__ bool out_of_time(u32 waiting_for) {
+// Whether to stop waiting, because this thread has waited for too long, or another has. Not inlined: it is
+// hardly ever called, and there are many waits.
+__device__ __noinline__ bool out_of_time(u32 waiting_for) {
     if (load_relaxed(shared().failed)) {
         return true;
     }
@@ -775,7 +777,7 @@ __device__ void matvec(const uint2 (&x)[N], u32 &stage, int region) {
     const int warp = warp_index();
     const int eighth = threadIdx.x % 32 / 4;          // r of the lane map
     const int q = threadIdx.x % 4;
-#pragma unroll (MOST <= 8 ? MOST : 2)
+#pragma unroll (BULK_COPIES && MOST <= 8 ? MOST : 1)  // more would spill registers
     for (int row = 0; row < rows_per_eighth; ++row) { // of the eighth
         float d[2][4] = {};                           // two sums: an mma does not wait for the one before
 #pragma unroll

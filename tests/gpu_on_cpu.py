@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fast import batched
-from fast.megakernel import CONSUMERS, KERNEL_NAME, PRODUCERS, Gpu, Sizes
+from fast.megakernel import KERNEL_NAME, Gpu, Sizes
 
 HEADER = Path(__file__).with_suffix(".h")
 OPTIONS = (
@@ -31,8 +31,10 @@ extern "C" int run_{0}(const void *arguments, int grid_x, int grid_y, int thread
 class PretendedGpu(Gpu):
     """The sizes of an H200 to compile for, where there is none."""
 
+    major = 9
     multi_processor_count = 132
     shared_memory_per_block_optin = 227 * 1024
+    L2_cache_size = 50 << 20
 
 
 class CpuKernel:
@@ -52,7 +54,7 @@ class CpuKernel:
         self.run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
 
     def launch(self, arguments: int) -> None:
-        error = self.run(arguments, self.sizes.grid, CONSUMERS + PRODUCERS, self.sizes.shared_bytes)
+        error = self.run(arguments, self.sizes.grid, self.sizes.threads, self.sizes.shared_bytes)
         if error:
             raise RuntimeError("the kernel did not come to its end")
 

@@ -93,7 +93,7 @@ def sampling(vocab: int) -> Sampling:
 
 @dataclass
 class SomeTalker:
-    """Two layers, their step and all that it works on."""
+    """A few layers, their step and all that it works on."""
 
     model: SimpleNamespace
     cache: SimpleNamespace
@@ -103,9 +103,9 @@ class SomeTalker:
     step: FusedStep
 
 
-def some_talker(kernel_for: KernelFor, hidden: int, length: int) -> SomeTalker:
+def some_talker(kernel_for: KernelFor, hidden: int, length: int, layers: int = 2) -> SomeTalker:
     settings = sampling(TALKER_VOCAB)
-    model, cache = stack(2, hidden, 3 * hidden, length)
+    model, cache = stack(layers, hidden, 3 * hidden, length)
     head = linear(TALKER_VOCAB, hidden)
     graph = SimpleNamespace(
         token=number(5),
