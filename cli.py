@@ -28,6 +28,7 @@ import transformers
 from safetensors import SafetensorError
 
 from audio_files import Chunk, check_format, check_writable, read_audio, write_audio
+from fast.paths import MegakernelStopped
 from fast.streaming import decoder_of
 from generate import MODELS, load, stream
 
@@ -471,6 +472,8 @@ def cli_errors() -> Iterator[None]:
         sys.exit(141)
     except torch.OutOfMemoryError:
         mistake = "the GPU's memory is full: use a smaller model or --max-seq-len, or free some"
+    except MegakernelStopped as error:
+        mistake = str(error)
     except SafetensorError as error:
         mistake = f"the checkpoint's weights cannot be read ({error}): download it again"
     except (ValueError, OSError) as error:

@@ -175,7 +175,7 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
 def compile_for(device: torch.device, sizes: Sizes) -> nvrtc.Kernels:
     """OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the compiler or the driver refuses the kernels."""
     gpu = torch.cuda.get_device_properties(device)
-    cubin = nvrtc.compile_to_cubin(complete_source(sizes), f"sm_{gpu.major}{gpu.minor}")
+    cubin = nvrtc.compile_source(complete_source(sizes), f"sm_{gpu.major}{gpu.minor}")
     return nvrtc.Kernels(cubin, KERNELS, device)
 
 

@@ -112,7 +112,7 @@ constexpr int QUERY_SIZE = HEADS * HEAD_DIM;
 constexpr int QKV_SIZE = QUERY_SIZE + 2 * KV_HEADS * HEAD_DIM;
 
 // Parts of the positions in attention, a block each: a power of two, because shuffles merge them.
-constexpr int most_splits() {
+__device__ constexpr int most_splits() {
     int splits = 1;
     while (splits < 32 && 2 * splits * KV_HEADS <= GRID) {
         splits *= 2;

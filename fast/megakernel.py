@@ -153,10 +153,10 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
     return defines + '#line 1 "megakernel.cu"\n' + kernel + '#line 1 "megakernel.py"\n' + checks
 
 
-def compile_kernel(device: torch.device, sizes: Sizes, source: str) -> nvrtc.Kernel:
-    """`source` is complete_source(sizes)."""
+def compile_kernel(device: torch.device, sizes: Sizes, source: str, architecture: str | None = None) -> nvrtc.Kernel:
+    """`source` is complete_source(sizes). `architecture` as in nvrtc.compile_source, by default the GPU's own."""
     gpu = torch.cuda.get_device_properties(device)
-    cubin = nvrtc.compile_to_cubin(source, f"sm_{gpu.major}{gpu.minor}")
+    cubin = nvrtc.compile_source(source, architecture or f"sm_{gpu.major}{gpu.minor}")
     return nvrtc.Kernel(cubin, KERNEL_NAME, device, sizes.grid, sizes.threads, sizes.shared_bytes)
 
 

@@ -1,6 +1,6 @@
 """Compile and launch CUDA source with the NVRTC that torch brings and the CUDA driver, both through ctypes.
 
-No CUDA toolkit, no headers and no host compiler are needed. `compile_to_cubin` needs no GPU, either.
+No CUDA toolkit, no headers and no host compiler are needed. `compile_source` needs no GPU, either.
 """
 
 import ctypes
@@ -44,8 +44,12 @@ def check_struct(struct: str, fields: Sequence[str], listed_in: str) -> str:
     return "".join(lines)
 
 
-def compile_to_cubin(source: str, architecture: str) -> bytes:
-    """Machine code for one `architecture`, such as "sm_90". A RuntimeError has the compiler's messages."""
+def compile_source(source: str, architecture: str) -> bytes:
+    """Machine code for "sm_90" and the like; PTX, which the driver compiles when it loads it, for "compute_80".
+
+    A RuntimeError has the compiler's messages.
+    """
+    what = "CUBIN" if architecture.startswith("sm_") else "PTX"
     nvrtc = load_nvrtc()
     nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
 
@@ -68,10 +72,10 @@ def compile_to_cubin(source: str, architecture: str) -> bytes:
             messages = log.value.decode(errors="replace").strip()
             raise RuntimeError(messages or nvrtc.nvrtcGetErrorString(compiled).decode())
 
-        check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
-        cubin = ctypes.create_string_buffer(size.value)
-        check(nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
-        return cubin.raw
+        check(nvrtc[f"nvrtcGet{what}Size"](program, ctypes.byref(size)), f"nvrtcGet{what}Size")
+        compiled_source = ctypes.create_string_buffer(size.value)
+        check(nvrtc[f"nvrtcGet{what}"](program, compiled_source), f"nvrtcGet{what}")
+        return compiled_source.raw
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 

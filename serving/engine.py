@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from fast.megakernel import PredictorStep
+from fast.paths import MegakernelStopped, describe, why_stopped
 from fast.streaming import decoder_of, growing_chunks, prepare_request
 from serving.batch import Slots, frame_graph
 from serving.codec import BATCH_CHUNK_SIZES, BatchCodec
@@ -102,6 +103,7 @@ class Engine:
 
         self.waiting = collections.deque()
         self.active = []  # admitted streams; active[i] is in slot i, but see in_single
+        self.single_stopped = False  # True: the megakernel has stopped, all frames are those of the batch
         self.in_single = False  # True: there is one active stream, and its state is in the single-row graphs
         self.steps = collections.deque()  # frames launched whose `ended` flags the host has not read yet
         self.chunks = collections.deque()  # (streams, their audio once it is decoded), in the codec's order
@@ -331,6 +333,8 @@ class Engine:
         talker, predictor = self.single
         if self.in_single:
             self.leave_single()
+        if not self.active and why_stopped(*self.single):  # in a call outside of the engine
+            self.single_stopped = True
         request = stream.request
         if stream.prompt_ready:
             stream.prompt_ready.wait()
@@ -390,7 +394,9 @@ class Engine:
         if not any(advancing):
             return False
 
-        if len(self.active) == 1 and not self.in_single and not self.waiting:
+        if self.single_stopped and self.in_single:
+            self.leave_single()
+        if len(self.active) == 1 and not self.in_single and not self.waiting and not self.single_stopped:
             self.enter_single()
         if self.in_single:
             talker, predictor = self.single
@@ -440,6 +446,12 @@ class Engine:
             event, ended, streams = self.steps.popleft()
             if event:
                 event.synchronize()
+            if not self.single_stopped and (reason := why_stopped(*self.single)):
+                self.single_stopped = True
+                self.decoder.path = describe(reason)
+                for stream in self.active:
+                    stream.put(MegakernelStopped(f"{reason}: the speech is lost, the next request runs without it"))
+                    stream.cancelled = stream.finished = True
             for stream, has_ended in zip(streams, ended.tolist()):
                 if stream is None or stream.finished:
                     continue

@@ -19,11 +19,11 @@ from megakernel_cases import (
     KernelFor,
     SomeTalker,
     config,
+    faulty_source,
     number,
     reference_choice,
     some_predictor,
     some_talker,
-    source_with_wrong_angles,
 )
 
 from fast import megakernel
@@ -127,7 +127,7 @@ def test_end_token_ends_the_row(tmp_path):
 @torch.no_grad()
 def test_wrong_kernel_is_detected(tmp_path):
     """A kernel with the RoPE angles of another position is far outside of the tolerance."""
-    it = some_talker(cpu_kernel_for(tmp_path, source_with_wrong_angles()), HIDDEN, LENGTH)
+    it = some_talker(cpu_kernel_for(tmp_path, faulty_source("RoPE of another position")), HIDDEN, LENGTH)
     assert error_at(it, 17) > 5 * TOLERANCE
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from megakernel_cases import PLAIN_COPIES, config, reference_choice, source_with_wrong_angles
+from megakernel_cases import PLAIN_COPIES, config, faulty_source, reference_choice
 from torch import Tensor
 
 from cudagraph_predictor import PredictorGraph
@@ -39,9 +39,13 @@ def on_gpu(test: Any) -> Any:
 
 
 def pretended_gpu(name: str) -> SimpleNamespace:
-    _, multiprocessors, kib = GPUS[name]
+    architecture, multiprocessors, kib = GPUS[name]
     return SimpleNamespace(
-        multi_processor_count=multiprocessors, shared_memory_per_block_optin=kib * 1024, major=9, minor=0
+        major=int(architecture[3:-1]),
+        minor=int(architecture[-1]),
+        multi_processor_count=multiprocessors,
+        shared_memory_per_block_optin=kib * 1024,
+        L2_cache_size=4 << 20,
     )
 
 
@@ -281,7 +285,7 @@ def test_choices_have_the_right_odds(fused):
 def wrong_kernel(monkeypatch, tmp_path) -> Iterator[None]:
     """megakernel.py compiles a kernel with the RoPE angles of another position."""
     wrong = tmp_path / "megakernel.cu"
-    wrong.write_text(source_with_wrong_angles())
+    wrong.write_text(faulty_source("RoPE of another position"))
     monkeypatch.setattr(megakernel, "SOURCE", wrong)
     megakernel.compile_once.cache_clear()
     yield
@@ -377,5 +381,5 @@ def test_a_kernel_that_does_not_compile_is_not_used(error, monkeypatch):
     assert "no such instruction" in description and "\n" not in description
     with pytest.raises(ValueError, match="no such instruction"):
         paths.choose_path(talker, True)
-    gpu.multi_processor_count = 30
-    assert "30 multiprocessors" in paths.why_not(talker)
+    gpu.multi_processor_count = 7
+    assert "7 multiprocessors" in paths.why_not(talker)

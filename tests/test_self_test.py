@@ -1,0 +1,144 @@
+"""fast/self_test.py accepts the megakernel and refuses wrong ones: on a CPU with a small model, on a GPU with the
+published sizes. Each fault is a change of the source, made here."""
+
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_on_cpu import CpuKernel, PretendedGpu
+from megakernel_cases import FAULTS, faulty_source
+from test_megakernel import on_gpu
+
+from cudagraph_predictor import PredictorGraph
+from cudagraph_talker import TalkerGraph
+from fast import megakernel, self_test
+from fast.layers import fuse_layers
+from fast.megakernel import complete_source, kernel_sizes
+from fast.streaming import decoder_of
+from generate import accelerate, load_upstream
+from tools.random_checkpoint import CODEC_IDS, PREDICTOR, TALKER, randomize
+
+# isort: split
+from qwen_tts.core.models.configuration_qwen3_tts import Qwen3TTSTalkerConfig
+from qwen_tts.core.models.modeling_qwen3_tts import Qwen3TTSTalkerForConditionalGeneration
+
+SMALL = dict(prompt=44, frames=2, choices=8)
+
+
+@pytest.fixture(scope="module")
+def graphs() -> tuple[TalkerGraph, PredictorGraph]:
+    """Two layers each, of the published widths, and three codes per frame."""
+    groups = dict(num_code_groups=3)
+    predictor = PREDICTOR | groups | dict(num_hidden_layers=2)
+    talker = TALKER | CODEC_IDS | groups | dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=2)
+    talker |= dict(text_vocab_size=64, text_hidden_size=64, code_predictor_config=predictor)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model = Qwen3TTSTalkerForConditionalGeneration(Qwen3TTSTalkerConfig(**talker))
+        model = randomize(model).to(torch.bfloat16).eval()
+        model.keepalive = fuse_layers(model, 48)
+        talker_graph = TalkerGraph(model, 1, 48)
+        talker_graph.upstream = model
+        return talker_graph, PredictorGraph(model, talker_graph)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[tuple[str, bool], CpuKernel]:
+    """Compiled kernels: (source, of the talker) -> kernel"""
+    return {}
+
+
+def use_kernel(graphs: Any, kernels: dict, folder: Path, fault: str | None, monkeypatch: Any) -> None:
+    """Steps on 8 blocks of fibers. A fault is compiled into the stack that it is for."""
+    talker, predictor = graphs
+
+    def compile_for(model: Any, heads: Any, talker_hidden: int) -> tuple[megakernel.Sizes, CpuKernel]:
+        is_talker = len(heads) == 1
+        has_fault = fault is not None and FAULTS[fault].of_talker == is_talker
+        source = faulty_source(fault) if has_fault else None
+        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu()), grid=8)
+        key = (source, is_talker)
+        if key not in kernels:
+            place = folder / ("talker" if is_talker else "predictor")
+            place.mkdir()
+            kernels[key] = CpuKernel(complete_source(sizes, source), sizes, place)
+        return sizes, kernels[key]
+
+    monkeypatch.setattr(megakernel, "compile_for", compile_for)
+    with torch.no_grad():
+        monkeypatch.setattr(talker, "step", megakernel.talker_step(talker.upstream, talker), raising=False)
+        monkeypatch.setattr(predictor, "step", megakernel.predictor_step(predictor), raising=False)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_faults_on_a_cpu(fault, graphs, kernels, tmp_path, monkeypatch):
+    """The kernel as it is passes, each fault is found, and the reason says by which comparison."""
+    use_kernel(graphs, kernels, tmp_path, fault, monkeypatch)
+    reason = self_test.why_wrong(*graphs, **SMALL)
+    print(f"{fault}: {reason}")
+    if fault is None:
+        assert reason == ""
+    else:
+        assert FAULTS[fault].found_by in reason
+
+
+# ---- On a GPU
+
+
+@pytest.fixture(scope="module")
+def gpu_graphs(checkpoint) -> tuple[TalkerGraph, PredictorGraph]:
+    with torch.no_grad():
+        talker = load_upstream(str(checkpoint("base", "0.6B")), dtype=torch.bfloat16).model.talker
+        talker.keepalive = fuse_layers(talker, 512)
+        talker_graph = TalkerGraph(talker, 1, 512)
+        talker_graph.upstream = talker
+        return talker_graph, PredictorGraph(talker, talker_graph)
+
+
+@on_gpu
+@torch.no_grad()
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_faults_on_a_gpu(fault, gpu_graphs, monkeypatch):
+    """As on a CPU, with all layers of a published size."""
+    compile_right = megakernel.compile_for
+
+    def compile_for(model: Any, heads: Any, talker_hidden: int) -> tuple[megakernel.Sizes, Any]:
+        if fault is None or FAULTS[fault].of_talker != (len(heads) == 1):
+            return compile_right(model, heads, talker_hidden)
+        sizes = kernel_sizes(model, heads, talker_hidden, torch.cuda.get_device_properties(model.device))
+        source = complete_source(sizes, faulty_source(fault))
+        return sizes, megakernel.compile_kernel(model.device, sizes, source)
+
+    talker, predictor = gpu_graphs
+    monkeypatch.setattr(megakernel, "compile_for", compile_for)
+    monkeypatch.setattr(talker, "step", megakernel.talker_step(talker.upstream, talker), raising=False)
+    monkeypatch.setattr(predictor, "step", megakernel.predictor_step(predictor), raising=False)
+    start = time.perf_counter()
+    reason = self_test.why_wrong(talker, predictor)
+    print(f"{fault}: {reason or 'right'} ({time.perf_counter() - start:.2f} s)")
+    if fault is None:
+        assert reason == ""
+    else:
+        assert FAULTS[fault].found_by in reason
+
+
+@on_gpu
+def test_a_wrong_kernel_is_not_used(checkpoint, monkeypatch, tmp_path):
+    """The separate kernels are, and the path says why; fused=True is an error."""
+    wrong = tmp_path / "megakernel.cu"
+    wrong.write_text(faulty_source("the wrong KV head"))
+    monkeypatch.setattr(megakernel, "SOURCE", wrong)
+    megakernel.compile_once.cache_clear()
+    try:
+        folder = str(checkpoint("base", "0.6B"))
+        tts = accelerate(load_upstream(folder), max_seq_len=256)
+        assert decoder_of(tts).path.startswith("separate kernels") and "failed its test" in decoder_of(tts).path
+        with pytest.raises(ValueError, match="failed its test"):
+            accelerate(load_upstream(folder), max_seq_len=256, fused=True)
+    finally:
+        megakernel.compile_once.cache_clear()
