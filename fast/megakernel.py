@@ -95,6 +95,15 @@ class Sizes:
         return CONSUMERS + self.producers
 
     @property
+    def exchange_fields(self) -> dict[str, int]:
+        """Fields of the kernel's Exchange that follow the logits, and their lengths."""
+        query_size = self.heads * self.head_dim
+        qkv_size = query_size + 2 * self.kv_heads * self.head_dim
+        return dict(
+            hidden=self.hidden, post_attention=self.hidden, qkv=qkv_size, attention=query_size, inner=self.inner
+        )
+
+    @property
     def argument_names(self) -> tuple[str, ...]:
         return COMMON_ARGUMENTS + (TALKER_ARGUMENTS if self.codes == 1 else PREDICTOR_ARGUMENTS)
 
@@ -147,6 +156,10 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
         + nvrtc.check_struct("Layer", LAYER_FIELDS, "megakernel.py")
         + nvrtc.check_struct("Arguments", sizes.argument_names, "megakernel.py")
     )
+    offset = 4 * sizes.codes * sizes.vocab
+    for name, length in sizes.exchange_fields.items():
+        checks += f'static_assert(OFFSET_OF(Exchange, {name}) == {offset}, "megakernel.py reads Exchange::{name}");\n'
+        offset += 4 * length
     constants = dict(CONSUMERS=CONSUMERS, PRODUCERS=sizes.producers, REPLICAS=REPLICAS)
     for name, value in constants.items():
         checks += f'static_assert({name} == {value}, "megakernel.py has {name} = {value}");\n'
@@ -227,6 +240,7 @@ class FusedStep:
         arguments: Mapping[str, Tensor | int],
     ) -> None:
         device = model.device
+        self.sizes = sizes
         self.kernel = kernel
         self.sampling = sampling
 
@@ -311,8 +325,19 @@ class FusedStep:
     def logits(self) -> Tensor:
         """Of the last step, a row for each head: (heads, vocab). They are the first part of the exchange
         buffer, as bfloat16 in the lower half of each 32 bits."""
-        tagged = self.exchange[: self.noise.numel()]
-        return (tagged << 16).view(torch.float32).view_as(self.noise)
+        return self.values(0, self.noise.numel()).view_as(self.noise)
+
+    def exchanged(self) -> dict[str, Tensor]:
+        """What the blocks sent each other in the last layer of the last step, by the names in Exchange."""
+        values = {}
+        start = self.noise.numel()
+        for name, size in self.sizes.exchange_fields.items():
+            values[name] = self.values(start, size)
+            start += size
+        return values
+
+    def values(self, start: int, size: int) -> Tensor:
+        return (self.exchange[start : start + size] << 16).view(torch.float32)
 
 
 class PredictorStep(FusedStep):

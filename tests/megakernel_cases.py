@@ -198,32 +198,31 @@ class Fault:
     found_by: str  # part of the self-test's reason
 
 
-KEYS_AND_VALUES = "first keys and values differ"
 FAULTS = {
     "one rounding left out, of the norm": Fault(
-        "round_to_bf16(y.v[i] * factor) * w.v[i]", "y.v[i] * factor * w.v[i]", True, KEYS_AND_VALUES
+        "round_to_bf16(y.v[i] * factor) * w.v[i]", "y.v[i] * factor * w.v[i]", True, "first keys"
     ),
     "one rounding left out, of silu": Fault(
-        "round_to_bf16(gate / (1 + expf(-gate)))", "gate / (1 + expf(-gate))", False, KEYS_AND_VALUES
+        "round_to_bf16(gate / (1 + expf(-gate)))", "gate / (1 + expf(-gate))", False, "MLP"
     ),
-    "epsilon times ten": Fault("squares / HIDDEN + EPSILON", "squares / HIDDEN + 10 * EPSILON", True, KEYS_AND_VALUES),
+    "epsilon times ten": Fault("squares / HIDDEN + EPSILON", "squares / HIDDEN + 10 * EPSILON", True, "first values"),
     "one key too few": Fault(
-        "this_position <= position ? product", "this_position < position ? product", True, KEYS_AND_VALUES
+        "this_position <= position ? product", "this_position < position ? product", True, "attention"
     ),
     "a stale row": Fault(
-        "if (cached_position < position) {", "if (cached_position < position - 1) {", True, KEYS_AND_VALUES
+        "if (cached_position < position) {", "if (cached_position < position - 1) {", True, "attention"
     ),
     "the wrong KV head": Fault(
-        "layer.values + kv_head * arguments", "layer.values + (kv_head ^ 1) * arguments", False, KEYS_AND_VALUES
+        "layer.values + kv_head * arguments", "layer.values + (kv_head ^ 1) * arguments", False, "last values"
     ),
     "RoPE of another position": Fault(
-        "arguments.sin[quad_of_row(position)]", "arguments.sin[quad_of_row(position / 2)]", True, KEYS_AND_VALUES
+        "arguments.sin[quad_of_row(position)]", "arguments.sin[quad_of_row(position / 2)]", True, "first keys"
     ),
     "one split is not merged": Fault(
         "const float weight = expf(log_sum - best);",
         "const float weight = split == 1 ? 0 : expf(log_sum - best);",
         True,
-        KEYS_AND_VALUES,
+        "attention",
     ),
     "top-k off by one": Fault(
         "threshold(*arguments.topk_rank, LAST_BIT)",

@@ -31,10 +31,10 @@ SMALL = dict(prompt=44, frames=2, choices=8)
 
 @pytest.fixture(scope="module")
 def graphs() -> tuple[TalkerGraph, PredictorGraph]:
-    """Two layers each, of the published widths, and three codes per frame."""
+    """A layer each, of the published widths, and three codes per frame."""
     groups = dict(num_code_groups=3)
-    predictor = PREDICTOR | groups | dict(num_hidden_layers=2)
-    talker = TALKER | CODEC_IDS | groups | dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=2)
+    predictor = PREDICTOR | groups | dict(num_hidden_layers=1)
+    talker = TALKER | CODEC_IDS | groups | dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=1)
     talker |= dict(text_vocab_size=64, text_hidden_size=64, code_predictor_config=predictor)
     torch.manual_seed(0)
     with torch.no_grad():
