@@ -773,11 +773,12 @@ __device__ void multiply_add(float (&d)[4], uint4 weights, uint2 x) {
 template <int ROWS, int N>
 __device__ void matvec(const uint2 (&x)[N], u32 &stage, int region) {
     constexpr int MOST = MOST_ROWS_PER_EIGHTH<ROWS>;
+    constexpr int UNROLLED = BULK_COPIES && MOST <= 8 ? MOST : 1;           // more would spill registers
     const int rows_per_eighth = share_of_this_block(ROWS).rows_per_eighth;
     const int warp = warp_index();
     const int eighth = threadIdx.x % 32 / 4;          // r of the lane map
     const int q = threadIdx.x % 4;
-#pragma unroll (BULK_COPIES && MOST <= 8 ? MOST : 1)  // more would spill registers
+#pragma unroll UNROLLED
     for (int row = 0; row < rows_per_eighth; ++row) { // of the eighth
         float d[2][4] = {};                           // two sums: an mma does not wait for the one before
 #pragma unroll
