@@ -375,7 +375,7 @@ __device__ void mbarrier_arrive(u64 *barrier) {
 // Nanoseconds, the same on all multiprocessors.
 __device__ u64 global_timer() {
     u64 nanoseconds;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(nanoseconds));
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(nanoseconds));
     return nanoseconds;
 }
 

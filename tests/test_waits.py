@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from megakernel_cases import some_talker
 from test_kernel_on_cpu import HIDDEN, LENGTH, cpu_kernel_for
 from test_megakernel import on_gpu
 
-from cli import speaker_prompt
-from fast import megakernel, nvrtc
+from cli import cli_errors, speaker_prompt
+from fast import check_and_end, megakernel, nvrtc
 from fast.megakernel import Sizes, complete_source, kernel_sizes
 from fast.paths import MegakernelStopped
 from fast.streaming import decoder_of
@@ -61,6 +62,38 @@ def test_a_kernel_that_works_has_not_failed(tmp_path):
     it = some_talker(cpu_kernel_for(tmp_path, grid=8), HIDDEN, LENGTH, layers=1)
     it.step()
     assert it.step.why_failed() == ""
+
+
+class StoppedStep(megakernel.FusedStep):
+    """A step that has given up."""
+
+    def __init__(self) -> None:
+        self.failed_on_host = torch.tensor([1], dtype=torch.int32)
+
+
+def test_a_stopped_megakernel_ends_the_request_and_is_left(checkpoint):
+    """The request fails with the reason; the next one gets new graphs, and the path says why. Without a GPU."""
+    folder = checkpoint("base", "tiny")
+    tts = accelerate(load_upstream(str(folder), "cpu"), max_seq_len=128)
+    decoder = decoder_of(tts)
+    talker_graph, predictor_graph = decoder.graphs_for(1)
+    predictor_graph.step = StoppedStep()  # what was captured still runs
+    talker_graph.all_ended = partial(check_and_end, decoder, talker_graph.all_ended, talker_graph, predictor_graph)
+    voice = speaker_prompt(torch.load(folder / "speaker.pt", weights_only=True))
+    request = dict(text="Hello!", language="English", voice_clone_prompt=voice, max_new_tokens=8)
+    with pytest.raises(MegakernelStopped, match="waited for another one for 2 s: .* next request"):
+        tts.generate_voice_clone(**request)
+    (audio,), _ = tts.generate_voice_clone(**request)
+    assert len(audio) > 0
+    assert decoder.graphs_for(1)[0] is not talker_graph
+    assert decoder.path.startswith("separate kernels, no megakernel: the megakernel has stopped")
+
+
+def test_the_command_line_says_so_in_one_line(capsys):
+    with pytest.raises(SystemExit) as ended, cli_errors():
+        raise MegakernelStopped("the megakernel has stopped: a thread block has waited for 2 s")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: the megakernel has stopped: a thread block has waited for 2 s\n"
 
 
 # ---- On a GPU
@@ -121,10 +154,10 @@ OCCUPY = """
 extern "C" __global__ void occupy(unsigned long long nanoseconds) {
     __shared__ volatile char room[48 << 10];
     unsigned long long start, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
     do {
         room[threadIdx.x] = 1;
-        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
     } while (now - start < nanoseconds);
 }
 """
@@ -188,7 +221,8 @@ TWO_PROCESSES = """
     import sys, time
     sys.path.insert(0, {root!r})
     import torch
-    from cli import speaker_prompt
+    from cli import cli_errors, speaker_prompt
+from fast import check_and_end, megakernel, nvrtc
     from fast.streaming import decoder_of
     from generate import load
 
