@@ -563,10 +563,12 @@ __device__ T block_reduce(T x, Combine combine) {
 
 // ---- The limit of all waits
 
-// What a thread has waited for. megakernel.py has a sentence for each.
-constexpr u32 VALUES_OF_OTHER_BLOCKS = 1;
-constexpr u32 WEIGHTS = 2;
+// What a thread has waited for. megakernel.py has a sentence for each. A wait for one of them makes other
+// threads wait for the next ones: those have more patience, so that the cause is what is reported.
+constexpr u32 WEIGHTS = 1;
+constexpr u32 VALUES_OF_OTHER_BLOCKS = 2;
 constexpr u32 A_FREE_STAGE = 3;
+constexpr u64 MORE_PATIENCE_NS = 250'000'000;
 
 __device__ void start_clock(u32 *failed, volatile u32 *failed_on_host) {
     shared().deadline = global_timer() + WAIT_LIMIT_NS;
@@ -580,7 +582,7 @@ __device__ __noinline__ bool out_of_time(u32 waiting_for) {
     if (load_relaxed(shared().failed)) {
         return true;
     }
-    if (global_timer() < shared().deadline) {
+    if (global_timer() < shared().deadline + (waiting_for - 1) * MORE_PATIENCE_NS) {
         return false;
     }
     store_relaxed(shared().failed, waiting_for);

@@ -68,7 +68,7 @@ class StoppedStep(megakernel.FusedStep):
     """A step that has given up."""
 
     def __init__(self) -> None:
-        self.failed_on_host = torch.tensor([1], dtype=torch.int32)
+        self.failed_on_host = torch.tensor([2], dtype=torch.int32)
 
 
 def test_a_stopped_megakernel_ends_the_request_and_is_left(checkpoint):
