@@ -563,10 +563,11 @@ __device__ T block_reduce(T x, Combine combine) {
 
 // ---- The limit of all waits
 
-// What a thread has waited for. megakernel.py has a sentence for each. A wait for one of them makes other
-// threads wait for the next ones: those have more patience, so that the cause is what is reported.
-constexpr u32 WEIGHTS = 1;
-constexpr u32 VALUES_OF_OTHER_BLOCKS = 2;
+// What a thread has waited for. megakernel.py has a sentence for each. A warp that waits for values does not
+// release its stages, so that others wait for weights and for a free stage: those have more patience, so that
+// the cause is what is reported.
+constexpr u32 VALUES_OF_OTHER_BLOCKS = 1;
+constexpr u32 WEIGHTS = 2;
 constexpr u32 A_FREE_STAGE = 3;
 constexpr u64 MORE_PATIENCE_NS = 250'000'000;
 

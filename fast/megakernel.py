@@ -29,8 +29,8 @@ EXCHANGE_BYTES = 1 << 20  # room for one replica of Exchange
 
 # What the kernel leaves in `failed` when a wait takes longer than WAIT_LIMIT_NS.
 WAITED_FOR = {
-    1: "a thread block has waited for its weights for 2 s",
-    2: "a thread block has waited for another one for 2 s",
+    1: "a thread block has waited for another one for 2 s",
+    2: "a thread block has waited for its weights for 2 s",
     3: "a thread block has waited for room for its weights for 2 s",
 }
 
