@@ -213,7 +213,7 @@ FAULTS = {
         "if (cached_position < position) {", "if (cached_position < position - 1) {", True, "attention"
     ),
     "the wrong KV head": Fault(
-        "layer.values + kv_head * arguments", "layer.values + (kv_head ^ 1) * arguments", False, "last values"
+        "layer.values + kv_head * arguments", "layer.values + (kv_head ^ 1) * arguments", False, "first values"
     ),
     "RoPE of another position": Fault(
         "arguments.sin[quad_of_row(position)]", "arguments.sin[quad_of_row(position / 2)]", True, "first keys"
