@@ -205,7 +205,7 @@ FAULTS = {
     "one rounding left out, of silu": Fault(
         "round_to_bf16(gate / (1 + expf(-gate)))", "gate / (1 + expf(-gate))", False, "MLP"
     ),
-    "epsilon times ten": Fault("squares / HIDDEN + EPSILON", "squares / HIDDEN + 10 * EPSILON", True, "first values"),
+    "epsilon times ten": Fault("squares / HIDDEN + EPSILON", "squares / HIDDEN + 10 * EPSILON", True, "first keys"),
     "one key too few": Fault(
         "this_position <= position ? product", "this_position < position ? product", True, "attention"
     ),
