@@ -68,7 +68,8 @@ def use_kernel(graphs: Any, kernels: dict, folder: Path, fault: str | None, monk
         is_talker = len(heads) == 1
         has_fault = fault is not None and FAULTS[fault].of_talker == is_talker
         source = faulty_source(fault) if has_fault else None
-        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu()), grid=8)
+        grid = 16 if has_fault and "split" in fault else 8  # with 8 blocks there is one split
+        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu()), grid=grid)
         key = (source, is_talker)
         if key not in kernels:
             place = folder / ("talker" if is_talker else "predictor")
