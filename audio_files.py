@@ -41,14 +41,20 @@ def read_audio(path: Path) -> Chunk:
     except (soundfile.LibsndfileError, OSError, ValueError, MemoryError):
         raise ValueError(f"{path} is not audio that can be read: give a WAV, FLAC, OGG or MP3 file") from None
     audio = audio.mean(axis=1)
-    seconds = len(audio) / rate
-    if not np.isfinite(audio).all() or np.abs(audio).max(initial=0) < 1e-4:
-        raise ValueError(f"{path} is silent or broken: give a recording of the voice")
-    if seconds < 1:
-        raise ValueError(f"{path} has {seconds:.2f} s of audio: give at least 1 s, better 3 to 30 s")
+    seconds = check_recording(audio, rate, str(path))
     if not 3 <= seconds <= 30:
         warnings.warn(f"{path} has {seconds:.1f} s of audio: 3 to 30 s give a better voice", stacklevel=2)
     return audio, rate
+
+
+def check_recording(audio: np.ndarray, rate: int, name: str) -> float:
+    """Whether a voice can be made from mono samples. Returns their length in seconds."""
+    seconds = len(audio) / rate
+    if not np.isfinite(audio).all() or np.abs(audio).max(initial=0) < 1e-4:
+        raise ValueError(f"{name} is silent or broken: give a recording of the voice")
+    if seconds < 1:
+        raise ValueError(f"{name} has {seconds:.2f} s of audio: give at least 1 s, better 3 to 30 s")
+    return seconds
 
 
 def check_writable(path: Path) -> None:

@@ -5,12 +5,13 @@
     python bench.py 0.6B 1.7B --random-weights   # random weights of the same shapes: same speed, no download, noise
     python bench.py 0.6B --streams               # many listeners at once
     python bench.py 0.6B --check                 # is it the same model? compares with upstream or float32
-    python bench.py --plot                       # draws results/speed.svg from results/*.json; needs matplotlib
+    python bench.py --plot                       # draws results/*.svg from results/*.json; needs matplotlib
 
 All rows speak the same text with the same voice and settings through the public methods; only the rows "... parts in
 ms" call internals. "x real time" is seconds of audio per second. A whole call includes tokenizer and codec; it is timed
 at two lengths, and "ms per frame" is the slope between them. Figures are medians; the JSON has minimum, maximum and
-number of runs. faster-qwen3-tts is timed if it is installed. With the published weights, the CustomVoice model of the
+number of runs. faster-qwen3-tts is timed in a process of its own, with .venv5 of `./setup.sh none --transformers5
+--test`. With the published weights, the CustomVoice model of the
 size is downloaded, too. Without a GPU a tiny model runs on the CPU, which shows that everything works, but no speed.
 """
 
@@ -19,6 +20,7 @@ import gc
 import importlib.metadata
 import itertools
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -40,8 +42,10 @@ from audio_files import check_writable, write_audio
 from cli import FRAME_RATE, Parser, base_config, cli_errors, hub_name, load_speaker, speaker_prompt
 from cudagraph_talker import capture, sample
 from fast.paths import why_not
-from fast.streaming import build_request, decoder_of, stream
-from generate import Decoder, accelerate, load, load_upstream
+from fast.prompts import build_request, decoder_of
+from fast.streaming import stream
+from generate import Decoder, accelerate, fork, load, load_upstream
+from tools.arriving import time_arriving_text
 from tools.check import check
 from tools.listeners import time_streams
 from tools.plot import plot
@@ -56,6 +60,8 @@ TEXT = (
     "milliseconds from the last letter of the question to the first sound of the answer, and all that follow."
 )
 PEER = "faster-qwen3-tts"
+PEER_PYTHON = ROOT / ".venv5" / "bin" / "python"
+PEER_SECONDS = 1200  # more than ten times what it takes on an H200
 THREE_FILES = "the three files alone"
 GROWING = "1, 1, 2, 4, 8, ..."
 CHUNKS = {"1": 1, "8": 8, GROWING: None}  # frames per chunk, in words -> chunk_frames of `stream`
@@ -90,8 +96,9 @@ class Effort:
     chunks: tuple[str, ...] = tuple(CHUNKS)
     lists: tuple[int, ...] = (4, 16)  # texts, with audio
     batches: tuple[int, ...] = (4, 16, 64)  # rows, without audio
-    streams: tuple[int, ...] = (1, 4, 16, 64)  # listeners at once
-    poisson_seconds: float = 30
+    streams: tuple[int, ...] = (1, 4, 16, 64, 256)  # listeners at once
+    poisson_seconds: float = 60
+    held: tuple[int, ...] = (400,)  # listeners at once, for 60 s each
 
 
 def choose_effort(quick: bool) -> Effort:
@@ -100,7 +107,7 @@ def choose_effort(quick: bool) -> Effort:
     less = Effort(
         quick, short=8, long=24, upstream_short=2, upstream_long=6, runs=1, first_audio_runs=5, late_chunk_frames=0
     )
-    less = replace(less, streams=(1, 2, 4), poisson_seconds=0)
+    less = replace(less, streams=(1, 2, 4), poisson_seconds=0, held=())
     if quick:
         less = replace(less, lists=())
     if not ON_GPU:
@@ -121,7 +128,7 @@ class Checkpoint:
 def main() -> None:
     args = parse_arguments()
     if args.plot:
-        print(plot(ROOT / "results"))
+        print(*plot(ROOT / "results"), sep="\n")
         return
 
     warnings.filterwarnings("ignore", message="the speech was cut off")
@@ -152,7 +159,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer rows and runs: within a minute on an H200 (0.6B)")
     parser.add_argument("--streams", action="store_true", help="time many listeners at once, and nothing else")
     parser.add_argument("--check", action="store_true", help="compare, do not time; exit code 1 if anything is wrong")
-    parser.add_argument("--plot", action="store_true", help="draw results/speed.svg, do not time")
+    parser.add_argument("--peer-python", type=Path, default=PEER_PYTHON, help=f"python that has {PEER}")
+    parser.add_argument("--only-peer", action="store_true", help=f"time {PEER} with this python, and nothing else")
+    parser.add_argument("--plot", action="store_true", help="draw results/*.svg, do not time")
     parser.add_argument("--output", type=Path, help="the JSON file; default: bench_results_<GPU>.json")
     args = parser.parse_args()
 
@@ -174,7 +183,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def find_checkpoints(args: argparse.Namespace, folder: Path) -> Iterator[Checkpoint]:
     """The checkpoints that were asked for. Random ones are written into `folder`, each when its turn comes."""
-    with_custom_voice = not (args.check or args.quick or args.streams)
+    with_custom_voice = not (args.check or args.quick or args.streams or args.only_peer)
     for name in args.models:
         if name == "tiny" or (args.random_weights and name in SIZES):
             base = folder / f"{name}-base"
@@ -221,8 +230,14 @@ def time_all(checkpoints: Iterable[Checkpoint], args: argparse.Namespace, card: 
         rows = results["models"][checkpoint.name] = {}
         if args.streams:
             measured = time_listeners(checkpoint, speaker, effort)
+        elif args.only_peer:
+            measured = time_peer(checkpoint.model, speaker, effort)
         else:
-            measured = itertools.chain(time_model(checkpoint, speaker, effort), times_as_fast(rows))
+            measured = itertools.chain(
+                time_model(checkpoint, speaker, effort),
+                run_peer(checkpoint.model, speaker, args.peer_python) if ON_GPU and not effort.quick else (),
+                times_as_fast(rows),
+            )
         for name, row in measured:
             rows[name] = row
             print_row(name, row)
@@ -263,15 +278,14 @@ def time_model(checkpoint: Checkpoint, speaker: torch.Tensor, effort: Effort) ->
 
     del tts, speak, audio
     free_memory()
-    if ON_GPU and not effort.quick:
-        yield from time_peer(checkpoint.model, speaker, effort)
-        free_memory()
 
 
 def time_listeners(checkpoint: Checkpoint, speaker: torch.Tensor, effort: Effort) -> NamedRows:
     tts = load(checkpoint.model)
     arguments = clone_arguments(speaker, effort.long)
-    yield from time_streams(tts, arguments, effort.streams, effort.poisson_seconds)
+    yield from time_streams(tts, arguments, effort.streams, effort.poisson_seconds, effort.held)
+    del tts
+    free_memory()
 
 
 def time_three_files(tts, speak: Callable[[int], int], effort: Effort) -> Row:
@@ -304,6 +318,9 @@ def time_path(tts, speaker: torch.Tensor, fused: bool, is_fastest: bool, effort:
         if is_fastest and effort.late_chunk_frames and chunks != "8":
             row |= count_late_chunks(start_stream, effort.late_chunk_frames)
         yield f", chunks of {chunks}", row
+    if is_fastest:
+        row = time_arriving_text(method, TEXT, effort.runs, max_new_tokens=effort.long + 1, language="English", **voice)
+        yield f", text at {row['tokens_per_second']} tokens per second", row
 
     frame_ms = time_frames(tts, speaker, 1, effort.long, effort.runs)["ms_per_frame"]
     yield ", a frame's parts in ms", frame_parts(tts, speaker, effort, frame_ms)
@@ -360,15 +377,33 @@ def time_list(tts, speaker: torch.Tensor, texts: int, effort: Effort) -> Row:
     return dict(texts=texts, **median_of("audio_seconds_per_second", speeds), peak_gib=peak_gib())
 
 
+def run_peer(model: str, speaker: torch.Tensor, python: Path) -> NamedRows:
+    """The rows of `time_peer`, from a process whose python has faster-qwen3-tts and the packages that it needs."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(speaker, Path(folder, "speaker.pt"))
+        output = Path(folder, "peer.json")
+        options = ["--only-peer", "--speaker", f"{folder}/speaker.pt", "--output", output]
+        environment = os.environ | {"PYTHONPATH": str(python.parents[1] / "peers")}
+        try:
+            command = [python, ROOT / "bench.py", model, *options]
+            subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=PEER_SECONDS)
+        except (OSError, subprocess.SubprocessError) as error:
+            lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            print(f"{PEER} left out: {lines[-1]}")
+            return
+        (rows,) = json.loads(output.read_text())["models"].values()
+    yield from rows.items()
+
+
 def time_peer(model: str, speaker: torch.Tensor, effort: Effort) -> NamedRows:
-    """faster-qwen3-tts on the same checkpoint, if it is installed."""
+    """faster-qwen3-tts on the same checkpoint."""
     try:
         from faster_qwen3_tts import FasterQwen3TTS
     except ImportError as error:
-        print(f"{PEER} left out: {error}")
-        return
-    tts = FasterQwen3TTS.from_pretrained(hub_name(model), device="cuda", dtype=torch.bfloat16)
-    voice = {"ref_spk_embedding": [speaker.to("cuda", torch.bfloat16)]}
+        raise ValueError(f"{PEER} cannot be imported: {error}") from None
+    device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+    tts = FasterQwen3TTS.from_pretrained(hub_name(model), device=device, dtype=dtype)
+    voice = {"ref_spk_embedding": [speaker.to(device, dtype)]}
 
     def arguments(frames: int) -> dict:
         length = dict(max_new_tokens=frames, min_new_tokens=frames)
@@ -381,7 +416,7 @@ def time_peer(model: str, speaker: torch.Tensor, effort: Effort) -> NamedRows:
         return tts.generate_voice_clone_streaming(**arguments(frames), chunk_size=chunk_size)
 
     row = time_whole_calls(speak, effort.short, effort.long, effort.runs)
-    yield PEER, row | dict(version=importlib.metadata.version(PEER))
+    yield PEER, row | dict(version=importlib.metadata.version(PEER), transformers=transformers.__version__)
     for size in (1, 8):
         row = time_stream(partial(start_stream, size), effort.long, effort.first_audio_runs, effort.runs)
         yield f"{PEER}, chunks of {size}", row
@@ -623,7 +658,7 @@ def machine_card(weights: str) -> dict[str, Any]:
         cpu = platform.processor() or platform.machine()
         machine = dict(gpu="none", cpu=cpu, threads=torch.get_num_threads(), dtype="float32")
     machine["python"] = platform.python_version()
-    for package in ("torch", "transformers", "qwen-tts"):
+    for package in ("torch", "transformers", f"qwen-tts{fork}"):
         machine[package] = importlib.metadata.version(package)
     commit = first_line("git", "describe", "--always", "--dirty")
     return machine | dict(commit=commit, weights=weights)

@@ -7,18 +7,20 @@ a script with one line that says what to do, and exit code 2.
 
 import argparse
 import contextlib
+import datetime
 import difflib
 import functools
+import hashlib
 import itertools
 import json
 import logging
-import math
 import os
 import re
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub
@@ -27,10 +29,13 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from audio_files import Chunk, check_format, check_writable, read_audio, write_audio
+from audio_files import Chunk, check_format, check_writable, is_special, read_audio, write_audio
+from fast.long_text import FRAMES_PER_TOKEN, MIN_FRAME_LIMIT, PAUSE, speak, split_text, tokens_that_fit, with_pauses
 from fast.paths import MegakernelStopped
-from fast.streaming import decoder_of
+from fast.prompts import decoder_of
 from generate import MODELS, load, stream
+from parts import Parts
+from text_files import Line, Pipe
 
 KINDS = {
     "base": "a Base model, which clones voices",
@@ -49,6 +54,7 @@ CHECKPOINT_FILES = (
 )
 TALKER_KEYS = {"hidden_size", "vocab_size", "max_position_embeddings", "spk_id", "codec_language_id"}
 FRAME_RATE = 12.5  # of the 12 Hz models
+PIPE_TIMEOUT = 600.0  # seconds that a line on stdin may stay unfinished
 REFERENCE_SILENCE = 0.5  # seconds between an in-context reference and the speech
 HUB_ERRORS = (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError)
 
@@ -61,21 +67,63 @@ def main() -> None:
         show_progress("")
         method, request = voice_request(args, tts)
         path = decoder_of(tts).path
-        if args.seed is not None:
-            torch.manual_seed(args.seed)
+        utterance = partial(speak if args.limit_speech else stream_seeded, method, **request)
+        if args.retry:
+            utterance = partial(utterance, retries=args.retry)
 
+        progress = Progress(args)
+        if args.parts:
+            args.parts.open(args.resume)
+        if args.parts and args.join:
+            speak_parts(args, utterance, progress)
         for output, texts in args.outputs:
+            if args.parts and not args.join and args.parts.mark(texts[0][0]).is_file():
+                progress.skip(texts[0][1])
+                continue
             start = time.perf_counter()
-            chunks = itertools.chain.from_iterable(stream(method, text=text, **request) for text in texts)
-            first = next(chunks)
+            if args.parts and args.join:
+                start = progress.start
+                spoken = (args.parts.read(number) for number, _ in texts)
+            else:
+                spoken = (progress.follow(utterance(text=text, seed=seed_of(args, n)), text) for n, text in texts)
+            chunks = with_pauses(spoken, args.pause)
+            first = next(chunks, None)
+            if first is None:
+                raise ValueError("the text is empty: give something to say")
             first_ms = (time.perf_counter() - start) * 1e3
-            chunks = with_progress(itertools.chain([first], chunks), start)
-            seconds = write_audio(output, chunks, playable=args.stream)
+            seconds = write_audio(output, itertools.chain([first], chunks), playable=args.stream)
+            show_progress("")
             wall = time.perf_counter() - start
             summary = f"{output}: {seconds:.2f} s of audio in {wall:.2f} s, {seconds / wall:.2f} x real time"
-            if args.stream:
+            if args.stream and not isinstance(args.texts, Pipe):
                 summary += f", first audio after {first_ms:.0f} ms"
             print(f"{summary}; {path}", file=sys.stderr if str(output) == "-" else sys.stdout)
+            if args.parts and not args.join:
+                args.parts.mark(texts[0][0]).touch()
+        if args.parts:
+            args.parts.remove()
+
+
+def seed_of(args: argparse.Namespace, number: int) -> int | None:
+    """Each utterance has a seed of its own, so that --resume gives what an uninterrupted run does."""
+    return None if args.seed is None else args.seed + number
+
+
+def stream_seeded(method: Callable, *, seed: int | None, **request) -> Iterator[Chunk]:
+    if seed is not None:
+        torch.manual_seed(seed)
+    yield from stream(method, **request)
+
+
+def speak_parts(args: argparse.Namespace, utterance: Callable, progress: "Progress") -> None:
+    """Speak what is not there yet, each utterance into a file of its own."""
+    ((_, texts),) = args.outputs
+    for number, text in texts:
+        part = args.parts.path(number)
+        if part.is_file():
+            progress.skip(text)
+        else:
+            write_audio(part, progress.follow(utterance(text=text, seed=seed_of(args, number)), text))
 
 
 class Parser(argparse.ArgumentParser):
@@ -101,8 +149,13 @@ def parse_arguments() -> argparse.Namespace:
     voice.add_argument("--list-languages", action="store_true")
 
     text = parser.add_argument_group("text")
-    text.add_argument("--text", help="what to say, one utterance per line; - reads stdin")
-    text.add_argument("--text-file", type=Path)
+    text.add_argument(
+        "--text", help="what to say, one utterance per line; - reads stdin, with --stream while it is being written"
+    )
+    text.add_argument("--text-file", type=Path, help="a text of any length; long lines are cut at sentence ends")
+    text.add_argument(
+        "--paragraphs", action="store_true", help="utterances end at empty lines, as in books with wrapped lines"
+    )
     text.add_argument("--language", default="Auto")
     text.add_argument(
         "--non-streaming-mode",
@@ -113,6 +166,17 @@ def parse_arguments() -> argparse.Namespace:
     audio = parser.add_argument_group("audio")
     audio.add_argument("--output", type=Path, help="the file to write: .wav, .flac, .ogg, .opus or .mp3; - for stdout")
     audio.add_argument("--join", action="store_true", help="several utterances in one file")
+    audio.add_argument("--pause", type=float, default=PAUSE, help="seconds between them; default: %(default)s")
+    audio.add_argument(
+        "--resume", action="store_true", help="keep what an interrupted run of the same command has spoken"
+    )
+    audio.add_argument(
+        "--limit-speech",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help=f"stop speech that does not end: after {MIN_FRAME_LIMIT} frames, or {FRAMES_PER_TOKEN} per token of text",
+    )
+    audio.add_argument("--retry", type=int, default=0, help="speak it again, with another seed, at most so often")
     audio.add_argument("--stream", action="store_true", help="write the audio while it is generated")
 
     sampling = parser.add_argument_group(
@@ -144,6 +208,7 @@ def parse_arguments() -> argparse.Namespace:
         print_lists(args)
         sys.exit()
     check_numbers(args)
+    check_limits(args)
     check_voice(args)
     args.texts = read_texts(args)
     check_lengths(args)
@@ -238,19 +303,35 @@ def choose_device(name: str | None = None) -> torch.device:
     return device
 
 
-def check_numbers(args: argparse.Namespace) -> None:
-    talker = args.config["talker_config"]
+def number_ranges(config: dict) -> dict[str, tuple[Callable, str]]:
+    """Numbers that a user may set -> whether a value is good, and what it must be in words."""
+    talker = config["talker_config"]
     vocab, positions = talker["vocab_size"], talker["max_position_embeddings"]
-    for option, value, is_good, wanted in (
-        ("--temperature", args.temperature, lambda x: 0 < x < math.inf, "above 0"),
-        ("--top-k", args.top_k, lambda x: 1 <= x <= vocab, f"from 1 to {vocab}"),
-        ("--top-p", args.top_p, lambda x: 0 < x <= 1, "above 0 and at most 1"),
-        ("--repetition-penalty", args.repetition_penalty, lambda x: 0 < x < math.inf, "above 0, 1.0 for none"),
-        ("--max-seq-len", args.max_seq_len, lambda x: 32 <= x <= positions, f"from 32 to {positions}"),
-        ("--seed", args.seed, lambda x: 0 <= x < 2**63, "from 0 to 2**63 - 1"),
-    ):
+    return {
+        "temperature": (lambda x: 0 < x <= 1e6, "above 0 and at most 1e6"),  # larger ones overflow float32
+        "top_k": (lambda x: 1 <= x <= vocab, f"from 1 to {vocab}"),
+        "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+        "repetition_penalty": (lambda x: 1e-6 <= x <= 1e6, "from 1e-6 to 1e6, 1.0 for none"),
+        "max_seq_len": (lambda x: 32 <= x <= positions, f"from 32 to {positions}"),
+        "pause": (lambda x: 0 <= x <= 60, "from 0 to 60"),
+        "retry": (lambda x: 0 <= x <= 100, "from 0 to 100"),
+        "seed": (lambda x: 0 <= x < 2**63, "from 0 to 2**63 - 1"),
+    }
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    for name, (is_good, wanted) in number_ranges(args.config).items():
+        value = getattr(args, name)
         if value is not None and not is_good(value):
+            option = "--" + name.replace("_", "-")
             raise ValueError(f"{option} is {value}, it must be {wanted}")
+
+
+def check_limits(args: argparse.Namespace) -> None:
+    if args.retry and not args.limit_speech:
+        raise ValueError("--retry speaks again what --limit-speech has stopped: leave out --no-limit-speech")
+    if args.retry and args.text == "-" and args.stream:
+        raise ValueError("--retry needs the whole text: leave it out, or leave out --stream")
 
 
 def check_voice(args: argparse.Namespace) -> None:
@@ -299,19 +380,27 @@ def check_cloning(args: argparse.Namespace) -> None:
 def check_choice(what: str, word: str | None, known: Iterable[str]) -> None:
     """Refuse a word that is not known, and offer the nearest."""
     if str(word).lower() not in known:
-        near = difflib.get_close_matches(str(word).lower(), known) or sorted(known)
         found = f"there is no {what} {word!r}" if word else f"no --{what} was given"
-        raise ValueError(f"{found}: choose {', '.join(near)} (--list-{what}s shows all)")
+        raise ValueError(f"{found}: choose {nearest(word, known)} (--list-{what}s shows all)")
+
+
+def nearest(word: str | None, known: Iterable[str]) -> str:
+    """The known words that look like this one; if there are none, all."""
+    return ", ".join(difflib.get_close_matches(str(word).lower(), known) or sorted(known))
 
 
 def languages(config: dict) -> list[str]:
     return ["auto", *(name for name in config["talker_config"]["codec_language_id"] if "dialect" not in name)]
 
 
-def read_texts(args: argparse.Namespace) -> list[str]:
+def read_texts(args: argparse.Namespace) -> list[str] | Pipe:
     """The utterances, one per line."""
     if (args.text is None) == (args.text_file is None):
         raise ValueError("give what to say as --text, --text-file, or --text - for stdin, one of them")
+    if args.text == "-" and args.stream:
+        if args.non_streaming_mode:
+            raise ValueError("--non-streaming-mode needs the whole text at once: leave it out, or leave out --stream")
+        return Pipe(sys.stdin.buffer)
     try:
         if args.text_file:
             text = args.text_file.read_text(encoding="utf-8")
@@ -322,8 +411,11 @@ def read_texts(args: argparse.Namespace) -> list[str]:
         source = args.text_file or ("stdin" if args.text == "-" else "--text")
         reason = "it is not UTF-8" if isinstance(error, UnicodeError) else error.strerror
         raise ValueError(f"cannot read {source}: {reason}: give a text") from None
-    lines = text.removeprefix("\ufeff").splitlines()  # without a byte order mark
-    texts = [line.strip() for line in lines if line.strip()]
+    lines = [line.strip() for line in text.removeprefix("\ufeff").splitlines()]  # without a byte order mark
+    if args.paragraphs:
+        blocks = itertools.groupby(lines, key=bool)
+        lines = [" ".join(block) for is_text, block in blocks if is_text]
+    texts = [line for line in lines if line]
     if not texts:
         raise ValueError("the text is empty: give something to say")
     return texts
@@ -340,10 +432,14 @@ def check_lengths(args: argparse.Namespace) -> None:
                 f"{args.ref_audio} takes {frames} positions, the cache has {room}: give a shorter recording, or a "
                 "larger --max-seq-len"
             )
+    if isinstance(args.texts, Pipe):
+        return
+    if args.text_file or args.text == "-":
+        args.texts = split_texts(args)
+        return
     long = [text for text in args.texts if len(text.encode()) >= room]  # a text has at most a token per byte
-    tokenizer = transformers.AutoTokenizer.from_pretrained(hub_name(args.model)) if long else None
     for text in long:
-        tokens = len(tokenizer(text).input_ids)
+        tokens = count_tokens(args.model, text)
         if tokens >= room:
             raise ValueError(
                 f"the text {text[:20]!r}... takes {tokens} positions, the cache has {room}: put it on several lines, "
@@ -351,26 +447,69 @@ def check_lengths(args: argparse.Namespace) -> None:
             )
 
 
+def split_texts(args: argparse.Namespace) -> list[str]:
+    """Cut lines that may not fit into the cache."""
+    reference_positions = 0
+    if args.ref_text:
+        audio, rate = args.voice
+        reference_positions = int((len(audio) / rate + REFERENCE_SILENCE) * FRAME_RATE) + len(args.ref_text.encode())
+    most = tokens_that_fit(args.max_seq_len, {"instruct": args.instruct}, reference_positions)
+
+    def fits(text: str) -> bool:
+        return len(text.encode()) <= most or count_tokens(args.model, text) <= most
+
+    return split_text(args.texts, fits, args.language)
+
+
+def count_tokens(model: str, text: str) -> int:
+    return len(text_tokenizer(model)(text).input_ids)
+
+
+@functools.cache
+def text_tokenizer(model: str):
+    return transformers.AutoTokenizer.from_pretrained(hub_name(model))
+
+
 def hub_name(model: str) -> str:
     return model if Path(model).is_dir() else MODELS.get(model, model)
 
 
-def plan_outputs(args: argparse.Namespace) -> list[tuple[Path, list[str]]]:
-    """(file, its utterances): one file, or one for each line."""
+def plan_outputs(args: argparse.Namespace) -> list[tuple[Path, Iterable[tuple[int, str | Line]]]]:
+    """(file, its numbered utterances): one file, or one for each line. All lines of a pipe go to one file."""
     output, texts = args.output, args.texts
+    args.parts = None
     if output is None:
         raise ValueError("give --output, an audio file to write, or - for stdout")
     if str(output) != "-":
         check_writable(output)
         check_format(output)
+    if isinstance(texts, Pipe):
+        return [(output, enumerate(texts.lines()))]
+    numbered = [*enumerate(texts)]
+    is_file = str(output) != "-" and not is_special(output)
+    if len(texts) > 1 and is_file and not args.stream:
+        args.parts = Parts(output, fingerprint(args))
+        args.parts.check(args.resume)
+    if args.resume and not args.parts:
+        raise ValueError("--resume is for files with several utterances: leave it out, or leave out --stream")
     if len(texts) == 1 or args.join:
-        return [(output, texts)]
-    if str(output) == "-":
+        return [(output, numbered)]
+    if not is_file:
         raise ValueError(f"{len(texts)} utterances cannot go to stdout one by one: add --join")
-    outputs = [(output.with_stem(f"{output.stem}-{number:03}"), [text]) for number, text in enumerate(texts, 1)]
+    outputs = [(output.with_stem(f"{output.stem}-{number + 1:03}"), [(number, text)]) for number, text in numbered]
     for path, _ in outputs:
         check_writable(path)
     return outputs
+
+
+def fingerprint(args: argparse.Namespace) -> str:
+    """Of everything that decides what is spoken."""
+    options = vars(args) | {"config": None, "voice": None, "resume": None, "device": str(args.device)}
+    digest = hashlib.sha256(repr(sorted(options.items())).encode())
+    for path in (args.ref_audio, args.speaker):
+        if path and Path(path).is_file():
+            digest.update(Path(path).read_bytes())
+    return digest.hexdigest()
 
 
 def load_speaker(path: str | Path, hidden_size: int) -> dict:
@@ -417,6 +556,8 @@ def voice_request(args: argparse.Namespace, tts) -> tuple[Callable, dict]:
     }
     if args.non_streaming_mode is not None:
         request["non_streaming_mode"] = args.non_streaming_mode
+    if isinstance(args.texts, Pipe):
+        request["text_timeout"] = PIPE_TIMEOUT
     if kind == "custom_voice":
         return tts.generate_custom_voice, request | {"speaker": args.speaker, "instruct": args.instruct}
     if kind == "voice_design":
@@ -424,12 +565,18 @@ def voice_request(args: argparse.Namespace, tts) -> tuple[Callable, dict]:
 
     prompt = args.voice
     if args.ref_audio:
-        audio, rate = args.voice
-        if args.ref_text and not args.no_append_silence:  # keeps its last phoneme out of the speech
-            audio = np.append(audio, np.zeros(int(REFERENCE_SILENCE * rate), dtype=audio.dtype))
-        with contextlib.redirect_stdout(sys.stderr):  # upstream prints warnings, and stdout may be the audio
-            prompt = tts.create_voice_clone_prompt((audio, rate), args.ref_text, x_vector_only_mode=not args.ref_text)
+        prompt = clone_prompt(
+            tts, *args.voice, args.ref_text, silence=0 if args.no_append_silence else REFERENCE_SILENCE
+        )
     return tts.generate_voice_clone, request | {"voice_clone_prompt": prompt}
+
+
+def clone_prompt(tts, audio: np.ndarray, rate: int, ref_text: str | None, silence: float = REFERENCE_SILENCE) -> list:
+    """Upstream's voice_clone_prompt for a recording: in-context with a transcript, else its speaker embedding alone."""
+    if ref_text:  # silence keeps the last phoneme of the recording out of the speech
+        audio = np.append(audio, np.zeros(int(silence * rate), dtype=audio.dtype))
+    with contextlib.redirect_stdout(sys.stderr):  # upstream prints warnings, and stdout may be the audio
+        return tts.create_voice_clone_prompt((audio, rate), ref_text, x_vector_only_mode=not ref_text)
 
 
 def show_progress(line: str) -> None:
@@ -445,13 +592,39 @@ class ProgressHandler(logging.Handler):
         show_progress(record.getMessage())
 
 
-def with_progress(chunks: Iterable[Chunk], start: float) -> Iterator[Chunk]:
-    seconds = 0.0
-    for audio, rate in chunks:
-        seconds += len(audio) / rate
-        show_progress(f"{seconds:.1f} s of audio, {seconds / (time.perf_counter() - start):.2f} x real time")
-        yield audio, rate
-    show_progress("")
+class Progress:
+    """How far the speech is, and how long the rest will take, on a terminal."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.texts = [] if isinstance(args.texts, Pipe) else args.texts
+        self.start = time.perf_counter()
+        self.seconds = 0.0  # of audio
+        self.spoken = 0  # characters of finished utterances
+        self.skipped = 0
+        self.finished = 0  # utterances
+
+    def skip(self, text: str) -> None:
+        self.skipped += len(text)
+        self.finished += 1
+
+    def follow(self, chunks: Iterable[Chunk], text: str | Line) -> Iterator[Chunk]:
+        for audio, rate in chunks:
+            self.seconds += len(audio) / rate
+            show_progress(self.line())
+            yield audio, rate
+        if self.texts:
+            self.spoken += len(text)
+        self.finished += 1
+
+    def line(self) -> str:
+        elapsed = time.perf_counter() - self.start
+        line = f"{self.seconds:.1f} s of audio, {self.seconds / elapsed:.2f} x real time"
+        if len(self.texts) > 1:
+            line = f"utterance {self.finished + 1} of {len(self.texts)}, {line}"
+        if self.spoken:
+            rest = sum(map(len, self.texts)) - self.skipped - self.spoken
+            line += f", {datetime.timedelta(seconds=round(elapsed * rest / self.spoken))} left"
+        return line
 
 
 @contextlib.contextmanager
@@ -460,12 +633,15 @@ def cli_errors() -> Iterator[None]:
     warnings.showwarning = lambda message, *_: print(f"warning: {str(message).splitlines()[0]}", file=sys.stderr)
     for library in (transformers.utils, huggingface_hub.utils):
         library.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()  # of transformers 5, one for each part of the model
+    huggingface_hub.utils.enable_progress_bars()  # of downloads
     log = logging.getLogger("qwen3_tts_cudagraphs")
     log.setLevel(logging.INFO)
     log.handlers = [ProgressHandler()]
     try:
         yield
     except KeyboardInterrupt:
+        show_progress("")
         sys.exit(130)
     except BrokenPipeError:  # the player was closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits

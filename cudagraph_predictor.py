@@ -1,5 +1,4 @@
-"""The code predictor as a CUDA graph: the talker's hidden state and token go in, the frame's other 15 codes and the
-talker's next embedding come out.
+"""The code predictor as a CUDA graph: hidden state and token go in, 15 more codes and the next embedding come out.
 
 The loop over the codebooks is unrolled into one graph. Masks and positions are the same in every frame, and each frame
 overwrites the StaticCache from position 0. The graph reads the talker's `hidden`, `token` and `frame`, writes `codes`
@@ -8,7 +7,7 @@ and `hiddens`, and adds the frame's embedding in `text` to the talker's `embeddi
 
 import torch
 
-from cudagraph_talker import Sampling, TalkerGraph, additive_mask, capture, round_up, sample, static_cache
+from cudagraph_talker import GraphCache, Sampling, TalkerGraph, additive_mask, capture, round_up, sample
 
 
 class PredictorGraph:
@@ -22,14 +21,14 @@ class PredictorGraph:
         self.project = predictor.small_to_mtp_projection
         self.embed_token = talker.get_input_embeddings()
         self.embed_code = predictor.get_input_embeddings()
-        self.cache = static_cache(self.model, rows, round_up(groups))
+        self.cache = GraphCache(self.model, rows, round_up(groups))
 
         with talker.device:
             self.sampling = Sampling(predictor.config.vocab_size, talker_graph.generator)
             self.text = torch.zeros(rows, length, hidden_size, dtype=talker.dtype)
             self.hiddens = torch.zeros(rows, length, hidden_size, dtype=talker.dtype)
             self.codes = torch.zeros(rows, length, groups, dtype=torch.long)
-            self.positions = torch.arange(self.cache.max_cache_len)
+            self.positions = torch.arange(self.cache.length)
             self.masks = additive_mask(self.positions <= self.positions[:, None], talker.dtype)[None, None]
 
     def capture(self, pool=None) -> None:

@@ -86,20 +86,20 @@ def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
-def static_cache(model, rows: int, length: int) -> StaticCache:
-    cache = StaticCache(config=model.config, max_cache_len=length)
-    cache.early_initialization(rows, model.config.num_key_value_heads, model.config.head_dim, model.dtype, model.device)
-    return cache
+class GraphCache(StaticCache):
+    """A StaticCache that writes at `cache_position`, which that of transformers 5 ignores: it counts by itself."""
 
+    def __init__(self, model, rows: int, length: int):
+        config = model.config
+        super().__init__(config=config, max_cache_len=length)
+        self.early_initialization(rows, config.num_key_value_heads, config.head_dim, model.dtype, model.device)
+        self.length = length  # positions that attention sees
 
-def cache_view(cache: StaticCache, length: int) -> StaticCache:
-    """A cache that shares the memory of the first `length` positions of another one."""
-    view = copy.copy(cache)
-    view.layers = [copy.copy(layer) for layer in cache.layers]
-    for layer in view.layers:
-        layer.keys = layer.keys[:, :, :length]
-        layer.values = layer.values[:, :, :length]
-    return view
+    def update(self, keys, values, layer_idx: int, cache_kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self.layers[layer_idx]
+        layer.keys.index_copy_(2, cache_kwargs["cache_position"], keys)
+        layer.values.index_copy_(2, cache_kwargs["cache_position"], values)
+        return layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
 
 
 class TalkerGraph:
@@ -109,7 +109,7 @@ class TalkerGraph:
         self.model = talker.model
         self.head = talker.codec_head
         self.device = talker.device
-        self.cache = static_cache(talker.model, rows, length)
+        self.cache = GraphCache(talker.model, rows, length)
         self.generator = torch.Generator(self.device) if self.device.type == "cuda" else None
         self.prefills = {}  # longest prompt -> prefill, captured or not
 
@@ -174,7 +174,9 @@ class TalkerGraph:
 
     def prefill(self, length: int) -> None:
         """Padding after the prompt is computed too: decoding overwrites each position before attending to it."""
-        hidden = self.forward(self.prompt[:, :length], self.positions[None, :length], cache_view(self.cache, length))
+        cache = copy.copy(self.cache)  # the same memory
+        cache.length = length
+        hidden = self.forward(self.prompt[:, :length], self.positions[None, :length], cache)
         self.hidden.copy_(hidden.index_select(1, self.prompt_length - 1))
         self.choose_token()
 
@@ -182,9 +184,9 @@ class TalkerGraph:
         self.hidden.copy_(self.forward(self.embedding, (self.prompt_length + self.frame)[None], self.cache))
         self.choose_token()
 
-    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, cache: StaticCache) -> torch.Tensor:
+    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, cache: GraphCache) -> torch.Tensor:
         """Run the layers at these positions of the cache. (B, L, H), (1, L) -> (B, L, H)"""
-        keys = self.positions[: cache.layers[0].keys.shape[2]]
+        keys = self.positions[: cache.length]
         padding = self.padding[:, None]  # (B, 1)
         visible = (keys <= positions[..., None]) & (keys >= padding[..., None])  # (B, L, S)
         return self.model(

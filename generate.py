@@ -1,16 +1,14 @@
 #!/usr/bin/env python3
 """Qwen3-TTS with every frame captured as CUDA graphs: `tts = load("0.6B")` is upstream's model, accelerated.
 
-Upstream builds the prompt of every kind of voice, calls `talker.generate` once and decodes the codes to audio.
-`accelerate` replaces `talker.generate` with `Decoder.generate`; `Decoder.frames` is the only loop. Where the folder
-fast/ lies beside this file, `accelerate` uses it: the same model, faster, and `stream`.
+Upstream builds the prompt of every voice, calls `talker.generate` once and decodes the codes to audio. `accelerate`
+replaces `talker.generate` with `Decoder.generate`; `Decoder.frames` is the only loop. It uses fast/ where that is.
 """
 
 import argparse
 import contextlib
 import sys
 import threading
-import types
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -18,11 +16,17 @@ from pathlib import Path
 
 import soundfile
 import torch
+import transformers
 from torch.nn.utils.rnn import pad_sequence
-from transformers.generation import GenerateDecoderOnlyOutput
 
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import TalkerGraph
+
+PAIRS = "install transformers==4.57.3 with qwen-tts==0.1.1, or transformers==5.16.1 with qwen-tts-hf==0.1.1.post1"
+upstream = find_spec("qwen_tts")
+fork = "-hf" if upstream and Path(upstream.origin).with_name("_transformers_compat.py").is_file() else ""
+if not transformers.__version__.startswith(("5.15.", "5.16.") if fork else "4.57."):
+    raise ImportError(f"transformers {transformers.__version__} does not work with qwen-tts{fork}: {PAIRS}")
 
 try:
     if not all(map(find_spec, ("torchaudio", "sox", "onnxruntime", "einops"))):  # only the 25 Hz tokenizer needs them
@@ -30,12 +34,11 @@ try:
     with contextlib.redirect_stdout(sys.stderr):  # it prints a warning, and stdout may be the audio
         from qwen_tts import Qwen3TTSModel
 except (ImportError, OSError):  # import qwen_tts without that tokenizer, which the 12 Hz models never use
-    unused = types.ModuleType("qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1")
-    unused.Qwen3TTSTokenizerV1Model = type("Qwen3TTSTokenizerV1Model", (), {})
-    sys.modules[unused.__name__] = unused
+    unused = "qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1"
+    sys.modules[unused] = type("unused", (), {"Qwen3TTSTokenizerV1Model": object})
     from qwen_tts import Qwen3TTSModel
 
-    del sys.modules[unused.__name__]
+    del sys.modules[unused]
 
 FAST = Path(__file__).with_name("fast")
 VARIANTS = "0.6B-Base", "1.7B-Base", "0.6B-CustomVoice", "1.7B-CustomVoice", "1.7B-VoiceDesign"
@@ -55,17 +58,13 @@ def load(model: str, device=None, dtype: torch.dtype | None = None, **options) -
     return accelerate(load_upstream(model, device, dtype), **options)
 
 
-def accelerate(
-    tts: Qwen3TTSModel, max_seq_len: int = 2048, max_batch: int | None = None, fused: bool | None = None
-) -> Qwen3TTSModel:
-    """Make the methods of a Qwen3TTSModel fast, in place. If this fails, load the model again.
+def accelerate(tts, max_seq_len: int = 2048, max_batch: int | None = None, fused: bool | None = None) -> Qwen3TTSModel:
+    """Make the methods of a Qwen3TTSModel fast, in place, and capture all graphs. If this fails, load the model again.
+    During this call no other thread may draw from torch's default CUDA generator.
 
     max_seq_len: positions for prompt and speech together, one per frame (12.5 per second).
     max_batch: texts of a list that are decoded together. Default: all on a CPU, one on a GPU, where more take memory.
     fused: True requires and False avoids the megakernel of fast/. None uses it where it runs.
-
-    All graphs are captured here, none in a request. While torch captures, no other thread may draw from its default
-    CUDA generator (seen with torch 2.11).
     """
     decoder = Decoder(tts.model.talker, max_seq_len, max_batch)
     if FAST.is_dir():
@@ -81,12 +80,12 @@ def accelerate(
 
 
 def __getattr__(name: str):
-    """`from generate import stream` takes it from fast/, whose codec keeps its state between chunks."""
-    if name == "stream":
-        from fast.streaming import stream
+    """`stream` and `astream` are in fast/, whose codec keeps its state between chunks."""
+    if name not in ("stream", "astream"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fast import streaming
 
-        return stream
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(streaming, name)
 
 
 class Decoder:
@@ -173,7 +172,7 @@ class Decoder:
     def record_event(self) -> torch.cuda.Event | None:
         return torch.cuda.current_stream(self.talker.device).record_event() if self.on_gpu else None
 
-    def generate(self, **request) -> GenerateDecoderOnlyOutput:
+    def generate(self, **request) -> transformers.generation.GenerateDecoderOnlyOutput:
         """Decode a list of texts and return what upstream reads of its talker.generate's output."""
         codes, hiddens = [], []
         per_row = "inputs_embeds", "attention_mask", "trailing_text_hidden"
@@ -188,7 +187,7 @@ class Decoder:
         # One entry per forward: the prefill has no codes, and upstream drops the last entry's hidden state.
         steps = zip(hiddens.roll(-1, dims=1).split(1, dim=1), codes.unbind(1))
         hidden_states = ((hiddens[:, :1],), None), *(((hidden,), frame) for hidden, frame in steps)
-        return GenerateDecoderOnlyOutput(sequences=codes[..., 0], hidden_states=hidden_states)
+        return transformers.generation.GenerateDecoderOnlyOutput(sequences=codes[..., 0], hidden_states=hidden_states)
 
 
 def main() -> None:

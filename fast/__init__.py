@@ -7,8 +7,15 @@ self_test.py    is the megakernel right, on this GPU and with these weights
 batched.py      the small kernels around the matrix products of many rows (batched.cu), for serving/
 nvrtc.py        compiles and launches CUDA source, without a toolkit
 codec.py        the codec's decoder as CUDA graphs that keep their state between chunks
+codec_decoder.py, codec_kernels.py
+                the layers of that decoder with few kernels (codec_kernels.cu), where the GPU can
+text_table.py, prompt_templates.py
+                prompts are built on the host, and like earlier ones
+prompts.py      requests: upstream's prompts, checked
+arriving_text.py, incremental_tokenizer.py
+                a request whose text is still being written, and its tokens that can no longer change
 streaming.py    audio while it is generated; stands on the codec
-paths.py        whether the megakernel can run here, and if not, why; what to do when it stops
+paths.py        whether torch is new enough, whether the megakernel can run here, and if not, why; has it stopped
 turns.py        one request at a time, also when a stream is paused
 """
 
@@ -21,8 +28,10 @@ import torch
 from fast.codec import CodecGraph
 from fast.layers import bypass_config_getattr, fuse_layers
 from fast.megakernel import predictor_step, talker_step
-from fast.paths import MegakernelStopped, choose_path, describe, why_stopped
+from fast.paths import MegakernelStopped, check_torch, choose_path, describe, why_stopped
+from fast.prompt_templates import PromptTemplates
 from fast.self_test import why_wrong
+from fast.text_table import use_text_table
 from fast.turns import Turns
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
@@ -34,9 +43,15 @@ MIN_BATCH = 6
 def plug_in(tts, decoder, fused: bool | None) -> None:
     """Change what `decoder` captures and how `tts` decodes audio. `fused` is the argument of `accelerate`."""
     talker = tts.model.talker
+    check_torch(talker.device)
     bypass_config_getattr(tts.model.config, talker.config)
+    for name in ("spk_id", "spk_is_dialect"):  # upstream looks them up in lower case; a user's own may have capitals
+        speakers = getattr(talker.config, name) or {}
+        setattr(talker.config, name, {speaker.lower(): value for speaker, value in speakers.items()})
     decoder.lock = Turns()
 
+    decoder.host_talker = use_text_table(talker) if decoder.on_gpu else None
+    decoder.prompt_templates = PromptTemplates()
     use_megakernel, decoder.path = choose_path(talker, fused)
     decoder.keepalive = fuse_layers(talker, decoder.max_seq_len)  # read by the graphs
     if use_megakernel:
@@ -83,12 +98,18 @@ def leave_megakernel(decoder, reason: str) -> None:
     decoder.graphs.pop(1, None)
 
 
+def megakernel_stopped(decoder, reason: str) -> MegakernelStopped:
+    """The error of the request that was running. The next one runs on separate kernels."""
+    log.warning("%s", reason)
+    leave_megakernel(decoder, reason)
+    return MegakernelStopped(f"{reason}: the speech is lost, the next request runs on separate kernels")
+
+
 def check_and_end(decoder, all_ended: Callable, talker_graph, predictor_graph, rows: int, token_chosen) -> bool:
     """TalkerGraph.all_ended, which waits for the last step anyway, and whether the megakernel has stopped."""
     ended = all_ended(rows, token_chosen)
     if reason := why_stopped(talker_graph, predictor_graph):
-        leave_megakernel(decoder, reason)
-        raise MegakernelStopped(f"{reason}: the speech is lost, the next request runs on separate kernels")
+        raise megakernel_stopped(decoder, reason)
     return ended
 
 

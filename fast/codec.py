@@ -9,6 +9,7 @@ Shapes: B rows, T frames, C channels, H hidden size.
 """
 
 import copy
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -18,6 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from cudagraph_talker import additive_mask, capture, round_up
+from fast import codec_kernels
+from fast.codec_decoder import KernelDecoder
+
+log = logging.getLogger("qwen3_tts_cudagraphs")
 
 # Frames per captured graph; a chunk of another size is split into these. AttentionWindow.columns(size) must not exceed
 # the stored window plus `size`, which holds for powers of two but not for every size (10: 96 > 80 + 10).
@@ -45,20 +50,36 @@ class CodecGraph:
         self.samples_per_frame = tokenizer.get_decode_upsample_rate()
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
-        # Copy the modules but share the weights: upstream's own decoder stays as it is.
-        shared = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
-        self.decoder = copy.deepcopy(model, shared)
         with self.device:
             self.codes = torch.zeros(slots, config.num_quantizers, max(CHUNK_SIZES), dtype=torch.long)
             self.samples = torch.zeros(slots, max(CHUNK_SIZES) * self.samples_per_frame, dtype=torch.float32)
             self.position = torch.zeros(slots, dtype=torch.long)
-            self.window = AttentionWindow(self, config, slots, model.dtype)
-            self.state = [self.position, *self.window.keys, *self.window.values]
-            for module in self.decoder.modules():
-                self.keep_input(module, slots, model.dtype)
+            self.all_slots = torch.arange(slots)
+            self.state = [self.position]
+            reason = codec_kernels.why_not(model)
+            if reason:
+                log.info("the codec runs upstream's modules: %s", reason)
+                self.use_modules(model, slots)
+            else:
+                self.use_kernels(model, slots)
+        self.capture()
+
+    def use_kernels(self, model: nn.Module, slots: int) -> None:
+        """The same layers from few kernels, on the same weights."""
+        kernels = codec_kernels.CodecKernels(model, lambda: self.all_slots if self.rows is None else self.rows)
+        self.decoder = KernelDecoder(model, slots, self.position, kernels)
+        self.state += self.decoder.state
+
+    def use_modules(self, model: nn.Module, slots: int) -> None:
+        """Copy the modules but share the weights: upstream's own decoder stays as it is."""
+        shared = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
+        self.decoder = copy.deepcopy(model, shared)
+        self.window = AttentionWindow(self, model.config, slots, model.dtype)
+        self.state += [*self.window.keys, *self.window.values]
+        for module in self.decoder.modules():
+            self.keep_input(module, slots, model.dtype)
         precompute_constants(self.decoder)
         self.decoder.pre_transformer.forward = self.transformer
-        self.capture()
 
     def capture(self) -> None:
         pool = torch.cuda.graph_pool_handle() if self.stream else None

@@ -281,7 +281,7 @@ class FusedStep:
             matrix_fields.append(ordered(fields, MATRIX_FIELDS))
         end_of_list = [0] * len(MATRIX_FIELDS)
 
-        length = cache.max_cache_len
+        length = cache.length
         cos, sin = model.rotary_emb(
             torch.empty(0, dtype=model.dtype, device=device), torch.arange(length, device=device)[None]
         )

@@ -1,14 +1,28 @@
-"""Whether the megakernel can run a model on this machine, and if not, why; and whether it has stopped."""
+"""Whether torch is new enough, whether the megakernel can run a model on this machine, and if not, why; and whether it
+has stopped."""
+
+from operator import attrgetter
 
 import torch
 
 from fast import megakernel
 
 MIN_SHARED_BYTES = 99 * 1024  # of a block
+FUNCTIONS = ("nn.functional.rms_norm",)
+CUDA_FUNCTIONS = ("cuda.CUDAGraph.register_generator_state",)
 
 
 class MegakernelStopped(RuntimeError):
     """A wait in the megakernel took too long. What it has computed since is worthless."""
+
+
+def check_torch(device: torch.device, torch=torch) -> None:
+    """Jetsons and clusters come with a torch of their own: name what it lacks before anything is captured."""
+    for name in FUNCTIONS + (CUDA_FUNCTIONS if device.type == "cuda" else ()):
+        try:
+            attrgetter(name)(torch)
+        except AttributeError:
+            raise ValueError(f"torch {torch.__version__} has no torch.{name}: install torch 2.5 or newer") from None
 
 
 def choose_path(talker, fused: bool | None) -> tuple[bool, str]:

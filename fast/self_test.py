@@ -11,6 +11,7 @@ The megakernel generates FRAMES frames after a prompt of random codes. Compared 
     bookkeeping   codes, hidden states and the next embedding, which is a sum: they must be equal
 """
 
+import copy
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudagraph_talker import cache_view, round_up
+from cudagraph_talker import GraphCache, round_up
 from fast.megakernel_reference import (
     add_projection,
     angles,
@@ -73,6 +74,13 @@ def why_wrong(
     return ""
 
 
+def shortened(cache: GraphCache, length: int) -> GraphCache:
+    """The same memory; attention sees `length` positions."""
+    cache = copy.copy(cache)
+    cache.length = length
+    return cache
+
+
 class SelfTest:
     def __init__(self, talker: Any, predictor: Any, prompt: int, frames: int) -> None:
         self.talker = talker
@@ -102,7 +110,7 @@ class SelfTest:
         talker.padding.zero_()
         talker.cache.reset()
         predictor.cache.reset()
-        view = cache_view(talker.cache, round_up(self.prompt + self.frames))
+        view = shortened(talker.cache, round_up(self.prompt + self.frames))
         hidden = talker.forward(prompt, talker.positions[None, : self.prompt], view)
         talker.hidden.copy_(hidden[:, -1:])
         talker.prompt_length.fill_(self.prompt)
@@ -122,7 +130,7 @@ class SelfTest:
 
     def float_cache(self, graph: Any, layer: int) -> tuple[Tensor, Tensor]:
         """Copies of a layer's keys and values in float32, as far as they are used. (G, T, D) each"""
-        length = min(graph.cache.max_cache_len, round_up(self.prompt + self.frames))
+        length = min(graph.cache.length, round_up(self.prompt + self.frames))
         cached = graph.cache.layers[layer]
         return cached.keys[0, :, :length].float(), cached.values[0, :, :length].float()
 
@@ -172,7 +180,7 @@ class SelfTest:
         model = graph.model
         epsilon = model.config.rms_norm_eps
         sent = graph.step.exchanged()
-        length = graph.cache.max_cache_len
+        length = graph.cache.length
 
         keys, values = self.float_cache(graph, 0)
         for position, x in enumerate(inputs, first):
@@ -249,7 +257,7 @@ class SelfTest:
             x = frame.embedding.flatten().float()
             float_logits.append(linear(run_layers(model, self.caches, x, position), talker.head))
 
-        view = cache_view(talker.cache, round_up(positions[-1] + 1))
+        view = shortened(talker.cache, round_up(positions[-1] + 1))
         hidden = talker.forward(inputs, torch.tensor([positions], device=self.device), view)
         separate = talker.head(hidden[0]).float()
         fused = torch.cat([frame.logits for frame in frames])

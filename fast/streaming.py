@@ -1,27 +1,41 @@
 """Audio while it is generated: the frames of the decoder, in chunks, through the codec that keeps its state.
 
 The codec decodes a chunk on its own CUDA stream while the decoder computes the next frame, so `stream` yields a chunk
-one frame after its codes exist. The first chunk is yielded at once.
+one frame after its codes exist. The first chunk is yielded at once, and so is everything there is before a wait for
+text that is still being written.
 """
 
-import copy
+import asyncio
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
 
-from cudagraph_talker import Sampling
+from fast.arriving_text import ArrivingText, TextReader, text_rows
+from fast.prompts import decoder_of, prepare_request
+
+Chunk = tuple[np.ndarray, int]
 
 
 def stream(
-    method: Callable, *, text: str | list[str], chunk_frames: int | None = None, **kwargs
-) -> Iterator[tuple[np.ndarray, int]]:
+    method: Callable,
+    *,
+    text: str | list[str] | Iterable[str],
+    chunk_frames: int | None = None,
+    text_timeout: float = 60.0,
+    **kwargs,
+) -> Iterator[Chunk]:
     """Speak one text and yield (float32 samples, sample rate) while it is generated.
 
     method: tts.generate_voice_clone, generate_custom_voice or generate_voice_design of an accelerated model
-    kwargs: its other arguments
+    text: a text, or an iterator of its pieces, as a language model writes them. Speech begins when the first tokens
+        are there and waits when the text is late. The iterator runs in a thread of its own.
+    kwargs: the method's other arguments. Text from an iterator is spoken with non_streaming_mode=False.
     chunk_frames: frames of 80 ms per chunk. Default: 1, 1, 2, 4, 8, 8, ..., for an early start and then fewer chunks.
+    text_timeout: seconds without new text after which the stream ends with a TimeoutError
 
     The chunks joined are the audio of the whole call. Mistakes raise an error here, before the first chunk.
     """
@@ -29,25 +43,93 @@ def stream(
         raise ValueError(f"chunk_frames is {chunk_frames}, it must be at least 1")
     tts = method.__self__
     decoder = decoder_of(tts)
+    if hasattr(text, "__aiter__"):
+        raise ValueError("the text is an async iterator: use astream instead of stream")
+    if is_arriving(text):
+        if not 0 < text_timeout < float("inf"):
+            raise ValueError(f"text_timeout is {text_timeout}, it must be above 0 and finite, in seconds")
+        reader = TextReader(ArrivingText(decoder, method, **kwargs), text, text_timeout)
+        return arriving_audio_chunks(tts, decoder, reader, chunk_frames)
     request, _, reference = prepare_request(decoder, method, text, **kwargs)
     return audio_chunks(tts, decoder, request, reference, chunk_frames)
 
 
-def prepare_request(decoder, method: Callable, text, **kwargs) -> tuple[dict, int, torch.Tensor | None]:
-    """Build and check a request: arguments of talker.generate, the most frames, the codes that precede the speech."""
-    text = check_text(text)
-    if kwargs.get("voice_clone_prompt") is None and kwargs.get("ref_audio") is not None:
-        kwargs["voice_clone_prompt"] = method.__self__.create_voice_clone_prompt(
-            kwargs.pop("ref_audio"), kwargs.pop("ref_text", None), kwargs.pop("x_vector_only_mode", False)
-        )
-    request = build_request(method, text=text, **kwargs)
-    limit = check_request(decoder, request)
-    return request, limit, reference_codes(kwargs.get("voice_clone_prompt"))
+async def astream(
+    method: Callable, *, text: str | Iterable[str] | AsyncIterable[str], **kwargs
+) -> AsyncIterator[Chunk]:
+    """`stream` for asyncio: also takes an async iterator of pieces, and never blocks the event loop.
+
+    Mistakes raise an error at the first iteration.
+    """
+    pieces = AsyncPieces(text) if hasattr(text, "__aiter__") else None
+    thread = ThreadPoolExecutor(1, "speech")  # only one: `close` comes after a `next` whose caller was cancelled
+    run = asyncio.get_running_loop().run_in_executor
+    try:
+        chunks = await run(thread, lambda: stream(method, text=pieces or text, **kwargs))
+        try:
+            while (chunk := await run(thread, next, chunks, None)) is not None:
+                yield chunk
+        finally:
+            thread.submit(chunks.close)
+    finally:
+        if pieces:
+            pieces.cancel()
+        thread.shutdown(wait=False)
+
+
+class AsyncPieces:
+    """An async iterator of strings as an iterator for another thread."""
+
+    def __init__(self, pieces: AsyncIterable[str]):
+        self.pieces = aiter(pieces)
+        self.loop = asyncio.get_running_loop()
+        self.coming = None
+        self.is_cancelled = False
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        self.coming = asyncio.run_coroutine_threadsafe(self.get(), self.loop)
+        piece = self.coming.result()
+        if piece is None:
+            raise StopIteration
+        return piece
+
+    async def get(self) -> str | None:
+        if self.is_cancelled:
+            raise asyncio.CancelledError
+        return await anext(self.pieces, None)
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        if self.coming:
+            self.coming.cancel()
+
+
+def is_arriving(text) -> bool:
+    return hasattr(text, "__iter__") and not isinstance(text, str | bytes | list | tuple | dict | set)
+
+
+def arriving_audio_chunks(tts, decoder, reader: TextReader, chunk_frames: int | None) -> Iterator[Chunk]:
+    """`audio_chunks` of a text that is still arriving. The model is not locked before there is enough of it."""
+    text = reader.text
+    reader.start()
+    try:
+        reader.wait_until(lambda: text.can_begin)
+        yield from audio_chunks(tts, decoder, text.begin(), text.reference, chunk_frames, reader)
+    finally:
+        reader.close()
 
 
 def audio_chunks(
-    tts, decoder, request: dict, reference: torch.Tensor | None, chunk_frames: int | None
-) -> Iterator[tuple[np.ndarray, int]]:
+    tts,
+    decoder,
+    request: dict,
+    reference: torch.Tensor | None,
+    chunk_frames: int | None,
+    reader: TextReader | None = None,
+) -> Iterator[Chunk]:
     codec = tts.model.speech_tokenizer.decode.__self__
     rate = tts.model.speech_tokenizer.get_output_sample_rate()
     sizes = itertools.repeat(chunk_frames) if chunk_frames else growing_chunks()
@@ -60,17 +142,19 @@ def audio_chunks(
         codec.reset()
         if reference is not None:
             codec.feed(reference)  # prime the codec with the reference and discard that audio
-        for codes, _ in decoder.frames(**request):
+        for codes in frames_of(decoder, request, reader, turn):
             if wait_for_audio is not None:  # the codec worked while this frame was computed
                 with turn.paused():
                     yield wait_for_audio(), rate
                 wait_for_audio = None
-            frames.append(codes[0])
-            if len(frames) == size:
+            text_is_late = codes is None
+            if not text_is_late:
+                frames.append(codes)
+            if len(frames) == size or (text_is_late and frames):
                 wait_for_audio = codec.feed(torch.stack(frames))
                 frames = []
                 size = next(sizes)
-            if wait_for_audio is not None and is_first:
+            if wait_for_audio is not None and (is_first or text_is_late):
                 is_first = False
                 with turn.paused():
                     yield wait_for_audio(), rate
@@ -80,81 +164,39 @@ def audio_chunks(
         yield wait_for_audio(), rate
 
 
+def frames_of(decoder, request: dict, reader: TextReader | None, turn) -> Iterator[torch.Tensor | None]:
+    """The codes (16,) of each frame. None: the text is late, and the next frame waits for it."""
+    frames = decoder.frames(**request)
+    if reader is None:
+        yield from (codes[0] for codes, _ in frames)
+        return
+    text = reader.text
+    for number in itertools.count():
+        row_is_known = partial(text.has_row, number)
+        if not reader.is_ready(row_is_known):
+            yield None
+            with turn.paused():
+                reader.wait_until(row_is_known)
+        if number > 0:  # the first frame sets all rows from the request
+            write_text_rows(decoder, text)
+        frame = next(frames, None)
+        if frame is None:
+            return
+        codes, _ = frame
+        yield codes[0]
+
+
+def write_text_rows(decoder, text: ArrivingText) -> None:
+    """Put the rows of tokens that have become known into the graphs' static tensor. Those it has no room for are never
+    reached."""
+    first, ids = text.take_ids()
+    _, predictor = decoder.graphs_for(1)
+    room = predictor.text.shape[1] - first
+    if ids and room > 0:
+        rows = text_rows(decoder, ids[:room])
+        predictor.text[0, first : first + len(rows)] = rows
+
+
 def growing_chunks() -> Iterator[int]:
     """Frames per chunk: an early start, then fewer chunks."""
     return itertools.chain((1, 1, 2, 4), itertools.repeat(8))
-
-
-def decoder_of(tts):
-    """The Decoder that `accelerate` has put in the place of talker.generate."""
-    decoder = getattr(tts.model.talker.generate, "__self__", None)
-    if not hasattr(decoder, "frames"):
-        raise ValueError("stream needs an accelerated model: call accelerate(tts) first")
-    return decoder
-
-
-def check_text(text: str | list[str]) -> str:
-    """One text that can be spoken."""
-    if isinstance(text, list | tuple):
-        if len(text) != 1:
-            raise ValueError(f"stream speaks one text at a time, not {len(text)}")
-        (text,) = text
-    if not isinstance(text, str):
-        raise ValueError(f"the text is a {type(text).__name__}, it must be a string")
-    if not text.strip():
-        raise ValueError("the text is empty: give something to say")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the text has a character that UTF-8 cannot encode: {text[error.start]!r}") from None
-    return text
-
-
-def check_request(decoder, request: dict) -> int:
-    """Raise an error for settings and prompts that cannot be decoded. Returns the most frames there can be."""
-    for names in (
-        ("do_sample", "temperature", "top_k", "top_p"),
-        ("subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p"),
-    ):
-        Sampling(vocab_size=1).set(*(request[name] for name in names))
-    if request["eos_token_id"] != decoder.talker.config.codec_eos_token_id:
-        raise ValueError("stream decodes up to the model's own end token: another eos_token_id is for whole calls")
-    return decoder.frame_limit(**request)
-
-
-class RequestBuilt(Exception):
-    """Carries the arguments of talker.generate out of upstream's prompt code."""
-
-
-def raise_request(**request):
-    raise RequestBuilt(request)
-
-
-def build_request(method: Callable, **kwargs) -> dict:
-    """Let upstream build a prompt and return what it would pass to talker.generate.
-
-    The method runs on a shallow copy of the model whose talker.generate raises its arguments, so that other threads
-    can use the model meanwhile.
-    """
-    tts = copy.copy(method.__self__)
-    tts.model = copy.copy(tts.model)
-    tts.model._modules = dict(tts.model._modules)
-    tts.model.talker = copy.copy(tts.model.talker)
-    tts.model.talker.generate = raise_request
-    try:
-        getattr(tts, method.__name__)(**kwargs)
-    except RequestBuilt as built:
-        (request,) = built.args
-        return request
-    raise ValueError(f"{method.__name__} does not generate speech")
-
-
-def reference_codes(voice_clone_prompt) -> torch.Tensor | None:
-    """The codes (T, 16) that precede the speech in in-context cloning."""
-    if not voice_clone_prompt:
-        return None
-    if isinstance(voice_clone_prompt, dict):
-        codes = voice_clone_prompt.get("ref_code")
-    else:
-        codes = [item.ref_code for item in voice_clone_prompt]
-    return codes[0] if codes else None

@@ -1,6 +1,7 @@
 """One request at a time on one model, also when a stream is paused between two chunks."""
 
 import contextlib
+import os
 import threading
 import time
 import warnings
@@ -20,9 +21,19 @@ class Turns:
         self.patience = patience
         self.changed = threading.Condition()
         self.current = None
+        self.process = os.getpid()
+
+    def check_process(self) -> None:
+        """CUDA, captured graphs and torch's threads do not survive a fork: the child would fail oddly, or hang."""
+        if os.getpid() != self.process:
+            raise RuntimeError(
+                f"this model was loaded by process {self.process}, and this is its fork {os.getpid()}: load the model "
+                "after the fork, or start processes with 'spawn'"
+            )
 
     @contextlib.contextmanager
     def take(self) -> Iterator["Turn"]:
+        self.check_process()
         with self.changed:
             while self.current and not self.current.is_abandoned():
                 self.changed.wait(self.patience / 10)

@@ -17,6 +17,7 @@ class BatchCodec(CodecGraph):
         self.batches = batches
         self.unused = slots  # an extra slot that the padding rows of a batch read and write
         super().__init__(tokenizer, None, slots + 1)
+        self.state_rows = [[state[slot] for state in self.state] for slot in range(slots)]
 
     def capture(self) -> None:
         pool = torch.cuda.graph_pool_handle() if self.stream else None
@@ -42,7 +43,16 @@ class BatchCodec(CodecGraph):
     @torch.no_grad()
     def reset_row(self, slot: int) -> None:
         with self.on_own_stream():
-            torch._foreach_zero_([state[slot] for state in self.state])
+            torch._foreach_zero_(self.state_rows[slot])
+
+    @torch.no_grad()
+    def move(self, source: int, target: int) -> None:
+        with self.on_own_stream():
+            torch._foreach_copy_(self.state_rows[target], self.state_rows[source])
+
+    def wait(self) -> None:
+        if self.stream:
+            self.stream.synchronize()
 
     def prime(self, slot: int, codes: torch.Tensor) -> None:
         """Decode a reference (T, 16) and discard its audio."""

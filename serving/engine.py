@@ -4,83 +4,86 @@
         for audio, rate in engine.stream(tts.generate_voice_clone, text="Hello!", voice_clone_prompt=prompt, seed=7):
             play(audio)
 
-Each caller builds its prompt in its own thread and reads audio from a queue of its own. One thread, the engine's, runs
-the GPU: it admits waiting requests, launches a frame of all streams, hands full chunks to the codec and finished audio
-to the listeners. It never holds `changed`, the lock that listeners take, while the GPU works. It holds the model's lock
-while streams advance, so that other calls on the same model wait.
+    prompt thread            engine's thread                            delivery thread
+    upstream's prompt   ->   prefill, frames of all streams,      ->    wait for the codec, give each
+    (waiting)                full chunks to the codec (decoding)        listener its audio
+
+Each thread has a CUDA stream of its own. The engine's thread never holds `changed`, the lock that listeners take, while
+the GPU works. It holds the model's lock while streams advance, so that other calls on the same model wait.
 """
 
 import asyncio
 import atexit
 import collections
 import contextlib
+import heapq
 import logging
+import math
 import queue
 import threading
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 
+from fast import megakernel_stopped
+from fast.arriving_text import ArrivingText, text_rows
 from fast.megakernel import PredictorStep
-from fast.paths import MegakernelStopped, describe, why_stopped
-from fast.streaming import decoder_of, growing_chunks, prepare_request
-from serving.batch import Slots, frame_graph
-from serving.codec import BATCH_CHUNK_SIZES, BatchCodec
+from fast.paths import why_stopped
+from fast.prompts import (
+    check_request,
+    check_text,
+    decoder_of,
+    move_to,
+    reference_codes,
+    request_for,
+    with_voice_clone_prompt,
+)
+from fast.streaming import is_arriving
+from serving.batch import Prefill, Slots, copy_to_device, frame_graph, host_settings
+from serving.codec import BATCH_CHUNK_SIZES, BatchCodec, PendingAudio
+from serving.stream import END, CutOff, QueueFull, Stream
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
 Chunk = tuple[np.ndarray, int]
-END = None
-MAX_ADMISSIONS_PER_FRAME = 8  # prompts that are prefilled between two frames
+MAX_ADMISSIONS_PER_FRAME = 32  # prompts that are prefilled between two frames
+LEAD_TO_KEEP = 0.1  # seconds; streams with more audio ahead of playback wait for those who have heard nothing yet
+MAX_CODEC_ROWS = 64  # chunks that are decoded together; more take much memory and are not faster
+MAX_BATCHES_IN_CODEC = 8  # the engine waits for the codec before it hands over more
+NEEDED_LATER = ("do_sample", "subtalker_dosample", "max_new_tokens")  # arguments that are read after the prefill
 
 
-class Stream:
-    """One request: what to decode, how far it is, and where its audio goes."""
-
-    def __init__(self, put: Callable):
-        self.put = put  # takes audio, an exception or END; called in the engine's thread
-        self.cancelled = False
-        # the request
-        self.request = None  # arguments of talker.generate
-        self.prompt_ready = None  # a CUDA event after the kernels that built the prompt
-        self.prompt_length = 0
-        self.max_frames = 0
-        self.reference = None  # codes that precede the speech, for the codec
-        self.generator = None  # draws this stream's noise
-        self.is_seeded = False  # unseeded streams of a batch share one draw
-        # how far it is, in frames
-        self.launched = 0  # on the GPU
-        self.confirmed = 0  # known to the host to be complete
-        self.decoded = 0  # handed to the codec
-        self.finished = False  # its last frame is confirmed
-        self.was_cut_off = False
-        # its audio
-        self.codec_slot = None
-        self.chunk_sizes = growing_chunks()
-        self.chunk_size = next(self.chunk_sizes)
-        self.unread = 0  # chunks that the listener has not taken yet
-        self.paused_at = None  # time at which it began to wait for its listener
-
-    @property
-    def length(self) -> int:
-        """Positions of the cache in use."""
-        return self.prompt_length + self.launched
+def value_for(number: int, texts: int, name: str, value):
+    """The argument of one text out of several. Upstream's voice_clone_prompt has lists inside."""
+    if isinstance(value, dict):
+        return {key: value_for(number, texts, name, column) for key, column in value.items()}
+    if not (isinstance(value, list) and len(value) == texts):
+        return value
+    return value[number : number + 1] if name == "voice_clone_prompt" else value[number]
 
 
 class Engine:
     """Streams that share one model. `close` it, or use it in a `with` statement."""
 
     def __init__(
-        self, tts, max_streams: int = 64, max_unread: int = 64, max_waiting: int = 1024, patience: float = 10.0
+        self,
+        tts,
+        max_streams: int = 64,
+        max_unread: int = 64,
+        max_waiting: int = 1024,
+        patience: float = 10.0,
+        cut_off_is_error: bool = False,
     ):
         """Capture graphs for up to `max_streams` streams.
 
         max_unread: chunks that a listener may leave unread before its stream pauses
         max_waiting: requests that may wait for a place
         patience: seconds after which a paused stream loses its place to a waiting one
+        cut_off_is_error: raise CutOff after the last chunk of a speech that ended at a limit, instead of warning
         """
         if max_streams < 1 or max_unread < 1:
             raise ValueError(f"max_streams is {max_streams} and max_unread {max_unread}, both must be at least 1")
@@ -90,10 +93,12 @@ class Engine:
         self.device = self.talker.device
         self.on_gpu = self.device.type == "cuda"
         self.rate = tts.model.speech_tokenizer.get_output_sample_rate()
+        self.seconds_per_frame = tts.model.speech_tokenizer.get_decode_upsample_rate() / self.rate
         self.max_streams = max_streams
         self.max_unread = max_unread
         self.max_waiting = max_waiting
         self.patience = patience
+        self.cut_off_is_error = cut_off_is_error
         self.single = self.decoder.graphs_for(1)
         # The megakernel draws the noise of a frame's 15 codes in one call, upstream's layers one code at a time.
         self.draws_codes_at_once = isinstance(self.single[1].step, PredictorStep)
@@ -101,22 +106,26 @@ class Engine:
         with self.decoder.lock:
             self.capture()
 
+        self.preparing = 0  # requests whose prompts are being built
         self.waiting = collections.deque()
-        self.active = []  # admitted streams; active[i] is in slot i, but see in_single
-        self.single_stopped = False  # True: the megakernel has stopped, all frames are those of the batch
+        self.active = []  # admitted streams, each in its slot
         self.in_single = False  # True: there is one active stream, and its state is in the single-row graphs
+        self.free_slots = list(range(max_streams))  # of the codec, too; a heap
+        self.held_back = False  # whether streams wait for new listeners
         self.steps = collections.deque()  # frames launched whose `ended` flags the host has not read yet
-        self.chunks = collections.deque()  # (streams, their audio once it is decoded), in the codec's order
-        self.free_codec_slots = list(range(max_streams))
-        self.advancing = None  # host copy of slots.advance
+        self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (streams, their audio, an error or END), in order
+        self.advance_mask = None  # host copy of slots.advance
         self.closing = False
         self.why_closed = "the engine has been closed"
         self.changed = threading.Condition()
-        if self.on_gpu:  # a CUDA stream of its own, so that callers can build prompts beside the frames
-            self.cuda_stream = torch.cuda.Stream(self.device, priority=-1)
+        if self.on_gpu:
+            self.cuda_stream = torch.cuda.Stream(self.device)
             self.cuda_stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.prompt_thread = ThreadPoolExecutor(1, "speech prompts", self.start_prompt_thread)
         self.thread = threading.Thread(target=self.run, name="speech engine", daemon=True)
+        self.delivery = threading.Thread(target=self.deliver, name="speech delivery", daemon=True)
         self.thread.start()
+        self.delivery.start()
         atexit.register(self.close)
 
     @torch.inference_mode(False)
@@ -130,24 +139,44 @@ class Engine:
             log.info("capturing frames of up to %d streams", rows)
             self.graphs[rows] = frame_graph(self.talker, self.single[1], self.slots, rows)
             self.graphs[rows].capture(self.decoder.pool)
+        log.info("capturing prefills of several prompts")
+        self.prefills = Prefill(self.talker, self.slots, self.decoder.pool)
         log.info("capturing the codec for up to %d streams", self.max_streams)
-        self.codec = BatchCodec(self.tts.model.speech_tokenizer, self.max_streams, self.batch_sizes)
+        codec_batches = sorted({min(rows, MAX_CODEC_ROWS) for rows in self.batch_sizes})
+        self.codec = BatchCodec(self.tts.model.speech_tokenizer, self.max_streams, codec_batches)
 
     # ---- For listeners, in any thread
 
-    def stream(self, method: Callable, *, text: str, seed: int | None = None, **kwargs) -> Iterator[Chunk]:
+    def stream(
+        self,
+        method: Callable,
+        *,
+        text: str | Iterable[str],
+        seed: int | None = None,
+        text_timeout: float = 60.0,
+        **kwargs,
+    ) -> Iterator[Chunk]:
         """Speak one text and yield (float32 samples, sample rate) while it is generated.
 
         method: tts.generate_voice_clone, generate_custom_voice or generate_voice_design
+        text: a text, or an iterator of its pieces, as a language model writes them, which a thread reads
         seed: seeds a generator of this stream's own. On a CPU in float32 the speech does not depend on other streams;
             on a GPU a seed reproduces only if the stream is alone throughout, as rounding depends on the batch size.
+        text_timeout: seconds without new text after which the stream ends with a TimeoutError
         kwargs: the method's other arguments
 
         Chunks have 1, 1, 2, 4, 8, 8, ... frames. The request is queued at this call, and mistakes raise here.
         """
         audio = queue.SimpleQueue()
-        stream = Stream(audio.put)
-        self.submit(stream, method, text, seed, kwargs)
+        stream = Stream(audio.put, text_timeout)
+        kwargs = with_voice_clone_prompt(method, kwargs)
+        arrives = is_arriving(text)
+        try:
+            self.submit(stream, method, None if arrives else text, seed, kwargs).result()
+        except CancelledError:
+            raise RuntimeError(self.why_closed) from None
+        if arrives:
+            threading.Thread(target=self.read_pieces, args=(stream, text), name="text reader", daemon=True).start()
         chunks = self.chunks_of(stream, audio)
         next(chunks)  # enters its `try`, so that closing it before the first chunk cancels the request, too
         return chunks
@@ -155,13 +184,28 @@ class Engine:
     def chunks_of(self, stream: Stream, audio: queue.SimpleQueue) -> Iterator[Chunk]:
         try:
             yield None  # to `stream`
-            while (item := audio.get()) is not END:
+            while (item := self.next_item(stream, audio)) is not END:
                 yield self.take_item(stream, item), self.rate
             self.warn_if_cut_off(stream)
         finally:
             self.cancel(stream)
 
-    async def astream(self, method: Callable, *, text: str, seed: int | None = None, **kwargs) -> AsyncIterator[Chunk]:
+    def next_item(self, stream: Stream, audio: queue.SimpleQueue):
+        while True:
+            try:
+                return audio.get(timeout=stream.seconds_for_text())
+            except queue.Empty:
+                stream.check_text_timeout()
+
+    async def astream(
+        self,
+        method: Callable,
+        *,
+        text: str | Iterable[str] | AsyncIterable[str],
+        seed: int | None = None,
+        text_timeout: float = 60.0,
+        **kwargs,
+    ) -> AsyncIterator[Chunk]:
         """The same for asyncio, but queued at the first iteration, where mistakes raise. Never blocks the loop."""
         loop = asyncio.get_running_loop()
         audio = asyncio.Queue()
@@ -172,17 +216,51 @@ class Engine:
             except RuntimeError:  # the loop has been closed
                 self.cancel(stream)
 
-        stream = Stream(put)
+        stream = Stream(put, text_timeout)
+        reader = None
         try:
-            await asyncio.to_thread(self.submit, stream, method, text, seed, kwargs)
-            while (item := await audio.get()) is not END:
+            if kwargs.get("ref_audio") is not None:
+                kwargs = await asyncio.to_thread(with_voice_clone_prompt, method, kwargs)
+            arrives = is_arriving(text) or hasattr(text, "__aiter__")
+            await asyncio.wrap_future(self.submit(stream, method, None if arrives else text, seed, kwargs))
+            if hasattr(text, "__aiter__"):
+                reader = asyncio.create_task(self.aread_pieces(stream, text))
+            elif arrives:
+                threading.Thread(target=self.read_pieces, args=(stream, text), name="text reader", daemon=True).start()
+            while (item := await self.anext_item(stream, audio)) is not END:
                 yield self.take_item(stream, item), self.rate
             self.warn_if_cut_off(stream)
         finally:
             self.cancel(stream)
+            if reader:
+                reader.cancel()
+
+    async def anext_item(self, stream: Stream, audio: asyncio.Queue):
+        while True:
+            try:
+                return await asyncio.wait_for(audio.get(), stream.seconds_for_text())
+            except asyncio.TimeoutError:
+                stream.check_text_timeout()
+
+    def generate(
+        self, method: Callable, *, text: list[str], seed: int | None = None, **kwargs
+    ) -> tuple[list[np.ndarray], int]:
+        """Speak a list of texts together. Returns their samples and the sample rate, as upstream's methods do.
+
+        Arguments may be lists with one value per text. Text number i has the seed `seed + i`.
+        """
+
+        def speak(number: int) -> np.ndarray:
+            own = {name: value_for(number, len(text), name, value) for name, value in kwargs.items()}
+            own_seed = None if seed is None else seed + number
+            return np.concatenate([audio for audio, _ in self.stream(method, text=text[number], seed=own_seed, **own)])
+
+        kwargs = with_voice_clone_prompt(method, kwargs)
+        with ThreadPoolExecutor(self.max_streams, "speech list") as threads:
+            return [*threads.map(speak, range(len(text)))], self.rate
 
     def take_item(self, stream: Stream, item) -> np.ndarray:
-        if isinstance(item, Exception):
+        if isinstance(item, BaseException):
             raise item
         with self.changed:
             stream.unread -= 1
@@ -192,35 +270,131 @@ class Engine:
     def warn_if_cut_off(self, stream: Stream) -> None:
         if stream.was_cut_off:
             name = "max_seq_len" if stream.max_frames + 1 < stream.request["max_new_tokens"] else "max_new_tokens"
-            warnings.warn(
-                f"the speech was cut off after {stream.max_frames} frames, before its end: raise {name}", stacklevel=3
-            )
+            warning = CutOff(f"the speech was cut off after {stream.max_frames} frames, before its end: raise {name}")
+            if self.cut_off_is_error:
+                raise warning
+            warnings.warn(warning, stacklevel=3)
+
+    @property
+    def is_running(self) -> bool:
+        """False once it has been closed, or has stopped with an error."""
+        return not self.closing
+
+    def counts(self) -> tuple[int, int]:
+        """How many streams are active, and how many wait for a place."""
+        return len(self.active), len(self.waiting)
 
     def cancel(self, stream: Stream) -> None:
         with self.changed:
             stream.cancelled = True
             self.changed.notify_all()
 
-    @torch.no_grad()
-    def submit(self, stream: Stream, method: Callable, text: str, seed: int | None, kwargs: dict) -> None:
-        """Build the prompt in the caller's thread and queue the request."""
+    def submit(self, stream: Stream, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
+        """Have the prompt built and the request queued. `text` is None if it is still to come."""
+        self.decoder.lock.check_process()
         if method.__self__ is not self.tts:
             raise ValueError("this engine speaks with another model: use a method of the model it was made with")
         with self.changed:
-            if len(self.waiting) >= self.max_waiting:
-                raise RuntimeError(f"{len(self.waiting)} requests are waiting already: try again later")
-        request, stream.max_frames, stream.reference = prepare_request(self.decoder, method, text, **kwargs)
-        request["attention_mask"] = request["attention_mask"].cpu()  # here, so that the engine need not wait for it
-        stream.request = request
-        stream.prompt_length = request["attention_mask"].shape[1]
-        stream.generator = self.make_generator(seed)
-        stream.is_seeded = seed is not None
+            if self.closing:
+                raise RuntimeError(self.why_closed)
+            waiting = len(self.waiting) + self.preparing
+            if waiting >= self.max_waiting:
+                raise QueueFull(f"{waiting} requests are waiting already: try again later")
+            self.preparing += 1
+            return self.prompt_thread.submit(self.build_prompt, stream, method, text, seed, kwargs)
+
+    def read_pieces(self, stream: Stream, pieces: Iterable[str]) -> None:
+        """A thread of its own: the iterator may take its time."""
+        last = END
+        try:
+            for piece in pieces:
+                self.prompt_thread.submit(self.take_piece, stream, piece).result()
+                if stream.cancelled:
+                    return
+        except BaseException as error:  # raised again where the speech is read
+            last = error
+        with contextlib.suppress(RuntimeError, CancelledError):  # the engine has been closed
+            self.prompt_thread.submit(self.take_piece, stream, last)
+
+    async def aread_pieces(self, stream: Stream, pieces: AsyncIterable[str]) -> None:
+        last = END
+        try:
+            async for piece in pieces:
+                await asyncio.wrap_future(self.prompt_thread.submit(self.take_piece, stream, piece))
+        except Exception as error:
+            last = error
+        with contextlib.suppress(RuntimeError):
+            self.prompt_thread.submit(self.take_piece, stream, last)
+
+    # ---- The prompt thread: one, as upstream's Python code takes twice as long when many threads run it at once
+
+    def start_prompt_thread(self) -> None:
+        if self.on_gpu:
+            # The small kernels of a prompt must not wait for those of the frames.
+            torch.cuda.set_stream(torch.cuda.Stream(self.device, priority=-2))
+
+    @torch.no_grad()
+    def build_prompt(self, stream: Stream, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> None:
+        try:
+            if stream.cancelled:
+                return
+            stream.generator = self.make_generator(seed)
+            stream.is_seeded = seed is not None
+            if text is None:
+                stream.text = ArrivingText(self.decoder, method, **kwargs)
+                stream.reference = stream.text.reference
+            else:
+                stream.reference = reference_codes(kwargs.get("voice_clone_prompt"))
+                self.enqueue(stream, request_for(self.decoder, method, check_text(text), kwargs))
+        finally:
+            with self.changed:
+                self.preparing -= 1
+                self.changed.notify_all()
+
+    def enqueue(self, stream: Stream, request: dict) -> None:
+        stream.max_frames = check_request(self.decoder, request)
+        stream.request = move_to(self.device, request)
         stream.prompt_ready = self.decoder.record_event()
+        stream.settings = host_settings(self.talker.config, request)
+        stream.prompt_length = request["attention_mask"].shape[1]
         with self.changed:
             if self.closing:
                 raise RuntimeError(self.why_closed)
             self.waiting.append(stream)
             self.changed.notify_all()
+
+    @torch.no_grad()
+    def take_piece(self, stream: Stream, piece: str | BaseException | None) -> None:
+        """The next piece of a text that is still arriving, its end, or the error of its iterator."""
+        if stream.cancelled:
+            return
+        text = stream.text
+        try:
+            if isinstance(piece, BaseException):
+                raise piece
+            if piece is END:
+                text.finish()
+            else:
+                text.push(piece)
+            stream.text_came_at = time.monotonic()
+            if stream.request is None:
+                if text.can_begin:
+                    request = text.begin()
+                    stream.frames_with_text = math.inf if text.is_finished else text.rows
+                    self.enqueue(stream, request)
+                return
+            first, ids = text.take_ids()
+            rows = text_rows(self.decoder, ids)
+            known = math.inf if text.is_finished else text.rows
+            with self.changed:
+                stream.new_rows.append((first, rows, known, self.decoder.record_event()))
+                self.changed.notify_all()
+        except BaseException as error:
+            with self.changed:
+                stream.text_error = error
+                self.changed.notify_all()
+            if stream.request is None:  # the engine does not know it yet
+                stream.put(error)
 
     def make_generator(self, seed: int | None) -> torch.Generator:
         """A generator in the state that a call alone has after torch.manual_seed(seed).
@@ -243,14 +417,19 @@ class Engine:
             self.serve()
         except BaseException as error:
             log.exception("the engine has stopped")
-            with self.changed:
-                self.why_closed = f"the engine has stopped: {error}"
-                self.closing = True  # `submit` refuses from here on
+            self.fail(error)
         if self.on_gpu:
             with contextlib.suppress(Exception):
                 self.cuda_stream.synchronize()
                 self.codec.stream.synchronize()  # what they write is freed with the engine
+        self.decoding.put(None)
         self.end_all()
+
+    def fail(self, error: BaseException) -> None:
+        with self.changed:
+            self.why_closed = f"the engine has stopped: {error}"
+            self.closing = True  # `submit` refuses from here on
+            self.changed.notify_all()
 
     def serve(self) -> None:
         if self.on_gpu:
@@ -275,18 +454,26 @@ class Engine:
             self.drop_cancelled_and_overdue()
             self.admit()
             launched = self.launch()
-            # The host usually runs one frame behind, so that the GPU never waits for it. It catches up when the first
-            # chunk of a new stream is due, when nothing was launched, and on a CPU.
-            first_chunk_due = any(stream.confirmed == 0 for stream in self.active) and not self.waiting
-            catch_up = first_chunk_due or not launched or not self.on_gpu
-            self.read_ended_flags(keep=0 if catch_up else 1)
+            # On a GPU the host runs one frame behind, so that the GPU never waits for it.
+            self.check_ended(keep=1 if launched and self.on_gpu else 0)
             self.decode_chunks()
-            self.deliver(wait=catch_up)
             self.remove_finished()
-            if not launched and not self.chunks:
+            if not launched and self.held_back:
+                self.wait_for_newcomers()
+            elif not launched:
                 if self.in_single:
                     self.leave_single()  # another call may use the single-row graphs meanwhile
                 return
+
+    def wait_for_newcomers(self) -> None:
+        """Let new listeners have the GPU, and the prompt thread Python's lock, until they have heard something."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.waiting or self.closing or not self.has_newcomers(), timeout=0.002)
+
+    def has_newcomers(self) -> bool:
+        """Whether a listener who has heard nothing yet is on the way or has been admitted."""
+        can_admit = self.waiting and len(self.active) < self.max_streams
+        return bool(self.preparing or can_admit or any(stream.heard_from is None for stream in self.active))
 
     def wait_for_listeners(self) -> None:
         """Wait until a stream may advance, can be admitted or was cancelled. The timeout is for `patience`."""
@@ -295,7 +482,13 @@ class Engine:
 
     def has_work(self) -> bool:
         can_admit = self.waiting and len(self.active) < self.max_streams
-        can_advance = any(stream.cancelled or stream.unread < self.max_unread for stream in self.active)
+        can_advance = any(
+            stream.cancelled
+            or stream.new_rows
+            or (stream.unread < self.max_unread and stream.may_advance())
+            or (stream.text_error and stream.lacks_text())
+            for stream in self.active
+        )
         return bool(self.closing or not self.active or can_admit or can_advance)
 
     def drop_cancelled_and_overdue(self) -> None:
@@ -314,48 +507,80 @@ class Engine:
             stream.finished |= stream.cancelled
 
     def admit(self) -> None:
-        """Prefill waiting requests: a few at a time, so that nobody waits long for the next frame."""
-        for _ in range(MAX_ADMISSIONS_PER_FRAME):
-            with self.changed:
-                if not self.waiting or len(self.active) == self.max_streams:
-                    return
-                stream = self.waiting.popleft()
-            try:
-                self.prefill(stream)
-            except Exception as error:
-                if stream in self.active:
-                    raise  # slots and streams no longer agree
-                log.exception("a request failed")
-                self.free_codec_slot(stream)
-                stream.put(error)
+        """Prefill waiting requests: several at a time, but not so many that the others wait long for the next frame."""
+        with self.changed:
+            free = self.max_streams - len(self.active)
+            count = min(len(self.waiting), free, MAX_ADMISSIONS_PER_FRAME)
+            admitted = [self.waiting.popleft() for _ in range(count)]
+        if len(admitted) == 1 and not self.active and self.can_use_single():
+            self.prefill(admitted, self.prefill_single)
+        elif admitted:
+            if self.in_single:
+                self.leave_single()
+            while admitted:
+                together = self.count_that_fit(admitted)
+                self.prefill(admitted[:together], self.prefill_rows)
+                admitted = admitted[together:]
 
-    def prefill(self, stream: Stream) -> None:
-        talker, predictor = self.single
-        if self.in_single:
-            self.leave_single()
-        if not self.active and why_stopped(*self.single):  # in a call outside of the engine
-            self.single_stopped = True
-        request = stream.request
+    def count_that_fit(self, streams: list[Stream]) -> int:
+        """How many of them can be prefilled together, from the first on."""
+        lengths = [stream.prompt_length for stream in streams]
+        return next(count for count in range(len(streams), 0, -1) if self.prefills.graph_for(lengths[:count]))
+
+    def prefill(self, streams: list[Stream], run: Callable[[list[Stream]], None]) -> None:
+        for stream in streams:
+            self.use_prompt(stream)
+            stream.slot = heapq.heappop(self.free_slots)
+        try:
+            run(streams)
+        except Exception as error:
+            for stream in streams:
+                heapq.heappush(self.free_slots, stream.slot)
+            if len(streams) > 1:  # find out whose fault it is
+                for stream in streams:
+                    self.prefill([stream], run)
+            else:
+                log.exception("a request failed")
+                streams[0].put(error)
+            return
+        for stream in streams:
+            self.codec.reset_row(stream.slot)
+            if stream.reference is not None:
+                self.codec.prime(stream.slot, stream.reference)
+            stream.request = {name: stream.request[name] for name in NEEDED_LATER}
+            stream.settings = None
+            self.active.append(stream)
+
+    def use_prompt(self, stream: Stream) -> None:
+        """Order this thread's CUDA stream behind the caller's, on which the prompt was built."""
         if stream.prompt_ready:
             stream.prompt_ready.wait()
-            for value in request.values():
+            for value in stream.request.values():
                 if torch.is_tensor(value) and value.is_cuda:
-                    value.record_stream(self.cuda_stream)  # made on the caller's CUDA stream
-        talker.configure(**request)
-        predictor.configure(**request)
-        self.use_generator(stream)
-        predictor.begin(**request)
-        talker.begin(**request)
-        stream.request = {name: request[name] for name in ("do_sample", "subtalker_dosample", "max_new_tokens")}
+                    value.record_stream(self.cuda_stream)
 
-        stream.codec_slot = self.free_codec_slots.pop()
-        self.codec.reset_row(stream.codec_slot)
-        if stream.reference is not None:
-            self.codec.prime(stream.codec_slot, stream.reference)
-        self.active.append(stream)
+    def prefill_single(self, streams: list[Stream]) -> None:
+        """A stream that is alone: into the single-row graphs."""
+        (stream,) = streams
+        talker, predictor = self.single
+        talker.configure(**stream.request)
+        predictor.configure(**stream.request)
+        self.use_generator(stream)
+        predictor.begin(**stream.request)
+        talker.begin(**stream.request)
         self.in_single = True
-        if len(self.active) > 1:
-            self.leave_single()
+
+    def prefill_rows(self, streams: list[Stream]) -> None:
+        """Several prompts at once, into their slots."""
+        columns = zip(*((stream.slot, stream.request, stream.settings) for stream in streams))
+        graph = self.prefills.load(*map(list, columns))
+        noise = graph.sampling.noise
+        if not all(stream.is_seeded for stream in streams):
+            noise.exponential_(generator=self.shared_generator)
+        for row, stream in enumerate(streams):
+            if stream.is_seeded and stream.request["do_sample"]:
+                noise[row].exponential_(generator=stream.generator)
+        graph.replay()
 
     def use_generator(self, stream: Stream) -> None:
         """Let the single-row graphs draw from this stream's generator."""
@@ -366,169 +591,198 @@ class Engine:
         for sampling, sampled in ((talker.sampling, "do_sample"), (predictor.sampling, "subtalker_dosample")):
             sampling.generator = stream.generator if stream.request[sampled] else torch.Generator()
 
+    def can_use_single(self) -> bool:
+        """False once the megakernel has stopped, here or in a call outside the engine: use the batch."""
+        return not why_stopped(*self.single)
+
     def leave_single(self) -> None:
-        """The last stream moves from the single-row graphs to its slot."""
-        slot = len(self.active) - 1
-        stream = self.active[slot]
+        """The only stream moves from the single-row graphs to its slot."""
+        (stream,) = self.active
         if self.on_gpu:
             stream.generator.set_state(self.single[0].generator.get_state())
-        self.slots.copy_from_single(slot, *self.single, stream.length)
+        self.slots.copy_from_single(stream.slot, *self.single, stream.length)
         self.in_single = False
 
     def enter_single(self) -> None:
         """The only stream moves from its slot to the single-row graphs."""
         (stream,) = self.active
         self.use_generator(stream)
-        self.slots.copy_to_single(0, *self.single, stream.length)
+        self.slots.copy_to_single(stream.slot, *self.single, stream.length)
         self.in_single = True
 
     def launch(self) -> bool:
         """Launch one frame of every stream that may advance. Returns whether there was one."""
         for stream in self.active:
+            if stream.new_rows:
+                self.write_text(stream)
             is_paused = stream.unread >= self.max_unread
             stream.paused_at = (stream.paused_at or time.monotonic()) if is_paused else None
-        advancing = [
-            stream.launched < stream.max_frames and not stream.finished and stream.paused_at is None
-            for stream in self.active
-        ]
-        if not any(advancing):
+        advancing = [stream for stream in self.active if stream.may_advance() and stream.paused_at is None]
+        self.held_back = False
+        if self.has_newcomers():
+            urgent = [stream for stream in advancing if stream.decoded == 0 or self.lead(stream) < LEAD_TO_KEEP]
+            self.held_back = len(urgent) < len(advancing)
+            advancing = urgent
+        if not advancing:
             return False
 
-        if self.single_stopped and self.in_single:
-            self.leave_single()
-        if len(self.active) == 1 and not self.in_single and not self.waiting and not self.single_stopped:
+        if len(self.active) == 1 and not self.in_single and not self.waiting and self.can_use_single():
             self.enter_single()
-        if self.in_single:
-            talker, predictor = self.single
-            predictor.replay()
-            talker.replay()
-            ended = talker.ended
-        else:
-            self.set_advancing(advancing)
-            self.draw_noise(advancing)
-            rows = next(rows for rows in self.batch_sizes if rows >= len(self.active))
-            self.graphs[rows].replay()
-            ended = self.slots.ended[: len(self.active)]
-
+        ended = self.launch_single(*advancing) if self.in_single else self.launch_rows(advancing)
         on_host = torch.empty(ended.shape, dtype=torch.bool, device="cpu", pin_memory=self.on_gpu)
         on_host.copy_(ended, non_blocking=True)
-        streams = [stream if advances else None for stream, advances in zip(self.active, advancing)]
-        self.steps.append((self.decoder.record_event(), on_host, streams))
-        for stream in filter(None, streams):
-            stream.launched += 1
+        flags = [(stream, 0 if self.in_single else stream.slot) for stream in advancing]
+        graphs = self.single if self.in_single else ()
+        self.steps.append((self.decoder.record_event(), on_host, flags, graphs))
         return True
 
-    def set_advancing(self, advancing: list[bool]) -> None:
-        if advancing != self.advancing:
-            mask = torch.zeros(self.max_streams, dtype=torch.bool, pin_memory=self.on_gpu)
-            mask[: len(advancing)] = torch.tensor(advancing)
-            self.slots.advance.copy_(mask, non_blocking=True)
-            self.advancing = advancing
+    def write_text(self, stream: Stream) -> None:
+        """Put text that has arrived where the frames read it. There may be more of it than they can reach."""
+        text = self.single[1].text[0] if self.in_single else self.slots.text[stream.slot]
+        while stream.new_rows:
+            first, rows, stream.frames_with_text, ready = stream.new_rows.popleft()
+            if ready:
+                ready.wait()
+                rows.record_stream(self.cuda_stream)
+            rows = rows[: max(0, len(text) - first)]
+            text[first : first + len(rows)] = rows
 
-    def draw_noise(self, advancing: list[bool]) -> None:
+    def launch_single(self, stream: Stream) -> torch.Tensor:
+        talker, predictor = self.single
+        predictor.replay()
+        stream.launched += 1
+        if stream.decoded == 0:
+            # The first sound: its codes are complete, the talker's step would delay the codec.
+            self.decode_chunks()
+            self.codec.wait()
+        talker.replay()
+        return talker.ended
+
+    def launch_rows(self, advancing: list[Stream]) -> torch.Tensor:
+        self.close_gaps()
+        rows = self.rows_needed()
+        mask = [False] * len(self.slots.advance)
+        for stream in advancing:
+            mask[stream.slot] = True
+            stream.launched += 1
+        if mask != self.advance_mask:
+            copy_to_device(torch.tensor(mask), self.slots.advance)
+            self.advance_mask = mask
+        self.draw_noise(advancing, rows)
+        self.graphs[rows].replay()
+        return self.slots.ended[:rows]
+
+    def rows_needed(self) -> int:
+        """The smallest batch size that covers all slots in use."""
+        last = max(stream.slot for stream in self.active)
+        return next(rows for rows in self.batch_sizes if rows > last)
+
+    def close_gaps(self) -> None:
+        """Move streams to lower slots where a smaller batch size is enough for them."""
+        enough = next(rows for rows in self.batch_sizes if rows >= len(self.active))
+        for stream in self.active:
+            if stream.slot >= enough:
+                slot = heapq.heappushpop(self.free_slots, stream.slot)
+                self.slots.move(stream.slot, slot, stream.length)
+                self.codec.move(stream.slot, slot)
+                stream.slot = slot
+
+    def draw_noise(self, advancing: list[Stream], rows: int) -> None:
         """The random numbers of the next frame. A seeded stream draws them as it would alone, the others together."""
-        codes, token = self.slots.predictor_sampling.noise, self.slots.talker_sampling.noise
+        codes, token = self.slots.predictor_sampling.noise, self.slots.sampling.noise
         if not all(stream.is_seeded for stream in self.active):
-            codes[: len(self.active)].exponential_(generator=self.shared_generator)
-            token[: len(self.active)].exponential_(generator=self.shared_generator)
-        for slot, stream in enumerate(self.active):
-            if not (advancing[slot] and stream.is_seeded):
+            codes[:rows].exponential_(generator=self.shared_generator)
+            token[:rows].exponential_(generator=self.shared_generator)
+        for stream in advancing:
+            if not stream.is_seeded:
                 continue
             if stream.request["subtalker_dosample"]:
-                for part in [codes[slot]] if self.draws_codes_at_once else codes[slot].split(1):
+                noise = codes[stream.slot]
+                for part in [noise] if self.draws_codes_at_once else noise.split(1):
                     part.exponential_(generator=stream.generator)
             if stream.request["do_sample"]:
-                token[slot].exponential_(generator=stream.generator)
+                token[stream.slot].exponential_(generator=stream.generator)
 
-    def read_ended_flags(self, keep: int) -> None:
-        """Confirm launched frames, and learn whether their streams have ended. The last `keep` may still be running."""
+    def check_ended(self, keep: int) -> None:
+        """Learn which streams have ended after the frames launched so far. The last `keep` may still be running."""
         while len(self.steps) > keep:
-            event, ended, streams = self.steps.popleft()
+            event, ended, flags, graphs = self.steps.popleft()
             if event:
                 event.synchronize()
-            if not self.single_stopped and (reason := why_stopped(*self.single)):
-                self.single_stopped = True
-                self.decoder.path = describe(reason)
-                for stream in self.active:
-                    stream.put(MegakernelStopped(f"{reason}: the speech is lost, the next request runs without it"))
-                    stream.cancelled = stream.finished = True
-            for stream, has_ended in zip(streams, ended.tolist()):
-                if stream is None or stream.finished:
+            if reason := why_stopped(*graphs):
+                self.fail_stopped(reason, flags)
+            ended = ended.tolist()
+            for stream, index in flags:
+                if stream.finished:
                     continue
-                stream.confirmed += 1
-                stream.was_cut_off = stream.confirmed == stream.max_frames and not has_ended
+                has_ended = ended[index]
+                stream.checked += 1
+                stream.was_cut_off = stream.checked == stream.max_frames and not has_ended
                 stream.finished = has_ended or stream.was_cut_off
+        for stream in self.active:
+            is_all = not stream.new_rows and stream.lacks_text() and stream.checked == stream.launched
+            if stream.text_error and is_all:
+                stream.finished = True
+
+    def fail_stopped(self, reason: str, flags: list[tuple[Stream, int]]) -> None:
+        """The megakernel has stopped in a frame of this stream, whose state is worthless now."""
+        error = megakernel_stopped(self.decoder, reason)
+        for stream, _ in flags:
+            if not stream.finished:
+                stream.put(error)
+                stream.cancelled = stream.finished = True
 
     def decode_chunks(self) -> None:
-        """Hand full chunks to the codec, those of the same size together."""
-        by_size = collections.defaultdict(list)
-        for slot, stream in enumerate(self.active):
-            while not stream.cancelled and (size := self.next_chunk(stream)):
-                codes = self.single[1].codes[0] if self.in_single else self.slots.codes[slot]
-                by_size[size].append((stream, codes[stream.decoded : stream.decoded + size]))
-                stream.decoded += size
-                if not stream.finished:
-                    stream.chunk_size = next(stream.chunk_sizes)
-        # The last chunks of a stream become smaller: descending sizes keep their order.
-        for size in sorted(by_size, reverse=True):
-            chunks = by_size[size]
-            while chunks:
-                now, later = self.first_of_each_stream(chunks)
-                streams = [stream for stream, _ in now]
-                codes = torch.stack([codes for _, codes in now])
-                audio = self.codec.feed_rows([stream.codec_slot for stream in streams], codes)
-                self.chunks.append((streams, audio))
-                chunks = later
+        """Hand complete chunks to the codec: one of each stream at a time, as they must be decoded in order."""
+        while True:
+            by_size = collections.defaultdict(list)
+            for stream in self.active:
+                by_size[self.next_chunk(stream)].append(stream)
+            by_size.pop(0, None)
+            if not by_size:
+                return
+            # Small chunks first: they are those of streams with little audio ahead of their playback.
+            for size, streams in sorted(by_size.items()):
+                for first in range(0, len(streams), MAX_CODEC_ROWS):
+                    self.decode(streams[first : first + MAX_CODEC_ROWS], size)
 
-    @staticmethod
-    def first_of_each_stream(chunks: list) -> tuple[list, list]:
-        """Split into one codec batch and the rest: a stream's chunks must be decoded in order, one per batch."""
-        first, further, seen = [], [], set()
-        for stream, codes in chunks:
-            (further if stream in seen else first).append((stream, codes))
-            seen.add(stream)
-        return first, further
+    def decode(self, streams: list[Stream], size: int) -> None:
+        """Decode the next `size` frames of these streams."""
+        sources = [self.single[1].codes[0]] if self.in_single else [self.slots.codes[stream.slot] for stream in streams]
+        codes = [source[stream.decoded : stream.decoded + size] for source, stream in zip(sources, streams)]
+        audio = self.codec.feed_rows([stream.slot for stream in streams], torch.stack(codes))
+        for stream in streams:
+            stream.decoded += size
+            if not stream.finished:
+                stream.chunk_size = next(stream.chunk_sizes)
+        self.decoding.put((streams, audio))
+
+    def lead(self, stream: Stream) -> float:
+        """Seconds of audio ahead of the playback of a listener who plays from the first chunk on."""
+        played = 0.0 if stream.heard_from is None else time.monotonic() - stream.heard_from
+        return stream.decoded * self.seconds_per_frame - played
 
     def next_chunk(self, stream: Stream) -> int:
         """Frames of the chunk to decode next, 0 if it is not complete."""
-        available = stream.confirmed - stream.decoded
-        if available >= stream.chunk_size:
-            return stream.chunk_size
-        if not stream.finished:
+        if stream.cancelled:
             return 0
-        return next((size for size in BATCH_CHUNK_SIZES if size <= available), 0)
-
-    def deliver(self, wait: bool) -> None:
-        """Give decoded audio to its listeners."""
-        while self.chunks and (wait or self.chunks[0][1].is_done()):
-            streams, audio = self.chunks.popleft()
-            for stream, samples in zip(streams, audio.wait()):
-                if not stream.cancelled:
-                    with self.changed:
-                        stream.unread += 1
-                    stream.put(samples)
+        available = stream.valid - stream.decoded
+        if stream.finished or stream.lacks_text():
+            return next((size for size in BATCH_CHUNK_SIZES if size <= available), 0)
+        return stream.chunk_size if stream.chunk_size <= available else 0
 
     def remove_finished(self) -> None:
-        """Free the slots of finished streams. The last stream moves into the gap."""
-        in_codec = {stream for streams, _ in self.chunks for stream in streams}
-        for slot in reversed(range(len(self.active))):
-            stream = self.active[slot]
-            has_audio_left = stream in in_codec or (not stream.cancelled and stream.decoded < stream.confirmed)
-            if not stream.finished or has_audio_left:
+        """Free the slots of finished streams."""
+        for stream in [*self.active]:
+            if not stream.finished or (not stream.cancelled and stream.decoded < stream.valid):
                 continue
-            last = self.active.pop()
-            if last is not stream:
-                self.slots.move(len(self.active), slot, last.length)
-                self.active[slot] = last
+            self.active.remove(stream)
             self.in_single = False
-            self.free_codec_slot(stream)
+            heapq.heappush(self.free_slots, stream.slot)
             if not stream.cancelled:
-                stream.put(END)  # last: whoever has heard the end may count on a free slot
-
-    def free_codec_slot(self, stream: Stream) -> None:
-        if stream.codec_slot is not None:
-            self.free_codec_slots.append(stream.codec_slot)
-            stream.codec_slot = None
+                self.decoding.put(
+                    ([stream], stream.text_error or END)
+                )  # whoever has heard the end may count on a free slot
 
     def end_all(self) -> None:
         with self.changed:
@@ -538,6 +792,28 @@ class Engine:
         for stream in streams:
             stream.put(RuntimeError(self.why_closed))  # a new error for each thread
 
+    # ---- The delivery thread
+
+    def deliver(self) -> None:
+        """Give decoded audio to its listeners, in the order of the codec."""
+        while (item := self.decoding.get()) is not None:
+            streams, audio = item
+            try:
+                for stream, samples in zip(streams, audio.wait() if isinstance(audio, PendingAudio) else [audio]):
+                    if not stream.cancelled:
+                        self.count_unread(stream)
+                        stream.put(samples)
+            except Exception as error:
+                log.exception("the engine has stopped")
+                self.fail(error)
+
+    def count_unread(self, stream: Stream) -> None:
+        with self.changed:
+            stream.unread += 1
+            if stream.heard_from is None:
+                stream.heard_from = time.monotonic()
+                self.changed.notify_all()
+
     # ---- Lifetime
 
     def close(self) -> None:
@@ -545,7 +821,9 @@ class Engine:
         with self.changed:
             self.closing = True
             self.changed.notify_all()
+        self.prompt_thread.shutdown(cancel_futures=True)
         self.thread.join()
+        self.delivery.join()
         atexit.unregister(self.close)
 
     def __enter__(self) -> "Engine":

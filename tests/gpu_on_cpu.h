@@ -1,5 +1,6 @@
-// As much of a GPU as fast/megakernel.cu and fast/batched.cu need, on a CPU (x86_64 or aarch64, Linux). To be
-// included before one of them, with MEGAKERNEL_ON_CPU or BATCHED_ON_CPU defined.
+// As much of a GPU as fast/megakernel.cu, fast/batched.cu and fast/codec_kernels.cu need, on a CPU (x86_64 or
+// aarch64, Linux). To be included before one of them, with MEGAKERNEL_ON_CPU, BATCHED_ON_CPU or
+// CODEC_KERNELS_ON_CPU defined.
 //
 // Every GPU thread is a fiber on one CPU thread. A fiber runs until it waits for something - a barrier, the
 // other lanes of its warp, a value of another block - and then yields to the next. So this shows what the
@@ -221,6 +222,15 @@ unsigned pack_bf16x2(float low, float high) {
     return bits_of_bf16(low) | bits_of_bf16(high) << 16;
 }
 
+float half_of(unsigned pair, int i) {
+    return __uint_as_float(i ? pair & 0xffff0000 : pair << 16);
+}
+
+unsigned fma_bf16x2(unsigned x, unsigned y, unsigned z) {
+    const auto fma = [&](int i) { return half_of(x, i) * half_of(y, i) + half_of(z, i); };
+    return pack_bf16x2(fma(0), fma(1));
+}
+
 void store_relaxed(void *address, unsigned value) {
     *(volatile unsigned *)address = value;
 }
@@ -319,10 +329,6 @@ void mbarrier_arrive_after_copies(unsigned long long *barrier) {
 
 unsigned long long l2_policy(float) {
     return 0;
-}
-
-float half_of(unsigned pair, int i) {
-    return __uint_as_float(i ? pair & 0xffff0000 : pair << 16);
 }
 
 // Lane 4 r + q has of A the rows r and r + 8 at k = 2 q, 2 q + 1, 2 q + 8, 2 q + 9; of B column r at the same

@@ -1,8 +1,8 @@
-"""megakernel.cu and batched.cu as libraries for the CPU, compiled by g++ with gpu_on_cpu.h in front of them."""
+"""megakernel.cu, batched.cu and codec_kernels.cu as libraries for the CPU: compiled by g++, after gpu_on_cpu.h."""
 
 import ctypes
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,17 @@ OPTIONS = (
     "-fno-strict-aliasing",  # the kernel reads bfloat16 as uint2, and so on
     "-ffp-contract=off",  # the same sums on every CPU
     "-U_FORTIFY_SOURCE",  # whose longjmp refuses to change stacks
+    # A process loads several of these libraries, in which a name can mean different things. Without this, they would
+    # share the static variables of templates and inline functions.
+    "-fvisibility=hidden",
 )
 RUN = f"""
-extern "C" int run(const void *arguments, int grid, int threads, int shared_bytes) {{
+extern "C" [[gnu::visibility("default")]] int run(const void *arguments, int grid, int threads, int shared_bytes) {{
     return launch({KERNEL_NAME}, arguments, grid, threads, shared_bytes);
 }}
 """
 RUN_BATCHED = """
-extern "C" int run_{0}(const void *arguments, int grid_x, int grid_y, int threads) {{
+extern "C" [[gnu::visibility("default")]] int run_{0}(const void *arguments, int grid_x, int grid_y, int threads) {{
     return launch_in_turn({0}, arguments, grid_x, grid_y, threads, 48 << 10);
 }}
 """
@@ -60,14 +63,15 @@ class CpuKernel:
 
 
 class CpuKernels:
-    """Launches the kernels of batched.cu on fibers, in place of nvrtc.Kernels."""
+    """Launches the kernels of batched.cu or codec_kernels.cu on fibers, in place of nvrtc.Kernels."""
 
-    def __init__(self, source: str, folder: Path) -> None:
-        """`source` is batched.complete_source(sizes). A RuntimeError has the compiler's messages."""
-        cpp = folder / "batched.cpp"
-        library = folder / "batched.so"
-        entries = "".join(RUN_BATCHED.format(name) for name in batched.KERNELS)
-        cpp.write_text(f'#define BATCHED_ON_CPU\n#include "{HEADER}"\n{source}{entries}')
+    def __init__(self, source: str, folder: Path, names: Iterable[str] = batched.KERNELS) -> None:
+        """`source` is complete_source(sizes) of either. A RuntimeError has the compiler's messages."""
+        cpp = folder / "kernels.cpp"
+        library = folder / "kernels.so"
+        entries = "".join(RUN_BATCHED.format(name) for name in names)
+        on_cpu = "#define BATCHED_ON_CPU\n#define CODEC_KERNELS_ON_CPU\n"
+        cpp.write_text(f'{on_cpu}#include "{HEADER}"\n{source}{entries}')
         command = ["g++", *OPTIONS, "-O1", "-o", str(library), str(cpp)]  # compiles faster than -O2
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode != 0:

@@ -58,7 +58,7 @@ def stack(layers: int, hidden: int, inner: int, length: int) -> tuple[SimpleName
         norm=linear(hidden),
         rotary_emb=lambda *_: angles,
     )
-    cache = SimpleNamespace(max_cache_len=length, layers=[])
+    cache = SimpleNamespace(length=length, layers=[])
     for _ in range(layers):
         qkv = linear(4096, hidden).weight
         q, k, v = (SimpleNamespace(weight=weight) for weight in qkv.split([2048, 1024, 1024]))

@@ -18,7 +18,7 @@ import torch
 from gpu_on_cpu import CpuKernels
 from torch import Tensor
 
-from cudagraph_talker import Sampling, TalkerGraph, additive_mask, capture, round_up, sample, static_cache
+from cudagraph_talker import GraphCache, Sampling, TalkerGraph, additive_mask, capture, round_up, sample
 from fast import batched, nvrtc
 from fast import batched_reference as reference
 from fast.batched import BatchedStack, complete_source, kernel_sizes
@@ -77,7 +77,7 @@ def predictor_kernels(talker, tmp_path_factory) -> CpuKernels:
 
 def filled_cache(model: Any, slots: int, length: int) -> Any:
     """A cache in which every position has something that would be heard."""
-    cache = static_cache(model, slots, length)
+    cache = GraphCache(model, slots, length)
     for layer in cache.layers:
         layer.keys.normal_()
         layer.values.normal_()
@@ -172,7 +172,7 @@ def test_each_kernel_computes_what_the_reference_says(check, fused, kernels):
 
 def forward_of_model(model: Any, embeds: Tensor, cache: Any, position: int) -> Tensor:
     """Upstream's own forward for one row at one position. (H) -> (H)"""
-    visible = torch.arange(cache.max_cache_len) <= position
+    visible = torch.arange(cache.length) <= position
     mask = additive_mask(visible, model.dtype)[None, None, None]
     return model(
         inputs_embeds=embeds[None, None].to(model.dtype),

@@ -9,7 +9,7 @@ import torch
 
 import bench
 from cudagraph_talker import TalkerGraph
-from fast.streaming import build_request
+from fast.prompts import build_request
 from generate import load_upstream
 from tools.parity import Forced, one_pass
 from tools.random_checkpoint import write_checkpoint
@@ -35,6 +35,8 @@ def test_without_a_gpu_it_times_the_tiny_model_and_says_so(tmp_path, monkeypatch
         assert rows[name]["ms_per_frame"] > 0 and rows[name]["x_real_time"] > 0
     for chunks in ("1", "8", bench.GROWING):
         assert rows[f"separate kernels, chunks of {chunks}"]["first_audio_ms"] > 0
+    arriving = rows["separate kernels, text at 50 tokens per second"]
+    assert 0 < arriving["first_audio_ms"] and arriving["pieces_to_begin"] == 1  # every byte is a token here
     assert rows["separate kernels, batch of 2"]["audio_seconds_per_second"] > 0
     assert rows["separate kernels, times as fast"]["than upstream"] > 0
     assert soundfile.info(tmp_path / "sample_tiny.wav").samplerate == 24000
@@ -126,3 +128,20 @@ def test_the_figure_is_drawn_from_the_results(tmp_path, monkeypatch, capsys):
     figure = tmp_path / "results/speed.svg"
     assert "upstream, 0.6B" in figure.read_text()
     assert capsys.readouterr().out.strip() == str(figure)
+
+
+def test_the_peer_runs_with_a_python_of_its_own(tmp_path, capsys):
+    """Its transformers is another one. A peer that cannot run is left out with a line, without ending the benchmark."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    rows = {"faster-qwen3-tts": dict(ms_per_frame=20.0, version="0.5.4")}
+    answer = json.dumps(dict(models={"folder": rows}))
+    python.write_text(f'#!/bin/sh\n[ "$PYTHONPATH" = {tmp_path}/peers ] && [ -s "$5" ] && echo \'{answer}\' > "$7"\n')
+    python.chmod(0o755)
+    assert dict(bench.run_peer("folder", torch.zeros(4), python)) == rows
+
+    python.write_text("#!/bin/sh\necho 'error: no GPU' >&2\nexit 2\n")
+    assert dict(bench.run_peer("folder", torch.zeros(4), python)) == {}
+    assert dict(bench.run_peer("folder", torch.zeros(4), tmp_path / "bin" / "missing")) == {}
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "faster-qwen3-tts left out: error: no GPU" and "missing" in second

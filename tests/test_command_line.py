@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -202,8 +203,62 @@ def test_several_lines(spoken, tmp_path, monkeypatch):
     assert list(files) == ["out-001.wav", "out-002.wav"]
     assert files["out-001.wav"] == spoken(*voice, "--text", "One.")["out.wav"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("One.\nTwo, zwei, \u4e8c.\n"))
-    (joined,) = spoken(*voice, "--text", "-", "--join").values()
+    (joined,) = spoken(*voice, "--text", "-", "--join", "--pause", 0).values()
     assert joined[44:] == files["out-001.wav"][44:] + files["out-002.wav"][44:]
+
+
+def test_a_pipe_is_spoken_while_it_is_written(spoken, checkpoint, tmp_path):
+    """`llm | generate.py --text - --stream`: the first line must be heard before the second is written.
+
+    The bytes come one by one, so characters are cut, too. The last line has no end.
+    """
+    arguments = "--speaker", "aiden", "--no-non-streaming-mode", "--seed", "3", "--max-seq-len", "300"
+    (tmp_path / "lines.txt").write_text("One.\n\n  Two, zwei, \u4e8c.  \r\n \n3")
+    (whole,) = spoken("custom_voice", *arguments, "--text-file", tmp_path / "lines.txt", "--join").values()
+    command = [sys.executable, ROOT / "generate.py", "--model", checkpoint("custom_voice"), "--device", "cpu"]
+    with subprocess.Popen(
+        [*map(str, [*command, *arguments]), "--text", "-", "--stream", "--output", "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+    ) as process:
+        data = "\ufeffOne.\n\n  Two, zwei, \u4e8c.  \r\n \n3".encode()
+        for byte in data[:8]:
+            process.stdin.write(bytes([byte]))
+        heard = process.stdout.read(44 + 3840)
+        for byte in data[8:]:
+            process.stdin.write(bytes([byte]))
+        process.stdin.close()
+        heard += process.stdout.read()
+    assert process.returncode == 0
+    assert_same_audio(heard, whole)
+
+
+def assert_same_audio(streamed, whole):
+    """Up to the rounding of samples that were decoded in other chunks."""
+    streamed, whole = (np.frombuffer(wav[44:], "<i2").astype(int) for wav in (streamed, whole))
+    assert len(streamed) == len(whole) and np.abs(streamed - whole).max() <= 1
+
+
+@pytest.mark.parametrize(
+    "data, more, message",
+    [
+        (b"", (), "the text is empty"),
+        (b" \n\n", (), "the text is empty"),
+        (b"caf\xe9 \n", (), "cannot read stdin: it is not UTF-8"),
+        (b"Hi", ("--non-streaming-mode",), "leave out --stream"),
+    ],
+)
+def test_mistakes_in_a_pipe(call, checkpoint, tmp_path, monkeypatch, data, more, message):
+    """One line, and no file."""
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.seek(0)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(file))
+        words = options(checkpoint(), text="-", output=tmp_path / "out.wav")
+        code, _, stderr = call(cli.main, *words, "--stream", *more)
+    assert code == 2 and message in stderr and len(stderr.splitlines()) == 1
+    assert not (tmp_path / "out.wav").exists()
 
 
 def test_a_byte_order_mark_is_not_spoken(spoken, tmp_path):
@@ -363,6 +418,8 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(output="out.m4a", stream=""), ".m4a is not an audio format"),
     (dict(temperature=0), "--temperature is 0.0"),
     (dict(temperature=-1), "above 0"),
+    (dict(temperature=1e40), "at most 1e6"),
+    (dict(repetition_penalty=1e-9), "from 1e-6 to 1e6"),
     (dict(temperature="nan"), "nan"),
     (dict(temperature="inf"), "inf"),
     (dict(temperature="warm"), "invalid float value"),
@@ -374,6 +431,10 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(repetition_penalty=0), "1.0 for none"),
     (dict(max_seq_len=4), "from 32 to 32768"),
     (dict(max_seq_len=10**9), "from 32 to"),
+    (dict(pause=-1), "--pause is -1.0, it must be from 0 to 60"),
+    (dict(retry=-1), "--retry is -1"),
+    (dict(retry=2, no_limit_speech=""), "leave out --no-limit-speech"),
+    (dict(resume=""), "--resume is for files with several utterances"),
     (dict(seed=-1), "from 0 to"),
     (dict(seed=10**20), "from 0 to"),
     (dict(device="abacus"), "no device 'abacus'"),
@@ -453,11 +514,11 @@ def test_interrupted_stream_stays_a_valid_file(call, checkpoint, monkeypatch, tm
     """Ctrl-C: the audio so far can be played, and the exit code is the shell's for an interrupt."""
 
     def interrupted(method, **kwargs):
-        yield from itertools.islice(stream(method, **kwargs), 2)
+        yield from itertools.islice(speak(method, **kwargs), 2)
         raise KeyboardInterrupt
 
-    stream = cli.stream
-    monkeypatch.setattr(cli, "stream", interrupted)
+    speak = cli.speak
+    monkeypatch.setattr(cli, "speak", interrupted)
     code, _, stderr = call(
         cli.main, *options(checkpoint(), output=tmp_path / "out.wav"), "--stream", "--max-seq-len", 300
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-import cudagraph_predictor, cudagraph_talker
+import cudagraph_predictor, cudagraph_talker, generate
 from generate import accelerate, load, load_upstream
 
 torch.set_num_threads(1)
@@ -104,7 +104,7 @@ try:
 except ValueError as error:
     print("fused:", error)
 try:
-    from generate import stream
+    generate.stream(ours.generate_voice_design, text="Hello.")
 except ModuleNotFoundError as error:
     print("stream:", error.name)
 files = [Path(module.__file__) for module in sys.modules.values() if getattr(module, "__file__", None)]

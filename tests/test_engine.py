@@ -12,8 +12,9 @@ import torch
 from helpers import GREEDY, joined
 
 from cli import speaker_prompt
-from generate import load, stream
-from serving.engine import Engine, Stream
+from generate import accelerate, load, load_upstream, stream
+from serving.engine import Engine
+from serving.stream import Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 LIMIT = 300  # seconds that any wait may take
@@ -47,10 +48,10 @@ def assert_same(audio: np.ndarray, expected: np.ndarray) -> None:
 def wait_until_idle(engine: Engine) -> None:
     """Every place must become free again."""
     end = time.monotonic() + LIMIT
-    while engine.active or engine.waiting or len(engine.free_codec_slots) < engine.max_streams:
+    while engine.active or engine.waiting or len(engine.free_slots) < engine.max_streams:
         assert time.monotonic() < end, "a place was never freed"
         time.sleep(0.01)
-    assert sorted(engine.free_codec_slots) == list(range(engine.max_streams))
+    assert sorted(engine.free_slots) == list(range(engine.max_streams))
 
 
 @pytest.mark.gpu
@@ -95,6 +96,41 @@ def test_streams_that_join_and_leave_are_as_alone(voices, name):
         jobs = [threads.submit(speak, engine, number) for number in range(8)]
         for job, audio in zip(jobs, expected, strict=True):
             assert_same(job.result(LIMIT), audio)
+
+
+def test_prompts_that_wait_together_are_prefilled_together(voice, monkeypatch):
+    """Prompts of different lengths in one batch, then gaps between the slots: no padding may leak."""
+    method = voice.fast.generate_voice_clone
+    requests = requests_of(voice, 7)
+    expected = [alone(voice, **request) for request in requests]
+    with Engine(voice.fast, max_streams=8) as engine:
+        together, moves = [], []
+        load, move = engine.prefills.load, engine.slots.move
+        monkeypatch.setattr(
+            engine.prefills, "load", lambda slots, *rest: together.append(len(slots)) or load(slots, *rest)
+        )
+        monkeypatch.setattr(engine.slots, "move", lambda *slots: moves.append(slots) or move(*slots))
+        with engine.decoder.lock:  # the engine waits for it
+            streams = [engine.stream(method, **request) for request in requests]
+        for chunks, audio in zip(streams, expected, strict=True):
+            assert_same(joined(chunks), audio)
+    assert together == [7] and moves
+
+
+@pytest.mark.parametrize("name", ["x-vector", "in-context", "preset"])
+def test_a_list_of_texts(voices, name):
+    """More texts than slots, with an argument for each text, and prompts with a row for each."""
+    voice = voices(name).end_comes_up(True)
+    method, texts = getattr(voice.fast, voice.method), ["Hello there.", "Hi", "One, two, three."]
+    lists = dict(language=["English", "German", "Auto"])
+    if name == "in-context":
+        lists["voice_clone_prompt"] = voice.arguments["voice_clone_prompt"] * 3
+    with Engine(voice.fast, max_streams=2) as engine:
+        wavs, rate = engine.generate(method, text=texts, seed=5, max_new_tokens=12, **voice.arguments | lists)
+    assert rate == 24000 and len(wavs) == 3
+    for number, text in enumerate(texts):
+        arguments = voice.arguments | dict(text=text, language=lists["language"][number], max_new_tokens=12)
+        assert_same(wavs[number], alone(voice, 5 + number, **arguments))
 
 
 def test_a_listener_who_leaves_early_disturbs_nobody(voice):
@@ -168,7 +204,7 @@ def test_an_error_in_one_prompt_leaves_the_others_speaking(voice, monkeypatch):
         chunks = engine.stream(method, **good)
         heard = [next(chunks)[0]]
         with monkeypatch.context() as broken:
-            broken.setattr(engine.single[0], "begin", lambda **_: 1 / 0)
+            broken.setattr(engine.prefills, "load", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 list(engine.stream(method, **bad))
         heard += [audio for audio, _ in chunks]
@@ -200,21 +236,21 @@ def test_a_paused_stream_does_not_hold_up_other_calls(voice):
 def test_the_last_chunks_of_a_stream_are_decoded_in_order(voice, monkeypatch):
     """A stream that ends with 7 frames left has chunks of 4, 2 and 1, beside another one with a chunk of 1."""
     with Engine(voice.fast, max_streams=2) as engine:
-        beside, ending = Stream(None), Stream(None)
-        beside.confirmed = 1
-        ending.confirmed, ending.chunk_size, ending.finished = 7, 8, True
+        beside, ending = Stream(print), Stream(print)
+        beside.launched = 1
+        ending.checked, ending.finished = 7, True
         engine.slots.codes[1, :, 0] = torch.arange(len(engine.slots.codes[1]))
-        beside.codec_slot, ending.codec_slot = 0, 1
+        beside.slot, ending.slot = 0, 1
         fed = []
         monkeypatch.setattr(
             engine.codec, "feed_rows", lambda slots, codes: fed.extend(zip(slots, codes[..., 0].tolist()))
         )
-        monkeypatch.setattr(engine, "active", [beside, ending])
-        engine.decode_chunks()
+        with engine.decoder.lock:  # keeps the engine's thread out
+            monkeypatch.setattr(engine, "active", [beside, ending])
+            engine.decode_chunks()
+            engine.active.clear()
         frames = [frame for slot, codes in fed if slot == 1 for frame in codes]
         assert frames == list(range(7))
-        engine.active.clear()
-        engine.chunks.clear()
 
 
 def test_closing_ends_all_streams_with_an_error(voices):
@@ -249,15 +285,22 @@ def test_other_calls_on_the_model_wait_their_turn(voice):
         joined(engine.stream(method, **third))
 
 
-def test_a_stream_that_fills_the_cache(voices):
+def test_a_stream_that_fills_the_cache(voice):
     """Its row stays in the batch while its last chunk is decoded, at a position behind the cache."""
-    voice = voices("x-vector").end_comes_up(False)
-    method = voice.fast.generate_voice_clone
+    tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=96)
+    tts.model.talker.codec_head.weight.data[voice.end_token] = 0  # it never ends
     full = dict(text="Hello.", seed=1, max_new_tokens=10_000, **voice.arguments)
-    other = dict(text="Hi.", seed=2, max_new_tokens=380, **voice.arguments)
-    expected = alone(voice, **full), alone(voice, **other)
-    with Engine(voice.fast, max_streams=2) as engine, ThreadPoolExecutor(2) as threads:
-        jobs = [threads.submit(lambda request: joined(engine.stream(method, **request)), r) for r in (full, other)]
+    other = dict(text="Hi.", seed=2, max_new_tokens=90, **voice.arguments)
+    expected = []
+    for request in (full, other):
+        torch.manual_seed(request["seed"])
+        arguments = {name: value for name, value in request.items() if name != "seed"}
+        expected.append(joined(stream(tts.generate_voice_clone, **arguments)))
+    with Engine(tts, max_streams=2) as engine, ThreadPoolExecutor(2) as threads:
+        speak = engine.stream
+        jobs = [
+            threads.submit(lambda request: joined(speak(tts.generate_voice_clone, **request)), r) for r in (full, other)
+        ]
         for job, audio in zip(jobs, expected, strict=True):
             assert_same(job.result(LIMIT), audio)
 
@@ -303,3 +346,92 @@ def test_asyncio(voice):
 
     for audio, alone_audio in zip(asyncio.run(main()), expected, strict=True):
         assert_same(audio, alone_audio)
+
+
+def pieces_of(text, seconds=0.0):
+    for start in range(0, len(text), 3):
+        time.sleep(seconds)
+        yield text[start : start + 3]
+
+
+async def async_pieces_of(text):
+    for piece in pieces_of(text):
+        await asyncio.sleep(0.002)
+        yield piece
+
+
+@pytest.mark.parametrize("name", ["x-vector", "in-context", "preset"])
+def test_texts_that_arrive_are_spoken_as_if_they_were_whole(voices, name):
+    """Beside other streams, from threads and from asyncio, at different speeds."""
+    voice = voices(name).end_comes_up(True)
+    method = getattr(voice.fast, voice.method)
+    requests = [request | dict(text=f"{request['text']}, and 3 more.") for request in requests_of(voice, 6)]
+    expected = [alone(voice, **request | dict(non_streaming_mode=False)) for request in requests]
+
+    def speak(engine, number):
+        request = requests[number] | dict(non_streaming_mode=False)
+        if number % 3 == 1:
+            request["text"] = pieces_of(request["text"], seconds=0.002 * number)
+        if number % 3 != 2:
+            return joined(engine.stream(method, **request))
+        request["text"] = async_pieces_of(request["text"])
+
+        async def collect():
+            return [chunk async for chunk in engine.astream(method, **request)]
+
+        return joined(asyncio.run(collect()))
+
+    with Engine(voice.fast, max_streams=4) as engine, ThreadPoolExecutor(6) as threads:
+        jobs = [threads.submit(speak, engine, number) for number in range(6)]
+        for job, audio in zip(jobs, expected, strict=True):
+            assert_same(job.result(LIMIT), audio)
+        wait_until_idle(engine)
+
+
+def test_a_stream_whose_text_is_late_waits_and_others_go_on(voices):
+    """The frames that are known are heard at once, however small the chunk."""
+    voice = voices("x-vector").end_comes_up(False)
+    method = voice.fast.generate_voice_clone
+    go_on = threading.Event()
+    text = "one two three four five six"
+
+    def pieces():
+        yield text[:14]
+        assert go_on.wait(LIMIT)
+        yield text[14:]
+
+    request = dict(seed=3, max_new_tokens=30, non_streaming_mode=False, **voice.arguments)
+    expected = alone(voice, text=text, **request)
+    with Engine(voice.fast, max_streams=2) as engine:
+        chunks = engine.stream(method, text=pieces(), **request)
+        heard = [next(chunks)[0]]
+        assert_same(joined(engine.stream(method, text=text, **request)), expected)
+        go_on.set()
+        heard += [audio for audio, _ in chunks]
+        assert_same(np.concatenate(heard), expected)
+
+
+def test_an_iterator_that_fails_or_stops_ends_its_stream_only(voices):
+    voice = voices("x-vector").end_comes_up(False)
+    method = voice.fast.generate_voice_clone
+    (request,) = requests_of(voice, 1)
+    request |= dict(non_streaming_mode=False, max_new_tokens=40)
+
+    def failing(start):
+        yield start
+        raise KeyError("the language model is gone")
+
+    def stopping(start):
+        yield start
+        time.sleep(3)
+
+    with Engine(voice.fast, max_streams=1) as engine:
+        for start in ("", "one two three four"):
+            with pytest.raises(KeyError, match="gone"):
+                list(engine.stream(method, **request | dict(text=failing(start))))
+            with pytest.raises(TimeoutError, match="no text"):
+                list(engine.stream(method, **request | dict(text=stopping(start)), text_timeout=0.3))
+            wait_until_idle(engine)
+        with pytest.raises(ValueError, match="empty"):
+            list(engine.stream(method, **request | dict(text=iter([" "]))))
+        assert_same(joined(engine.stream(method, **request)), alone(voice, **request))

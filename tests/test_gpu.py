@@ -1,6 +1,7 @@
 """What only a GPU can show, on random weights of the published shapes. Skipped without one."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,7 +12,7 @@ from helpers import GREEDY, assert_the_same_together, joined
 import cudagraph_predictor
 import cudagraph_talker
 from cli import speaker_prompt
-from fast.streaming import build_request, decoder_of
+from fast.prompts import build_request, decoder_of
 from generate import accelerate, load_upstream, stream
 
 pytestmark = [
@@ -302,3 +303,23 @@ def test_codec_of_a_batch(fast):
         with torch.no_grad():
             expected = codec.model.decoder(utterance.T[None])[0, 0].float().cpu().numpy()
         assert np.abs(audio - expected).max() < 0.02 and np.corrcoef(audio, expected)[0, 1] > 0.999
+
+
+def test_text_that_arrives_is_where_the_frames_read_it(fast):
+    """Rows that are written late, twice or beside their frame would be heard as missing or repeated words."""
+    method = fast.generate_voice_clone
+    voice = dict(language="English", voice_clone_prompt=speaker_prompt(fast.speaker))
+    request = build_request(method, text=TEXTS[2], **voice)
+    rows = request["trailing_text_hidden"][0]
+
+    def pieces():
+        for character in TEXTS[2]:
+            time.sleep(0.002)
+            yield character
+
+    audio = joined(stream(method, text=pieces(), max_new_tokens=len(rows) + 11, **voice))
+    assert len(audio) == (len(rows) + 10) * 1920
+    _, predictor = decoder_of(fast).graphs_for(1)
+    padding = request["tts_pad_embed"][0].expand(10, -1)
+    written = predictor.text[0, : len(rows) + 10]
+    torch.testing.assert_close(written, torch.cat([rows, padding]), rtol=0.02, atol=0.02)

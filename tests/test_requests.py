@@ -13,7 +13,7 @@ import torch
 from helpers import GREEDY, VOICES, assert_the_same_together, joined
 
 from fast import batch_sizes
-from fast.streaming import build_request, decoder_of
+from fast.prompts import build_request, decoder_of
 from generate import accelerate, load, load_upstream, stream
 
 TEXT = "Hello there."

@@ -4,14 +4,16 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, joined
 from megakernel_cases import some_talker
 from test_kernel_on_cpu import HIDDEN, LENGTH, cpu_kernel_for
 from test_megakernel import on_gpu
@@ -20,8 +22,11 @@ from cli import cli_errors, speaker_prompt
 from fast import check_and_end, megakernel, nvrtc
 from fast.megakernel import Sizes, complete_source, kernel_sizes
 from fast.paths import MegakernelStopped
-from fast.streaming import decoder_of
+from fast.prompts import decoder_of
 from generate import accelerate, load_upstream
+from serving.engine import Engine
+
+LIMIT = 60  # seconds that a wait of a test may take
 
 PUBLISHES = "if (row < EIGHTHS * share.rows_per_eighth) {"
 FILLS = "fill(stage, producer, source, bytes_per_eighth, policy);"
@@ -84,6 +89,115 @@ def test_a_stopped_megakernel_ends_the_request_and_is_left(checkpoint):
     assert len(audio) > 0
     assert decoder.graphs_for(1)[0] is not talker_graph
     assert decoder.path.startswith("separate kernels, no megakernel: the megakernel has stopped")
+
+
+class StoppingStep(megakernel.FusedStep):
+    """Replaces a captured predictor: it gives up in one frame and leaves NaN behind, as a megakernel may."""
+
+    def __init__(self, graph: Any, frame: int) -> None:
+        self.graph = graph
+        self.own_replay = graph.replay
+        self.frame = frame
+        self.failed_on_host = torch.zeros(1, dtype=torch.int32)
+        self.stops = threading.Event()
+        self.may_go_on = threading.Event()
+        self.launches = 0
+
+    def __call__(self) -> None:
+        self.own_replay()
+        self.launches += 1
+        if self.graph.talker_graph.frame == self.frame:
+            self.stops.set()
+            assert self.may_go_on.wait(LIMIT)
+            self.failed_on_host.fill_(1)
+            self.graph.talker_graph.hidden.fill_(float("nan"))
+            for layer in self.graph.talker_graph.cache.layers:
+                layer.keys.fill_(float("nan"))
+
+
+class Stopping:
+    """An accelerated model whose predictor gives up in frame 5, and the same request as it should be."""
+
+    def __init__(self, folder: Any) -> None:
+        self.tts = accelerate(load_upstream(str(folder), "cpu"), max_seq_len=128)
+        self.method = self.tts.generate_voice_clone
+        self.decoder = decoder_of(self.tts)
+        voice = speaker_prompt(torch.load(folder / "speaker.pt", weights_only=True))
+        self.request = dict(text="Hello!", language="English", voice_clone_prompt=voice, max_new_tokens=12)
+        self.expected = self.speak_alone()
+        talker_graph, predictor_graph = self.decoder.graphs_for(1)
+        self.step = StoppingStep(predictor_graph, 5)
+        predictor_graph.step = predictor_graph.replay = self.step
+        talker_graph.all_ended = partial(
+            check_and_end, self.decoder, talker_graph.all_ended, talker_graph, predictor_graph
+        )
+
+    def speak_alone(self) -> np.ndarray:
+        torch.manual_seed(3)
+        (audio,), _ = self.method(**self.request)
+        return audio
+
+    def speak_in(self, engine: Engine) -> np.ndarray:
+        return joined(engine.stream(self.method, seed=3, **self.request))
+
+    def check_that_it_is_left(self, engine: Engine) -> None:
+        """The engine's next request and the next call outside are right, without the graphs that have stopped."""
+        launches = self.step.launches
+        np.testing.assert_allclose(self.speak_in(engine), self.expected, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(self.speak_alone(), self.expected, rtol=0, atol=1e-5)
+        assert self.step.launches == launches
+        assert self.decoder.path.startswith("separate kernels, no megakernel: the megakernel has stopped")
+
+
+@pytest.fixture
+def stopping(checkpoint) -> Stopping:
+    return Stopping(checkpoint("base", "tiny"))
+
+
+def run_one_frame_behind(engine: Engine) -> None:
+    """As on a GPU, where the host learns of a frame after it has launched the next one."""
+    launch, check_ended = engine.launch, engine.check_ended
+    launched = []
+    engine.launch = lambda: launched.append(launch()) or launched[-1]
+    engine.check_ended = lambda keep: check_ended(keep=int(launched[-1]))
+
+
+@pytest.mark.filterwarnings("ignore:the speech was cut off")
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_in_the_engine_the_request_fails_and_the_next_one_runs(stopping, is_behind):
+    with Engine(stopping.tts, max_streams=2) as engine:
+        if is_behind:
+            run_one_frame_behind(engine)
+        stopping.step.may_go_on.set()
+        with pytest.raises(MegakernelStopped, match="waited for another one for 2 s: .* next request"):
+            stopping.speak_in(engine)
+        stopping.check_that_it_is_left(engine)
+
+
+@pytest.mark.filterwarnings("ignore:the speech was cut off")
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_a_stream_that_joins_in_that_moment_is_right(stopping, is_behind):
+    """The stopped stream may already have been moved into the batch when the host learns of it: only that one fails."""
+    with Engine(stopping.tts, max_streams=2) as engine:
+        if is_behind:
+            run_one_frame_behind(engine)
+        first = engine.stream(stopping.method, seed=3, **stopping.request)
+        assert stopping.step.stops.wait(LIMIT)
+        second = engine.stream(stopping.method, seed=3, **stopping.request)
+        stopping.step.may_go_on.set()
+        np.testing.assert_allclose(joined(second), stopping.expected, rtol=0, atol=1e-5)
+        with pytest.raises(MegakernelStopped):
+            joined(first)
+        stopping.check_that_it_is_left(engine)
+
+
+@pytest.mark.filterwarnings("ignore:the speech was cut off")
+def test_the_engine_does_not_use_what_stopped_outside(stopping):
+    with Engine(stopping.tts, max_streams=2) as engine:
+        stopping.step.may_go_on.set()
+        with pytest.raises(MegakernelStopped):
+            stopping.speak_alone()
+        stopping.check_that_it_is_left(engine)
 
 
 def test_the_command_line_says_so_in_one_line(capsys):
@@ -218,9 +332,8 @@ TWO_PROCESSES = """
     import sys, time
     sys.path.insert(0, {root!r})
     import torch
-    from cli import cli_errors, speaker_prompt
-from fast import check_and_end, megakernel, nvrtc
-    from fast.streaming import decoder_of
+    from cli import speaker_prompt
+    from fast.prompts import decoder_of
     from generate import load
 
     tts = load({folder!r}, max_seq_len=512)

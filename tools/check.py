@@ -11,14 +11,18 @@ import numpy as np
 import torch
 
 from cli import speaker_prompt
-from fast.streaming import build_request, decoder_of, stream
+from fast.prompts import build_request, decoder_of, move_to
+from fast.streaming import stream
 from generate import Decoder, accelerate, load_upstream
-from tools.parity import Forced, error, one_pass, verdict
+from serving.batch import KernelFrameGraph
+from serving.engine import Engine
+from tools.parity import Forced, batch_logits, error, one_pass, verdict
 
 TEXT = (
     "Two models with the same weights should say the same thing in the same voice. Whether they do is hard to hear, "
     "but easy to measure: give both the same tokens, frame by frame, and compare what they would have said next."
 )
+MAX_STREAMS = 64  # batches of up to that many rows are checked
 MAX_STREAM_DIFFERENCE = {"cuda": 0.02, "cpu": 1e-5}  # of full scale; a GPU decodes chunks with other kernels
 
 Result = tuple[str, bool, str]  # what was checked, whether it is right, and figures
@@ -28,7 +32,9 @@ def check(folder: str, speaker: torch.Tensor, frames: int) -> Iterator[Result]:
     """Check a Base checkpoint with a speech of that many frames."""
     tts = accelerate(load_upstream(folder))
     decoder = decoder_of(tts)
-    request = build_request(tts.generate_voice_clone, **clone_arguments(speaker, frames))
+    request = move_to(
+        decoder.talker.device, build_request(tts.generate_voice_clone, **clone_arguments(speaker, frames))
+    )
     tokens, fused_logits = speak(decoder, request)
     again, _ = speak(decoder, request)
 
@@ -41,6 +47,10 @@ def check(folder: str, speaker: torch.Tensor, frames: int) -> Iterator[Result]:
     paths = {"separate kernels": Forced(tts.model.talker, decoder.max_seq_len).logits(tokens, **request)}
     if fused_logits:
         paths["megakernel"] = fused_logits
+    with Engine(tts, max_streams=MAX_STREAMS) as engine:
+        for rows, graph in engine.graphs.items():
+            if isinstance(graph, KernelFrameGraph):
+                paths[f"batch of {rows}"] = batch_logits(engine, rows, tokens, request)
     del tts, decoder  # their GPU memory is needed for float32
     gc.collect()
     torch.cuda.empty_cache()

@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import torch
+
 from cli import FRAME_RATE
 from serving.engine import Engine
 
@@ -81,24 +83,32 @@ def summary(listeners: list[Listener], wall: float) -> dict:
     )
 
 
-def time_streams(tts, request: dict, counts: tuple[int, ...], poisson_seconds: float) -> Iterator[tuple[str, dict]]:
-    """Rows of the benchmark. `request` are arguments of generate_voice_clone."""
+def time_streams(
+    tts, request: dict, counts: tuple[int, ...], poisson_seconds: float, held: tuple[int, ...]
+) -> Iterator[tuple[str, dict]]:
+    """Rows of the benchmark. `request` are arguments of generate_voice_clone; `held` numbers of listeners to try."""
 
-    def start_stream() -> Iterator:
-        return engine.stream(tts.generate_voice_clone, **request)
+    def speak(**changes) -> Callable[[], Iterator]:
+        return lambda: engine.stream(tts.generate_voice_clone, **request | changes)
 
+    before = memory_gib()
     start = time.perf_counter()
-    with Engine(tts, max_streams=max(counts)) as engine:
+    with Engine(tts, max_streams=max(*counts, *held)) as engine:
         seconds = time.perf_counter() - start
-        at_once(start_stream, 2)  # warm-up
+        gib_per_stream = (memory_gib() - before) / engine.max_streams
+        at_once(speak(), 2)  # warm-up
         for count in counts:
-            at_once(start_stream, count)
+            at_once(speak(), count)
             name = "1 stream alone" if count == 1 else f"{count} streams at once"
-            yield name, at_once(start_stream, count) | dict(seconds_to_capture=seconds)
+            row = at_once(speak(), count)
+            yield name, row | dict(seconds_to_capture=seconds, gib_per_stream=gib_per_stream)
         if poisson_seconds:
-            short = request | dict(max_new_tokens=round(4.6 * FRAME_RATE) + 1)
+            short = speak(max_new_tokens=round(4.6 * FRAME_RATE) + 1)
+            yield f"20 requests per second for {poisson_seconds:g} s", poisson(short, 20, poisson_seconds)
+        for count in held:
+            row = at_once(speak(max_new_tokens=round(60 * FRAME_RATE) + 1), count)
+            yield f"{count} listeners for 60 s", row
 
-            def start_short_stream() -> Iterator:
-                return engine.stream(tts.generate_voice_clone, **short)
 
-            yield f"20 requests per second for {poisson_seconds:g} s", poisson(start_short_stream, 20, poisson_seconds)
+def memory_gib() -> float:
+    return torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0

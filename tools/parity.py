@@ -16,6 +16,7 @@ from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import TalkerGraph, capture
 from fast.layers import fuse_layers
 from fast.megakernel import predictor_step, talker_step
+from serving.batch import host_settings
 
 MARGIN = 1.05  # a path's error may be this many times the model's own
 FALSE_ALARM_RATE = 1e-8  # of one comparison of best tokens
@@ -102,6 +103,46 @@ class Megakernel:
 
 
 @torch.no_grad()
+def batch_logits(engine, rows: int, tokens: torch.Tensor, request: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same as `Forced.logits`, of the last row of a batch as serving/ runs it. The engine must be idle.
+
+    Row r joins r % 4 frames late, so that neighbours are at different positions.
+    """
+    graph, slots = engine.graphs[rows], engine.slots
+    settings = host_settings(engine.talker.config, request)
+    first_frames = torch.arange(rows, device=tokens.device) % 4
+    last = rows - 1
+    predictor_logits, talker_logits = [], []
+
+    def sample_rows(logits: torch.Tensor, *_) -> torch.Tensor:
+        predictor_logits.append(logits[last:].float().cpu())
+        return codes[:, len(predictor_logits) % len(graph.predictor.heads) or len(graph.predictor.heads)][:, None]
+
+    def choose_rows(logits: torch.Tensor, *_) -> None:
+        talker_logits.append(logits[last:].float().cpu())
+        graph.frame += graph.advance[:, None]
+
+    graph.predictor_stack.sample_rows = sample_rows
+    graph.talker_stack.choose_rows = choose_rows
+    try:
+        with engine.decoder.lock:
+            for tick in range(len(tokens) + int(first_frames[last])):
+                for slot in (first_frames == tick).nonzero()[:, 0].tolist():
+                    engine.prefills.load([slot], [request], [settings]).prefill()
+                frame = tick - first_frames  # (B)
+                graph.advance.copy_((frame >= 0) & (frame < len(tokens)))
+                codes = tokens[frame.clamp(0, len(tokens) - 1)]  # (B, 16)
+                graph.token.copy_(codes[:, :1])
+                graph.step()
+            torch.cuda.synchronize()
+    finally:
+        del graph.predictor_stack.sample_rows, graph.talker_stack.choose_rows
+        slots.advance.zero_()
+    count = len(tokens)
+    return torch.cat(predictor_logits[-count * len(graph.predictor.heads) :]), torch.cat(talker_logits[-count:])
+
+
+@torch.no_grad()
 def one_pass(
     talker, tokens: torch.Tensor, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed, **_
 ) -> torch.Tensor:
@@ -113,7 +154,7 @@ def one_pass(
     speech = sum(embed(column) for embed, column in zip(tables, codes))  # (T, H)
     text = torch.cat([trailing_text_hidden[0], tts_pad_embed[0].expand(frames, -1)])[:frames]
     embeds = torch.cat([inputs_embeds.to(dtype), (speech + text.to(dtype))[None]], dim=1)
-    mask = torch.cat([attention_mask, attention_mask.new_ones(1, frames)], dim=1)
+    mask = torch.cat([attention_mask, attention_mask.new_ones(1, frames)], dim=1).to(talker.device)
     hidden = talker.model(inputs_embeds=embeds, attention_mask=mask, use_cache=False).last_hidden_state
     return talker.codec_head(hidden[0, -frames:]).float().cpu()
 

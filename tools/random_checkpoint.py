@@ -22,8 +22,9 @@ from cli import Parser, cli_errors  # imports generate, which must come before q
 # isort: split
 from qwen_tts.core import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model
 from qwen_tts.core.models import Qwen3TTSConfig, Qwen3TTSForConditionalGeneration, Qwen3TTSProcessor
+from safetensors.torch import save_model
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import EncodecFeatureExtractor, Qwen2TokenizerFast
-from transformers.models.qwen2.tokenization_qwen2 import bytes_to_unicode
 
 LANGUAGES = dict(
     chinese=2055,
@@ -224,8 +225,9 @@ def write_checkpoint(
         model.talker.codec_head.weight[CODEC_IDS["codec_eos_token_id"]] *= 3 if ends else 0
         speaker = torch.randn(config["talker_config"]["hidden_size"])
 
-    model.to(torch.bfloat16).save_pretrained(out)
-    codec.save_pretrained(codec_folder)
+    codec_folder.mkdir(exist_ok=True)
+    save_model(model.to(torch.bfloat16), out / "model.safetensors", metadata={"format": "pt"})
+    save_model(codec, codec_folder / "model.safetensors", metadata={"format": "pt"})
     Qwen3TTSProcessor(tokenizer).save_pretrained(out)
     EncodecFeatureExtractor(feature_size=1, sampling_rate=24000).save_pretrained(codec_folder)
     write_json(out / "config.json", config)
@@ -242,7 +244,7 @@ def write_json(path: Path, content: dict) -> None:
 
 def text_tokenizer(folder: Path) -> Qwen2TokenizerFast:
     """A byte-level tokenizer. Upstream's prompts rely on `<|im_start|>assistant` and a newline being three tokens."""
-    vocab = dict.fromkeys(sorted(bytes_to_unicode().values()))
+    vocab = dict.fromkeys(sorted(ByteLevel.alphabet()))
     merges = []
     for word in ("assistant", "user"):
         for end in range(2, len(word) + 1):
@@ -250,7 +252,7 @@ def text_tokenizer(folder: Path) -> Qwen2TokenizerFast:
             vocab[word[:end]] = None
     (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocab)}))
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
-    tokenizer = Qwen2TokenizerFast(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    tokenizer = Qwen2TokenizerFast.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL_TOKENS})
     return tokenizer
 

@@ -1,0 +1,351 @@
+"""The kernels of codec_kernels.cu: which codecs they can run, how they are compiled, and a method to launch each.
+
+They launch on torch's current stream, so that a graph can capture them. NVRTC compiles them for this GPU and codec when
+they are first asked for.
+
+Shapes: B rows, T frames, L columns, C channels, P stored columns, H hidden size, Q codebooks.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cudagraph_talker import round_up
+from fast import nvrtc
+from fast.batched import Launchable, kernel_argument
+
+SOURCE = Path(__file__).with_suffix(".cu")
+THREADS = 256  # of a block of activate, to_samples and silu_and_multiply
+ATTENTION_THREADS = 128
+HEAD_DIM = 64
+VECTOR = 8  # bfloat16 that a thread loads at once
+MAX_FRAMES = 64  # of a chunk
+
+# Fields of the kernels' structs, in order: the type of a tensor, or int. `complete_source` makes the compiler check
+# names and order.
+KERNELS: dict[str, dict[str, Any]] = {
+    "embed_codes": {
+        "codes": torch.long,
+        **dict.fromkeys(("tables", "semantic", "acoustic"), torch.bfloat16),
+        **dict.fromkeys(("codebooks", "semantic_codebooks", "frames"), int),
+    },
+    "add_and_norm": dict.fromkeys(("x", "scale", "residual", "weight", "sum", "normalized"), torch.bfloat16),
+    "window_attention": {
+        **dict.fromkeys(("qkv", "cos", "sin"), torch.bfloat16),
+        **dict.fromkeys(("positions", "slots"), torch.long),
+        **dict.fromkeys(("keys", "values", "output"), torch.bfloat16),
+        "frames": int,
+    },
+    "silu_and_multiply": {**dict.fromkeys(("gate_up", "inner"), torch.bfloat16), "vectors": int},
+    "activate": {
+        **dict.fromkeys(("x", "bias", "scale", "residual", "alpha", "inverse_beta", "sum", "state"), torch.bfloat16),
+        "slots": torch.long,
+        "output": torch.bfloat16,
+        **dict.fromkeys(("columns", "state_columns", "vectors", "x_sequences", "output_sequences"), int),
+    },
+    "depthwise_norm": {
+        **dict.fromkeys(("x", "weight", "bias", "norm_weight", "norm_bias", "output"), torch.bfloat16),
+        "columns": int,
+    },
+    "to_samples": {**dict.fromkeys(("x", "weight", "bias", "output"), torch.bfloat16), "columns": int},
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The constants that codec_kernels.cu is compiled with, there in capitals."""
+
+    codebook: int
+    code_dim: int
+    hidden: int
+    inner: int
+    norm_epsilon: str
+    heads: int
+    window: int
+    ring: int
+    latent: int
+    epsilon: str
+    last: int
+    max_frames: int = MAX_FRAMES
+    threads: int = THREADS
+
+
+def kernel_sizes(decoder: Any) -> Sizes:
+    config = decoder.config
+    return Sizes(
+        codebook=config.codebook_size,
+        code_dim=decoder.quantizer.rvq_first.vq.layers[0]._codebook.embedding_sum.shape[1],
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        norm_epsilon=f"{config.rms_norm_eps}f",
+        heads=config.num_attention_heads,
+        window=config.sliding_window,
+        ring=round_up(max(config.sliding_window, MAX_FRAMES)),
+        latent=config.latent_dim,
+        epsilon=f"{decoder.upsample[0][1].norm.eps}f",
+        last=decoder.decoder[-1].conv.in_channels,
+    )
+
+
+def why_not(decoder: Any) -> str | None:
+    """Why the kernels cannot run this decoder, in words. None: they can, and are compiled."""
+    if decoder.device.type != "cuda" or torch.version.hip:
+        return f"the kernels need an NVIDIA GPU, the codec is on {decoder.device.type}"
+    gpu = torch.cuda.get_device_properties(decoder.device)
+    if gpu.major < 8:
+        return f"the kernels need compute capability 8.0, {gpu.name} has {gpu.major}.{gpu.minor}"
+    if reason := unsupported(decoder):
+        return reason
+    try:
+        compile_for(decoder.device, kernel_sizes(decoder))
+    except (OSError, RuntimeError) as error:
+        return f"the kernels cannot be compiled: {' '.join(str(error).split())[:200]}"
+    return None
+
+
+def unsupported(decoder: Any) -> str | None:
+    """`why_not`, for any GPU."""
+    config = decoder.config
+    sizes = kernel_sizes(decoder)
+    convs = [module for module in (*decoder.upsample.modules(), *decoder.decoder.modules()) if hasattr(module, "conv")]
+    of_seven = [decoder.decoder[-1].conv, *(block.dwconv.conv for _, block in decoder.upsample)]
+    limits = {
+        f"bfloat16, the codec is {decoder.dtype}": decoder.dtype == torch.bfloat16,
+        f"a latent size that is a multiple of 256 up to 8192, not {sizes.latent}": (
+            sizes.latent % 256 == 0 and sizes.latent <= 8192
+        ),
+        f"a hidden size that is a multiple of 256 up to 8192, not {sizes.hidden}": (
+            sizes.hidden % 256 == 0 and sizes.hidden <= 8192
+        ),
+        f"an MLP whose width is a multiple of 8, not {sizes.inner}": sizes.inner % VECTOR == 0,
+        f"codebook entries in multiples of 8, not {sizes.code_dim}": sizes.code_dim % VECTOR == 0,
+        f"silu between gate and down, not {config.hidden_act}": config.hidden_act == "silu",
+        f"heads of {HEAD_DIM} dimensions, the codec's have {config.head_dim}": config.head_dim == HEAD_DIM,
+        "as many KV heads as query heads": config.num_key_value_heads == config.num_attention_heads,
+        f"an attention window of at most 96 frames, not {sizes.window}": sizes.window <= 96,
+        "attention without a bias": not config.attention_bias,
+        f"channels in multiples of 8, the last convolution has {sizes.last}": sizes.last % VECTOR == 0,
+        "convolutions that look back at most one column per stride, or 256 columns": all(
+            stored_columns(module) <= (1 if isinstance(module.conv, nn.ConvTranspose1d) else THREADS)
+            for module in convs
+        ),
+        "ConvNeXt blocks and a last convolution of 7 columns": all(conv.kernel_size == (7,) for conv in of_seven),
+    }
+    for need, is_met in limits.items():
+        if not is_met:
+            return f"the kernels need {need}"
+    return None
+
+
+def stored_columns(module: Any) -> int:
+    """Columns before its input that a causal convolution looks back at."""
+    if isinstance(module.conv, nn.ConvTranspose1d):
+        return module.right_pad // module.conv.stride[0]
+    return module.padding
+
+
+def complete_source(sizes: Sizes, source: str | None = None) -> str:
+    """The sizes, the kernels, and the checks of their structs. `source` is codec_kernels.cu, if not given."""
+    defines = "".join(f"#define {name.upper()} {value}\n" for name, value in asdict(sizes).items())
+    kernels = SOURCE.read_text() if source is None else source
+    checks = "".join(
+        nvrtc.check_struct(name.title().replace("_", ""), list(fields), "codec_kernels.py")
+        for name, fields in KERNELS.items()
+    )
+    return defines + '#line 1 "codec_kernels.cu"\n' + kernels + '#line 1 "codec_kernels.py"\n' + checks
+
+
+@functools.cache
+def compile_for(device: torch.device, sizes: Sizes) -> nvrtc.Kernels:
+    """OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the compiler or the driver refuses the kernels."""
+    gpu = torch.cuda.get_device_properties(device)
+    cubin = nvrtc.compile_source(complete_source(sizes), f"sm_{gpu.major}{gpu.minor}")
+    return nvrtc.Kernels(cubin, KERNELS, device)
+
+
+@dataclass
+class Unsummed:
+    """What `activate` is to add up: (x + bias) * scale + residual, each None if it is not there."""
+
+    x: Tensor  # (B, L, C), or interleaved (B, D, ceil(L / D), C)
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+    residual: Tensor | None = None  # (B, L, C)
+
+    def is_sum(self) -> bool:
+        return self.bias is None and self.scale is None and self.residual is None
+
+
+class Snake:
+    """The constants of a SnakeBeta, with upstream's roundings."""
+
+    def __init__(self, module: Any):
+        self.alpha = module.alpha.exp()
+        self.inverse_beta = 1.0 / (module.beta.exp() + module.no_div_by_zero)
+
+
+class CodecKernels:
+    """`get_slots` returns the place of each row of the current batch in the state: (B)"""
+
+    def __init__(self, decoder: Any, get_slots: Callable[[], Tensor], kernels: Launchable | None = None):
+        self.sizes = kernel_sizes(decoder)
+        self.get_slots = get_slots
+        self.kernels = kernels or compile_for(decoder.device, self.sizes)
+
+    def launch(self, kernel: str, grid: tuple[int, int], threads: int, **values: Tensor | int | None) -> None:
+        fields = KERNELS[kernel]
+        self.kernels.launch(
+            kernel,
+            grid,
+            threads,
+            [0 if values[name] is None else kernel_argument(name, values[name], fields[name]) for name in fields],
+        )
+
+    def embed_codes(self, codes: Tensor, tables: Tensor, semantic_codebooks: int) -> tuple[Tensor, Tensor]:
+        """(B, Q, T), (Q, entries, C) -> the sums over the first codebooks and over the others, each (B, T, C)"""
+        rows, codebooks, frames = codes.shape
+        semantic = tables.new_empty(rows, frames, self.sizes.code_dim)
+        acoustic = torch.empty_like(semantic)
+        self.launch(
+            "embed_codes",
+            (frames, rows),
+            self.sizes.code_dim // VECTOR,
+            codes=codes,
+            tables=tables,
+            semantic=semantic,
+            acoustic=acoustic,
+            codebooks=codebooks,
+            semantic_codebooks=semantic_codebooks,
+            frames=frames,
+        )
+        return semantic, acoustic
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """(B, T, H), (H) -> (B, T, H)"""
+        normalized = torch.empty_like(x)
+        values = dict(x=x, scale=None, residual=None, weight=weight, sum=None, normalized=normalized)
+        self.launch("add_and_norm", (x.shape[:-1].numel(), 1), self.sizes.hidden // VECTOR, **values)
+        return normalized
+
+    def add_and_norm(self, x: Tensor, scale: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, H), (H), (B, T, H), (H) -> x * scale + residual, and that normalized"""
+        total = torch.empty_like(x)
+        normalized = torch.empty_like(x)
+        values = dict(x=x, scale=scale, residual=residual, weight=weight, sum=total, normalized=normalized)
+        self.launch("add_and_norm", (x.shape[:-1].numel(), 1), self.sizes.hidden // VECTOR, **values)
+        return total, normalized
+
+    def window_attention(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """(B, T, 3 * heads * D) -> (B, T, heads * D). `positions` are those of the slots, (slots); `keys` and `values`,
+        (slots, heads, ring, D), get those of the new frames."""
+        rows, frames, _ = qkv.shape
+        if frames > MAX_FRAMES:
+            raise ValueError(f"{frames} frames at once, the kernel has memory for {MAX_FRAMES}")
+        output = qkv.new_empty(rows, frames, self.sizes.heads * HEAD_DIM)
+        self.launch(
+            "window_attention",
+            (self.sizes.heads, rows),
+            ATTENTION_THREADS,
+            qkv=qkv,
+            cos=cos,
+            sin=sin,
+            positions=positions,
+            slots=self.get_slots(),
+            keys=keys,
+            values=values,
+            output=output,
+            frames=frames,
+        )
+        return output
+
+    def silu_and_multiply(self, gate_up: Tensor) -> Tensor:
+        """(B, T, 2 * I) -> (B, T, I)"""
+        rows, frames, _ = gate_up.shape
+        inner = gate_up.new_empty(rows, frames, self.sizes.inner)
+        vectors = inner.numel() // VECTOR
+        blocks = -(-vectors // THREADS)
+        self.launch("silu_and_multiply", (blocks, 1), THREADS, gate_up=gate_up, inner=inner, vectors=vectors)
+        return inner
+
+    def activate(
+        self,
+        unsummed: Unsummed,
+        snake: Snake | None = None,
+        state: Tensor | None = None,
+        keep_sum: bool = False,
+        dilation: int = 1,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the sum, its SnakeBeta if there is one, behind the stored columns if there are any, (B, P + L, C) or
+        interleaved for a convolution with this dilation; and the sum itself if it is to be kept, (B, L, C). The last P
+        columns become the stored ones."""
+        x = unsummed.x
+        natural = x if unsummed.residual is None else unsummed.residual  # in the order of time
+        rows, columns, channels = natural.shape
+        x_sequences = x.shape[1] if x.dim() == 4 else 1
+        state_columns = 0 if state is None else state.shape[1]
+        vectors = channels // VECTOR
+        length = -(-(state_columns + columns) // dilation)  # of a sequence of the output
+        blocks = -(-(length * dilation - state_columns) * vectors // THREADS)
+        if state is not None:
+            blocks += -(-vectors // (THREADS // state_columns))
+        total = torch.empty_like(natural) if keep_sum else None
+        shape = (length,) if dilation == 1 else (dilation, length)
+        output = x.new_empty(rows, *shape, channels)
+        self.launch(
+            "activate",
+            (blocks, rows),
+            THREADS,
+            x=x,
+            bias=unsummed.bias,
+            scale=unsummed.scale,
+            residual=unsummed.residual,
+            alpha=snake and snake.alpha,
+            inverse_beta=snake and snake.inverse_beta,
+            sum=total,
+            state=state,
+            slots=None if state is None else self.get_slots(),
+            output=output,
+            columns=columns,
+            state_columns=state_columns,
+            vectors=vectors,
+            x_sequences=x_sequences,
+            output_sequences=dilation,
+        )
+        return output, total
+
+    def depthwise_norm(self, x: Tensor, weight: Tensor, bias: Tensor, norm: nn.LayerNorm) -> Tensor:
+        """Each channel convolved alone, then normalized. (B, 6 + L, C), (7, C) -> (B, L, C)"""
+        rows, padded_columns, channels = x.shape
+        columns = padded_columns - len(weight) + 1
+        output = x.new_empty(rows, columns, channels)
+        self.launch(
+            "depthwise_norm",
+            (columns, rows),
+            channels // VECTOR,
+            x=x,
+            weight=weight,
+            bias=bias,
+            norm_weight=norm.weight,
+            norm_bias=norm.bias,
+            output=output,
+            columns=columns,
+        )
+        return output
+
+    def to_samples(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """A convolution to one channel. (B, 6 + L, C), (7, C) -> (B, L)"""
+        rows, padded_columns, _ = x.shape
+        columns = padded_columns - len(weight) + 1
+        output = x.new_empty(rows, columns)
+        blocks = -(-columns // (THREADS // 2))
+        self.launch(
+            "to_samples", (blocks, rows), THREADS, x=x, weight=weight, bias=bias, output=output, columns=columns
+        )
+        return output

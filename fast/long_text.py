@@ -1,0 +1,218 @@
+"""Long texts, and speech that does not end.
+
+A long text is cut at paragraph and sentence ends into utterances that fit into the cache, and these are spoken one
+after another with the same voice. sentencex finds the sentence ends.
+
+The model sometimes misses its end and goes on with silence, noise or repetitions until the cache is full: in 0.3 to 0.5
+percent of all runs, as users of several implementations report. So an utterance is stopped after a number of frames in
+proportion to its text. Usual speech takes 3 to 5 frames per token; a limit of 6, and of 75 for short texts, has cut off
+slow and emotional speech. Here it is twice that, and 15 seconds for short texts.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import torch
+
+from fast.prompts import check_text, decoder_of
+from fast.streaming import Chunk, is_arriving, stream
+
+FRAMES_PER_TOKEN = 12
+MIN_FRAME_LIMIT = 192
+PROMPT_POSITIONS = 16  # of a prompt without text, instruction and reference
+PAUSE = 0.4  # seconds between two utterances
+
+LANGUAGE_CODES = dict(
+    chinese="zh",
+    english="en",
+    german="de",
+    italian="it",
+    portuguese="pt",
+    spanish="es",
+    japanese="ja",
+    korean="ko",
+    french="fr",
+    russian="ru",
+)
+
+
+def stream_long(
+    method: Callable,
+    *,
+    text: str,
+    language: str | None = None,
+    pause: float = PAUSE,
+    retries: int = 0,
+    seed: int | None = None,
+    max_tokens: int | None = None,
+    **kwargs,
+) -> Iterator[Chunk]:
+    """`stream` for a text of any length. Paragraphs end at line ends.
+
+    pause: seconds of silence between two utterances
+    retries: how often an utterance that does not end is spoken again, with another seed
+    seed: each utterance has a seed of its own, derived from this one
+    max_tokens: tokens of the text in one utterance. Default: what surely fits into the cache.
+    kwargs: as for `stream`
+    """
+    check_text(text)
+    tts = method.__self__
+    if max_tokens is None:
+        max_tokens = tokens_that_fit(decoder_of(tts).max_seq_len, kwargs)
+    count = token_counter(tts)
+    utterances = split_text(text.splitlines(), lambda part: count(part) <= max_tokens, language)
+
+    def spoken() -> Iterator[Iterator[Chunk]]:
+        for number, utterance in enumerate(utterances):
+            own_seed = None if seed is None else seed + number
+            yield speak(method, text=utterance, language=language, retries=retries, seed=own_seed, **kwargs)
+
+    return with_pauses(spoken(), pause)
+
+
+def speak(
+    method: Callable, *, text: str | Iterable[str], retries: int = 0, seed: int | None = None, **kwargs
+) -> Iterator[Chunk]:
+    """`stream` for one utterance, stopped with a warning if it does not end.
+
+    retries: how often to speak it again, with another seed. Its audio then comes when it is complete.
+    """
+    samples_per_frame = method.__self__.model.speech_tokenizer.get_decode_upsample_rate()
+    count = token_counter(method.__self__)
+    seen = Recorded(text) if is_arriving(text) else text
+    if retries and seen is not text:
+        raise ValueError("text that is still arriving cannot be spoken again: leave out retries")
+
+    for attempt in range(retries + 1):
+        if seed is not None:
+            torch.manual_seed(seed + (attempt << 32))
+        heard = []
+        samples = 0
+        has_ended = True
+        chunks = stream(method, text=seen, **kwargs)
+        for audio, rate in chunks:
+            limit = MIN_FRAME_LIMIT * samples_per_frame
+            if samples + len(audio) > limit:
+                limit = frame_limit(count(str(seen))) * samples_per_frame
+            has_ended = samples + len(audio) <= limit
+            chunk = audio[: limit - samples], rate
+            samples += len(chunk[0])
+            if retries:
+                heard.append(chunk)
+            else:
+                yield chunk
+            if not has_ended:
+                chunks.close()
+                break
+        if has_ended or attempt == retries:
+            break
+    yield from heard
+    if not has_ended:
+        warnings.warn(
+            f"the speech of {str(seen)[:30]!r} did not end: stopped after {samples / rate:.0f} s", stacklevel=2
+        )
+
+
+def frame_limit(tokens: int) -> int:
+    """Frames after which an utterance is taken for one that does not end."""
+    return max(MIN_FRAME_LIMIT, FRAMES_PER_TOKEN * tokens)
+
+
+def tokens_that_fit(max_seq_len: int, request: dict, reference_positions: int = 0) -> int:
+    """Tokens of an utterance that ends before the cache is full, even if it takes all frames of its limit."""
+    prompt = request.get("voice_clone_prompt")
+    if isinstance(prompt, list) and prompt[0].ref_code is not None:
+        reference_positions = len(prompt[0].ref_code) + len((prompt[0].ref_text or "").encode())
+    used = PROMPT_POSITIONS + len((request.get("instruct") or "").encode()) + reference_positions
+    tokens = (max_seq_len - used) // (FRAMES_PER_TOKEN + 1)  # each token may take a position of the prompt, too
+    if tokens < 4:
+        raise ValueError(f"the voice takes {used} of {max_seq_len} positions, too many for speech: raise max_seq_len")
+    return tokens
+
+
+def token_counter(tts) -> Callable[[str], int]:
+    return lambda text: len(tts.processor.tokenizer(text).input_ids)
+
+
+class Recorded:
+    """An iterator of strings that remembers what it gave."""
+
+    def __init__(self, pieces: Iterable[str]):
+        self.pieces = iter(pieces)
+        self.seen = []
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        piece = next(self.pieces)
+        self.seen.append(piece)
+        return piece
+
+    def __str__(self) -> str:
+        return "".join(self.seen)
+
+
+def with_pauses(utterances: Iterable[Iterable[Chunk]], pause: float) -> Iterator[Chunk]:
+    """The utterances one after another, with silence between them."""
+    rate = None
+    for utterance in utterances:
+        if rate and pause:
+            yield np.zeros(round(pause * rate), dtype=np.float32), rate
+        for audio, rate in utterance:
+            yield audio, rate
+
+
+# ---- Cutting a text
+
+
+def split_text(paragraphs: Iterable[str], fits: Callable[[str], bool], language: str | None = None) -> list[str]:
+    """Utterances: whole paragraphs, or as many of their sentences as fit."""
+    utterances = []
+    for paragraph in filter(None, map(str.strip, paragraphs)):
+        if fits(paragraph):
+            utterances.append(paragraph)
+        else:
+            utterances.extend(packed(sentences(paragraph, language), fits))
+    return utterances
+
+
+def sentences(text: str, language: str | None) -> list[str]:
+    """With the space after them, so that they join to the text."""
+    try:
+        from sentencex import segment
+    except ImportError:
+        raise ValueError("long texts need a package that finds sentence ends: pip install sentencex") from None
+    return segment(LANGUAGE_CODES.get((language or "").lower(), "en"), text)
+
+
+def packed(parts: Iterable[str], fits: Callable[[str], bool]) -> Iterator[str]:
+    """Join parts while they fit. One that does not fit alone is cut at spaces, and a word without any in halves."""
+    utterance = ""
+    for part in parts:
+        if fits(utterance + part):
+            utterance += part
+            continue
+        if utterance.strip():
+            yield utterance.strip()
+        utterance = ""
+        if fits(part):
+            utterance = part
+        else:
+            *complete, utterance = packed(smaller_parts(part), fits)
+            yield from complete
+            utterance += " " * part[-1].isspace()
+    if utterance.strip():
+        yield utterance.strip()
+
+
+def smaller_parts(text: str) -> list[str]:
+    words = text.split()
+    if len(words) > 1:
+        return [f"{word} " for word in words]
+    half = math.ceil(len(text) / 2)
+    if half == len(text):
+        raise ValueError("a single character does not fit into the cache: raise max_seq_len")
+    return [text[:half], text[half:]]

@@ -1,0 +1,165 @@
+"""Requests: upstream builds the prompt, and everything that could fail in a frame is checked before the first."""
+
+import copy
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from cudagraph_talker import Sampling
+from fast.prompt_templates import CLOSING_TOKENS, ROLE_TOKENS, PromptTemplate, template_key
+
+log = logging.getLogger("qwen3_tts_cudagraphs")
+
+
+def prepare_request(decoder, method: Callable, text, **kwargs) -> tuple[dict, int, torch.Tensor | None]:
+    """Build and check a request: arguments of talker.generate, the most frames, the codes that precede the speech."""
+    decoder.lock.check_process()
+    text = check_text(text)
+    kwargs = with_voice_clone_prompt(method, kwargs)
+    request = request_for(decoder, method, text, kwargs)
+    limit = check_request(decoder, request)
+    return move_to(decoder.talker.device, request), limit, reference_codes(kwargs.get("voice_clone_prompt"))
+
+
+def with_voice_clone_prompt(method: Callable, kwargs: dict) -> dict:
+    """Encode a reference recording here, so that its codes are known."""
+    if kwargs.get("voice_clone_prompt") is not None or kwargs.get("ref_audio") is None:
+        return kwargs
+    kwargs = dict(kwargs)
+    recording = kwargs.pop("ref_audio"), kwargs.pop("ref_text", None), kwargs.pop("x_vector_only_mode", False)
+    return kwargs | {"voice_clone_prompt": method.__self__.create_voice_clone_prompt(*recording)}
+
+
+def decoder_of(tts):
+    """The Decoder that `accelerate` has put in the place of talker.generate."""
+    decoder = getattr(tts.model.talker.generate, "__self__", None)
+    if not hasattr(decoder, "frames"):
+        raise ValueError("stream needs an accelerated model: call accelerate(tts) first")
+    return decoder
+
+
+def check_text(text: str | list[str]) -> str:
+    """One text that can be spoken."""
+    if isinstance(text, list | tuple):
+        if len(text) != 1:
+            raise ValueError(f"stream speaks one text at a time, not {len(text)}")
+        (text,) = text
+    if not isinstance(text, str):
+        raise ValueError(f"the text is a {type(text).__name__}, it must be a string")
+    if not text.strip():
+        raise ValueError("the text is empty: give something to say")
+    check_encodable(text)
+    return text
+
+
+def check_encodable(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text has a character that UTF-8 cannot encode: {text[error.start]!r}") from None
+
+
+def check_request(decoder, request: dict) -> int:
+    """Raise an error for settings and prompts that cannot be decoded. Returns the most frames there can be."""
+    for names in (
+        ("do_sample", "temperature", "top_k", "top_p"),
+        ("subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p"),
+    ):
+        Sampling(vocab_size=1).set(*(request[name] for name in names))
+    if request["eos_token_id"] != decoder.talker.config.codec_eos_token_id:
+        raise ValueError("stream decodes up to the model's own end token: another eos_token_id is for whole calls")
+    return decoder.frame_limit(**request)
+
+
+def request_for(decoder, method: Callable, text: str, kwargs: dict) -> dict:
+    """What upstream would pass to talker.generate: built by upstream, or like an earlier request on a GPU."""
+    key = template_key(method.__name__, kwargs) if decoder.host_talker else None
+    if key is None:
+        return build_request(method, text=text, **kwargs)
+    tts = method.__self__
+    tokens = tts.processor.tokenizer.backend_tokenizer.encode(tts._build_assistant_text(text)).ids
+    ids = tokens[ROLE_TOKENS:-CLOSING_TOKENS]
+    is_known, template = decoder.prompt_templates.find(key)
+    if template:
+        return template.fill(ids)
+    request = build_request(method, text=text, **kwargs)
+    if not is_known:
+        try:
+            template = PromptTemplate(tts, decoder.host_talker, request, ids)
+        except ValueError as reason:
+            log.info("%s: upstream builds all of them", reason)
+        decoder.prompt_templates.add(key, template)
+    return request
+
+
+class RequestBuilt(Exception):
+    """Carries the arguments of talker.generate out of upstream's prompt code."""
+
+
+def raise_request(**request):
+    raise RequestBuilt(request)
+
+
+def build_request(method: Callable, *, text: str, token_ids: list[int] | None = None, **kwargs) -> dict:
+    """Let upstream build a prompt and return what it would pass to talker.generate.
+
+    The method runs on a shallow copy of the model whose talker.generate raises its arguments, so that other threads
+    can use the model meanwhile. On a GPU the copy's talker is on the host, but for prompts with a reference recording,
+    whose codes have embeddings that are summed.
+
+    token_ids: use these instead of tokenizing the text
+    """
+    tts = copy.copy(method.__self__)
+    host_talker = decoder_of(tts).host_talker
+    tts.model = copy.copy(tts.model)
+    tts.model._modules = dict(tts.model._modules)
+    if host_talker is None or reference_codes(kwargs.get("voice_clone_prompt")) is not None:
+        tts.model.talker = copy.copy(tts.model.talker)
+    else:
+        tts.model.talker = copy.copy(host_talker)
+        tts.device = host_talker.device
+        tts._tokenize_texts = partial(tokenize_directly, tts.processor.tokenizer.backend_tokenizer)
+    tts.model.talker.generate = raise_request
+    if token_ids is not None:
+        templated = tts._build_assistant_text(text)
+        tokenize = tts._tokenize_texts
+        ids = torch.tensor([token_ids], device=tts.device)
+        tts._tokenize_texts = lambda texts: [ids] if texts == [templated] else tokenize(texts)
+    try:
+        getattr(tts, method.__name__)(text=text, **kwargs)
+    except RequestBuilt as built:
+        (request,) = built.args
+        return request
+    raise ValueError(f"{method.__name__} does not generate speech")
+
+
+def tokenize_directly(backend, texts: list[str]) -> list[torch.Tensor]:
+    """What upstream's _tokenize_texts returns, without the layers in between, which take a third of a prompt's time."""
+    return [torch.tensor([backend.encode(text).ids]) for text in texts]
+
+
+def move_to(device: torch.device, request: dict) -> dict:
+    """The same request with its embeddings on the device; its mask stays on the host, which reads it."""
+    names = ("inputs_embeds", "trailing_text_hidden", "tts_pad_embed")
+    moved = {name: to_device(request[name], device) for name in names}
+    return request | moved | {"attention_mask": request["attention_mask"].cpu()}
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Without waiting for the GPU: from pinned memory."""
+    if tensor.device == device:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def reference_codes(voice_clone_prompt) -> torch.Tensor | None:
+    """The codes (T, 16) that precede the speech in in-context cloning."""
+    if not voice_clone_prompt:
+        return None
+    if isinstance(voice_clone_prompt, dict):
+        codes = voice_clone_prompt.get("ref_code")
+    else:
+        codes = [item.ref_code for item in voice_clone_prompt]
+    return codes[0] if codes else None

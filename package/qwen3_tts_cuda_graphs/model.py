@@ -1,0 +1,362 @@
+"""A class with the public interface of faster-qwen3-tts 0.5: the same methods, arguments and defaults.
+
+It stands on `generate.load` and the stream of fast/; upstream's model is its attribute `model`. Arguments that make no
+difference here are accepted: `attn_implementation` and `parity_mode` (the kernels are the project's own), `prefill_len`
+(all graphs are captured at load), and those of the GGML backend, which is refused.
+"""
+
+import dataclasses
+import time
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+import torch
+
+from qwen3_tts_cuda_graphs.fast.streaming import audio_chunks, decoder_of, prepare_request
+from qwen3_tts_cuda_graphs.generate import Qwen3TTSModel, load
+
+# isort: split
+from qwen_tts import VoiceClonePromptItem  # after generate, which imports qwen_tts without its 25 Hz tokenizer
+
+REFERENCE_SILENCE = 0.5  # seconds; keeps the reference's last phoneme out of the speech
+MAX_VOICES = 64  # prompts that are kept
+WHOLE_CALL_FRAMES = 64  # per chunk where nobody waits for the first
+
+Chunks = Generator[tuple[np.ndarray, int, dict], None, None]
+
+
+class FasterQwen3TTS:
+    """Qwen3-TTS in real time. Make it with `from_pretrained`."""
+
+    def __init__(self, model: Qwen3TTSModel, device: str, dtype: torch.dtype, max_seq_len: int):
+        self.model = model
+        self.device = device
+        self.dtype = dtype
+        self.max_seq_len = max_seq_len
+        self.sample_rate = int(model.model.speech_tokenizer.get_output_sample_rate())
+        self.voices = {}  # of a recording, its text and settings -> prompt
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name: str,
+        device: str = "cuda",
+        dtype: str | torch.dtype = torch.bfloat16,
+        attn_implementation: str = "sdpa",
+        max_seq_len: int = 2048,
+        backend: str = "torch",
+        quant: str = "BF16",
+        gguf_talker_path: str | Path | None = None,
+        gguf_codec_path: str | Path | None = None,
+        qwentts_library_path: str | Path | None = None,
+        qwentts_use_fa: bool = True,
+        qwentts_clamp_fp16: bool = False,
+        qwentts_ref_cache_dir: str | Path | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        qwentts_log_level: str = "warning",
+    ) -> "FasterQwen3TTS":
+        """Load a model and capture its graphs.
+
+        model_name: a folder, a hub id or a short name such as 0.6B.
+        device, dtype: "cpu" runs as well, slowly; dtype may be a name such as "bfloat16".
+        max_seq_len: positions for prompt and speech together, one per frame (12.5 per second).
+        backend: "torch". The other arguments belong to the GGML backend, which is not part of this project.
+        """
+        if backend != "torch":
+            raise ValueError(f"backend={backend!r}: this package runs on torch only; for GGML use faster-qwen3-tts")
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype, dtype)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype={dtype!r} is not a type of torch: try bfloat16")
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device={str(device)!r}, but torch finds no GPU: device='cpu' runs without one, slowly")
+        model = load(str(model_name), device, dtype, max_seq_len=max_seq_len)
+        return cls(model, device, dtype, max_seq_len)
+
+    @property
+    def speech_tokenizer(self):
+        return self.model.model.speech_tokenizer
+
+    def warmup(self, prefill_len: int = 100) -> None:
+        """Nothing is left to do: all graphs are captured at load."""
+
+    def generate(
+        self,
+        text: str,
+        language: str = "English",
+        max_new_tokens: int = 2048,
+        temperature: float = 0.9,
+        top_k: int = 50,
+        do_sample: bool = True,
+        repetition_penalty: float = 1.05,
+    ) -> tuple[list, int]:
+        raise NotImplementedError("the models have no default voice: use generate_voice_clone with ref_audio")
+
+    def generate_voice_clone(
+        self,
+        text: str,
+        language: str,
+        ref_audio: str | Path | None = None,
+        ref_text: str = "",
+        max_new_tokens: int = 2048,
+        min_new_tokens: int = 2,
+        temperature: float = 0.9,
+        top_k: int = 50,
+        top_p: float = 1.0,
+        do_sample: bool = True,
+        repetition_penalty: float = 1.05,
+        xvec_only: bool = False,
+        non_streaming_mode: bool | None = None,
+        append_silence: bool = True,
+        instruct: str | None = None,
+        ref_spk: str | Path | None = None,
+        ref_rvq: str | Path | None = None,
+        ref_spk_emb: np.ndarray | None = None,
+        ref_codes: np.ndarray | None = None,
+        voice_clone_prompt: dict[str, Any] | list[Any] | None = None,
+    ) -> tuple[list, int]:
+        """Speak with the voice of a recording. Returns ([float32 samples], sample rate).
+
+        ref_audio, ref_text: the recording and what it says.
+        max_new_tokens, min_new_tokens: limits for the number of frames.
+        xvec_only: take the speaker's embedding only, without the recording in the prompt.
+        non_streaming_mode: True puts the whole text into the prompt; None is upstream's default.
+        append_silence: after a recording that is in the prompt.
+        instruct: how to speak.
+        voice_clone_prompt: from upstream's create_voice_clone_prompt, or a dict with ref_spk_embedding. Replaces
+            ref_audio and xvec_only; ref_text is needed for a dict with ref_code.
+        """
+        return self.speak(**self.clone_request(locals()))
+
+    def generate_voice_clone_streaming(
+        self,
+        text: str,
+        language: str,
+        ref_audio: str | Path | None = None,
+        ref_text: str = "",
+        max_new_tokens: int = 2048,
+        min_new_tokens: int = 2,
+        temperature: float = 0.9,
+        top_k: int = 50,
+        top_p: float = 1.0,
+        do_sample: bool = True,
+        repetition_penalty: float = 1.05,
+        chunk_size: int = 12,
+        xvec_only: bool = False,
+        non_streaming_mode: bool | None = None,
+        append_silence: bool = True,
+        parity_mode: bool = False,
+        instruct: str | None = None,
+        ref_spk: str | Path | None = None,
+        ref_rvq: str | Path | None = None,
+        ref_spk_emb: np.ndarray | None = None,
+        ref_codes: np.ndarray | None = None,
+        voice_clone_prompt: dict[str, Any] | list[Any] | None = None,
+    ) -> Chunks:
+        """The same, in chunks of `chunk_size` frames. Yields (float32 samples, sample rate, timing)."""
+        return self.stream(**self.clone_request(locals()))
+
+    def generate_custom_voice(
+        self,
+        text: str,
+        speaker: str,
+        language: str,
+        instruct: str | None = None,
+        non_streaming_mode: bool | None = None,
+        max_new_tokens: int = 2048,
+        min_new_tokens: int = 2,
+        temperature: float = 0.9,
+        top_k: int = 50,
+        top_p: float = 1.0,
+        do_sample: bool = True,
+        repetition_penalty: float = 1.05,
+    ) -> tuple[list, int]:
+        """Speak with a voice of a CustomVoice model. Returns ([float32 samples], sample rate)."""
+        return self.speak(self.model.generate_custom_voice, **without_self(locals()))
+
+    def generate_custom_voice_streaming(
+        self,
+        text: str,
+        speaker: str,
+        language: str,
+        instruct: str | None = None,
+        non_streaming_mode: bool | None = None,
+        max_new_tokens: int = 2048,
+        min_new_tokens: int = 2,
+        temperature: float = 0.9,
+        top_k: int = 50,
+        top_p: float = 1.0,
+        do_sample: bool = True,
+        repetition_penalty: float = 1.05,
+        chunk_size: int = 12,
+    ) -> Chunks:
+        """The same, in chunks of `chunk_size` frames. Yields (float32 samples, sample rate, timing)."""
+        return self.stream(self.model.generate_custom_voice, **without_self(locals()))
+
+    def generate_voice_design(
+        self,
+        text: str,
+        instruct: str,
+        language: str,
+        non_streaming_mode: bool | None = None,
+        max_new_tokens: int = 2048,
+        min_new_tokens: int = 2,
+        temperature: float = 0.9,
+        top_k: int = 50,
+        top_p: float = 1.0,
+        do_sample: bool = True,
+        repetition_penalty: float = 1.05,
+    ) -> tuple[list, int]:
+        """Speak with a voice that `instruct` describes. Returns ([float32 samples], sample rate)."""
+        return self.speak(self.model.generate_voice_design, **without_self(locals()))
+
+    def generate_voice_design_streaming(
+        self,
+        text: str,
+        instruct: str,
+        language: str,
+        non_streaming_mode: bool | None = None,
+        max_new_tokens: int = 2048,
+        min_new_tokens: int = 2,
+        temperature: float = 0.9,
+        top_k: int = 50,
+        top_p: float = 1.0,
+        do_sample: bool = True,
+        repetition_penalty: float = 1.05,
+        chunk_size: int = 12,
+    ) -> Chunks:
+        """The same, in chunks of `chunk_size` frames. Yields (float32 samples, sample rate, timing)."""
+        return self.stream(self.model.generate_voice_design, **without_self(locals()))
+
+    def speak(self, method, **arguments) -> tuple[list, int]:
+        chunks = [audio for audio, _ in self.chunks(method, chunk_size=WHOLE_CALL_FRAMES, **arguments)]
+        return [np.concatenate(chunks) if chunks else np.zeros(1, dtype=np.float32)], self.sample_rate
+
+    def stream(self, method, chunk_size: int, **arguments) -> Chunks:
+        """Check and build the request now, so that mistakes raise an error here; generate while being read."""
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size is {chunk_size}, it must be at least 1")
+        start = time.perf_counter()
+        chunks = self.chunks(method, chunk_size, **arguments)
+        prompt_ms = (time.perf_counter() - start) * 1000
+        return self.timed(chunks, chunk_size, prompt_ms)
+
+    def chunks(
+        self, method, chunk_size: int, text: str, max_new_tokens: int, min_new_tokens: int, **arguments
+    ) -> Iterable[tuple[np.ndarray, int]]:
+        """Build and check a request of upstream's `method`; the chunks of its audio."""
+        if arguments["non_streaming_mode"] is None:
+            del arguments["non_streaming_mode"]  # upstream's default
+        decoder = decoder_of(self.model)
+        # Upstream's last token has no frame.
+        request, _, reference = prepare_request(decoder, method, text, max_new_tokens=max_new_tokens + 1, **arguments)
+        request["min_new_tokens"] = min_new_tokens
+        return audio_chunks(self.model, decoder, request, reference, chunk_size)
+
+    def timed(self, chunks: Iterable[tuple[np.ndarray, int]], chunk_size: int, prompt_ms: float) -> Chunks:
+        """Add faster-qwen3-tts' timing. The first decode_ms includes the prefill; prefill_ms is for the prompt.
+
+        is_final is True for a last chunk that is not full, as there.
+        """
+        samples_per_frame = self.speech_tokenizer.get_decode_upsample_rate()
+        frames = 0
+        start = time.perf_counter()
+        for index, (audio, rate) in enumerate(chunks):
+            decode_ms = (time.perf_counter() - start) * 1000
+            steps = len(audio) // samples_per_frame
+            frames += steps
+            yield (
+                audio,
+                rate,
+                {
+                    "chunk_index": index,
+                    "chunk_steps": steps,
+                    "prefill_ms": prompt_ms if index == 0 else 0,
+                    "decode_ms": decode_ms,
+                    "total_steps_so_far": frames,
+                    "is_final": steps < chunk_size,
+                },
+            )
+            start = time.perf_counter()
+
+    def clone_request(self, arguments: dict) -> dict:
+        """The arguments of a clone method -> those of `speak` or `stream`."""
+        request = without_self(arguments)
+        ggml = {name: request.pop(name) for name in ("ref_spk", "ref_rvq", "ref_spk_emb", "ref_codes")}
+        given = [name for name, value in ggml.items() if value is not None]
+        if given:
+            raise ValueError(f"{given[0]} is for the GGML backend: pass voice_clone_prompt instead")
+        request.pop("parity_mode", None)
+        voice = {name: request.pop(name) for name in ("ref_audio", "ref_text", "xvec_only", "append_silence")}
+        prompt = request["voice_clone_prompt"]
+        if prompt is None:
+            request["voice_clone_prompt"] = self.voice_of_recording(**voice)
+        else:
+            request["voice_clone_prompt"] = [prompt_item(prompt, voice["ref_text"])]
+        instruct = request.pop("instruct")
+        if instruct:
+            text = self.model._build_instruct_text(instruct)
+            request["instruct_ids"] = self.model._tokenize_texts([text])
+        return request | {"method": self.model.generate_voice_clone}
+
+    def voice_of_recording(self, ref_audio, ref_text: str, xvec_only: bool, append_silence: bool) -> list:
+        """Encode a recording, once for each file."""
+        if ref_audio is None:
+            raise ValueError("ref_audio is missing: give a recording of the voice, or voice_clone_prompt")
+        if not isinstance(ref_audio, str | Path):
+            raise ValueError(f"ref_audio is a {type(ref_audio).__name__}, it must be the path of a recording")
+        if not Path(ref_audio).is_file():
+            raise ValueError(f"ref_audio: there is no file {str(ref_audio)!r}")
+        if not (ref_text or xvec_only):
+            raise ValueError("ref_text is missing: give what the recording says, or xvec_only=True")
+        status = Path(ref_audio).stat()
+        key = str(ref_audio), status.st_mtime_ns, status.st_size, ref_text, xvec_only, append_silence
+        if key not in self.voices:
+            audio, rate = soundfile.read(ref_audio, dtype="float32", always_2d=True)
+            audio = audio.mean(axis=1)
+            if append_silence and not xvec_only:
+                audio = np.append(audio, np.zeros(int(REFERENCE_SILENCE * rate), dtype=np.float32))
+            prompt = self.model.create_voice_clone_prompt((audio, rate), ref_text, x_vector_only_mode=xvec_only)
+            for oldest in list(self.voices)[: len(self.voices) - MAX_VOICES + 1]:
+                self.voices.pop(oldest, None)
+            self.voices[key] = prompt
+        return self.voices[key]
+
+
+def without_self(arguments: dict) -> dict:
+    return {name: value for name, value in arguments.items() if name != "self"}
+
+
+def prompt_item(prompt: dict | list, ref_text: str) -> VoiceClonePromptItem:
+    """A prompt for one text, in any of the forms that faster-qwen3-tts takes -> upstream's."""
+    if isinstance(prompt, list | tuple):
+        if len(prompt) != 1:
+            raise ValueError(f"voice_clone_prompt has {len(prompt)} entries, it must have one, as there is one text")
+        (item,) = prompt
+        item = dataclasses.replace(item, ref_text=item.ref_text or ref_text)
+    else:
+        if "ref_spk_embedding" not in prompt:
+            raise ValueError("voice_clone_prompt has no ref_spk_embedding")
+        for name, values in prompt.items():
+            if values is not None and (not isinstance(values, list) or len(values) != 1):
+                raise ValueError(f"voice_clone_prompt[{name!r}] must be a list with one entry, as there is one text")
+        embedding_only = bool((prompt.get("x_vector_only_mode") or [True])[0])
+        in_context = bool((prompt.get("icl_mode") or [not embedding_only])[0])
+        item = VoiceClonePromptItem(
+            ref_code=(prompt.get("ref_code") or [None])[0],
+            ref_spk_embedding=prompt["ref_spk_embedding"][0],
+            x_vector_only_mode=embedding_only,
+            icl_mode=in_context,
+            ref_text=ref_text,
+        )
+    if item.x_vector_only_mode == item.icl_mode:
+        raise ValueError("voice_clone_prompt: x_vector_only_mode and icl_mode must be opposites")
+    if item.icl_mode != (item.ref_code is not None):
+        raise ValueError("voice_clone_prompt: ref_code is needed with icl_mode, and must be None without")
+    if item.icl_mode and not item.ref_text:
+        raise ValueError("ref_text is missing: give what the recording says")
+    return item

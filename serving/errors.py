@@ -1,0 +1,60 @@
+"""Errors in the form that OpenAI's clients expect, without paths or tracebacks."""
+
+import json
+import logging
+
+from starlette.responses import Response
+
+from serving.engine import CutOff, QueueFull
+
+log = logging.getLogger("qwen3_tts_cudagraphs")
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+MAX_MESSAGE = 500  # characters
+
+
+class ApiError(Exception):
+    """A request that gets an error: one sentence for the person, and a status for the program."""
+
+    def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.message = " ".join(message.split())[:MAX_MESSAGE]
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def content(self) -> dict:
+        kind = TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
+        return Response(to_json(self.content()), self.status, headers, "application/json")
+
+
+def to_json(content: dict) -> str:
+    """ASCII: a message may quote half of a surrogate pair, which UTF-8 cannot encode."""
+    return json.dumps(content, ensure_ascii=True)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What a client is told about an exception. Unexpected ones are logged, and their text stays here."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFull):
+        return ApiError(str(error), 429, code="queue_full")
+    if isinstance(error, CutOff):
+        return ApiError(f"{error}, or give a shorter text", code="cut_off")
+    if isinstance(error, TimeoutError):
+        return ApiError("the request took too long: give a shorter text, or read the audio sooner", 503, code="timeout")
+    if isinstance(error, ValueError):
+        return ApiError(str(error))
+    log.error("a request failed", exc_info=error)
+    return ApiError("the server failed on this request: its log says why", 500)

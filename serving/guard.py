@@ -1,0 +1,135 @@
+"""What stands before every route: the key, the origin of web pages, the size of a request, the number of WebSockets.
+
+Plain ASGI rather than BaseHTTPMiddleware, which would put a queue between the speech and the client.
+"""
+
+import base64
+import binascii
+import hmac
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serving.errors import ApiError
+from serving.page import page_response
+from serving.settings import Settings
+
+OPEN_TO_ALL = "/health"
+SUBPROTOCOL = "speech"  # of WebSockets that send their key as a second subprotocol, "bearer." + base64url(KEY)
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, settings: Settings):
+        self.app = app
+        self.settings = settings
+        self.websockets = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        try:
+            self.check(scope)
+        except ApiError as error:
+            await self.refusal(scope, error)(scope, receive, send)
+            return
+        if scope["type"] == "http":
+            await self.app(scope, self.limited(receive), send)
+            return
+        self.websockets += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.websockets -= 1
+
+    def check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if scope["path"] != OPEN_TO_ALL:
+            self.check_origin(headers)
+            self.check_key(scope, headers)
+        if scope["type"] == "websocket" and self.websockets >= self.settings.max_connections:
+            raise ApiError(f"{self.websockets} WebSockets are open already: try again later", 503, code="too_many")
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > self.settings.max_body:
+            raise self.too_large()
+
+    def check_origin(self, headers: Headers) -> None:
+        """Browsers let any web page send requests to this server and open WebSockets, so look where it came from."""
+        origin = headers.get("origin")
+        if origin is None or origin in self.settings.cors_origins or "*" in self.settings.cors_origins:
+            return
+        try:
+            is_own_page = urlsplit(origin).netloc == headers.get("host")
+        except ValueError:
+            is_own_page = False
+        if not is_own_page:
+            raise ApiError(
+                f"web pages of {origin[:100]!r} may not use this server: start it with --cors-origin",
+                403,
+                code="origin",
+            )
+
+    def check_key(self, scope: Scope, headers: Headers) -> None:
+        key = self.settings.api_key
+        if key is None:
+            return
+        given = key_of(headers.get("authorization", "")) or key_of_subprotocols(scope.get("subprotocols", ()))
+        if not hmac.compare_digest(given, key.encode()):
+            raise ApiError(
+                "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'", 401, code="invalid_api_key"
+            )
+
+    def refusal(self, scope: Scope, error: ApiError) -> Response:
+        """A browser that asks for `/` without the key gets the page with its 401: the page asks for the key."""
+        is_browser = "text/html" in Headers(scope=scope).get("accept", "")
+        if error.status == 401 and scope["path"] == "/" and is_browser:
+            response = page_response(401)
+        else:
+            response = error.response()
+        if error.status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        return response
+
+    def limited(self, receive: Receive) -> Receive:
+        """A body without a Content-Length is counted while it arrives."""
+        size = 0
+
+        async def receive_limited() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self.settings.max_body:
+                raise self.too_large()
+            return message
+
+        return receive_limited
+
+    def too_large(self) -> ApiError:
+        return ApiError(
+            f"the request has more than {self.settings.max_body} bytes: send less", 413, code="request_too_large"
+        )
+
+
+def key_of(authorization: str) -> bytes:
+    """From `Bearer KEY`, `Api-Key KEY` or, for browsers, `Basic base64(user:KEY)`."""
+    scheme, _, value = authorization.strip().partition(" ")
+    if scheme.lower() != "basic":
+        return value.strip().encode("latin-1")  # as it came: header values are decoded as Latin-1
+    try:
+        return base64.b64decode(value, validate=True).partition(b":")[2]
+    except (binascii.Error, ValueError):
+        return b""
+
+
+def key_of_subprotocols(offered: list[str]) -> bytes:
+    """The WebSockets of browsers cannot send an Authorization header, but they can offer subprotocols."""
+    for name in offered:
+        if name.startswith("bearer."):
+            value = name.removeprefix("bearer.")
+            try:
+                return base64.urlsafe_b64decode(value + "=" * (-len(value) % 4))
+            except (binascii.Error, ValueError):
+                return b""
+    return b""

@@ -1,0 +1,45 @@
+"""What Prometheus reads at /metrics."""
+
+import asyncio
+import threading
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+
+FIRST_AUDIO_BUCKETS = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
+FRAME_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.008, 0.012, 0.02, 0.03, 0.05, 0.08, 0.12, 0.25, 1)
+
+
+class Metrics:
+    """A registry of its own, so that several servers fit into one process."""
+
+    def __init__(self, counts):
+        """counts: returns how many streams are active and waiting."""
+        self.registry = CollectorRegistry()
+
+        def add(kind, name, text, *labels, **options):
+            return kind(f"qwen3_tts_{name}", text, labels, registry=self.registry, **options)
+
+        self.requests = add(Counter, "requests", "Texts to speak, by how they ended", "outcome")
+        self.first_audio = add(
+            Histogram, "first_audio_seconds", "From the request to its first audio", buckets=FIRST_AUDIO_BUCKETS
+        )
+        self.frame = add(
+            Histogram, "frame_seconds", "Time per frame of a stream after the first", buckets=FRAME_BUCKETS
+        )
+        self.underruns = add(Counter, "underruns", "Chunks later than a player that began with the first needs them")
+        self.audio = add(Counter, "audio_seconds", "Audio made")
+        add(Gauge, "streams_active", "Streams that share the GPU").set_function(lambda: counts()[0])
+        add(Gauge, "streams_waiting", "Requests that wait for a place").set_function(lambda: counts()[1])
+        add(Gauge, "tasks", "Tasks of the event loop").set_function(count_tasks)
+        add(Gauge, "threads", "Threads of the process").set_function(threading.active_count)
+        ProcessCollector(registry=self.registry)  # memory, CPU time, open files
+        for outcome in ("complete", "cancelled", "invalid", "refused", "failed"):
+            self.requests.labels(outcome)
+
+
+def count_tasks() -> int:
+    """0 outside of the event loop."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0

@@ -1,0 +1,119 @@
+"""What a client may ask for: the fields of OpenAI's speech requests and ours, with their types."""
+
+import json
+from typing import Any, Literal, TypeVar
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from serving.errors import ApiError
+
+MAX_VALUES = 50_000  # of a JSON object
+
+Format = Literal["wav", "pcm", "flac", "mp3", "opus"]
+
+
+class Style(BaseModel):
+    """Voice, sampling and format: all but the text. A WebSocket's session.config has these fields."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    voice: str | None = Field(None, validation_alias=AliasChoices("voice", "speaker"))
+    instructions: str | None = None
+    language: str | None = None
+    response_format: Format = "wav"
+    speed: float | None = None
+
+    # Cloning within the request
+    ref_audio: str | None = None  # base64 or a data URL
+    ref_text: str | None = None
+    x_vector_only_mode: bool | None = None
+    speaker_embedding: list[float] | None = None
+
+    # As upstream. None is the model's own default.
+    seed: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    non_streaming_mode: bool | None = None
+
+    @field_validator("voice", mode="before")
+    @classmethod
+    def id_of_voice(cls, value: Any) -> Any:
+        """OpenAI's clients may send {"id": name}."""
+        return value["id"] if isinstance(value, dict) and "id" in value else value
+
+    @field_validator("response_format", mode="before")
+    @classmethod
+    def default_format(cls, value: Any) -> Any:
+        return "wav" if value is None else value
+
+    @field_validator("speed")
+    @classmethod
+    def only_natural_speed(cls, value: float | None) -> float | None:
+        if value not in (None, 1.0):
+            raise ValueError(f"speed is {value:g}, only 1.0 is possible: change the speed where you play the audio")
+        return value
+
+
+class SpeechRequest(Style):
+    """The body of POST /v1/audio/speech. `model` may be any string: there is one model."""
+
+    input: str
+    model: str | None = None
+    stream: bool | None = None
+    stream_format: Literal["audio", "sse"] | None = None
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def parse_json(data: bytes | str) -> dict:
+    """A JSON object. NaN and Infinity are not JSON. Long strings are quick to parse, many values are not."""
+    separators = (b"[", b"{", b",") if isinstance(data, bytes) else ("[", "{", ",")
+    if sum(map(data.count, separators)) > MAX_VALUES:
+        raise ApiError(f"the request has more than {MAX_VALUES} values: send less", code="invalid_json")
+    try:
+        content = json.loads(data, parse_constant=refuse_constant)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(f"the request is not JSON: {reason}", code="invalid_json") from None
+    if not isinstance(content, dict):
+        raise ApiError(f"the request is {describe(content)}, it must be a JSON object", code="invalid_json")
+    return content
+
+
+def refuse_constant(name: str):
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def parse(kind: type[Model], content: dict) -> Model:
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise explain(error.errors(include_url=False, include_context=False)[0]) from None
+
+
+def explain(problem: dict) -> ApiError:
+    """One sentence from the first problem that pydantic found."""
+    param = str(problem["loc"][0]) if problem["loc"] else None
+    message = problem["msg"]
+    if problem["type"] == "missing":
+        message = f"{param} is missing: give it"
+    elif problem["type"] == "value_error":
+        message = message.removeprefix("Value error, ")
+    else:
+        wanted = message.replace("Input should be", "it must be")
+        message = f"{param} is {describe(problem['input'])}: {wanted[0].lower()}{wanted[1:]}"
+    return ApiError(message, param=param, code="invalid_value")
+
+
+def describe(value: Any) -> str:
+    """A value in a message: short, and never a whole list or object."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

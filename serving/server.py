@@ -1,0 +1,246 @@
+"""The HTTP server: OpenAI's speech interface, voices to register, health and metrics; websocket.py is the other half.
+
+    speech = Speech("0.6B")
+    speech.load()
+    uvicorn.run(create_app(speech))
+
+A speech request is read, checked against the model, and answered by a SpeechResponse, which speaks while it sends. The
+first chunk of audio decides the status: whatever fails before it gets an error with a status of its own.
+"""
+
+import base64
+import contextlib
+import logging
+import secrets
+from pathlib import Path
+
+import anyio
+import prometheus_client
+from fastapi import FastAPI, Request, WebSocket
+from fastapi.responses import JSONResponse
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+import cli
+from serving.audio_formats import CONTENT_TYPES, STREAMABLE, encode_stream
+from serving.errors import ApiError, as_api_error, to_json
+from serving.guard import Guard
+from serving.page import page_response
+from serving.requests import SpeechRequest, parse, parse_json
+from serving.settings import Settings
+from serving.speech import Speech, Utterance
+from serving.websocket import Session
+
+log = logging.getLogger("qwen3_tts_cudagraphs")
+
+
+def create_app(speech: Speech) -> FastAPI:
+    """The application. Until `speech.load` has returned, requests get 503."""
+    settings = speech.settings
+    app = FastAPI(title="Qwen3-TTS", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.speech = speech
+    app.add_middleware(Guard, settings=settings)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["Authorization", "Content-Type"],
+            expose_headers=["X-Sample-Rate", "X-Request-Id"],
+        )
+
+    @app.post("/v1/audio/speech")
+    async def create_speech(request: Request) -> Response:
+        speech.check_ready()
+        try:
+            wanted = parse(SpeechRequest, await read_json(request, settings))
+            speech.check(wanted)
+            text = speech.check_text(wanted.input)
+        except ApiError:
+            speech.metrics.requests.labels("invalid").inc()
+            raise
+        return SpeechResponse(speech.say(wanted, text), wanted, settings)
+
+    @app.websocket("/v1/audio/speech/stream")
+    async def stream_speech(websocket: WebSocket) -> None:
+        await Session(websocket, speech).run()
+
+    @app.get("/v1/audio/voices")
+    async def list_voices() -> Response:
+        return JSONResponse({"voices": speech.voice_names(), "details": speech.voices()})
+
+    @app.post("/v1/audio/voices")
+    async def register_voice(request: Request) -> Response:
+        speech.check_ready()
+        name, data, ref_text = await read_voice(request, settings)
+        voice = await speech.register(name, data, ref_text)
+        return JSONResponse({"success": True, "voice": voice})
+
+    @app.delete("/v1/audio/voices/{name}")
+    async def remove_voice(name: str) -> Response:
+        await speech.unregister(name)
+        return JSONResponse({"success": True, "deleted": name.lower()})
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        model = {"id": Path(speech.model).name, "object": "model", "created": 0, "owned_by": "qwen"}
+        model |= {"kind": speech.kind, "languages": cli.languages(speech.config)}  # what the page needs to know
+        return JSONResponse({"object": "list", "data": [model]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        speech.check_ready()
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = prometheus_client.generate_latest(speech.metrics.registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    @app.get("/")
+    async def page() -> Response:
+        return page_response()
+
+    @app.exception_handler(ApiError)
+    @app.exception_handler(ValueError)
+    async def refuse(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    @app.exception_handler(HTTPException)
+    async def not_found(request: Request, error: HTTPException) -> Response:
+        return ApiError(f"{request.method} {request.url.path}: {error.detail}", error.status_code).response()
+
+    @app.exception_handler(Exception)
+    async def fail(_: Request, error: Exception) -> Response:
+        return ApiError("the server failed on this request: its log says why", 500).response()
+
+    return app
+
+
+async def read_json(request: Request, settings: Settings) -> dict:
+    """Web pages of other hosts can send every content type but JSON without asking first."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(f"the content type is {content_type[:80]!r}, it must be application/json", 415)
+    with time_limit(settings):
+        return parse_json(await request.body())
+
+
+async def read_voice(request: Request, settings: Settings) -> tuple[str, bytes, str | None]:
+    """The fields of a multipart form: name, recording, transcript."""
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        raise ApiError("a voice is sent as multipart/form-data: name, audio_sample and, if known, ref_text", 415)
+    with time_limit(settings):
+        try:
+            form = await request.form(max_files=1, max_fields=10)
+        except (MultiPartException, HTTPException) as error:
+            raise ApiError(f"the form cannot be read: {getattr(error, 'detail', error)}") from None
+    async with contextlib.aclosing(FormFiles(form)):
+        name, sample, ref_text = (form.get(field) for field in ("name", "audio_sample", "ref_text"))
+        if not isinstance(name, str):
+            raise ApiError("name is missing: give the voice a name", param="name")
+        if not isinstance(sample, UploadFile):
+            raise ApiError("audio_sample is missing: give a recording of the voice", param="audio_sample")
+        if isinstance(ref_text, UploadFile):
+            raise ApiError("ref_text is a file, it must be text", param="ref_text")
+        if (sample.size or 0) > settings.max_upload:
+            raise ApiError(f"audio_sample has more than {settings.max_upload} bytes: give a shorter recording", 413)
+        return name, await sample.read(), (ref_text or "").strip() or None
+
+
+class FormFiles:
+    """Closes the temporary files of a form."""
+
+    def __init__(self, form):
+        self.aclose = form.close
+
+
+@contextlib.contextmanager
+def time_limit(settings: Settings):
+    try:
+        with anyio.fail_after(settings.body_seconds):
+            yield
+    except TimeoutError:
+        raise ApiError(f"the request did not arrive within {settings.body_seconds:g} s", 408) from None
+
+
+class SpeechResponse(Response):
+    """Speech that is sent while it is made. It stops when the client goes away."""
+
+    def __init__(self, utterance: Utterance, wanted: SpeechRequest, settings: Settings):
+        self.utterance = utterance
+        self.settings = settings
+        self.is_sse = wanted.stream_format == "sse"
+        self.format = wanted.response_format
+        self.whole = self.format not in STREAMABLE or (wanted.stream is False and not self.is_sse)
+        self.request_id = secrets.token_hex(8)
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.cancel_when_gone, receive, tasks.cancel_scope)
+            await self.respond(scope, receive, send)
+            tasks.cancel_scope.cancel()
+
+    async def cancel_when_gone(self, receive: Receive, speaking: anyio.CancelScope) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        speaking.cancel()
+
+    async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+        try:
+            with anyio.fail_after(self.settings.request_seconds):
+                pieces = encode_stream(self.utterance, self.format, self.whole)
+                async with contextlib.aclosing(pieces):
+                    async for data in pieces:
+                        if not has_begun:
+                            await send(self.start(None if self.is_sse or not self.whole else len(data)))
+                            has_begun = True
+                        with anyio.fail_after(self.settings.send_seconds):
+                            await send(body(self.delta(data) if self.is_sse else data))
+                await send(body(self.done() if self.is_sse else b"", more=False))
+        except Exception as error:
+            error = as_api_error(error)
+            if not has_begun:
+                await error.response()(scope, receive, send)
+            elif self.is_sse:
+                await send(body(event({"type": "error", **error.content()}), more=False))
+            else:
+                # The response stays incomplete, so that the client sees an error and not a short file.
+                log.warning("request %s was broken off: %s", self.request_id, error.message)
+
+    def start(self, length: int | None) -> dict:
+        content_type = "text/event-stream" if self.is_sse else CONTENT_TYPES[self.format]
+        headers = {
+            "content-type": content_type,
+            "cache-control": "no-store",
+            "x-accel-buffering": "no",  # nginx must not collect the stream
+            "x-sample-rate": str(self.utterance.speech.engine.rate),
+            "x-request-id": self.request_id,
+        }
+        if length is not None:
+            headers["content-length"] = str(length)
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        return {"type": "http.response.start", "status": 200, "headers": raw}
+
+    def delta(self, data: bytes) -> bytes:
+        return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
+
+    def done(self) -> bytes:
+        text, audio = self.utterance.text_tokens(), self.utterance.frames
+        usage = {"input_tokens": text, "output_tokens": audio, "total_tokens": text + audio}
+        return event({"type": "speech.audio.done", "usage": usage})
+
+
+def body(data: bytes, more: bool = True) -> dict:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def event(content: dict) -> bytes:
+    """A server-sent event."""
+    return f"data: {to_json(content)}\n\n".encode()

@@ -1,0 +1,50 @@
+"""The server's limits and their defaults. Every field is an option of `python -m serving`."""
+
+import math
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+API_KEY_VARIABLE = "QWEN3_TTS_API_KEY"
+MB = 1_000_000
+
+
+def limit(default, help_text: str):
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass(frozen=True)
+class Settings:
+    # Who may ask
+    api_key: str | None = None
+    cors_origins: tuple[str, ...] = ()  # origins of web pages on other hosts that may call this server
+    voices: Path = Path("voices")  # folder of the registered voices
+
+    # How much at once
+    max_streams: int = limit(64, "listeners served at the same time")
+    max_waiting: int = limit(256, "requests that may wait for a place; more get 429")
+    max_connections: int = limit(1024, "open connections")
+    max_seq_len: int = limit(2048, "positions for prompt and speech of one request, 12.5 per second")
+
+    # How much in one request
+    max_text: int = limit(4096, "characters of a text, a transcript or an instruction")
+    max_body: int = limit(16 * MB, "bytes of a request")
+    max_upload: int = limit(10 * MB, "bytes of a recording")
+    max_reference_seconds: float = limit(60.0, "seconds of a recording")
+    max_voices: int = limit(256, "registered voices")
+
+    # How long, in seconds
+    body_seconds: float = limit(30.0, "to receive a request")
+    request_seconds: float = limit(600.0, "to answer a request, including the time in the queue")
+    send_seconds: float = limit(60.0, "that a client may leave its audio unread")
+    config_seconds: float = limit(10.0, "to the first message of a WebSocket")
+    idle_seconds: float = limit(30.0, "without a message on a WebSocket")
+    drain_seconds: float = limit(60.0, "for streams in flight to end after SIGTERM")
+
+    def __post_init__(self):
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if "help" in item.metadata and not 0 < value < math.inf:
+                option = "--" + item.name.replace("_", "-")
+                raise ValueError(f"{option} is {value}, it must be above 0")
+        if self.api_key is not None and not self.api_key.strip():
+            raise ValueError("--api-key is empty: give a key, or leave it out")

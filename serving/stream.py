@@ -1,0 +1,83 @@
+"""One request of an engine: what to decode, how far it is, and where its audio goes."""
+
+import collections
+import math
+import time
+from collections.abc import Callable
+
+from fast.streaming import growing_chunks
+
+END = None
+
+
+class QueueFull(RuntimeError):
+    """Too many requests are waiting: try again later."""
+
+
+class CutOff(UserWarning):
+    """The speech ended at a limit instead of by itself."""
+
+
+class Stream:
+    def __init__(self, put: Callable, text_timeout: float = 60.0):
+        if not 0 < text_timeout < math.inf:
+            raise ValueError(f"text_timeout is {text_timeout}, it must be above 0 and finite, in seconds")
+        self.put = put  # takes audio, an exception or END
+        self.cancelled = False
+        # the request
+        self.request = None  # arguments of talker.generate
+        self.settings = None  # the same for `Prefill`
+        self.prompt_ready = None  # a CUDA event after the kernels that built the prompt
+        self.prompt_length = 0
+        self.max_frames = 0
+        self.reference = None  # codes that precede the speech, for the codec
+        self.generator = None  # draws this stream's noise
+        self.is_seeded = False  # unseeded streams of a batch share one draw
+        self.slot = None
+        # a text that is still arriving
+        self.text = None  # ArrivingText
+        self.text_timeout = text_timeout
+        self.text_came_at = time.monotonic()
+        self.text_error = None
+        self.new_rows = collections.deque()  # (first frame, rows (T, H), frames with text then, CUDA event)
+        self.frames_with_text = math.inf  # frames whose text the GPU has
+        # how far it is, in frames
+        self.launched = 0  # on the GPU
+        self.checked = 0  # frames after which the host knows whether the stream has ended
+        self.decoded = 0  # handed to the codec
+        self.finished = False  # all its frames are known
+        self.was_cut_off = False
+        # its audio
+        self.chunk_sizes = growing_chunks()  # the same for every stream, so that a seed reproduces
+        self.chunk_size = next(self.chunk_sizes)
+        self.heard_from = None  # time at which its first chunk was delivered
+        self.unread = 0  # chunks that the listener has not taken yet
+        self.paused_at = None  # time at which it began to wait for its listener
+
+    @property
+    def length(self) -> int:
+        """Positions of the cache in use."""
+        return self.prompt_length + self.launched
+
+    @property
+    def valid(self) -> int:
+        """Frames that belong to the speech. Whether there is a next frame is known before it is computed."""
+        return self.checked if self.finished else min(self.launched, self.checked + 1)
+
+    def lacks_text(self) -> bool:
+        return self.launched >= self.frames_with_text
+
+    def may_advance(self) -> bool:
+        return self.launched < self.max_frames and not self.lacks_text() and not self.finished
+
+    def seconds_for_text(self) -> float | None:
+        """How long to wait for audio before `check_text_timeout`. None: as long as it takes."""
+        if self.text is None or self.text.is_finished:
+            return None
+        return max(0.01, self.text_came_at + self.text_timeout - time.monotonic())
+
+    def check_text_timeout(self) -> None:
+        limit = self.seconds_for_text()
+        waits_for_text = self.request is None or self.lacks_text()
+        if limit is not None and limit <= 0.01 and waits_for_text:
+            raise TimeoutError(f"no text has come for {self.text_timeout:g} s, and it has not ended")

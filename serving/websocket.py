@@ -1,0 +1,250 @@
+"""The WebSocket: text comes in while it is written, audio goes out while it is made.
+
+    client: session.config, input.text ..., input.done, input.cancel, session.close
+    server: audio.start, binary audio ..., audio.done, session.done, error
+
+Messages are read at all times, so that input.cancel takes effect at once. Utterances are spoken one after another by a
+task beside the reader; the next may be written while the last is still spoken.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import anyio
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from serving.audio_formats import STREAMABLE, encode_stream
+from serving.errors import ApiError, as_api_error, to_json
+from serving.guard import SUBPROTOCOL
+from serving.requests import Style, describe, parse, parse_json
+from serving.speech import Speech
+
+MAX_WAITING = 8  # utterances of one connection
+MAX_MISTAKES = 32  # messages with errors, after which the connection is closed
+NORMAL, POLICY_VIOLATION = 1000, 1008  # close codes
+
+
+class Incoming:
+    """An utterance whose text is still arriving."""
+
+    def __init__(self, index: int, style: Style):
+        self.index = index
+        self.style = style
+        self.text = ""
+        self.is_complete = False
+        self.is_over = False  # its speech has ended
+        self.changed = asyncio.Event()
+        self.speaking = anyio.CancelScope()  # cancelled: stop now, or do not begin
+
+    def add(self, text: str) -> None:
+        self.text += text
+        self.changed.set()
+
+    def finish(self) -> None:
+        self.is_complete = True
+        self.changed.set()
+
+    async def pieces(self) -> AsyncIterator[str]:
+        """The text as it arrives, until it is complete."""
+        taken = 0
+        while not (self.is_complete and taken == len(self.text)):
+            if taken == len(self.text):
+                self.changed.clear()
+                await self.changed.wait()
+            piece = self.text[taken:]
+            taken += len(piece)
+            if piece:
+                yield piece
+
+
+class Session:
+    """One connection."""
+
+    def __init__(self, websocket: WebSocket, speech: Speech):
+        self.websocket = websocket
+        self.speech = speech
+        self.settings = speech.settings
+        self.style = None  # from the last session.config
+        self.writing = None  # the Incoming that input.text is added to
+        self.unspoken = []  # all utterances that have not been spoken to their end, in order
+        self.queue = asyncio.Queue()  # the same, for the task that speaks
+        self.utterances = 0
+
+    async def run(self) -> None:
+        offered = self.websocket.scope.get("subprotocols", ())
+        await self.websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
+        error = None
+        try:
+            self.speech.check_ready()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self.speak_all)
+                error = await self.read_all()
+                tasks.cancel_scope.cancel()
+        except ApiError as refused:
+            error = refused
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the client may be gone
+            if error:
+                await self.send_error(error)
+            await self.websocket.close(POLICY_VIOLATION if error else NORMAL)
+
+    # ---- What the client sends
+
+    async def read_all(self) -> ApiError | None:
+        """Until the session ends. Returns an error if that is why."""
+        mistakes = 0
+        while True:
+            try:
+                message = await self.read()
+                if message is None or message["type"] == "session.close":
+                    return None
+                await self.handle(message)
+            except WebSocketDisconnect:
+                return None
+            except ApiError as error:
+                mistakes += 1
+                if error.code == "timeout" or self.style is None or mistakes == MAX_MISTAKES:
+                    return error
+                await self.send_error(error)
+
+    async def read(self) -> dict | None:
+        """The next message, None if the client is gone."""
+        seconds = self.settings.config_seconds if self.style is None else self.settings.idle_seconds
+        while True:
+            try:
+                with anyio.fail_after(seconds):
+                    received = await self.websocket.receive()
+                break
+            except TimeoutError:
+                listening = self.writing is None and self.unspoken  # nothing to send while one listens
+                if not listening:
+                    raise ApiError(f"no message came within {seconds:g} s: open a new one", code="timeout") from None
+        if received["type"] == "websocket.disconnect":
+            return None
+        if received.get("text") is None:
+            raise ApiError("a binary message came: send JSON as text", code="invalid_json")
+        message = parse_json(received["text"])
+        kind = message.get("type")
+        if not isinstance(kind, str) or kind not in self.HANDLERS:
+            raise ApiError(f"the type is {describe(kind)}: send one of {', '.join(self.HANDLERS)}", param="type")
+        return message
+
+    async def handle(self, message: dict) -> None:
+        kind = message["type"]
+        if self.style is None and kind != "session.config":
+            raise ApiError(f"{kind} came first: begin with session.config", code="not_configured")
+        await self.HANDLERS[kind](self, message)
+
+    async def configure(self, message: dict) -> None:
+        if self.writing and not self.writing.is_over:
+            raise ApiError("session.config came within an utterance: send input.done or input.cancel first")
+        self.writing = None
+        style = parse(Style, message)
+        self.speech.check(style)
+        self.style = style
+
+    async def add_text(self, message: dict) -> None:
+        text = message.get("text")
+        if not isinstance(text, str):
+            raise ApiError(f"text is {describe(text)}: it must be a string", param="text", code="invalid_value")
+        if self.writing is None and not text.strip():
+            return  # an utterance begins with its first word
+        if self.writing and self.writing.is_over:
+            return  # the rest of a text whose speech has failed
+        written = self.writing.text if self.writing else ""
+        try:
+            self.speech.check_text(written + text)
+            if self.writing is None:
+                self.begin()
+        except ApiError:
+            self.drop()
+            raise
+        self.writing.add(text)
+
+    def begin(self) -> None:
+        self.speech.check_ready()
+        if len(self.unspoken) >= MAX_WAITING:
+            raise ApiError(f"{MAX_WAITING} utterances wait to be spoken already: send less at once", 429)
+        self.writing = Incoming(self.utterances, self.style)
+        self.utterances += 1
+        self.unspoken.append(self.writing)
+        self.queue.put_nowait(self.writing)
+
+    def drop(self) -> None:
+        """Give up the utterance that is being written."""
+        if self.writing:
+            self.writing.speaking.cancel()
+            self.writing.is_over = True
+
+    async def finish(self, message: dict) -> None:
+        if self.writing:
+            self.writing.finish()
+            self.writing = None
+        else:  # a keep-alive
+            await self.send(type="session.done", utterance_index=self.utterances, total_sentences=0)
+
+    async def cancel(self, message: dict) -> None:
+        """The listener has interrupted: stop what is spoken, and drop what waits. Each gets its session.done."""
+        self.writing = None
+        if not self.unspoken:
+            done = dict(utterance_index=self.utterances, total_sentences=0, cancelled=True)
+            await self.send(type="session.done", **done)
+        for incoming in self.unspoken:
+            incoming.speaking.cancel()
+
+    HANDLERS = {
+        "session.config": configure,
+        "input.text": add_text,
+        "input.done": finish,
+        "input.cancel": cancel,
+        "session.close": None,
+    }
+
+    # ---- What the server sends
+
+    async def speak_all(self) -> None:
+        while True:
+            incoming = await self.queue.get()
+            with contextlib.suppress(WebSocketDisconnect):  # the reader notices, too
+                await self.speak(incoming)
+            self.unspoken.remove(incoming)
+
+    async def speak(self, incoming: Incoming) -> None:
+        place = dict(utterance_index=incoming.index, sentence_index=0)
+        sound_format = incoming.style.response_format
+        total_bytes = 0
+        error = None
+        with incoming.speaking:
+            try:
+                with anyio.fail_after(self.settings.request_seconds):
+                    utterance = self.speech.say(incoming.style, incoming.pieces())
+                    pieces = encode_stream(utterance, sound_format, whole=sound_format not in STREAMABLE)
+                    async with contextlib.aclosing(pieces):
+                        async for data in pieces:
+                            if total_bytes == 0:
+                                rate = self.speech.engine.rate
+                                about = dict(sentence_text=incoming.text, format=sound_format, sample_rate=rate)
+                                await self.send(type="audio.start", **place, **about)
+                            with anyio.fail_after(self.settings.send_seconds):
+                                await self.websocket.send_bytes(data)
+                            total_bytes += len(data)
+            except WebSocketDisconnect:
+                raise
+            except Exception as failure:
+                error = as_api_error(failure)
+        how = {"cancelled": True} if incoming.speaking.cancelled_caught else {}
+        if error:
+            how["error"] = True
+            await self.send_error(error, utterance_index=incoming.index)
+        if total_bytes:
+            await self.send(type="audio.done", **place, total_bytes=total_bytes, **how)
+        sentences = 1 if total_bytes else 0
+        await self.send(type="session.done", utterance_index=incoming.index, total_sentences=sentences, **how)
+        incoming.is_over = True  # it may have ended with an error before its text was complete
+
+    async def send_error(self, error: ApiError, **about) -> None:
+        await self.send(type="error", message=error.message, code=error.code, param=error.param, **about)
+
+    async def send(self, **message) -> None:
+        with anyio.fail_after(self.settings.send_seconds):
+            await self.websocket.send_text(to_json(message))

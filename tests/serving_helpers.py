@@ -1,0 +1,130 @@
+"""A real server in a thread, and a plain client."""
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import uvicorn
+
+from cli import speaker_prompt
+from serving.connections import uvicorn_config
+from serving.server import create_app
+from serving.settings import Settings
+from serving.speech import Speech
+
+LIMIT = 120  # seconds that any wait may take
+SHORT = {"max_new_tokens": 6, "seed": 1}  # five frames
+FRAME = 1920 * 2  # bytes of PCM
+
+
+class RunningServer:
+    """`with RunningServer(speech) as server`: serves on a free port of this machine, in a thread."""
+
+    def __init__(self, speech: Speech, **settings):
+        self.speech = speech
+        self.before = speech.settings
+        self.settings = dataclasses.replace(speech.settings, **settings)
+
+    def __enter__(self) -> "RunningServer":
+        self.speech.settings = self.settings
+        self.app = create_app(self.speech)
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        self.server = uvicorn.Server(uvicorn_config(self.app, self.settings))
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
+        self.thread.start()
+        wait_until(lambda: self.server.started)
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.server.should_exit = True
+        self.thread.join(LIMIT)
+        self.speech.settings = self.before
+        assert not self.thread.is_alive()
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT)
+
+    def ask(self, method: str, path: str, body=None, headers=()) -> "Answer":
+        with contextlib.closing(self.connect()) as connection:
+            connection.request(method, path, body, dict(headers))
+            return Answer(connection.getresponse())
+
+    def speak(self, headers=(), **fields) -> "Answer":
+        body = json.dumps({"input": "Hello there.", **SHORT, **fields})
+        return self.ask("POST", "/v1/audio/speech", body, {"Content-Type": "application/json", **dict(headers)})
+
+    def register(self, name: str, audio: bytes, **fields) -> "Answer":
+        boundary = secrets.token_hex(8)
+        parts = [f'--{boundary}\r\nContent-Disposition: form-data; name="name"\r\n\r\n{name}\r\n'.encode()]
+        for field, value in fields.items():
+            parts.append(f'--{boundary}\r\nContent-Disposition: form-data; name="{field}"\r\n\r\n{value}\r\n'.encode())
+        disposition = 'form-data; name="audio_sample"; filename="voice.wav"'
+        parts.append(f"--{boundary}\r\nContent-Disposition: {disposition}\r\n\r\n".encode() + audio)
+        body = b"".join(parts) + f"\r\n--{boundary}--\r\n".encode()
+        headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+        return self.ask("POST", "/v1/audio/voices", body, headers)
+
+    @property
+    def websocket_address(self) -> str:
+        return f"ws://127.0.0.1:{self.port}/v1/audio/speech/stream"
+
+
+class Answer:
+    """A response, read to its end."""
+
+    def __init__(self, response: http.client.HTTPResponse):
+        self.status = response.status
+        self.headers = response.headers
+        self.body = response.read()
+
+    @property
+    def json(self) -> dict:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict:
+        return self.json["error"]
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.005)
+
+
+def wait_until_free(speech: Speech) -> None:
+    """Every place must become free again."""
+    wait_until(lambda: speech.in_flight == 0 and speech.engine.counts() == (0, 0))
+
+
+def load_speech(folder: Path, voices: Path, **settings) -> Speech:
+    """A loaded tiny model; a Base model has the voice "speaker"."""
+    speakers = None
+    if (folder / "speaker.pt").exists() and json.loads((folder / "config.json").read_text())[
+        "tts_model_type"
+    ] == "base":
+        speakers = {"speaker": speaker_prompt(torch.load(folder / "speaker.pt", weights_only=True))}
+    limits = dict(max_streams=2, max_waiting=2, max_seq_len=512, voices=voices) | settings
+    speech = Speech(str(folder), "cpu", settings=Settings(**limits), speakers=speakers)
+    speech.load()
+    return speech
+
+
+def never_end(speech: Speech) -> None:
+    """The tiny models choose their end token after a while. Long speech needs them not to."""
+    talker = speech.tts.model.talker
+    talker.codec_head.weight.data[talker.config.codec_eos_token_id] = 0
+
+
+def pcm(audio: bytes) -> np.ndarray:
+    return np.frombuffer(audio, "<i2").astype(np.float32) / 32767

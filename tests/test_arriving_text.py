@@ -1,0 +1,356 @@
+"""Text that is still being written: the tokens and the speech are those of the whole text, however it is cut."""
+
+import asyncio
+import itertools
+import random
+import sys
+import threading
+import time
+import unicodedata
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from helpers import GREEDY, VOICES, joined
+from transformers import PreTrainedTokenizerFast
+
+from fast.arriving_text import ArrivingText
+from fast.incremental_tokenizer import IncrementalTokenizer, last_nfc_boundary, may_combine
+from fast.prompts import decoder_of
+from generate import astream, stream
+
+OPENING = "<|im_start|>assistant\n"
+CLOSING = "<|im_end|>\n<|im_start|>assistant\n"
+TEXTS = [
+    "Hello there! I'll say it's 3.14 o'clock; we've 1234 of 'em -- don't we're?",
+    "今天天气真好我们一起去公园散步吧，你觉得怎么样？一二三。",
+    "東京タワーはとても高いです。カタカナとひらがな、漢字が混ざっています",
+    "👨‍👩‍👧‍👦 👍🏽👍🏽!!🏳️‍🌈 ok ❤️",
+    "cafe\u0301 s\u030d\u0323x \u212b\u0323\u093f! \u1112\u1161\u11ab\u1100\u1173 \u0995\u09c7\u09be =\u0338 \u0301x",
+    "def f(x):\n    return x**2  # foo\n\n\n  \n\tif a[0] != b:\r\n\r\n   pass   ",
+    "  \n \n leading",
+    "\n\nx\u2028y\u00a0\u3000 z",
+    "a<|im_end|>b <|im_en <<tts_pad> <|im_start|>assistant\n<tts_text_eod",
+    "Привет, как дела? ภาษาไทยไม่มี हिन्दी में। 한국어 문장입니다.",
+    "......!!!???\n\n... 'ſ 'S 'lL 'LLama 'rex １２ Ⅷ ½ aaaaaaaaaaaaaaaa",
+]
+ENGLISH = TEXTS[0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint):
+    """Qwen's steps with more merges than the tiny checkpoints have, learned from the texts of this file."""
+    backend = tokenizers.Tokenizer.from_file(str(checkpoint() / "tokenizer.json"))
+    added = [token for _, token in sorted(backend.get_added_tokens_decoder().items())]
+    learned = tokenizers.Tokenizer(tokenizers.models.BPE())
+    learned.normalizer = backend.normalizer
+    learned.pre_tokenizer = backend.pre_tokenizer
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    learned.train_from_iterator(TEXTS * 2 + ["assistant"] * 9, trainer)
+    learned.add_special_tokens(added)
+    return PreTrainedTokenizerFast(tokenizer_object=learned)
+
+
+def cuts(text, seed):
+    """Pieces of 1 to 6 characters."""
+    dice = random.Random(seed)
+    while text:
+        length = dice.randint(1, 6)
+        yield text[:length]
+        text = text[length:]
+
+
+# ---- Tokens
+
+
+def test_known_tokens_are_those_of_the_whole_text(tokenizer):
+    """A token was given out that later text changed: a word grew, an accent came, whitespace went on."""
+    dice = random.Random(0)
+    characters = sorted({*"".join(TEXTS)})
+    mixed = ["".join(dice.choices(characters, k=30)) for _ in range(400)]
+    for text in TEXTS + mixed:
+        whole = tokenizer(OPENING + text + CLOSING).input_ids
+        for pieces in (list(text), cuts(text, seed=1), cuts(text, seed=2)):
+            so_far = IncrementalTokenizer(tokenizer, OPENING)
+            known = 0
+            for piece in pieces:
+                so_far.push(piece)
+                assert so_far.ids == whole[: len(so_far.ids)], (text, so_far.tail)
+                assert len(so_far.ids) >= known
+                known = len(so_far.ids)
+
+
+@pytest.mark.parametrize("text", [ENGLISH, TEXTS[9], "Line one.\n\nLine two, 1 2 3."])
+def test_complete_words_are_known(tokenizer, text):
+    """When a word is followed by the beginning of the next one, it must not be held back."""
+    so_far = IncrementalTokenizer(tokenizer, OPENING)
+    for position, character in enumerate(text):
+        so_far.push(character)
+        next_word_begins = text[position - 1 : position] == " " and character.isalpha()
+        if position > 0 and next_word_begins:
+            complete = tokenizer(OPENING + text[: position - 1]).input_ids
+            assert so_far.ids[: len(complete)] == complete, text[:position]
+
+
+def test_long_words_are_known_in_parts(tokenizer):
+    """Chinese has no spaces: speech must not wait for the end of a clause."""
+    text = "公园真好天气一起散步我们去吧今天"
+    so_far = IncrementalTokenizer(tokenizer, OPENING)
+    for character in text:
+        so_far.push(character)
+    held_back = len(tokenizer(OPENING + text).input_ids) - len(so_far.ids)
+    assert held_back <= 3 * 4  # at most four characters, each of them three bytes
+
+
+def test_characters_that_combine():
+    """NFC must not change what precedes a boundary. Compared with this Python's Unicode tables, all of them."""
+
+    def kind(character):
+        category = unicodedata.category(character)
+        return category[0] if category[0] in "LN" else "space" if character.isspace() else "other"
+
+    for character in map(chr, range(sys.maxunicode + 1)):
+        parts = unicodedata.normalize("NFD", character)
+        is_composite = len(parts) > 1 and unicodedata.normalize("NFC", parts) == character
+        if is_composite:
+            assert all(map(may_combine, parts[1:])), character
+            assert kind(parts[0]) == kind(character)  # so a pre-token keeps its kind
+    assert last_nfc_boundary("as\u030d\u0323") == 1
+    assert last_nfc_boundary("\u0301") == 0
+
+
+def test_a_long_text_takes_no_longer_per_piece(tokenizer):
+    """Every piece tokenized the whole text again: a page took minutes."""
+    so_far = IncrementalTokenizer(tokenizer, OPENING)
+    for word in itertools.islice(itertools.cycle(ENGLISH.split(" ")), 2000):
+        so_far.push(f" {word}")
+        assert len(so_far.tail) < 40
+
+
+def test_another_tokenizer_is_refused(tokenizer):
+    """Rules that do not fit a tokenizer would give wrong tokens silently."""
+    other = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    other.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\p{N}{1,3}|\s+(?!\S)|\s+"), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    with pytest.raises(ValueError, match="give the whole text at once"):
+        IncrementalTokenizer(PreTrainedTokenizerFast(tokenizer_object=other))
+
+
+# ---- Speech
+
+
+def spoken(voice, text, seed=0, **arguments):
+    """Codes and audio of a stream, and the next random number."""
+    decoder = decoder_of(voice.fast)
+    frames = []
+    torch.manual_seed(seed)
+    chunks = stream(
+        getattr(voice.fast, voice.method), text=text, **voice.arguments | dict(non_streaming_mode=False) | arguments
+    )
+    decoder.frames, original = recorded(decoder.frames, frames), decoder.frames
+    try:
+        audio = joined(chunks)
+    finally:
+        decoder.frames = original
+    return torch.stack(frames), audio, torch.rand(1)
+
+
+def recorded(frames_of, frames):
+    def frames_of_request(**request):
+        for codes, hidden in frames_of(**request):
+            frames.append(codes[0].clone())
+            yield codes, hidden
+
+    return frames_of_request
+
+
+@pytest.mark.filterwarnings("ignore:the speech was cut off")
+@pytest.mark.parametrize("name", VOICES)
+def test_same_tokens_as_the_whole_text(voices, name):
+    """Upstream's own codes for the whole text, on all voices, however the text is cut."""
+    voice = voices(name).end_comes_up(False)
+    cases = (
+        (TEXTS[1][:6], list, 12, GREEDY),
+        (TEXTS[4][:14], lambda text: cuts(text, seed=1), 24, {}),
+        (ENGLISH[:18], list, 24, {}),
+        ("Hi", list, 6, GREEDY),
+    )
+    for text, cut, tokens, sampling in cases[:2] if name == "in-context" else cases:  # its prompts take long
+        arguments = dict(max_new_tokens=tokens, **sampling)
+        expected, after = voice.codes(voice.upstream, seed=3, text=text, non_streaming_mode=False, **arguments)
+        codes, _, after_ours = spoken(voice, iter(cut(text)), seed=3, **arguments)
+        assert torch.equal(codes, expected[0])
+        assert after_ours == after
+
+
+@pytest.fixture
+def voice(voices):
+    return voices("x-vector").end_comes_up(True)
+
+
+def speak(voice, text, **arguments):
+    return stream(getattr(voice.fast, voice.method), text=text, **voice.arguments | GREEDY | arguments)
+
+
+def test_speech_begins_before_the_text_ends_and_waits_for_it(voice):
+    """A frame that was made without its text, or random numbers drawn while waiting, would change what follows."""
+    text = "Hello there."
+    torch.manual_seed(0)
+    expected = joined(stream(getattr(voice.fast, voice.method), text=text, **voice.arguments))
+    may_go_on = threading.Event()
+
+    def pieces():
+        yield text[:5]
+        assert may_go_on.wait(20)
+        yield text[5:]
+
+    torch.manual_seed(0)
+    chunks = stream(getattr(voice.fast, voice.method), text=pieces(), **voice.arguments)
+    known_rows = 3  # "Hell": the first is in the prompt, "o" may still be part of another token
+    early = [next(chunks) for _ in range(2)]
+    assert sum(len(audio) for audio, _ in early) <= known_rows * 1920
+    before = torch.get_rng_state()
+    reading = threading.Thread(target=early.extend, args=[chunks])
+    reading.start()
+    time.sleep(0.3)
+    assert len(joined(early)) == known_rows * 1920  # all that there is, and nothing more
+    assert torch.equal(torch.get_rng_state(), before)
+    may_go_on.set()
+    reading.join()
+    np.testing.assert_allclose(joined(early), expected, rtol=0, atol=1e-6)  # the chunks have other sizes
+
+
+def test_an_iterator_that_fails_ends_the_stream(voice):
+    """Half a text must not pass for a whole one; what was known before the error is still heard."""
+
+    def pieces():
+        yield "Hello there"
+        raise LookupError("the language model is gone")
+
+    voice.end_comes_up(False)
+    heard = []
+    with pytest.raises(LookupError, match="is gone"):
+        heard.extend(speak(voice, pieces()))
+    assert len(joined(heard)) == 9 * 1920  # all but "H", which is in the prompt, and "e", which may still change
+    assert len(joined(speak(voice.end_comes_up(True), "Hi"))) > 0  # the model is free
+
+
+@pytest.mark.parametrize("first", ["", "Hello"])
+def test_an_iterator_that_never_yields_is_given_up(voice, first):
+    """A language model that hangs must not hold the model for ever. Empty pieces are no text."""
+    closed = threading.Event()
+
+    def pieces():
+        yield first
+        while not closed.wait(0.05):
+            yield ""
+
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match="no text has come for 0.5 s"):
+        list(speak(voice, pieces(), text_timeout=0.5))
+    assert time.monotonic() - start < 10
+    closed.set()
+    assert len(joined(speak(voice, "Hi"))) > 0
+
+
+def test_a_closed_stream_stops_reading(voice):
+    """A listener who leaves must not leave a thread behind that reads the language model to its end."""
+    read = []
+
+    def pieces():
+        for number in itertools.count():
+            read.append(number)
+            yield "word "
+
+    chunks = speak(voice, pieces())
+    next(chunks)
+    chunks.close()
+    for _ in range(100):
+        if not any(thread.name == "text reader" for thread in threading.enumerate()):
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the reader is still running")
+
+
+@pytest.mark.parametrize(
+    "pieces, message",
+    [
+        ([], "empty"),
+        (["  ", "\n"], "empty"),
+        (["Hi ", b"you"], "a piece of the text is a bytes"),
+        (["Hi \ud800"], "UTF-8"),
+    ],
+)
+def test_mistakes_in_the_text(voice, pieces, message):
+    """Bad pieces must be named, not fail somewhere inside."""
+    with pytest.raises(ValueError, match=message):
+        list(speak(voice, iter(pieces)))
+
+
+def test_mistakes_in_the_request_raise_at_once(voice):
+    """An error after the language model has begun to write comes too late."""
+    never = iter(threading.Event().wait, True)
+    with pytest.raises(ValueError, match="temperature"):
+        speak(voice, never, do_sample=True, temperature=-1.0)
+    with pytest.raises(ValueError, match="whole text into the prompt"):
+        speak(voice, never, non_streaming_mode=True)
+    with pytest.raises(ValueError, match="text_timeout is 0"):
+        speak(voice, never, text_timeout=0)
+
+
+def test_asyncio(voice):
+    """An async iterator feeds a stream, the event loop is never blocked, and a cancelled listener frees the model."""
+    expected = joined(speak(voice, "Hello there."))
+
+    async def pieces():
+        for character in "Hello there.":
+            await asyncio.sleep(0)
+            yield character
+
+    async def never():
+        yield "Hello"
+        await asyncio.sleep(60)
+
+    async def listen(text):
+        return [
+            chunk async for chunk in astream(voice.fast.generate_voice_clone, text=text, **voice.arguments, **GREEDY)
+        ]
+
+    async def main():
+        np.testing.assert_array_equal(joined(await listen(pieces())), expected)
+        np.testing.assert_array_equal(joined(await listen("Hello there.")), expected)
+        with pytest.raises(ValueError, match="use astream"):
+            speak(voice, pieces())
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(listen(never()), 0.5)
+
+    start = time.monotonic()
+    asyncio.run(main())
+    np.testing.assert_array_equal(joined(speak(voice, "Hello there.")), expected)
+    assert time.monotonic() - start < 30
+
+
+def test_what_an_engine_needs(voice):
+    """Which frames may be launched, and which rows to write, without threads: at every cut, for every frame."""
+    text = ArrivingText(decoder_of(voice.fast), voice.fast.generate_voice_clone, **voice.arguments)
+    for character in "Hi":
+        text.push(character)
+        assert not text.can_begin  # two tokens and what follows them
+    text.push(" y")
+    assert text.can_begin
+    request = text.begin()
+    assert request["trailing_text_hidden"].shape[1] == 2  # "i" and " "; "H" is in the prompt
+    assert [text.has_row(frame) for frame in range(4)] == [True, True, False, False]
+    text.push("o")
+    text.finish()
+    row, ids = text.take_ids()
+    assert (row, len(ids), ids[-1]) == (2, 3, text.end_id)
+    assert text.take_ids() == (5, [])
+    assert text.has_row(1000)

@@ -1,0 +1,548 @@
+"""The kernels of the codec's decoder, compiled for and run on a CPU, compute what upstream's modules compute: each
+kernel alone what fast/codec_kernels_reference.py says, all of them the decoder's audio. A kernel with a subtle fault is
+detected."""
+
+import functools
+import itertools
+import shutil
+import subprocess
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from gpu_on_cpu import CpuKernels
+from torch import Tensor
+
+from fast import codec as codec_module
+from fast import codec_kernels, nvrtc
+from fast import codec_kernels_reference as reference
+from fast.codec import CodecGraph
+from fast.codec_kernels import CodecKernels, Snake, Unsummed, complete_source, kernel_sizes
+from fast.turns import Turns
+from serving.codec import BatchCodec
+from tools.random_checkpoint import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model, codec_config, randomize, soften
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+EPSILON = 1e-6
+SMALL_DECODER = dict(latent_dim=256, hidden_size=256, head_dim=64, decoder_dim=128, upsample_rates=[4, 3, 2, 2])
+SLOTS = torch.tensor([3, 0, 1])
+PUBLISHED = codec_kernels.Sizes(
+    codebook=2048,
+    code_dim=256,
+    hidden=512,
+    inner=1024,
+    norm_epsilon="1e-5f",
+    heads=16,
+    window=72,
+    ring=80,
+    latent=1024,
+    epsilon="1e-6f",
+    last=96,
+)
+
+
+class Tokenizer:
+    """A codec with random weights, among them those that upstream initializes to constants."""
+
+    def __init__(self, size: str, dtype: torch.dtype, device: Any = "cpu", **decoder: Any):
+        config = codec_config(size)
+        config["decoder_config"] |= decoder
+        torch.manual_seed(0)
+        with torch.device(device), torch.no_grad():
+            self.model = randomize(Qwen3TTSTokenizerV2Model(Qwen3TTSTokenizerV2Config(**config)), 0.7)
+            for name, weight in self.model.decoder.named_parameters():
+                if name.endswith(("alpha", "beta")):
+                    weight.normal_(std=0.3)
+                elif name.endswith(("gamma", "layer_scale.scale")):
+                    weight.normal_(std=0.5)
+                elif "layernorm" in name:
+                    weight.normal_(mean=1, std=0.3)
+                elif name.startswith(("decoder", "upsample")) and name.endswith("bias"):
+                    weight.normal_(std=0.1)
+            soften(self.model.decoder)
+        self.samples_per_frame = int(self.model.decoder.total_upsample)
+        self.model.to(dtype).eval().requires_grad_(False)
+
+    def get_decode_upsample_rate(self) -> int:
+        return self.samples_per_frame
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer("tiny", torch.bfloat16, **SMALL_DECODER)
+
+
+@pytest.fixture(scope="module")
+def compiled(tokenizer, tmp_path_factory) -> CpuKernels:
+    return compile_for_cpu(tokenizer, tmp_path_factory.mktemp("codec"))
+
+
+def compile_for_cpu(tokenizer: Tokenizer, folder: Any, source: str | None = None) -> CpuKernels:
+    sizes = kernel_sizes(tokenizer.model.decoder)
+    return CpuKernels(complete_source(sizes, source), folder, codec_kernels.KERNELS)
+
+
+def make_kernels(tokenizer: Tokenizer, compiled: CpuKernels | None) -> CodecKernels:
+    decoder = tokenizer.model.decoder
+    slots = SLOTS.to(decoder.device)
+    return CodecKernels(decoder, lambda: slots, compiled)
+
+
+# ---- Each kernel. The checks are functions of the kernels, for wrong kernels to fail them.
+
+
+def assert_nearly_same(ours: Tensor, expected: Tensor) -> None:
+    """Equal but for a few values that were rounded the other way: a sum had another order, a sine another last bit."""
+    step = 2**-7 * expected.float().abs()
+    difference = (ours.float() - expected.float()).abs()
+    assert (difference <= step + 1e-6).all()
+    assert (difference > 0).float().mean() < 0.01
+
+
+def random_bf16(kernels: CodecKernels, *shape: int) -> Tensor:
+    return torch.randn(shape, device=kernels.get_slots().device, dtype=torch.bfloat16)
+
+
+def check_embed_codes(kernels: CodecKernels) -> None:
+    sizes = kernels.sizes
+    tables = random_bf16(kernels, 5, sizes.codebook, sizes.code_dim)
+    codes = torch.randint(sizes.codebook, (3, 5, 7), device=tables.device)
+    for semantic in (1, 2):
+        for ours, expected in zip(
+            kernels.embed_codes(codes, tables, semantic), reference.embed_codes(codes, tables, semantic)
+        ):
+            assert torch.equal(ours, expected)
+    beyond = torch.full_like(codes, -1)
+    beyond[:, ::2] = sizes.codebook + 100
+    last = torch.full_like(codes, sizes.codebook - 1)
+    for ours, expected in zip(kernels.embed_codes(beyond, tables, 1), reference.embed_codes(last, tables, 1)):
+        assert torch.equal(ours, expected)
+
+
+def check_add_and_norm(kernels: CodecKernels) -> None:
+    hidden = kernels.sizes.hidden
+    epsilon = float(kernels.sizes.norm_epsilon[:-1])
+    random = functools.partial(random_bf16, kernels)
+    for size in (1, 3e-3):  # epsilon counts for the small one
+        x, residual = (random(3, 5, hidden) * size for _ in range(2))
+        scale, weight = random(hidden), random(hidden)
+        total, normalized = kernels.add_and_norm(x, scale, residual, weight)
+        expected_total, expected = reference.add_and_norm(x, scale, residual, weight, epsilon)
+        assert torch.equal(total, expected_total)
+        assert_nearly_same(normalized, expected)
+        _, expected = reference.add_and_norm(x, torch.zeros_like(scale), x, weight, epsilon)
+        assert_nearly_same(kernels.norm(x, weight), expected)
+
+
+def check_silu_and_multiply(kernels: CodecKernels) -> None:
+    for rows, frames in ((1, 1), (3, 5)):
+        gate_up = random_bf16(kernels, rows, frames, 2 * kernels.sizes.inner) * 4
+        assert_nearly_same(kernels.silu_and_multiply(gate_up), reference.silu_and_multiply(gate_up))
+
+
+def check_window_attention(kernels: CodecKernels) -> None:
+    """Chunks that fill the window, begin in the middle of the ring, and are as long as can be."""
+    sizes = kernels.sizes
+    random = functools.partial(random_bf16, kernels)
+    slots = kernels.get_slots()
+    positions = torch.tensor([5, 1000, 99, 0], device=slots.device)  # slots 3, 0 and 1 are in use
+    for frames in (1, 2, 8, 64):
+        keys, values = (random(4, sizes.heads, sizes.ring, 64) for _ in range(2))
+        for slot, position in enumerate(positions.tolist()):  # never written yet
+            keys[slot, :, position:] = torch.nan
+            values[slot, :, position:] = torch.nan
+        expected_keys, expected_values = keys.clone(), values.clone()
+        qkv = random(3, frames, 3, sizes.heads, 64)
+        angles = torch.randn(3, frames, 64, device=slots.device) * 3
+        cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+        expected = reference.window_attention(
+            qkv, cos, sin, positions, slots, expected_keys, expected_values, sizes.window
+        )
+        ours = kernels.window_attention(qkv.flatten(2), cos, sin, positions, keys, values)
+        difference = (ours.float() - expected.flatten(2).float()).abs()
+        assert (difference <= 2**-7 * expected.flatten(2).float().abs() + 1e-5).all()
+        assert (difference > 0).float().mean() < 0.02
+        for cache, expected_cache in ((keys, expected_keys), (values, expected_values)):
+            assert torch.equal(cache.nan_to_num(7), expected_cache.nan_to_num(7))
+        positions += frames
+
+
+def check_activate(kernels: CodecKernels, channels: int = 64, exact: bool = False) -> None:
+    """Every combination of what may be left out; chunks longer and shorter than the stored columns."""
+    same = functools.partial(torch.testing.assert_close, rtol=0, atol=0) if exact else assert_nearly_same
+    slots = kernels.get_slots()
+    device = slots.device
+    random = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
+    for columns, stored, has_terms, has_snake in itertools.product((70, 5, 1), (0, 1, 6, 54), (0, 1, 3), (False, True)):
+        x = random(3, columns, channels)
+        bias = random(channels) if has_terms > 0 else None
+        scale = random(channels) if has_terms > 2 else None
+        residual = random(3, columns, channels) if has_terms > 0 else None
+        snake = SimpleNamespace(alpha=random(channels) * 3, inverse_beta=random(channels)) if has_snake else None
+        state = random(4, stored, channels) if stored else None
+        expected_state = state.clone() if stored else None
+        expected, expected_sum = reference.activate(
+            x,
+            bias,
+            scale,
+            residual,
+            snake and snake.alpha,
+            snake and snake.inverse_beta,
+            expected_state,
+            slots,
+        )
+        unsummed = Unsummed(x, bias, scale, residual)
+        output, total = kernels.activate(unsummed, snake, state, keep_sum=True)
+        torch.testing.assert_close(total, expected_sum, rtol=0, atol=0)
+        same(output, expected)
+        if stored:
+            same(state, expected_state)
+
+
+def check_interleaved(kernels: CodecKernels, channels: int = 64) -> None:
+    """In one order, out in another: lengths that the dilations divide and others."""
+    slots = kernels.get_slots()
+    random = functools.partial(torch.randn, device=slots.device, dtype=torch.bfloat16)
+    for columns, (x_sequences, dilation) in itertools.product((256, 20, 9, 1), ((1, 3), (3, 9), (9, 1))):
+        x = random(3, columns, channels)
+        bias, residual, state = random(channels), random(3, columns, channels), random(4, 6 * dilation, channels)
+        expected_state = state.clone()
+        expected, expected_sum = reference.activate(x, bias, None, residual, None, None, expected_state, slots)
+        interleaved = reference.interleave(x, x_sequences) if x_sequences > 1 else x
+        unsummed = Unsummed(interleaved.contiguous(), bias, residual=residual)
+        output, total = kernels.activate(unsummed, None, state, keep_sum=True, dilation=dilation)
+        assert torch.equal(output, reference.interleave(expected, dilation) if dilation > 1 else expected)
+        assert torch.equal(total, expected_sum)
+        assert torch.equal(state, expected_state)
+
+
+def check_depthwise_norm(kernels: CodecKernels, columns: int = 5) -> None:
+    latent = kernels.sizes.latent
+    device = kernels.get_slots().device
+    random = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
+    norm = SimpleNamespace(weight=random(latent), bias=random(latent))
+    for scale in (1, 1e-3):  # epsilon counts for the small one
+        x = random(3, 6 + columns, latent) * scale + scale
+        weight, bias = random(7, latent), random(latent) * scale
+        expected = reference.depthwise_norm(x, weight, bias, norm.weight, norm.bias, EPSILON)
+        ours = kernels.depthwise_norm(x, weight, bias, norm)
+        # Where the norm's two terms nearly cancel, the result is as exact as they are.
+        terms = (expected - norm.bias).float().abs() + norm.bias.float().abs()
+        difference = (ours.float() - expected.float()).abs()
+        assert (difference <= 2**-6 * terms).all()
+        assert (difference > 2**-8 * expected.float().abs()).float().mean() < 0.01
+
+
+def check_to_samples(kernels: CodecKernels) -> None:
+    last = kernels.sizes.last
+    random = functools.partial(torch.randn, device=kernels.get_slots().device, dtype=torch.bfloat16)
+    for columns in (1, 127, 128, 300):
+        x, weight, bias = random(3, 6 + columns, last), random(7, last), random(1)
+        expected = reference.to_samples(x, weight, bias)
+        difference = (kernels.to_samples(x, weight, bias).float() - expected.float()).abs()
+        assert (difference <= 2**-6 * (expected.float().abs() + bias.float().abs())).all()
+        assert (difference > 0).float().mean() < 0.02
+
+
+CHECKS = [
+    check_embed_codes,
+    check_add_and_norm,
+    check_silu_and_multiply,
+    check_window_attention,
+    check_activate,
+    check_interleaved,
+    check_depthwise_norm,
+    check_to_samples,
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("check", CHECKS, ids=lambda it: it.__name__)
+def test_each_kernel_computes_what_the_reference_says(check, tokenizer, compiled):
+    check(make_kernels(tokenizer, compiled))
+
+
+def test_constants_have_upstreams_roundings(tokenizer):
+    """The reference's SnakeBeta is upstream's module, bit by bit."""
+    module = tokenizer.model.decoder.decoder[1].block[0]
+    snake = Snake(module)
+    x = torch.randn(2, 30, module.in_features).bfloat16()
+    expected = module(x.transpose(1, 2)).transpose(1, 2)
+    assert torch.equal(reference.snake(x, snake.alpha, snake.inverse_beta), expected)
+
+
+FAULTS = {  # name: what is right, what is wrong, the check that must fail
+    "the semantic sum goes on": ("book == 0 || book == arguments.semantic_codebooks", "book == 0", check_embed_codes),
+    "the norm of another epsilon": ("/ HIDDEN + NORM_EPSILON", "/ HIDDEN + 10 * NORM_EPSILON", check_add_and_norm),
+    "no layer scale": (
+        "if (arguments.scale) {\n        total = multiply(total, arguments.scale[threadIdx.x]",
+        "if (false) {\n        total = multiply(total, arguments.scale[threadIdx.x]",
+        check_add_and_norm,
+    ),
+    "a window that is one frame too long": (
+        "first = max(end - WINDOW, 0)",
+        "first = max(end - WINDOW - 1, 0)",
+        check_window_attention,
+    ),
+    "a ring that is one frame too short": (
+        "(position + frame) % RING",
+        "(position + frame) % (RING - 1)",
+        check_window_attention,
+    ),
+    "RoPE turned the other way": (
+        "i < half ? -low_half(head[i + half]) : low_half(head[i - half])",
+        "i < half ? low_half(head[i + half]) : -low_half(head[i - half])",
+        check_window_attention,
+    ),
+    "scores of another scale": ("rsqrtf(HEAD_DIM)", "rsqrtf(HEAD_DIM + 1)", check_window_attention),
+    "a silu that is half a step too large": (
+        "const uint4 silu = rounded([&](int i) { return gate.v[i] /",
+        "const uint4 silu = rounded([&](int i) { return 1.004f * gate.v[i] /",
+        check_silu_and_multiply,
+    ),
+    "a sine of another angle": ("sinf(angle.v[i])", "sinf(angle.v[i] * 1.004f)", check_activate),
+    "an unrounded sine": (
+        "multiply(sine, sine)",
+        "rounded([&](int i) { return sinf(angle.v[i]) * sinf(angle.v[i]); })",
+        check_activate,
+    ),
+    "a scale that is added": (
+        "x = multiply(x, arguments.scale[channel])",
+        "x = add(x, arguments.scale[channel])",
+        check_activate,
+    ),
+    "the state of another row": ("arguments.slots[row] *", "row *", check_activate),
+    "the state of a short chunk": ("? state[next_column *", "? state[column *", check_activate),
+    "the new state in front": (
+        "output(column, channel) = before",
+        "output(column, channel) = next",
+        check_activate,
+    ),
+    "another channel": ("channel = vector % vectors", "channel = 0", check_activate),
+    "columns in the wrong sequence": (
+        "column % sequences * length + column / sequences",
+        "column / length * length + column % length",
+        check_interleaved,
+    ),
+    "one tap less": (
+        "for (int tap = 0; tap < TAPS; ++tap) {\n        const Eight x",
+        "for (int tap = 1; tap < TAPS; ++tap) {\n        const Eight x",
+        check_depthwise_norm,
+    ),
+    "no epsilon": ("/ LATENT + EPSILON", "/ LATENT", check_depthwise_norm),
+    "the mean forgotten": ("return (x.v[i] - mean) * factor", "return x.v[i] * factor", check_depthwise_norm),
+    "half of the channels": ("sum += __shfl_xor_sync(~0u, sum, 1)", "sum += sum", check_to_samples),
+    "no bias": ("round_to_bf16(sum) + low_half(arguments.bias[0])", "round_to_bf16(sum)", check_to_samples),
+}
+
+
+# Checks that have no code in common: one library can have a fault for each of them.
+INDEPENDENT = [
+    (check_embed_codes,),
+    (check_add_and_norm,),
+    (check_silu_and_multiply,),
+    (check_window_attention,),
+    (check_activate, check_interleaved),
+    (check_depthwise_norm,),
+    (check_to_samples,),
+]
+
+
+@pytest.fixture(scope="module")
+def wrong_kernels(tokenizer, tmp_path_factory) -> Callable[[str], CpuKernels]:
+    """wrong_kernels(fault) -> kernels with that fault, and others that its check does not see."""
+    families = [[name for name in FAULTS if FAULTS[name][2] in checks] for checks in INDEPENDENT]
+
+    @functools.cache
+    def compile_library(number: int) -> CpuKernels:
+        source = codec_kernels.SOURCE.read_text()
+        for family in families:
+            for fault in family[number : number + 1]:
+                right, wrong, _ = FAULTS[fault]
+                assert source.count(right) == 1, fault
+                source = source.replace(right, wrong)
+        return compile_for_cpu(tokenizer, tmp_path_factory.mktemp("wrong"), source)
+
+    return lambda fault: next(compile_library(family.index(fault)) for family in families if fault in family)
+
+
+@needs_compiler
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_kernel_is_detected(fault, tokenizer, wrong_kernels):
+    check = FAULTS[fault][2]
+    kernels = make_kernels(tokenizer, wrong_kernels(fault))
+    with pytest.raises(AssertionError):
+        check(kernels)
+
+
+# ---- The whole decoder
+
+
+def error_of(audio: Tensor, exact: Tensor) -> float:
+    return (audio - exact).square().mean().sqrt().item()
+
+
+@torch.no_grad()
+def one_pass(tokenizer: Tokenizer, codes: Tensor) -> Tensor:
+    """Upstream's decoder: (B, T, 16) -> (B, samples)"""
+    return tokenizer.model.decoder(codes.transpose(1, 2))[:, 0].float()
+
+
+def decode_in_chunks(codec: BatchCodec, slots: list[int], codes: Tensor, sizes: list[int]) -> Tensor:
+    chunks = []
+    first = 0
+    for size in sizes:
+        audio = codec.feed_rows(slots, codes[:, first : first + size]).wait()
+        chunks.append(torch.stack([torch.from_numpy(samples) for samples in audio]))
+        first += size
+    assert first == codes.shape[1]
+    return torch.cat(chunks, dim=1)
+
+
+@needs_compiler
+def test_audio_is_as_near_to_float32_as_that_of_upstreams_modules(tokenizer, compiled, monkeypatch):
+    """All of it on a CPU: rows in any slots, in chunks of any size, and a single stream."""
+    monkeypatch.setattr(codec_kernels, "why_not", lambda decoder: None)
+    monkeypatch.setattr(codec_kernels, "compile_for", lambda device, sizes: compiled)
+    monkeypatch.setattr(codec_module, "CHUNK_SIZES", (8, 4, 2, 1))
+    codec = BatchCodec(tokenizer, 4, [1, 3])
+    codes = torch.randint(2048, (3, 15, 16))
+    ours = decode_in_chunks(codec, [2, 0, 3], codes, [1, 2, 4, 8])
+    exact = one_pass(Tokenizer("tiny", torch.float32, **SMALL_DECODER), codes)
+    limit = 1.25 * error_of(one_pass(tokenizer, codes), exact)  # 1.05 of a GPU's modules: oneDNN adds biases unrounded
+    assert error_of(ours, exact) < limit
+    assert exact.std() > 10 * limit
+    alone = CodecGraph(tokenizer, Turns())
+    for _ in range(2):  # what the first left behind must be gone
+        alone.reset()
+        assert error_of(torch.from_numpy(alone.feed(codes[1])()), exact[1]) < limit
+
+
+# ---- What is refused
+
+
+def test_unsupported_codecs_are_refused_in_words(tokenizer):
+    decoder = tokenizer.model.decoder
+    assert codec_kernels.unsupported(decoder) is None
+    assert "NVIDIA GPU" in codec_kernels.why_not(decoder)
+    assert "bfloat16" in codec_kernels.unsupported(Tokenizer("tiny", torch.float32, **SMALL_DECODER).model.decoder)
+    for changes, message in (
+        (dict(latent_dim=64), "multiple of 256 up to 8192, not 64"),
+        (dict(decoder_dim=48), "the last convolution has 3"),
+        (dict(hidden_size=64), "hidden size that is a multiple of 256 up to 8192, not 64"),
+        (dict(head_dim=32), "heads of 64 dimensions, the codec's have 32"),
+        (dict(num_key_value_heads=1), "as many KV heads"),
+        (dict(sliding_window=100), "at most 96 frames, not 100"),
+        (dict(hidden_act="gelu"), "silu between gate and down, not gelu"),
+        (dict(intermediate_size=100), "multiple of 8, not 100"),
+    ):
+        changed = Tokenizer("tiny", torch.bfloat16, **SMALL_DECODER | changes)
+        assert message in codec_kernels.unsupported(changed.model.decoder)
+
+
+def test_a_failing_compiler_is_a_reason(tokenizer, monkeypatch):
+    """A machine without NVRTC decodes with upstream's modules."""
+
+    def fail(source: str, architecture: str) -> bytes:
+        raise OSError("no NVRTC")
+
+    gpu = SimpleNamespace(major=9, minor=0, name="GPU")
+    monkeypatch.setattr(nvrtc, "compile_source", fail)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    decoder = tokenizer.model.decoder
+    pretended = SimpleNamespace(
+        device=torch.device("cuda", 0),
+        dtype=decoder.dtype,
+        config=decoder.config,
+        quantizer=decoder.quantizer,
+        upsample=decoder.upsample,
+        decoder=decoder.decoder,
+    )
+    assert codec_kernels.why_not(pretended) == "the kernels cannot be compiled: no NVRTC"
+
+
+# ---- Compilation for GPUs
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_120"])
+def test_the_kernels_compile(architecture, tmp_path):
+    """Without spilled registers."""
+    source = tmp_path / "codec_kernels.cu"
+    source.write_text(complete_source(PUBLISHED))
+    command = ["nvcc", f"-arch={architecture}", "-cubin", "-Xptxas=-v", "-o", tmp_path / "codec_kernels.cubin", source]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count(" 0 bytes spill stores") == len(codec_kernels.KERNELS)
+
+
+# ---- On a GPU, with the published shapes
+
+
+def on_gpu(test: Any) -> Any:
+    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    return pytest.mark.gpu(skip(test))
+
+
+@pytest.fixture(scope="module")
+def published() -> Tokenizer:
+    return Tokenizer("0.6B", torch.bfloat16, "cuda")
+
+
+@on_gpu
+@torch.no_grad()
+def test_kernels_compute_the_same_on_a_gpu(published):
+    assert codec_kernels.why_not(published.model.decoder) is None
+    kernels = make_kernels(published, None)
+    for check in CHECKS:
+        check(kernels)
+    for channels in (96, 192, 384, 768, 1024, 1536):
+        check_activate(kernels, channels, exact=True)
+        check_interleaved(kernels, channels)
+    check_depthwise_norm(kernels, 64)
+
+
+@on_gpu
+@torch.no_grad()
+def test_activations_are_upstreams_bit_by_bit(published):
+    """Every SnakeBeta of the decoder, for large and small angles."""
+    kernels = make_kernels(published, None)
+    modules = [module for module in published.model.decoder.modules() if hasattr(module, "no_div_by_zero")]
+    assert len(modules) == 29
+    for module in modules:
+        for scale in (0.01, 1, 100, 1e5):
+            x = (torch.randn(2, 500, module.in_features, device="cuda") * scale).bfloat16()
+            ours, _ = kernels.activate(Unsummed(x), Snake(module))
+            expected = module(x.transpose(1, 2)).transpose(1, 2)
+            torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+@on_gpu
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 4, 64])
+def test_audio_on_a_gpu_is_as_near_to_float32(rows, published, monkeypatch):
+    """In chunks of several sizes, against upstream's modules in the same chunks; and chunks joined are the whole."""
+    codes = torch.randint(2048, (rows, 15, 16), device="cuda")
+    slots = list(reversed(range(rows)))
+    exact = one_pass(Tokenizer("0.6B", torch.float32, "cuda"), codes).cpu()
+    ours = {}
+    codec = BatchCodec(published, rows, [rows])
+    for sizes in ([1, 2, 4, 8], [8, 4, 2, 1], [1] * 15):
+        for slot in slots:
+            codec.reset_row(slot)
+        ours[len(sizes), sizes[0]] = decode_in_chunks(codec, slots, codes, sizes)
+    monkeypatch.setattr(codec_kernels, "why_not", lambda decoder: "not in this test")
+    modules = decode_in_chunks(BatchCodec(published, rows, [rows]), slots, codes, [1, 2, 4, 8])
+    limit = 1.05 * error_of(modules, exact)
+    errors = [error_of(audio, exact) for audio in ours.values()]
+    print(f"{rows} rows: error of upstream's modules {limit / 1.05:.6f}, ours {errors}")
+    for audio in ours.values():
+        assert error_of(audio, exact) <= limit
+    assert exact.std() > 10 * limit

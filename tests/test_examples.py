@@ -1,0 +1,69 @@
+"""The examples: all of them compile, and those whose packages are installed run against a real server."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import soundfile
+from helpers import ROOT
+from serving_helpers import FRAME, LIMIT, RunningServer, load_speech
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, tmp_path_factory):
+    speech = load_speech(checkpoint("custom_voice"), tmp_path_factory.mktemp("voices"))
+    with RunningServer(speech) as server:
+        yield server
+    speech.close()
+
+
+def run(folder, name, *arguments):
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, timeout=LIMIT, check=True)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_compile_and_say_how_to_run_them(path):
+    source = path.read_text()
+    compile(source, str(path), "exec")
+    assert f"python examples/{path.name}" in source and "Run with " in source and "pip install " in source
+    assert len(source.splitlines()) <= 60
+
+
+def test_the_openai_client(server, tmp_path):
+    """Whole, streamed and as server-sent events."""
+    url = ["--url", f"http://127.0.0.1:{server.port}/v1"]
+    run(tmp_path, "openai_client.py", "Hello there.", "whole.mp3", *url)
+    assert soundfile.info(tmp_path / "whole.mp3").duration > 0.05
+    streamed = run(tmp_path, "openai_client.py", "Hello there.", "-", *url).stdout
+    assert len(streamed) > 0 and len(streamed) % FRAME == 0
+    events = run(tmp_path, "openai_client.py", "Hello there.", "-", "--sse", *url)
+    assert len(events.stdout) > 0 and len(events.stdout) % FRAME == 0
+    assert f"'output_tokens': {len(events.stdout) // FRAME}" in events.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    "name, needs, path",
+    [
+        ("pipecat_tts.py", ["pipecat"], "/v1"),
+        ("livekit_openai.py", ["livekit.plugins.openai"], "/v1"),
+        ("livekit_websocket.py", ["livekit.plugins.baseten"], "/v1/audio/speech/stream"),
+        ("realtimetts_engine.py", ["RealtimeTTS", "pyaudio"], "/v1"),
+    ],
+)
+def test_other_clients(server, tmp_path, name, needs, path):
+    """Not installed by setup.sh: run where somebody has installed them."""
+    for module in needs:
+        try:
+            found = importlib.util.find_spec(module)
+        except ModuleNotFoundError:
+            found = None
+        if not found:
+            pytest.skip(f"{module} is not installed")
+    scheme = "ws" if path.endswith("stream") else "http"
+    muted = ["muted"] if name.startswith("realtimetts") else []
+    printed = run(tmp_path, name, f"{scheme}://127.0.0.1:{server.port}{path}", *muted).stdout.decode()
+    assert "s of audio" in printed or (tmp_path / "realtimetts.wav").stat().st_size > 2 * 1920

@@ -1,0 +1,111 @@
+"""Checkpoints that users made: finetuned with upstream's recipe, or of other sizes than the published ones."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from helpers import Voice
+from safetensors.torch import load_file, save_file
+
+import cli
+from generate import load
+from tools import random_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
+
+
+@pytest.fixture(scope="module")
+def finetuned(checkpoint, tmp_path_factory):
+    """What upstream's recipe makes of a Base model: its type changed, one speaker in a free row of the embedding.
+
+    And what merging a LoRA makes of it: low-rank changes to projections, saved in float32.
+    """
+    folder = tmp_path_factory.mktemp("finetuned") / "checkpoint"
+    shutil.copytree(checkpoint("base"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["tts_model_type"] = "custom_voice"
+    config["talker_config"]["spk_id"] = {"Anna_2": 3000}
+    config["talker_config"]["spk_is_dialect"] = {"Anna_2": False}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    weights = load_file(folder / "model.safetensors")
+    weights = {name: weight.float() for name, weight in weights.items() if not name.startswith("speaker_encoder.")}
+    weights["talker.model.codec_embedding.weight"][3000] = torch.load(folder / "speaker.pt", weights_only=True).float()
+    generator = torch.Generator().manual_seed(5)
+    for name, weight in weights.items():
+        if name.endswith(("q_proj.weight", "v_proj.weight")):
+            rows, columns = weight.shape
+            weight += 0.1 * torch.randn(rows, 2, generator=generator) @ torch.randn(2, columns, generator=generator)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_finetuned_speaker_speaks(finetuned, recording):
+    """Upstream looks a speaker up in lower case, so that one that was named with capitals could not be found."""
+    voice = Voice("preset", lambda kind: finetuned, recording)
+    assert voice.fast.get_supported_speakers() == ["anna_2"]
+    config = voice.upstream.model.config.talker_config
+    config.spk_id, config.spk_is_dialect = {"anna_2": 3000}, {"anna_2": False}  # as upstream needs it
+    for speaker in ("Anna_2", "anna_2"):
+        voice.assert_same_tokens(text="Hello there.", speaker=speaker, max_new_tokens=30, seed=2)
+
+
+def test_a_finetuned_speaker_is_listed(finetuned, monkeypatch, capsys):
+    """The command line reads the speakers from the checkpoint, not from a list of the published ones."""
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--model", str(finetuned), "--list-speakers"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code and capsys.readouterr().out.lower().split()[0] == "anna_2"
+
+
+SIZES = {
+    "more layers, one KV head": (
+        dict(num_hidden_layers=3, num_key_value_heads=1),
+        dict(num_hidden_layers=2, num_key_value_heads=4),
+    ),
+    "one width for both, no groups": (
+        dict(hidden_size=48, intermediate_size=80, num_attention_heads=2, num_key_value_heads=2),
+        dict(hidden_size=48),
+    ),
+    "wider heads": (
+        dict(
+            head_dim=32,
+            rope_scaling=dict(interleaved=True, mrope_section=[8, 4, 4], rope_type="default", type="default"),
+        ),
+        dict(head_dim=8, num_attention_heads=6, num_key_value_heads=3),
+    ),
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_other_sizes_give_upstreams_tokens(sizes, recording, tmp_path, monkeypatch):
+    """A number of layers, heads or columns that is written into the code instead of read from the config."""
+    talker, predictor = SIZES[sizes]
+    tiny = random_checkpoint.TALKER_SIZES["tiny"]
+    monkeypatch.setitem(random_checkpoint.TALKER_SIZES, "tiny", tiny | talker)
+    monkeypatch.setattr(random_checkpoint, "TINY_PREDICTOR", random_checkpoint.TINY_PREDICTOR | predictor)
+    random_checkpoint.write_checkpoint(tmp_path, "tiny")
+    voice = Voice("x-vector", lambda kind: tmp_path, recording)
+    voice.end_comes_up(False)
+    for settings in (dict(do_sample=False, subtalker_dosample=False), dict(seed=3)):
+        (codes,) = voice.assert_same_tokens(text="Hello.", max_new_tokens=15, **settings)
+        assert len(codes) == 14
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("sizes", SIZES)
+def test_other_sizes_run_without_the_megakernel(sizes, tmp_path, monkeypatch):
+    """Sizes that the kernel does not support must choose another path, not end in a compiler's message."""
+    talker, predictor = SIZES[sizes]
+    tiny = random_checkpoint.TALKER_SIZES["tiny"]
+    monkeypatch.setitem(random_checkpoint.TALKER_SIZES, "tiny", tiny | talker)
+    monkeypatch.setattr(random_checkpoint, "TINY_PREDICTOR", random_checkpoint.TINY_PREDICTOR | predictor)
+    random_checkpoint.write_checkpoint(tmp_path, "tiny")
+    tts = load(str(tmp_path), max_seq_len=256)
+    assert tts.model.talker.generate.__self__.path.startswith("separate kernels, no megakernel:")
+    speaker = torch.load(tmp_path / "speaker.pt", weights_only=True)
+    wavs, _ = tts.generate_voice_clone("Hello.", voice_clone_prompt=cli.speaker_prompt(speaker), max_new_tokens=15)
+    assert len(wavs[0]) > 0

@@ -1,0 +1,187 @@
+"""Texts of any length, and speech that does not end."""
+
+import re
+import sys
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from helpers import GREEDY, joined
+
+import cli
+from fast.long_text import frame_limit, speak, split_text, stream_long
+from fast.streaming import stream
+
+SENTENCES = "Dr. Smith paid $3.50 to J. R. Jones. Really? Yes! ", "今天天气真好。我们去公园吧！", "Это тест. Да, так. "
+
+
+@pytest.fixture
+def voice(voices):
+    return voices("x-vector").end_comes_up(True)
+
+
+def no_longer_than(limit):
+    return lambda text: len(text) <= limit
+
+
+def test_texts_are_cut_at_sentence_ends():
+    """Not after "Dr.", not within a number, and never in the middle of a sentence that fits."""
+    cut = split_text([SENTENCES[0] * 2], no_longer_than(50), "English")
+    assert cut == ["Dr. Smith paid $3.50 to J. R. Jones. Really? Yes!"] * 2
+    assert split_text([SENTENCES[1]], no_longer_than(8), "Chinese") == ["今天天气真好。", "我们去公园吧！"]
+    assert split_text(["One. Two.", "", " Three. "], no_longer_than(20)) == ["One. Two.", "Three."]
+
+
+@pytest.mark.parametrize("limit", [1, 7, 30, 400])
+def test_nothing_is_lost_and_everything_fits(limit):
+    """Sentences and words that are too long are cut, too: no text is dropped, repeated or too long."""
+    paragraphs = ["".join(SENTENCES) * 3, "a" * 100, "word " * 50, "x"]
+    utterances = split_text(paragraphs, no_longer_than(limit))
+    assert max(map(len, utterances)) <= limit
+    assert re.sub(r"\s", "", "".join(utterances)) == re.sub(r"\s", "", "".join(paragraphs))
+
+
+def test_200_000_characters(voice, monkeypatch):
+    """A book: every utterance once and in order, and memory that does not grow with the text."""
+    text = "\n".join(f"{number} {SENTENCES[number % 3] * 60}" for number in range(125))
+    assert len(text) > 200_000
+    spoken = []
+
+    def recorded_stream(method, *, text, **kwargs):
+        spoken.append(text)
+        return stream(method, text=text, **kwargs)
+
+    monkeypatch.setattr("fast.long_text.stream", recorded_stream)
+    chunks = stream_long(
+        voice.fast.generate_voice_clone, text=text, max_tokens=2000, max_new_tokens=2, **voice.arguments, **GREEDY
+    )
+    seconds = 0.0
+    chunks_heard = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the speech was cut off after 1 frames")
+        for audio, rate in chunks:
+            chunks_heard.append(weakref.ref(audio))
+            assert sum(chunk() is not None for chunk in chunks_heard) <= 3
+            seconds += len(audio) / rate
+    assert "".join("".join(spoken).split()) == "".join(text.split())
+    assert round(seconds, 2) == round(len(spoken) * 0.08 + (len(spoken) - 1) * 0.4, 2)
+
+
+@pytest.fixture
+def low_limits(monkeypatch):
+    """So that the tests need not wait: 12 frames for "Hi"."""
+    assert frame_limit(16) == 192 and frame_limit(100) == 1200
+    monkeypatch.setattr("fast.long_text.MIN_FRAME_LIMIT", 10)
+    monkeypatch.setattr("fast.long_text.FRAMES_PER_TOKEN", 6)
+
+
+@pytest.mark.parametrize("make_text", [str, iter], ids=["whole", "arriving"])
+def test_speech_that_does_not_end_is_stopped(voices, low_limits, make_text):
+    """One run in 200 to 300 goes on until the cache is full: minutes of noise after a short sentence."""
+    voice = voices("x-vector").end_comes_up(False)
+    with pytest.warns(UserWarning, match="the speech of 'Hi' did not end: stopped after 1 s"):
+        audio = joined(speak(voice.fast.generate_voice_clone, text=make_text("Hi"), **voice.arguments, **GREEDY))
+    assert len(audio) == 12 * 1920
+
+
+def test_speech_that_ends_is_not_touched(voice):
+    """Neither the limit nor a retry may change speech that ends by itself."""
+    torch.manual_seed(5)
+    arguments = voice.arguments
+    (expected,), _ = voice.fast.generate_voice_clone(text="Hi", **arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for retries in (0, 2):
+            audio = joined(speak(voice.fast.generate_voice_clone, text="Hi", seed=5, retries=retries, **arguments))
+            np.testing.assert_allclose(audio, expected, rtol=0, atol=1e-5)
+
+
+def test_a_retry_speaks_with_another_seed(voice, monkeypatch):
+    """The first attempt does not end and must not be heard; the second must not repeat its random numbers."""
+    seeds = []
+    original = torch.manual_seed
+    monkeypatch.setattr("fast.long_text.MIN_FRAME_LIMIT", 1)
+    monkeypatch.setattr("fast.long_text.FRAMES_PER_TOKEN", 0)
+
+    def manual_seed(seed):
+        seeds.append(seed)
+        if len(seeds) == 2:
+            monkeypatch.setattr("fast.long_text.MIN_FRAME_LIMIT", 192)
+        return original(seed)
+
+    monkeypatch.setattr(torch, "manual_seed", manual_seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        audio = joined(speak(voice.fast.generate_voice_clone, text="Hi", seed=5, retries=3, **voice.arguments))
+    assert len(seeds) == 2 and seeds[0] == 5 and seeds[1] != 5
+    assert len(audio) > 1920
+
+
+def generate(folder, *arguments):
+    command = ["--model", folder, "--speaker", folder / "speaker.pt", "--device", "cpu", "--max-seq-len", 300]
+    return [str(word) for word in [*command, *arguments]]
+
+
+@pytest.mark.parametrize("join", [True, False], ids=["joined", "numbered"])
+def test_resume(checkpoint, tmp_path, monkeypatch, capsys, join):
+    """What an interrupted run has spoken is not spoken again, and the result is that of an uninterrupted run."""
+    (tmp_path / "book.txt").write_text("One.\nTwo.\nThree. Four is longer. Five as well.\n")
+    arguments = generate(
+        checkpoint(), "--text-file", tmp_path / "book.txt", "--seed", 3, "--pause", 0.1, *["--join"] * join
+    )
+
+    def speak_to(name, *more):
+        monkeypatch.setattr(sys, "argv", ["generate.py", *arguments, "--output", str(tmp_path / name), *more])
+        with warnings.catch_warnings():
+            cli.main()
+        return {path.name: path.read_bytes() for path in sorted(tmp_path.glob(f"{name.split('.')[0]}*.wav"))}
+
+    whole = speak_to("whole.wav")
+    spoken = []
+    original = cli.speak
+
+    def interrupted_speak(*args, text, **kwargs):
+        spoken.append(text)
+        if len(spoken) == 3:
+            raise KeyboardInterrupt
+        return original(*args, text=text, **kwargs)
+
+    monkeypatch.setattr(cli, "speak", interrupted_speak)
+    with pytest.raises(SystemExit):
+        speak_to("again.wav")
+    assert (tmp_path / "again.wav.parts").is_dir() and not (tmp_path / "again.wav").exists()
+    resumed = speak_to("again.wav", "--resume")
+    assert spoken[:2] == ["One.", "Two."] and spoken[2] == spoken[3] and len(set(spoken)) == len(spoken) - 1
+    assert [*resumed.values()] == [*whole.values()]
+    assert not (tmp_path / "again.wav.parts").exists()
+
+    spoken.clear()
+    with pytest.raises(SystemExit):
+        speak_to("again.wav")
+    (tmp_path / "book.txt").write_text("Another.\nText.\n")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        speak_to("again.wav", "--resume")
+    assert "from another text or other options" in capsys.readouterr().err
+
+
+def test_paragraphs_and_pauses(checkpoint, tmp_path, monkeypatch, capsys):
+    """Wrapped lines of a book are one utterance; joined ones have silence between them."""
+    (tmp_path / "book.txt").write_text("One\ntwo.\n\n\nThree.\n")
+    out = tmp_path / "out.wav"
+    words = generate(checkpoint(), "--text-file", tmp_path / "book.txt", "--output", out, "--paragraphs", "--join")
+    texts = []
+    original = cli.speak
+    monkeypatch.setattr(
+        cli, "speak", lambda *args, text, **kwargs: texts.append(text) or original(*args, text=text, **kwargs)
+    )
+    monkeypatch.setattr(sys, "argv", ["generate.py", *words, "--pause", "1"])
+    with warnings.catch_warnings():
+        cli.main()
+    assert texts == ["One two.", "Three."]
+    audio, rate = soundfile.read(out)
+    silent = np.convolve(audio == 0, np.ones(rate), "valid").max()
+    assert round(silent) == rate

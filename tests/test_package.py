@@ -1,0 +1,352 @@
+"""The installed package: faster-qwen3-tts' interface on this project's model, and nothing else in the environment."""
+
+import ast
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+import transformers
+from helpers import ROOT
+
+sys.path.append(str(ROOT / "package"))  # what `pip install -e .` does
+
+from qwen3_tts_cuda_graphs import FasterQwen3TTS, Qwen3TTSCudaGraphs
+
+pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
+
+PEERS = Path(sys.prefix) / "peers"  # ./setup.sh none --test puts them there
+METHODS = {
+    "base": ("generate_voice_clone", dict(language="English", ref_text="what it says")),
+    "custom_voice": ("generate_custom_voice", dict(speaker="dylan", language="Chinese", instruct="whisper")),
+    "voice_design": ("generate_voice_design", dict(instruct="a warm narrator", language="English")),
+}
+
+
+@pytest.fixture(scope="module")
+def recording_file(recording, tmp_path_factory):
+    path = tmp_path_factory.mktemp("voice") / "voice.wav"
+    soundfile.write(path, *recording)
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(checkpoint):
+    """models(kind) -> FasterQwen3TTS"""
+    loaded = {}
+
+    def model(kind):
+        if kind not in loaded:
+            folder = str(checkpoint(kind))
+            loaded[kind] = FasterQwen3TTS.from_pretrained(folder, device="cpu", dtype="float32", max_seq_len=384)
+        return loaded[kind]
+
+    return model
+
+
+# ---- The interface
+
+
+def peer_functions():
+    """Name -> arguments of the public methods of the class, from the source of faster-qwen3-tts."""
+    source = PEERS / "faster_qwen3_tts" / "model.py"
+    assert source.is_file(), f"{source} is missing: run ./setup.sh none --test"
+    (peer,) = [node for node in ast.parse(source.read_text()).body if getattr(node, "name", "") == "FasterQwen3TTS"]
+    functions = [node for node in peer.body if isinstance(node, ast.FunctionDef)]
+    return {node.name: node for node in functions if not node.name.startswith("_")}
+
+
+def described(arguments):
+    """Names and defaults of a function's arguments, from its syntax tree."""
+    assert not (arguments.posonlyargs or arguments.kwonlyargs or arguments.vararg or arguments.kwarg)
+    names = [argument.arg for argument in arguments.args]
+    defaults = [ast.unparse(default) for default in arguments.defaults]
+    return [*zip(names, [None] * (len(names) - len(defaults)) + defaults, strict=True)]
+
+
+def test_the_same_methods_arguments_and_defaults():
+    """A program that changes one import must not find an argument missing, renamed, moved or with another default."""
+    ours = ast.parse(textwrap.dedent(inspect.getsource(FasterQwen3TTS))).body[0].body
+    ours = {node.name: node for node in ours if isinstance(node, ast.FunctionDef)}
+    peer = peer_functions()
+    assert set(peer) >= {"from_pretrained", "warmup", "generate_voice_clone_streaming", "speech_tokenizer"}
+    for name, function in peer.items():
+        assert described(ours[name].args) == described(function.args), name
+        decorators = {ast.unparse(node) for node in function.decorator_list} - {"torch.inference_mode()"}
+        assert {ast.unparse(node) for node in ours[name].decorator_list} == decorators, name
+
+
+def test_the_same_attributes(models):
+    """What programs read besides the methods: speech-to-speech looks for the model inside of the model."""
+    model = models("base")
+    assert model.sample_rate == 24000 and model.device == "cpu" and model.dtype == torch.float32
+    assert model.max_seq_len == 384 and model.model.model.tts_model_type == "base"
+    assert model.speech_tokenizer is model.model.model.speech_tokenizer
+    assert model.warmup(prefill_len=100) is None
+    assert Qwen3TTSCudaGraphs is FasterQwen3TTS
+
+
+def test_the_same_timing(models, checkpoint):
+    """The third value of a chunk has the keys that faster-qwen3-tts' stream writes."""
+    source = (PEERS / "faster_qwen3_tts" / "streaming.py").read_text()
+    dicts = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Dict) and len(node.keys) > 3]
+    speaker = torch.load(checkpoint() / "speaker.pt", weights_only=True)
+    stream = models("base").generate_voice_clone_streaming(
+        "Hello.", "English", voice_clone_prompt=dict(ref_spk_embedding=[speaker]), max_new_tokens=5, chunk_size=2
+    )
+    timings = [timing for _, _, timing in stream]
+    assert dicts and all({key.value for key in node.keys} == set(timings[0]) for node in dicts)
+    assert [timing["chunk_index"] for timing in timings] == [*range(len(timings))]
+    assert timings[-1]["total_steps_so_far"] == sum(timing["chunk_steps"] for timing in timings) <= 5
+    assert all(timing["decode_ms"] > 0 for timing in timings) and timings[0]["prefill_ms"] > 0
+
+
+# ---- Its calls, on the tiny models
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_every_method_and_its_stream(models, recording_file, kind):
+    """The whole call, the stream and upstream's method with the same seed are one speech."""
+    name, arguments = METHODS[kind]
+    model = models(kind)
+    if kind == "base":
+        arguments = arguments | dict(ref_audio=str(recording_file))
+    limits = dict(max_new_tokens=13, min_new_tokens=13)
+
+    torch.manual_seed(3)
+    (whole,), rate = getattr(model, name)(text="Hello there.", **arguments, **limits)
+    assert rate == 24000 and whole.dtype == np.float32 and len(whole) == 13 * 1920
+
+    torch.manual_seed(3)
+    chunks = [*getattr(model, f"{name}_streaming")(text="Hello there.", **arguments, **limits, chunk_size=5)]
+    assert [len(audio) // 1920 for audio, _, _ in chunks] == [5, 5, 3]
+    assert [timing["is_final"] for _, _, timing in chunks] == [False, False, True]
+    np.testing.assert_allclose(np.concatenate([audio for audio, _, _ in chunks]), whole, rtol=0, atol=1e-5)
+
+    if kind == "base":
+        audio, rate = soundfile.read(recording_file, dtype="float32")
+        audio = np.append(audio, np.zeros(rate // 2, dtype=np.float32))  # append_silence
+        prompt = model.model.create_voice_clone_prompt((audio, rate), arguments["ref_text"])
+        arguments = dict(language="English", voice_clone_prompt=prompt)
+    torch.manual_seed(3)
+    (upstreams,), _ = getattr(model.model, name)(text="Hello there.", max_new_tokens=14, **arguments)
+    np.testing.assert_allclose(whole[: len(upstreams)], upstreams, rtol=0, atol=1e-5)
+
+
+def test_a_minimum_length_holds(models, checkpoint):
+    """Upstream's methods have no min_new_tokens: the end token must not come earlier here."""
+    speaker = torch.load(checkpoint() / "speaker.pt", weights_only=True)
+    lengths = []
+    for minimum in (2, 90):
+        torch.manual_seed(0)
+        (audio,), _ = models("base").generate_voice_clone(
+            "Hello.",
+            "English",
+            voice_clone_prompt={"ref_spk_embedding": [speaker]},
+            max_new_tokens=100,
+            min_new_tokens=minimum,
+        )
+        lengths.append(len(audio) // 1920)
+    assert lengths[0] < 90 <= lengths[1]
+
+
+def test_every_form_of_a_voice(models, recording_file, checkpoint):
+    """Prompts of upstream, as items and as a dict, the recording itself, its embedding, with an instruction."""
+    model = models("base")
+    prompt = model.model.create_voice_clone_prompt(str(recording_file), "what it says")
+    embedding = prompt[0].ref_spk_embedding
+    as_dict = dict(
+        ref_code=[prompt[0].ref_code], ref_spk_embedding=[embedding], x_vector_only_mode=[False], icl_mode=[True]
+    )
+
+    def speak(**arguments):
+        torch.manual_seed(1)
+        (audio,), _ = model.generate_voice_clone("Hello.", "English", max_new_tokens=4, min_new_tokens=4, **arguments)
+        return audio
+
+    in_context = speak(voice_clone_prompt=prompt)
+    np.testing.assert_array_equal(speak(voice_clone_prompt=as_dict, ref_text="what it says"), in_context)
+    reference = dict(ref_audio=recording_file, ref_text="what it says")
+    np.testing.assert_array_equal(speak(**reference, append_silence=False), in_context)
+    assert (speak(**reference) != in_context).any()  # with silence between the recording and the speech
+    by_embedding = speak(voice_clone_prompt={"ref_spk_embedding": [embedding]})
+    np.testing.assert_array_equal(speak(ref_audio=str(recording_file), xvec_only=True), by_embedding)
+    assert (by_embedding != in_context).any()
+    assert (speak(voice_clone_prompt=prompt, instruct="whisper") != in_context).any()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(), "ref_audio is missing"),
+        (dict(ref_audio="nowhere.wav"), "there is no file 'nowhere.wav'"),
+        (dict(ref_spk="voice.spk"), "ref_spk is for the GGML backend"),
+        (dict(ref_codes=np.zeros(3)), "ref_codes is for the GGML backend"),
+        (dict(voice_clone_prompt={}), "has no ref_spk_embedding"),
+        (dict(voice_clone_prompt={"ref_spk_embedding": [0, 0]}), "must be a list with one entry"),
+        (dict(voice_clone_prompt=[]), "has 0 entries"),
+        (dict(voice_clone_prompt={"ref_spk_embedding": [0], "icl_mode": [True]}), "must be opposites"),
+        (dict(voice_clone_prompt={"ref_spk_embedding": [0], "x_vector_only_mode": [False]}), "ref_code is needed"),
+        (dict(text=" ", voice_clone_prompt={"ref_spk_embedding": [torch.zeros(64)]}), "the text is empty"),
+        (dict(chunk_size=0, voice_clone_prompt={"ref_spk_embedding": [torch.zeros(64)]}), "chunk_size is 0"),
+        (dict(temperature=0, voice_clone_prompt={"ref_spk_embedding": [torch.zeros(64)]}), "temperature"),
+    ],
+)
+def test_mistakes_are_named_before_any_work(models, arguments, message):
+    """A stream that fails at its first chunk, when the program has already told its listener to wait for audio."""
+    with pytest.raises(ValueError, match=message):
+        models("base").generate_voice_clone_streaming(**dict(text="Hello.", language="English") | arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(backend="ggml"), "backend='ggml': this package runs on torch only"),
+        (dict(dtype="bf16"), "dtype='bf16' is not a type of torch"),
+        (dict(device="cuda"), "torch finds no GPU"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(checkpoint, arguments, message, monkeypatch):
+    """GGML, a misspelled type or a missing GPU must not end in a traceback of another package."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=message):
+        FasterQwen3TTS.from_pretrained(str(checkpoint()), **dict(device="cpu") | arguments)
+
+
+# ---- The installation
+
+
+def outside(tmp_path, program, *folders):
+    """Run a program in another folder, without the checkout on its path."""
+    program = f"import sys\nsys.path += {[str(folder) for folder in folders]}\n" + textwrap.dedent(program)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+
+
+def test_an_editable_install_shows_one_name(tmp_path):
+    """With the checkout itself on the path, `import cli` in any program of the environment would find ours."""
+    project = tmp_path / "project"
+    shutil.copytree(ROOT / "package", project / "package")
+    for name in ("pyproject.toml", "README.md", "generate.py", "cli.py"):
+        shutil.copy(ROOT / name, project)
+    build = "from setuptools import build_meta; print(build_meta.build_editable('.'))"
+    result = subprocess.run([sys.executable, "-c", build], cwd=project, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (wheel,) = project.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        (pth,) = [name for name in files.namelist() if ".dist-info/" not in name]
+        (folder,) = files.read(pth).decode().split()
+    assert folder == str(project / "package")
+    assert [path.name for path in Path(folder).iterdir() if not path.name.endswith(".egg-info")] == [
+        "qwen3_tts_cuda_graphs"
+    ]
+
+
+def test_no_generic_names_become_visible(tmp_path, checkpoint):
+    """A module of ours called `generate` or `fast` must be neither importable nor in the way of another one."""
+    (tmp_path / "fast.py").write_text("whose = 'the program that uses us'")
+    program = f"""
+        import fast
+        from qwen3_tts_cuda_graphs import FasterQwen3TTS
+        model = FasterQwen3TTS.from_pretrained({str(checkpoint("custom_voice"))!r}, device="cpu", dtype="float32")
+        [audio], rate = model.generate_custom_voice("Hello.", "Aiden", "Auto", max_new_tokens=2)
+        assert len(audio) > 0
+        for name in ("generate", "cli", "serving", "cudagraph_talker", "cudagraph_predictor", "audio_files"):
+            assert name not in sys.modules, name
+            try:
+                __import__(name)
+            except ModuleNotFoundError:
+                continue
+            raise SystemExit(name + " is visible")
+        assert fast.whose and sys.modules["fast"] is fast
+        import qwen3_tts_cuda_graphs.serving.engine
+        print(qwen3_tts_cuda_graphs.serving.engine.Engine.__module__)
+    """
+    result = outside(tmp_path, program, ROOT / "package")
+    assert (result.returncode, result.stdout) == (0, "qwen3_tts_cuda_graphs.serving.engine\n"), result.stderr
+
+
+def test_without_its_checkout_the_package_says_so(tmp_path):
+    """`pip install .` copies the package alone, without the files it loads."""
+    shutil.copytree(ROOT / "package" / "qwen3_tts_cuda_graphs", tmp_path / "site" / "qwen3_tts_cuda_graphs")
+    result = outside(tmp_path, "import qwen3_tts_cuda_graphs", tmp_path / "site")
+    assert result.stderr.splitlines()[-1].endswith("install this package from a checkout with `pip install -e .`")
+
+
+# ---- speech-to-speech
+
+HANDLER = """
+    from queue import Queue
+    from threading import Event
+
+    import numpy as np, torch
+
+    import qwen3_tts_cuda_graphs
+
+    sys.modules["faster_qwen3_tts"] = qwen3_tts_cuda_graphs  # the handler imports our class
+
+    from speech_to_speech.TTS.qwen3_tts_handler import AUDIO_RESPONSE_DONE, Qwen3TTSHandler
+    from speech_to_speech.pipeline.messages import EndOfResponse, TTSInput
+
+    torch.set_num_threads(1)
+    load = qwen3_tts_cuda_graphs.FasterQwen3TTS.from_pretrained
+    calls = []
+
+
+    def load_on_a_cpu(model_name, **arguments):  # the handler takes "cuda" only
+        calls.append(arguments)
+        return load(model_name, **arguments | dict(device="cpu"), max_seq_len=512)
+
+
+    qwen3_tts_cuda_graphs.FasterQwen3TTS.from_pretrained = load_on_a_cpu
+    folders, recording = {folders!r}, {recording!r}
+    for kind, options in (
+        ("base", dict(ref_audio=recording, ref_text="what it says", streaming_chunk_size=4)),
+        ("base", dict(ref_audio=recording, xvec_only=True, parity_mode=True)),
+        ("custom_voice", dict(speaker="Aiden", language="zh")),
+        ("voice_design", dict(instruct="a warm narrator", non_streaming_mode=None)),
+    ):
+        handler = Qwen3TTSHandler(
+            Event(),
+            Queue(),
+            Queue(),
+            setup_args=(Event(),),
+            setup_kwargs=dict(model_name=folders[kind], dtype="float32", backend="torch", max_new_tokens=12) | options,
+        )
+        blocks = list(handler.process(TTSInput(text="Hello there.")))
+        assert len(blocks) > 4 and all(block.dtype == np.int16 and len(block) == 512 for block in blocks), kind
+        assert np.abs(np.concatenate(blocks)).max() > 300
+        assert list(handler.process(EndOfResponse())) == [AUDIO_RESPONSE_DONE]
+        handler.on_session_end()
+        handler.cleanup()
+    print(len(calls), calls[0]["attn_implementation"])
+"""
+
+
+@pytest.mark.skipif(
+    transformers.__version__ < "5",
+    reason="speech-to-speech needs transformers 5: ./setup.sh none --transformers5 --test",
+)
+def test_the_handler_of_speech_to_speech(checkpoint, recording_file, tmp_path):
+    """Its own code, unmodified, with our class under the name that it imports."""
+    assert (PEERS / "speech_to_speech").is_dir(), "run ./setup.sh none --transformers5 --test"
+    folders = {kind: str(checkpoint(kind)) for kind in METHODS}
+    program = (
+        textwrap.dedent(HANDLER)
+        .replace("{folders!r}", repr(folders))
+        .replace("{recording!r}", repr(str(recording_file)))
+    )
+    result = outside(tmp_path, program, ROOT / "package", PEERS)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "4 eager", result.stdout
+    assert "Error" not in result.stderr and "failed" not in result.stderr, result.stderr

@@ -1,0 +1,669 @@
+"""The page at `/`, in a real Chromium against a real server on a tiny model.
+
+Most are skipped where there is no Chromium: `apt-get install chromium`, or name one in $CHROMIUM.
+"""
+
+import base64
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import soundfile
+from helpers import ROOT
+from serving_helpers import RunningServer, load_speech, never_end, pcm, wait_until, wait_until_free
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from serving.engine import Engine
+from serving.page import HEADERS
+
+try:
+    from playwright.sync_api import expect, sync_playwright
+except ImportError:
+    sync_playwright = None
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+ARGUMENTS = [
+    "--no-sandbox",  # CI is root in a container, and the only page is ours
+    "--use-fake-device-for-media-stream",  # a microphone that beeps
+    "--use-fake-ui-for-media-stream",
+]
+SECONDS = 60  # that any wait may take
+
+# Watches what is sent to the loudspeaker. The page knows nothing of it.
+WATCH = """
+    window.heard = { chunks: [], silenced: 0 };
+    const { start } = AudioBufferSourceNode.prototype;
+    AudioBufferSourceNode.prototype.start = function (when) {
+        heard.context = this.context;
+        heard.chunks.push({ when, duration: this.buffer.duration, samples: [...this.buffer.getChannelData(0)] });
+        return start.apply(this, arguments);
+    };
+    const { disconnect } = GainNode.prototype;
+    GainNode.prototype.disconnect = function () {
+        heard.silenced += 1;
+        return disconnect.apply(this, arguments);
+    };
+"""
+
+
+# ---- A server and a browser
+
+
+@pytest.fixture(scope="module")
+def speech(checkpoint, tmp_path_factory):
+    speech = load_speech(checkpoint(), tmp_path_factory.mktemp("page") / "voices")
+    never_end(speech)
+    yield speech
+    speech.close()
+
+
+@pytest.fixture(scope="module")
+def server(speech):
+    with RunningServer(speech) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("needs a Chromium: apt-get install chromium, or set $CHROMIUM")
+    if sync_playwright is None:
+        pytest.skip("needs playwright: ./setup.sh none --test")
+    expect.set_options(timeout=1000 * SECONDS)
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def problems():
+    """In every test: what went wrong inside the page, and requests to other hosts."""
+    problems = []
+    yield problems
+    assert problems == []
+
+
+@pytest.fixture
+def open_page(browser, server, problems):
+    """open_page(...) -> Page"""
+    contexts = []
+
+    def open_page(at=server, is_ready=True, **options):
+        context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
+        contexts.append(context)
+        context.set_default_timeout(1000 * SECONDS)
+        context.add_init_script(WATCH)
+        page = context.new_page()
+        own = (f"http://127.0.0.1:{at.port}/", f"ws://127.0.0.1:{at.port}/", "blob:", "data:")
+        page.on("request", lambda request: request.url.startswith(own) or problems.append(request.url))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda message: is_problem(message) and problems.append(message.text))
+        page.goto(f"http://127.0.0.1:{at.port}/")
+        if is_ready:
+            expect(page.locator("#status")).to_have_text("Ready.")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+
+
+def is_problem(message):
+    """Chromium itself writes a line about every response that is not 200."""
+    is_refusal = message.text.startswith(("Failed to load resource", "WebSocket connection to"))
+    return message.type in ("error", "warning") and not is_refusal
+
+
+@pytest.fixture
+def page(open_page):
+    return open_page()
+
+
+@pytest.fixture(scope="module")
+def wav(recording):
+    file = io.BytesIO()
+    soundfile.write(file, *recording, format="WAV")
+    return file.getvalue()
+
+
+def set_fields(page, **fields):
+    page.evaluate("document.getElementById('settings').open = true")
+    for name, value in fields.items():
+        page.fill(f"#{name}", str(value))
+
+
+def chunks(page):
+    return page.evaluate("heard.chunks.length")
+
+
+def samples(page):
+    return np.array(page.evaluate("heard.chunks.flatMap((chunk) => chunk.samples)"), np.float32)
+
+
+def wait_for_sound(page):
+    """Until the first samples have been played."""
+    wait_until(lambda: page.evaluate("heard.context?.currentTime > heard.chunks[0]?.when"))
+
+
+def wait_for_end(page):
+    expect(page.locator("#save")).to_be_visible()
+
+
+# ---- Hearing a text
+
+
+def test_it_is_heard_while_it_is_made(page, speech):
+    """A page that waits for the whole response would play the same sound, later."""
+    page.click("#speak")
+    wait_for_sound(page)
+    assert speech.in_flight == 1  # 40 s of speech: the response is far from its end
+    assert page.get_attribute("#stop", "aria-disabled") == "false"
+    expect(page.locator("#first-audio")).to_have_text(re.compile(r"^\d+ms$"))
+    before = page.inner_text("#seconds")
+    expect(page.locator("#seconds")).not_to_have_text(before)
+    assert speech.in_flight == 1
+
+
+def test_what_is_heard_is_what_the_server_made(page, server):
+    """All samples, each once, in order, no gap but where the next chunk had not come; and the same in the file."""
+    set_fields(page, seed=1, max_new_tokens=13)
+    page.click("#speak")
+    wait_for_end(page)
+    expected = pcm(server.speak(input=page.input_value("#text"), max_new_tokens=13, response_format="pcm").body)
+    assert len(expected) == 12 * 1920
+    np.testing.assert_allclose(samples(page), expected, atol=1e-6)
+
+    times = page.evaluate("heard.chunks.map(({ when, duration }) => [when, when + duration])")
+    gaps = [begin - end for (_, end), (begin, _) in zip(times, times[1:])]
+    assert min(gaps, default=0) > -1e-9
+    assert sum(gap > 1e-9 for gap in gaps) == int(page.inner_text("#gaps"))
+    assert page.inner_text("#seconds") == "1.0s"
+    assert float(page.inner_text("#speed").removesuffix("×")) > 0
+    assert "1.0 s of speech" in page.inner_text("#status")
+    assert page.get_attribute("#waveform", "aria-label") == "Waveform of 1.0 seconds of speech"
+
+    with page.expect_download() as download:
+        page.click("#save")
+    audio, rate = soundfile.read(download.value.path(), dtype="int16")
+    assert rate == 24000 and np.array_equal(audio, np.round(expected * 32767).astype(np.int16))
+
+    count = chunks(page)
+    page.click("#replay")
+    wait_until(lambda: chunks(page) == 2 * count)
+
+
+def test_a_sample_may_be_cut_in_two_by_the_network(page):
+    """All later samples would be noise."""
+    read = """() => {
+        const reader = new SampleReader();
+        const chunks = [[1], [], [2, 3], [4, 255, 255], [0, 128]];
+        return chunks.flatMap((bytes) => [...reader.read(new Uint8Array(bytes))]);
+    }"""
+    assert page.evaluate(read) == [0x0201, 0x0403, -1, -0x8000]
+
+
+def test_the_waveform_grows(page):
+    inked = """() => {
+        const { width, height } = document.getElementById("waveform");
+        const copy = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
+        copy.drawImage(document.getElementById("waveform"), 0, 0);
+        const { data } = copy.getImageData(0, 0, width, height);
+        return data.filter((value, i) => i % 4 === 3 && value > 0).length;
+    }"""
+    sizes = [page.evaluate(inked)]
+    page.click("#speak")
+    for _ in range(2):
+        count = chunks(page)
+        wait_until(lambda least=count + 2: chunks(page) >= least)
+        page.wait_for_timeout(100)
+        sizes.append(page.evaluate(inked))
+    assert sizes[0] < sizes[1] < sizes[2]
+
+
+@pytest.mark.parametrize("how", ["button", "escape", "again"])
+def test_stop_stops(page, speech, how):
+    """The sound ends at once, and the server does not go on for nobody."""
+    page.click("#speak")
+    wait_for_sound(page)
+    silenced = page.evaluate("heard.silenced")
+    if how == "button":
+        page.click("#stop")
+    elif how == "escape":
+        page.keyboard.press("Escape")
+    else:
+        set_fields(page, max_new_tokens=3)
+        page.click("#speak")
+        wait_for_end(page)
+    assert page.evaluate("heard.silenced") > silenced
+    stopped = time.monotonic()
+    wait_until_free(speech)
+    assert time.monotonic() - stopped < 5  # the speech has 40 s
+    if how != "again":
+        expect(page.locator("#status")).to_have_text("Stopped.")
+        count = chunks(page)
+        page.wait_for_timeout(300)
+        assert chunks(page) == count
+    wait_until(lambda: page.get_attribute("#stop", "aria-disabled") == "true")
+    expect(page.locator("#error")).to_be_empty()
+
+
+# ---- Mistakes
+
+
+def as_sentence(answer):
+    """What the server says about a mistake, as the page shows it."""
+    assert answer.status == 400
+    message = answer.error["message"]
+    return f"{message[0].upper()}{message[1:]}."
+
+
+def test_mistakes_are_shown_as_a_sentence(page, server, speech):
+    """The server's own words. What it quotes is text, never HTML."""
+    mistakes = [
+        ("text", "  ", {"input": "  "}),
+        ("temperature", "-1", {"temperature": -1}),
+        ("seed", "many", {"seed": "many"}),
+        ("top_k", "<b>7</b>", {"top_k": "<b>7</b>"}),
+    ]
+    for field, value, request in mistakes:
+        before = page.input_value(f"#{field}")
+        set_fields(page, **{field: value})
+        page.click("#speak")
+        expect(page.get_by_role("alert")).to_have_text(as_sentence(server.speak(**request)))
+        assert page.locator("#error *").count() == 0
+        assert page.get_attribute("#stop", "aria-disabled") == "true"
+        set_fields(page, **{field: before})
+    set_fields(page, max_new_tokens=3)
+    page.click("#speak")
+    wait_for_end(page)
+    expect(page.get_by_role("alert")).to_be_empty()
+    wait_until_free(speech)
+
+
+def test_a_speech_that_breaks_off_is_an_error(page, speech, monkeypatch):
+    """Half a text must not look like a whole one."""
+
+    async def break_off(self, *arguments, **options):
+        async for chunk in astream(self, *arguments, **options):
+            yield chunk
+            raise RuntimeError("the GPU is gone")
+
+    astream = Engine.astream
+    monkeypatch.setattr(Engine, "astream", break_off)
+    page.click("#speak")
+    expect(page.get_by_role("alert")).to_have_text("The server broke off this speech: its log says why.")
+    wait_until_free(speech)
+
+
+def test_a_server_that_is_gone_is_an_error(page):
+    page.route("**/v1/audio/speech", lambda route: route.abort("connectionaborted"))
+    page.click("#speak")
+    expect(page.get_by_role("alert")).to_have_text("The server cannot be reached: is it running?")
+
+
+def test_a_page_that_is_opened_too_early_waits(open_page, server, speech, monkeypatch):
+    monkeypatch.setattr(type(speech), "is_ready", False)
+    page = open_page(is_ready=False)
+    expect(page.locator("#status")).to_have_text("The server is starting: try again in a moment.")
+    monkeypatch.undo()
+    expect(page.locator("#status")).to_have_text("Ready.")
+
+
+# ---- Voices
+
+
+def add_voice(page, name):
+    page.fill("#voice-name", name)
+    page.get_by_role("button", name="Add this voice").click()
+    expect(page.locator("#voice-status")).to_have_text(f"The voice {name} was added and chosen.")
+    assert page.input_value("#voice") == name
+
+
+def test_a_file_becomes_a_voice(page, server, speech, wav):
+    page.click("#add-voice summary")
+    page.set_input_files("#file", {"name": "me.wav", "mimeType": "audio/wav", "buffer": wav})
+    page.fill("#transcript", "what it says")
+    add_voice(page, "uploaded")
+    details = {voice["name"]: voice for voice in server.ask("GET", "/v1/audio/voices").json["details"]}
+    assert details["uploaded"]["ref_text"] == "what it says" and details["uploaded"]["seconds"] == 2.0
+
+    set_fields(page, seed=1, max_new_tokens=3)
+    page.click("#speak")
+    wait_for_end(page)
+    text = page.input_value("#text")
+    audio = server.speak(input=text, voice="uploaded", max_new_tokens=3, response_format="pcm").body
+    np.testing.assert_allclose(samples(page), pcm(audio), atol=1e-6)
+
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.click("#remove-voice")
+    expect(page.locator("#status")).to_have_text("The voice uploaded was removed.")
+    assert "uploaded" not in speech.voice_names()
+
+
+def test_a_recording_becomes_a_voice(page, server, speech):
+    page.click("#add-voice summary")
+    page.click("#record")
+    expect(page.locator("#record")).to_have_text("Stop recording (1 s)")
+    page.wait_for_timeout(500)
+    page.click("#record")
+    expect(page.locator("#sample")).to_be_visible()
+    add_voice(page, "recorded")
+    [voice] = [voice for voice in speech.voices() if voice["name"] == "recorded"]
+    assert 1.3 < voice["seconds"] < 4
+    server.ask("DELETE", "/v1/audio/voices/recorded")
+
+
+def test_a_voice_needs_a_recording_and_a_name(page, wav):
+    alert, add = page.get_by_role("alert"), page.get_by_role("button", name="Add this voice")
+    page.click("#add-voice summary")
+    add.click()
+    expect(alert).to_have_text("There is no recording yet: record one, or choose a file.")
+    page.set_input_files("#file", {"name": "me.wav", "mimeType": "audio/wav", "buffer": wav})
+    add.click()
+    expect(alert).to_have_text("The voice has no name yet: give it one.")
+    page.fill("#voice-name", "../me")
+    add.click()
+    expect(alert).to_contain_text("The name '../me' cannot be used")
+    page.set_input_files("#file", {"name": "me.m4a", "mimeType": "audio/mp4", "buffer": b"not audio"})
+    expect(alert).to_contain_text("This file is not audio that the browser can read")
+
+
+def test_without_a_microphone_there_is_a_sentence(open_page):
+    """Over plain HTTP from another machine, browsers offer none."""
+    page = open_page(permissions=[])
+    page.evaluate("Object.defineProperty(navigator, 'mediaDevices', { value: undefined })")
+    page.click("#add-voice summary")
+    page.click("#record")
+    expect(page.get_by_role("alert")).to_contain_text("Browsers record only on pages over HTTPS")
+
+
+def test_the_page_follows_the_model(open_page, checkpoint, tmp_path):
+    """A model with speakers of its own takes instructions and clones nobody."""
+    speech = load_speech(checkpoint("custom_voice"), tmp_path)
+    with RunningServer(speech) as server:
+        page = open_page(server)
+        assert page.locator("#voice option").all_inner_texts() == speech.presets
+        assert not page.is_visible("#add-voice")
+        set_fields(page, instructions="whisper", seed=1, max_new_tokens=3)
+        page.select_option("#language", "german")
+        page.click("#speak")
+        wait_for_end(page)
+        asked = dict(voice=speech.presets[0], instructions="whisper", language="german", max_new_tokens=3)
+        audio = server.speak(input=page.input_value("#text"), response_format="pcm", **asked).body
+        np.testing.assert_allclose(samples(page), pcm(audio), atol=1e-6)
+    speech.close()
+
+
+# ---- Type as you speak
+
+
+def test_words_are_sent_while_they_are_typed(page, speech):
+    sent, sockets = [], []
+
+    def watch(socket):
+        sockets.append(socket)
+        socket.on("framesent", lambda frame: sent.append(json.loads(frame)))
+
+    page.on("websocket", watch)
+    set_fields(page, seed=1, max_new_tokens=4)
+    page.click("#live")
+    page.keyboard.type("Hello there, wor", delay=10)
+    wait_until(lambda: page.wait_for_timeout(20) or len(sent) == 3)
+    kinds = ["session.config", "input.text", "input.text"]
+    assert [message["type"] for message in sent] == kinds and sent[0]["seed"] == 1
+    assert page.input_value("#live") == "wor" and page.inner_text("#said").strip() == "Hello there,"
+
+    page.keyboard.type("ld.")
+    page.keyboard.press("Enter")
+    wait_for_end(page)
+    text = "".join(message["text"] for message in sent if message["type"] == "input.text")
+    assert text == "Hello there, world." and sent[-1]["type"] == "input.done"
+    assert len(samples(page)) == 3 * 1920
+    assert page.inner_text("#speed") == "–"  # it would be the speed of the fingers
+
+    page.evaluate("speech.player.isPlaying = () => true")  # as after a longer sentence
+    silenced = page.evaluate("heard.silenced")
+    page.keyboard.type("Again.")
+    page.keyboard.press("Enter")
+    wait_until(lambda: len(samples(page)) == 6 * 1920)
+    assert len(sockets) == 1
+    assert page.evaluate("heard.silenced") == silenced  # the first sentence was not interrupted
+    wait_until_free(speech)
+
+
+def test_stop_ends_what_is_typed(page, speech):
+    page.click("#live")
+    page.keyboard.type("Hello there. ")
+    page.keyboard.press("Enter")
+    wait_for_sound(page)
+    assert speech.in_flight == 1
+    page.keyboard.press("Escape")
+    count = chunks(page)
+    wait_until_free(speech)
+    page.wait_for_timeout(200)
+    assert chunks(page) == count
+    expect(page.locator("#status")).to_have_text("Stopped.")
+
+
+def test_mistakes_over_the_websocket_are_shown(page, server, speech):
+    set_fields(page, temperature="-1")
+    page.click("#live")
+    page.keyboard.type("Hello there. ")
+    expect(page.get_by_role("alert")).to_have_text(as_sentence(server.speak(temperature=-1)))
+    assert page.get_attribute("#stop", "aria-disabled") == "true"
+    wait_until_free(speech)
+
+
+# ---- Keys, and the request to copy
+
+
+def test_a_key_is_asked_for_and_used(open_page, speech):
+    """The page comes with the 401, so that it can ask; it is the only route that does."""
+    key = "k\u00e4y/+ 1"
+    with RunningServer(speech, api_key=key) as server:
+        assert server.ask("GET", "/", headers={"Accept": "text/html"}).status == 401
+        page = open_page(server, is_ready=False)
+        expect(page.get_by_role("alert")).to_contain_text("The API key is missing or wrong")
+        expect(page.locator("#key")).to_be_focused()
+        page.keyboard.type("wrong")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert")).to_contain_text("The API key is missing or wrong")
+        page.fill("#key", key)
+        page.keyboard.press("Enter")
+        expect(page.locator("#status")).to_have_text("Ready.")
+        expect(page.locator("#key-form")).to_be_hidden()
+        stored = page.evaluate("[Object.values(sessionStorage), Object.values(localStorage), document.cookie]")
+        assert stored == [[key], [], ""]
+
+        set_fields(page, max_new_tokens=3)
+        page.click("#speak")
+        wait_for_end(page)
+        page.click("#live")
+        page.keyboard.type("Hello.")
+        page.keyboard.press("Enter")
+        wait_until(lambda: len(samples(page)) == 4 * 1920)
+        expect(page.locator("#request")).to_contain_text('"Authorization: Bearer $QWEN3_TTS_API_KEY"')
+        assert key not in page.inner_text("#request")
+
+        page.evaluate("sessionStorage.setItem('api-key', 'old')")
+        page.reload()
+        page.click("#live")
+        page.keyboard.type("Hello.")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert")).to_contain_text("The API key is missing or wrong")
+        expect(page.locator("#key-form")).to_be_visible()
+
+
+def test_a_websocket_can_send_its_key_as_a_subprotocol(speech):
+    """The WebSockets of browsers have no Authorization header."""
+    key = "k\u00e4y/+ 1"
+    with RunningServer(speech, api_key=key) as server:
+        right = base64.urlsafe_b64encode(key.encode()).decode().rstrip("=")
+        with connect(server.websocket_address, subprotocols=["speech", f"bearer.{right}"]) as websocket:
+            assert websocket.subprotocol == "speech"
+        for wrong in (["speech"], ["speech", "bearer."], ["speech", f"bearer.{right[:-1]}"], [f"bearer{right}"]):
+            with pytest.raises(InvalidStatus, match="401"):
+                connect(server.websocket_address, subprotocols=wrong)
+
+
+@pytest.mark.parametrize("kind", ["curl", "python"])
+def test_the_request_can_be_run(open_page, server, tmp_path, kind):
+    """As it was copied, with a text that shells and Python like to change."""
+    if kind == "curl" and not shutil.which("curl"):
+        pytest.skip("needs curl")
+    text = 'It\'s "50 $HOME"; `ls` \\n {x} @me \U0001f600 \u00e4\nnext line'
+    page = open_page(permissions=["clipboard-read", "clipboard-write"])
+    set_fields(page, text=text, seed=1, max_new_tokens=4, top_p=0.9)
+    page.select_option("#language", "english")
+    page.get_by_text("curl" if kind == "curl" else "Python", exact=True).click()
+    page.click("#copy")
+    expect(page.locator("#copy")).to_have_text("Copied")
+    request = page.evaluate("navigator.clipboard.readText()")
+    program = ["bash", "-c", request] if kind == "curl" else [sys.executable, "-c", request]
+    run = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
+    assert run.returncode == 0, run.stderr
+    audio = server.speak(input=text, voice="speaker", max_new_tokens=4, top_p=0.9, language="english").body
+    assert audio[:4] == b"RIFF" and (tmp_path / "speech.wav").read_bytes() == audio
+
+
+# ---- For everybody
+
+
+def test_it_can_be_used_with_the_keyboard_alone(page, speech):
+    """Every control is reached in the order in which it is read, and has a name; none needs a mouse."""
+    page.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
+    focused = """() => {
+        const element = document.activeElement;
+        const name = element.labels?.[0]?.textContent || element.ariaLabel || element.textContent;
+        return [element.id || element.value || element.textContent.trim(), name.trim()];
+    }"""
+    order = []
+    while not order or order[-1][0] not in ("copy", ""):
+        page.keyboard.press("Tab")
+        order.append(page.evaluate(focused))
+        assert len(order) < 60, order
+    assert all(name for _, name in order), order
+    ids = [element for element, _ in order]
+    wanted = [
+        "text",
+        "voice",
+        "speak",
+        "stop",
+        "seed",
+        "max_new_tokens",
+        "live",
+        "record",
+        "file",
+        "voice-name",
+        "copy",
+    ]
+    assert [element for element in ids if element in wanted] == wanted, ids
+
+    page.locator("#text").focus()
+    page.keyboard.press("Control+Enter")
+    wait_for_sound(page)
+    for _ in range(3):
+        page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "stop"
+    page.keyboard.press("Enter")
+    wait_until_free(speech)
+    assert page.evaluate("document.activeElement.id") == "stop"  # the place is kept
+    page.locator("input[value=curl]").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#request")).to_contain_text("from openai import OpenAI")
+
+
+def test_it_fits_a_phone(open_page):
+    """Nothing is wider than 360 pixels, and fingers hit every control."""
+    page = open_page(is_ready=True, has_touch=True, is_mobile=True, screen={"width": 360, "height": 740})
+    page.set_viewport_size({"width": 360, "height": 740})
+    set_fields(page, text="word" * 200, temperature="-" + "9" * 300)
+    page.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
+    page.tap("#speak")
+    expect(page.get_by_role("alert")).not_to_be_empty()
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    sizes = """() => [...document.querySelectorAll("button, input, select, textarea, summary, .segments label")]
+        .filter((element) => element.offsetParent && element.type !== "radio")
+        .map((element) => [element.id || element.textContent, element.getBoundingClientRect().height])"""
+    for name, height in page.evaluate(sizes):
+        assert height >= 44, name
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_can_be_told_apart(open_page, scheme):
+    """WCAG AA: 4.5 to 1 for text, 3 to 1 for the edges of controls and the waveform."""
+    page = open_page(color_scheme=scheme)
+    names = ["page", "surface", "ink", "muted", "field", "accent", "on-accent", "error", "error-surface"]
+    read = "(name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`)"
+    colours = {name: luminance(page.evaluate(read, name)) for name in names}
+    pairs = [("ink", "surface"), ("ink", "page"), ("muted", "surface"), ("muted", "page"), ("accent", "surface")]
+    for one, other in [*pairs, ("on-accent", "accent"), ("error", "error-surface")]:
+        assert contrast(colours[one], colours[other]) >= 4.5, (one, other)
+    assert contrast(colours["field"], colours["surface"]) >= 3
+    assert (colours["page"] > 0.5) == (scheme == "light")
+
+
+def luminance(colour):
+    channels = [int(colour.strip()[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one, other):
+    return (max(one, other) + 0.05) / (min(one, other) + 0.05)
+
+
+def test_with_reduced_motion_it_is_redrawn_rarely(open_page):
+    page = open_page(reduced_motion="reduce")
+    page.evaluate("""() => {
+        window.drawn = 0;
+        const { clearRect } = CanvasRenderingContext2D.prototype;
+        CanvasRenderingContext2D.prototype.clearRect = function () {
+            window.drawn += 1;
+            return clearRect.apply(this, arguments);
+        };
+    }""")
+    page.click("#speak")
+    wait_for_sound(page)
+    page.evaluate("window.drawn = 0")
+    page.wait_for_timeout(1200)
+    assert 1 <= page.evaluate("window.drawn") <= 4
+
+
+# ---- Safe by default
+
+
+def test_the_page_comes_with_a_strict_policy(server):
+    answer = server.ask("GET", "/")
+    assert answer.status == 200 and answer.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+    policy = answer.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
+
+
+def test_only_the_pages_own_script_runs(page, problems):
+    blocked = page.evaluate("""() => new Promise((resolve) => {
+        document.addEventListener("securitypolicyviolation", (event) => resolve(event.effectiveDirective));
+        const script = document.createElement("script");
+        script.textContent = "window.wasRun = true";
+        document.body.append(script);
+    })""")
+    assert "violates the following Content Security Policy" in problems.pop()
+    assert blocked == "script-src-elem" and page.evaluate("window.wasRun") is None
+
+
+def test_the_page_needs_nothing_from_elsewhere():
+    """One file: no address of another host, and nothing that parses text as HTML."""
+    source = (ROOT / "serving/page/index.html").read_text()
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg')", source)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", source)
+    assert re.search(r"\bsrc=|<link (?!rel=\"icon\" href=\"data:)", source) is None

@@ -1,0 +1,600 @@
+"""The HTTP server: what clients send, what they get, and what happens when they make mistakes or go away."""
+
+import base64
+import dataclasses
+import http.client
+import io
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import wave
+
+import numpy as np
+import openai
+import pytest
+import soundfile
+from helpers import ROOT
+from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, never_end, wait_until, wait_until_free
+
+from audio_files import to_int16
+from serving import __main__ as main_module
+from serving.engine import Engine
+from serving.errors import as_api_error
+from serving.settings import Settings
+from serving.speech import OPENAI_VOICES, Speech
+
+
+@pytest.fixture(scope="module")
+def speech(checkpoint, tmp_path_factory):
+    speech = load_speech(checkpoint(), tmp_path_factory.mktemp("server") / "voices")
+    never_end(speech)
+    yield speech
+    speech.close()
+
+
+@pytest.fixture(scope="module")
+def server(speech):
+    with RunningServer(speech) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def preset_server(checkpoint, tmp_path_factory):
+    speech = load_speech(checkpoint("custom_voice"), tmp_path_factory.mktemp("voices"))
+    with RunningServer(speech) as server:
+        yield server
+    speech.close()
+
+
+@pytest.fixture(scope="module")
+def wav(recording):
+    audio, rate = recording
+    file = io.BytesIO()
+    soundfile.write(file, audio, rate, format="WAV")
+    return file.getvalue()
+
+
+def spoken_alone(speech, **arguments) -> np.ndarray:
+    """What the engine says in this process."""
+    method, voice = speech.tts.generate_voice_clone, {"voice_clone_prompt": speech.speakers["speaker"]}
+    stream = speech.engine.stream(method, text="Hello there.", language="Auto", **SHORT, **voice, **arguments)
+    chunks = []
+    with pytest.raises(Warning):  # max_new_tokens
+        for audio, _ in stream:
+            chunks.append(audio)
+    return np.concatenate(chunks)
+
+
+# ---- What a request gets
+
+
+def test_the_audio_is_the_engines(server, speech):
+    """PCM and WAV, streamed and whole, have the same samples."""
+    expected = to_int16(spoken_alone(speech)).tobytes()
+    assert len(expected) == 5 * FRAME
+    answer = server.speak(response_format="pcm")
+    assert answer.status == 200 and answer.body == expected
+    assert answer.headers["Content-Type"] == "audio/pcm"
+    assert answer.headers["X-Sample-Rate"] == "24000" and len(answer.headers["X-Request-Id"]) == 16
+    streamed, whole = server.speak(), server.speak(stream=False)
+    assert streamed.headers["Content-Type"] == whole.headers["Content-Type"] == "audio/wav"
+    assert streamed.headers["Transfer-Encoding"] == "chunked" and "Content-Length" not in streamed.headers
+    assert streamed.body[:4] == b"RIFF" and streamed.body[44:] == expected
+    assert int(whole.headers["Content-Length"]) == len(whole.body)
+    with wave.open(io.BytesIO(whole.body)) as file:
+        assert file.getnframes() == len(expected) // 2 and file.getframerate() == 24000
+    assert server.speak(response_format="pcm", seed=2).body != expected
+
+
+@pytest.mark.parametrize(
+    "name, content_type", [("flac", "audio/flac"), ("mp3", "audio/mpeg"), ("opus", "audio/ogg"), ("wav", "audio/wav")]
+)
+def test_every_format_can_be_read(server, speech, name, content_type):
+    answer = server.speak(response_format=name)
+    assert answer.status == 200 and answer.headers["Content-Type"] == content_type
+    audio, rate = soundfile.read(io.BytesIO(answer.body), dtype="float32")
+    expected = spoken_alone(speech)
+    seconds = len(expected) / 24000
+    assert abs(len(audio) / rate - seconds) < 0.15  # MP3 has a padding of its own
+    if name in ("flac", "wav"):
+        np.testing.assert_allclose(audio, expected, atol=1e-4)
+    else:
+        assert np.abs(audio).max() > 0.01
+
+
+def events_of(body: bytes) -> list[dict]:
+    blocks = body.decode().split("\n\n")
+    assert blocks.pop() == "" and all(block.startswith("data: ") for block in blocks)
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+@pytest.mark.parametrize("name", ["pcm", "mp3"])
+def test_server_sent_events(server, name):
+    answer = server.speak(response_format=name, stream_format="sse")
+    assert answer.headers["Content-Type"] == "text/event-stream"
+    *deltas, done = events_of(answer.body)
+    assert {event["type"] for event in deltas} == {"speech.audio.delta"}
+    audio = b"".join(base64.b64decode(event["audio"]) for event in deltas)
+    assert audio == server.speak(response_format=name).body
+    assert len(deltas) == (1 if name == "mp3" else 4)  # chunks of 1, 1, 2 and the rest
+    assert done == {"type": "speech.audio.done", "usage": {"input_tokens": 12, "output_tokens": 5, "total_tokens": 17}}
+
+
+def test_bytes_leave_when_the_first_chunk_exists(server, speech, monkeypatch):
+    """The first frame must be with the client while the second is not made yet."""
+    may_go_on = threading.Event()
+    original = Engine.launch
+
+    def launch(engine):
+        if engine.active and engine.active[0].launched == 2:
+            assert may_go_on.wait(LIMIT)
+        return original(engine)
+
+    monkeypatch.setattr(Engine, "launch", launch)
+    connection = server.connect()
+    body = json.dumps({"input": "Hello there.", "response_format": "pcm", **SHORT})
+    connection.request("POST", "/v1/audio/speech", body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    first = response.read1(10 * FRAME)
+    assert len(first) == FRAME
+    may_go_on.set()
+    assert len(first + response.read()) == 5 * FRAME
+    connection.close()
+
+
+def test_fields_as_clients_send_them(server):
+    expected = server.speak(voice="speaker", response_format="pcm").body
+    for fields in (
+        {"speaker": "speaker"},
+        {"voice": {"id": "Speaker"}},
+        {"voice": "alloy", "model": "gpt-4o-mini-tts"},
+        {"model": None, "voice": None, "speed": 1, "language": "Auto", "stream": True, "instructions": None},
+        {"stream_format": "audio", "unknown_field": {"x": [1]}, "task_type": "Base"},
+    ):
+        answer = server.speak(response_format="pcm", **fields)
+        assert (answer.status, answer.body) == (200, expected), fields
+    assert server.speak(response_format="pcm", temperature=0.1, top_k=1, language="German").body != expected
+    assert server.speak(response_format="pcm", non_streaming_mode=True).status == 200
+
+
+def test_preset_voices(preset_server):
+    names = preset_server.ask("GET", "/v1/audio/voices").json["voices"]
+    assert "vivian" in names and names == sorted(names)
+    assert {preset_server.speech.resolve_voice(name) for name in OPENAI_VOICES} == set(names)  # 13 names for 9 voices
+    named, mapped = (preset_server.speak(voice=name, response_format="pcm") for name in ("aiden", "alloy"))
+    assert named.status == 200 and named.body == mapped.body
+    assert preset_server.speak(voice="vivian", response_format="pcm").body != named.body
+    error = preset_server.speak(voice="vivien").error
+    assert "vivian" in error["message"] and error["param"] == "voice"
+    assert preset_server.speak(voice="vivian", instructions="whisper").status == 200
+    assert "ref_audio is not for" in preset_server.speak(ref_audio="AAAA").error["message"]
+    assert "not for a CustomVoice" in preset_server.register("me", b"").error["message"]
+
+
+def test_a_designed_voice(checkpoint, tmp_path):
+    """A VoiceDesign model has no names, but clients send some."""
+    speech = load_speech(checkpoint("voice_design"), tmp_path)
+    with RunningServer(speech) as server:
+        named, unnamed = (server.speak(response_format="pcm", **fields) for fields in ({"voice": "nova"}, {}))
+        assert named.status == 200 and named.body == unnamed.body
+        described = server.speak(response_format="pcm", instructions="an old sailor")
+        assert described.status == 200 and described.body != named.body
+    speech.close()
+
+
+# ---- Voices that clients bring
+
+
+def test_cloning_within_the_request(server, speech, wav):
+    text = base64.b64encode(wav).decode()
+    plain, url = (
+        server.speak(response_format="pcm", ref_audio=audio) for audio in (text, "data:audio/wav;base64," + text)
+    )
+    assert plain.status == 200 and plain.body == url.body
+    in_context = server.speak(response_format="pcm", ref_audio=text, ref_text="what it says")
+    assert in_context.status == 200 and in_context.body != plain.body
+    again = server.speak(response_format="pcm", ref_audio=text, ref_text="what it says", x_vector_only_mode=True)
+    assert again.body == plain.body
+    embedding = speech.speakers["speaker"]["ref_spk_embedding"][0].float().tolist()
+    assert (
+        server.speak(response_format="pcm", speaker_embedding=embedding).body
+        == server.speak(response_format="pcm").body
+    )
+
+
+def test_a_registered_voice_is_kept(server, speech, wav, checkpoint):
+    answer = server.register("My-Voice", wav, ref_text="what it says")
+    assert answer.status == 200 and answer.json["voice"]["name"] == "my-voice"
+    assert answer.json["voice"]["seconds"] == 2.0
+    assert server.ask("GET", "/v1/audio/voices").json["voices"] == ["speaker", "my-voice"]
+    spoken = server.speak(voice="my-voice", response_format="pcm")
+    assert spoken.status == 200 and spoken.body != server.speak(response_format="pcm").body
+    assert "already" in server.register("my-voice", wav).error["message"]
+
+    again = Speech(str(checkpoint()), "cpu", settings=speech.settings)  # after a restart
+    assert again.voice_names() == ["my-voice"]
+    assert again.voices()[0]["ref_text"] == "what it says"
+    again.close()
+    speech.prompts.pop(speech.folder.voices["my-voice"])  # made again from the file
+    assert server.speak(voice="my-voice", response_format="pcm").body == spoken.body
+
+    assert server.ask("DELETE", "/v1/audio/voices/My-Voice").status == 200
+    assert server.ask("DELETE", "/v1/audio/voices/my-voice").status == 404
+    assert server.speak(voice="my-voice").status == 400
+    assert not list(speech.settings.voices.iterdir())
+
+
+def test_a_base_model_without_voices_says_what_to_do(checkpoint, tmp_path):
+    speech = Speech(str(checkpoint()), "cpu")
+    with pytest.raises(Exception, match="none is registered: POST a recording"):
+        speech.resolve_voice("alloy")
+    speech.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["../me", "me/../../x", ".hidden", "a" * 65, "", "two words", "nul\0", "mé", "-me", "a.b"]
+)
+def test_a_name_cannot_leave_its_folder(server, speech, wav, name):
+    answer = server.register(name, wav)
+    assert answer.status == 400 and answer.error["message"]
+    assert not [path for path in speech.settings.voices.parent.rglob("*") if path.is_file()]
+
+
+def test_a_broken_voice_file_is_left_out(checkpoint, tmp_path, caplog):
+    """The folder may hold files of somebody else: none of them is executed, none stops the server."""
+    (tmp_path / "broken.safetensors").write_bytes(b"\x80\x04not a voice")
+    (tmp_path / "Bad Name.safetensors").write_bytes(b"")
+    speech = Speech(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path))
+    assert speech.voice_names() == []
+    assert "broken" in caplog.text and "Bad Name" in caplog.text
+    speech.close()
+
+
+def bad_recordings(wav):
+    def encoded(samples, rate, **options):
+        file = io.BytesIO()
+        soundfile.write(file, samples, rate, format="WAV", **options)
+        return file.getvalue()
+
+    noise = np.random.default_rng(0).normal(0, 0.1, (96000, 8))
+    huge = bytearray(wav)
+    huge[40:44] = b"\xff\xff\xff\x7f"  # a header that promises hours
+    return {
+        "nothing": b"",
+        "text": b"hello",
+        "a pickle": b"\x80\x04\x95\x0c\x00\x00\x00\x00\x00\x00\x00\x8c\x08builtins\x94.",
+        "cut in its header": wav[:30],
+        "silence": encoded(np.zeros(48000), 24000),
+        "too short": encoded(noise[:1000, 0], 24000),
+        "too long": encoded(np.tile(noise[:, 0], 6), 8000),
+        "eight channels": encoded(noise, 24000),
+        "a strange rate": encoded(noise[:, 0], 400000),
+        "NaN": encoded(np.full(48000, np.nan, np.float32), 24000, subtype="FLOAT"),
+        "a raw format": encoded_as(noise[:, 0], "AU"),
+    }, bytes(huge)
+
+
+def encoded_as(samples, name):
+    file = io.BytesIO()
+    soundfile.write(file, samples, 24000, format=name, subtype="PCM_16")
+    return file.getvalue()
+
+
+def test_recordings_are_decoded_with_limits(server, wav):
+    bad, promises_hours = bad_recordings(wav)
+    for name, data in bad.items():
+        for answer in (server.register("x", data), server.speak(ref_audio=base64.b64encode(data).decode())):
+            assert answer.status == 400 and len(answer.error["message"]) > 20, name
+    assert server.speak(ref_audio=base64.b64encode(promises_hours).decode()).status in (200, 400)
+    assert server.ask("GET", "/v1/audio/voices").json["voices"] == ["speaker"]
+
+
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1/x.wav", "https://x", "file:///etc/passwd", "/etc/passwd", "ftp://x"]
+)
+def test_nothing_is_fetched_for_strangers(server, address, monkeypatch):
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_: pytest.fail("the server fetched something"))
+    monkeypatch.setattr("librosa.load", lambda *_, **__: pytest.fail("the server read a file"))
+    answer = server.speak(ref_audio=address)
+    assert answer.status == 400 and answer.error["message"].startswith("ref_audio")
+
+
+# ---- Other routes
+
+
+def test_models_health_metrics(server, checkpoint):
+    assert server.ask("GET", "/health").json == {"status": "ok"}
+    (model,) = server.ask("GET", "/v1/models").json["data"]
+    assert model["id"] == checkpoint().name and "/" not in model["id"]
+    server.speak(), server.speak(temperature=-1)
+    text = server.ask("GET", "/metrics").body.decode()
+    figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(figures['qwen3_tts_requests_total{outcome="complete"}']) >= 1
+    assert float(figures['qwen3_tts_requests_total{outcome="invalid"}']) >= 1
+    assert float(figures["qwen3_tts_audio_seconds_total"]) >= 0.4
+    assert float(figures["qwen3_tts_first_audio_seconds_count"]) >= 1
+    assert float(figures["qwen3_tts_frame_seconds_count"]) >= 1
+    assert float(figures["qwen3_tts_streams_active"]) == float(figures["qwen3_tts_streams_waiting"]) == 0
+    assert "qwen3_tts_underruns_total" in figures
+
+
+def test_unknown_routes_and_methods(server):
+    for method, path, status in (("GET", "/v1/nothing", 404), ("PUT", "/v1/audio/speech", 405), ("GET", "/docs", 404)):
+        answer = server.ask(method, path)
+        assert answer.status == status and answer.error["message"]
+
+
+# ---- Limits
+
+
+def test_a_key_guards_every_route_but_health(speech):
+    key = "k\u00e4y-1"
+    with RunningServer(speech, api_key=key) as server:
+        assert server.ask("GET", "/health").status == 200
+        routes = [route.path for route in server.app.routes if route.path not in ("/health", "/v1/audio/speech/stream")]
+        assert len(routes) >= 7
+        for path in routes:
+            answer = server.ask("GET", path)
+            assert answer.status == 401 and answer.error["code"] == "invalid_api_key", path
+        basic = base64.b64encode(f"anyone:{key}".encode()).decode()
+        for scheme in (b"Bearer " + key.encode(), b"Api-Key " + key.encode(), b"Basic " + basic.encode()):
+            assert server.ask("GET", "/v1/models", headers={"Authorization": scheme}).status == 200, scheme
+        for wrong in ("Bearer", "Bearer k", "Basic !", "Basic a2V5", b"Bearer \xff\xfe"):
+            assert server.ask("GET", "/v1/models", headers={"Authorization": wrong}).status == 401
+        assert server.ask("GET", "/").headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_web_pages_of_other_hosts_are_refused(server, speech):
+    """A page that somebody looks at could otherwise speak to a server on their machine."""
+    foreign, own = {"Origin": "http://evil.example"}, {"Origin": f"http://127.0.0.1:{server.port}"}
+    assert server.speak(headers=foreign).status == 403
+    assert server.ask("POST", "/v1/audio/voices", headers=foreign).status == 403
+    assert server.speak(headers=own).status == 200
+    assert "Access-Control-Allow-Origin" not in server.speak(headers=own).headers
+    with RunningServer(speech, cors_origins=("http://good.example",)) as open_server:
+        good = {"Origin": "http://good.example"}
+        assert open_server.speak(headers=good).headers["Access-Control-Allow-Origin"] == "http://good.example"
+        assert open_server.speak(headers=foreign).status == 403
+        preflight = good | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+        assert open_server.ask("OPTIONS", "/v1/audio/speech", headers=preflight).status == 200
+
+
+def test_limits_of_a_request(speech, wav):
+    with RunningServer(speech, max_text=20, max_body=100_000, max_upload=50_000, max_reference_seconds=1.5) as server:
+        assert "at most 20" in server.speak(input="x" * 21).error["message"]
+        assert server.speak(input="x" * 100_000).status == 413
+        headers = {"Content-Type": "application/json", "Transfer-Encoding": "chunked"}
+        body = (b"%x\r\n%s\r\n" % (1000, b" " * 1000) for _ in range(200))
+        try:
+            assert server.ask("POST", "/v1/audio/speech", body, headers).status == 413
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the server may close before everything is sent
+        answer = server.register("x", wav)
+        assert answer.status == 413 and "50000" in answer.error["message"]
+        answer = server.speak(ref_audio=base64.b64encode(wav[: 44 + 49_000]).decode())  # 1.53 s
+        assert "longer than 1.5 s" in answer.error["message"]
+
+
+def test_a_request_that_never_arrives(speech):
+    with RunningServer(speech, body_seconds=0.3) as server:
+        connection = server.connect()
+        connection.putrequest("POST", "/v1/audio/speech")
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", "1000")
+        connection.endheaders(b'{"input":')
+        assert connection.getresponse().status == 408
+        connection.close()
+
+
+def test_a_head_that_never_ends(speech):
+    """Neither the first head of a connection nor a later one may hold it forever."""
+    with RunningServer(speech, body_seconds=0.3) as server:
+        for before in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
+                connection.sendall(before)
+                if before:
+                    assert connection.recv(10_000).startswith(b"HTTP/1.1 200")
+                connection.sendall(b"POST /v1/audio/speech HTTP/1.1\r\nX-Slow: ")
+                while connection.recv(10_000):
+                    pass
+        assert len(server.speak(response_format="pcm", max_new_tokens=60).body) == 59 * FRAME  # longer than 0.3 s
+
+
+def test_draining_has_a_limit(speech, monkeypatch):
+    """A listener who never reads must not keep the process alive."""
+    monkeypatch.setattr(speech, "settings", dataclasses.replace(speech.settings, drain_seconds=0.3))
+    server = main_module.Server(speech)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        wait_until(lambda: server.started)
+        connection = http.client.HTTPConnection(*listening.getsockname(), timeout=LIMIT)
+        body = json.dumps({"input": "Hello.", "max_new_tokens": 450, "response_format": "pcm"})
+        connection.request("POST", "/v1/audio/speech", body, {"Content-Type": "application/json"})
+        wait_until(lambda: speech.engine.counts() == (1, 0))
+        try:
+            server.handle_exit(signal.SIGTERM, None)
+            thread.join(20)
+            assert not thread.is_alive()
+            with pytest.raises((http.client.HTTPException, ConnectionError)):
+                connection.getresponse().read()
+        finally:
+            speech.is_draining = False
+            connection.close()
+    wait_until_free(speech)
+
+
+def test_a_stopped_engine_makes_the_server_unhealthy(checkpoint, tmp_path):
+    speech = load_speech(checkpoint(), tmp_path)
+    with RunningServer(speech) as server:
+        assert server.ask("GET", "/health").status == 200
+        speech.engine.close()
+        for answer in (server.ask("GET", "/health"), server.speak()):
+            assert answer.status == 503 and "stopped" in answer.error["message"]
+    speech.close()
+
+
+def test_errors_reach_the_log(capsys):
+    log = logging.getLogger("qwen3_tts_cudagraphs")
+    handlers = log.handlers
+    log.handlers = []
+    try:
+        main_module.log_to_stderr()
+        as_api_error(RuntimeError("why"))
+    finally:
+        log.handlers = handlers
+    assert "RuntimeError: why" in capsys.readouterr().err
+
+
+def test_a_full_queue(speech):
+    """Two places and two that wait: the fifth is told to come back later, at once."""
+    with RunningServer(speech) as server:
+        fields = {"input": "Hello.", "max_new_tokens": 400, "response_format": "pcm"}
+        connections = []
+        for _ in range(4):
+            connection = server.connect()
+            connection.request("POST", "/v1/audio/speech", json.dumps(fields), {"Content-Type": "application/json"})
+            connections.append(connection)
+        wait_until(lambda: speech.in_flight == 4)
+        answer = server.speak()
+        assert answer.status == 429 and answer.headers["Retry-After"] == "1"
+        assert answer.error["type"] == "rate_limit_error" and "later" in answer.error["message"]
+        for connection in connections:
+            connection.close()
+        wait_until_free(speech)
+        assert server.speak().status == 200
+
+
+@pytest.mark.parametrize("when", ["before its first chunk", "after its first chunk"])
+def test_a_client_that_goes_away_frees_its_place(server, speech, when, monkeypatch):
+    frames = 0
+    original = Engine.launch
+
+    def launch(engine):
+        nonlocal frames
+        frames += 1
+        return original(engine)
+
+    monkeypatch.setattr(Engine, "launch", launch)
+    connection = server.connect()
+    body = json.dumps({"input": "Hello.", "max_new_tokens": 450, "response_format": "pcm"})
+    connection.request("POST", "/v1/audio/speech", body, {"Content-Type": "application/json"})
+    if when == "after its first chunk":
+        assert connection.getresponse().read(FRAME)
+    else:
+        wait_until(lambda: speech.in_flight == 1)
+    before = frames
+    connection.close()
+    wait_until_free(speech)
+    assert frames - before < 40  # of 450
+    assert server.speak().status == 200
+
+
+def test_speech_that_is_cut_off_is_not_a_short_file(server):
+    """Without max_new_tokens a speech may reach the end of the cache: the client must not take it for complete."""
+    fields = {"input": "a" * 480, "max_new_tokens": None, "non_streaming_mode": True, "response_format": "pcm"}
+    with pytest.raises(http.client.IncompleteRead):
+        server.speak(**fields)
+    *_, last = events_of(server.speak(**fields, stream_format="sse").body)
+    assert last["type"] == "error" and "cut off" in last["error"]["message"]
+    answer = server.speak(**fields | {"response_format": "flac"})
+    assert answer.status == 400 and "cut off" in answer.error["message"]
+    answer = server.speak(**fields | {"input": "a" * 600})
+    assert answer.status == 400 and "positions" in answer.error["message"]
+
+
+def test_an_error_inside_leaks_nothing(server, speech, monkeypatch, caplog):
+    def fail(*_, **__):
+        raise RuntimeError("/secret/path")
+
+    monkeypatch.setattr(speech, "sampling", fail)
+    answer = server.speak()
+    assert answer.status == 500 and b"secret" not in answer.body and "log" in answer.error["message"]
+    assert "/secret/path" in caplog.text
+    monkeypatch.undo()
+    monkeypatch.setattr(speech, "check", fail)
+    answer = server.speak()
+    assert answer.status == 500 and b"secret" not in answer.body
+    monkeypatch.undo()
+    assert server.speak().status == 200
+
+
+def test_while_starting_and_while_shutting_down(speech, checkpoint, tmp_path):
+    starting = Speech(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path))
+    with RunningServer(starting) as server:
+        for answer in (server.ask("GET", "/health"), server.speak()):
+            assert answer.status == 503 and "starting" in answer.error["message"]
+    starting.close()
+    with RunningServer(speech) as server:
+        speech.is_draining = True
+        try:
+            for answer in (server.ask("GET", "/health"), server.speak()):
+                assert answer.status == 503 and "shutting down" in answer.error["message"]
+        finally:
+            speech.is_draining = False
+
+
+# ---- OpenAI's own client
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+
+
+def test_openai_whole(client, server):
+    asked = dict(model="tts-1", voice="alloy", input="Hello there.", extra_body=SHORT)
+    assert (
+        client.audio.speech.create(**asked, response_format="pcm").content == server.speak(response_format="pcm").body
+    )
+    assert client.audio.speech.create(**asked).content[:4] == b"RIFF"
+    assert (
+        soundfile.info(io.BytesIO(client.audio.speech.create(**asked, response_format="mp3").content)).format == "MP3"
+    )
+
+
+def test_openai_streamed(client, server):
+    asked = dict(model="gpt-4o-mini-tts", voice="nova", input="Hello there.", response_format="pcm", extra_body=SHORT)
+    with client.audio.speech.with_streaming_response.create(**asked) as response:
+        audio = b"".join(response.iter_bytes())
+    assert audio == server.speak(response_format="pcm").body
+    with client.audio.speech.with_streaming_response.create(**asked, stream_format="sse") as response:
+        events = events_of(b"".join(response.iter_bytes()))
+    assert b"".join(base64.b64decode(event["audio"]) for event in events[:-1]) == audio
+
+
+def test_the_example(preset_server, tmp_path):
+    """examples/openai_client.py writes a file, and streams."""
+    url = f"http://127.0.0.1:{preset_server.port}/v1"
+    for output in ("hello.flac", "-"):
+        command = [sys.executable, ROOT / "examples/openai_client.py", "Hello there.", output, "--url", url]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=LIMIT)
+        assert run.returncode == 0, run.stderr
+    assert soundfile.info(tmp_path / "hello.flac").samplerate == 24000
+    assert run.stdout and len(run.stdout) % FRAME == 0
+
+
+def test_openai_errors(client):
+    with pytest.raises(openai.BadRequestError, match="there is no voice 'nobody'") as caught:
+        client.audio.speech.create(model="tts-1", voice="nobody", input="Hello.")
+    assert caught.value.param == "voice" and caught.value.code == "unknown_voice"
+    assert [model.id for model in client.models.list()]
+
+
+def test_servers_that_share_a_folder_share_its_voices(checkpoint, tmp_path, wav):
+    """A voice registered at one replica must not be unknown to the next, nor one that was removed live on there."""
+    speeches = [load_speech(checkpoint(), tmp_path / "voices") for _ in range(2)]
+    with RunningServer(speeches[0]) as first, RunningServer(speeches[1]) as second:
+        assert first.register("me", wav).status == 200
+        assert second.speak(voice="me").body == first.speak(voice="me").body
+        assert second.register("me", wav).status == 400
+        assert second.ask("DELETE", "/v1/audio/voices/me").status == 200
+        assert first.speak(voice="me").status == second.speak(voice="me").status == 400
+        assert first.register("me", wav, ref_text="what it says").status == 200
+        assert second.speak(voice="me").body == first.speak(voice="me").body
+    for speech in speeches:
+        speech.close()

@@ -1,0 +1,176 @@
+"""`python -m serving` as a process of its own: what it prints, how it ends, and that it leaks nothing."""
+
+import asyncio
+import json
+import os
+import random
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+import warnings
+
+import pytest
+from helpers import ROOT
+from safetensors.torch import load_file, save_file
+from serving_helpers import FRAME, LIMIT
+
+from tools.load import Server, listen, soak
+
+
+@pytest.fixture(scope="module")
+def endless(checkpoint, tmp_path_factory):
+    """A tiny model that speaks until max_new_tokens."""
+    folder = tmp_path_factory.mktemp("endless") / "tiny"
+    shutil.copytree(checkpoint(), folder)
+    weights = load_file(folder / "model.safetensors")
+    end = json.loads((folder / "config.json").read_text())["talker_config"]["codec_eos_token_id"]
+    weights["talker.codec_head.weight"][end] = 0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def post(url: str, **fields) -> urllib.request.Request:
+    headers = {"Content-Type": "application/json"}
+    return urllib.request.Request(f"{url}/v1/audio/speech", json.dumps({"input": "Hi.", **fields}).encode(), headers)
+
+
+def status(request) -> int:
+    try:
+        with urllib.request.urlopen(request, timeout=LIMIT) as response:
+            response.read()
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_from_the_start_to_the_end(endless, tmp_path):
+    """Starting, listening, a soak in small, and SIGTERM while somebody listens."""
+    command = [sys.executable, "-m", "serving", "--model", str(endless), "--device", "cpu", "--port", "0"]
+    command += ["--speaker", str(endless / "speaker.pt"), "--voices", str(tmp_path), "--max-streams", "3"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    killer = threading.Timer(3 * LIMIT, process.kill)
+    killer.start()
+    try:
+        first = process.stdout.readline()
+        assert first.startswith("listening on http://127.0.0.1:")
+        url = first.split()[2].rstrip(",")
+        assert status(f"{url}/health") in (200, 503)  # it answers while it loads
+        assert process.stdout.readline().startswith("ready: ")
+        assert process.stdout.readline() == "voices: speaker\n"
+        assert process.stdout.readline() == "try it:\n"
+        curl = process.stdout.readline()
+        assert f"{url}/v1/audio/speech" in curl and '"voice": "speaker"' in curl
+        assert status(f"{url}/health") == 200
+
+        result = asyncio.run(soak(Server(url), {"input": "Hi.", "response_format": "pcm"}, 120, 4, random.Random(0)))
+        assert sum(result["outcomes"].values()) == 120 and result["outcomes"].keys() <= {
+            "good",
+            "bad",
+            "abandoned",
+            "whole",
+        }
+        before, after = result["usage"][1], result["usage"][-1]
+        assert after["rss_mb"] < 1.05 * before["rss_mb"] + 10, result["usage"]
+        assert after["tasks"] <= before["tasks"] and after["open_files"] <= before["open_files"] + 2, result["usage"]
+        assert after["threads"] <= before["threads"] + 2, result["usage"]  # pools may still grow
+
+        with urllib.request.urlopen(post(url, max_new_tokens=150, response_format="pcm"), timeout=LIMIT) as response:
+            audio = response.read(FRAME)
+            process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + LIMIT
+            while status(f"{url}/health") != 503:
+                assert time.monotonic() < deadline
+            assert status(post(url, max_new_tokens=3)) == 503
+            audio += response.read()
+        assert len(audio) == 149 * FRAME
+        _, stderr = process.communicate(timeout=LIMIT)
+        assert process.returncode == 0
+        assert "Traceback" not in stderr and "shutting down when 1 streams" in stderr, stderr
+    finally:
+        killer.cancel()
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """run(option, ...) -> exit code and what was printed on stderr."""
+
+    def run(*options):
+        monkeypatch.setattr(sys, "argv", ["serving", *map(str, options)])
+        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("serving", run_name="__main__", alter_sys=False)
+        return ended.value.code, capsys.readouterr().err
+
+    return run
+
+
+def test_mistakes_on_the_command_line(run, checkpoint, tmp_path):
+    tiny = checkpoint()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for options, message in (
+            (["--model", "nowhere"], "there is no folder nowhere"),
+            (["--model", tiny, "--port", port], f"cannot listen on 127.0.0.1:{port}"),
+            (["--model", tiny, "--port", 70000], "from 0 to 65535"),
+            (["--model", tiny, "--host", "no such host"], "cannot listen on no such host"),
+            (["--model", tiny, "--max-streams", 0], "--max-streams is 0, it must be above 0"),
+            (["--model", tiny, "--max-text", "many"], "invalid int value"),
+            (["--model", tiny, "--max-seq-len", 7], "--max-seq-len is 7"),
+            (["--model", tiny, "--api-key", " "], "--api-key is empty"),
+            (["--model", tiny, "--speaker", "nobody.pt"], "no speaker file"),
+            (["--model", checkpoint("custom_voice"), "--speaker", tiny / "speaker.pt"], "give a Base model"),
+            (["--model", tiny, "--device", "abacus"], "no device 'abacus'"),
+        ):
+            code, error = run(*options)
+            assert code == 2 and message in error and error.count("\n") == 1, (options, error)
+
+
+def test_without_the_servers_packages(run, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("uvicorn", "serving")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    code, error = run("--model", "x")
+    assert code == 2 and error == "error: the server needs uvicorn, which is not installed: run ./setup.sh --server\n"
+
+
+def test_an_engine_without_the_servers_packages():
+    """The engine is for programs that have none of them."""
+    blocked = "fastapi starlette uvicorn websockets prometheus_client multipart anyio pydantic".split()
+    program = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); import serving.engine, tools.listeners, cli"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, env=os.environ)
+
+
+def test_load_script_counts_underruns_and_errors(tmp_path):
+    """Against a server that stalls after its first chunk, and one that refuses."""
+
+    async def stall(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nF00\r\n" + bytes(3840) + b"\r\n")
+        await writer.drain()
+        await asyncio.sleep(0.3)  # the first chunk lasts 0.08 s
+        writer.write(b"F00\r\n" + bytes(3840) + b"\r\n0\r\n\r\n")
+        writer.close()
+
+    async def break_off(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nF00\r\n" + bytes(3840) + b"\r\nF00\r\n")
+        writer.close()
+
+    async def main(answer):
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            return await listen(Server(f"http://127.0.0.1:{port}"), {"input": "Hi."})
+
+    stalled = asyncio.run(main(stall))
+    assert (stalled.outcome, stalled.underruns, stalled.seconds) == ("complete", 1, 0.16)
+    broken = asyncio.run(main(break_off))
+    assert "closed in the middle" in broken.outcome and broken.seconds == 0.08

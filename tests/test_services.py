@@ -1,0 +1,192 @@
+"""At home in notebooks and services: no global state is changed, a fork gets a clear error, a model can be freed."""
+
+import asyncio
+import gc
+import subprocess
+import sys
+import textwrap
+import weakref
+
+import pytest
+import torch
+from helpers import ROOT
+
+from cli import speaker_prompt
+from generate import load, stream
+from serving.engine import Engine
+
+pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
+
+
+def run(program, **values):
+    """Run a program in a process of its own, with {name} replaced by values."""
+    program = textwrap.dedent(program)
+    for name, value in values.items():
+        program = program.replace("{" + name + "}", repr(value))
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+def test_global_state_is_left_alone(checkpoint):
+    """A service's logs, warnings, random numbers or default dtype that change because it imports us.
+
+    What the packages below us change when they are imported is theirs. stdout is an object without a file, as in a
+    notebook, and everything happens while an event loop runs.
+    """
+    program = """
+        import asyncio, io, locale, logging, os, random, signal, sys, warnings
+
+        import accelerate, huggingface_hub, librosa, numpy, safetensors, soundfile, torch, transformers
+        import transformers.generation, transformers.masking_utils, transformers.models.mimi.modeling_mimi
+
+        def state():
+            names = "", "transformers", "torch", "asyncio", "my.service"
+            loggers = [logging.getLogger(name) for name in names]
+            return dict(
+                logging=[(log.level, list(log.handlers), log.propagate, log.disabled) for log in loggers],
+                disabled=logging.root.manager.disable,
+                warnings=(list(warnings.filters), warnings.showwarning),
+                dtype=(torch.get_default_dtype(), torch.get_default_device()),
+                modes=(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_num_threads()),
+                deterministic=(torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark),
+                precision=(torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32),
+                random=(random.getstate(), torch.get_rng_state().tolist(), numpy.random.get_state()[1].tolist()),
+                process=(dict(os.environ), os.getcwd(), list(sys.path), locale.getlocale()),
+                hooks=(sys.excepthook, signal.getsignal(signal.SIGINT), sys.stdout, sys.stderr),
+                attention=transformers.integrations.sdpa_attention.use_gqa_in_sdpa,
+            )
+
+        async def main():
+            sys.stdout = io.StringIO()
+            before = state()
+            import generate
+            import serving.engine
+            after_import = state()
+            tts = generate.load({folder}, "cpu", max_seq_len=64)
+            after_load = state()
+            for later in (after_import, after_load):
+                changed = [name for name in before if before[name] != later[name]]
+                assert not changed, [(before[name], later[name]) for name in changed]
+            request = dict(text="Hi", speaker="aiden", language="Auto", max_new_tokens=3)
+            assert list(generate.stream(tts.generate_custom_voice, **request))
+            await asyncio.to_thread(tts.generate_custom_voice, **request)
+            later = state()
+            changed = [name for name in before if name != "random" and before[name] != later[name]]
+            assert not changed, changed
+            assert sys.stdout.getvalue() == ""
+
+        asyncio.run(main())
+    """
+    result = run(program, folder=str(checkpoint("custom_voice")))
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_fork(checkpoint):
+    """A web server that forks its workers: before anything is loaded it works, afterwards it must not hang or crash."""
+    program = """
+        import os, sys
+        import torch
+        from generate import load, stream
+        from serving.engine import Engine
+
+        torch.set_num_threads(1)
+        request = dict(text="Hi", speaker="aiden", language="Auto", max_new_tokens=3)
+
+        def in_a_fork(check):
+            child = os.fork()
+            if child == 0:
+                try:
+                    check()
+                except BaseException as error:
+                    print(repr(error), flush=True)
+                    os._exit(1)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+
+        def speaks():
+            load({folder}, "cpu", max_seq_len=64).generate_custom_voice(**request)
+
+        def fails(call):
+            try:
+                call()
+            except RuntimeError as error:
+                print(error, flush=True)
+            else:
+                raise SystemExit("no error")
+
+        in_a_fork(speaks)
+        tts = load({folder}, "cpu", max_seq_len=64)
+        engine = Engine(tts, max_streams=2)
+        in_a_fork(lambda: fails(lambda: tts.generate_custom_voice(**request)))
+        in_a_fork(lambda: fails(lambda: list(stream(tts.generate_custom_voice, **request))))
+        in_a_fork(lambda: fails(lambda: list(engine.stream(tts.generate_custom_voice, **request))))
+        engine.close()
+        tts.generate_custom_voice(**request)
+    """
+    result = run(program, folder=str(checkpoint("custom_voice")))
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == 3 and all("load the model after the fork" in line for line in lines)
+
+
+def owners(tts) -> list[weakref.ref]:
+    """References to what holds the memory of an accelerated model: weights, caches, buffers, the codec."""
+    decoder = tts.model.talker.generate.__self__
+    talker, predictor = decoder.graphs[1]
+    codec = tts.model.speech_tokenizer.decode.__self__
+    objects = [tts, tts.model, tts.model.talker, decoder, talker, predictor, talker.cache, codec, codec.samples]
+    objects += [talker.cache.layers[0].keys, tts.model.talker.codec_head.weight, *decoder.keepalive]
+    return [weakref.ref(thing) for thing in objects]
+
+
+@pytest.mark.parametrize("use", ["whole call", "stream", "closed stream", "asyncio", "engine"])
+def test_a_model_can_be_freed(checkpoint, use):
+    """A cache, a thread or a callback that keeps a model alive: the next one does not fit into the memory."""
+    folder = str(checkpoint("custom_voice"))
+    request = dict(text="Hello.", speaker="aiden", language="Auto", max_new_tokens=6)
+
+    def speak():
+        tts = load(folder, "cpu", max_seq_len=64)
+        method = tts.generate_custom_voice
+        if use == "whole call":
+            method(**request)
+        elif use == "stream":
+            list(stream(method, **request))
+        elif use == "closed stream":
+            next(stream(method, **request, chunk_frames=1))
+        elif use == "asyncio":
+            asyncio.run(asyncio.to_thread(lambda: list(stream(method, **request))))
+        else:
+            with Engine(tts, max_streams=2) as engine:
+                list(engine.stream(method, **request))
+        return owners(tts)
+
+    kept = speak()
+    gc.collect()
+    assert [reference() for reference in kept if reference() is not None] == []
+    speak()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_memory_of_a_gpu_comes_back(checkpoint):
+    """Graphs, their pools and weights: what is left after the first model must not grow with the next."""
+    folder = str(checkpoint("base", "0.6B"))
+    left = []
+    for _ in range(3):
+        tts = load(folder, max_seq_len=512)
+        speaker = torch.randn(tts.model.config.talker_config.hidden_size)
+        request = dict(text="Hello.", voice_clone_prompt=speaker_prompt(speaker), max_new_tokens=20)
+        tts.generate_voice_clone(**request)
+        list(stream(tts.generate_voice_clone, **request))
+        with Engine(tts, max_streams=4) as engine:
+            list(engine.stream(tts.generate_voice_clone, **request))
+        used = torch.cuda.memory_allocated()
+        del tts, engine
+        gc.collect()
+        torch.cuda.empty_cache()
+        left.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+        print(f"used {used / 2**20:.0f} MiB, left {left[-1][0] / 2**20:.1f}, reserved {left[-1][1] / 2**20:.1f}")
+    assert used > 2**30
+    for allocated, reserved in left:
+        assert allocated < 64 * 2**20 and reserved < 256 * 2**20, left  # cuBLAS keeps its workspaces
+    assert left[2] == left[1], left

@@ -1,0 +1,120 @@
+"""On a GPU prompts are built on the host. On a CPU the same code must build the same prompts."""
+
+import pytest
+import torch
+from helpers import VOICES, joined
+
+from cli import speaker_prompt
+from fast.prompt_templates import PromptTemplate, template_key
+from fast.prompts import build_request, decoder_of, request_for
+from fast.text_table import HostTalker, TextTable, use_text_table
+from generate import accelerate, load_upstream, stream
+
+pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
+
+
+@pytest.fixture(params=[name for name in VOICES if name != "in-context"])
+def voice(voices, request):
+    return voices(request.param).end_comes_up(True)
+
+
+@pytest.mark.parametrize("non_streaming_mode", [True, False])
+@pytest.mark.parametrize("text", ["Hello there.", " 你好，\n<|im_end|> cafe\u0301  12 ", "x" * 500])
+def test_the_host_builds_the_same_prompt(voice, monkeypatch, non_streaming_mode, text):
+    method = getattr(voice.fast, voice.method)
+    arguments = dict(text=text, non_streaming_mode=non_streaming_mode, **voice.arguments)
+    expected = build_request(method, **arguments)
+    decoder = decoder_of(voice.fast)
+    monkeypatch.setattr(decoder, "host_talker", HostTalker(voice.fast.model.talker))
+    request = build_request(method, **arguments)
+    assert request.keys() == expected.keys()
+    for name, value in request.items():
+        assert torch.equal(value, expected[name]) if torch.is_tensor(value) else value == expected[name]
+
+
+def test_a_model_with_a_table_speaks_as_before(voice):
+    """Also twice: `accelerate` may be called again on the same model."""
+    arguments = dict(text="Hello there.", max_new_tokens=20, **voice.arguments)
+    torch.manual_seed(0)
+    expected = joined(stream(getattr(voice.fast, voice.method), **arguments))
+
+    tts = load_upstream(str(voice.folder), "cpu")
+    tts.model.talker.codec_head.weight.data[voice.end_token] = voice.end_row
+    embed, project = tts.model.talker.get_text_embeddings(), tts.model.talker.text_projection
+    for _ in range(2):
+        host_talker = use_text_table(tts.model.talker)
+        accelerate(tts, max_seq_len=384)
+        decoder_of(tts).host_talker = host_talker
+        torch.manual_seed(0)
+        torch.testing.assert_close(
+            torch.tensor(joined(stream(getattr(tts, voice.method), **arguments))),
+            torch.tensor(expected),
+            rtol=0,
+            atol=1e-5,
+        )
+
+    table = tts.model.talker.get_text_embeddings()
+    assert isinstance(table, TextTable)
+    ids = torch.arange(50)[None]
+    torch.testing.assert_close(table(ids), project(embed(ids)))
+
+
+@pytest.fixture
+def with_table(voice):
+    """The same model with its text table, as on a GPU."""
+    tts = load_upstream(str(voice.folder), "cpu")
+    host_talker = use_text_table(tts.model.talker)
+    accelerate(tts, max_seq_len=384)
+    decoder_of(tts).host_talker = host_talker
+    return tts
+
+
+@pytest.mark.parametrize("non_streaming_mode", [True, False, None])
+def test_a_prompt_like_an_earlier_one_is_upstreams(voice, with_table, non_streaming_mode):
+    """Texts of one token and of many, other settings in between; a template must not take over another request's."""
+    decoder, method = decoder_of(with_table), getattr(with_table, voice.method)
+    layout = {} if non_streaming_mode is None else dict(non_streaming_mode=non_streaming_mode)
+    for number, text in enumerate(["Hello there.", "a", "你好，<|im_end|> cafe\u0301", "one two three " * 20]):
+        for settings in (dict(top_k=20), dict(top_k=20, temperature=0.5, language="Chinese")):
+            arguments = voice.arguments | layout | settings
+            expected = build_request(method, text=text, **arguments)
+            request = request_for(decoder, method, text, arguments)
+            assert request.keys() == expected.keys()
+            for name, value in request.items():
+                assert torch.equal(value, expected[name]) if torch.is_tensor(value) else value == expected[name]
+        templates = decoder.prompt_templates.templates
+        assert len(templates) == 2 and all(templates.values()), f"not used for text {number}"
+
+
+def test_another_speaker_is_another_template(voices, with_table, voice):
+    if voice.method != "generate_voice_clone":
+        pytest.skip("has no speaker embedding")
+    decoder, method = decoder_of(with_table), with_table.generate_voice_clone
+    speaker = torch.load(voice.folder / "speaker.pt", weights_only=True)
+    for scale in (1.0, 2.0):
+        prompt = speaker_prompt(speaker * scale)
+        for _ in range(2):
+            request = request_for(decoder, method, "Hello.", dict(voice_clone_prompt=prompt, language="English"))
+            expected = build_request(method, text="Hello.", voice_clone_prompt=prompt, language="English")
+            assert torch.equal(request["inputs_embeds"], expected["inputs_embeds"])
+    assert len(decoder.prompt_templates.templates) == 2
+
+
+def test_what_cannot_be_compared_has_no_template(voices):
+    in_context = voices("in-context").arguments["voice_clone_prompt"]
+    assert template_key("generate_voice_clone", dict(voice_clone_prompt=in_context)) is None
+    assert template_key("generate_custom_voice", dict(speaker=["dylan"])) is None
+    assert template_key("generate_custom_voice", dict(top_k=1)) != template_key(
+        "generate_custom_voice", dict(top_k=1.0)
+    )
+
+
+def test_another_layout_is_left_to_upstream(voice, with_table, monkeypatch):
+    decoder, method = decoder_of(with_table), getattr(with_table, voice.method)
+    monkeypatch.setattr(PromptTemplate, "gives", lambda *_: False)
+    for _ in range(2):
+        request = request_for(decoder, method, "Hello.", voice.arguments)
+        assert torch.equal(
+            request["inputs_embeds"], build_request(method, text="Hello.", **voice.arguments)["inputs_embeds"]
+        )
+    assert list(decoder.prompt_templates.templates.values()) == [None]

@@ -1,0 +1,259 @@
+"""The WebSocket: text in while it is written, audio out; interruptions, mistakes and silence."""
+
+import contextlib
+import json
+import socket
+import time
+
+import pytest
+from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, never_end, wait_until, wait_until_free
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+
+CONFIG = {"type": "session.config", "voice": "speaker", "response_format": "pcm", **SHORT}
+LONG = CONFIG | {"max_new_tokens": 450}
+
+
+@pytest.fixture(scope="module")
+def speech(checkpoint, tmp_path_factory):
+    speech = load_speech(checkpoint(), tmp_path_factory.mktemp("voices"))
+    never_end(speech)
+    yield speech
+    speech.close()
+
+
+@pytest.fixture(scope="module")
+def server(speech):
+    with RunningServer(speech) as server:
+        yield server
+
+
+class Client:
+    def __init__(self, websocket):
+        self.websocket = websocket
+
+    def send(self, kind=None, **fields):
+        self.websocket.send(json.dumps({"type": kind, **fields} if kind else fields))
+
+    def receive(self):
+        """A message as a dict, or audio as bytes."""
+        received = self.websocket.recv(timeout=LIMIT)
+        return received if isinstance(received, bytes) else json.loads(received)
+
+    def until(self, kind: str) -> tuple[list[dict], bytes]:
+        """All messages up to one of this type, and the audio between them."""
+        messages, audio = [], b""
+        while not messages or messages[-1]["type"] != kind:
+            received = self.receive()
+            if isinstance(received, bytes):
+                audio += received
+            else:
+                messages.append(received)
+        return messages, audio
+
+
+@contextlib.contextmanager
+def client(server, **options):
+    with connect(server.websocket_address, open_timeout=LIMIT, **options) as websocket:
+        yield Client(websocket)
+
+
+def test_several_utterances(server):
+    """The audio is that of the same text over HTTP, however the text was cut into pieces."""
+    expected = server.speak(response_format="pcm").body
+    with client(server) as session:
+        session.send(**CONFIG)
+        for index, pieces in enumerate((["Hello there."], ["Hel", "lo ", "there", "."])):
+            for piece in pieces:
+                session.send("input.text", text=piece)
+            session.send("input.done")
+            messages, audio = session.until("session.done")
+            place = {"utterance_index": index, "sentence_index": 0}
+            assert [message["type"] for message in messages] == ["audio.start", "audio.done", "session.done"]
+            assert messages[0].items() >= {"format": "pcm", "sample_rate": 24000, **place}.items()
+            assert messages[1] == {"type": "audio.done", "total_bytes": len(expected), **place}
+            assert messages[2] == {"type": "session.done", "utterance_index": index, "total_sentences": 1}
+            assert audio == expected
+        session.send(**CONFIG | {"response_format": "wav", "seed": 2})  # another configuration between utterances
+        session.send("input.text", text="Hello there.")
+        session.send("input.done")
+        _, audio = session.until("session.done")
+        assert audio[:4] == b"RIFF" and audio[44:] == server.speak(response_format="pcm", seed=2).body
+        session.send("session.close")
+        with pytest.raises(ConnectionClosed) as closed:
+            session.receive()
+        assert closed.value.rcvd.code == 1000
+
+
+def test_the_next_utterance_may_be_written_while_one_is_spoken(server):
+    expected = {text: server.speak(input=text, response_format="pcm").body for text in ("First.", "Second.", "Third.")}
+    with client(server) as session:
+        session.send(**CONFIG)
+        for text in expected:
+            session.send("input.text", text=text)
+            session.send("input.done")
+        for index, text in enumerate(expected):
+            messages, audio = session.until("session.done")
+            assert messages[-1]["utterance_index"] == index
+            assert audio == expected[text]
+
+
+def test_keep_alive(server):
+    """LiveKit's plugin sends an empty input.done and waits 3 s for the answer."""
+    with client(server) as session:
+        session.send(**CONFIG)
+        session.send("input.text", text=" \n")  # an utterance begins with its first word
+        session.send("input.done")
+        assert session.receive() == {"type": "session.done", "utterance_index": 0, "total_sentences": 0}
+
+
+def test_cancel(server, speech):
+    """The listener interrupts: no audio follows, the place is free, and the connection can be used again."""
+    with client(server) as session:
+        session.send(**LONG)
+        session.send("input.text", text="A long speech.")
+        session.send("input.done")
+        session.send("input.text", text="It will never be heard.")
+        session.until("audio.start")
+        assert isinstance(session.receive(), bytes)
+        session.send("input.cancel")
+        messages, audio = session.until("session.done")
+        assert [message["type"] for message in messages] == ["audio.done", "session.done"]
+        assert all(message["cancelled"] for message in messages)
+        assert len(audio) < 200 * FRAME
+        assert session.receive() == {
+            "type": "session.done",
+            "utterance_index": 1,
+            "total_sentences": 0,
+            "cancelled": True,
+        }
+        wait_until_free(speech)
+        session.send("input.cancel")  # there is nothing to cancel
+        assert session.receive()["cancelled"]
+        session.send(**CONFIG)
+        session.send("input.text", text="Hello there.")
+        session.send("input.done")
+        messages, audio = session.until("session.done")
+        assert audio == server.speak(response_format="pcm").body and messages[-1]["utterance_index"] == 2
+
+
+@pytest.mark.parametrize("text_is_complete", [True, False])
+def test_a_client_that_goes_away_frees_its_place(server, speech, text_is_complete):
+    with client(server) as session:
+        session.send(**LONG)
+        session.send("input.text", text="A long speech.")
+        if text_is_complete:
+            session.send("input.done")
+            session.until("audio.start")
+        else:
+            wait_until(lambda: speech.in_flight == 1)
+        session.websocket.socket.shutdown(socket.SHUT_RDWR)
+        wait_until_free(speech)
+
+
+def test_mistakes_are_answered_and_the_session_goes_on(server):
+    mistakes = {
+        "not JSON": "{",
+        "a list": "[]",
+        "binary": b"\x00\xff",
+        "no type": "{}",
+        "an unknown type": '{"type": "input.shout"}',
+        "a type that is no string": '{"type": []}',
+        "no text": '{"type": "input.text"}',
+        "a number as text": '{"type": "input.text", "text": 5}',
+        "half of a surrogate pair": '{"type": "input.text", "text": "\\ud800"}',
+        "too much text": json.dumps({"type": "input.text", "text": "x" * 5000}),
+        "an unknown voice": '{"type": "session.config", "voice": "nobody"}',
+        "a bad number": '{"type": "session.config", "temperature": -1}',
+    }
+    with client(server) as session:
+        session.send(**CONFIG)
+        for name, message in mistakes.items():
+            session.websocket.send(message)
+            answer = session.receive()
+            assert answer["type"] == "error" and len(answer["message"]) > 15, name
+        session.send("input.text", text="Hello there.")
+        session.send(**CONFIG)
+        assert "within an utterance" in session.until("error")[0][-1]["message"]
+        session.send("input.done")
+        assert session.until("session.done")[1] == server.speak(response_format="pcm").body
+
+
+def test_text_that_grows_too_long_ends_its_utterance(server, speech):
+    with client(server) as session:
+        session.send(**CONFIG)
+        session.send("input.text", text="x" * 4000)
+        session.send("input.text", text="x" * 4000)
+        messages, audio = session.until("session.done")
+        assert messages[0]["type"] == "error" and "4096" in messages[0]["message"] and not audio
+        wait_until_free(speech)
+
+
+@pytest.mark.parametrize(
+    "first", ['{"type": "input.text", "text": "Hello."}', '{"type": "session.config", "speed": 2}', "garbage", b"\x00"]
+)
+def test_a_session_begins_with_a_configuration(server, first):
+    with client(server) as session:
+        session.websocket.send(first)
+        assert session.receive()["type"] == "error"
+        with pytest.raises(ConnectionClosed):
+            session.receive()
+
+
+def test_silence_ends_a_session(speech):
+    with RunningServer(speech, config_seconds=0.3, idle_seconds=0.3) as server:
+        for config in (None, CONFIG):
+            with client(server) as session:
+                if config:
+                    session.send(**config)
+                    session.send("input.text", text="An utterance that never ends")
+                started = time.monotonic()
+                messages, _ = session.until("error")
+                assert "within 0.3 s" in messages[-1]["message"] and time.monotonic() - started < 10
+                with pytest.raises(ConnectionClosed):
+                    session.until("never")
+        wait_until_free(speech)
+        with client(server) as session:  # a listener need not send anything
+            session.send(**CONFIG | {"max_new_tokens": 80})
+            session.send("input.text", text="A long speech.")
+            session.send("input.done")
+            assert len(session.until("session.done")[1]) == 79 * FRAME
+
+
+def test_keys_origins_and_the_number_of_connections(speech):
+    with RunningServer(speech, api_key="secret", max_connections=1) as server:
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            with pytest.raises(InvalidStatus) as refused, client(server, additional_headers=headers):
+                pass
+            assert refused.value.response.status_code == 401
+        good = {"Authorization": "Api-Key secret"}
+        with (
+            pytest.raises(InvalidStatus) as refused,
+            client(server, additional_headers=good, origin="http://evil.example"),
+        ):
+            pass
+        assert refused.value.response.status_code == 403
+        with client(server, additional_headers=good) as session:
+            session.send(**CONFIG)
+            session.send("input.done")
+            session.receive()
+            with pytest.raises(InvalidStatus) as refused, client(server, additional_headers=good):
+                pass
+            assert refused.value.response.status_code == 503
+
+
+def test_a_full_queue_and_shutting_down(server, speech):
+    with client(server) as session:
+        session.send(**CONFIG)
+        speech.in_flight += speech.max_in_flight
+        session.send("input.text", text="Hello.")
+        session.send("input.done")
+        messages, _ = session.until("session.done")
+        speech.in_flight -= speech.max_in_flight
+        assert messages[0]["type"] == "error" and messages[0]["code"] == "queue_full"
+        speech.is_draining = True
+        try:
+            session.send("input.text", text="Hello.")
+            assert "shutting down" in session.receive()["message"]
+        finally:
+            speech.is_draining = False
