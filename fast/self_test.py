@@ -13,6 +13,8 @@ The megakernel generates FRAMES frames after a prompt of random codes. Compared 
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,20 +60,37 @@ class Wrong(Exception):
 def why_wrong(
     talker: Any, predictor: Any, prompt: int = PROMPT, frames: int = FRAMES, choices: int = TALKER_CHOICES
 ) -> str:
-    """What is wrong with the steps of a TalkerGraph and a PredictorGraph; empty if nothing is.
-
-    Leaves random values in the graphs' tensors, which every request sets before it reads them.
-    """
-    test = SelfTest(talker, predictor, prompt, frames)
-    try:
-        test.run(choices)
-    except torch.OutOfMemoryError:
-        raise
-    except (Wrong, RuntimeError) as error:  # RuntimeError: the driver refuses the launch
-        return " ".join(str(error).split())[:200]
-    finally:
-        log.debug("self-test: %s", test.figures)
+    """What is wrong with the steps of a TalkerGraph and a PredictorGraph; empty if nothing is."""
+    with restored(talker, predictor):
+        test = SelfTest(talker, predictor, prompt, frames)
+        try:
+            test.run(choices)
+        except torch.OutOfMemoryError:
+            raise
+        except (Wrong, RuntimeError) as error:  # RuntimeError: the driver refuses the launch
+            return " ".join(str(error).split())[:200]
+        finally:
+            log.debug("self-test: %s", test.figures)
     return ""
+
+
+@contextmanager
+def restored(*graphs: Any) -> Iterator[None]:
+    """Afterwards the graphs' tensors are as they were before, the caches empty.
+
+    Capturing runs each prefill and each step once: with the test's `prompt_length` and `frame` they would read and
+    write beyond their tensors.
+    """
+    owners = [owner for graph in graphs for owner in (graph, graph.sampling)]
+    tensors = [value for owner in owners for value in vars(owner).values() if isinstance(value, Tensor)]
+    copies = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, before in zip(tensors, copies):
+            tensor.copy_(before)
+        for graph in graphs:
+            graph.cache.reset()
 
 
 def shortened(cache: GraphCache, length: int) -> GraphCache:

@@ -93,8 +93,40 @@ def test_faults_on_a_cpu(fault, graphs, kernels, tmp_path, monkeypatch):
     print(f"{fault}: {reason}")
     if fault is None:
         assert reason == ""
+        with torch.no_grad():
+            run_like_capture(*graphs)
     else:
         assert FAULTS[fault].found_by in reason
+
+
+def run_like_capture(talker: TalkerGraph, predictor: PredictorGraph) -> None:
+    """Capturing runs each step and each prefill once before any request."""
+    talker.step()
+    for bucket in (16, 32, 48):
+        talker.prefill(bucket)
+    predictor.step()
+
+
+@pytest.mark.parametrize("error", [self_test.Wrong, RuntimeError, torch.OutOfMemoryError])
+@torch.no_grad()
+def test_the_graphs_can_be_captured_after_a_test_that_failed(error, graphs, monkeypatch):
+    """The test's `prompt_length` was left behind: capturing a prefill then read past its end, and loading failed."""
+
+    def fail() -> None:
+        raise error
+
+    talker, predictor = graphs
+    before = {name: value.clone() for name, value in vars(talker).items() if isinstance(value, torch.Tensor)}
+    with monkeypatch.context() as patch:
+        patch.setattr(predictor, "step", fail)
+        if error is torch.OutOfMemoryError:
+            with pytest.raises(error):
+                self_test.why_wrong(*graphs, **SMALL)
+        else:
+            self_test.why_wrong(*graphs, **SMALL)
+    for name, value in before.items():
+        assert torch.equal(getattr(talker, name), value), name
+    run_like_capture(talker, predictor)
 
 
 # ---- On a GPU

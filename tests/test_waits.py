@@ -272,9 +272,10 @@ def test_a_block_that_never_publishes(bulk_copies, on_cuda):
 def test_more_blocks_than_fit(on_cuda):
     """The driver refuses a cooperative launch. Without its help the blocks that are there give up, the rest follow."""
     source = changed_source("GRID <= 128,", "GRID <= 256,")
+    sizes = dict(grid=256, exchange_bytes=2 << 20)  # each split of the attention takes room in the exchange
     with pytest.raises(RuntimeError, match="cuLaunchCooperativeKernel"):
-        some_talker(kernel_for(source, grid=256), 2048, LENGTH).step()
-    it = some_talker(kernel_for(source, launch_plainly=True, grid=256), 2048, LENGTH)
+        some_talker(kernel_for(source, **sizes), 2048, LENGTH).step()
+    it = some_talker(kernel_for(source, launch_plainly=True, **sizes), 2048, LENGTH)
     taken = seconds_of(it.step)
     print(f"{taken:.2f} s: {it.step.why_failed()}")
     assert "for another one" in it.step.why_failed() and taken < 10
