@@ -126,7 +126,9 @@ def tokenize(tts, text: str) -> list[int]:
 def text_rows(decoder, ids: list[int]) -> torch.Tensor:
     """What frames add for these tokens. -> (T, H)"""
     talker = decoder.host_talker or decoder.talker
-    rows = talker.text_projection(talker.get_text_embeddings()(torch.tensor(ids, device=talker.device)))
+    rows = talker.text_projection(
+        talker.get_text_embeddings()(torch.tensor(ids, dtype=torch.long, device=talker.device))
+    )
     return to_device(rows, decoder.talker.device)
 
 

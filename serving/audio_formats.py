@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import contextlib
 import io
 import re
 from collections.abc import AsyncIterable, AsyncIterator
@@ -30,17 +31,18 @@ SAMPLE_RATES = range(8000, 96001)
 
 async def encode_stream(chunks: AsyncIterable[Chunk], name: str, whole: bool) -> AsyncIterator[bytes]:
     """Audio in the format `name`, as it is made or, if `whole`, in one piece."""
-    if whole:
-        pieces = [chunk async for chunk in chunks]
-        yield await anyio.to_thread.run_sync(encode, *audio_files.join(pieces), name)
-        return
-    is_first = True
-    async for samples, rate in chunks:
-        data = to_int16(samples).tobytes()
-        if is_first and name == "wav":
-            data = wav_header(rate, audio_files.UNKNOWN_LENGTH) + data
-        is_first = False
-        yield data
+    async with contextlib.aclosing(aiter(chunks)) as chunks:  # closing this ends the speech, too
+        if whole:
+            pieces = [chunk async for chunk in chunks]
+            yield await anyio.to_thread.run_sync(encode, *audio_files.join(pieces), name)
+            return
+        is_first = True
+        async for samples, rate in chunks:
+            data = to_int16(samples).tobytes()
+            if is_first and name == "wav":
+                data = wav_header(rate, audio_files.UNKNOWN_LENGTH) + data
+            is_first = False
+            yield data
 
 
 def encode(samples: np.ndarray, rate: int, name: str) -> bytes:

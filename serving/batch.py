@@ -1,7 +1,7 @@
 """Many streams at once: rows of a batch, each with its own position, settings and random numbers.
 
-A stream lives in a slot, one row of every tensor of `Slots`. The streams in use are slots 0 to n - 1, and the graph of
-the smallest batch size that holds them runs them all:
+A stream lives in a slot, one row of every tensor of `Slots`. The graph of the smallest batch size above the highest
+slot in use runs all rows; rows without a stream, or whose stream waits, do not advance:
 
     slot 0   [ prompt | frame 0 | frame 1 | frame 2 |  ...            position 37
     slot 1   [ prompt      | frame 0 |                                position 12

@@ -90,9 +90,6 @@ class PendingAudio:
         self.audio = audio
         self.done = done
 
-    def is_done(self) -> bool:
-        return self.done is None or self.done.query()
-
     def wait(self) -> list[np.ndarray]:
         """A copy for each row, so that no listener keeps the pinned memory of the whole batch."""
         if self.done:

@@ -107,6 +107,7 @@ class Engine:
             self.capture()
 
         self.preparing = 0  # requests whose prompts are being built
+        self.open = set()  # streams that somebody may be reading
         self.waiting = collections.deque()
         self.active = []  # admitted streams, each in its slot
         self.in_single = False  # True: there is one active stream, and its state is in the single-row graphs
@@ -173,10 +174,13 @@ class Engine:
         arrives = is_arriving(text)
         try:
             self.submit(stream, method, None if arrives else text, seed, kwargs).result()
-        except CancelledError:
-            raise RuntimeError(self.why_closed) from None
+        except BaseException as error:
+            self.cancel(stream)
+            if isinstance(error, CancelledError):
+                raise RuntimeError(self.why_closed) from None
+            raise
         if arrives:
-            threading.Thread(target=self.read_pieces, args=(stream, text), name="text reader", daemon=True).start()
+            self.start_reader(stream, text)
         chunks = self.chunks_of(stream, audio)
         next(chunks)  # enters its `try`, so that closing it before the first chunk cancels the request, too
         return chunks
@@ -222,11 +226,17 @@ class Engine:
             if kwargs.get("ref_audio") is not None:
                 kwargs = await asyncio.to_thread(with_voice_clone_prompt, method, kwargs)
             arrives = is_arriving(text) or hasattr(text, "__aiter__")
-            await asyncio.wrap_future(self.submit(stream, method, None if arrives else text, seed, kwargs))
+            prompt = self.submit(stream, method, None if arrives else text, seed, kwargs)
+            try:
+                await asyncio.wrap_future(prompt)
+            except asyncio.CancelledError:
+                if self.closing and prompt.cancelled():
+                    raise RuntimeError(self.why_closed) from None
+                raise
             if hasattr(text, "__aiter__"):
                 reader = asyncio.create_task(self.aread_pieces(stream, text))
             elif arrives:
-                threading.Thread(target=self.read_pieces, args=(stream, text), name="text reader", daemon=True).start()
+                self.start_reader(stream, text)
             while (item := await self.anext_item(stream, audio)) is not END:
                 yield self.take_item(stream, item), self.rate
             self.warn_if_cut_off(stream)
@@ -255,6 +265,8 @@ class Engine:
             own_seed = None if seed is None else seed + number
             return np.concatenate([audio for audio, _ in self.stream(method, text=text[number], seed=own_seed, **own)])
 
+        if isinstance(text, str):
+            raise ValueError("the text is a string: give a list of texts, or use stream")
         kwargs = with_voice_clone_prompt(method, kwargs)
         with ThreadPoolExecutor(self.max_streams, "speech list") as threads:
             return [*threads.map(speak, range(len(text)))], self.rate
@@ -287,6 +299,7 @@ class Engine:
     def cancel(self, stream: Stream) -> None:
         with self.changed:
             stream.cancelled = True
+            self.open.discard(stream)
             self.changed.notify_all()
 
     def submit(self, stream: Stream, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
@@ -301,10 +314,22 @@ class Engine:
             if waiting >= self.max_waiting:
                 raise QueueFull(f"{waiting} requests are waiting already: try again later")
             self.preparing += 1
-            return self.prompt_thread.submit(self.build_prompt, stream, method, text, seed, kwargs)
+            self.open.add(stream)
+            inputs_ready = self.decoder.record_event()  # the caller may have made a voice on its own CUDA stream
+            future = self.prompt_thread.submit(self.build_prompt, stream, method, text, seed, kwargs, inputs_ready)
+        future.add_done_callback(self.prompt_is_done)  # also if it was cancelled while it was queued
+        return future
+
+    def prompt_is_done(self, future: Future) -> None:
+        with self.changed:
+            self.preparing -= 1
+            self.changed.notify_all()
+
+    def start_reader(self, stream: Stream, pieces: Iterable[str]) -> None:
+        """A thread of its own: the iterator may take its time."""
+        threading.Thread(target=self.read_pieces, args=(stream, pieces), name="text reader", daemon=True).start()
 
     def read_pieces(self, stream: Stream, pieces: Iterable[str]) -> None:
-        """A thread of its own: the iterator may take its time."""
         last = END
         try:
             for piece in pieces:
@@ -334,32 +359,38 @@ class Engine:
             torch.cuda.set_stream(torch.cuda.Stream(self.device, priority=-2))
 
     @torch.no_grad()
-    def build_prompt(self, stream: Stream, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> None:
-        try:
-            if stream.cancelled:
-                return
-            stream.generator = self.make_generator(seed)
-            stream.is_seeded = seed is not None
-            if text is None:
-                stream.text = ArrivingText(self.decoder, method, **kwargs)
-                stream.reference = stream.text.reference
-            else:
-                stream.reference = reference_codes(kwargs.get("voice_clone_prompt"))
-                self.enqueue(stream, request_for(self.decoder, method, check_text(text), kwargs))
-        finally:
-            with self.changed:
-                self.preparing -= 1
-                self.changed.notify_all()
+    def build_prompt(
+        self,
+        stream: Stream,
+        method: Callable,
+        text: str | None,
+        seed: int | None,
+        kwargs: dict,
+        inputs_ready: torch.cuda.Event | None,
+    ) -> None:
+        if stream.cancelled:
+            return
+        if inputs_ready:
+            inputs_ready.wait()
+        stream.generator = self.make_generator(seed)
+        stream.is_seeded = seed is not None
+        if text is None:
+            stream.text = ArrivingText(self.decoder, method, **kwargs)
+            stream.reference = stream.text.reference
+        else:
+            stream.reference = reference_codes(kwargs.get("voice_clone_prompt"))
+            self.enqueue(stream, request_for(self.decoder, method, check_text(text), kwargs))
 
     def enqueue(self, stream: Stream, request: dict) -> None:
         stream.max_frames = check_request(self.decoder, request)
-        stream.request = move_to(self.device, request)
-        stream.prompt_ready = self.decoder.record_event()
         stream.settings = host_settings(self.talker.config, request)
         stream.prompt_length = request["attention_mask"].shape[1]
+        request = move_to(self.device, request)
+        stream.prompt_ready = self.decoder.record_event()
         with self.changed:
             if self.closing:
                 raise RuntimeError(self.why_closed)
+            stream.request = request
             self.waiting.append(stream)
             self.changed.notify_all()
 
@@ -376,7 +407,8 @@ class Engine:
                 text.finish()
             else:
                 text.push(piece)
-            stream.text_came_at = time.monotonic()
+            if piece or piece is END:
+                stream.text_came_at = time.monotonic()
             if stream.request is None:
                 if text.can_begin:
                     request = text.begin()
@@ -384,6 +416,8 @@ class Engine:
                     self.enqueue(stream, request)
                 return
             first, ids = text.take_ids()
+            if not ids:  # the middle of a word
+                return
             rows = text_rows(self.decoder, ids)
             known = math.inf if text.is_finished else text.rows
             with self.changed:
@@ -423,7 +457,6 @@ class Engine:
                 self.cuda_stream.synchronize()
                 self.codec.stream.synchronize()  # what they write is freed with the engine
         self.decoding.put(None)
-        self.end_all()
 
     def fail(self, error: BaseException) -> None:
         with self.changed:
@@ -466,7 +499,7 @@ class Engine:
                 return
 
     def wait_for_newcomers(self) -> None:
-        """Let new listeners have the GPU, and the prompt thread Python's lock, until they have heard something."""
+        """Let streams without first audio have the GPU, and the prompt thread the GIL."""
         with self.changed:
             self.changed.wait_for(lambda: self.waiting or self.closing or not self.has_newcomers(), timeout=0.002)
 
@@ -533,10 +566,15 @@ class Engine:
             stream.slot = heapq.heappop(self.free_slots)
         try:
             run(streams)
+            for stream in streams:
+                self.codec.reset_row(stream.slot)
+                if stream.reference is not None:
+                    self.codec.prime(stream.slot, stream.reference)
         except Exception as error:
+            self.in_single = False
             for stream in streams:
                 heapq.heappush(self.free_slots, stream.slot)
-            if len(streams) > 1:  # find out whose fault it is
+            if len(streams) > 1:  # retry one by one, so that only the bad request fails
                 for stream in streams:
                     self.prefill([stream], run)
             else:
@@ -544,15 +582,12 @@ class Engine:
                 streams[0].put(error)
             return
         for stream in streams:
-            self.codec.reset_row(stream.slot)
-            if stream.reference is not None:
-                self.codec.prime(stream.slot, stream.reference)
             stream.request = {name: stream.request[name] for name in NEEDED_LATER}
             stream.settings = None
             self.active.append(stream)
 
     def use_prompt(self, stream: Stream) -> None:
-        """Order this thread's CUDA stream behind the caller's, on which the prompt was built."""
+        """Order the engine's CUDA stream behind the prompt thread's."""
         if stream.prompt_ready:
             stream.prompt_ready.wait()
             for value in stream.request.values():
@@ -780,17 +815,8 @@ class Engine:
             self.in_single = False
             heapq.heappush(self.free_slots, stream.slot)
             if not stream.cancelled:
-                self.decoding.put(
-                    ([stream], stream.text_error or END)
-                )  # whoever has heard the end may count on a free slot
-
-    def end_all(self) -> None:
-        with self.changed:
-            streams = [*self.active, *self.waiting]
-            self.active.clear()
-            self.waiting.clear()
-        for stream in streams:
-            stream.put(RuntimeError(self.why_closed))  # a new error for each thread
+                # After its slot: whoever has seen the end can rely on a free one.
+                self.decoding.put(([stream], stream.text_error or END))
 
     # ---- The delivery thread
 
@@ -806,6 +832,18 @@ class Engine:
             except Exception as error:
                 log.exception("the engine has stopped")
                 self.fail(error)
+                for stream in streams:  # an END must not follow: their audio is not complete
+                    stream.put(RuntimeError(self.why_closed))
+                    stream.cancelled = True
+        self.end_all()  # after the audio that there is
+
+    def end_all(self) -> None:
+        with self.changed:
+            streams = [stream for stream in self.open if not stream.cancelled]
+            self.active.clear()
+            self.waiting.clear()
+        for stream in streams:
+            stream.put(RuntimeError(self.why_closed))  # a new error for each thread
 
     def count_unread(self, stream: Stream) -> None:
         with self.changed:

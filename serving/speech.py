@@ -272,7 +272,7 @@ class Speech:
     def forget_removed_voices(self) -> None:
         """Voices may also be removed by another server that shares the folder."""
         there = {*self.speakers, *self.folder.voices.values()}
-        self.prompts = {voice: prompt for voice, prompt in self.prompts.items() if voice in there}
+        self.prompts = {voice: prompt for voice, prompt in [*self.prompts.items()] if voice in there}
 
     def sampling(self, style: Style) -> dict:
         """Settings as upstream's arguments; what was not given is the model's own."""

@@ -43,9 +43,9 @@ class Stream:
         self.frames_with_text = math.inf  # frames whose text the GPU has
         # how far it is, in frames
         self.launched = 0  # on the GPU
-        self.checked = 0  # frames after which the host knows whether the stream has ended
+        self.checked = 0  # frames whose `ended` flag the host has read
         self.decoded = 0  # handed to the codec
-        self.finished = False  # all its frames are known
+        self.finished = False  # no further frame will be launched
         self.was_cut_off = False
         # its audio
         self.chunk_sizes = growing_chunks()  # the same for every stream, so that a seed reproduces
@@ -61,7 +61,7 @@ class Stream:
 
     @property
     def valid(self) -> int:
-        """Frames that belong to the speech. Whether there is a next frame is known before it is computed."""
+        """Frames known to belong to the speech. The flag after frame k tells whether there is a frame k + 1."""
         return self.checked if self.finished else min(self.launched, self.checked + 1)
 
     def lacks_text(self) -> bool:

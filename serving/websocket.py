@@ -22,7 +22,7 @@ from serving.speech import Speech
 
 MAX_WAITING = 8  # utterances of one connection
 MAX_MISTAKES = 32  # messages with errors, after which the connection is closed
-NORMAL, POLICY_VIOLATION = 1000, 1008  # close codes
+NORMAL, GONE, POLICY_VIOLATION = 1000, 1006, 1008  # close codes
 
 
 class Incoming:
@@ -34,6 +34,7 @@ class Incoming:
         self.text = ""
         self.is_complete = False
         self.is_over = False  # its speech has ended
+        self.is_refused = False  # it never began
         self.changed = asyncio.Event()
         self.speaking = anyio.CancelScope()  # cancelled: stop now, or do not begin
 
@@ -105,7 +106,8 @@ class Session:
                 mistakes += 1
                 if error.code == "timeout" or self.style is None or mistakes == MAX_MISTAKES:
                     return error
-                await self.send_error(error)
+                with contextlib.suppress(WebSocketDisconnect):  # the next read notices, too
+                    await self.send_error(error)
 
     async def read(self) -> dict | None:
         """The next message, None if the client is gone."""
@@ -118,7 +120,9 @@ class Session:
             except TimeoutError:
                 listening = self.writing is None and self.unspoken  # nothing to send while one listens
                 if not listening:
-                    raise ApiError(f"no message came within {seconds:g} s: open a new one", code="timeout") from None
+                    raise ApiError(
+                        f"no message came within {seconds:g} s: open a new connection", code="timeout"
+                    ) from None
         if received["type"] == "websocket.disconnect":
             return None
         if received.get("text") is None:
@@ -171,17 +175,22 @@ class Session:
         self.queue.put_nowait(self.writing)
 
     def drop(self) -> None:
-        """Give up the utterance that is being written."""
+        """Give up the utterance that is being written or was to begin. The rest of its text must not begin another."""
         if self.writing:
             self.writing.speaking.cancel()
-            self.writing.is_over = True
+        else:
+            self.writing = Incoming(self.utterances, self.style)
+            self.writing.is_refused = True
+            self.utterances += 1
+        self.writing.is_over = True
 
     async def finish(self, message: dict) -> None:
-        if self.writing:
-            self.writing.finish()
-            self.writing = None
-        else:  # a keep-alive
-            await self.send(type="session.done", utterance_index=self.utterances, total_sentences=0)
+        writing, self.writing = self.writing, None
+        if writing and not writing.is_refused:
+            writing.finish()
+        else:  # there is nothing to speak, or it is a keep-alive
+            index = writing.index if writing else self.utterances
+            await self.send(type="session.done", utterance_index=index, total_sentences=0)
 
     async def cancel(self, message: dict) -> None:
         """The listener has interrupted: stop what is spoken, and drop what waits. Each gets its session.done."""
@@ -246,5 +255,8 @@ class Session:
         await self.send(type="error", message=error.message, code=error.code, param=error.param, **about)
 
     async def send(self, **message) -> None:
-        with anyio.fail_after(self.settings.send_seconds):
-            await self.websocket.send_text(to_json(message))
+        try:
+            with anyio.fail_after(self.settings.send_seconds):
+                await self.websocket.send_text(to_json(message))
+        except TimeoutError:  # the client does not read
+            raise WebSocketDisconnect(GONE) from None

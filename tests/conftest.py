@@ -45,3 +45,22 @@ def recording():
 def voices(checkpoint, recording):
     """voices(name) -> Voice"""
     return functools.cache(lambda name: Voice(name, checkpoint, recording))
+
+
+@pytest.fixture(scope="module")
+def speech(checkpoint, tmp_path_factory):
+    """The server's model. It never ends by itself."""
+    from serving_helpers import load_speech, never_end  # the other tests do without the server's packages
+
+    speech = load_speech(checkpoint(), tmp_path_factory.mktemp("server") / "voices")
+    never_end(speech)
+    yield speech
+    speech.close()
+
+
+@pytest.fixture(scope="module")
+def server(speech):
+    from serving_helpers import RunningServer
+
+    with RunningServer(speech) as server:
+        yield server

@@ -13,6 +13,7 @@ from helpers import GREEDY, joined
 
 from cli import speaker_prompt
 from generate import accelerate, load, load_upstream, stream
+from serving.codec import PendingAudio
 from serving.engine import Engine
 from serving.stream import Stream
 
@@ -435,3 +436,72 @@ def test_an_iterator_that_fails_or_stops_ends_its_stream_only(voices):
         with pytest.raises(ValueError, match="empty"):
             list(engine.stream(method, **request | dict(text=iter([" "]))))
         assert_same(joined(engine.stream(method, **request)), alone(voice, **request))
+
+
+@pytest.mark.parametrize("pieces", [["Hi th", "<", " a"], ["Hi th", "", " a"]], ids=str)
+def test_a_piece_without_a_new_token(voice, pieces):
+    """In the middle of a word no token may be known yet."""
+    request = dict(seed=1, max_new_tokens=30, non_streaming_mode=False, **voice.arguments)
+    expected = alone(voice, text="".join(pieces), **request)
+    with Engine(voice.fast, max_streams=2) as engine:
+        assert_same(joined(engine.stream(voice.fast.generate_voice_clone, text=iter(pieces), **request)), expected)
+
+
+def test_cancelled_while_its_prompt_is_queued(voice):
+    """A prompt that is never built must not count as one that is being built."""
+
+    async def main():
+        with Engine(voice.fast, max_streams=2) as engine:
+            release = threading.Event()
+            engine.prompt_thread.submit(release.wait, LIMIT)
+            chunks = engine.astream(voice.fast.generate_voice_clone, **requests_of(voice, 1)[0])
+            task = asyncio.create_task(anext(chunks))
+            await asyncio.sleep(0.05)
+            assert engine.preparing == 1
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            release.set()
+            assert engine.preparing == 0 and not engine.open
+
+    asyncio.run(main())
+
+
+def test_a_bad_reference_fails_alone(voices):
+    """Whatever fails while a stream is admitted, its listener must hear of it, and the engine speaks on."""
+    voice = voices("in-context").end_comes_up(True)
+    method = voice.fast.generate_voice_clone
+    (request,) = requests_of(voice, 1)
+    with Engine(voice.fast, max_streams=2) as engine:
+        prime = engine.codec.prime
+        engine.codec.prime = lambda *_: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            list(engine.stream(method, **request))
+        engine.codec.prime = prime
+        wait_until_idle(engine)
+        assert_same(joined(engine.stream(method, **request)), alone(voice, **request))
+
+
+def test_closing_ends_streams_whose_text_has_not_come(voice):
+    engine = Engine(voice.fast, max_streams=1)
+    never = threading.Event()
+
+    def pieces():
+        never.wait(LIMIT)
+        yield "too late"
+
+    request = dict(text=pieces(), non_streaming_mode=False, **voice.arguments)
+    chunks = engine.stream(voice.fast.generate_voice_clone, **request)
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        list(chunks)
+    never.set()
+
+
+def test_audio_that_cannot_be_delivered_is_not_left_out(voice, monkeypatch):
+    """A chunk that is lost must not be followed by a normal end."""
+    (request,) = requests_of(voice, 1)
+    with Engine(voice.fast, max_streams=1) as engine:
+        monkeypatch.setattr(PendingAudio, "wait", lambda *_: 1 / 0)
+        with pytest.raises(RuntimeError, match="stopped"):
+            list(engine.stream(voice.fast.generate_voice_clone, **request))

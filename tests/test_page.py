@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import soundfile
 from helpers import ROOT
-from serving_helpers import RunningServer, load_speech, never_end, pcm, wait_until, wait_until_free
+from serving_helpers import RunningServer, load_speech, pcm, wait_until, wait_until_free
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
@@ -55,20 +55,6 @@ WATCH = """
 
 
 # ---- A server and a browser
-
-
-@pytest.fixture(scope="module")
-def speech(checkpoint, tmp_path_factory):
-    speech = load_speech(checkpoint(), tmp_path_factory.mktemp("page") / "voices")
-    never_end(speech)
-    yield speech
-    speech.close()
-
-
-@pytest.fixture(scope="module")
-def server(speech):
-    with RunningServer(speech) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

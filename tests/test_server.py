@@ -18,7 +18,7 @@ import openai
 import pytest
 import soundfile
 from helpers import ROOT
-from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, never_end, wait_until, wait_until_free
+from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, wait_until, wait_until_free
 
 from audio_files import to_int16
 from serving import __main__ as main_module
@@ -26,20 +26,6 @@ from serving.engine import Engine
 from serving.errors import as_api_error
 from serving.settings import Settings
 from serving.speech import OPENAI_VOICES, Speech
-
-
-@pytest.fixture(scope="module")
-def speech(checkpoint, tmp_path_factory):
-    speech = load_speech(checkpoint(), tmp_path_factory.mktemp("server") / "voices")
-    never_end(speech)
-    yield speech
-    speech.close()
-
-
-@pytest.fixture(scope="module")
-def server(speech):
-    with RunningServer(speech) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -6,26 +6,12 @@ import socket
 import time
 
 import pytest
-from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, never_end, wait_until, wait_until_free
+from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, wait_until, wait_until_free
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 CONFIG = {"type": "session.config", "voice": "speaker", "response_format": "pcm", **SHORT}
 LONG = CONFIG | {"max_new_tokens": 450}
-
-
-@pytest.fixture(scope="module")
-def speech(checkpoint, tmp_path_factory):
-    speech = load_speech(checkpoint(), tmp_path_factory.mktemp("voices"))
-    never_end(speech)
-    yield speech
-    speech.close()
-
-
-@pytest.fixture(scope="module")
-def server(speech):
-    with RunningServer(speech) as server:
-        yield server
 
 
 class Client:
@@ -172,6 +158,9 @@ def test_mistakes_are_answered_and_the_session_goes_on(server):
             session.websocket.send(message)
             answer = session.receive()
             assert answer["type"] == "error" and len(answer["message"]) > 15, name
+            if name in ("half of a surrogate pair", "too much text"):  # what follows would be the rest of that text
+                session.send("input.done")
+                assert session.receive()["type"] == "session.done"
         session.send("input.text", text="Hello there.")
         session.send(**CONFIG)
         assert "within an utterance" in session.until("error")[0][-1]["message"]
@@ -257,3 +246,19 @@ def test_a_full_queue_and_shutting_down(server, speech):
             assert "shutting down" in session.receive()["message"]
         finally:
             speech.is_draining = False
+
+
+def test_the_rest_of_a_refused_text_is_not_spoken(server, speech):
+    """A language model goes on writing after its first words were refused."""
+    with client(server) as session:
+        session.send(**CONFIG)
+        session.send("input.text", text="x" * (speech.settings.max_text + 1))
+        assert session.receive()["type"] == "error"
+        session.send("input.text", text=" and the rest")
+        session.send("input.done")
+        done = session.receive()
+        assert done["type"] == "session.done" and done["total_sentences"] == 0
+        session.send("input.text", text="Hello.")
+        session.send("input.done")
+        messages, audio = session.until("session.done")
+        assert messages[-1]["total_sentences"] == 1 and audio
