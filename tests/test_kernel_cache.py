@@ -564,3 +564,20 @@ def test_batched_kernels_compiled_ahead_are_the_ones_that_are_used(folder, compi
     kernels = batched.compile_for(device, batched.kernel_sizes(config))
     assert kernels.startswith(b"1:") and len(compiled) == 1
     assert load_or_compile(*compiled[0]) == kernels and len(compiled) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_kernel_from_the_cache_runs(folder, monkeypatch):
+    """NVRTC's own code: kept, found without compiling, loaded by the driver."""
+    source = 'extern "C" __global__ void put(long long* out) { *out = 42; }'
+    major, minor = torch.cuda.get_device_capability()
+    architecture = f"sm_{major}{minor}"
+    code = load_or_compile(source, architecture)
+
+    monkeypatch.setattr(nvrtc, "compile_to_cubin", None)
+    assert load_or_compile(source, architecture) == code
+    device = torch.device("cuda", 0)
+    out = torch.zeros(1, dtype=torch.long, device=device)
+    nvrtc.Kernels(load_or_compile(source, architecture), ["put"], device).launch("put", (1, 1), 1, [out.data_ptr()])
+    assert out.item() == 42
