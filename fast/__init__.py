@@ -6,6 +6,7 @@ megakernel.py   all layers, heads and the sampling of one step in a single launc
 self_test.py    is the megakernel right, on this GPU and with these weights
 batched.py      the small kernels around the matrix products of many rows (batched.cu), for serving/
 nvrtc.py        compiles and launches CUDA source, without a toolkit
+kernel_cache.py keeps what it has compiled in a folder, and compiles in threads
 codec.py        the codec's decoder as CUDA graphs that keep their state between chunks
 codec_decoder.py, codec_kernels.py
                 the layers of that decoder with few kernels (codec_kernels.cu), where the GPU can
@@ -25,6 +26,7 @@ from functools import partial
 
 import torch
 
+from fast import codec_kernels
 from fast.codec import CodecGraph
 from fast.layers import bypass_config_getattr, fuse_layers
 from fast.megakernel import predictor_step, talker_step
@@ -44,6 +46,7 @@ def plug_in(tts, decoder, fused: bool | None) -> None:
     """Change what `decoder` captures and how `tts` decodes audio. `fused` is the argument of `accelerate`."""
     talker = tts.model.talker
     check_torch(talker.device)
+    codec_kernels.compile_ahead(tts.model.speech_tokenizer.model.decoder)  # while the megakernel is compiled
     bypass_config_getattr(tts.model.config, talker.config)
     for name in ("spk_id", "spk_is_dialect"):  # upstream looks them up in lower case; a user's own may have capitals
         speakers = getattr(talker.config, name) or {}

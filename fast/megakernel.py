@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fast import nvrtc
+from fast import kernel_cache, nvrtc
 
 SOURCE = Path(__file__).with_suffix(".cu")
 KERNEL_NAME = "decode_step"
@@ -169,7 +169,7 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
 def compile_kernel(device: torch.device, sizes: Sizes, source: str, architecture: str | None = None) -> nvrtc.Kernel:
     """`source` is complete_source(sizes). `architecture` as in nvrtc.compile_source, by default the GPU's own."""
     gpu = torch.cuda.get_device_properties(device)
-    cubin = nvrtc.compile_source(source, architecture or f"sm_{gpu.major}{gpu.minor}")
+    cubin = kernel_cache.compile_source(source, architecture or f"sm_{gpu.major}{gpu.minor}")
     return nvrtc.Kernel(cubin, KERNEL_NAME, device, sizes.grid, sizes.threads, sizes.shared_bytes)
 
 
@@ -186,6 +186,13 @@ def compile_for(model: Any, heads: Sequence[Any], talker_hidden: int) -> tuple[S
     """
     sizes = kernel_sizes(model, heads, talker_hidden, torch.cuda.get_device_properties(model.device))
     return sizes, compile_once(model.device, sizes)
+
+
+def compile_ahead(model: Any, heads: Sequence[Any], talker_hidden: int) -> None:
+    """Start what `compile_for` takes longest with, in a thread. The weights' values are not needed."""
+    gpu = torch.cuda.get_device_properties(model.device)
+    source = complete_source(kernel_sizes(model, heads, talker_hidden, gpu))
+    kernel_cache.compile_ahead(source, f"sm_{gpu.major}{gpu.minor}")
 
 
 def as_field(value: Tensor | int) -> int:

@@ -4,6 +4,7 @@ No CUDA toolkit, no headers and no host compiler are needed. `compile_source` ne
 """
 
 import ctypes
+import functools
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
+@functools.cache
 def load_nvrtc() -> ctypes.CDLL:
     """The NVRTC of torch's CUDA version: where the loader finds it, else in the folders of torch's wheels."""
     major = (torch.version.cuda or "13").split(".")[0]
@@ -28,6 +30,20 @@ def load_nvrtc() -> ctypes.CDLL:
         except OSError:
             continue
     raise OSError(f"{name} was found neither by the system nor beside torch: pip install nvidia-cuda-nvrtc")
+
+
+def version() -> tuple[int, int]:
+    """Of NVRTC: (12, 8) for CUDA 12.8."""
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
+    result = load_nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    if result != 0:
+        raise RuntimeError(f"nvrtcVersion failed: error {result}")
+    return major.value, minor.value
+
+
+def compiler_options(architecture: str) -> list[str]:
+    return [f"--gpu-architecture={architecture}"]
 
 
 def check_struct(struct: str, fields: Sequence[str], listed_in: str) -> str:
@@ -61,8 +77,8 @@ def compile_source(source: str, architecture: str) -> bytes:
     code = source.encode()
     check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), code, b"", 0, None, None), "nvrtcCreateProgram")
     try:
-        options = (ctypes.c_char_p * 1)(f"--gpu-architecture={architecture}".encode())
-        compiled = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        options = [option.encode() for option in compiler_options(architecture)]
+        compiled = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
 
         size = ctypes.c_size_t()
         if compiled != 0:

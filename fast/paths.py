@@ -55,9 +55,12 @@ def why_not(talker) -> str:
         return f"the GPU has {gpu.shared_memory_per_block_optin >> 10} KiB of shared memory per block, less than 99"
     predictor = talker.code_predictor
     hidden_size = talker.config.hidden_size
+    stacks = (talker.model, [talker.codec_head]), (predictor.model, list(predictor.lm_head))
+    for model, heads in stacks:
+        megakernel.compile_ahead(model, heads, hidden_size)  # both at once
     try:
-        megakernel.compile_for(talker.model, [talker.codec_head], hidden_size)
-        megakernel.compile_for(predictor.model, list(predictor.lm_head), hidden_size)
+        for model, heads in stacks:
+            megakernel.compile_for(model, heads, hidden_size)
     except (OSError, RuntimeError) as error:
         return f"the kernel cannot be compiled: {' '.join(str(error).split())[:200]}"
     return ""

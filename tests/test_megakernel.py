@@ -374,8 +374,11 @@ def test_a_kernel_that_does_not_compile_is_not_used(error, monkeypatch):
         config=model.config,
         code_predictor=SimpleNamespace(model=model, lm_head=heads * 15),
     )
-    monkeypatch.setattr(megakernel, "compile_for", lambda model, heads, talker_hidden: None)
+    calls = []
+    monkeypatch.setattr(megakernel, "compile_ahead", lambda model, heads, _: calls.append(("ahead", len(heads))))
+    monkeypatch.setattr(megakernel, "compile_for", lambda model, heads, _: calls.append(("for", len(heads))))
     assert paths.choose_path(talker, None) == (True, "megakernel")
+    assert calls == [("ahead", 1), ("ahead", 15), ("for", 1), ("for", 15)]  # both stacks are compiled at once
 
     def refuse(model: Any, heads: Any, talker_hidden: int) -> None:
         raise error("Kernel compilation failed:\nno such instruction")
