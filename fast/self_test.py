@@ -255,7 +255,10 @@ class SelfTest:
         wrong = 1 - torch.cat(chosen_rightly).float().mean().item()
         self.figures[f"{what} chosen otherwise"] = wrong
         if wrong > MAX_OTHER_CHOICES:
-            raise Wrong(f"{wrong:.0%} of the {what} it chose are not those that the reference chooses")
+            raise Wrong(
+                f"{wrong:.0%} of the {what} it chose are not those that the reference chooses, "
+                f"{MAX_OTHER_CHOICES:.0%} may be others"
+            )
 
     def check_bookkeeping(self, frame: int, result: SimpleNamespace) -> None:
         predictor = self.predictor
@@ -315,5 +318,6 @@ class SelfTest:
         self.figures[f"error of the {what}"] = ratio
         if not ratio <= MAX_ERROR:
             raise Wrong(
-                f"the logits of the {what} are {ratio:.2f} times as far from float32 as those of separate kernels"
+                f"the logits of the {what} are {ratio:.2f} times as far from float32 as those of separate kernels, "
+                f"{MAX_ERROR} may be"
             )

@@ -224,6 +224,13 @@ FAULTS = {
         True,
         "attention",
     ),
+    "a middle layer without its MLP": Fault(
+        "publish_rows(to.inner, 0, epoch, [](int row, float gate) {",
+        "publish_rows(to.inner, 0, epoch, [&](int row, float gate) {\n"
+        "if (layer == arguments.layers + LAYERS / 2) return 0.0f;",
+        False,
+        "logits of the codes",
+    ),
     "top-k off by one": Fault(
         "threshold(*arguments.topk_rank, LAST_BIT)",
         "threshold(*arguments.topk_rank - 1, LAST_BIT)",

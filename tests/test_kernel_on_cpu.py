@@ -89,12 +89,8 @@ def test_plain_copies_compute_the_same(tmp_path):
     assert error_at(it, 17) < TOLERANCE
 
 
-# Blocks and copies as on: Orin Nano, Orin, RTX 3060, Spark, L4, RTX 3090, H200. 1 stands for bulk copies.
-GRIDS = [(8, 0), (8, 1), (16, 0), (28, 0), (28, 1), (48, 1), (58, 0), (82, 0), (128, 1)]
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("grid, bulk_copies", GRIDS)
+@pytest.mark.parametrize("grid, bulk_copies", [(8, 0), (28, 1), (58, 0)])
 def test_any_number_of_blocks(grid, bulk_copies, tmp_path):
     """Rows that do not divide evenly, more rows per block than threads, blocks without attention; both copies."""
     kernel_for = cpu_kernel_for(tmp_path, grid=grid, bulk_copies=bulk_copies, shared_bytes=99 * 1024)
@@ -103,10 +99,9 @@ def test_any_number_of_blocks(grid, bulk_copies, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("grid, bulk_copies", [(8, 0), (20, 1)])
-def test_a_wide_talker_on_few_blocks(grid, bulk_copies, tmp_path):
+def test_a_wide_talker_on_few_blocks(tmp_path):
     """1.7B has up to three rows per thread there: they were never published, and the kernel never ended."""
-    kernel_for = cpu_kernel_for(tmp_path, grid=grid, bulk_copies=bulk_copies, shared_bytes=99 * 1024)
+    kernel_for = cpu_kernel_for(tmp_path, grid=8, bulk_copies=0, shared_bytes=99 * 1024)
     it = some_talker(kernel_for, 2048, LENGTH, layers=1)
     assert error_at(it, 17) < TOLERANCE
 

@@ -29,6 +29,8 @@ from serving.engine import Engine
 LIMIT = 60  # seconds that a wait of a test may take
 
 PUBLISHES = "if (row < EIGHTHS * share.rows_per_eighth) {"
+TWO_SECONDS = "WAIT_LIMIT_NS = 2'000'000'000"
+SHORT_LIMIT = "WAIT_LIMIT_NS = 100'000'000"  # for a CPU, where it is counted in turns of all threads
 FILLS = "fill(stage, producer, source, bytes_per_eighth, policy);"
 
 
@@ -46,24 +48,22 @@ def silent_block(condition: str) -> str:
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "source",
-    [silent_block("true"), changed_source(FILLS, f"if (blockIdx.x != 3 || stage != 40) {FILLS}")],
-    ids=["a block never publishes", "weights never come"],
+    "source, reason",
+    [
+        (megakernel.SOURCE.read_text(), ""),
+        (silent_block("true"), "for another one"),
+        (changed_source(FILLS, f"if (blockIdx.x != 3 || stage != 40) {FILLS}"), "for another one"),
+    ],
+    ids=["a kernel that works", "a block never publishes", "weights never come"],
 )
-def test_a_wait_that_is_never_over_ends_on_a_cpu(source, tmp_path):
+def test_a_wait_that_is_never_over_ends_on_a_cpu(source, reason, tmp_path):
     """All blocks leave and the host learns why: in both cases the others wait for block 3."""
+    source = source.replace(TWO_SECONDS, SHORT_LIMIT)
     it = some_talker(cpu_kernel_for(tmp_path, source, grid=8), HIDDEN, LENGTH, layers=1)
     it.step()
-    assert "for another one" in it.step.why_failed()
+    found = it.step.why_failed()
+    assert reason in found and bool(reason) == bool(found)
     assert it.step.failed == it.step.failed_on_host
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
-@torch.no_grad()
-def test_a_kernel_that_works_has_not_failed(tmp_path):
-    it = some_talker(cpu_kernel_for(tmp_path, grid=8), HIDDEN, LENGTH, layers=1)
-    it.step()
-    assert it.step.why_failed() == ""
 
 
 class StoppedStep(megakernel.FusedStep):
