@@ -30,7 +30,7 @@ LIMIT = 60  # seconds that a wait of a test may take
 
 PUBLISHES = "if (row < EIGHTHS * share.rows_per_eighth) {"
 TWO_SECONDS = "WAIT_LIMIT_NS = 2'000'000'000"
-SHORT_LIMIT = "WAIT_LIMIT_NS = 100'000'000"  # for a CPU, where it is counted in turns of all threads
+SHORT_LIMIT = "WAIT_LIMIT_NS = 40'000'000"  # for a CPU, where it is counted in turns of all threads
 FILLS = "fill(stage, producer, source, bytes_per_eighth, policy);"
 
 
