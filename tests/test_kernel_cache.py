@@ -443,7 +443,7 @@ PROCESS = """
     kernel_cache.log.warning = lambda message, *args: damaged.append(message % args)
 
     sys.stdin.readline()  # all processes begin at once
-    end = time.monotonic() + 2
+    end = time.monotonic() + 1
     rounds = 0
     while time.monotonic() < end:
         for number in range(5):
@@ -465,7 +465,7 @@ def test_processes_write_read_and_remove_at_once(folder):
             stderr=subprocess.PIPE,
             text=True,
         )
-        for _ in range(3)
+        for _ in range(2)
     ]
     for process in processes:
         process.stdin.write("go\n")

@@ -26,7 +26,7 @@ from tools.random_checkpoint import CODEC_IDS, PREDICTOR, TALKER, randomize
 from qwen_tts.core.models.configuration_qwen3_tts import Qwen3TTSTalkerConfig
 from qwen_tts.core.models.modeling_qwen3_tts import Qwen3TTSTalkerForConditionalGeneration
 
-SMALL = dict(prompt=44, frames=2, choices=6)
+SMALL = dict(prompt=44, frames=2, choices=5)
 
 # One for each kind of comparison, with what it takes to find it: a CPU takes seconds for each. A GPU has them all.
 CPU_FAULTS = {
