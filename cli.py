@@ -31,6 +31,7 @@ from safetensors import SafetensorError
 
 from audio_files import Chunk, check_format, check_writable, is_special, read_audio, write_audio
 from fast.long_text import FRAMES_PER_TOKEN, MIN_FRAME_LIMIT, PAUSE, speak, split_text, tokens_that_fit, with_pauses
+from fast.paths import MegakernelStopped
 from fast.prompts import decoder_of
 from generate import MODELS, load, stream
 from parts import Parts
@@ -647,6 +648,8 @@ def cli_errors() -> Iterator[None]:
         sys.exit(141)
     except torch.OutOfMemoryError:
         mistake = "the GPU's memory is full: use a smaller model or --max-seq-len, or free some"
+    except MegakernelStopped as error:
+        mistake = str(error)
     except SafetensorError as error:
         mistake = f"the checkpoint's weights cannot be read ({error}): download it again"
     except (ValueError, OSError) as error:

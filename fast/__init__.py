@@ -3,8 +3,10 @@
 layers.py       upstream's layers from fewer kernels
 megakernel.py   all layers, heads and the sampling of one step in a single launch, where the GPU can
                 (megakernel.cu; megakernel_reference.py is the same step in torch)
+self_test.py    is the megakernel right, on this GPU and with these weights
 batched.py      the small kernels around the matrix products of many rows (batched.cu), for serving/
 nvrtc.py        compiles and launches CUDA source, without a toolkit
+kernel_cache.py keeps what it has compiled in a folder, and compiles in threads
 codec.py        the codec's decoder as CUDA graphs that keep their state between chunks
 codec_decoder.py, codec_kernels.py
                 the layers of that decoder with few kernels (codec_kernels.cu), where the GPU can
@@ -14,20 +16,23 @@ prompts.py      requests: upstream's prompts, checked
 arriving_text.py, incremental_tokenizer.py
                 a request whose text is still being written, and its tokens that can no longer change
 streaming.py    audio while it is generated; stands on the codec
-paths.py        whether torch is new enough, whether the megakernel can run here, and if not, why
+paths.py        whether torch is new enough, whether the megakernel can run here, and if not, why; has it stopped
 turns.py        one request at a time, also when a stream is paused
 """
 
 import logging
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from fast import codec_kernels
 from fast.codec import CodecGraph
 from fast.layers import bypass_config_getattr, fuse_layers
 from fast.megakernel import predictor_step, talker_step
-from fast.paths import check_torch, choose_path
+from fast.paths import MegakernelStopped, check_torch, choose_path, describe, why_stopped
 from fast.prompt_templates import PromptTemplates
+from fast.self_test import why_wrong
 from fast.text_table import use_text_table
 from fast.turns import Turns
 
@@ -41,6 +46,7 @@ def plug_in(tts, decoder, fused: bool | None) -> None:
     """Change what `decoder` captures and how `tts` decodes audio. `fused` is the argument of `accelerate`."""
     talker = tts.model.talker
     check_torch(talker.device)
+    codec_kernels.compile_ahead(tts.model.speech_tokenizer.model.decoder)  # while the megakernel is compiled
     bypass_config_getattr(tts.model.config, talker.config)
     for name in ("spk_id", "spk_is_dialect"):  # upstream looks them up in lower case; a user's own may have capitals
         speakers = getattr(talker.config, name) or {}
@@ -51,23 +57,63 @@ def plug_in(tts, decoder, fused: bool | None) -> None:
     decoder.prompt_templates = PromptTemplates()
     use_megakernel, decoder.path = choose_path(talker, fused)
     decoder.keepalive = fuse_layers(talker, decoder.max_seq_len)  # read by the graphs
-    decoder.replace_steps = partial(replace_steps, talker, use_megakernel)
     if use_megakernel:
+        decoder.replace_steps = partial(use_megakernel_steps, decoder, fused)
         decoder.batch_sizes = partial(batch_sizes, max_batch=decoder.max_batch)
+    else:
+        decoder.replace_steps = use_separate_steps
 
     log.info("capturing the codec")
     tts.model.speech_tokenizer.decode = CodecGraph(tts.model.speech_tokenizer, decoder.lock).decode
 
 
-def replace_steps(talker, use_megakernel: bool, talker_graph, predictor_graph) -> None:
+def use_separate_steps(talker_graph, predictor_graph) -> None:
     rows = len(talker_graph.token)
     log.info("capturing frames of %d %s", rows, "row" if rows == 1 else "rows")
     for graph in (talker_graph, predictor_graph):
         tensors = [tensor for layer in graph.cache.layers for tensor in (layer.keys, layer.values)]
         graph.cache.reset = partial(torch._foreach_zero_, tensors)  # one launch instead of one per tensor
-    if use_megakernel and rows == 1:
-        talker_graph.step = talker_step(talker, talker_graph)
-        predictor_graph.step = predictor_step(predictor_graph)
+
+
+def use_megakernel_steps(decoder, fused: bool | None, talker_graph, predictor_graph) -> None:
+    """One row runs on the megakernel, if that proves to be right here. `fused` is the argument of `accelerate`."""
+    use_separate_steps(talker_graph, predictor_graph)
+    if len(talker_graph.token) > 1:
+        return
+    talker_graph.step = talker_step(decoder.talker, talker_graph)
+    predictor_graph.step = predictor_step(predictor_graph)
+    log.info("testing the megakernel")
+    if reason := why_wrong(talker_graph, predictor_graph):
+        if fused:
+            raise ValueError(f"fused=True: the megakernel failed its test on this machine: {reason}")
+        log.warning("the megakernel failed its test on this machine and is not used: %s", reason)
+        del talker_graph.step, predictor_graph.step  # the graphs' own
+        leave_megakernel(decoder, f"it failed its test on this machine: {reason}")
+        return
+    talker_graph.all_ended = partial(check_and_end, decoder, talker_graph.all_ended, talker_graph, predictor_graph)
+
+
+def leave_megakernel(decoder, reason: str) -> None:
+    """What is captured from now on are separate kernels."""
+    decoder.path = describe(reason)
+    decoder.replace_steps = use_separate_steps
+    decoder.batch_sizes = lambda rows: decoder.max_batch
+    decoder.graphs.pop(1, None)
+
+
+def megakernel_stopped(decoder, reason: str) -> MegakernelStopped:
+    """The error of the request that was running. The next one runs on separate kernels."""
+    log.warning("%s", reason)
+    leave_megakernel(decoder, reason)
+    return MegakernelStopped(f"{reason}: the speech is lost, the next request runs on separate kernels")
+
+
+def check_and_end(decoder, all_ended: Callable, talker_graph, predictor_graph, rows: int, token_chosen) -> bool:
+    """TalkerGraph.all_ended, which waits for the last step anyway, and whether the megakernel has stopped."""
+    ended = all_ended(rows, token_chosen)
+    if reason := why_stopped(talker_graph, predictor_graph):
+        raise megakernel_stopped(decoder, reason)
+    return ended
 
 
 def batch_sizes(rows: int, max_batch: int) -> list[int]:

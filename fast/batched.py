@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fast import nvrtc
+from fast import kernel_cache, nvrtc
 from fast.layers import concatenate, lookup_rope
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -175,8 +175,14 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
 def compile_for(device: torch.device, sizes: Sizes) -> nvrtc.Kernels:
     """OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the compiler or the driver refuses the kernels."""
     gpu = torch.cuda.get_device_properties(device)
-    cubin = nvrtc.compile_to_cubin(complete_source(sizes), f"sm_{gpu.major}{gpu.minor}")
+    cubin = kernel_cache.compile_source(complete_source(sizes), f"sm_{gpu.major}{gpu.minor}")
     return nvrtc.Kernels(cubin, KERNELS, device)
+
+
+def compile_ahead(model: Any) -> None:
+    """Start what BatchedStack takes longest with, in a thread. The weights' values are not needed."""
+    gpu = torch.cuda.get_device_properties(model.device)
+    kernel_cache.compile_ahead(complete_source(kernel_sizes(model.config)), f"sm_{gpu.major}{gpu.minor}")
 
 
 def kernel_argument(name: str, value: Tensor | int, kind: Any) -> int:

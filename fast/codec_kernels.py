@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cudagraph_talker import round_up
-from fast import nvrtc
+from fast import kernel_cache, nvrtc
 from fast.batched import Launchable, kernel_argument
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -94,18 +94,29 @@ def kernel_sizes(decoder: Any) -> Sizes:
 
 def why_not(decoder: Any) -> str | None:
     """Why the kernels cannot run this decoder, in words. None: they can, and are compiled."""
-    if decoder.device.type != "cuda" or torch.version.hip:
-        return f"the kernels need an NVIDIA GPU, the codec is on {decoder.device.type}"
-    gpu = torch.cuda.get_device_properties(decoder.device)
-    if gpu.major < 8:
-        return f"the kernels need compute capability 8.0, {gpu.name} has {gpu.major}.{gpu.minor}"
-    if reason := unsupported(decoder):
+    if reason := why_not_before_compiling(decoder):
         return reason
     try:
         compile_for(decoder.device, kernel_sizes(decoder))
     except (OSError, RuntimeError) as error:
         return f"the kernels cannot be compiled: {' '.join(str(error).split())[:200]}"
     return None
+
+
+def why_not_before_compiling(decoder: Any) -> str | None:
+    if decoder.device.type != "cuda" or torch.version.hip:
+        return f"the kernels need an NVIDIA GPU, the codec is on {decoder.device.type}"
+    gpu = torch.cuda.get_device_properties(decoder.device)
+    if gpu.major < 8:
+        return f"the kernels need compute capability 8.0, {gpu.name} has {gpu.major}.{gpu.minor}"
+    return unsupported(decoder)
+
+
+def compile_ahead(decoder: Any) -> None:
+    """Start what `why_not` takes longest with, in a thread. The weights' values are not needed."""
+    if not why_not_before_compiling(decoder):
+        gpu = torch.cuda.get_device_properties(decoder.device)
+        kernel_cache.compile_ahead(complete_source(kernel_sizes(decoder)), f"sm_{gpu.major}{gpu.minor}")
 
 
 def unsupported(decoder: Any) -> str | None:
@@ -164,7 +175,7 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
 def compile_for(device: torch.device, sizes: Sizes) -> nvrtc.Kernels:
     """OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the compiler or the driver refuses the kernels."""
     gpu = torch.cuda.get_device_properties(device)
-    cubin = nvrtc.compile_to_cubin(complete_source(sizes), f"sm_{gpu.major}{gpu.minor}")
+    cubin = kernel_cache.compile_source(complete_source(sizes), f"sm_{gpu.major}{gpu.minor}")
     return nvrtc.Kernels(cubin, KERNELS, device)
 
 

@@ -4,6 +4,8 @@
 //
 //     GRID             thread blocks, all of them on the GPU at once
 //     SHARED_BYTES     dynamic shared memory of a block
+//     L2_BYTES         size of the L2 cache
+//     BULK_COPIES      1: copy weights with cp.async.bulk, from compute capability 9.0 on; 0: with cp.async
 //     EXCHANGE_BYTES   room for one replica of Exchange
 //     LAYERS, HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD_DIM, EPSILON     of the stack of decoder layers
 //     CODES            heads behind the layers: 1 makes this the talker, more the code predictor
@@ -15,9 +17,9 @@
 //
 // One layer
 // ---------
-// Every block owns 1/GRID of the rows of every matrix and stays on its multiprocessor for the whole step.
-// What one block computes and others need goes through global memory (struct Exchange, small enough to stay
-// in L2):
+// Every block owns 1/GRID of the rows of every matrix (or 8 more, see Share) and stays on its multiprocessor
+// for the whole step. What one block computes and others need goes through global memory (struct Exchange,
+// small enough to stay in L2):
 //
 //     phase                   every block reads          every block computes              and writes
 //     ---------------------   ------------------------   -------------------------------   --------------
@@ -30,8 +32,8 @@
 //     6 down_proj, residual   inner (all)                HIDDEN / GRID rows                hidden
 //
 // After the last layer come the final norm and a head, as in phase 1: VOCAB / GRID rows per block, written to
-// `logits`, which the sampler reads. The predictor attends to at most 16 positions: there SPLITS is 1, only
-// the first KV_HEADS blocks do phase 2 and write `attention`, and phase 3 is left out.
+// `logits`, which the sampler reads. The first KV_HEADS * SPLITS blocks do phases 2 and 3. The predictor
+// attends to at most 16 positions: there SPLITS is 1, phase 2 writes `attention`, and phase 3 is left out.
 //
 // There is no grid-wide barrier between phases. Each value in Exchange carries an epoch tag; readers spin
 // until it matches (as in NCCL's LL protocol):
@@ -45,11 +47,16 @@
 // every block, and a block publishes those only after it has read the earlier ones: the old value has no
 // reader left.
 //
+// No wait is without a limit. A thread that waits when the launch is WAIT_LIMIT_NS old sets `failed`; then
+// every wait of every block ends at its next check, and all blocks run to their end with whatever values they
+// have. The host finds `failed_on_host` set and discards what was computed.
+//
 //
 // Roles of the threads of a block
 // -------------------------------
 //     threads   0 .. 255   8 consumer warps: wait for a stage of weights, multiply, exchange, attend, sample
 //     threads 256 .. 263   8 producers: thread 256 + e copies the weights of the block's e-th eighth of rows
+//     threads 256 .. 287   without bulk copies, 32 producers: together they copy one eighth after the other
 //
 // Weights do not depend on the token. The producers copy them through a ring in shared memory in the order of
 // their use, up to STAGES ahead of the consumers, so that HBM stays busy while the consumers wait for other
@@ -60,6 +67,7 @@
 //                              release 0   release 1                       release 2
 //
 //     full[s]    8 producers arrive, each with the 2048 bytes it expects: the stage may be used
+//                (without bulk copies, 32 producers arrive, each when its copies are complete)
 //     empty[s]   8 consumer warps arrive: the stage may be filled again
 //
 //
@@ -94,7 +102,7 @@ using u64 = unsigned long long;
 constexpr int WARPS = 8;
 constexpr int CONSUMERS = WARPS * 32;       // threads that compute
 constexpr int EIGHTHS = 8;                  // parts of a block's rows; a stage has one row of each
-constexpr int PRODUCERS = EIGHTHS;          // threads that copy weights, one for each eighth
+constexpr int PRODUCERS = BULK_COPIES ? EIGHTHS : 32;               // threads that copy weights
 constexpr int STAGE_COLUMNS = 1024;
 constexpr int STAGE_ROW_BYTES = STAGE_COLUMNS * 2;
 constexpr int STEPS_PER_STAGE = STAGE_COLUMNS / (WARPS * 32);       // mma steps of 32 columns for each warp
@@ -102,7 +110,17 @@ constexpr int STEPS_PER_STAGE = STAGE_COLUMNS / (WARPS * 32);       // mma steps
 constexpr bool IS_TALKER = CODES == 1;
 constexpr int QUERY_SIZE = HEADS * HEAD_DIM;
 constexpr int QKV_SIZE = QUERY_SIZE + 2 * KV_HEADS * HEAD_DIM;
-constexpr int SPLITS = IS_TALKER ? GRID / KV_HEADS : 1;             // parts of the positions, a block each
+
+// Parts of the positions in attention, a block each: a power of two, because shuffles merge them.
+__device__ constexpr int most_splits() {
+    int splits = 1;
+    while (splits < 32 && 2 * splits * KV_HEADS <= GRID) {
+        splits *= 2;
+    }
+    return splits;
+}
+constexpr int SPLITS = IS_TALKER ? most_splits() : 1;
+constexpr int ATTENTION_BLOCKS = KV_HEADS * SPLITS;
 constexpr int POSITION_STRIDE = SPLITS * WARPS;                     // between two positions of the same warp
 constexpr int KV_PREFETCH = 2;                                      // keys and values in flight per warp
 constexpr int SCORES_PER_THREAD = VOCAB / CONSUMERS;
@@ -110,13 +128,28 @@ constexpr int SCORES_PER_THREAD = VOCAB / CONSUMERS;
 // Copies of Exchange, against contention between the readers of a cache line. By measurement on an H200: four
 // are best, one is 4 % slower.
 constexpr int REPLICAS = 4;
-constexpr int SECOND_REGION = 2 * INNER / GRID;                     // where it begins in Shared::partial
 constexpr float LOWEST_SCORE = -1e30f;
 
+// The most rows of a matrix that one block has, see Share.
+template <int ROWS>
+constexpr int MOST_ROWS_PER_EIGHTH = (ROWS / EIGHTHS + GRID - 1) / GRID;
+template <int ROWS>
+constexpr int MOST_ROWS = EIGHTHS * MOST_ROWS_PER_EIGHTH<ROWS>;
+constexpr int SECOND_REGION = 2 * MOST_ROWS<INNER>;                 // where it begins in Shared::partial
+
 // Part of the weights to keep in L2. The predictor reads its layers 16 times per launch. By measurement on an
-// H200: of 10, 15, 20, 25 and 30 %, 15 % is fastest, and 30 % is slower than none. The talker reads its
-// weights once: it keeps next to nothing (createpolicy takes no 0).
-constexpr float L2_KEEP_FRACTION = IS_TALKER ? 0.001f : 0.15f;
+// H200: of 10, 15, 20, 25 and 30 %, 15 % is fastest, and 30 % is slower than none. On GPUs with less L2 it is
+// the part that takes half of it. The talker reads its weights once: it keeps next to nothing (createpolicy
+// takes no 0).
+constexpr float LAYER_BYTES = 2.0f * LAYERS * HIDDEN * (QKV_SIZE + QUERY_SIZE + 3 * INNER);
+constexpr float HALF_OF_L2 = 0.5f * L2_BYTES / LAYER_BYTES;
+constexpr float AT_MOST = IS_TALKER ? 0.001f : 0.15f;
+constexpr float L2_KEEP_FRACTION = HALF_OF_L2 < 0.001f ? 0.001f : HALF_OF_L2 < AT_MOST ? HALF_OF_L2 : AT_MOST;
+
+// How long a launch may last before its waits give up. The longest takes some 60 ms where the memory is slow,
+// and other programs may use the GPU at the same time.
+constexpr u64 WAIT_LIMIT_NS = 2'000'000'000;
+constexpr u32 SPINS_PER_CHECK = 64;                                 // of the clock, in every wait
 
 static_assert(LAYERS >= 1 && CODES >= 1, "unsupported sizes: LAYERS and CODES must be at least 1");
 
@@ -138,32 +171,23 @@ static_assert(QUERY_SIZE % STAGE_COLUMNS == 0,
 static_assert(VOCAB % (4 * CONSUMERS) == 0, "unsupported sizes: VOCAB must be a multiple of 1024");
 static_assert(VOCAB <= 4096, "unsupported sizes: VOCAB must be at most 4096");
 
-// Every block has the same number of rows of each matrix, every eighth of them the same number.
-static_assert(QKV_SIZE % (GRID * EIGHTHS) == 0,
-              "unsupported sizes: the rows of q, k, v must be a multiple of 8 * GRID");
-static_assert(HIDDEN % (GRID * EIGHTHS) == 0, "unsupported sizes: HIDDEN must be a multiple of 8 * GRID");
-static_assert(INNER % (GRID * EIGHTHS) == 0, "unsupported sizes: INNER must be a multiple of 8 * GRID");
-static_assert(VOCAB % (GRID * EIGHTHS) == 0, "unsupported sizes: VOCAB must be a multiple of 8 * GRID");
+// Rows come in groups of 8, one for each eighth, and every block has a group of each matrix.
+static_assert(GRID >= 8 && GRID <= 128, "unsupported sizes: GRID must be from 8 to 128");
+static_assert(QKV_SIZE / EIGHTHS >= GRID, "unsupported sizes: the rows of q, k, v must be at least 8 * GRID");
+static_assert(HIDDEN / EIGHTHS >= GRID, "unsupported sizes: HIDDEN must be at least 8 * GRID");
+static_assert(INNER / EIGHTHS >= GRID, "unsupported sizes: INNER must be at least 8 * GRID");
+static_assert(VOCAB / EIGHTHS >= GRID, "unsupported sizes: VOCAB must be at least 8 * GRID");
 
-// One thread publishes one row. Rows beyond the threads would never be published, and their readers would
-// spin forever.
-static_assert(QKV_SIZE / GRID <= CONSUMERS,
-              "unsupported sizes: the rows of q, k, v must be at most 256 * GRID");
-static_assert(HIDDEN / GRID <= CONSUMERS, "unsupported sizes: HIDDEN must be at most 256 * GRID");
-static_assert(INNER / GRID <= CONSUMERS, "unsupported sizes: INNER must be at most 256 * GRID");
-static_assert(VOCAB / GRID <= CONSUMERS, "unsupported sizes: VOCAB must be at most 256 * GRID");
+// A thread keeps the residual of one row in a register.
+static_assert(MOST_ROWS<HIDDEN> <= CONSUMERS, "unsupported sizes: HIDDEN must be at most 256 * GRID");
 
 // The first region of Shared::partial has room for gate and up. It also serves q, k, v and the heads.
-static_assert(QKV_SIZE <= 2 * INNER, "unsupported sizes: the rows of q, k, v must be at most 2 * INNER");
-static_assert(VOCAB <= 2 * INNER, "unsupported sizes: VOCAB must be at most 2 * INNER");
+static_assert(MOST_ROWS<QKV_SIZE> <= SECOND_REGION,
+              "unsupported sizes: the rows of q, k, v must be at most 2 * INNER");
+static_assert(MOST_ROWS<VOCAB> <= SECOND_REGION, "unsupported sizes: VOCAB must be at most 2 * INNER");
 
-// Attention has a block for each KV head and split. Shuffles between adjacent lanes merge the splits.
+// Attention has a block for each KV head and split.
 static_assert(GRID >= KV_HEADS, "unsupported sizes: GRID must be at least KV_HEADS");
-static_assert(!IS_TALKER || GRID % KV_HEADS == 0, "unsupported sizes: GRID must be a multiple of KV_HEADS");
-static_assert((SPLITS & (SPLITS - 1)) == 0 && SPLITS <= 32,
-              "unsupported sizes: GRID / KV_HEADS must be a power of two and at most 32");
-static_assert(SPLITS == 1 || GRID * CONSUMERS == SPLITS * QUERY_SIZE,
-              "unsupported sizes: the blocks that merge the splits must cover every output exactly once");
 
 // The predictor's last phase has a thread for each element of the talker's hidden state.
 static_assert(TALKER_HIDDEN <= GRID * CONSUMERS,
@@ -181,7 +205,8 @@ static_assert(TALKER_HIDDEN <= GRID * CONSUMERS,
 // megakernel.py writes these three and checks their layout when it compiles. All fields are 8 bytes.
 struct Matrix {
     const char *address;                              // (rows, columns) of bfloat16, row after row
-    u64 bytes_per_eighth;                             // of the rows of one block; 0 ends the list
+    u64 rows;                                         // 0 ends the list
+    u64 row_bytes;
 };
 
 struct Layer {                                        // uint2: four bfloat16
@@ -204,6 +229,8 @@ struct Arguments {
     const uint2 *sin;                                 // (cache_length, HEAD_DIM), its first half negated
     Exchange *exchange;                               // (REPLICAS)
     u32 *epoch;                                       // layers begun so far, over all launches
+    u32 *failed;                                      // 0, or what a thread has waited for too long
+    volatile u32 *failed_on_host;                     // the same, in pinned host memory
     const float *temperature;
     const u64 *topk_rank;                             // rank of the k-th best score, counted from the worst
     const float *one_minus_top_p;
@@ -265,9 +292,13 @@ struct alignas(16) Shared {
     float head_max[WARPS][2];                         // highest score
     float head_weight[WARPS][2];                      // sum of the weights
     // matvec: dot products of each warp's columns
-    float partial[WARPS][SECOND_REGION + HIDDEN / GRID];
+    float partial[WARPS][SECOND_REGION + MOST_ROWS<HIDDEN>];
     // block_reduce
     u64 reduced[WARPS];
+    // out_of_time
+    u64 deadline;
+    u32 *failed;
+    volatile u32 *failed_on_host;
 };
 
 static_assert(sizeof(Shared) + 2 * sizeof(Stage) <= SHARED_BYTES,
@@ -310,6 +341,12 @@ __device__ void store_relaxed(void *address, u32 value) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(address), "r"(value) : "memory");
 }
 
+__device__ u32 load_relaxed(const u32 *address) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
 __device__ uint4 load_relaxed_x4(const u32 *address) {
     uint4 values;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -335,32 +372,11 @@ __device__ void mbarrier_arrive(u64 *barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
 }
 
-// Arrives, and makes the phase wait for this many bytes of bulk copies as well.
-template <int BYTES>
-__device__ void mbarrier_arrive_expect_tx(u64 *barrier) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-                 :: "r"(shared_address(barrier)), "n"(BYTES)
-                 : "memory");
-}
-
-// Whether the phase of this parity is complete. May suspend the thread for a while before it answers.
-__device__ bool mbarrier_try_wait(u64 *barrier, u32 parity) {
-    u32 done;
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(done)
-                 : "r"(shared_address(barrier)), "r"(parity)
-                 : "memory");
-    return done;
-}
-
-__device__ void mbarrier_wait(u64 *barrier, u32 parity) {
-    while (!mbarrier_try_wait(barrier, parity)) {
-    }
-}
-
-// Makes initialised mbarriers visible to bulk copies.
-__device__ void fence_proxy_async() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+// Nanoseconds, the same on all multiprocessors.
+__device__ u64 global_timer() {
+    u64 nanoseconds;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(nanoseconds));
+    return nanoseconds;
 }
 
 // An L2 policy that evicts this fraction of the lines last and the others first.
@@ -372,6 +388,26 @@ __device__ u64 l2_policy(float keep_fraction) {
     return policy;
 }
 
+#if BULK_COPIES
+
+// Whether the phase of this parity is complete. May suspend the thread for a while before it answers.
+__device__ bool mbarrier_try_wait(u64 *barrier, u32 parity) {
+    u32 done;
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+    return done;
+}
+
+// Arrives, and makes the phase wait for this many bytes of bulk copies as well.
+template <int BYTES>
+__device__ void mbarrier_arrive_expect_tx(u64 *barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+                 :: "r"(shared_address(barrier)), "n"(BYTES)
+                 : "memory");
+}
+
 // Global to shared memory, asynchronously; when done, completes this many bytes of the barrier's phase.
 template <int BYTES>
 __device__ void bulk_copy_to_shared(void *destination, const void *source, u64 *barrier, u64 policy) {
@@ -381,6 +417,41 @@ __device__ void bulk_copy_to_shared(void *destination, const void *source, u64 *
                     "l"(policy)
                  : "memory");
 }
+
+// Makes initialised mbarriers visible to bulk copies.
+__device__ void fence_proxy_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+#else
+
+// Whether the phase of this parity is complete. Does not suspend the thread.
+__device__ bool mbarrier_try_wait(u64 *barrier, u32 parity) {
+    u32 done;
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+    return done;
+}
+
+// 16 bytes from global to shared memory, asynchronously.
+__device__ void async_copy_to_shared(void *destination, const void *source, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+                 :: "r"(shared_address(destination)), "l"(source), "l"(policy)
+                 : "memory");
+}
+
+// Arrives when all asynchronous copies of this thread up to now are complete.
+__device__ void mbarrier_arrive_after_copies(u64 *barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(shared_address(barrier)) : "memory");
+}
+
+__device__ void wait_for_async_copies() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+#endif
 
 // d += a * b; the lane map is at the top of this file.
 __device__ void mma_m16n8k16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -451,6 +522,27 @@ __device__ void sync_consumers() {
     named_barrier_sync<1, CONSUMERS>();
 }
 
+// The rows of a matrix that this block has. All blocks have the same number, or the last ones 8 more. They are
+// contiguous in memory, and so are those of each eighth:
+//     eighth e  ->  rows_per_eighth rows, beginning at first_row + e * rows_per_eighth
+struct Share {
+    int first_row;
+    int rows_per_eighth;
+};
+
+// `rows` being a constant, so is rows_per_eighth where all blocks have the same number.
+__device__ Share share_of_this_block(int rows) {
+    const int groups = rows / EIGHTHS;
+    const int at_least = groups / GRID;
+    const int blocks_with_more = groups % GRID;
+    const int blocks_with_less = GRID - blocks_with_more;
+    const int block = blockIdx.x;
+    if (blocks_with_more == 0 || block < blocks_with_less) {
+        return {EIGHTHS * block * at_least, at_least};
+    }
+    return {EIGHTHS * (block * at_least + block - blocks_with_less), at_least + 1};
+}
+
 // Combines a value that all lanes of a warp have over the warps of the block. Every consumer gets the result.
 template <class T, class Combine>
 __device__ T block_reduce(T x, Combine combine) {
@@ -466,6 +558,37 @@ __device__ T block_reduce(T x, Combine combine) {
         x = combine(x, of_warp[warp]);
     }
     return x;
+}
+
+
+// ---- The limit of all waits
+
+// What a thread has waited for. megakernel.py has a sentence for each. A warp that waits for values does not
+// release its stages, so that others wait for weights and for a free stage: those have more patience, so that
+// the cause is what is reported.
+constexpr u32 VALUES_OF_OTHER_BLOCKS = 1;
+constexpr u32 WEIGHTS = 2;
+constexpr u32 A_FREE_STAGE = 3;
+constexpr u64 MORE_PATIENCE_NS = 250'000'000;
+
+__device__ void start_clock(u32 *failed, volatile u32 *failed_on_host) {
+    shared().deadline = global_timer() + WAIT_LIMIT_NS;
+    shared().failed = failed;
+    shared().failed_on_host = failed_on_host;
+}
+
+// Whether to stop waiting, because this thread has waited for too long, or another has. Not inlined: it is
+// hardly ever called, and there are many waits.
+__device__ __noinline__ bool out_of_time(u32 waiting_for) {
+    if (load_relaxed(shared().failed)) {
+        return true;
+    }
+    if (global_timer() < shared().deadline + (waiting_for - 1) * MORE_PATIENCE_NS) {
+        return false;
+    }
+    store_relaxed(shared().failed, waiting_for);
+    *shared().failed_on_host = waiting_for;
+    return true;
 }
 
 
@@ -491,6 +614,7 @@ __device__ void receive(uint2 (&values)[N], const u32 *buffer, u32 epoch, QuadIn
     const u32 tag = epoch << 16;
     uint4 tagged[N];
     u32 mismatch;
+    u32 spins = 0;
     do {
         // Issue all loads before checking any of them.
 #pragma unroll
@@ -501,6 +625,10 @@ __device__ void receive(uint2 (&values)[N], const u32 *buffer, u32 epoch, QuadIn
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             mismatch |= (tagged[i].x ^ tag) | (tagged[i].y ^ tag) | (tagged[i].z ^ tag) | (tagged[i].w ^ tag);
+        }
+        ++spins;
+        if (spins % SPINS_PER_CHECK == 0 && out_of_time(VALUES_OF_OTHER_BLOCKS)) {
+            break;
         }
     } while (mismatch >> 16);
 
@@ -537,26 +665,51 @@ __device__ void init_barrier(Stage &slot) {
     mbarrier_init<ARRIVALS_TO_EMPTY>(&slot.empty);
 }
 
+__device__ void mbarrier_wait(u64 *barrier, u32 parity, u32 waiting_for) {
+    u32 spins = 0;
+    while (!mbarrier_try_wait(barrier, parity)) {
+        ++spins;
+        if (spins % SPINS_PER_CHECK == 0 && out_of_time(waiting_for)) {
+            break;
+        }
+    }
+}
+
 __device__ void wait_until_full(u32 stage) {
-    mbarrier_wait(&ring_slot(stage).full, stage / STAGES & 1);
+    mbarrier_wait(&ring_slot(stage).full, stage / STAGES & 1, WEIGHTS);
 }
 
 // In the first round this waits for the phase before the first, which counts as complete: slots start empty.
 __device__ void wait_until_empty(u32 stage) {
-    mbarrier_wait(&ring_slot(stage).empty, ~(stage / STAGES) & 1);
+    mbarrier_wait(&ring_slot(stage).empty, ~(stage / STAGES) & 1, A_FREE_STAGE);
 }
 
-// By each producer, for its row of the stage.
-__device__ void fill_row(u32 stage, int eighth, const char *source, u64 policy) {
+// By each producer: its part of the stage, whose rows begin at `source`, `stride` bytes apart.
+__device__ void fill(u32 stage, int producer, const char *source, u64 stride, u64 policy) {
     Stage &slot = ring_slot(stage);
+#if BULK_COPIES && !defined(MEGAKERNEL_PLAIN_COPIES)
+    mbarrier_arrive_expect_tx<STAGE_ROW_BYTES>(&slot.full);
+    bulk_copy_to_shared<STAGE_ROW_BYTES>(slot.rows[producer], source + producer * stride, &slot.full, policy);
+#else
+    // All producers together copy consecutive bytes.
+#pragma unroll
+    for (int eighth = 0; eighth < EIGHTHS; ++eighth) {
+#pragma unroll
+        for (int first = 0; first < STAGE_ROW_BYTES; first += PRODUCERS * 16) {
+            char *to = slot.rows[eighth] + first + producer * 16;
+            const char *from = source + eighth * stride + first + producer * 16;
 #ifdef MEGAKERNEL_PLAIN_COPIES
-    for (int i = 0; i < STAGE_ROW_BYTES / 16; ++i) {
-        ((uint4 *)slot.rows[eighth])[i] = ((const uint4 *)source)[i];
+            *(uint4 *)to = *(const uint4 *)from;
+#else
+            async_copy_to_shared(to, from, policy);
+#endif
+        }
     }
+#ifdef MEGAKERNEL_PLAIN_COPIES
     mbarrier_arrive(&slot.full);
 #else
-    mbarrier_arrive_expect_tx<STAGE_ROW_BYTES>(&slot.full);
-    bulk_copy_to_shared<STAGE_ROW_BYTES>(slot.rows[eighth], source, &slot.full, policy);
+    mbarrier_arrive_after_copies(&slot.full);
+#endif
 #endif
 }
 
@@ -572,21 +725,25 @@ __device__ void release(u32 stage) {
 #endif
 }
 
-// All that a producer does: copy its eighth of the block's rows of every matrix, 1024 columns at a time. The
-// rows of an eighth are contiguous in memory:
-//     eighth e of block b  ->  ROWS / (8 * GRID) rows, beginning at byte (8 b + e) * bytes_per_eighth
-__device__ void produce_weights(const Matrix *matrix, int eighth) {
+// All that a producer does: copy the block's rows of every matrix, 1024 columns of a row of each eighth at a
+// time.
+__device__ void produce_weights(const Matrix *matrix, int producer) {
     const u64 policy = l2_policy(L2_KEEP_FRACTION);
     u32 stage = 0;
-    for (; matrix->bytes_per_eighth; ++matrix) {
-        const char *source = matrix->address + (blockIdx.x * EIGHTHS + eighth) * matrix->bytes_per_eighth;
-        const char *end = source + matrix->bytes_per_eighth;
+    for (; matrix->rows; ++matrix) {
+        const Share share = share_of_this_block(matrix->rows);
+        const u64 bytes_per_eighth = share.rows_per_eighth * matrix->row_bytes;
+        const char *source = matrix->address + share.first_row * matrix->row_bytes;
+        const char *end = source + bytes_per_eighth;
         for (; source < end; source += STAGE_ROW_BYTES) {
             wait_until_empty(stage);
-            fill_row(stage, eighth, source, policy);
+            fill(stage, producer, source, bytes_per_eighth, policy);
             ++stage;
         }
     }
+#if !BULK_COPIES
+    wait_for_async_copies();
+#endif
 }
 
 
@@ -618,12 +775,14 @@ __device__ void multiply_add(float (&d)[4], uint4 weights, uint2 x) {
 // rows, in 4 mma steps of 32 columns. The sums of row number i of the block go to partial[w][region + i].
 template <int ROWS, int N>
 __device__ void matvec(const uint2 (&x)[N], u32 &stage, int region) {
-    constexpr int ROWS_PER_EIGHTH = ROWS / (GRID * EIGHTHS);
+    constexpr int MOST = MOST_ROWS_PER_EIGHTH<ROWS>;
+    constexpr int UNROLLED = BULK_COPIES && MOST <= 8 ? MOST : 1;           // more would spill registers
+    const int rows_per_eighth = share_of_this_block(ROWS).rows_per_eighth;
     const int warp = warp_index();
     const int eighth = threadIdx.x % 32 / 4;          // r of the lane map
     const int q = threadIdx.x % 4;
-#pragma unroll
-    for (int row = 0; row < ROWS_PER_EIGHTH; ++row) { // of the eighth
+#pragma unroll UNROLLED
+    for (int row = 0; row < rows_per_eighth; ++row) { // of the eighth
         float d[2][4] = {};                           // two sums: an mma does not wait for the one before
 #pragma unroll
         for (int part = 0; part < N / STEPS_PER_STAGE; ++part) {
@@ -639,7 +798,7 @@ __device__ void matvec(const uint2 (&x)[N], u32 &stage, int region) {
         }
         if (q == 0) {
             const float sum = d[0][0] + d[1][0] + (d[0][3] + d[1][3]);
-            shared().partial[warp][region + eighth * ROWS_PER_EIGHTH + row] = sum;
+            shared().partial[warp][region + eighth * rows_per_eighth + row] = sum;
         }
     }
 }
@@ -654,17 +813,20 @@ __device__ float row_sum(int row) {
     return round_to_bf16(sum);
 }
 
-// Each thread publishes finish(sum) for one row of this block. Consecutive matvecs use different regions of
-// `partial`: the next may write its sums while slow threads still read those of this one. Two in a row have
-// the same region, a head and the next position's q, k, v: between them the sampler and rms_norm each have
-// a sync_consumers.
+// Publishes finish(row, sum) for each row of this block; `row` counts from the block's first. Consecutive
+// matvecs use different regions of `partial`: the next may write its sums while slow threads still read those
+// of this one. Two in a row have the same region, a head and the next position's q, k, v: between them the
+// sampler and rms_norm each have a sync_consumers.
 template <int ROWS, class Finish>
 __device__ void publish_rows(u32 (&destination)[ROWS], int region, u32 epoch, Finish finish) {
-    constexpr int ROWS_PER_BLOCK = ROWS / GRID;
+    const Share share = share_of_this_block(ROWS);
     sync_consumers();                                 // the sums of all warps are there
-    if (threadIdx.x < ROWS_PER_BLOCK) {
-        u32 *row = &destination[blockIdx.x * ROWS_PER_BLOCK + threadIdx.x];
-        publish(row, finish(row_sum(region + threadIdx.x)), epoch);
+#pragma unroll
+    for (int first = 0; first < MOST_ROWS<ROWS>; first += CONSUMERS) {
+        const int row = first + threadIdx.x;
+        if (row < EIGHTHS * share.rows_per_eighth) {
+            publish(&destination[share.first_row + row], finish(row, row_sum(region + row)), epoch);
+        }
     }
 }
 
@@ -881,13 +1043,13 @@ __device__ void run_layers(const Arguments &arguments, const bf16 *input, int po
     uint2 inner[INNER / 256];
 
     // The residual of the row that this thread publishes, if it publishes one, stays in a register.
-    const int residual_row = min(blockIdx.x * (HIDDEN / GRID) + threadIdx.x, HIDDEN - 1);
+    const int residual_row = min(share_of_this_block(HIDDEN).first_row + threadIdx.x, HIDDEN - 1);
     float residual = low_half(input[residual_row]);
-    const auto add_residual = [&](float sum) {
+    const auto add_residual = [&](int, float sum) {
         residual = round_to_bf16(residual + sum);
         return residual;
     };
-    const auto unchanged = [](float sum) {
+    const auto unchanged = [](int, float sum) {
         return sum;
     };
 
@@ -905,10 +1067,10 @@ __device__ void run_layers(const Arguments &arguments, const bf16 *input, int po
         publish_rows(to.qkv, 0, epoch, unchanged);
 
         // Phases 2 and 3: attention
-        if (blockIdx.x < KV_HEADS * SPLITS) {
+        if (blockIdx.x < ATTENTION_BLOCKS) {
             attend(arguments, *layer, position, epoch);
         }
-        if (SPLITS > 1) {
+        if (SPLITS > 1 && (ATTENTION_BLOCKS == GRID || blockIdx.x < ATTENTION_BLOCKS)) {
             merge_splits(to, epoch);
         }
 
@@ -922,10 +1084,10 @@ __device__ void run_layers(const Arguments &arguments, const bf16 *input, int po
         receive(x, from.post_attention, epoch, quad_of_vector);
         rms_norm(x, norm_weight);
         matvec<INNER>(x, stage, 0);
-        matvec<INNER>(x, stage, INNER / GRID);
-        publish_rows(to.inner, 0, epoch, [](float gate) {
+        matvec<INNER>(x, stage, MOST_ROWS<INNER>);
+        publish_rows(to.inner, 0, epoch, [](int row, float gate) {
             const float silu = round_to_bf16(gate / (1 + expf(-gate)));
-            const float up = row_sum(INNER / GRID + threadIdx.x);
+            const float up = row_sum(MOST_ROWS<INNER> + row);
             return silu * up;
         });
 
@@ -965,7 +1127,7 @@ __device__ int head_and_sample(const Arguments &arguments, const uint2 (&x)[HIDD
     constexpr int TOKEN_BITS = 12;
     constexpr int RANK_BITS = 32 + TOKEN_BITS;
     matvec<VOCAB>(x, stage, 0);
-    publish_rows(arguments.exchange->logits[head], 0, epoch, [](float sum) { return sum; });
+    publish_rows(arguments.exchange->logits[head], 0, epoch, [](int, float sum) { return sum; });
     if (IS_TALKER && blockIdx.x > 0) {
         return 0;
     }
@@ -1068,7 +1230,12 @@ decode_step(const Arguments *arguments_in_memory) {
     if (threadIdx.x < STAGES) {
         init_barrier(ring_slot(threadIdx.x));
     }
+    if (threadIdx.x == 0) {
+        start_clock(arguments.failed, arguments.failed_on_host);
+    }
+#if BULK_COPIES
     fence_proxy_async();
+#endif
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
         produce_weights(arguments.matrices, threadIdx.x - CONSUMERS);

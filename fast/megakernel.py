@@ -16,24 +16,30 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fast import nvrtc
+from fast import kernel_cache, nvrtc
 
 SOURCE = Path(__file__).with_suffix(".cu")
 KERNEL_NAME = "decode_step"
 
 # As in megakernel.cu. `complete_source` makes the compiler check them.
 CONSUMERS = 256
-PRODUCERS = 8
-EIGHTHS = 8
 REPLICAS = 4
 
 EXCHANGE_BYTES = 1 << 20  # room for one replica of Exchange
 
+# What the kernel leaves in `failed` when a wait takes longer than WAIT_LIMIT_NS.
+WAITED_FOR = {
+    1: "a thread block has waited for another one for 2 s",
+    2: "a thread block has waited for its weights for 2 s",
+    3: "a thread block has waited for room for its weights for 2 s",
+}
+
 # Fields of the kernel's structs, in order. The compiler checks them, too.
-MATRIX_FIELDS = ("address", "bytes_per_eighth")
+MATRIX_FIELDS = ("address", "rows", "row_bytes")
 LAYER_FIELDS = ("input_norm", "post_norm", "q_norm", "k_norm", "keys", "values")
 COMMON_ARGUMENTS = (
     *("matrices", "layers", "cache_length", "final_norm", "cos", "sin", "exchange", "epoch"),
+    *("failed", "failed_on_host"),
     *("temperature", "topk_rank", "one_minus_top_p", "greedy", "noise"),
     *("token", "frame", "hidden", "embedding"),
 )
@@ -47,8 +53,10 @@ PREDICTOR_ARGUMENTS = ("first_input", "code_inputs", "code_embeddings", "text", 
 class Gpu(Protocol):
     """What we need to know of a GPU; torch.cuda.get_device_properties gives it."""
 
+    major: int  # of the compute capability
     multi_processor_count: int
     shared_memory_per_block_optin: int
+    L2_cache_size: int
 
 
 class Launchable(Protocol):
@@ -63,6 +71,8 @@ class Sizes:
 
     grid: int  # thread blocks
     shared_bytes: int  # shared memory of a block
+    l2_bytes: int
+    bulk_copies: int  # 1: copies of whole rows, from compute capability 9.0 on; 0: of 16 bytes
     exchange_bytes: int
     layers: int
     hidden: int
@@ -76,20 +86,57 @@ class Sizes:
     epsilon: str
 
     @property
+    def producers(self) -> int:
+        """Threads of a block that copy weights."""
+        return 8 if self.bulk_copies else 32
+
+    @property
+    def threads(self) -> int:
+        return CONSUMERS + self.producers
+
+    @property
+    def exchange_fields(self) -> dict[str, int]:
+        """Fields of the kernel's Exchange that follow the logits, and their lengths."""
+        query_size = self.heads * self.head_dim
+        qkv_size = query_size + 2 * self.kv_heads * self.head_dim
+        return dict(
+            hidden=self.hidden, post_attention=self.hidden, qkv=qkv_size, attention=query_size, inner=self.inner
+        )
+
+    @property
     def argument_names(self) -> tuple[str, ...]:
         return COMMON_ARGUMENTS + (TALKER_ARGUMENTS if self.codes == 1 else PREDICTOR_ARGUMENTS)
+
+
+def choose_grid(matrices: Sequence[tuple[int, int]], multiprocessors: int) -> int:
+    """Thread blocks for matrices of (rows, columns): the fewest with which the busiest block has least to do.
+
+    All blocks must be on the GPU at once, and one takes a whole multiprocessor. Rows are dealt out in groups of 8.
+    """
+
+    def work_of_busiest(grid: int) -> int:
+        return sum(-(-rows // (8 * grid)) * columns for rows, columns in matrices)
+
+    return min(range(8, max(8, min(128, multiprocessors)) + 1), key=work_of_busiest)
 
 
 def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu) -> Sizes:
     """`model` is a stack of decoder layers, `heads` are the linear layers behind it."""
     config = model.config
+    hidden = config.hidden_size
+    inner = config.intermediate_size
+    query_size = config.num_attention_heads * config.head_dim
+    qkv_size = query_size + 2 * config.num_key_value_heads * config.head_dim
+    layer = [(qkv_size, hidden), (hidden, query_size), (inner, hidden), (inner, hidden), (hidden, inner)]
     return Sizes(
-        grid=128 if gpu.multi_processor_count >= 128 else 64,
+        grid=choose_grid(layer, gpu.multi_processor_count),
         shared_bytes=gpu.shared_memory_per_block_optin,
+        l2_bytes=gpu.L2_cache_size,
+        bulk_copies=int(gpu.major >= 9),
         exchange_bytes=EXCHANGE_BYTES,
         layers=len(model.layers),
-        hidden=config.hidden_size,
-        inner=config.intermediate_size,
+        hidden=hidden,
+        inner=inner,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
@@ -109,17 +156,21 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
         + nvrtc.check_struct("Layer", LAYER_FIELDS, "megakernel.py")
         + nvrtc.check_struct("Arguments", sizes.argument_names, "megakernel.py")
     )
-    constants = dict(CONSUMERS=CONSUMERS, PRODUCERS=PRODUCERS, EIGHTHS=EIGHTHS, REPLICAS=REPLICAS)
+    offset = 4 * sizes.codes * sizes.vocab
+    for name, length in sizes.exchange_fields.items():
+        checks += f'static_assert(OFFSET_OF(Exchange, {name}) == {offset}, "megakernel.py reads Exchange::{name}");\n'
+        offset += 4 * length
+    constants = dict(CONSUMERS=CONSUMERS, PRODUCERS=sizes.producers, REPLICAS=REPLICAS)
     for name, value in constants.items():
         checks += f'static_assert({name} == {value}, "megakernel.py has {name} = {value}");\n'
     return defines + '#line 1 "megakernel.cu"\n' + kernel + '#line 1 "megakernel.py"\n' + checks
 
 
-def compile_kernel(device: torch.device, sizes: Sizes, source: str) -> nvrtc.Kernel:
-    """`source` is complete_source(sizes)."""
+def compile_kernel(device: torch.device, sizes: Sizes, source: str, architecture: str | None = None) -> nvrtc.Kernel:
+    """`source` is complete_source(sizes). `architecture` as in nvrtc.compile_source, by default the GPU's own."""
     gpu = torch.cuda.get_device_properties(device)
-    cubin = nvrtc.compile_to_cubin(source, f"sm_{gpu.major}{gpu.minor}")
-    return nvrtc.Kernel(cubin, KERNEL_NAME, device, sizes.grid, CONSUMERS + PRODUCERS, sizes.shared_bytes)
+    cubin = kernel_cache.compile_source(source, architecture or f"sm_{gpu.major}{gpu.minor}")
+    return nvrtc.Kernel(cubin, KERNEL_NAME, device, sizes.grid, sizes.threads, sizes.shared_bytes)
 
 
 @functools.cache
@@ -135,6 +186,13 @@ def compile_for(model: Any, heads: Sequence[Any], talker_hidden: int) -> tuple[S
     """
     sizes = kernel_sizes(model, heads, talker_hidden, torch.cuda.get_device_properties(model.device))
     return sizes, compile_once(model.device, sizes)
+
+
+def compile_ahead(model: Any, heads: Sequence[Any], talker_hidden: int) -> None:
+    """Start what `compile_for` takes longest with, in a thread. The weights' values are not needed."""
+    gpu = torch.cuda.get_device_properties(model.device)
+    source = complete_source(kernel_sizes(model, heads, talker_hidden, gpu))
+    kernel_cache.compile_ahead(source, f"sm_{gpu.major}{gpu.minor}")
 
 
 def as_field(value: Tensor | int) -> int:
@@ -189,6 +247,7 @@ class FusedStep:
         arguments: Mapping[str, Tensor | int],
     ) -> None:
         device = model.device
+        self.sizes = sizes
         self.kernel = kernel
         self.sampling = sampling
 
@@ -219,20 +278,26 @@ class FusedStep:
         matrices = list(matrices_of_layers) if len(heads) > 1 else []
         for head in heads:
             matrices += [*matrices_of_layers, (head.weight,)]
-        matrix_rows: list[tuple[int, int]] = []
+        matrix_fields: list[list[Tensor | int]] = []
         for weights in matrices:
-            nbytes = sum(weight.nbytes for weight in weights)
-            matrix_rows.append((stacked_address(weights), nbytes // (sizes.grid * EIGHTHS)))
-        end_of_list = (0, 0)
+            fields = {
+                "address": stacked_address(weights),
+                "rows": sum(len(weight) for weight in weights),
+                "row_bytes": weights[0][0].nbytes,
+            }
+            matrix_fields.append(ordered(fields, MATRIX_FIELDS))
+        end_of_list = [0] * len(MATRIX_FIELDS)
 
         length = cache.length
         cos, sin = model.rotary_emb(
             torch.empty(0, dtype=model.dtype, device=device), torch.arange(length, device=device)[None]
         )
         self.exchange = torch.zeros(REPLICAS * sizes.exchange_bytes // 4, dtype=torch.int32, device=device)
+        self.failed = torch.zeros(1, dtype=torch.int32, device=device)
+        self.failed_on_host = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         self.noise = torch.zeros(len(heads), sizes.vocab, dtype=torch.float32, device=device)
         values: dict[str, Tensor | int] = {
-            "matrices": table([*matrix_rows, end_of_list], device),
+            "matrices": table([*matrix_fields, end_of_list], device),
             "layers": table(layers, device),
             "cache_length": length,
             "final_norm": model.norm.weight,
@@ -240,6 +305,8 @@ class FusedStep:
             "sin": sin.contiguous(),
             "exchange": self.exchange,
             "epoch": torch.zeros(1, dtype=torch.int32, device=device),
+            "failed": self.failed,
+            "failed_on_host": self.failed_on_host,
             "temperature": sampling.temperature,
             "topk_rank": sampling.topk_rank,
             "one_minus_top_p": sampling.one_minus_top_p,
@@ -258,11 +325,26 @@ class FusedStep:
         self.noise.exponential_(generator=self.sampling.generator)
         self.kernel.launch(self.arguments.data_ptr())
 
+    def why_failed(self) -> str:
+        """What made the kernel stop in a launch that has ended. Empty if nothing did."""
+        return WAITED_FOR.get(int(self.failed_on_host), "")
+
     def logits(self) -> Tensor:
         """Of the last step, a row for each head: (heads, vocab). They are the first part of the exchange
         buffer, as bfloat16 in the lower half of each 32 bits."""
-        tagged = self.exchange[: self.noise.numel()]
-        return (tagged << 16).view(torch.float32).view_as(self.noise)
+        return self.values(0, self.noise.numel()).view_as(self.noise)
+
+    def exchanged(self) -> dict[str, Tensor]:
+        """What the blocks sent each other in the last layer of the last step, by the names in Exchange."""
+        values = {}
+        start = self.noise.numel()
+        for name, size in self.sizes.exchange_fields.items():
+            values[name] = self.values(start, size)
+            start += size
+        return values
+
+    def values(self, start: int, size: int) -> Tensor:
+        return (self.exchange[start : start + size] << 16).view(torch.float32)
 
 
 class PredictorStep(FusedStep):

@@ -1,79 +1,116 @@
 """What one step of megakernel.cu computes, in torch and float32: layers, head and choice for one token.
 
-This is the kernel's documentation, and tests/test_kernel_on_cpu.py compares the kernel with it. The kernel
-sums in float32 too, but its weights, its cache and all values that pass between blocks are bfloat16; comments
-say where it rounds.
+This is the kernel's documentation, and tests/test_kernel_on_cpu.py and self_test.py compare the kernel with
+it. The kernel sums in float32 too, but its weights, its cache and all values that pass between blocks are
+bfloat16. `rounded` is called where it rounds: with `to_bfloat16` this computes what the kernel computes, up to
+the order of summation.
 
-Shapes: H hidden size, Q query heads, G key-value heads, D dimensions of a head, T length of the cache,
-V vocabulary.
+Shapes: H hidden size, I inner size, Q query heads, G key-value heads, D dimensions of a head, T length of the
+cache, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def rms_norm(x: Tensor, module: Any, epsilon: float) -> Tensor:
-    """(..., H). The kernel rounds x / rms(x), and again after the multiplication by the weight."""
-    return F.rms_norm(x, x.shape[-1:], module.weight.float(), epsilon)
+Rounding = Callable[[Tensor], Tensor]
 
 
-def linear(x: Tensor, module: Any) -> Tensor:
-    """(..., H) -> (..., rows). The kernel rounds each sum."""
-    return x @ module.weight.float().T
+def exact(x: Tensor) -> Tensor:
+    return x
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of (heads, D). The first half of sin is negated, so that swapping the halves is enough. The kernel
-    rounds both products, and their sum."""
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+def to_bfloat16(x: Tensor) -> Tensor:
+    """float32 with the values of bfloat16."""
+    return x.bfloat16().float()
+
+
+def rms_norm(x: Tensor, module: Any, epsilon: float, rounded: Rounding = exact) -> Tensor:
+    """(..., H)"""
+    normalized = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+    return rounded(rounded(normalized) * module.weight.float())
+
+
+def linear(x: Tensor, module: Any, rounded: Rounding = exact) -> Tensor:
+    """(..., H) -> (..., rows)"""
+    return rounded(x @ module.weight.float().T)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, rounded: Rounding = exact) -> Tensor:
+    """RoPE of (heads, D). The first half of sin is negated, so that swapping the halves is enough."""
+    swapped = x.roll(x.shape[-1] // 2, -1)
+    return rounded(rounded(x * cos) + rounded(swapped * sin))
+
+
+def angles(model: Any, length: int, position: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of a position, (D) each. `length` is that of the cache."""
+    device = model.norm.weight.device
+    positions = torch.arange(length, device=device)
+    tables = model.rotary_emb(torch.empty(0, dtype=torch.bfloat16, device=device), positions[None])  # T * D each
+    cos, sin = (table.reshape(length, -1)[position].float() for table in tables)
+    return cos, sin
+
+
+def project_qkv(layer: Any, x: Tensor, epsilon: float, rounded: Rounding = exact) -> Tensor:
+    """Phase 1: input norm; q, k, v in one row. (H) -> ((Q + 2 G) * D)"""
+    attention = layer.self_attn
+    normalized = rms_norm(x, layer.input_layernorm, epsilon, rounded)
+    matrices = (attention.q_proj, attention.k_proj, attention.v_proj)
+    return torch.cat([linear(normalized, matrix, rounded) for matrix in matrices])
+
+
+def attend(
+    config: Any,
+    attention: Any,
+    qkv: Tensor,
+    cache: tuple[Tensor, Tensor],
+    position: int,
+    cos: Tensor,
+    sin: Tensor,
+    rounded: Rounding = exact,
+) -> Tensor:
+    """Phases 2 and 3: each key-value head with its group of query heads. Writes the position's keys and values to
+    `cache`, (G, T, D) each. Scores and weights are not rounded. ((Q + 2 G) * D) -> (Q * D)"""
+    epsilon = config.rms_norm_eps
+    kv_heads = config.num_key_value_heads
+    keys, values = cache
+    heads = qkv.view(-1, config.head_dim)
+    q, k, v = heads.split([len(heads) - 2 * kv_heads, kv_heads, kv_heads])
+    q = rotate(rms_norm(q, attention.q_norm, epsilon, rounded), cos, sin, rounded)
+    keys[:, position] = rotate(rms_norm(k, attention.k_norm, epsilon, rounded), cos, sin, rounded)
+    values[:, position] = v
+    groups = q.view(kv_heads, -1, config.head_dim)  # (G, Q/G, D)
+    scores = torch.einsum("ghd,gpd->ghp", groups, keys[:, : position + 1]) * config.head_dim**-0.5
+    return rounded(torch.einsum("ghp,gpd->ghd", scores.softmax(-1), values[:, : position + 1]).flatten())
+
+
+def gate_and_up(layer: Any, x: Tensor, epsilon: float, rounded: Rounding = exact) -> Tensor:
+    """Phase 5: post-attention norm; silu(gate) * up. (H) -> (I)"""
+    normalized = rms_norm(x, layer.post_attention_layernorm, epsilon, rounded)
+    silu = rounded(F.silu(linear(normalized, layer.mlp.gate_proj, rounded)))
+    return rounded(silu * linear(normalized, layer.mlp.up_proj, rounded))
+
+
+def add_projection(x: Tensor, y: Tensor, module: Any, rounded: Rounding = exact) -> Tensor:
+    """Phases 4 and 6: a projection (o_proj, down_proj) of y, added to the residual stream x."""
+    return rounded(x + linear(y, module, rounded))
 
 
 def run_layers(model: Any, caches: Sequence[tuple[Tensor, Tensor]], x: Tensor, position: int) -> Tensor:
-    """One token's input (H) through all layers and the final norm. Writes keys and values of this position to
-    `caches`, for each layer (G, T, D)."""
+    """One token's input (H) through all layers and the final norm, in float32. Writes keys and values of this
+    position to `caches`, for each layer (G, T, D)."""
     config = model.config
     epsilon = config.rms_norm_eps
-    kv_heads = config.num_key_value_heads
-    head_dim = config.head_dim
-    positions = torch.arange(caches[0][0].shape[1], device=x.device)
-    all_cos, all_sin = model.rotary_emb(x.bfloat16(), positions[None])  # T * D elements each
-    cos = all_cos.reshape(-1, head_dim)[position].float()  # (D)
-    sin = all_sin.reshape(-1, head_dim)[position].float()  # (D)
-
-    for layer, (keys, values) in zip(model.layers, caches, strict=True):
-        attention = layer.self_attn
-        mlp = layer.mlp
-
-        # Phase 1: input norm; q, k, v
-        normalized = rms_norm(x, layer.input_layernorm, epsilon)
-        q = linear(normalized, attention.q_proj).view(-1, head_dim)  # (Q, D)
-        k = linear(normalized, attention.k_proj).view(-1, head_dim)  # (G, D)
-        v = linear(normalized, attention.v_proj).view(-1, head_dim)  # (G, D)
-
-        # Phases 2 and 3: each key-value head with its group of query heads. Scores and weights stay float32
-        # in the kernel, the output is rounded once.
-        q = rotate(rms_norm(q, attention.q_norm, epsilon), cos, sin)
-        k = rotate(rms_norm(k, attention.k_norm, epsilon), cos, sin)
-        keys[:, position] = k
-        values[:, position] = v
-        groups = q.view(kv_heads, -1, head_dim)  # (G, Q/G, D)
-        scores = torch.einsum("ghd,gpd->ghp", groups, keys[:, : position + 1]) * head_dim**-0.5
-        heads = torch.einsum("ghp,gpd->ghd", scores.softmax(-1), values[:, : position + 1])  # (G, Q/G, D)
-
-        # Phase 4: o_proj and residual, rounded after the projection and after the addition
-        x = x + linear(heads.flatten(), attention.o_proj)
-
-        # Phase 5: post-attention norm; silu(gate), rounded, times up, rounded
-        normalized = rms_norm(x, layer.post_attention_layernorm, epsilon)
-        inner = F.silu(linear(normalized, mlp.gate_proj)) * linear(normalized, mlp.up_proj)
-
-        # Phase 6: down_proj and residual, rounded after each
-        x = x + linear(inner, mlp.down_proj)
-
+    cos, sin = angles(model, caches[0][0].shape[1], position)
+    for layer, cache in zip(model.layers, caches, strict=True):
+        qkv = project_qkv(layer, x, epsilon)
+        attention = attend(config, layer.self_attn, qkv, cache, position, cos, sin)
+        x = add_projection(x, attention, layer.self_attn.o_proj)
+        inner = gate_and_up(layer, x, epsilon)
+        x = add_projection(x, inner, layer.mlp.down_proj)
     return rms_norm(x, model.norm, epsilon)
 
 

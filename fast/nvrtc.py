@@ -1,9 +1,10 @@
 """Compile and launch CUDA source with the NVRTC that torch brings and the CUDA driver, both through ctypes.
 
-No CUDA toolkit, no headers and no host compiler are needed. `compile_to_cubin` needs no GPU, either.
+No CUDA toolkit, no headers and no host compiler are needed. `compile_source` needs no GPU, either.
 """
 
 import ctypes
+import functools
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
+@functools.cache
 def load_nvrtc() -> ctypes.CDLL:
     """The NVRTC of torch's CUDA version: where the loader finds it, else in the folders of torch's wheels."""
     major = (torch.version.cuda or "13").split(".")[0]
@@ -30,6 +32,20 @@ def load_nvrtc() -> ctypes.CDLL:
     raise OSError(f"{name} was found neither by the system nor beside torch: pip install nvidia-cuda-nvrtc")
 
 
+def version() -> tuple[int, int]:
+    """Of NVRTC: (12, 8) for CUDA 12.8."""
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
+    result = load_nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    if result != 0:
+        raise RuntimeError(f"nvrtcVersion failed: error {result}")
+    return major.value, minor.value
+
+
+def compiler_options(architecture: str) -> list[str]:
+    return [f"--gpu-architecture={architecture}"]
+
+
 def check_struct(struct: str, fields: Sequence[str], listed_in: str) -> str:
     """C++ that does not compile unless the struct has exactly these fields of 8 bytes, in this order.
 
@@ -44,8 +60,12 @@ def check_struct(struct: str, fields: Sequence[str], listed_in: str) -> str:
     return "".join(lines)
 
 
-def compile_to_cubin(source: str, architecture: str) -> bytes:
-    """Machine code for one `architecture`, such as "sm_90". A RuntimeError has the compiler's messages."""
+def compile_source(source: str, architecture: str) -> bytes:
+    """Machine code for "sm_90" and the like; PTX, which the driver compiles when it loads it, for "compute_80".
+
+    A RuntimeError has the compiler's messages.
+    """
+    what = "CUBIN" if architecture.startswith("sm_") else "PTX"
     nvrtc = load_nvrtc()
     nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
 
@@ -57,8 +77,8 @@ def compile_to_cubin(source: str, architecture: str) -> bytes:
     code = source.encode()
     check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), code, b"", 0, None, None), "nvrtcCreateProgram")
     try:
-        options = (ctypes.c_char_p * 1)(f"--gpu-architecture={architecture}".encode())
-        compiled = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        options = [option.encode() for option in compiler_options(architecture)]
+        compiled = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
 
         size = ctypes.c_size_t()
         if compiled != 0:
@@ -68,10 +88,10 @@ def compile_to_cubin(source: str, architecture: str) -> bytes:
             messages = log.value.decode(errors="replace").strip()
             raise RuntimeError(messages or nvrtc.nvrtcGetErrorString(compiled).decode())
 
-        check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
-        cubin = ctypes.create_string_buffer(size.value)
-        check(nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
-        return cubin.raw
+        check(nvrtc[f"nvrtcGet{what}Size"](program, ctypes.byref(size)), f"nvrtcGet{what}Size")
+        compiled_source = ctypes.create_string_buffer(size.value)
+        check(nvrtc[f"nvrtcGet{what}"](program, compiled_source), f"nvrtcGet{what}")
+        return compiled_source.raw
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 

@@ -1,4 +1,5 @@
-"""Whether torch is new enough, whether the megakernel can run a model on this machine, and if not, why."""
+"""Whether torch is new enough, whether the megakernel can run a model on this machine, and if not, why; and whether it
+has stopped."""
 
 from operator import attrgetter
 
@@ -6,8 +7,13 @@ import torch
 
 from fast import megakernel
 
+MIN_SHARED_BYTES = 99 * 1024  # of a block
 FUNCTIONS = ("nn.functional.rms_norm",)
 CUDA_FUNCTIONS = ("cuda.CUDAGraph.register_generator_state",)
+
+
+class MegakernelStopped(RuntimeError):
+    """A wait in the megakernel took too long. What it has computed since is worthless."""
 
 
 def check_torch(device: torch.device, torch=torch) -> None:
@@ -25,8 +31,13 @@ def choose_path(talker, fused: bool | None) -> tuple[bool, str]:
     if fused and reason:
         raise ValueError(f"fused=True: the megakernel cannot run here: {reason}")
     if reason:
-        return False, f"separate kernels, no megakernel: {reason}"
+        return False, describe(reason)
     return True, "megakernel"
+
+
+def describe(reason: str) -> str:
+    """The name of the path without the megakernel."""
+    return f"separate kernels, no megakernel: {reason}"
 
 
 def why_not(talker) -> str:
@@ -36,15 +47,29 @@ def why_not(talker) -> str:
     if talker.dtype != torch.bfloat16:
         return f"the weights are {talker.dtype}, not bfloat16"
     gpu = torch.cuda.get_device_properties(talker.device)
-    if gpu.major < 9:
-        return f"the GPU's compute capability is {gpu.major}.{gpu.minor}, below 9.0"
-    if gpu.multi_processor_count < 64:
-        return f"the GPU has {gpu.multi_processor_count} multiprocessors, fewer than 64"
+    if gpu.major < 8:
+        return f"the GPU's compute capability is {gpu.major}.{gpu.minor}, below 8.0"
+    if gpu.multi_processor_count < 8:
+        return f"the GPU has {gpu.multi_processor_count} multiprocessors, fewer than 8"
+    if gpu.shared_memory_per_block_optin < MIN_SHARED_BYTES:
+        return f"the GPU has {gpu.shared_memory_per_block_optin >> 10} KiB of shared memory per block, less than 99"
     predictor = talker.code_predictor
     hidden_size = talker.config.hidden_size
+    stacks = (talker.model, [talker.codec_head]), (predictor.model, list(predictor.lm_head))
+    for model, heads in stacks:
+        megakernel.compile_ahead(model, heads, hidden_size)  # both at once
     try:
-        megakernel.compile_for(talker.model, [talker.codec_head], hidden_size)
-        megakernel.compile_for(predictor.model, list(predictor.lm_head), hidden_size)
+        for model, heads in stacks:
+            megakernel.compile_for(model, heads, hidden_size)
     except (OSError, RuntimeError) as error:
         return f"the kernel cannot be compiled: {' '.join(str(error).split())[:200]}"
+    return ""
+
+
+def why_stopped(*graphs) -> str:
+    """Whether the megakernel gave up in a step of these graphs that has ended, and why. Empty if it did not."""
+    for graph in graphs:
+        step = graph.step
+        if isinstance(step, megakernel.FusedStep) and (reason := step.why_failed()):
+            return f"the megakernel has stopped: {reason}"
     return ""

@@ -25,7 +25,7 @@ import torch
 
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import GraphCache, Sampling, TalkerGraph, capture, round_up
-from fast.batched import BatchedStack, why_not
+from fast.batched import BatchedStack, compile_ahead, why_not
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
@@ -357,6 +357,8 @@ class KernelFrameGraph(FrameGraph):
     """The same frame with the kernels of fast/batched.cu around the matrix products, for bfloat16 on a GPU."""
 
     def __init__(self, talker, predictor: PredictorGraph, slots: Slots, rows: int):
+        for model in (talker.model, predictor.model):
+            compile_ahead(model)  # both at once
         super().__init__(talker, predictor, slots, rows)
         self.talker_stack = BatchedStack(talker.model, self.cache.layers, rows)
         self.predictor_stack = BatchedStack(predictor.model, self.predictor.cache.layers, 2 * rows)

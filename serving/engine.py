@@ -30,8 +30,10 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
+from fast import megakernel_stopped
 from fast.arriving_text import END, ArrivingText, text_rows
 from fast.megakernel import PredictorStep
+from fast.paths import why_stopped
 from fast.prompts import (
     check_request,
     check_text,
@@ -568,7 +570,7 @@ class Engine:
             free = self.max_streams - len(self.active)
             count = min(len(self.waiting), free, MAX_ADMISSIONS_PER_FRAME)
             admitted = [self.waiting.popleft() for _ in range(count)]
-        if len(admitted) == 1 and not self.active:
+        if len(admitted) == 1 and not self.active and self.can_use_single():
             self.prefill(admitted, self.prefill_single)
         elif admitted:
             if self.in_single:
@@ -651,6 +653,10 @@ class Engine:
         for sampling, sampled in ((talker.sampling, "do_sample"), (predictor.sampling, "subtalker_dosample")):
             sampling.generator = stream.generator if stream.request[sampled] else torch.Generator()
 
+    def can_use_single(self) -> bool:
+        """False once the megakernel has stopped, here or in a call outside the engine: use the batch."""
+        return not why_stopped(*self.single)
+
     def leave_single(self) -> None:
         """The only stream moves from the single-row graphs to its slot."""
         (stream,) = self.active
@@ -678,13 +684,14 @@ class Engine:
         if self.held_back or not advancing:
             return False
 
-        if len(self.active) == 1 and not self.in_single and not self.waiting:
+        if len(self.active) == 1 and not self.in_single and not self.waiting and self.can_use_single():
             self.enter_single()
         ended = self.launch_single(*advancing) if self.in_single else self.launch_rows(advancing)
         on_host = torch.empty(ended.shape, dtype=torch.bool, device="cpu", pin_memory=self.on_gpu)
         on_host.copy_(ended, non_blocking=True)
         flags = [(stream, 0 if self.in_single else stream.slot) for stream in advancing]
-        self.steps.append((self.decoder.record_event(), on_host, flags))
+        graphs = self.single if self.in_single else ()
+        self.steps.append((self.decoder.record_event(), on_host, flags, graphs))
         return True
 
     def may_hold_back(self, advancing: list[Stream]) -> bool:
@@ -764,9 +771,11 @@ class Engine:
     def check_ended(self, keep: int) -> None:
         """Learn which streams have ended after the frames launched so far. The last `keep` may still be running."""
         while len(self.steps) > keep:
-            event, ended, flags = self.steps.popleft()
+            event, ended, flags, graphs = self.steps.popleft()
             if event:
                 event.synchronize()
+            if reason := why_stopped(*graphs):
+                self.fail_stopped(reason, flags)
             ended = ended.tolist()
             for stream, index in flags:
                 if stream.finished:
@@ -779,6 +788,14 @@ class Engine:
             is_all = not stream.new_rows and stream.lacks_text() and stream.checked == stream.launched
             if stream.text_error and is_all:
                 stream.finished = True
+
+    def fail_stopped(self, reason: str, flags: list[tuple[Stream, int]]) -> None:
+        """The megakernel has stopped in a frame of this stream, whose state is worthless now."""
+        error = megakernel_stopped(self.decoder, reason)
+        for stream, _ in flags:
+            if not stream.finished:
+                stream.put(error)
+                stream.cancelled = stream.finished = True
 
     def decode_chunks(self) -> None:
         """Hand complete chunks to the codec: one of each stream at a time, as they must be decoded in order."""

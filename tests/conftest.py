@@ -20,6 +20,14 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kernel_cache(tmp_path_factory):
+    """What the tests compile, wrong kernels among it, is not kept in the user's own cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QWEN3_TTS_KERNEL_CACHE", str(tmp_path_factory.mktemp("kernels")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """checkpoint(kind, size, gain) -> folder, written when first asked for."""

@@ -6,6 +6,7 @@
 // other lanes of its warp, a value of another block - and then yields to the next. So this shows what the
 // kernel computes and whether it ends, but not what a GPU's memory model would allow to happen in another
 // order.
+#include <array>
 #include <cmath>
 #include <csetjmp>
 #include <cstdint>
@@ -43,9 +44,11 @@ struct Fiber {
     Block *block;
     bool started;
     bool done;
+    std::vector<std::array<void *, 2>> copies;        // destination and source of asynchronous copies
 };
 
 Fiber *running;
+unsigned long long rounds_so_far;                     // turns that every fiber has had, over all launches
 jmp_buf scheduler;
 
 // setcontext only enters a fiber; after that _setjmp and _longjmp switch, which need no system call.
@@ -84,6 +87,7 @@ void Rendezvous::wait(int size) {
 
 #define __device__
 #define __global__
+#define __noinline__
 #define __launch_bounds__(...)
 
 struct uint2 {
@@ -231,6 +235,15 @@ void store_relaxed(void *address, unsigned value) {
     *(volatile unsigned *)address = value;
 }
 
+unsigned load_relaxed(const unsigned *address) {
+    return *(const volatile unsigned *)address;
+}
+
+// A turn of all fibers counts as 0.1 ms.
+unsigned long long global_timer() {
+    return rounds_so_far * 100'000;
+}
+
 uint4 load_relaxed_x4(const unsigned *address) {
     yield();
     const volatile unsigned *values = address;        // volatile: other fibers write them
@@ -276,10 +289,12 @@ void mbarrier_arrive_expect_tx(unsigned long long *barrier) {
     mbarrier_arrive(barrier);
 }
 
-void mbarrier_wait(unsigned long long *barrier, unsigned parity) {
-    while (((volatile MBarrier *)barrier)->phase == parity) {
-        yield();
+bool mbarrier_try_wait(unsigned long long *barrier, unsigned parity) {
+    if (((volatile MBarrier *)barrier)->phase != parity) {
+        return true;
     }
+    yield();
+    return false;
 }
 
 template <int BYTES>
@@ -292,6 +307,24 @@ void bulk_copy_to_shared(void *destination, const void *source, unsigned long lo
 }
 
 void fence_proxy_async() {
+}
+
+// These copies are made as late as possible.
+void async_copy_to_shared(void *destination, const void *source, unsigned long long) {
+    running->copies.push_back({destination, (void *)source});
+}
+
+void wait_for_async_copies() {
+    for (auto [destination, source] : running->copies) {
+        memcpy(destination, source, 16);
+    }
+    running->copies.clear();
+}
+
+void mbarrier_arrive_after_copies(unsigned long long *barrier) {
+    yield();
+    wait_for_async_copies();
+    mbarrier_arrive(barrier);
 }
 
 unsigned long long l2_policy(float) {
@@ -326,7 +359,7 @@ void mma_m16n8k16(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned
 
 template <class Arguments>
 int launch(void (*kernel)(const Arguments *), const void *arguments, int grid, int threads, int shared_bytes,
-           int max_rounds = 20000) {
+           int max_rounds = 200000) {
     constexpr size_t STACK_BYTES = 48 << 10;
     static void (*the_kernel)(const Arguments *);
     static const Arguments *the_arguments;
@@ -357,6 +390,7 @@ int launch(void (*kernel)(const Arguments *), const void *arguments, int grid, i
     }
 
     for (int round = 0; round < max_rounds; ++round) {
+        ++rounds_so_far;
         bool all_done = true;
         for (Fiber &fiber : fibers) {
             if (!fiber.done) {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fast import batched
-from fast.megakernel import CONSUMERS, KERNEL_NAME, PRODUCERS, Gpu, Sizes
+from fast.megakernel import KERNEL_NAME, Gpu, Sizes
 
 HEADER = Path(__file__).with_suffix(".h")
 OPTIONS = (
@@ -31,11 +31,30 @@ extern "C" [[gnu::visibility("default")]] int run_{0}(const void *arguments, int
 """
 
 
+libraries: dict[str, ctypes.CDLL] = {}  # what was compiled in this process, by its source
+
+
+def compile_library(code: str, folder: Path, *options: str) -> ctypes.CDLL:
+    """A RuntimeError has the compiler's messages."""
+    if code not in libraries:
+        cpp = folder / f"kernel{len(libraries)}.cpp"
+        library = cpp.with_suffix(".so")
+        cpp.write_text(code)
+        command = ["g++", *OPTIONS, *options, "-o", str(library), str(cpp)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode != 0:
+            raise RuntimeError(result.stderr)
+        libraries[code] = ctypes.CDLL(str(library))
+    return libraries[code]
+
+
 class PretendedGpu(Gpu):
     """The sizes of an H200 to compile for, where there is none."""
 
+    major = 9
     multi_processor_count = 132
     shared_memory_per_block_optin = 227 * 1024
+    L2_cache_size = 50 << 20
 
 
 class CpuKernel:
@@ -44,18 +63,12 @@ class CpuKernel:
     def __init__(self, source: str, sizes: Sizes, folder: Path) -> None:
         """`source` is megakernel.complete_source(sizes). A RuntimeError has the compiler's messages."""
         self.sizes = sizes
-        cpp = folder / "megakernel.cpp"
-        library = folder / "megakernel.so"
-        cpp.write_text(f'#define MEGAKERNEL_ON_CPU\n#include "{HEADER}"\n{source}{RUN}')
-        command = ["g++", *OPTIONS, "-o", str(library), str(cpp)]
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode != 0:
-            raise RuntimeError(result.stderr)
-        self.run: Any = ctypes.CDLL(str(library)).run
+        code = f'#define MEGAKERNEL_ON_CPU\n#include "{HEADER}"\n{source}{RUN}'
+        self.run: Any = compile_library(code, folder).run
         self.run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
 
     def launch(self, arguments: int) -> None:
-        error = self.run(arguments, self.sizes.grid, CONSUMERS + PRODUCERS, self.sizes.shared_bytes)
+        error = self.run(arguments, self.sizes.grid, self.sizes.threads, self.sizes.shared_bytes)
         if error:
             raise RuntimeError("the kernel did not come to its end")
 
@@ -65,16 +78,10 @@ class CpuKernels:
 
     def __init__(self, source: str, folder: Path, names: Iterable[str] = batched.KERNELS) -> None:
         """`source` is complete_source(sizes) of either. A RuntimeError has the compiler's messages."""
-        cpp = folder / "kernels.cpp"
-        library = folder / "kernels.so"
         entries = "".join(RUN_BATCHED.format(name) for name in names)
         on_cpu = "#define BATCHED_ON_CPU\n#define CODEC_KERNELS_ON_CPU\n"
-        cpp.write_text(f'{on_cpu}#include "{HEADER}"\n{source}{entries}')
-        command = ["g++", *OPTIONS, "-O1", "-o", str(library), str(cpp)]  # compiles faster than -O2
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode != 0:
-            raise RuntimeError(result.stderr)
-        self.library = ctypes.CDLL(str(library))
+        code = f'{on_cpu}#include "{HEADER}"\n{source}{entries}'
+        self.library = compile_library(code, folder, "-O1")  # compiles faster than -O2
 
     def launch(self, name: str, grid: tuple[int, int], block: int, fields: Sequence[int]) -> None:
         struct = (ctypes.c_uint64 * len(fields))(*fields)

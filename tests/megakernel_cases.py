@@ -93,7 +93,7 @@ def sampling(vocab: int) -> Sampling:
 
 @dataclass
 class SomeTalker:
-    """Two layers, their step and all that it works on."""
+    """A few layers, their step and all that it works on."""
 
     model: SimpleNamespace
     cache: SimpleNamespace
@@ -103,9 +103,9 @@ class SomeTalker:
     step: FusedStep
 
 
-def some_talker(kernel_for: KernelFor, hidden: int, length: int) -> SomeTalker:
+def some_talker(kernel_for: KernelFor, hidden: int, length: int, layers: int = 2) -> SomeTalker:
     settings = sampling(TALKER_VOCAB)
-    model, cache = stack(2, hidden, 3 * hidden, length)
+    model, cache = stack(layers, hidden, 3 * hidden, length)
     head = linear(TALKER_VOCAB, hidden)
     graph = SimpleNamespace(
         token=number(5),
@@ -188,9 +188,73 @@ def reference_choice(scores: Tensor, settings: Sampling, noise: Tensor, monkeypa
         return sample(scores, settings)[:, 0]
 
 
-def source_with_wrong_angles() -> str:
-    """megakernel.cu with a fault: RoPE takes the sines of another position."""
+@dataclass(frozen=True)
+class Fault:
+    """A subtle mistake in megakernel.cu: text that is there once, what it becomes, and who finds it."""
+
+    right: str
+    wrong: str
+    of_talker: bool  # which of the two stacks to compile it into
+    found_by: str  # part of the self-test's reason
+
+
+FAULTS = {
+    "one rounding left out, of the norm": Fault(
+        "round_to_bf16(y.v[i] * factor) * w.v[i]", "y.v[i] * factor * w.v[i]", True, "first keys"
+    ),
+    "one rounding left out, of silu": Fault(
+        "round_to_bf16(gate / (1 + expf(-gate)))", "gate / (1 + expf(-gate))", False, "MLP"
+    ),
+    "epsilon times ten": Fault("squares / HIDDEN + EPSILON", "squares / HIDDEN + 10 * EPSILON", True, "first keys"),
+    "one key too few": Fault(
+        "this_position <= position ? product", "this_position < position ? product", True, "attention"
+    ),
+    "a stale row": Fault(
+        "if (cached_position < position) {", "if (cached_position < position - 1) {", True, "attention"
+    ),
+    "the wrong KV head": Fault(
+        "layer.values + kv_head * arguments", "layer.values + (kv_head ^ 1) * arguments", False, "first values"
+    ),
+    "RoPE of another position": Fault(
+        "arguments.sin[quad_of_row(position)]", "arguments.sin[quad_of_row(position / 2)]", True, "first keys"
+    ),
+    "one split is not merged": Fault(
+        "const float weight = expf(log_sum - best);",
+        "const float weight = split == 1 ? 0 : expf(log_sum - best);",
+        True,
+        "attention",
+    ),
+    "a middle layer without its MLP": Fault(
+        "publish_rows(to.inner, 0, epoch, [](int row, float gate) {",
+        "publish_rows(to.inner, 0, epoch, [&](int row, float gate) {\n"
+        "if (layer == arguments.layers + LAYERS / 2) return 0.0f;",
+        False,
+        "logits of the codes",
+    ),
+    "top-k off by one": Fault(
+        "threshold(*arguments.topk_rank, LAST_BIT)",
+        "threshold(*arguments.topk_rank - 1, LAST_BIT)",
+        False,
+        "of the codes",
+    ),
+    "top-p left out": Fault(
+        "if (*arguments.one_minus_top_p > 0) {", "if (*arguments.one_minus_top_p > 1) {", False, "of the codes"
+    ),
+    "penalty on the wrong sign": Fault(
+        "score[i] = score[i] < 0 ? score", "score[i] = score[i] > 0 ? score", True, "of the first codes"
+    ),
+    "text one row late": Fault(
+        "low_half(arguments.text[place])",
+        "low_half(arguments.text[place - (frame > 0 ? TALKER_HIDDEN : 0)])",
+        False,
+        "the text is wrong",
+    ),
+}
+
+
+def faulty_source(name: str) -> str:
+    """megakernel.cu with one of the faults."""
+    fault = FAULTS[name]
     source = megakernel.SOURCE.read_text()
-    right = "arguments.sin[quad_of_row(position)]"
-    assert source.count(right) == 1
-    return source.replace(right, "arguments.sin[quad_of_row(position / 2)]")
+    assert source.count(fault.right) == 1, name
+    return source.replace(fault.right, fault.wrong)

@@ -2,16 +2,18 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitize.py
     compute-sanitizer --tool racecheck python tests/sanitize.py --plain
+    compute-sanitizer --tool memcheck python tests/sanitize.py --async --blocks 28     # as on an RTX 3060
 
 racecheck follows neither bulk copies nor one lane that arrives at an mbarrier for its warp: of the kernel as
 it is, it reports every read of the ring, and nothing else. With --plain the kernel is compiled with
 MEGAKERNEL_PLAIN_COPIES: the ring is filled by ordinary stores and every thread arrives for itself, all else
-is the same.
+is the same. --async takes the copies of GPUs below compute capability 9.0.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,25 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from megakernel_cases import CODE_VOCAB, PLAIN_COPIES, TALKER_VOCAB, KernelFor, some_predictor, some_talker
 
-from fast.megakernel import Sizes, compile_for, compile_kernel, complete_source, kernel_sizes
+from fast.megakernel import SOURCE, Sizes, compile_kernel, complete_source, kernel_sizes
 from fast.nvrtc import Kernel
 
 LENGTH = 80
 
 
-def compile_plain(model: Any, heads: Sequence[Any], talker_hidden: int) -> tuple[Sizes, Kernel]:
-    """As compile_for, with MEGAKERNEL_PLAIN_COPIES."""
-    sizes = kernel_sizes(model, heads, talker_hidden, torch.cuda.get_device_properties(model.device))
-    return sizes, compile_kernel(model.device, sizes, PLAIN_COPIES + complete_source(sizes))
+def kernel_with(defines: str, changes: dict[str, int]) -> KernelFor:
+    """As compile_for, with these definitions and these changes to the sizes, and with time for the sanitizer."""
+    source = SOURCE.read_text()
+    limit = "WAIT_LIMIT_NS = 2'000'000'000"
+    assert source.count(limit) == 1
+    source = source.replace(limit, "WAIT_LIMIT_NS = 600'000'000'000")
+
+    def kernel_for(model: Any, heads: Sequence[Any], talker_hidden: int) -> tuple[Sizes, Kernel]:
+        sizes = kernel_sizes(model, heads, talker_hidden, torch.cuda.get_device_properties(model.device))
+        sizes = replace(sizes, **changes)
+        return sizes, compile_kernel(model.device, sizes, defines + complete_source(sizes, source))
+
+    return kernel_for
 
 
 def run(kernel_for: KernelFor, hidden: int) -> None:
@@ -45,6 +56,7 @@ def run(kernel_for: KernelFor, hidden: int) -> None:
         predictor.step()
     torch.cuda.synchronize()
 
+    assert talker.step.why_failed() == "" and predictor.step.why_failed() == ""
     assert torch.isfinite(graph.embedding).all()
     assert graph.token < TALKER_VOCAB
     assert predictor.codes[:, 1:].max() < CODE_VOCAB
@@ -55,10 +67,17 @@ def run(kernel_for: KernelFor, hidden: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run the megakernel once, for compute-sanitizer.")
     parser.add_argument("--plain", action="store_true", help="fill the ring by ordinary stores")
+    parser.add_argument("--async", dest="async_copies", action="store_true", help="copy as below capability 9.0")
+    parser.add_argument("--blocks", type=int, help="thread blocks")
     args = parser.parse_args()
+    changes = {}
+    if args.async_copies:
+        changes |= dict(bulk_copies=0, shared_bytes=99 * 1024)
+    if args.blocks:
+        changes |= dict(grid=args.blocks)
     with torch.device("cuda", 0):
         for hidden in (1024, 2048):
-            run(compile_plain if args.plain else compile_for, hidden)
+            run(kernel_with(PLAIN_COPIES if args.plain else "", changes), hidden)
 
 
 if __name__ == "__main__":

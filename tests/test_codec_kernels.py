@@ -16,7 +16,7 @@ from gpu_on_cpu import CpuKernels
 from torch import Tensor
 
 from fast import codec as codec_module
-from fast import codec_kernels, nvrtc
+from fast import codec_kernels, kernel_cache, nvrtc
 from fast import codec_kernels_reference as reference
 from fast.codec import CodecGraph
 from fast.codec_kernels import CodecKernels, PendingSum, Snake, complete_source, kernel_sizes
@@ -474,17 +474,16 @@ def test_unsupported_codecs_are_refused_in_words(tokenizer):
         assert message in codec_kernels.unsupported(changed.model.decoder)
 
 
-def test_a_failing_compiler_is_a_reason(tokenizer, monkeypatch):
-    """A machine without NVRTC decodes with upstream's modules."""
-
-    def fail(source: str, architecture: str) -> bytes:
-        raise OSError("no NVRTC")
-
+@pytest.fixture
+def pretended_on_gpu(tokenizer, monkeypatch):
+    """The decoder as if it were on a GPU of compute capability 9.0."""
     gpu = SimpleNamespace(major=9, minor=0, name="GPU")
-    monkeypatch.setattr(nvrtc, "compile_to_cubin", fail)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(kernel_cache, "started", {})
+    monkeypatch.setenv(kernel_cache.VARIABLE, "off")
+    codec_kernels.compile_for.cache_clear()
     decoder = tokenizer.model.decoder
-    pretended = SimpleNamespace(
+    yield SimpleNamespace(
         device=torch.device("cuda", 0),
         dtype=decoder.dtype,
         config=decoder.config,
@@ -492,7 +491,34 @@ def test_a_failing_compiler_is_a_reason(tokenizer, monkeypatch):
         upsample=decoder.upsample,
         decoder=decoder.decoder,
     )
-    assert codec_kernels.why_not(pretended) == "the kernels cannot be compiled: no NVRTC"
+    codec_kernels.compile_for.cache_clear()
+
+
+def test_a_failing_compiler_is_a_reason(pretended_on_gpu, monkeypatch):
+    """A machine without NVRTC decodes with upstream's modules."""
+
+    def fail() -> None:
+        raise OSError("no NVRTC")
+
+    monkeypatch.setattr(nvrtc, "load_nvrtc", fail)
+    codec_kernels.compile_ahead(pretended_on_gpu)  # no error yet
+    assert codec_kernels.why_not(pretended_on_gpu) == "the kernels cannot be compiled: no NVRTC"
+
+
+def test_what_was_compiled_ahead_is_not_compiled_again(pretended_on_gpu, monkeypatch):
+    """Nor is anything compiled for a codec that the kernels cannot run."""
+    compiled = []
+    monkeypatch.setattr(nvrtc, "version", lambda: (12, 8))
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *arguments: compiled.append(arguments) or b"code")
+    monkeypatch.setattr(nvrtc, "Kernels", lambda cubin, names, device: cubin)
+    codec_kernels.compile_ahead(pretended_on_gpu)
+    assert codec_kernels.why_not(pretended_on_gpu) is None
+    assert len(compiled) == 1
+
+    pretended_on_gpu.dtype = torch.float32
+    kernel_cache.started.clear()
+    codec_kernels.compile_ahead(pretended_on_gpu)
+    assert not kernel_cache.started
 
 
 # ---- Compilation for GPUs

@@ -23,7 +23,8 @@ extern "C" void count(Arguments arguments) {
 def launches_of_a_new_library(folder: Path) -> int:
     folder.mkdir()
     result = ctypes.c_int()
-    CpuKernels(SOURCE, folder, ["count"]).launch("count", (1, 1), 1, [ctypes.addressof(result)])
+    source = f"{SOURCE}// {folder.name}"  # the same source would be the same library
+    CpuKernels(source, folder, ["count"]).launch("count", (1, 1), 1, [ctypes.addressof(result)])
     return result.value
 
 

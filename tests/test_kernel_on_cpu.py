@@ -19,11 +19,11 @@ from megakernel_cases import (
     KernelFor,
     SomeTalker,
     config,
+    faulty_source,
     number,
     reference_choice,
     some_predictor,
     some_talker,
-    source_with_wrong_angles,
 )
 
 from fast import megakernel
@@ -36,11 +36,11 @@ HIDDEN = 1024
 TOLERANCE = 0.1  # rounding to bfloat16 alone makes an error of 0.05, for values of about 1
 
 
-def cpu_kernel_for(folder: Path, source: str | None = None, defines: str = "") -> KernelFor:
-    """Compiles for 16 blocks of fibers. `source` is megakernel.cu, if not given."""
+def cpu_kernel_for(folder: Path, source: str | None = None, defines: str = "", **changes: int) -> KernelFor:
+    """Compiles for 16 blocks of fibers. `source` is megakernel.cu, if not given. `changes` are to the sizes."""
 
     def kernel_for(model: Any, heads: Sequence[Any], talker_hidden: int) -> tuple[Sizes, CpuKernel]:
-        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu()), grid=16)
+        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu()), **{"grid": 16, **changes})
         return sizes, CpuKernel(defines + complete_source(sizes, source), sizes, folder)
 
     return kernel_for
@@ -85,7 +85,24 @@ def test_talker_step_matches_the_reference(tmp_path, monkeypatch):
 @torch.no_grad()
 def test_plain_copies_compute_the_same(tmp_path):
     """The variant for compute-sanitizer differs only in how the ring is filled and released."""
-    it = some_talker(cpu_kernel_for(tmp_path, defines=PLAIN_COPIES), HIDDEN, LENGTH)
+    it = some_talker(cpu_kernel_for(tmp_path, defines=PLAIN_COPIES), HIDDEN, LENGTH, layers=1)
+    assert error_at(it, 17) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("grid, bulk_copies", [(28, 1), (58, 0)])
+def test_any_number_of_blocks(grid, bulk_copies, tmp_path):
+    """Rows that do not divide evenly, blocks without attention; bulk copies, and those of 16 bytes."""
+    kernel_for = cpu_kernel_for(tmp_path, grid=grid, bulk_copies=bulk_copies, shared_bytes=99 * 1024)
+    it = some_talker(kernel_for, HIDDEN, LENGTH, layers=1)
+    assert error_at(it, LENGTH - 1) < TOLERANCE
+
+
+@torch.no_grad()
+def test_a_wide_talker_on_few_blocks(tmp_path):
+    """1.7B has up to three rows per thread there: they were never published, and the kernel never ended."""
+    kernel_for = cpu_kernel_for(tmp_path, grid=8, bulk_copies=0, shared_bytes=99 * 1024)
+    it = some_talker(kernel_for, 2048, LENGTH, layers=1)
     assert error_at(it, 17) < TOLERANCE
 
 
@@ -105,7 +122,7 @@ def test_end_token_ends_the_row(tmp_path):
 @torch.no_grad()
 def test_wrong_kernel_is_detected(tmp_path):
     """A kernel with the RoPE angles of another position is far outside of the tolerance."""
-    it = some_talker(cpu_kernel_for(tmp_path, source_with_wrong_angles()), HIDDEN, LENGTH)
+    it = some_talker(cpu_kernel_for(tmp_path, faulty_source("RoPE of another position")), HIDDEN, LENGTH, layers=1)
     assert error_at(it, 17) > 5 * TOLERANCE
 
 
@@ -153,10 +170,7 @@ def compile_error(sizes: Sizes, folder: Path, source: str | None = None) -> str:
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        (
-            sizes_of(hidden=2048, grid=16),
-            "INNER must be at most 256 * GRID",
-        ),  # rows that no thread would publish
+        (sizes_of(hidden=4096, grid=8), "HIDDEN must be at most 256 * GRID"),  # rows that no thread would publish
         (sizes_of(hidden=1536), "HIDDEN must be a multiple of 1024"),
         (sizes_of(hidden=64), "HIDDEN must be a multiple of 1024"),
         (sizes_of(inner=2560), "INNER must be a multiple of 1024"),
@@ -166,9 +180,9 @@ def compile_error(sizes: Sizes, folder: Path, source: str | None = None) -> str:
         (sizes_of(inner=1024), "the rows of q, k, v must be at most 2 * INNER"),
         (sizes_of(head_dim=64), "HEAD_DIM must be 128"),
         (sizes_of(heads=32), "HEADS must be twice KV_HEADS"),
-        (sizes_of(grid=96), "must be a multiple of 8 * GRID"),
-        (sizes_of(grid=256), "HIDDEN must be a multiple of 8 * GRID"),
-        (sizes_of(grid=4, codes=15, vocab=2048), "GRID must be at least KV_HEADS"),
+        (sizes_of(grid=4), "GRID must be from 8 to 128"),
+        (sizes_of(grid=256, hidden=2048), "GRID must be from 8 to 128"),
+        (sizes_of(grid=8, heads=32, kv_heads=16, inner=6144), "GRID must be at least KV_HEADS"),
         (sizes_of(talker_hidden=65536), "TALKER_HIDDEN must be at most 256 * GRID"),
         (sizes_of(shared_bytes=40 * 1024), "SHARED_BYTES is too small"),
         (sizes_of(exchange_bytes=1 << 16), "EXCHANGE_BYTES is too small"),
@@ -186,7 +200,7 @@ def test_unsupported_sizes_do_not_compile(sizes, message, tmp_path):
     "original, changed, message",
     [
         ("    const float *temperature;\n", "", "has no member named"),
-        ("    u64 *token; ", "    u64 *another;\n    u64 *token; ", "Arguments.token is not field 13"),
+        ("    u64 *token; ", "    u64 *another;\n    u64 *token; ", "Arguments.token is not field 15"),
         (
             "    const bool *greedy;\n    const float *noise; ",
             "    const float *noise;\n    const bool *greedy; ",
@@ -195,9 +209,9 @@ def test_unsupported_sizes_do_not_compile(sizes, message, tmp_path):
         ("    bool *ended; ", "    bool *ended;\n    int *more; ", "Arguments.ended_on_host is not field"),
         ("    uint2 *values; ", "    uint2 *values;\n    int *more; ", "Layer does not have the 6 fields"),
         (
-            "    u64 bytes_per_eighth; ",
-            "    u32 bytes_per_eighth;\n    u64 more; ",
-            "Matrix does not have the 2 fields",
+            "    u64 row_bytes;\n",
+            "    u64 row_bytes;\n    u64 more;\n",
+            "Matrix does not have the 3 fields",
         ),
     ],
     ids=["removed", "inserted", "swapped", "in the tail", "in Layer", "in Matrix"],
@@ -209,10 +223,11 @@ def test_struct_mismatch_does_not_compile(original, changed, message, tmp_path):
     assert message in compile_error(sizes_of(), tmp_path, source.replace(original, changed))
 
 
-@pytest.mark.parametrize("name", ["CONSUMERS", "PRODUCERS", "EIGHTHS", "REPLICAS"])
+@pytest.mark.parametrize("name", ["CONSUMERS", "PRODUCERS", "REPLICAS"])
 def test_constant_mismatch_does_not_compile(name, monkeypatch, tmp_path):
     """Other numbers in megakernel.py would launch too few threads or give the kernel wrong addresses."""
-    monkeypatch.setattr(megakernel, name, 2)
+    owner, attribute = (Sizes, "producers") if name == "PRODUCERS" else (megakernel, name)
+    monkeypatch.setattr(owner, attribute, 2)
     assert f"megakernel.py has {name} = 2" in compile_error(sizes_of(), tmp_path)
 
 

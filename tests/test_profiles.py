@@ -1,0 +1,170 @@
+"""The megakernel as other GPUs would run it: their number of blocks, shared memory, L2 and kind of copies.
+
+Each profile is compiled for its own architecture where there is an NVRTC. Where there is a GPU of compute capability
+9.0 or higher, it also runs there: PTX for the profile's architecture if that is older, else machine code of the GPU
+with the profile's sizes. On a CPU tests/test_kernel_on_cpu.py runs the numbers of blocks and both kinds of copies.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megakernel_cases import config
+from test_megakernel import begin, on_gpu
+
+from fast import megakernel, nvrtc
+from fast.megakernel import Sizes, complete_source, kernel_sizes
+from generate import load_upstream
+from tools.parity import Forced, Megakernel, verdict
+
+LENGTH = 512
+FRAMES = 60
+
+# name: compute capability, multiprocessors, KiB of shared memory per block, MiB of L2
+PROFILES = {
+    "RTX 3060": (86, 28, 99, 3),
+    "RTX 3090": (86, 82, 99, 6),
+    "RTX 4060": (89, 24, 99, 24),
+    "RTX 4090": (89, 128, 99, 72),
+    "L4": (89, 58, 99, 48),
+    "A10": (86, 72, 99, 6),
+    "A100": (80, 108, 163, 40),
+    "Jetson Orin": (87, 16, 163, 4),
+    "Jetson Orin Nano": (87, 8, 163, 2),
+    "Jetson Thor": (110, 20, 227, 32),
+    "DGX Spark": (121, 48, 99, 24),
+    "RTX 5070 Ti": (120, 70, 99, 48),
+    "RTX 5090": (120, 170, 99, 96),
+    "H100 PCIe": (90, 114, 227, 50),
+    "H200": (90, 132, 227, 50),
+    "H200, a seventh of it": (90, 16, 227, 7),
+}
+# name: layers, hidden size, vocabulary, heads
+STACKS = {"0.6B": (28, 1024, 3072, 1), "1.7B": (28, 2048, 3072, 1), "predictor": (5, 1024, 2048, 15)}
+
+
+def gpu_of(profile: str) -> SimpleNamespace:
+    capability, multiprocessors, shared_kib, l2_mib = PROFILES[profile]
+    return SimpleNamespace(
+        major=capability // 10,
+        minor=capability % 10,
+        multi_processor_count=multiprocessors,
+        shared_memory_per_block_optin=shared_kib << 10,
+        L2_cache_size=l2_mib << 20,
+    )
+
+
+def sizes_of(profile: str, stack: str) -> Sizes:
+    layers, hidden, vocab, heads = STACKS[stack]
+    model = SimpleNamespace(config=config(hidden, 3 * hidden), layers=[None] * layers)
+    return kernel_sizes(model, [SimpleNamespace(weight=range(vocab))] * heads, 2048, gpu_of(profile))
+
+
+@pytest.mark.parametrize(
+    "profile, grids",
+    [
+        ("H200", (128, 128)),
+        ("RTX 4090", (128, 128)),
+        ("A100", (103, 103)),
+        ("RTX 3090", (77, 77)),
+        ("RTX 5070 Ti", (64, 70)),
+        ("RTX 3060", (28, 28)),
+        ("Jetson Orin Nano", (8, 8)),
+    ],
+)
+def test_the_fewest_blocks_with_the_least_work(profile, grids):
+    """More blocks than that only make the exchange slower: the busiest decides."""
+    assert tuple(sizes_of(profile, stack).grid for stack in ("0.6B", "1.7B")) == grids
+
+
+def has_nvrtc() -> bool:
+    try:
+        nvrtc.load_nvrtc()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
+@pytest.mark.parametrize("stack", STACKS)
+def test_every_profile_compiles(stack):
+    """For its own architecture, with its own instructions."""
+
+    def compile_for_profile(profile: str) -> str:
+        try:
+            nvrtc.compile_source(complete_source(sizes_of(profile, stack)), f"sm_{PROFILES[profile][0]}")
+        except RuntimeError as error:
+            return f"{profile}: {error}"
+        return ""
+
+    with ThreadPoolExecutor(16) as threads:
+        errors = [*filter(None, threads.map(compile_for_profile, PROFILES))]
+    assert errors == []
+
+
+@pytest.fixture(scope="module", params=["0.6B", "1.7B"])
+def model_and_references(request, checkpoint) -> Iterator[tuple[Any, list[Any]]]:
+    """A talker for the megakernel, and the model's own forward in bfloat16 and in float32."""
+    folder = str(checkpoint("base", request.param))
+    with torch.no_grad():
+        yield (
+            load_upstream(folder, dtype=torch.bfloat16).model.talker,
+            [
+                Forced(load_upstream(folder, dtype=torch.bfloat16).model.talker, LENGTH),
+                Forced(load_upstream(folder, dtype=torch.float32).model.talker, LENGTH),
+            ],
+        )
+
+
+def kernel_of_profile(profile: str, capability_here: int) -> Any:
+    """Stands in for megakernel.compile_for."""
+    capability = PROFILES[profile][0]
+    architecture = f"compute_{capability}" if capability < capability_here else None
+
+    def compile_for(model: Any, heads: Any, talker_hidden: int) -> tuple[Sizes, nvrtc.Kernel]:
+        sizes = kernel_sizes(model, heads, talker_hidden, gpu_of(profile))
+        return sizes, megakernel.compile_kernel(model.device, sizes, complete_source(sizes), architecture)
+
+    return compile_for
+
+
+@on_gpu
+@torch.no_grad()
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_profile_is_the_same_model(profile, model_and_references, monkeypatch):
+    """Logits with forced tokens, as near to float32 as the model's own."""
+    here = torch.cuda.get_device_properties(0)
+    wanted = gpu_of(profile)
+    if wanted.shared_memory_per_block_optin > here.shared_memory_per_block_optin or here.major < 9:
+        pytest.skip("this GPU cannot run it")
+    monkeypatch.setattr(megakernel, "compile_for", kernel_of_profile(profile, 10 * here.major + here.minor))
+    talker, references = model_and_references
+    fused = Megakernel(talker, LENGTH)
+    routes = [fused, *references]
+    begin(*routes)
+    rows: dict[str, list[torch.Tensor]] = {"predictor_logits": [], "talker_logits": []}
+    for frame in range(FRAMES):
+        fused.step()
+        for route in references:
+            route.codes.copy_(fused.predictor.codes[0, frame])
+            route.step()
+        for name, kept in rows.items():
+            kept.append(torch.stack([getattr(route, name).clone() for route in routes]))
+    torch.cuda.synchronize()
+    assert fused.talker.step.why_failed() == "" and fused.predictor.step.why_failed() == ""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(20):
+        fused.predictor.replay()
+        fused.talker.replay()
+    end.record()
+    end.synchronize()
+    grids = fused.talker.step.kernel.grid, fused.predictor.step.kernel.grid
+    print(f"\n{profile}: {grids[0]} and {grids[1]} blocks, {start.elapsed_time(end) / 20:.2f} ms per frame here")
+    for name, kept in rows.items():
+        good, figures = verdict(*torch.cat(kept, dim=1))
+        print(" ", name, figures)
+        assert good, (name, figures)

@@ -1,0 +1,380 @@
+"""The megakernel cannot hang: every wait has a limit, the request then fails with a reason, the next one runs."""
+
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT, joined
+from megakernel_cases import some_talker
+from test_kernel_on_cpu import HIDDEN, LENGTH, cpu_kernel_for
+from test_megakernel import on_gpu
+
+from cli import cli_errors, speaker_prompt
+from fast import check_and_end, megakernel, nvrtc
+from fast.megakernel import Sizes, complete_source, kernel_sizes
+from fast.paths import MegakernelStopped
+from fast.prompts import decoder_of
+from generate import accelerate, load_upstream
+from serving.engine import Engine
+
+LIMIT = 60  # seconds that a wait of a test may take
+
+PUBLISHES = "if (row < EIGHTHS * share.rows_per_eighth) {"
+TWO_SECONDS = "WAIT_LIMIT_NS = 2'000'000'000"
+SHORT_LIMIT = "WAIT_LIMIT_NS = 40'000'000"  # for a CPU, where it is counted in turns of all threads
+FILLS = "fill(stage, producer, source, bytes_per_eighth, policy);"
+
+
+def changed_source(right: str, wrong: str) -> str:
+    source = megakernel.SOURCE.read_text()
+    assert source.count(right) == 1
+    return source.replace(right, wrong)
+
+
+def silent_block(condition: str) -> str:
+    """megakernel.cu with a block that does not publish its rows while the condition holds."""
+    return changed_source(PUBLISHES, PUBLISHES.replace(") {", f" && !(blockIdx.x == 3 && {condition})) {{"))
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "source, reason",
+    [
+        (megakernel.SOURCE.read_text(), ""),
+        (silent_block("true"), "for another one"),
+        (changed_source(FILLS, f"if (blockIdx.x != 3 || stage != 40) {FILLS}"), "for another one"),
+    ],
+    ids=["a kernel that works", "a block never publishes", "weights never come"],
+)
+def test_a_wait_that_is_never_over_ends_on_a_cpu(source, reason, tmp_path):
+    """All blocks leave and the host learns why: in both cases the others wait for block 3."""
+    source = source.replace(TWO_SECONDS, SHORT_LIMIT)
+    it = some_talker(cpu_kernel_for(tmp_path, source, grid=8), HIDDEN, LENGTH, layers=1)
+    it.step()
+    found = it.step.why_failed()
+    assert reason in found and bool(reason) == bool(found)
+    assert it.step.failed == it.step.failed_on_host
+
+
+class StoppedStep(megakernel.FusedStep):
+    """A step that has given up."""
+
+    def __init__(self) -> None:
+        self.failed_on_host = torch.tensor([1], dtype=torch.int32)
+
+
+def test_a_stopped_megakernel_ends_the_request_and_is_left(checkpoint):
+    """The request fails with the reason; the next one gets new graphs, and the path says why. Without a GPU."""
+    folder = checkpoint("base", "tiny")
+    tts = accelerate(load_upstream(str(folder), "cpu"), max_seq_len=128)
+    decoder = decoder_of(tts)
+    talker_graph, predictor_graph = decoder.graphs_for(1)
+    predictor_graph.step = StoppedStep()  # what was captured still runs
+    talker_graph.all_ended = partial(check_and_end, decoder, talker_graph.all_ended, talker_graph, predictor_graph)
+    voice = speaker_prompt(torch.load(folder / "speaker.pt", weights_only=True))
+    request = dict(text="Hello!", language="English", voice_clone_prompt=voice, max_new_tokens=8)
+    with pytest.raises(MegakernelStopped, match="waited for another one for 2 s: .* next request"):
+        tts.generate_voice_clone(**request)
+    (audio,), _ = tts.generate_voice_clone(**request)
+    assert len(audio) > 0
+    assert decoder.graphs_for(1)[0] is not talker_graph
+    assert decoder.path.startswith("separate kernels, no megakernel: the megakernel has stopped")
+
+
+class StoppingStep(megakernel.FusedStep):
+    """Replaces a captured predictor: it gives up in one frame and leaves NaN behind, as a megakernel may."""
+
+    def __init__(self, graph: Any, frame: int) -> None:
+        self.graph = graph
+        self.own_replay = graph.replay
+        self.frame = frame
+        self.failed_on_host = torch.zeros(1, dtype=torch.int32)
+        self.stops = threading.Event()
+        self.may_go_on = threading.Event()
+        self.launches = 0
+        self.runs_behind = False
+
+    def __call__(self) -> None:
+        self.own_replay()
+        self.launches += 1
+        if self.graph.talker_graph.frame == self.frame:
+            self.stops.set()
+            assert self.may_go_on.wait(LIMIT)
+            self.failed_on_host.fill_(not self.runs_behind)
+            self.graph.talker_graph.hidden.fill_(float("nan"))
+            for layer in self.graph.talker_graph.cache.layers:
+                layer.keys.fill_(float("nan"))
+
+
+class Stopping:
+    """An accelerated model whose predictor gives up in frame 5, and the same request as it should be."""
+
+    def __init__(self, folder: Any) -> None:
+        self.tts = accelerate(load_upstream(str(folder), "cpu"), max_seq_len=128)
+        self.method = self.tts.generate_voice_clone
+        self.decoder = decoder_of(self.tts)
+        voice = speaker_prompt(torch.load(folder / "speaker.pt", weights_only=True))
+        self.request = dict(text="Hello!", language="English", voice_clone_prompt=voice, max_new_tokens=12)
+        self.expected = self.speak_alone()
+        talker_graph, predictor_graph = self.decoder.graphs_for(1)
+        self.step = StoppingStep(predictor_graph, 5)
+        predictor_graph.step = predictor_graph.replay = self.step
+        talker_graph.all_ended = partial(
+            check_and_end, self.decoder, talker_graph.all_ended, talker_graph, predictor_graph
+        )
+
+    def speak_alone(self) -> np.ndarray:
+        torch.manual_seed(3)
+        (audio,), _ = self.method(**self.request)
+        return audio
+
+    def speak_in(self, engine: Engine) -> np.ndarray:
+        return joined(engine.stream(self.method, seed=3, **self.request))
+
+    def check_that_it_is_left(self, engine: Engine) -> None:
+        """The engine's next request and the next call outside are right, without the graphs that have stopped."""
+        vars(self.decoder).pop("record_event", None)
+        launches = self.step.launches
+        np.testing.assert_allclose(self.speak_in(engine), self.expected, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(self.speak_alone(), self.expected, rtol=0, atol=1e-5)
+        assert self.step.launches == launches
+        assert self.decoder.path.startswith("separate kernels, no megakernel: the megakernel has stopped")
+
+
+@pytest.fixture
+def stopping(checkpoint) -> Stopping:
+    return Stopping(checkpoint("base", "tiny"))
+
+
+class LateEvent:
+    """The host learns that the step has stopped when it waits for an event recorded after it."""
+
+    def __init__(self, step: StoppingStep) -> None:
+        self.step = step
+        self.comes_after_stop = step.stops.is_set()
+
+    def synchronize(self) -> None:
+        if self.comes_after_stop:
+            self.step.failed_on_host.fill_(1)
+
+    def wait(self) -> None:
+        pass
+
+
+def run_one_frame_behind(engine: Engine, step: StoppingStep) -> None:
+    """As on a GPU, where the host waits for a frame after it has launched the next one."""
+    launch, check_ended = engine.launch, engine.check_ended
+    launched = []
+    engine.launch = lambda: launched.append(launch()) or launched[-1]
+    engine.check_ended = lambda keep: check_ended(keep=int(launched[-1]))
+    engine.decoder.record_event = lambda: LateEvent(step)
+    step.runs_behind = True
+
+
+@pytest.mark.filterwarnings("ignore:the speech was cut off")
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_in_the_engine_the_request_fails_and_the_next_one_runs(stopping, is_behind):
+    with Engine(stopping.tts, max_streams=2) as engine:
+        if is_behind:
+            run_one_frame_behind(engine, stopping.step)
+        stopping.step.may_go_on.set()
+        with pytest.raises(MegakernelStopped, match="waited for another one for 2 s: .* next request"):
+            stopping.speak_in(engine)
+        stopping.check_that_it_is_left(engine)
+
+
+@pytest.mark.filterwarnings("ignore:the speech was cut off")
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_a_stream_that_joins_in_that_moment_is_right(stopping, is_behind):
+    """The stopped stream may already have been moved into the batch when the host learns of it: only that one fails."""
+    with Engine(stopping.tts, max_streams=2) as engine:
+        if is_behind:
+            run_one_frame_behind(engine, stopping.step)
+        first = engine.stream(stopping.method, seed=3, **stopping.request)
+        assert stopping.step.stops.wait(LIMIT)
+        second = engine.stream(stopping.method, seed=3, **stopping.request)
+        stopping.step.may_go_on.set()
+        np.testing.assert_allclose(joined(second), stopping.expected, rtol=0, atol=1e-5)
+        with pytest.raises(MegakernelStopped):
+            joined(first)
+        stopping.check_that_it_is_left(engine)
+
+
+@pytest.mark.filterwarnings("ignore:the speech was cut off")
+def test_the_engine_does_not_use_what_stopped_outside(stopping):
+    with Engine(stopping.tts, max_streams=2) as engine:
+        stopping.step.may_go_on.set()
+        with pytest.raises(MegakernelStopped):
+            stopping.speak_alone()
+        stopping.check_that_it_is_left(engine)
+
+
+def test_the_command_line_says_so_in_one_line(capsys):
+    with pytest.raises(SystemExit) as ended, cli_errors():
+        raise MegakernelStopped("the megakernel has stopped: a thread block has waited for 2 s")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: the megakernel has stopped: a thread block has waited for 2 s\n"
+
+
+# ---- On a GPU
+
+
+def kernel_for(source: str | None = None, launch_plainly: bool = False, **changes: int) -> Any:
+    def compile_for(model: Any, heads: Any, talker_hidden: int) -> tuple[Sizes, nvrtc.Kernel]:
+        sizes = kernel_sizes(model, heads, talker_hidden, torch.cuda.get_device_properties(model.device))
+        sizes = replace(sizes, **changes)
+        kernel = megakernel.compile_kernel(model.device, sizes, complete_source(sizes, source))
+        if launch_plainly:
+            original = kernel.call
+            kernel.call = lambda name, *rest: (
+                original("cuLaunchKernel", *rest, None) if "Cooperative" in name else original(name, *rest)
+            )
+        return sizes, kernel
+
+    return compile_for
+
+
+def seconds_of(step: Any) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+@pytest.fixture
+def on_cuda() -> Any:
+    with torch.device("cuda", 0), torch.no_grad():
+        yield
+
+
+@on_gpu
+@pytest.mark.parametrize("bulk_copies", [0, 1])
+def test_a_block_that_never_publishes(bulk_copies, on_cuda):
+    it = some_talker(kernel_for(silent_block("true"), bulk_copies=bulk_copies), 1024, LENGTH)
+    taken = seconds_of(it.step)
+    print(f"{taken:.2f} s: {it.step.why_failed()}")
+    assert "for another one" in it.step.why_failed() and taken < 5
+    assert seconds_of(it.step) < 5  # the word stays set, and the next launch ends as well
+
+
+@on_gpu
+def test_more_blocks_than_fit(on_cuda):
+    """The driver refuses a cooperative launch. Without its help the blocks that are there give up, the rest follow."""
+    source = changed_source("GRID <= 128,", "GRID <= 256,")
+    sizes = dict(grid=256, exchange_bytes=2 << 20)  # each split of the attention takes room in the exchange
+    with pytest.raises(RuntimeError, match="cuLaunchCooperativeKernel"):
+        some_talker(kernel_for(source, **sizes), 2048, LENGTH).step()
+    it = some_talker(kernel_for(source, launch_plainly=True, **sizes), 2048, LENGTH)
+    taken = seconds_of(it.step)
+    print(f"{taken:.2f} s: {it.step.why_failed()}")
+    assert "for another one" in it.step.why_failed() and taken < 10
+
+
+OCCUPY = """
+extern "C" __global__ void occupy(unsigned long long nanoseconds) {
+    __shared__ volatile char room[48 << 10];
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+    do {
+        room[threadIdx.x] = 1;
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    } while (now - start < nanoseconds);
+}
+"""
+
+
+@on_gpu
+@pytest.mark.parametrize("seconds", [1.0, 4.0])
+def test_beside_a_kernel_that_occupies_multiprocessors(seconds, on_cuda):
+    """For a second it waits and is right; for longer it may give up, but it ends."""
+    it = some_talker(kernel_for(), 1024, LENGTH)
+    device = torch.device("cuda", 0)
+    gpu = torch.cuda.get_device_properties(device)
+    occupier = nvrtc.Kernels(nvrtc.compile_source(OCCUPY, f"sm_{gpu.major}{gpu.minor}"), ["occupy"], device)
+    it.step()
+    torch.cuda.synchronize()
+    it.graph.frame.zero_()
+    expected = it.step.logits().clone()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        occupier.launch("occupy", (40, 1), 32, [int(seconds * 1e9)])
+    time.sleep(0.1)
+    start = time.perf_counter()
+    it.step()
+    torch.cuda.current_stream().synchronize()
+    taken = time.perf_counter() - start
+    torch.cuda.synchronize()
+    print(f"occupied for {seconds} s: the step took {taken:.2f} s, {it.step.why_failed() or 'right'}")
+    assert taken < seconds + 5
+    if seconds < 2:
+        assert it.step.why_failed() == "" and torch.equal(it.step.logits(), expected)
+
+
+@pytest.fixture
+def late_fault(monkeypatch, tmp_path) -> Any:
+    """A talker's kernel whose block 3 falls silent long after the self-test: 28 layers per launch."""
+    wrong = tmp_path / "megakernel.cu"
+    wrong.write_text(silent_block("CODES == 1 && epoch > 40 * LAYERS"))
+    monkeypatch.setattr(megakernel, "SOURCE", wrong)
+    megakernel.compile_once.cache_clear()
+    yield
+    megakernel.compile_once.cache_clear()
+
+
+@on_gpu
+def test_the_request_fails_and_the_next_one_runs(late_fault, checkpoint):
+    """On separate kernels, and the path says why."""
+    folder = checkpoint("base", "0.6B")
+    tts = accelerate(load_upstream(str(folder)), max_seq_len=256)
+    decoder = decoder_of(tts)
+    assert decoder.path == "megakernel"
+    voice = speaker_prompt(torch.load(folder / "speaker.pt", weights_only=True))
+    request = dict(text="Hello!", language="English", voice_clone_prompt=voice, max_new_tokens=60)
+    with pytest.raises(MegakernelStopped, match="waited for another one"):
+        tts.generate_voice_clone(**request)
+    (audio,), _ = tts.generate_voice_clone(**request)
+    assert len(audio) > 0
+    assert decoder.path.startswith("separate kernels") and "stopped" in decoder.path
+
+
+TWO_PROCESSES = """
+    import sys, time
+    sys.path.insert(0, {root!r})
+    import torch
+    from cli import speaker_prompt
+    from fast.prompts import decoder_of
+    from generate import load
+
+    tts = load({folder!r}, max_seq_len=512)
+    voice = speaker_prompt(torch.load({folder!r} + "/speaker.pt", weights_only=True))
+    speeches = []
+    start = time.perf_counter()
+    while time.perf_counter() - start < 8:
+        torch.manual_seed(0)
+        (audio,), _ = tts.generate_voice_clone("Hello!", "English", voice_clone_prompt=voice, max_new_tokens=200)
+        speeches.append(audio)
+    assert all((speech == speeches[0]).all() for speech in speeches)
+    print(decoder_of(tts).path, len(speeches))
+"""
+
+
+@on_gpu
+def test_two_processes(checkpoint):
+    """Both speak the same again and again, on the megakernel."""
+    program = textwrap.dedent(TWO_PROCESSES).format(root=str(ROOT), folder=str(checkpoint("base", "0.6B")))
+    processes = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in processes:
+        output, _ = process.communicate(timeout=300)
+        print(output.strip())
+        assert process.returncode == 0 and output.startswith("megakernel")
