@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+from tools.bounds import table
+
 ROOT = Path(__file__).parents[1]
 FUSED = "megakernel"
 THREE_FILES = "the three files alone"
@@ -113,3 +115,8 @@ def test_the_table_of_listeners_is_what_was_measured():
         assert f"| {' | '.join(cells)} |" in readme
     underruns = sum(row["underruns"] for rows in results.values() for row in rows.values())
     assert f"had {underruns or 'no'} underruns" in readme
+
+
+def test_the_table_of_bounds_is_what_the_command_prints():
+    _, readme = read()
+    assert "\n".join(table()) in readme

@@ -79,6 +79,7 @@ def plot_listeners(plt, results: list[dict]):
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_minor_locator(NullLocator())
+        axis.set_xticks([1, 4, 16, 64, 256])
         axis.xaxis.set_major_formatter("{x:.0f}")
         axis.yaxis.set_major_formatter("{x:.0f}")
         axis.margins(x=0.2)
