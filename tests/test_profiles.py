@@ -2,7 +2,7 @@
 
 Each profile is compiled for its own architecture where there is an NVRTC. Where there is a GPU of compute capability
 9.0 or higher, it also runs there: PTX for the profile's architecture if that is older, else machine code of the GPU
-with the profile's sizes. On a CPU tests/test_kernel_on_cpu.py runs the numbers of blocks and both kinds of copies.
+with the profile's sizes. On a CPU tests/test_kernel_on_cpu.py runs 8, 16 and 20 blocks, and both kinds of copies.
 """
 
 from collections.abc import Iterator
