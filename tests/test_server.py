@@ -224,6 +224,14 @@ def test_a_base_model_without_voices_says_what_to_do(checkpoint, tmp_path):
     speech.close()
 
 
+def test_a_speaker_is_found_without_the_disk():
+    """A look at the folder of voices in each request took longer than the first audio on a slow disk."""
+    speech = object.__new__(Speech)
+    speech.presets, speech.speakers, speech.folder = ["aiden"], {"me": {}}, None
+    speech.voice_names = lambda: pytest.fail("it looked at the folder")
+    assert [speech.resolve_voice(name) for name in ("aiden", " ME ")] == ["aiden", "me"]
+
+
 @pytest.mark.parametrize(
     "name", ["../me", "me/../../x", ".hidden", "a" * 65, "", "two words", "nul\0", "mé", "-me", "a.b"]
 )
