@@ -76,6 +76,13 @@ fi
 # models and the demo.
 $install $packages
 $install --no-deps "$qwen_tts"
+# librosa brings scikit-learn, for functions that nobody calls here. transformers imports it where it is installed, which
+# takes a sixth of the time to start.
+if command -v uv > /dev/null && [ -z "$system_torch" ]; then
+  uv pip uninstall --quiet --python $venv/bin/python scikit-learn
+else
+  $venv/bin/python -m pip uninstall --quiet --yes scikit-learn
+fi
 if [ -n "$with_server" ]; then
   $install -r requirements-server.txt
 fi

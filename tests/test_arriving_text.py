@@ -182,7 +182,7 @@ def test_same_tokens_as_the_whole_text(voices, name):
         (ENGLISH[:18], list, 24, {}),
         ("Hi", list, 6, GREEDY),
     )
-    for text, cut, tokens, sampling in cases[:2] if name == "in-context" else cases:  # its prompts take long
+    for text, cut, tokens, sampling in cases[1:2] if name == "in-context" else cases:  # its prompts take long
         arguments = dict(max_new_tokens=tokens, **sampling)
         expected, after = voice.codes(voice.upstream, seed=3, text=text, non_streaming_mode=False, **arguments)
         codes, _, after_ours = spoken(voice, iter(cut(text)), seed=3, **arguments)

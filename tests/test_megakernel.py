@@ -66,10 +66,15 @@ def pretended_stack(name: str) -> tuple[SimpleNamespace, list[SimpleNamespace]]:
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize(
-    "stack, gpu",
-    [("0.6B", "H200"), ("1.7B", "RTX 5090"), ("predictor", "H100 PCIe"), ("1.7B", "RTX 3060")],
+    "stack, gpu, defines",
+    [
+        ("0.6B", "H200", ""),
+        ("predictor", "H100 PCIe", PLAIN_COPIES),
+        ("1.7B", "RTX 3060", ""),
+        ("1.7B", "RTX 5090", PLAIN_COPIES),
+    ],
+    ids=["0.6B", "predictor", "1.7B, cp.async", "1.7B"],
 )
-@pytest.mark.parametrize("defines", ["", PLAIN_COPIES], ids=["as it is", "plain copies"])
 def test_the_kernel_compiles(stack, gpu, defines, tmp_path):
     model, heads = pretended_stack(stack)
     sizes = megakernel.kernel_sizes(model, heads, 2048, pretended_gpu(gpu))

@@ -33,7 +33,6 @@ CPU_FAULTS = {
     None: SMALL,
     "one rounding left out, of the norm": SMALL | dict(frames=1),
     "penalty on the wrong sign": SMALL | dict(frames=1, choices=3),
-    "text one row late": SMALL,
 }
 
 
