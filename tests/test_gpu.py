@@ -351,8 +351,7 @@ def test_peak_memory(checkpoint, size, limit):
 
 
 def test_graphs_of_a_pool_share_one_workspace():
-    """cuBLAS keeps 32 MiB for each stream on Hopper. When one graph is freed, the others must keep theirs: torch 2.12
-    frees the workspaces of a graph's stream with the graph."""
+    """cuBLAS keeps 32 MiB for each stream on Hopper. When one graph is freed, the others must keep theirs."""
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
     left = torch.randn(64, 8192, device=device, dtype=torch.bfloat16)
