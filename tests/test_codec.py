@@ -95,6 +95,7 @@ def test_decode_takes_what_upstream_takes(tokenizer, codec):
     np.testing.assert_allclose(audio, one_pass(tokenizer, first), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_published_shapes():
     """A size that only the tiny codec has must not be built in."""
 

@@ -304,6 +304,7 @@ def test_a_full_disk_is_one_line(call, checkpoint):
     assert stderr.startswith("error: cannot write /dev/full: No space left") and Path("/dev/full").exists()
 
 
+@pytest.mark.slow
 def test_a_player_that_was_closed(tmp_path):
     """head, or a player's window: exit code 141 as for any other program in a pipe, and no traceback."""
     program = f"""if True:

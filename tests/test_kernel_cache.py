@@ -455,6 +455,7 @@ PROCESS = """
 """
 
 
+@pytest.mark.slow
 def test_processes_write_read_and_remove_at_once(folder):
     """Each always has the right code, and none ever sees half a file. Five kernels, room for three."""
     processes = [

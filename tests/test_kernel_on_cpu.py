@@ -82,6 +82,7 @@ def test_talker_step_matches_the_reference(tmp_path, monkeypatch):
         assert torch.equal(it.graph.seen, seen)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_plain_copies_compute_the_same(tmp_path):
     """The variant for compute-sanitizer differs only in how the ring is filled and released."""
@@ -105,6 +106,7 @@ def test_a_wide_talker_on_few_blocks(tmp_path):
     assert error_at(it, 17) < TOLERANCE
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_end_token_ends_the_row(tmp_path):
     """Once the end token is allowed and chosen, `ended` is set, on the host, too, and stays set."""

@@ -125,7 +125,7 @@ def generate(folder, *arguments):
     return [str(word) for word in [*command, *arguments]]
 
 
-@pytest.mark.parametrize("join", [True, False], ids=["joined", "numbered"])
+@pytest.mark.parametrize("join", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["joined", "numbered"])
 def test_resume(checkpoint, tmp_path, monkeypatch, capsys, join):
     """What an interrupted run has spoken is not spoken again, and the result is that of an uninterrupted run."""
     (tmp_path / "book.txt").write_text("One.\nTwo.\nThree. Four is longer. Five as well.\n")

@@ -64,6 +64,7 @@ def pretended_stack(name: str) -> tuple[SimpleNamespace, list[SimpleNamespace]]:
 # ---- Compilation
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize(
     "stack, gpu, defines",

@@ -252,6 +252,7 @@ def test_an_editable_install_shows_one_name(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_no_generic_names_become_visible(tmp_path, checkpoint):
     """A module of ours called `generate` or `fast` must be neither importable nor in the way of another one."""
     (tmp_path / "fast.py").write_text("whose = 'the program that uses us'")

@@ -119,6 +119,7 @@ def test_importing_and_loading_are_silent(checkpoint):
     assert (run.returncode, run.stdout, ours) == (0, "", [])
 
 
+@pytest.mark.slow
 def test_the_25_hz_tokenizer_is_the_real_one_where_its_packages_are(tmp_path):
     """A program that also uses the 25 Hz tokenizer must not find an empty class in its place.
 

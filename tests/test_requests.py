@@ -215,7 +215,7 @@ def test_building_a_request_leaves_the_model_alone(voices):
 
 
 @pytest.mark.parametrize("name", VOICES)
-@pytest.mark.parametrize("chunk_frames", [None, 1, 5])
+@pytest.mark.parametrize("chunk_frames", [None, pytest.param(1, marks=pytest.mark.slow), 5])
 def test_chunks_joined_are_the_whole(voices, name, chunk_frames):
     """A chunk that is lost, repeated or decoded from the wrong state; and chunks of other sizes than promised."""
     voice = voices(name).end_comes_up(True)

@@ -52,7 +52,11 @@ def silent_block(condition: str) -> str:
     [
         (megakernel.SOURCE.read_text(), ""),
         (silent_block("true"), "for another one"),
-        (changed_source(FILLS, f"if (blockIdx.x != 3 || stage != 40) {FILLS}"), "for another one"),
+        pytest.param(
+            changed_source(FILLS, f"if (blockIdx.x != 3 || stage != 40) {FILLS}"),
+            "for another one",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["a kernel that works", "a block never publishes", "weights never come"],
 )
