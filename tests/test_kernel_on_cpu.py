@@ -90,6 +90,7 @@ def test_plain_copies_compute_the_same(tmp_path):
     assert error_at(it, 17) < TOLERANCE
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_any_number_of_blocks(tmp_path):
     """Rows that do not divide evenly, blocks without attention, copies of 16 bytes."""
