@@ -26,9 +26,10 @@ def capture(fn: Callable[[], None], device: torch.device, pool=None, generator=N
         return fn
     graph = torch.cuda.CUDAGraph()
     pool, stream = pool or new_pool(device)
-    if generator is not None:
-        graph.register_generator_state(generator)
-    fn()  # warm-up, not on that stream: so its workspace is in the pool
+    with torch.cuda.device(device):  # the generator's state is made on the current one
+        if generator is not None:
+            graph.register_generator_state(generator)
+        fn()  # warm-up, not on that stream: so its workspace is in the pool
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # others may use CUDA
         fn()  # capture
     return graph.replay
@@ -163,7 +164,6 @@ class TalkerGraph:
         self.seen.zero_()
         self.ended.zero_()
         self.cache.reset()  # masked positions must be finite: 0 x NaN is NaN
-
         self.prefills[min(bucket for bucket in self.prefills if bucket >= length)]()
 
     def all_ended(self, rows: int, token_chosen: torch.cuda.Event | None) -> bool:

@@ -63,13 +63,17 @@ if [ -n "$system_torch" ]; then
   python3 -m venv $venv
   site_packages=$($venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   echo "$torch_folder" > "$site_packages/torch.pth"
-  install="$venv/bin/python -m pip install --quiet"
 elif command -v uv > /dev/null; then
   uv venv --quiet --allow-existing $venv
-  install="uv pip install --quiet --python $venv/bin/python"
 else
   python3 -m venv $venv
+fi
+if [ -z "$system_torch" ] && command -v uv > /dev/null; then
+  install="uv pip install --quiet --python $venv/bin/python"
+  uninstall="uv pip uninstall --quiet --python $venv/bin/python"
+else
   install="$venv/bin/python -m pip install --quiet"
+  uninstall="$venv/bin/python -m pip uninstall --quiet --yes"
 fi
 
 # The packages. qwen-tts comes without its dependencies: torchaudio, sox, onnxruntime and gradio are for the 25 Hz
@@ -78,11 +82,7 @@ $install $packages
 $install --no-deps "$qwen_tts"
 # librosa brings scikit-learn, for functions that nobody calls here. transformers imports it where it is installed, which
 # takes a sixth of the time to start.
-if command -v uv > /dev/null && [ -z "$system_torch" ]; then
-  uv pip uninstall --quiet --python $venv/bin/python scikit-learn
-else
-  $venv/bin/python -m pip uninstall --quiet --yes scikit-learn
-fi
+$uninstall scikit-learn
 if [ -n "$with_server" ]; then
   $install -r requirements-server.txt
 fi

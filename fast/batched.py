@@ -174,15 +174,13 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
 @functools.cache
 def compile_for(device: torch.device, sizes: Sizes) -> nvrtc.Kernels:
     """OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the compiler or the driver refuses the kernels."""
-    gpu = torch.cuda.get_device_properties(device)
-    cubin = kernel_cache.compile_source(complete_source(sizes), f"sm_{gpu.major}{gpu.minor}")
+    cubin = kernel_cache.compile_source(complete_source(sizes), nvrtc.architecture_of(device))
     return nvrtc.Kernels(cubin, KERNELS, device)
 
 
 def compile_ahead(model: Any) -> None:
     """Start what BatchedStack takes longest with, in a thread. The weights' values are not needed."""
-    gpu = torch.cuda.get_device_properties(model.device)
-    kernel_cache.compile_ahead(complete_source(kernel_sizes(model.config)), f"sm_{gpu.major}{gpu.minor}")
+    kernel_cache.compile_ahead(complete_source(kernel_sizes(model.config)), nvrtc.architecture_of(model.device))
 
 
 def kernel_argument(name: str, value: Tensor | int, kind: Any) -> int:

@@ -115,8 +115,7 @@ def why_not_before_compiling(decoder: Any) -> str | None:
 def compile_ahead(decoder: Any) -> None:
     """Start what `why_not` takes longest with, in a thread. The weights' values are not needed."""
     if not why_not_before_compiling(decoder):
-        gpu = torch.cuda.get_device_properties(decoder.device)
-        kernel_cache.compile_ahead(complete_source(kernel_sizes(decoder)), f"sm_{gpu.major}{gpu.minor}")
+        kernel_cache.compile_ahead(complete_source(kernel_sizes(decoder)), nvrtc.architecture_of(decoder.device))
 
 
 def unsupported(decoder: Any) -> str | None:
@@ -174,8 +173,7 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
 @functools.cache
 def compile_for(device: torch.device, sizes: Sizes) -> nvrtc.Kernels:
     """OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the compiler or the driver refuses the kernels."""
-    gpu = torch.cuda.get_device_properties(device)
-    cubin = kernel_cache.compile_source(complete_source(sizes), f"sm_{gpu.major}{gpu.minor}")
+    cubin = kernel_cache.compile_source(complete_source(sizes), nvrtc.architecture_of(device))
     return nvrtc.Kernels(cubin, KERNELS, device)
 
 

@@ -168,8 +168,7 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
 
 def compile_kernel(device: torch.device, sizes: Sizes, source: str, architecture: str | None = None) -> nvrtc.Kernel:
     """`source` is complete_source(sizes). `architecture` as in nvrtc.compile_source, by default the GPU's own."""
-    gpu = torch.cuda.get_device_properties(device)
-    cubin = kernel_cache.compile_source(source, architecture or f"sm_{gpu.major}{gpu.minor}")
+    cubin = kernel_cache.compile_source(source, architecture or nvrtc.architecture_of(device))
     return nvrtc.Kernel(cubin, KERNEL_NAME, device, sizes.grid, sizes.threads, sizes.shared_bytes)
 
 
@@ -192,7 +191,7 @@ def compile_ahead(model: Any, heads: Sequence[Any], talker_hidden: int) -> None:
     """Start what `compile_for` takes longest with, in a thread. The weights' values are not needed."""
     gpu = torch.cuda.get_device_properties(model.device)
     source = complete_source(kernel_sizes(model, heads, talker_hidden, gpu))
-    kernel_cache.compile_ahead(source, f"sm_{gpu.major}{gpu.minor}")
+    kernel_cache.compile_ahead(source, nvrtc.architecture_of(model.device))
 
 
 def as_field(value: Tensor | int) -> int:

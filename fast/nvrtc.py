@@ -42,6 +42,12 @@ def version() -> tuple[int, int]:
     return major.value, minor.value
 
 
+def architecture_of(device: torch.device) -> str:
+    """sm_90 for an H200"""
+    gpu = torch.cuda.get_device_properties(device)
+    return f"sm_{gpu.major}{gpu.minor}"
+
+
 def compiler_options(architecture: str) -> list[str]:
     return [f"--gpu-architecture={architecture}"]
 

@@ -854,11 +854,12 @@ class Engine:
         """Give decoded audio to its listeners, in the order of the codec."""
         while (item := self.decoding.get()) is not None:
             streams, audio = item
+            is_audio = isinstance(audio, PendingAudio)
             try:
-                for stream, samples in zip(streams, audio.wait() if isinstance(audio, PendingAudio) else [audio]):
+                for stream, samples in zip(streams, audio.wait() if is_audio else [audio]):
                     if not stream.cancelled:
-                        if samples is not END and not isinstance(samples, BaseException):
-                            self.count_unread(stream, samples)
+                        if is_audio:
+                            self.count_delivered(stream, samples)
                         stream.put(samples)
             except Exception as error:
                 log.exception("the engine has stopped")
@@ -876,7 +877,7 @@ class Engine:
         for stream in streams:
             stream.put(RuntimeError(self.why_closed))  # a new error for each thread
 
-    def count_unread(self, stream: Stream, samples: np.ndarray) -> None:
+    def count_delivered(self, stream: Stream, samples: np.ndarray) -> None:
         with self.changed:
             stream.unread += 1
             stream.delivered += round(len(samples) / self.rate / self.seconds_per_frame)

@@ -131,9 +131,7 @@ class Speech:
     def resolve_voice(self, name: str | None) -> str:
         """The voice for a name. Without one, and for OpenAI's names, one that exists, the same each time."""
         wanted = (name or OPENAI_VOICES[0]).strip().lower()
-        if (
-            wanted in self.presets or wanted in self.speakers
-        ):  # without a look at the folder, which may be on a slow disk
+        if wanted in (*self.presets, *self.speakers):  # the folder of voices may be on a slow disk
             return wanted
         names = self.voice_names()
         if wanted in names:
