@@ -123,7 +123,7 @@ class Decoder:
         self.graphs[rows] = talker, predictor
         return talker, predictor
 
-    def frame_limit(self, inputs_embeds, attention_mask, max_new_tokens, repetition_penalty, **_) -> int:
+    def frame_limit(self, attention_mask, max_new_tokens, repetition_penalty, **_) -> int:
         """The most frames that a request can have. Raises an error if it cannot have any."""
         used = attention_mask.shape[1]
         if used >= self.max_seq_len:
@@ -132,14 +132,14 @@ class Decoder:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 2: the last has no audio")
         if not repetition_penalty > 0:
             raise ValueError(f"repetition_penalty is {repetition_penalty}, it must be above 0: 1.0 for none")
-        if not inputs_embeds.isfinite().all():
-            raise ValueError("the prompt has NaN or infinite values: extract the speaker or the reference again")
         return min(max_new_tokens - 1, self.max_seq_len - used)
 
     @torch.no_grad()
     def frames(self, **request) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each frame's codes (B, 16) and hidden state (B, H), views of static tensors, until all rows ended."""
         limit = self.frame_limit(**request)
+        if not request["inputs_embeds"].isfinite().all():
+            raise ValueError("the prompt has NaN or infinite values: extract the speaker or the reference again")
         rows = len(request["inputs_embeds"])
         talker, predictor = self.graphs_for(rows)
         generator = talker.generator or torch.default_generator

@@ -139,6 +139,10 @@ def build_request(method: Callable, *, text: str, token_ids: list[int] | None = 
         getattr(tts, method.__name__)(text=text, **kwargs)
     except RequestBuilt as built:
         (request,) = built.args
+        if not request["inputs_embeds"].isfinite().all():
+            raise ValueError(
+                "the prompt has NaN or infinite values: extract the speaker or the reference again"
+            ) from None
         return request
     raise ValueError(f"{method.__name__} does not generate speech")
 

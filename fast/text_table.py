@@ -9,8 +9,8 @@ wait for the frames of other streams.
 
 import copy
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 ROWS_AT_ONCE = 4096  # text_projection's intermediate results are as wide as the embedding
@@ -26,7 +26,15 @@ class TextTable(nn.Module):
         self.table = torch.cat([talker.text_projection(rows).cpu() for rows in weight.split(ROWS_AT_ONCE)])
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(token_ids.cpu(), self.table).to(token_ids.device)
+        rows = torch.empty(*token_ids.shape, self.table.shape[1], dtype=self.table.dtype)
+        as_bytes(rows)[...] = as_bytes(self.table)[token_ids.cpu().numpy()]
+        return rows.to(token_ids.device)
+
+
+def as_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a tensor on the host, to be copied by numpy, which has no bfloat16, in the calling thread. Above
+    32,768 elements torch wakes its thread pool: on a busy or virtual machine that takes longer than all of a prompt."""
+    return tensor.view(torch.uint8).numpy()
 
 
 class HostTalker(nn.Module):

@@ -1,5 +1,8 @@
 """On a GPU prompts are built on the host. On a CPU the same code must build the same prompts."""
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import VOICES, joined
@@ -118,3 +121,29 @@ def test_another_layout_is_left_to_upstream(voice, with_table, monkeypatch):
             request["inputs_embeds"], build_request(method, text="Hello.", **voice.arguments)["inputs_embeds"]
         )
     assert list(decoder.prompt_templates.templates.values()) == [None]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux lists them")
+@pytest.mark.parametrize("non_streaming_mode", [True, False])
+def test_a_prompt_stays_in_its_thread(voice, with_table, non_streaming_mode):
+    """Waking torch's thread pool has taken 10 to 20 ms on a virtual machine, three times as long as the first audio."""
+    decoder, method = decoder_of(with_table), getattr(with_table, voice.method)
+    arguments = voice.arguments | dict(non_streaming_mode=non_streaming_mode)
+    request_for(decoder, method, "Hello.", arguments)
+
+    def count_threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    def build() -> list[int]:  # in a new thread, which has no pool yet
+        torch.set_num_threads(4)
+        counts = [count_threads()]
+        request = request_for(decoder, method, "one two three " * 1000, arguments)
+        counts.append(count_threads())
+        request["inputs_embeds"].new_ones(1 << 16).add_(1)
+        return [*counts, count_threads()]
+
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(1) as pool:
+        before, after, with_pool = pool.submit(build).result()
+    torch.set_num_threads(threads)
+    assert before == after < with_pool
