@@ -154,8 +154,7 @@ class Decoder:
         predictor.begin(**request)
         talker.begin(**request)
         for frame in range(limit):
-            # The host learns one frame late that all rows have ended, so that the GPU never waits for it, and asks only
-            # once they can have ended. The surplus frame is dropped, its random numbers are put back.
+            # The host learns one frame late that all rows have ended: the GPU never waits. That frame is undone.
             token_chosen = self.record_event()
             rng_state = generator.get_state()
             predictor.replay()
