@@ -17,19 +17,16 @@ import threading
 
 import torch
 
-from fast.text_table import as_bytes
-
 ROLE_TOKENS = 3  # before the text: <|im_start|>, assistant, newline
 CLOSING_TOKENS = 5  # after it: <|im_end|>, newline and the next role
 MAX_TEMPLATES = 256
-ROWS_AT_ONCE = 8  # few enough for torch to stay in the calling thread; see `as_bytes`
 
 
 class PromptTemplate:
     def __init__(self, tts, talker, request: dict, ids: list[int]):
         """`request` is what upstream has built for the text with these tokens. `talker` is on the host."""
         config = tts.model.config
-        codec = talker.get_input_embeddings().weight.detach()
+        codec = talker.get_input_embeddings().weight
         self.table = talker.get_text_embeddings().table
         self.request = request
         self.pad, self.end = self.table[config.tts_pad_token_id], self.table[config.tts_eos_token_id]
@@ -42,27 +39,17 @@ class PromptTemplate:
         raise ValueError("upstream's prompts have another layout")
 
     def fill(self, ids: list[int]) -> dict:
-        """The request with a text of these tokens, in pinned memory."""
-        tokens = len(ids)
-        start = len(self.prefix)
+        """The request with a text of these tokens."""
+        text = self.table.index_select(0, torch.tensor(ids, dtype=torch.long))  # (T, H)
         if self.is_streaming:
-            prompt, later = self.new_rows(start + 1), self.new_rows(tokens)
-            prompt[start] = self.table[ids[0]] + self.codec_bos
-            as_bytes(later)[:-1] = as_bytes(self.table)[ids[1:]]
-            later[-1] = self.end
+            prompt = torch.cat([self.prefix, text[:1] + self.codec_bos])
+            later = torch.cat([text[1:], self.end[None]])
         else:
-            prompt, later = self.new_rows(start + tokens + 2), self.pad[None]
-            as_bytes(prompt)[start:-2] = as_bytes(self.table)[ids]
-            prompt[-2] = self.end
-            for rows in prompt[start:-1].split(ROWS_AT_ONCE):
-                rows += self.codec_pad
-            prompt[-1] = self.pad + self.codec_bos
-        as_bytes(prompt)[:start] = as_bytes(self.prefix)
+            spoken = torch.cat([text, self.end[None]]) + self.codec_pad
+            prompt = torch.cat([self.prefix, spoken, (self.pad + self.codec_bos)[None]])
+            later = self.pad[None]
         mask = torch.ones(1, len(prompt), dtype=torch.long)
         return self.request | dict(inputs_embeds=prompt[None], attention_mask=mask, trailing_text_hidden=later[None])
-
-    def new_rows(self, count: int) -> torch.Tensor:
-        return torch.empty(count, self.table.shape[1], dtype=self.table.dtype, pin_memory=torch.cuda.is_available())
 
     def gives(self, ids: list[int], request: dict) -> bool:
         filled = self.fill(ids)

@@ -1,9 +1,12 @@
 """Requests: upstream builds the prompt, and everything that could fail in a frame is checked before the first."""
 
+import contextlib
 import copy
+import ctypes
 import logging
-from collections.abc import Callable
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator
+from functools import cache, lru_cache, partial
+from pathlib import Path
 
 import torch
 
@@ -13,6 +16,28 @@ from fast.prompt_templates import CLOSING_TOKENS, ROLE_TOKENS, PromptTemplate, t
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
 EMBEDDINGS = ("inputs_embeds", "trailing_text_hidden", "tts_pad_embed")  # of a request
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Small tensors on the host: torch stays in this thread. Waking its OpenMP threads can take longer than the first
+    audio does, on a busy or virtual machine. `torch.set_num_threads` would change the whole process."""
+    threads = torch.get_num_threads()
+    set_omp_threads = find_omp_set_num_threads()
+    set_omp_threads(1)
+    try:
+        yield
+    finally:
+        set_omp_threads(threads)
+
+
+@cache
+def find_omp_set_num_threads() -> Callable[[int], None]:
+    """OpenMP's function for the calling thread, from the library that torch is linked with."""
+    try:
+        return ctypes.CDLL(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so").omp_set_num_threads
+    except (OSError, AttributeError):  # torch was built without it
+        return lambda threads: None
 
 
 def prepare_request(decoder, method: Callable, text, **kwargs) -> tuple[dict, int, torch.Tensor | None]:
@@ -86,6 +111,11 @@ def request_for(decoder, method: Callable, text: str, kwargs: dict) -> dict:
     key = template_key(method.__name__, kwargs) if decoder.host_talker else None
     if key is None:
         return build_request(method, text=text, **kwargs)
+    with one_thread():
+        return request_like_earlier(decoder, key, method, text, kwargs)
+
+
+def request_like_earlier(decoder, key, method: Callable, text: str, kwargs: dict) -> dict:
     tts = method.__self__
     tokens = tts.processor.tokenizer.backend_tokenizer.encode(tts._build_assistant_text(text)).ids
     ids = tokens[ROLE_TOKENS:-CLOSING_TOKENS]
@@ -107,6 +137,8 @@ class RequestBuilt(Exception):
 
 
 def raise_request(**request):
+    if not request["inputs_embeds"].isfinite().all():
+        raise ValueError("the prompt has NaN or infinite values: extract the speaker or the reference again")
     raise RequestBuilt(request)
 
 
@@ -136,7 +168,8 @@ def build_request(method: Callable, *, text: str, token_ids: list[int] | None = 
         ids = torch.tensor([token_ids], device=tts.device)
         tts._tokenize_texts = lambda texts: [ids] if texts == [templated] else tokenize(texts)
     try:
-        getattr(tts, method.__name__)(text=text, **kwargs)
+        with one_thread() if host_talker else contextlib.nullcontext():
+            getattr(tts, method.__name__)(text=text, **kwargs)
     except RequestBuilt as built:
         (request,) = built.args
         if not request["inputs_embeds"].isfinite().all():
@@ -154,13 +187,15 @@ def tokenize_directly(backend, texts: list[str]) -> list[torch.Tensor]:
 
 def move_to(device: torch.device, request: dict) -> dict:
     """The same request with its embeddings on the device; its mask stays on the host, which reads it."""
-    moved = {name: to_device(request[name], device) for name in EMBEDDINGS}
+    with one_thread():
+        moved = {name: to_device(request[name], device) for name in EMBEDDINGS}
     return request | moved | {"attention_mask": request["attention_mask"].cpu()}
 
 
 def pin(request: dict) -> dict:
     """The same request; what is on the host can be copied to a GPU without waiting. Its mask is on the host."""
-    pinned = {name: request[name].pin_memory() for name in EMBEDDINGS if not request[name].is_cuda}
+    with one_thread():
+        pinned = {name: request[name].pin_memory() for name in EMBEDDINGS if not request[name].is_cuda}
     return request | pinned | {"attention_mask": request["attention_mask"].cpu()}
 
 

@@ -198,13 +198,12 @@ class SelfTest:
         those that follow, which have these `inputs`; of the last layer at the position `last`."""
         model = graph.model
         epsilon = model.config.rms_norm_eps
-        sent = graph.step.exchanged()
-        length = graph.cache.length
+        sent = {name: values[None] for name, values in graph.step.exchanged().items()}
 
         keys, values = self.float_cache(graph, 0)
         for position, x in enumerate(inputs, first):
-            cos, sin = angles(model, length, position)
-            qkv = project_qkv(model.layers[0], x.float(), epsilon, to_bfloat16)
+            cos, sin = angles(model, position)
+            qkv = project_qkv(model.layers[0], x.float()[None], epsilon, to_bfloat16)
             cache = keys.clone(), values.clone()
             attend(model.config, model.layers[0].self_attn, qkv, cache, position, cos, sin, to_bfloat16)
             self.compare(f"{whose} first keys", cache[0][:, position], keys[:, position])
@@ -213,7 +212,7 @@ class SelfTest:
         layer = model.layers[-1]
         keys, values = self.float_cache(graph, -1)
         cache = keys.clone(), values.clone()
-        cos, sin = angles(model, length, last)
+        cos, sin = angles(model, last)
         heads = attend(model.config, layer.self_attn, sent["qkv"], cache, last, cos, sin, to_bfloat16)
         self.compare(f"{whose} last keys", cache[0][:, last], keys[:, last])
         self.compare(f"{whose} last values", cache[1][:, last], values[:, last])
@@ -223,7 +222,7 @@ class SelfTest:
         hidden = add_projection(x, sent["inner"], layer.mlp.down_proj, to_bfloat16)
         self.compare(f"{whose} residual stream", hidden, sent["hidden"])
         hidden = rms_norm(sent["hidden"], model.norm, epsilon, to_bfloat16)
-        self.compare(f"{whose} head", linear(hidden, head, to_bfloat16), graph.step.logits()[-1])
+        self.compare(f"{whose} head", linear(hidden, head, to_bfloat16), graph.step.logits()[-1:])
 
     def compare(self, what: str, expected: Tensor, found: Tensor) -> None:
         different = (expected != found).float().mean().item()
@@ -271,22 +270,18 @@ class SelfTest:
 
     def check_talker(self, frames: list[SimpleNamespace]) -> None:
         talker = self.talker
-        model = talker.model
         positions = [self.prompt + frame for frame in range(len(frames))]
-        inputs = torch.cat([frame.embedding for frame in frames], dim=1)  # (1, T, H)
-        float_logits = []
-        for frame, position in zip(frames, positions):
-            x = frame.embedding.flatten().float()
-            float_logits.append(linear(run_layers(model, self.caches, x, position), talker.head))
+        inputs = torch.cat([frame.embedding for frame in frames], dim=1)  # (1, L, H)
+        float_hidden = run_layers(talker.model, self.caches, inputs[0].float(), self.prompt)
 
         view = shortened(talker.cache, round_up(positions[-1] + 1))
         hidden = talker.forward(inputs, torch.tensor([positions], device=self.device), view)
         separate = talker.head(hidden[0]).float()
         fused = torch.cat([frame.logits for frame in frames])
-        self.check_logits("first codes", fused, separate, torch.stack(float_logits))
+        self.check_logits("first codes", fused, separate, linear(float_hidden, talker.head))
 
     def check_predictor(self, frame: SimpleNamespace) -> None:
-        """One frame is enough: they do not depend on each other, and float32 takes long, position by position."""
+        """One frame is enough: they do not depend on each other."""
         predictor = self.predictor
         model = predictor.model
         heads = list(predictor.heads)
@@ -294,12 +289,8 @@ class SelfTest:
         rows = [frame.first_input.flatten()]
         rows += [table[code] for table, code in zip(predictor.step.inputs[:last], frame.codes)]
         inputs = torch.stack(rows)  # (16, H')
-        caches = self.float_caches(predictor)
-        float_logits = []
-        for position, x in enumerate(inputs.float()):
-            hidden = run_layers(model, caches, x, position)
-            if position > 0:
-                float_logits.append(linear(hidden, heads[position - 1]))
+        float_hidden = run_layers(model, self.float_caches(predictor), inputs.float(), 0)
+        float_logits = [linear(row, head) for head, row in zip(heads, float_hidden[1:])]
 
         positions = predictor.positions[: last + 1]
         hidden = model(

@@ -9,8 +9,8 @@ wait for the frames of other streams.
 
 import copy
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 ROWS_AT_ONCE = 4096  # text_projection's intermediate results are as wide as the embedding
@@ -23,18 +23,12 @@ class TextTable(nn.Module):
     def __init__(self, talker):
         super().__init__()
         weight = talker.get_text_embeddings().weight
-        self.table = torch.cat([talker.text_projection(rows).cpu() for rows in weight.split(ROWS_AT_ONCE)])
+        self.table = torch.empty(len(weight), talker.config.hidden_size, dtype=weight.dtype)
+        for rows, embedded in zip(self.table.split(ROWS_AT_ONCE), weight.split(ROWS_AT_ONCE)):
+            rows.copy_(talker.text_projection(embedded))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        rows = torch.empty(*token_ids.shape, self.table.shape[1], dtype=self.table.dtype)
-        as_bytes(rows)[...] = as_bytes(self.table)[token_ids.cpu().numpy()]
-        return rows.to(token_ids.device)
-
-
-def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a tensor on the host, to be copied by numpy, which has no bfloat16, in the calling thread. Above
-    32,768 elements torch wakes its thread pool: on a busy or virtual machine that takes longer than all of a prompt."""
-    return tensor.view(torch.uint8).numpy()
+        return F.embedding(token_ids.cpu(), self.table).to(token_ids.device)
 
 
 class HostTalker(nn.Module):

@@ -56,7 +56,7 @@ def stack(layers: int, hidden: int, inner: int, length: int) -> tuple[SimpleName
         dtype=torch.bfloat16,
         layers=[],
         norm=linear(hidden),
-        rotary_emb=lambda *_: angles,
+        rotary_emb=lambda _, positions: angles[:, positions[0]],
     )
     cache = SimpleNamespace(length=length, layers=[])
     for _ in range(layers):

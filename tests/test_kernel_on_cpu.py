@@ -54,7 +54,7 @@ def seed() -> None:
 def error_at(it: SomeTalker, position: int) -> float:
     """Runs a talker's step. Returns the largest error of the hidden state, the logits and the caches."""
     caches = [(layer.keys.float(), layer.values.float()) for layer in it.cache.layers]
-    hidden = run_layers(it.model, caches, it.graph.embedding.float(), position)
+    (hidden,) = run_layers(it.model, caches, it.graph.embedding.float()[None], position)
     it.graph.prompt_length.fill_(position)
     it.graph.frame.zero_()
     it.step()
@@ -146,9 +146,9 @@ def test_predictor_step_matches_the_reference(tmp_path, monkeypatch):
     assert torch.equal(codes[1:], reference_choice(it.step.logits(), it.sampling, it.step.noise, monkeypatch))
     assert torch.equal(codes[1:], choose(it.step.logits(), it.sampling, it.step.noise))
 
-    run_layers(it.model, caches, it.first_input.float(), 0)
+    run_layers(it.model, caches, it.first_input.float()[None], 0)
     for i, (head, code) in enumerate(zip(it.heads, codes)):
-        logits = linear(run_layers(it.model, caches, it.inputs[i][code].float(), i + 1), head)
+        (logits,) = linear(run_layers(it.model, caches, it.inputs[i][code].float()[None], i + 1), head)
         assert (it.step.logits()[i] - logits).abs().max() < TOLERANCE
 
     summed = sum(weight[code].float() for weight, code in zip(it.embeddings, codes)).bfloat16()
