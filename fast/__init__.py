@@ -16,6 +16,7 @@ prompts.py      requests: upstream's prompts, checked
 arriving_text.py, incremental_tokenizer.py
                 a request whose text is still being written, and its tokens that can no longer change
 streaming.py    audio while it is generated; stands on the codec
+warm_up.py      one request, made when the model is loaded, so that a user's first is as fast as the others
 paths.py        whether torch is new enough, whether the megakernel can run here, and if not, why; has it stopped
 turns.py        one request at a time, also when a stream is paused
 """
@@ -35,6 +36,7 @@ from fast.prompt_templates import PromptTemplates
 from fast.self_test import why_wrong
 from fast.text_table import use_text_table
 from fast.turns import Turns
+from fast.warm_up import warm_up
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
@@ -65,6 +67,10 @@ def plug_in(tts, decoder, fused: bool | None) -> None:
 
     log.info("capturing the codec")
     tts.model.speech_tokenizer.decode = CodecGraph(tts.model.speech_tokenizer, decoder.lock).decode
+    if decoder.on_gpu:
+        decoder.graphs_for(1)
+        talker.generate = decoder.generate
+        warm_up(tts, decoder)
 
 
 def use_separate_steps(talker_graph, predictor_graph) -> None:
