@@ -4,6 +4,7 @@
     python bench.py 0.6B 1.7B                    # the published weights
     python bench.py 0.6B 1.7B --random-weights   # random weights of the same shapes: same speed, no download, noise
     python bench.py 0.6B --streams               # many listeners at once
+    python bench.py 0.6B --ready                 # how long until a new process speaks
     python bench.py 0.6B --check                 # is it the same model? compares with upstream or float32
     python bench.py --plot                       # draws results/*.svg from results/*.json; needs matplotlib
 
@@ -51,6 +52,7 @@ from tools.check import check
 from tools.listeners import time_streams
 from tools.plot import plot
 from tools.random_checkpoint import write_checkpoint
+from tools.ready import time_ready
 
 ROOT = Path(__file__).parent
 ON_GPU = torch.cuda.is_available()
@@ -99,7 +101,8 @@ class Effort:
     batches: tuple[int, ...] = (4, 16, 64)  # rows, without audio
     streams: tuple[int, ...] = (1, 4, 16, 64, 256)  # listeners at once
     poisson_seconds: float = 60
-    held: tuple[int, ...] = (400,)  # listeners at once, for 60 s each
+    held: tuple[int, ...] = (320, 400)  # listeners at once, for 60 s each
+    processes: int = 5  # started by --ready
 
 
 def choose_effort(quick: bool) -> Effort:
@@ -108,7 +111,7 @@ def choose_effort(quick: bool) -> Effort:
     less = Effort(
         quick, short=8, long=24, upstream_short=2, upstream_long=6, runs=1, first_audio_runs=5, late_chunk_frames=0
     )
-    less = replace(less, streams=(1, 2, 4), poisson_seconds=0, held=())
+    less = replace(less, streams=(1, 2, 4), poisson_seconds=0, held=(), processes=1)
     if quick:
         less = replace(less, lists=())
     if not ON_GPU:
@@ -159,6 +162,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--speaker", type=Path, help="a speaker.pt for the voice; default: a random one")
     parser.add_argument("--quick", action="store_true", help="fewer rows and runs: within a minute on an H200 (0.6B)")
     parser.add_argument("--streams", action="store_true", help="time many listeners at once, and nothing else")
+    parser.add_argument("--ready", action="store_true", help="time how long a new process takes to speak, nothing else")
     parser.add_argument("--check", action="store_true", help="compare, do not time; exit code 1 if anything is wrong")
     parser.add_argument("--peer-python", type=Path, default=PEER_PYTHON, help=f"python that has {PEER}")
     parser.add_argument("--only-peer", action="store_true", help=f"time {PEER} with this python, and nothing else")
@@ -184,7 +188,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def find_checkpoints(args: argparse.Namespace, folder: Path) -> Iterator[Checkpoint]:
     """The checkpoints that were asked for. Random ones are written into `folder`, each when its turn comes."""
-    with_custom_voice = not (args.check or args.quick or args.streams or args.only_peer)
+    with_custom_voice = not (args.check or args.quick or args.streams or args.ready or args.only_peer)
     for name in args.models:
         if name == "tiny" or (args.random_weights and name in SIZES):
             base = folder / f"{name}-base"
@@ -231,6 +235,8 @@ def time_all(checkpoints: Iterable[Checkpoint], args: argparse.Namespace, card: 
         rows = results["models"][checkpoint.name] = {}
         if args.streams:
             measured = time_listeners(checkpoint, speaker, effort)
+        elif args.ready:
+            measured = time_new_processes(checkpoint, speaker, effort)
         elif args.only_peer:
             measured = time_peer(checkpoint.model, speaker, effort)
         else:
@@ -287,6 +293,13 @@ def time_listeners(checkpoint: Checkpoint, speaker: torch.Tensor, effort: Effort
     yield from time_streams(tts, arguments, effort.streams, effort.poisson_seconds, effort.held)
     del tts
     free_memory()
+
+
+def time_new_processes(checkpoint: Checkpoint, speaker: torch.Tensor, effort: Effort) -> NamedRows:
+    with tempfile.TemporaryDirectory() as folder:
+        speaker_file = Path(folder, "speaker.pt")
+        torch.save(speaker, speaker_file)
+        yield from time_ready(checkpoint.model, speaker_file, effort.processes)
 
 
 def time_three_files(tts, speak: Callable[[int], int], effort: Effort) -> Row:
@@ -694,7 +707,7 @@ def first_line(*command: str) -> str:
 
 
 def print_row(name: str, row: Row) -> None:
-    if name.endswith(("parts in ms", "times as fast", "memory bound")):
+    if name.endswith(("parts in ms", "times as fast", "memory bound", "ready")):
         print(f"{name}: " + ", ".join(f"{key} {value:.2f}" for key, value in row.items()), flush=True)
         return
     cells = ["" if row.get(key) is None else f"{row[key]:.{digits}f}" for key, (_, digits) in COLUMNS.items()]

@@ -1,0 +1,97 @@
+"""`bench.py --ready`: how long until a process speaks?
+
+Each run starts two new processes, one after the other. The first imports upstream, loads its model, accelerates it and
+makes ten requests. The second is `generate.py --stream`; it is timed from its start to its first audio. Both read the
+same files, so the disk's cache is as warm for one as for the other; the first run only warms up and is not counted.
+
+python tools/ready.py MODEL speaker.pt    is the first of these processes
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+REQUESTS = 10
+TEXT = "Real time speech synthesis means that the first sound arrives before you notice the wait."
+LIMIT = 300.0  # seconds that a process may take
+WAV_HEADER = 44  # bytes
+
+
+def time_ready(model: str, speaker_file: Path, runs: int) -> Iterator[tuple[str, dict]]:
+    """A row of the benchmark: medians of `runs` processes."""
+    library, shell = [], []
+    for _ in range(runs + 1):
+        library.append(run_library(model, speaker_file))
+        shell.append(run_shell(model, speaker_file))
+    library, shell = library[1:], shell[1:]
+    upstream = [run["imported_and_loaded_s"] for run in library]
+    row = dict(
+        upstream_imported_and_loaded_s=statistics.median(upstream),
+        accelerate_s=statistics.median(run["accelerate_s"] for run in library),
+        shell_to_first_audio_s=statistics.median(shell),
+        shell_to_first_audio_per_upstream=statistics.median(map(float.__truediv__, shell, upstream)),
+        first_request_ms=statistics.median(run["first_audio_ms"][0] for run in library),
+        tenth_request_ms=statistics.median(run["first_audio_ms"][-1] for run in library),
+        first_per_tenth=statistics.median(run["first_audio_ms"][0] / run["first_audio_ms"][-1] for run in library),
+        runs=runs,
+    )
+    yield "ready", row
+
+
+def run_library(model: str, speaker_file: Path) -> dict:
+    command = [sys.executable, __file__, model, str(speaker_file)]
+    start = time.time()
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    if result.returncode:
+        raise RuntimeError(f"the process failed: {result.stderr.strip().splitlines()[-1]}")
+    times = json.loads(result.stdout.splitlines()[-1])
+    return times | dict(imported_and_loaded_s=times["loaded_at"] - start)
+
+
+def run_shell(model: str, speaker_file: Path) -> float:
+    options = ["--model", model, "--speaker", str(speaker_file), "--text", TEXT, "--stream", "--output", "-"]
+    start = time.time()
+    command = [sys.executable, str(ROOT / "generate.py"), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        audio = process.stdout.read(WAV_HEADER + 1)
+        seconds = time.time() - start
+        process.kill()
+    if len(audio) <= WAV_HEADER:
+        raise RuntimeError("generate.py ended without audio")
+    return seconds
+
+
+def main(model: str, speaker_file: str) -> None:
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    from generate import accelerate, load_upstream
+
+    tts = load_upstream(model)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    loaded_at = time.time()
+    accelerate(tts)
+    accelerate_s = time.time() - loaded_at
+
+    from cli import speaker_prompt
+    from generate import stream
+
+    voice = dict(language="English", voice_clone_prompt=speaker_prompt(torch.load(speaker_file, weights_only=True)))
+    first_audio_ms = []
+    for _ in range(REQUESTS):
+        start = time.perf_counter()
+        chunks = stream(tts.generate_voice_clone, text=TEXT, max_new_tokens=40, **voice)
+        next(chunks)
+        first_audio_ms.append((time.perf_counter() - start) * 1e3)
+        chunks.close()
+    print(json.dumps(dict(loaded_at=loaded_at, accelerate_s=accelerate_s, first_audio_ms=first_audio_ms)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
