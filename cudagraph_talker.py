@@ -139,10 +139,10 @@ class TalkerGraph:
         self.ended_on_host = torch.zeros(rows, dtype=torch.bool, device="cpu", pin_memory=self.device.type == "cuda")
 
     def capture(self, pool=None) -> None:
-        """Capture `step` and, for one row, `prefill` in buckets of 16, 32, ...; a batch is not launch-bound."""
+        """Capture `step` and, for one row, `prefill` in buckets of 32, 64, ...; a batch is not launch-bound."""
         self.replay = capture(self.step, self.device, pool, self.generator)
         rows, length = self.prompt.shape[:2]
-        for bucket in [length] + [16 << i for i in reversed(range(length.bit_length())) if 16 << i < length]:
+        for bucket in [length] + [32 << i for i in reversed(range(length.bit_length())) if 32 << i < length]:
             prefill = partial(self.prefill, bucket)  # the largest first: the memory of the others is part of it
             self.prefills[bucket] = capture(prefill, self.device, pool, self.generator) if rows == 1 else prefill
 

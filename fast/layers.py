@@ -15,6 +15,8 @@ from torch import nn
 
 from cudagraph_talker import round_up
 
+LONGEST_EFFICIENT = 512  # positions
+
 
 def bypass_config_getattr(*configs) -> None:
     """Skip transformers' __getattribute__, which looks up every attribute in `attribute_map` first.
@@ -115,15 +117,16 @@ def attention(
     query = query.reshape(batch, kv_heads, -1, head_dim)  # (B, KV, G * L, D)
     groups = query.shape[2] // length
     mask = attention_mask if length == 1 else attention_mask.repeat(1, 1, groups, 1)
-    attend = efficient_attention if query.is_cuda and length > 1 else F.scaled_dot_product_attention
+    is_prompt = query.is_cuda and 1 < length <= LONGEST_EFFICIENT
+    attend = efficient_attention if is_prompt else F.scaled_dot_product_attention
     out = attend(query, key, value, attn_mask=mask, scale=attn.scaling)
     out = out.reshape(batch, -1, length, head_dim).transpose(1, 2)  # (B, L, Q, D)
     return attn.o_proj(out.reshape(batch, length, -1)), None
 
 
 def efficient_attention(query, key, value, attn_mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """SDPA by its memory-efficient kernel. For prompts torch would choose cuDNN, which plans for 80 ms at each new
-    shape: most of the time that capturing took."""
+    """SDPA by its memory-efficient kernel. Torch would choose cuDNN, which takes 80 ms to plan for each new shape and
+    is faster for long prompts only."""
     mask = attn_mask.expand(*query.shape[:-1], -1)  # (B, heads, L, S)
     with_log_sum = False
     return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, with_log_sum, scale=scale)[0]

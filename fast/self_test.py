@@ -2,9 +2,9 @@
 
 The megakernel generates FRAMES frames after a prompt of random codes. Compared are:
 
-    phases        each phase of the last layer, and the first layer's keys and values, with megakernel_reference.py,
-                  which gets the kernel's own input of that phase and rounds where the kernel rounds. They differ only
-                  where another order of summation rounds to the other side.
+    phases        of the first and the last frame: each phase of the last layer, and the first layer's keys and
+                  values, with megakernel_reference.py, which gets the kernel's own input of that phase and rounds
+                  where the kernel rounds. They differ only where another order of summation rounds to the other side.
     logits        their error against float32, relative to the error of the separate kernels with the same tokens:
                   all layers together
     choices       with the reference, given the kernel's own logits and noise
@@ -179,7 +179,9 @@ class SelfTest:
         )
         last = len(predictor.heads)
         first_inputs = [result.first_input.flatten(), predictor.step.inputs[0][codes[0]]]
-        self.check_phases("the predictor's", predictor, first_inputs, 0, last, predictor.heads[-1])
+        has_phases_checked = frame in (0, self.frames - 1)
+        if has_phases_checked:
+            self.check_phases("the predictor's", predictor, first_inputs, 0, last, predictor.heads[-1])
         expected = choose(result.code_logits, predictor.sampling, predictor.step.noise)
         result.codes_as_chosen = codes[1:] == expected
         self.check_bookkeeping(frame, result)
@@ -189,8 +191,9 @@ class SelfTest:
         result.embedding = talker.embedding.clone()
         self.launch(talker)
         result.logits = talker.step.logits().clone()
-        position = self.prompt + frame
-        self.check_phases("the talker's", talker, [talker.embedding.flatten()], position, position, talker.head)
+        if has_phases_checked:
+            position = self.prompt + frame
+            self.check_phases("the talker's", talker, [talker.embedding.flatten()], position, position, talker.head)
         return result
 
     def check_phases(self, whose: str, graph: Any, inputs: list[Tensor], first: int, last: int, head: Any) -> None:
