@@ -20,10 +20,11 @@ from helpers import ROOT
 
 import cli
 import extract_speaker
+import speaking
 from audio_files import read_audio
-from cli import load_speaker
 from generate import load
 from tools import random_checkpoint
+from voices import load_speaker
 
 
 def run(script, *arguments):
@@ -311,7 +312,7 @@ def test_a_player_that_was_closed(tmp_path):
         import sys, numpy as np
         sys.path.insert(0, {str(ROOT)!r})
         from audio_files import write_audio
-        from cli import cli_errors
+        from scripts import cli_errors
         with cli_errors():
             write_audio("-", iter([(np.zeros(1920), 24000)] * 1000), playable=True)"""
     result = subprocess.run(
@@ -506,7 +507,7 @@ def test_out_of_gpu_memory(call, checkpoint, monkeypatch, tmp_path):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(cli, "load", full)
+    monkeypatch.setattr(speaking, "load", full)
     code, _, stderr = call(cli.main, *options(checkpoint(), output=tmp_path / "out.wav"))
     assert code == 2 and "memory is full" in stderr and len(stderr.splitlines()) == 1
 
@@ -518,8 +519,8 @@ def test_interrupted_stream_stays_a_valid_file(call, checkpoint, monkeypatch, tm
         yield from itertools.islice(speak(method, **kwargs), 2)
         raise KeyboardInterrupt
 
-    speak = cli.speak
-    monkeypatch.setattr(cli, "speak", interrupted)
+    speak = speaking.speak
+    monkeypatch.setattr(speaking, "speak", interrupted)
     code, _, stderr = call(
         cli.main, *options(checkpoint(), output=tmp_path / "out.wav"), "--stream", "--max-seq-len", 300
     )
