@@ -37,17 +37,17 @@ def heavy_imports(device: str | None) -> Iterator[None]:
         yield
         return
     gc.disable()  # imports make many objects and little garbage
-    try:
-        import torch
+    import torch
 
-        cuda = threading.Thread(target=start_cuda, args=[torch, device or "cuda"], daemon=True)
-        if not (device or "").startswith("cpu"):
-            cuda.start()
+    cuda = threading.Thread(target=start_cuda, args=[torch, device or "cuda"], daemon=True)
+    if not (device or "").startswith("cpu"):
+        cuda.start()
+    try:
         yield
-        if cuda.is_alive():
-            cuda.join(CUDA_TIMEOUT)
     finally:
-        gc.freeze()  # what is imported stays, so later collections can skip it
+        if cuda.is_alive():  # a process that ends while CUDA starts may crash
+            cuda.join(CUDA_TIMEOUT)
+        gc.freeze()  # what is imported stays: later collections skip it
         gc.enable()
 
 

@@ -95,13 +95,16 @@ def test_the_import_test_sees_every_kind_of_import(source, at_import, anywhere):
 
 
 def test_importing_and_loading_are_silent(checkpoint):
-    """A library must not print: what it has to say while it loads are log records.
+    """A library must not print: what it has to say while it loads are log records. Nor must it touch the garbage
+    collector, as a script does while it imports.
 
     Without the 25 Hz tokenizer's packages, none of them is loaded, and no module stands in their place afterwards.
     """
     program = f"""
-        import logging, sys
-        import generate
+        import gc, logging, sys
+        frozen = gc.get_freeze_count()
+        import generate, speaking
+        assert gc.isenabled() and gc.get_freeze_count() == frozen
 
         unwanted = {{"torchaudio", "sox", "onnxruntime", "gradio", "flash_attn", {UNUSED_TOKENIZER!r}}}
         assert not unwanted & set(sys.modules), unwanted & set(sys.modules)
