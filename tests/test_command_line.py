@@ -514,7 +514,8 @@ def test_mistakes_are_found_without_slow_imports(mistaken, with_recording):
         import json
         sys.modules.update(dict.fromkeys({SLOW if with_recording else SLOW + FOR_RECORDINGS}))  # cannot be imported
         import cli
-        for sys.argv[1:] in json.load(sys.stdin):
+        for words in json.load(sys.stdin):
+            sys.argv[1:] = words
             try:
                 cli.main()
             except SystemExit as exit:
@@ -578,6 +579,20 @@ def test_the_garbage_collector_rests_during_imports_only(mistaken, tmp_path, dev
     result = run_program(program, tmp_path, ROOT)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == f"imports False\nspeech True True {started}\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_starts_beside_the_imports():
+    """start_cuda hides its errors: one that always fails would go unnoticed."""
+    program = """
+        from scripts import heavy_imports
+        with heavy_imports(None):
+            import torch
+        print(torch.cuda.is_initialized(), torch.cuda.memory_stats()["allocation.all.allocated"] >= 2)
+    """
+    result = run_program(program, ROOT)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "True True\n", "")
 
 
 def test_no_hub(call, tmp_path, monkeypatch):
