@@ -1,4 +1,4 @@
-"""Recordings in, speech out: audio files of every kind that soundfile knows, written whole or not at all.
+"""Recordings in, speech out: audio files of every kind that soundfile knows.
 
 The only formats written by hand are those that soundfile cannot write: a WAV file that can be played while it grows,
 and a WAV on stdout.
@@ -6,28 +6,19 @@ and a WAV on stdout.
 
 import contextlib
 import os
-import secrets
-import stat
 import struct
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import soundfile
 
+from output_files import FORMATS, is_special, is_wav, open_stdout, replacement_for, write_errors
+
 Chunk = tuple[np.ndarray, int]  # float samples from -1 to 1, sample rate
 
-FORMATS = {  # file name extension -> soundfile's format and subtype; none is WAV
-    "": ("WAV", "PCM_16"),
-    ".wav": ("WAV", "PCM_16"),
-    ".flac": ("FLAC", "PCM_16"),
-    ".ogg": ("OGG", "VORBIS"),
-    ".opus": ("OGG", "OPUS"),
-    ".mp3": ("MP3", "MPEG_LAYER_III"),
-}
 WAV_HEADER_BYTES = 36  # of the 44-byte header, those that the RIFF size field counts
 UNKNOWN_LENGTH = 0xFFFFFFFF - WAV_HEADER_BYTES  # for a stream whose header cannot be corrected later
 
@@ -55,32 +46,6 @@ def check_recording(audio: np.ndarray, rate: int, name: str) -> float:
     if seconds < 1:
         raise ValueError(f"{name} has {seconds:.2f} s of audio: give at least 1 s, better 3 to 30 s")
     return seconds
-
-
-def check_writable(path: Path) -> None:
-    """Raise an error now rather than after the work."""
-    if str(path) == "-":
-        return
-    folder = os.path.dirname(os.path.realpath(path))  # a new file is written there, and then renamed
-    if path.is_dir():
-        problem = "it is a folder"
-    elif not path.parent.is_dir():
-        problem = f"there is no folder {path.parent}"
-    elif not is_special(path) and not os.access(folder, os.W_OK):
-        problem = "permission denied in its folder"
-    elif path.exists() and not os.access(path, os.W_OK):
-        problem = "permission denied"
-    else:
-        return
-    raise ValueError(f"cannot write {path}: {problem}: choose another --output")
-
-
-def check_format(path: Path) -> None:
-    if path.suffix.lower() not in FORMATS:
-        known = ", ".join(extension for extension in FORMATS if extension)
-        raise ValueError(f"cannot write {path}: {path.suffix} is not an audio format: choose one of {known}")
-    if is_special(path) and not is_wav(path):
-        raise ValueError(f"cannot write {path}: a pipe or a device takes WAV only: choose another --output")
 
 
 def write_audio(path: Path, chunks: Iterable[Chunk], playable: bool = False) -> float:
@@ -141,11 +106,6 @@ def write_wav(path: Path, open_file: Callable[[], BinaryIO], chunks: Iterable[Ch
     return size / 2 / rate
 
 
-def open_stdout() -> BinaryIO:
-    """Always buffered: with PYTHONUNBUFFERED, sys.stdout.buffer may write less than it is given, without an error."""
-    return open(sys.stdout.fileno(), "wb", closefd=False)
-
-
 def close_quietly(file: BinaryIO) -> None:
     """Every chunk was flushed: what close could report has been reported."""
     with contextlib.suppress(OSError):
@@ -167,54 +127,3 @@ def to_int16(audio: np.ndarray) -> np.ndarray:
 def join(chunks: Iterable[Chunk]) -> Chunk:
     audio, rates = zip(*chunks)
     return np.concatenate(audio), rates[0]
-
-
-def is_wav(path: Path) -> bool:
-    return FORMATS[path.suffix.lower()][0] == "WAV"
-
-
-def is_special(path: Path) -> bool:
-    """A device or a named pipe, which cannot be replaced by a file."""
-    return path.exists() and not path.is_file()
-
-
-@contextlib.contextmanager
-def replacement_for(path: Path) -> Iterator[Path]:
-    """A new file beside `path` that takes its place if all goes well, and is removed if not."""
-    target = Path(os.path.realpath(path))  # a symbolic link stays one
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    with write_errors(path):
-        beside.touch(exist_ok=False)
-    try:
-        yield beside
-        with write_errors(path):
-            if target.exists():
-                beside.chmod(stat.S_IMODE(target.stat().st_mode))
-            beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """To a file or, for "-", to stdout."""
-    if str(path) == "-":
-        with write_errors(path), open_stdout() as file:
-            file.write(content)
-    elif is_special(path):
-        with write_errors(path):
-            path.write_bytes(content)
-    else:
-        with replacement_for(path) as beside, write_errors(path):
-            beside.write_bytes(content)
-
-
-@contextlib.contextmanager
-def write_errors(path: Path) -> Iterator[None]:
-    """Failed writes as one sentence. soundfile reports a full disk by an AssertionError."""
-    try:
-        yield
-    except BrokenPipeError:  # not a mistake: the player was closed
-        raise
-    except (OSError, soundfile.LibsndfileError, AssertionError) as error:
-        reason = getattr(error, "strerror", None) or "the file could not be written completely, is the disk full?"
-        raise ValueError(f"cannot write {path}: {reason}: choose another --output") from None

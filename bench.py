@@ -39,13 +39,16 @@ import numpy as np
 import torch
 import transformers
 
-from audio_files import check_writable, write_audio
-from cli import FRAME_RATE, Parser, base_config, cli_errors, hub_name, load_speaker, speaker_prompt
+from audio_files import write_audio
+from checkpoints import FRAME_RATE, base_config, hub_name
 from cudagraph_talker import capture, sample
 from fast.paths import why_not
 from fast.prompts import build_request, decoder_of
 from fast.streaming import stream
 from generate import Decoder, accelerate, fork, load, load_upstream
+from loading import model_errors
+from output_files import check_writable
+from scripts import Parser, cli_errors
 from tools.arriving import time_arriving_text
 from tools.bounds import POSITION, bandwidth_of, bound_ms, bytes_per_frame
 from tools.check import check
@@ -53,6 +56,7 @@ from tools.listeners import time_streams
 from tools.plot import plot
 from tools.random_checkpoint import write_checkpoint
 from tools.ready import time_ready
+from voices import load_speaker, speaker_prompt
 
 ROOT = Path(__file__).parent
 ON_GPU = torch.cuda.is_available()
@@ -715,5 +719,5 @@ def print_row(name: str, row: Row) -> None:
 
 
 if __name__ == "__main__":
-    with cli_errors():
+    with cli_errors(), model_errors():
         main()

@@ -11,12 +11,10 @@ import io
 import sys
 from pathlib import Path
 
-import librosa
-import torch
-
-from audio_files import check_writable, read_audio, write_bytes
-from cli import Parser, base_config, choose_device, cli_errors
-from generate import load_upstream
+from audio_files import read_audio
+from checkpoints import base_config
+from output_files import check_writable, write_bytes
+from scripts import Parser, check_device_name, cli_errors, heavy_imports
 
 
 def main() -> None:
@@ -36,16 +34,25 @@ def main() -> None:
         parser.add_argument("--device", help="cuda, cuda:1, cpu")
         args = parser.parse_args()
 
+        check_device_name(args.device)
         recordings = [read_audio(path) for path in args.ref_audio]
         check_writable(args.output)
         base_config(args.model)
-        model = load_upstream(args.model, choose_device(args.device)).model
 
-        speakers = []
-        for audio, rate in recordings:
-            audio = librosa.resample(audio, orig_sr=rate, target_sr=model.speaker_encoder_sample_rate)
-            with contextlib.redirect_stdout(sys.stderr):  # upstream prints warnings
-                speakers.append(model.extract_speaker_embedding(audio, model.speaker_encoder_sample_rate))
+        with heavy_imports(args.device):  # a mistake is answered without them
+            import librosa
+            import torch
+
+            from generate import load_upstream
+            from loading import choose_device, model_errors
+
+        with model_errors():
+            model = load_upstream(args.model, choose_device(args.device)).model
+            speakers = []
+            for audio, rate in recordings:
+                audio = librosa.resample(audio, orig_sr=rate, target_sr=model.speaker_encoder_sample_rate)
+                with contextlib.redirect_stdout(sys.stderr):  # upstream prints warnings
+                    speakers.append(model.extract_speaker_embedding(audio, model.speaker_encoder_sample_rate))
         speaker = torch.stack(speakers).float().mean(0).bfloat16().cpu()
 
         content = io.BytesIO()

@@ -14,6 +14,11 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+if __name__ == "__main__" and Path(__file__).with_name("cli.py").is_file():
+    from cli import main  # all voices; checks the options, and then imports this file, torch and the rest
+
+    sys.exit(main())
+
 import soundfile
 import torch
 import transformers
@@ -97,7 +102,7 @@ class Decoder:
         self.on_gpu = talker.device.type == "cuda"
         self.max_batch = max_batch or (1 if self.on_gpu else sys.maxsize)
         self.batch_sizes = lambda rows: self.max_batch  # for torch.split: one size or a list; fast/ may replace it
-        self.replace_steps = None  # fast/ sets this to change what is captured
+        self.replace_steps = lambda talker, predictor: None  # fast/ may change here what is captured
         self.path = "upstream's layers"  # what is captured, in words
         self.graphs = {}  # rows -> (TalkerGraph, PredictorGraph)
         self.pool = new_pool(talker.device) if self.on_gpu else None  # shared: nothing in it outlives a replay
@@ -108,20 +113,17 @@ class Decoder:
     @torch.no_grad()
     def graphs_for(self, rows: int) -> tuple[TalkerGraph, PredictorGraph]:
         """Build and capture graphs. On a GPU there are two sets, for one row and for `max_batch` rows."""
-        if self.on_gpu and rows > 1:
-            rows = self.max_batch
+        rows = self.max_batch if self.on_gpu and rows > 1 else rows
         if rows in self.graphs:
             return self.graphs[rows]
 
         talker = TalkerGraph(self.talker, rows, self.max_seq_len)
         predictor = PredictorGraph(self.talker, talker)
-        if self.replace_steps:
-            self.replace_steps(talker, predictor)
+        self.replace_steps(talker, predictor)
         talker.capture(self.pool)
         predictor.capture(self.pool)
         self.graphs = {key: self.graphs[key] for key in self.graphs if key == 1}  # caches are large: keep two
-        self.graphs[rows] = talker, predictor
-        return talker, predictor
+        return self.graphs.setdefault(rows, (talker, predictor))
 
     def frame_limit(self, attention_mask, max_new_tokens, repetition_penalty, **_) -> int:
         """The most frames that a request can have. Raises an error if it cannot have any."""
@@ -205,6 +207,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if Path(__file__).with_name("cli.py").is_file():
-        from cli import main  # all voices, and checks of the input
     main()

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import torch
 
-from cli import MODELS, Parser, cli_errors
+from checkpoints import MODELS
+from loading import model_errors
+from scripts import Parser, cli_errors
 from serving.settings import API_KEY_VARIABLE, Settings
 
 try:
@@ -32,7 +34,7 @@ except ImportError as error:
 
 
 def main() -> None:
-    with cli_errors():
+    with cli_errors(), model_errors():
         log_to_stderr()
         args = parse_arguments()
         settings = make_settings(args)

@@ -13,6 +13,7 @@ import soundfile
 
 import audio_files
 from audio_files import Chunk, check_recording, to_int16, wav_header
+from output_files import FORMATS
 from serving.settings import Settings
 
 CONTENT_TYPES = {
@@ -49,7 +50,7 @@ def encode(samples: np.ndarray, rate: int, name: str) -> bytes:
     """A complete file."""
     if name == "pcm":
         return to_int16(samples).tobytes()
-    sound_format, subtype = audio_files.FORMATS[f".{name}"]
+    sound_format, subtype = FORMATS[f".{name}"]
     file = io.BytesIO()
     soundfile.write(file, to_int16(samples), rate, subtype, format=sound_format)
     return file.getvalue()

@@ -28,7 +28,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 from ray.serve.metrics import Gauge
 
-import cli
+import checkpoints
 from serving.errors import ApiError
 from serving.requests import parse
 from serving.server import create_app
@@ -69,7 +69,7 @@ def app(arguments: dict) -> Application:
         key = os.environ.get(API_KEY_VARIABLE) or None
         settings = Settings(key, split(wanted.cors_origin), wanted.voices.absolute(), **limits)
         speakers = load_speakers([Path(path) for path in split(wanted.speaker)], wanted.model)
-        cli.read_config(wanted.model)
+        checkpoints.read_config(wanted.model)
         if 0 < wanted.max_replicas < wanted.replicas:
             raise ValueError(f"max_replicas is {wanted.max_replicas}, it must be at least replicas, {wanted.replicas}")
     except (ApiError, ValueError) as error:

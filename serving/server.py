@@ -25,7 +25,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-import cli
+import checkpoints
 from serving.audio_formats import CONTENT_TYPES, STREAMABLE, encode_stream
 from serving.errors import ApiError, as_api_error, to_json
 from serving.guard import Guard
@@ -88,7 +88,7 @@ def create_app(speech: Speech) -> FastAPI:
     @app.get("/v1/models")
     async def list_models() -> Response:
         model = {"id": Path(speech.model).name, "object": "model", "created": 0, "owned_by": "qwen"}
-        model |= {"kind": speech.kind, "languages": cli.languages(speech.config)}  # what the page needs to know
+        model |= {"kind": speech.kind, "languages": checkpoints.languages(speech.config)}  # what the page needs to know
         return JSONResponse({"object": "list", "data": [model]})
 
     @app.get("/health")

@@ -14,10 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import checkpoints
 import cli
 from audio_files import Chunk
 from fast.prompts import check_text
 from generate import load
+from loading import choose_device
 from serving.audio_formats import decode_base64, decode_recording
 from serving.engine import CutOff, Engine, QueueFull
 from serving.errors import ApiError
@@ -25,6 +27,7 @@ from serving.metrics import Metrics
 from serving.requests import Style
 from serving.settings import Settings
 from serving.voices import RegisteredVoice, VoiceFolder, check_name
+from voices import clone_prompt, load_speaker, speaker_prompt
 
 # Names that OpenAI's clients send, whatever the server has.
 OPENAI_VOICES = "alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse".split()
@@ -52,9 +55,9 @@ class Speech:
         """
         self.model = model
         self.settings = settings or Settings()
-        self.config = cli.read_config(model)
+        self.config = checkpoints.read_config(model)
         self.kind = self.config["tts_model_type"]
-        self.device = cli.choose_device(device)
+        self.device = choose_device(device)
         self.dtype = dtype
         self.ranges = cli.number_ranges(self.config)
         positions = self.config["talker_config"]["max_position_embeddings"]
@@ -67,7 +70,7 @@ class Speech:
         if self.kind == "voice_design":
             self.presets = list(DESIGNED_VOICES)
         if speakers and self.kind != "base":
-            raise ValueError(f"--speaker is not for {model}, {cli.KINDS[self.kind]}: use a Base model")
+            raise ValueError(f"--speaker is not for {model}, {checkpoints.KINDS[self.kind]}: use a Base model")
         self.speakers = speakers or {}
         self.folder = VoiceFolder(self.settings) if self.kind == "base" else None
         self.prompts = dict(self.speakers)  # name or RegisteredVoice -> its prompt, made when first needed
@@ -94,7 +97,7 @@ class Speech:
         style = Style(max_new_tokens=5)
         if self.kind == "base":
             noise = np.random.default_rng(0).normal(0, 0.1, 24000).astype(np.float32)
-            prompt = cli.clone_prompt(self.tts, noise, 24000, "warm up")
+            prompt = clone_prompt(self.tts, noise, 24000, "warm up")
             method, arguments = self.tts.generate_voice_clone, {"voice_clone_prompt": prompt}
         else:
             method, arguments = self.preset_arguments(style)
@@ -161,7 +164,7 @@ class Speech:
 
         def make() -> RegisteredVoice:
             recording = decode_recording(data, self.settings, "audio_sample")
-            prompt = cli.clone_prompt(self.tts, *recording, ref_text)
+            prompt = clone_prompt(self.tts, *recording, ref_text)
             voice = self.folder.add(name, recording, ref_text)
             self.prompts[voice] = prompt
             return voice
@@ -186,12 +189,14 @@ class Speech:
             self.check_number(name, getattr(style, name))
         for name in ("instructions", "ref_text", "voice", "language"):
             self.check_length(name, getattr(style, name))
-        languages = cli.languages(self.config)
+        languages = checkpoints.languages(self.config)
         if style.language and style.language.lower() not in languages:
             nearest = cli.nearest(style.language, languages)
             raise ApiError(f"there is no language {style.language!r}: choose {nearest}", param="language")
         if style.instructions and self.kind == "base":
-            raise ApiError(f"instructions are not for {cli.KINDS[self.kind]}: leave them out", param="instructions")
+            raise ApiError(
+                f"instructions are not for {checkpoints.KINDS[self.kind]}: leave them out", param="instructions"
+            )
         if style.instructions and self.kind == "custom_voice" and self.config.get("tts_model_size") == "0b6":
             raise ApiError("the speakers of this model take no instructions: leave them out", param="instructions")
         self.check_reference(style)
@@ -230,7 +235,7 @@ class Speech:
 
     def check_cloning(self, what: str) -> None:
         if self.kind != "base":
-            raise ApiError(f"{what} is not for {cli.KINDS[self.kind]}: choose one of its voices", param=what)
+            raise ApiError(f"{what} is not for {checkpoints.KINDS[self.kind]}: choose one of its voices", param=what)
 
     def check_text(self, text: str) -> str:
         self.check_length("input", text)
@@ -244,7 +249,7 @@ class Speech:
         if self.kind != "base":
             return self.preset_arguments(style)
         if style.speaker_embedding is not None:
-            prompt = cli.speaker_prompt(torch.tensor(style.speaker_embedding))
+            prompt = speaker_prompt(torch.tensor(style.speaker_embedding))
         elif style.ref_audio is not None:
             prompt = await self.run(self.prompt_of_recording, style)
         else:
@@ -262,11 +267,11 @@ class Speech:
     def prompt_of_recording(self, style: Style) -> list:
         recording = decode_recording(decode_base64(style.ref_audio, self.settings), self.settings, "ref_audio")
         ref_text = None if style.x_vector_only_mode else (style.ref_text or "").strip()
-        return cli.clone_prompt(self.tts, *recording, ref_text or None)
+        return clone_prompt(self.tts, *recording, ref_text or None)
 
     def prompt_of_voice(self, name: str) -> list:
         voice, recording = self.folder.read(name)
-        prompt = cli.clone_prompt(self.tts, *recording, voice.ref_text)
+        prompt = clone_prompt(self.tts, *recording, voice.ref_text)
         self.prompts[voice] = prompt
         self.forget_removed_voices()
         return prompt
@@ -347,7 +352,7 @@ class Utterance:
             metrics.first_audio.observe(now - self.asked)
             self.playback_began = made
         else:
-            metrics.frame.observe((made - self.last_made) / (seconds * cli.FRAME_RATE))
+            metrics.frame.observe((made - self.last_made) / (seconds * checkpoints.FRAME_RATE))
             if made > self.playback_began + self.seconds:
                 metrics.underruns.inc()
         self.last_chunk, self.last_made = now, made
@@ -356,7 +361,7 @@ class Utterance:
 
     @property
     def frames(self) -> int:
-        return round(self.seconds * cli.FRAME_RATE)
+        return round(self.seconds * checkpoints.FRAME_RATE)
 
     def text_tokens(self) -> int:
         return len(self.speech.tts.processor.tokenizer(self.text).input_ids)
@@ -378,5 +383,5 @@ def describe_voice(voice: RegisteredVoice) -> dict:
 
 def load_speakers(paths: list[Path], model: str) -> dict[str, dict]:
     """speaker.pt files as voices; the file's name is the voice's."""
-    width = cli.base_config(model)["talker_config"]["hidden_size"] if paths else 0
-    return {check_name(path.stem): cli.load_speaker(path, width) for path in paths}
+    width = checkpoints.base_config(model)["talker_config"]["hidden_size"] if paths else 0
+    return {check_name(path.stem): load_speaker(path, width) for path in paths}

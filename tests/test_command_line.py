@@ -2,12 +2,14 @@
 
 import io
 import itertools
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -18,12 +20,15 @@ import soundfile
 import torch
 from helpers import ROOT
 
+import checkpoints
 import cli
 import extract_speaker
+import speaking
 from audio_files import read_audio
-from cli import load_speaker
-from generate import load
+from fast import long_text
+from generate import MODELS, load
 from tools import random_checkpoint
+from voices import load_speaker
 
 
 def run(script, *arguments):
@@ -311,7 +316,7 @@ def test_a_player_that_was_closed(tmp_path):
         import sys, numpy as np
         sys.path.insert(0, {str(ROOT)!r})
         from audio_files import write_audio
-        from cli import cli_errors
+        from scripts import cli_errors
         with cli_errors():
             write_audio("-", iter([(np.zeros(1920), 24000)] * 1000), playable=True)"""
     result = subprocess.run(
@@ -371,14 +376,7 @@ def replace(path, old, new):
 MISTAKES = [  # options that differ from a good call (None: left out), words of the error
     (dict(speaker="missing.pt"), "no speaker file missing.pt"),
     (dict(speaker="."), "no speaker file"),
-    (dict(speaker="wide.pt"), "holds 128 numbers, this model takes 64"),
-    (dict(speaker="nan.pt"), "NaN or infinite"),
     ({"speaker": None, "speaker=": ""}, "no speaker file"),
-    (dict(speaker="sparse.pt"), "does not hold a speaker"),
-    (dict(speaker="float8.pt"), "does not hold a speaker"),
-    (dict(speaker="dict.pt"), "does not hold a speaker"),
-    (dict(speaker="code.pt"), "not a speaker file"),
-    (dict(speaker="text.pt"), "not a speaker file"),
     (dict(speaker=None), "give it --speaker"),
     (dict(ref_audio="short.wav"), "one of the two"),
     (dict(ref_text="words"), "--ref-text is the transcript of --ref-audio"),
@@ -406,9 +404,6 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(text=None, text_file="."), "cannot read"),
     (dict(text=None, text_file="binary.txt"), "not UTF-8"),
     (dict(text="caf\udce9"), "cannot read --text: it is not UTF-8"),
-    (dict(text="x" * 500), "takes 500 positions, the cache has 300"),
-    (dict(text="x" * 295, non_streaming_mode=""), "the prompt takes 305 of 300 positions: raise max_seq_len"),
-    (dict(fused=""), "the megakernel cannot run here: the model is not on an NVIDIA GPU"),
     (dict(output="nowhere/out.wav"), "no folder nowhere"),
     (dict(output="."), "it is a folder"),
     (dict(text="a\nb", output="."), "it is a folder"),
@@ -444,12 +439,24 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(dtype="int3"), "int3"),
     (dict(model="./nowhere"), "no folder ./nowhere"),
     (dict(model="lacks"), "speech_tokenizer/config.json is missing"),
-    (dict(model="truncated"), "download it again"),
     (dict(model="25hz"), "only the 12 Hz models"),
     (dict(model="other"), "does not describe a Qwen3-TTS"),
     (dict(model="garbled"), "does not describe"),
     (dict(model="hollow"), "does not describe"),
     (dict(unknown="x"), "unrecognized arguments"),
+]
+LATE_MISTAKES = [  # those that take torch, the tokenizer or the model to find
+    (dict(speaker="wide.pt"), "holds 128 numbers, this model takes 64"),
+    (dict(speaker="nan.pt"), "NaN or infinite"),
+    (dict(speaker="sparse.pt"), "does not hold a speaker"),
+    (dict(speaker="float8.pt"), "does not hold a speaker"),
+    (dict(speaker="dict.pt"), "does not hold a speaker"),
+    (dict(speaker="code.pt"), "not a speaker file"),
+    (dict(speaker="text.pt"), "not a speaker file"),
+    (dict(text="x" * 500), "takes 500 positions, the cache has 300"),
+    (dict(text="x" * 295, non_streaming_mode=""), "the prompt takes 305 of 300 positions: raise max_seq_len"),
+    (dict(fused=""), "the megakernel cannot run here: the model is not on an NVIDIA GPU"),
+    (dict(model="truncated"), "download it again"),
     pytest.param(
         dict(device="cuda"),
         "finds 0 CUDA devices",
@@ -458,35 +465,134 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
 ]
 
 
-@pytest.mark.parametrize("change, words", MISTAKES, ids=lambda value: str(value)[:50])
-def test_mistakes_get_one_line(call, checkpoint, wrong_files, tmp_path, monkeypatch, change, words):
-    """What was wrong and what to do, before anything is written: no traceback, and no code of a file is executed."""
+@pytest.fixture
+def mistaken(checkpoint, wrong_files, tmp_path, monkeypatch):
+    """mistaken(change) -> the options of a good call with a change, for a process in the folder of the wrong files."""
     monkeypatch.chdir(wrong_files)
-    good = (
-        dict(
-            model="base",
-            speaker=checkpoint() / "speaker.pt",
-            text="Hello!",
-            output=tmp_path / "out.wav",
-            device="cpu",
-            max_seq_len=300,
-        )
-        | change
-    )
-    if good["model"] in ("base", "custom_voice", "voice_design"):
-        good["model"] = checkpoint(good["model"])
-    arguments = [
-        word
-        for name, value in good.items()
-        if value is not None
-        for word in ("--" + name.replace("_", "-"), value)
-        if word != ""
-    ]
+
+    def mistaken(change):
+        good = dict(model="base", speaker=checkpoint() / "speaker.pt", text="Hello!", output=tmp_path / "out.wav")
+        good |= dict(device="cpu", max_seq_len=300) | change
+        if good["model"] in ("base", "custom_voice", "voice_design"):
+            good["model"] = checkpoint(good["model"])
+        return [
+            str(word)
+            for name, value in good.items()
+            if value is not None
+            for word in ("--" + name.replace("_", "-"), value)
+            if word != ""
+        ]
+
+    return mistaken
+
+
+@pytest.mark.parametrize("change, words", MISTAKES + LATE_MISTAKES, ids=lambda value: str(value)[:50])
+def test_mistakes_get_one_line(call, mistaken, wrong_files, tmp_path, change, words):
+    """What was wrong and what to do, before anything is written: no traceback, and no code of a file is executed."""
     files = sorted(wrong_files.iterdir())
-    code, stdout, stderr = call(cli.main, *arguments)
+    code, stdout, stderr = call(cli.main, *mistaken(change))
     assert code == 2 and stdout == "" and stderr.startswith("error: ") and len(stderr.splitlines()) == 1
     assert words in stderr
     assert not list(tmp_path.iterdir()) and sorted(wrong_files.iterdir()) == files
+
+
+SLOW = ["torch", "transformers", "qwen_tts", "librosa"]
+FOR_RECORDINGS = ["numpy", "soundfile"]
+
+
+def run_program(program, *folders, **options):
+    """In a process of its own, in which the folders come first on the path."""
+    program = f"import sys\nsys.path[:0] = {[str(folder) for folder in folders]}\n" + textwrap.dedent(program)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, **options)
+
+
+@pytest.mark.parametrize("with_recording", [False, True], ids=["without numpy", "with numpy"])
+def test_mistakes_are_found_without_slow_imports(mistaken, with_recording):
+    """torch and transformers take 5 to 15 s to import, and the answer to a mistyped option waited for them."""
+    mistakes = [(change, words) for change, words in MISTAKES if bool(change.get("ref_audio")) == with_recording]
+    program = f"""
+        import json
+        sys.modules.update(dict.fromkeys({SLOW if with_recording else SLOW + FOR_RECORDINGS}))  # cannot be imported
+        import cli
+        for words in json.load(sys.stdin):
+            sys.argv[1:] = words
+            try:
+                cli.main()
+            except SystemExit as exit:
+                assert exit.code == 2
+    """
+    result = run_program(program, ROOT, input=json.dumps([mistaken(change) for change, _ in mistakes]))
+    assert result.returncode == 0, result.stderr
+    for error, (_, words) in zip(result.stderr.splitlines(), mistakes, strict=True):
+        assert words in error
+
+
+@pytest.mark.parametrize(
+    "script, option, slow",
+    [
+        ("generate.py", "--help", SLOW + FOR_RECORDINGS),
+        ("generate.py", "--hlep", SLOW + FOR_RECORDINGS),
+        ("extract_speaker.py", "--help", SLOW),
+        ("extract_speaker.py", "--hlep", SLOW),
+    ],
+)
+def test_the_scripts_themselves_import_nothing_slow_first(script, option, slow):
+    """The test above does not see what generate.py imports before it hands over to cli.py."""
+    result = subprocess.run([sys.executable, "-X", "importtime", ROOT / script, option], capture_output=True, text=True)
+    imported = {line.split("|")[-1].strip() for line in result.stderr.splitlines()}
+    assert result.returncode == (0 if option == "--help" else 2) and "argparse" in imported
+    assert not imported & set(slow)
+
+
+def test_what_is_written_twice_is_the_same():
+    """cli.py cannot import these from generate.py and fast/, which import torch."""
+    assert checkpoints.MODELS == MODELS
+    limits = long_text.PAUSE, long_text.MIN_FRAME_LIMIT, long_text.FRAMES_PER_TOKEN
+    assert (cli.PAUSE, cli.MIN_FRAME_LIMIT, cli.FRAMES_PER_TOKEN) == limits
+
+
+@pytest.mark.parametrize(
+    "device, init, started",
+    [
+        ("cuda", "calls.append('in a daemon' * threading.current_thread().daemon)", ["in a daemon"]),
+        ("cuda", "raise RuntimeError('no driver')", []),
+        ("cpu", "calls.append('on a CPU')", []),
+    ],
+)
+def test_the_garbage_collector_rests_during_imports_only(mistaken, tmp_path, device, init, started):
+    """A process without garbage collection fills the memory. CUDA starts beside the imports, if it is to be used."""
+    (tmp_path / "torch.py").write_text(f"""if True:
+        import threading
+        calls, bfloat16 = [], None
+        ones = mm = lambda *_, **__: None
+        class cuda:
+            def init():
+                {init}
+    """)
+    (tmp_path / "speaking.py").write_text("""if True:
+        import gc, torch
+        print("imports", gc.isenabled())
+        def run(args):
+            print("speech", gc.isenabled(), gc.get_freeze_count() > 0, torch.calls)
+    """)
+    program = f"import cli; sys.argv[1:] = {mistaken(dict(device=device))}; cli.main()"
+    result = run_program(program, tmp_path, ROOT)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"imports False\nspeech True True {started}\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_starts_beside_the_imports():
+    """start_cuda hides its errors: one that always fails would go unnoticed."""
+    program = """
+        from scripts import heavy_imports
+        with heavy_imports(None):
+            import torch
+        print(torch.cuda.is_initialized(), torch.cuda.memory_stats()["allocation.all.allocated"] >= 2)
+    """
+    result = run_program(program, ROOT)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "True True\n", "")
 
 
 def test_no_hub(call, tmp_path, monkeypatch):
@@ -506,7 +612,7 @@ def test_out_of_gpu_memory(call, checkpoint, monkeypatch, tmp_path):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(cli, "load", full)
+    monkeypatch.setattr(speaking, "load", full)
     code, _, stderr = call(cli.main, *options(checkpoint(), output=tmp_path / "out.wav"))
     assert code == 2 and "memory is full" in stderr and len(stderr.splitlines()) == 1
 
@@ -518,8 +624,8 @@ def test_interrupted_stream_stays_a_valid_file(call, checkpoint, monkeypatch, tm
         yield from itertools.islice(speak(method, **kwargs), 2)
         raise KeyboardInterrupt
 
-    speak = cli.speak
-    monkeypatch.setattr(cli, "speak", interrupted)
+    speak = speaking.speak
+    monkeypatch.setattr(speaking, "speak", interrupted)
     code, _, stderr = call(
         cli.main, *options(checkpoint(), output=tmp_path / "out.wav"), "--stream", "--max-seq-len", 300
     )

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import cli
 from generate import load
 from tools import random_checkpoint
+from voices import speaker_prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 
@@ -107,5 +108,5 @@ def test_other_sizes_run_without_the_megakernel(sizes, tmp_path, monkeypatch):
     tts = load(str(tmp_path), max_seq_len=256)
     assert tts.model.talker.generate.__self__.path.startswith("separate kernels, no megakernel:")
     speaker = torch.load(tmp_path / "speaker.pt", weights_only=True)
-    wavs, _ = tts.generate_voice_clone("Hello.", voice_clone_prompt=cli.speaker_prompt(speaker), max_new_tokens=15)
+    wavs, _ = tts.generate_voice_clone("Hello.", voice_clone_prompt=speaker_prompt(speaker), max_new_tokens=15)
     assert len(wavs[0]) > 0

@@ -12,6 +12,7 @@ import torch
 from helpers import GREEDY, joined
 
 import cli
+import speaking
 from fast.long_text import frame_limit, speak, split_text, stream_long
 from fast.streaming import stream
 
@@ -141,7 +142,7 @@ def test_resume(checkpoint, tmp_path, monkeypatch, capsys, join):
 
     whole = speak_to("whole.wav")
     spoken = []
-    original = cli.speak
+    original = speaking.speak
 
     def interrupted_speak(*args, text, **kwargs):
         spoken.append(text)
@@ -149,7 +150,7 @@ def test_resume(checkpoint, tmp_path, monkeypatch, capsys, join):
             raise KeyboardInterrupt
         return original(*args, text=text, **kwargs)
 
-    monkeypatch.setattr(cli, "speak", interrupted_speak)
+    monkeypatch.setattr(speaking, "speak", interrupted_speak)
     with pytest.raises(SystemExit):
         speak_to("again.wav")
     assert (tmp_path / "again.wav.parts").is_dir() and not (tmp_path / "again.wav").exists()
@@ -174,9 +175,9 @@ def test_paragraphs_and_pauses(checkpoint, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out.wav"
     words = generate(checkpoint(), "--text-file", tmp_path / "book.txt", "--output", out, "--paragraphs", "--join")
     texts = []
-    original = cli.speak
+    original = speaking.speak
     monkeypatch.setattr(
-        cli, "speak", lambda *args, text, **kwargs: texts.append(text) or original(*args, text=text, **kwargs)
+        speaking, "speak", lambda *args, text, **kwargs: texts.append(text) or original(*args, text=text, **kwargs)
     )
     monkeypatch.setattr(sys, "argv", ["generate.py", *words, "--pause", "1"])
     with warnings.catch_warnings():

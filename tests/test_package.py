@@ -262,7 +262,7 @@ def test_no_generic_names_become_visible(tmp_path, checkpoint):
         model = FasterQwen3TTS.from_pretrained({str(checkpoint("custom_voice"))!r}, device="cpu", dtype="float32")
         [audio], rate = model.generate_custom_voice("Hello.", "Aiden", "Auto", max_new_tokens=2)
         assert len(audio) > 0
-        for name in ("generate", "cli", "serving", "cudagraph_talker", "cudagraph_predictor", "audio_files"):
+        for name in ("generate", "cli", "serving", "cudagraph_talker", "cudagraph_predictor", "audio_files", "voices"):
             assert name not in sys.modules, name
             try:
                 __import__(name)

@@ -18,13 +18,15 @@ from megakernel_cases import some_talker
 from test_kernel_on_cpu import HIDDEN, LENGTH, cpu_kernel_for
 from test_megakernel import on_gpu
 
-from cli import cli_errors, speaker_prompt
 from fast import check_and_end, megakernel, nvrtc
 from fast.megakernel import Sizes, complete_source, kernel_sizes
 from fast.paths import MegakernelStopped
 from fast.prompts import decoder_of
 from generate import accelerate, load_upstream
+from loading import model_errors
+from scripts import cli_errors
 from serving.engine import Engine
+from voices import speaker_prompt
 
 LIMIT = 60  # seconds that a wait of a test may take
 
@@ -224,7 +226,7 @@ def test_the_engine_does_not_use_what_stopped_outside(stopping):
 
 
 def test_the_command_line_says_so_in_one_line(capsys):
-    with pytest.raises(SystemExit) as ended, cli_errors():
+    with pytest.raises(SystemExit) as ended, cli_errors(), model_errors():
         raise MegakernelStopped("the megakernel has stopped: a thread block has waited for 2 s")
     assert ended.value.code == 2
     assert capsys.readouterr().err == "error: the megakernel has stopped: a thread block has waited for 2 s\n"
@@ -356,7 +358,7 @@ TWO_PROCESSES = """
     import sys, time
     sys.path.insert(0, {root!r})
     import torch
-    from cli import speaker_prompt
+    from voices import speaker_prompt
     from fast.prompts import decoder_of
     from generate import load
 

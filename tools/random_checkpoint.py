@@ -17,7 +17,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python tools/random_checkpoint.py`
-from cli import Parser, cli_errors  # imports generate, which must come before qwen_tts
+import generate  # noqa: F401  must come before qwen_tts
+from loading import model_errors
+from scripts import Parser, cli_errors
 
 # isort: split
 from qwen_tts.core import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model
@@ -326,5 +328,5 @@ def soften(decoder: torch.nn.Module) -> None:
 
 
 if __name__ == "__main__":
-    with cli_errors():
+    with cli_errors(), model_errors():
         main()

@@ -17,7 +17,8 @@ if not (CHECKOUT / "generate.py").is_file():
 
 PROJECT_MODULES = {
     *("cudagraph_talker", "cudagraph_predictor", "generate"),
-    *("audio_files", "cli", "parts", "text_files", "fast", "serving"),
+    *("audio_files", "output_files", "text_files", "parts", "scripts", "checkpoints", "loading", "voices"),
+    *("cli", "speaking", "fast", "serving"),
 }
 
 

@@ -1,0 +1,93 @@
+"""What the project's scripts share: one-line errors, progress on a terminal, and a quick start.
+
+Imports nothing that takes time, so that --help and mistakes are answered at once.
+"""
+
+import argparse
+import contextlib
+import gc
+import logging
+import os
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+
+CUDA_TIMEOUT = 60.0  # seconds to wait for CUDA's start
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ValueError(f"{message}: see --help")
+
+
+def check_device_name(name: str | None) -> None:
+    if name and not re.fullmatch(r"cuda(:(0|[1-9]\d?))?|cpu(:0)?", name):
+        raise ValueError(f"there is no device {name!r} here: choose cuda, cuda:1 and so on, or cpu")
+
+
+@contextlib.contextmanager
+def heavy_imports(device: str | None) -> Iterator[None]:
+    """Around a script's imports of torch and of what needs it: no garbage collection, and CUDA starts in a thread.
+
+    Where torch is imported already, this is not the script's own process, and nothing is changed in it.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()  # imports make many objects and little garbage
+    import torch
+
+    cuda = threading.Thread(target=start_cuda, args=[torch, device or "cuda"], daemon=True)
+    if not (device or "").startswith("cpu"):
+        cuda.start()
+    try:
+        yield
+    finally:
+        if cuda.is_alive():  # a process that ends while CUDA starts may crash
+            cuda.join(CUDA_TIMEOUT)
+        gc.freeze()  # what is imported stays: later collections skip it
+        gc.enable()
+
+
+def start_cuda(torch, device: str) -> None:
+    """The first calls of CUDA and cuBLAS take long. The main thread meets their errors again and reports them."""
+    with contextlib.suppress(Exception):
+        torch.cuda.init()
+        matrix = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+        torch.mm(matrix, matrix)
+
+
+def show_progress(line: str) -> None:
+    """Replace the last line of a terminal. A pipe gets nothing."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+
+class ProgressHandler(logging.Handler):
+    """Shows what the library logs while it loads."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        show_progress(record.getMessage())
+
+
+@contextlib.contextmanager
+def cli_errors() -> Iterator[None]:
+    """Around a script's main: a user's mistake is one line and exit code 2, a warning is one line."""
+    warnings.showwarning = lambda message, *_: print(f"warning: {str(message).splitlines()[0]}", file=sys.stderr)
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when huggingface_hub is imported
+    log = logging.getLogger("qwen3_tts_cudagraphs")
+    log.setLevel(logging.INFO)
+    log.handlers = [ProgressHandler()]
+    try:
+        yield
+    except KeyboardInterrupt:
+        show_progress("")
+        sys.exit(130)
+    except BrokenPipeError:  # the player was closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
+        sys.exit(141)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)

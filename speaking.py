@@ -1,0 +1,215 @@
+"""What generate.py does when its options are checked: load the model, speak, write the files.
+
+Here are also the checks that need torch or the tokenizer. They come before the weights are loaded.
+"""
+
+import argparse
+import datetime
+import functools
+import hashlib
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+
+from audio_files import Chunk, write_audio
+from checkpoints import FRAME_RATE, hub_name
+from cli import REFERENCE_SILENCE, check_number_of_files, has_parts, read_texts
+from fast.long_text import speak, split_text, tokens_that_fit, with_pauses
+from fast.prompts import decoder_of
+from generate import load, stream
+from loading import choose_device, model_errors
+from output_files import check_writable
+from parts import Parts
+from scripts import show_progress
+from text_files import Line, Pipe
+from voices import load_speaker, voice_request
+
+
+def run(args: argparse.Namespace) -> None:
+    """Speak as the options of generate.py say."""
+    with model_errors():
+        finish_checks(args)
+        tts = load(args.model, args.device, args.dtype, max_seq_len=args.max_seq_len, fused=args.fused)
+        show_progress("")
+        method, request = voice_request(args, tts)
+        path = decoder_of(tts).path
+        utterance = partial(speak if args.limit_speech else stream_seeded, method, **request)
+        if args.retry:
+            utterance = partial(utterance, retries=args.retry)
+
+        progress = Progress(args)
+        if args.parts:
+            args.parts.open(args.resume)
+        if args.parts and args.join:
+            speak_parts(args, utterance, progress)
+        for output, texts in args.outputs:
+            if args.parts and not args.join and args.parts.mark(texts[0][0]).is_file():
+                progress.skip(texts[0][1])
+                continue
+            start = time.perf_counter()
+            if args.parts and args.join:
+                start = progress.start
+                spoken = (args.parts.read(number) for number, _ in texts)
+            else:
+                spoken = (progress.follow(utterance(text=text, seed=seed_of(args, n)), text) for n, text in texts)
+            chunks = with_pauses(spoken, args.pause)
+            first = next(chunks, None)
+            if first is None:
+                raise ValueError("the text is empty: give something to say")
+            first_ms = (time.perf_counter() - start) * 1e3
+            seconds = write_audio(output, itertools.chain([first], chunks), playable=args.stream)
+            show_progress("")
+            wall = time.perf_counter() - start
+            summary = f"{output}: {seconds:.2f} s of audio in {wall:.2f} s, {seconds / wall:.2f} x real time"
+            if args.stream and not isinstance(args.texts, Pipe):
+                summary += f", first audio after {first_ms:.0f} ms"
+            print(f"{summary}; {path}", file=sys.stderr if str(output) == "-" else sys.stdout)
+            if args.parts and not args.join:
+                args.parts.mark(texts[0][0]).touch()
+        if args.parts:
+            args.parts.remove()
+
+
+def finish_checks(args: argparse.Namespace) -> None:
+    """What cli.py leaves open. Adds `outputs` and `parts`."""
+    args.dtype = args.dtype and getattr(torch, args.dtype)
+    args.device = choose_device(args.device)
+    if args.config["tts_model_type"] == "base" and args.speaker:
+        args.voice = load_speaker(args.speaker, args.config["talker_config"]["hidden_size"])
+    if args.texts is None:
+        args.texts = read_texts(args)
+    check_lengths(args)
+    args.outputs = plan_outputs(args)
+
+
+def seed_of(args: argparse.Namespace, number: int) -> int | None:
+    """Each utterance has a seed of its own, so that --resume gives what an uninterrupted run does."""
+    return None if args.seed is None else args.seed + number
+
+
+def stream_seeded(method: Callable, *, seed: int | None, **request) -> Iterator[Chunk]:
+    if seed is not None:
+        torch.manual_seed(seed)
+    yield from stream(method, **request)
+
+
+def speak_parts(args: argparse.Namespace, utterance: Callable, progress: "Progress") -> None:
+    """Speak what is not there yet, each utterance into a file of its own."""
+    ((_, texts),) = args.outputs
+    for number, text in texts:
+        part = args.parts.path(number)
+        if part.is_file():
+            progress.skip(text)
+        else:
+            write_audio(part, progress.follow(utterance(text=text, seed=seed_of(args, number)), text))
+
+
+def check_lengths(args: argparse.Namespace) -> None:
+    """A text takes one position of the cache per token. Lines of a file and of stdin that are too long are cut."""
+    if isinstance(args.texts, Pipe):
+        return
+    if args.text_file or args.text == "-":
+        args.texts = split_texts(args)
+        return
+    room = args.max_seq_len
+    long = [text for text in args.texts if len(text.encode()) >= room]  # a text has at most a token per byte
+    for text in long:
+        tokens = count_tokens(args.model, text)
+        if tokens >= room:
+            raise ValueError(
+                f"the text {text[:20]!r}... takes {tokens} positions, the cache has {room}: put it on several lines, "
+                "or give a larger --max-seq-len"
+            )
+
+
+def split_texts(args: argparse.Namespace) -> list[str]:
+    """Cut lines that may not fit into the cache."""
+    reference_positions = 0
+    if args.ref_text:
+        audio, rate = args.voice
+        reference_positions = int((len(audio) / rate + REFERENCE_SILENCE) * FRAME_RATE) + len(args.ref_text.encode())
+    most = tokens_that_fit(args.max_seq_len, {"instruct": args.instruct}, reference_positions)
+
+    def fits(text: str) -> bool:
+        return len(text.encode()) <= most or count_tokens(args.model, text) <= most
+
+    return split_text(args.texts, fits, args.language)
+
+
+def count_tokens(model: str, text: str) -> int:
+    return len(text_tokenizer(model)(text).input_ids)
+
+
+@functools.cache
+def text_tokenizer(model: str):
+    return transformers.AutoTokenizer.from_pretrained(hub_name(model))
+
+
+def plan_outputs(args: argparse.Namespace) -> list[tuple[Path, Iterable[tuple[int, str | Line]]]]:
+    """(file, its numbered utterances): one file, or one for each line. All lines of a pipe go to one file."""
+    output, texts = args.output, args.texts
+    args.parts = None
+    if isinstance(texts, Pipe):
+        return [(output, enumerate(texts.lines()))]
+    check_number_of_files(args)
+    if has_parts(args):
+        args.parts = Parts(output, fingerprint(args))
+        args.parts.check(args.resume)
+    numbered = [*enumerate(texts)]
+    if len(texts) == 1 or args.join:
+        return [(output, numbered)]
+    outputs = [(output.with_stem(f"{output.stem}-{number + 1:03}"), [(number, text)]) for number, text in numbered]
+    for path, _ in outputs:
+        check_writable(path)
+    return outputs
+
+
+def fingerprint(args: argparse.Namespace) -> str:
+    """Of everything that decides what is spoken."""
+    options = vars(args) | {"config": None, "voice": None, "resume": None, "device": str(args.device)}
+    digest = hashlib.sha256(repr(sorted(options.items())).encode())
+    for path in (args.ref_audio, args.speaker):
+        if path and Path(path).is_file():
+            digest.update(Path(path).read_bytes())
+    return digest.hexdigest()
+
+
+class Progress:
+    """How far the speech is, and how long the rest will take, on a terminal."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.texts = [] if isinstance(args.texts, Pipe) else args.texts
+        self.start = time.perf_counter()
+        self.seconds = 0.0  # of audio
+        self.spoken = 0  # characters of finished utterances
+        self.skipped = 0
+        self.finished = 0  # utterances
+
+    def skip(self, text: str) -> None:
+        self.skipped += len(text)
+        self.finished += 1
+
+    def follow(self, chunks: Iterable[Chunk], text: str | Line) -> Iterator[Chunk]:
+        for audio, rate in chunks:
+            self.seconds += len(audio) / rate
+            show_progress(self.line())
+            yield audio, rate
+        if self.texts:
+            self.spoken += len(text)
+        self.finished += 1
+
+    def line(self) -> str:
+        elapsed = time.perf_counter() - self.start
+        line = f"{self.seconds:.1f} s of audio, {self.seconds / elapsed:.2f} x real time"
+        if len(self.texts) > 1:
+            line = f"utterance {self.finished + 1} of {len(self.texts)}, {line}"
+        if self.spoken:
+            rest = sum(map(len, self.texts)) - self.skipped - self.spoken
+            line += f", {datetime.timedelta(seconds=round(elapsed * rest / self.spoken))} left"
+        return line
