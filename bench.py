@@ -39,16 +39,17 @@ import numpy as np
 import torch
 import transformers
 
-from audio_files import write_audio
-from checkpoints import FRAME_RATE, base_config, hub_name
+from cli.audio_files import write_audio
+from cli.checkpoints import FRAME_RATE, base_config, hub_name
+from cli.loading import model_errors
+from cli.output_files import check_writable
+from cli.scripts import Parser, cli_errors
+from cli.voices import load_speaker, speaker_prompt
 from cudagraph_talker import capture, sample
 from fast.paths import why_not
 from fast.prompts import build_request, decoder_of
 from fast.streaming import stream
 from generate import Decoder, accelerate, fork, load, load_upstream
-from loading import model_errors
-from output_files import check_writable
-from scripts import Parser, cli_errors
 from tools.arriving import time_arriving_text
 from tools.bounds import POSITION, bandwidth_of, bound_ms, bytes_per_frame
 from tools.check import check
@@ -56,7 +57,6 @@ from tools.listeners import time_streams
 from tools.plot import plot
 from tools.random_checkpoint import write_checkpoint
 from tools.ready import time_ready
-from voices import load_speaker, speaker_prompt
 
 ROOT = Path(__file__).parent
 ON_GPU = torch.cuda.is_available()

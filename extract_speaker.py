@@ -11,10 +11,10 @@ import io
 import sys
 from pathlib import Path
 
-from audio_files import read_audio
-from checkpoints import base_config
-from output_files import check_writable, write_bytes
-from scripts import Parser, check_device_name, cli_errors, heavy_imports
+from cli.audio_files import read_audio
+from cli.checkpoints import base_config
+from cli.output_files import check_writable, write_bytes
+from cli.scripts import Parser, check_device_name, cli_errors, heavy_imports
 
 
 def main() -> None:
@@ -43,8 +43,8 @@ def main() -> None:
             import librosa
             import torch
 
+            from cli.loading import choose_device, model_errors
             from generate import load_upstream
-            from loading import choose_device, model_errors
 
         with model_errors():
             model = load_upstream(args.model, choose_device(args.device)).model

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-if __name__ == "__main__" and Path(__file__).with_name("cli.py").is_file():
-    from cli import main  # all voices; checks the options, and then imports this file, torch and the rest
+if __name__ == "__main__" and Path(__file__).with_name("cli").is_dir():
+    from cli.options import main  # all voices; checks the options, and then imports this file, torch and the rest
 
     sys.exit(main())
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from checkpoints import MODELS
-from loading import model_errors
-from scripts import Parser, cli_errors
+from cli.checkpoints import MODELS
+from cli.loading import model_errors
+from cli.scripts import Parser, cli_errors
 from serving.settings import API_KEY_VARIABLE, Settings
 
 try:

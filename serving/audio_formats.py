@@ -11,9 +11,9 @@ import anyio.to_thread
 import numpy as np
 import soundfile
 
-import audio_files
-from audio_files import Chunk, check_recording, to_int16, wav_header
-from output_files import FORMATS
+from cli import audio_files
+from cli.audio_files import Chunk, check_recording, to_int16, wav_header
+from cli.output_files import FORMATS
 from serving.settings import Settings
 
 CONTENT_TYPES = {

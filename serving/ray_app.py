@@ -28,7 +28,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 from ray.serve.metrics import Gauge
 
-import checkpoints
+from cli import checkpoints
 from serving.errors import ApiError
 from serving.requests import parse
 from serving.server import create_app

@@ -25,7 +25,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-import checkpoints
+from cli import checkpoints
 from serving.audio_formats import CONTENT_TYPES, STREAMABLE, encode_stream
 from serving.errors import ApiError, as_api_error, to_json
 from serving.guard import Guard

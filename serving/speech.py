@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import checkpoints
-import cli
-from audio_files import Chunk
+from cli import checkpoints, options
+from cli.audio_files import Chunk
+from cli.loading import choose_device
+from cli.voices import clone_prompt, load_speaker, speaker_prompt
 from fast.prompts import check_text
 from generate import load
-from loading import choose_device
 from serving.audio_formats import decode_base64, decode_recording
 from serving.engine import CutOff, Engine, QueueFull
 from serving.errors import ApiError
@@ -27,7 +27,6 @@ from serving.metrics import Metrics
 from serving.requests import Style
 from serving.settings import Settings
 from serving.voices import RegisteredVoice, VoiceFolder, check_name
-from voices import clone_prompt, load_speaker, speaker_prompt
 
 # Names that OpenAI's clients send, whatever the server has.
 OPENAI_VOICES = "alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse".split()
@@ -59,7 +58,7 @@ class Speech:
         self.kind = self.config["tts_model_type"]
         self.device = choose_device(device)
         self.dtype = dtype
-        self.ranges = cli.number_ranges(self.config)
+        self.ranges = options.number_ranges(self.config)
         positions = self.config["talker_config"]["max_position_embeddings"]
         self.ranges["max_new_tokens"] = (lambda x: 2 <= x <= positions, f"from 2 to {positions}")
         is_good, wanted = self.ranges["max_seq_len"]
@@ -150,7 +149,7 @@ class Speech:
                 param="voice",
                 code="unknown_voice",
             )
-        nearest = cli.nearest(wanted, names)
+        nearest = options.nearest(wanted, names)
         raise ApiError(f"there is no voice {name!r}: choose {nearest}", param="voice", code="unknown_voice")
 
     async def register(self, name: str, data: bytes, ref_text: str | None) -> dict:
@@ -191,7 +190,7 @@ class Speech:
             self.check_length(name, getattr(style, name))
         languages = checkpoints.languages(self.config)
         if style.language and style.language.lower() not in languages:
-            nearest = cli.nearest(style.language, languages)
+            nearest = options.nearest(style.language, languages)
             raise ApiError(f"there is no language {style.language!r}: choose {nearest}", param="language")
         if style.instructions and self.kind == "base":
             raise ApiError(

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from cli.voices import speaker_prompt
 from generate import accelerate, load_upstream
-from voices import speaker_prompt
 
 ROOT = Path(__file__).parents[1]
 GREEDY = dict(do_sample=False, subtalker_dosample=False)

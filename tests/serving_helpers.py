@@ -14,11 +14,11 @@ import numpy as np
 import torch
 import uvicorn
 
+from cli.voices import speaker_prompt
 from serving.connections import uvicorn_config
 from serving.server import create_app
 from serving.settings import Settings
 from serving.speech import Speech
-from voices import speaker_prompt
 
 LIMIT = 120  # seconds that any wait may take
 SHORT = {"max_new_tokens": 6, "seed": 1}  # five frames

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from cli.voices import speaker_prompt
 from generate import load, stream
-from voices import speaker_prompt
 
 WORDS = "the first sound of a voice arrives before you notice that anything was asked".split()
 

@@ -12,8 +12,8 @@ import pytest
 import soundfile
 from helpers import ROOT
 
-from audio_files import write_audio
-from output_files import check_format, write_bytes
+from cli.audio_files import write_audio
+from cli.output_files import check_format, write_bytes
 
 RATE = 24000
 FRAME = 1920
@@ -116,8 +116,8 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
     program = """
         from pathlib import Path
         import numpy as np
-        from audio_files import write_audio
-        from output_files import write_bytes
+        from cli.audio_files import write_audio
+        from cli.output_files import write_bytes
         noise = np.random.default_rng(0).normal(scale=0.3, size=(200, 1920))
         chunks = [(chunk, 24000) for chunk in noise]
         for name, playable in (
@@ -153,8 +153,8 @@ def test_a_read_only_folder_is_refused_before_the_work(tmp_path):
         import os
         from pathlib import Path
         import numpy as np
-        from audio_files import write_audio
-        from output_files import check_writable
+        from cli.audio_files import write_audio
+        from cli.output_files import check_writable
         if os.geteuid() == 0:  # root may write everywhere: become nobody
             os.setgid(65534)
             os.setuid(65534)
@@ -184,7 +184,7 @@ def test_a_player_that_was_closed(tmp_path, playable, unbuffered):
         import os
         from pathlib import Path
         import numpy as np
-        from audio_files import write_audio
+        from cli.audio_files import write_audio
         try:
             write_audio(Path("-"), iter([(np.zeros(1920), 24000)] * 1000), {playable})
         except BrokenPipeError:
@@ -257,7 +257,7 @@ def test_bytes_to_a_file_and_to_stdout(tmp_path):
     assert (tmp_path / "speaker.pt").read_bytes() == b"content"
     program = """
         from pathlib import Path
-        from output_files import write_bytes
+        from cli.output_files import write_bytes
         write_bytes(Path("-"), bytes(200_000))
     """
     result = run(program, cwd=tmp_path)

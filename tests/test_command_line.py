@@ -20,15 +20,14 @@ import soundfile
 import torch
 from helpers import ROOT
 
-import checkpoints
-import cli
+import cli.options
 import extract_speaker
-import speaking
-from audio_files import read_audio
+from cli import checkpoints, speaking
+from cli.audio_files import read_audio
+from cli.voices import load_speaker
 from fast import long_text
 from generate import MODELS, load
 from tools import random_checkpoint
-from voices import load_speaker
 
 
 def run(script, *arguments):
@@ -109,7 +108,7 @@ def test_streamed_bytes_are_the_same(checkpoint, tmp_path, capfdbinary, monkeypa
         words = [*map(str, options(checkpoint(), output=output)), *arguments, *more]
         monkeypatch.setattr(sys, "argv", ["generate.py", *words])
         with warnings.catch_warnings():
-            cli.main()
+            cli.options.main()
         stdout, stderr = capfdbinary.readouterr()
         summary, other = (stderr, stdout) if output == "-" else (stdout, stderr)
         assert summary.startswith(f"{output}: ".encode()) and (b"first audio after" in summary) == bool(more)
@@ -122,7 +121,7 @@ def test_streamed_bytes_are_the_same(checkpoint, tmp_path, capfdbinary, monkeypa
 def test_cut_off_speech_is_reported(call, checkpoint, tmp_path):
     """Speech that ends because the cache is full: one line on stderr, not silence and not a traceback."""
     code, _, stderr = call(
-        cli.main, *options(checkpoint(), output=tmp_path / "out.wav"), "--max-seq-len", 32, "--seed", 4
+        cli.options.main, *options(checkpoint(), output=tmp_path / "out.wav"), "--max-seq-len", 32, "--seed", 4
     )
     assert code == 0 and stderr.startswith("warning: the speech was cut off after 23 frames")
     assert len(stderr.splitlines()) == 1
@@ -139,7 +138,7 @@ def test_extract_speaker(call, checkpoint, recording, tmp_path):
     assert speaker.shape == (64,) and speaker.dtype == torch.bfloat16
     assert (tmp_path / "speaker.pt").stat().st_size < 4096
     spoken = options(checkpoint(), speaker=tmp_path / "speaker.pt", output=tmp_path / "out.wav")
-    assert call(cli.main, *spoken, "--max-seq-len", 300)[0] == 0
+    assert call(cli.options.main, *spoken, "--max-seq-len", 300)[0] == 0
 
 
 @pytest.fixture
@@ -151,7 +150,7 @@ def spoken(call, checkpoint, tmp_path, monkeypatch):
         for old in tmp_path.glob("*.wav"):
             old.unlink()
         code, stdout, stderr = call(
-            cli.main,
+            cli.options.main,
             "--model",
             checkpoint(kind),
             "--device",
@@ -261,7 +260,7 @@ def test_mistakes_in_a_pipe(call, checkpoint, tmp_path, monkeypatch, data, more,
         file.seek(0)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(file))
         words = options(checkpoint(), text="-", output=tmp_path / "out.wav")
-        code, _, stderr = call(cli.main, *words, "--stream", *more)
+        code, _, stderr = call(cli.options.main, *words, "--stream", *more)
     assert code == 2 and message in stderr and len(stderr.splitlines()) == 1
     assert not (tmp_path / "out.wav").exists()
 
@@ -291,7 +290,7 @@ def test_other_formats(call, checkpoint, tmp_path, extension):
     heard = []
     for name, more in ((f"whole.{extension}", ()), (f"streamed.{extension}", ("--stream",)), ("whole.wav", ())):
         words = *options(checkpoint(), output=tmp_path / name), "--max-seq-len", 300, "--seed", 2, *more
-        code, stdout, stderr = call(cli.main, *words)
+        code, stdout, stderr = call(cli.options.main, *words)
         assert (code, stderr) == (0, "") and stdout.startswith(f"{tmp_path / name}: ")
         heard.append(soundfile.read(tmp_path / name, dtype="int16"))
     (whole, rate), (streamed, _), (wav, _) = heard
@@ -304,7 +303,7 @@ def test_other_formats(call, checkpoint, tmp_path, extension):
 
 def test_a_full_disk_is_one_line(call, checkpoint):
     """After the work is done, too: no traceback, and the device is still there."""
-    code, stdout, stderr = call(cli.main, *options(checkpoint(), output="/dev/full"), "--max-seq-len", 300)
+    code, stdout, stderr = call(cli.options.main, *options(checkpoint(), output="/dev/full"), "--max-seq-len", 300)
     assert code == 2 and stdout == "" and len(stderr.splitlines()) == 1
     assert stderr.startswith("error: cannot write /dev/full: No space left") and Path("/dev/full").exists()
 
@@ -315,8 +314,8 @@ def test_a_player_that_was_closed(tmp_path):
     program = f"""if True:
         import sys, numpy as np
         sys.path.insert(0, {str(ROOT)!r})
-        from audio_files import write_audio
-        from scripts import cli_errors
+        from cli.audio_files import write_audio
+        from cli.scripts import cli_errors
         with cli_errors():
             write_audio("-", iter([(np.zeros(1920), 24000)] * 1000), playable=True)"""
     result = subprocess.run(
@@ -329,9 +328,9 @@ def test_a_player_that_was_closed(tmp_path):
 
 def test_lists(call, checkpoint):
     """What --speaker and --language take: sorted, and without the dialects, which only speakers choose."""
-    code, speakers, _ = call(cli.main, "--model", checkpoint("custom_voice"), "--list-speakers")
+    code, speakers, _ = call(cli.options.main, "--model", checkpoint("custom_voice"), "--list-speakers")
     assert code in (0, None) and speakers.split() == sorted(speakers.split()) and "ono_anna" in speakers.split()
-    code, languages, _ = call(cli.main, "--model", checkpoint("base"), "--list-languages")
+    code, languages, _ = call(cli.options.main, "--model", checkpoint("base"), "--list-languages")
     assert code in (0, None) and "auto" in languages.split() and "beijing_dialect" not in languages
 
 
@@ -490,7 +489,7 @@ def mistaken(checkpoint, wrong_files, tmp_path, monkeypatch):
 def test_mistakes_get_one_line(call, mistaken, wrong_files, tmp_path, change, words):
     """What was wrong and what to do, before anything is written: no traceback, and no code of a file is executed."""
     files = sorted(wrong_files.iterdir())
-    code, stdout, stderr = call(cli.main, *mistaken(change))
+    code, stdout, stderr = call(cli.options.main, *mistaken(change))
     assert code == 2 and stdout == "" and stderr.startswith("error: ") and len(stderr.splitlines()) == 1
     assert words in stderr
     assert not list(tmp_path.iterdir()) and sorted(wrong_files.iterdir()) == files
@@ -513,11 +512,11 @@ def test_mistakes_are_found_without_slow_imports(mistaken, with_recording):
     program = f"""
         import json
         sys.modules.update(dict.fromkeys({SLOW if with_recording else SLOW + FOR_RECORDINGS}))  # cannot be imported
-        import cli
+        import cli.options
         for words in json.load(sys.stdin):
             sys.argv[1:] = words
             try:
-                cli.main()
+                cli.options.main()
             except SystemExit as exit:
                 assert exit.code == 2
     """
@@ -537,7 +536,7 @@ def test_mistakes_are_found_without_slow_imports(mistaken, with_recording):
     ],
 )
 def test_the_scripts_themselves_import_nothing_slow_first(script, option, slow):
-    """The test above does not see what generate.py imports before it hands over to cli.py."""
+    """The test above does not see what generate.py imports before it hands over to cli/."""
     result = subprocess.run([sys.executable, "-X", "importtime", ROOT / script, option], capture_output=True, text=True)
     imported = {line.split("|")[-1].strip() for line in result.stderr.splitlines()}
     assert result.returncode == (0 if option == "--help" else 2) and "argparse" in imported
@@ -545,10 +544,10 @@ def test_the_scripts_themselves_import_nothing_slow_first(script, option, slow):
 
 
 def test_what_is_written_twice_is_the_same():
-    """cli.py cannot import these from generate.py and fast/, which import torch."""
+    """options.py cannot import these from generate.py and fast/, which import torch."""
     assert checkpoints.MODELS == MODELS
     limits = long_text.PAUSE, long_text.MIN_FRAME_LIMIT, long_text.FRAMES_PER_TOKEN
-    assert (cli.PAUSE, cli.MIN_FRAME_LIMIT, cli.FRAMES_PER_TOKEN) == limits
+    assert (cli.options.PAUSE, cli.options.MIN_FRAME_LIMIT, cli.options.FRAMES_PER_TOKEN) == limits
 
 
 @pytest.mark.parametrize(
@@ -575,7 +574,13 @@ def test_the_garbage_collector_rests_during_imports_only(mistaken, tmp_path, dev
         def run(args):
             print("speech", gc.isenabled(), gc.get_freeze_count() > 0, torch.calls)
     """)
-    program = f"import cli; sys.argv[1:] = {mistaken(dict(device=device))}; cli.main()"
+    program = f"""
+        import cli
+        cli.__path__.insert(0, {str(tmp_path)!r})  # this speaking.py instead of the real one
+        import cli.options
+        sys.argv[1:] = {mistaken(dict(device=device))}
+        cli.options.main()
+    """
     result = run_program(program, tmp_path, ROOT)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == f"imports False\nspeech True True {started}\n"
@@ -586,7 +591,7 @@ def test_the_garbage_collector_rests_during_imports_only(mistaken, tmp_path, dev
 def test_cuda_starts_beside_the_imports():
     """start_cuda hides its errors: one that always fails would go unnoticed."""
     program = """
-        from scripts import heavy_imports
+        from cli.scripts import heavy_imports
         with heavy_imports(None):
             import torch
         print(torch.cuda.is_initialized(), torch.cuda.memory_stats()["allocation.all.allocated"] >= 2)
@@ -602,7 +607,7 @@ def test_no_hub(call, tmp_path, monkeypatch):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
-    code, _, stderr = call(cli.main, "--text", "Hello!", "--speaker", "x.pt", "--output", tmp_path / "out.wav")
+    code, _, stderr = call(cli.options.main, "--text", "Hello!", "--speaker", "x.pt", "--output", tmp_path / "out.wav")
     assert code == 2 and "cannot be downloaded from the model hub" in stderr and len(stderr.splitlines()) == 1
 
 
@@ -613,7 +618,7 @@ def test_out_of_gpu_memory(call, checkpoint, monkeypatch, tmp_path):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(speaking, "load", full)
-    code, _, stderr = call(cli.main, *options(checkpoint(), output=tmp_path / "out.wav"))
+    code, _, stderr = call(cli.options.main, *options(checkpoint(), output=tmp_path / "out.wav"))
     assert code == 2 and "memory is full" in stderr and len(stderr.splitlines()) == 1
 
 
@@ -627,7 +632,7 @@ def test_interrupted_stream_stays_a_valid_file(call, checkpoint, monkeypatch, tm
     speak = speaking.speak
     monkeypatch.setattr(speaking, "speak", interrupted)
     code, _, stderr = call(
-        cli.main, *options(checkpoint(), output=tmp_path / "out.wav"), "--stream", "--max-seq-len", 300
+        cli.options.main, *options(checkpoint(), output=tmp_path / "out.wav"), "--stream", "--max-seq-len", 300
     )
     assert code == 130 and soundfile.info(tmp_path / "out.wav").frames == 2 * 1920
 

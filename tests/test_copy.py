@@ -109,7 +109,7 @@ except ModuleNotFoundError as error:
     print("stream:", error.name)
 files = [Path(module.__file__) for module in sys.modules.values() if getattr(module, "__file__", None)]
 print("own:", *sorted({file.name for file in files if file.parent == Path.cwd()}))
-print("others:", *sorted({"fast", "cli", "audio_files"} & {name.split(".")[0] for name in sys.modules}))
+print("others:", *sorted({"fast", "cli"} & {name.split(".")[0] for name in sys.modules}))
 """
 
 
@@ -143,7 +143,7 @@ def test_the_copy_speaks_with_upstreams_tokens(copy, checkpoint):
 
 
 def test_the_copy_is_a_command(copy, checkpoint):
-    """Without cli.py beside it, generate.py has its own few options."""
+    """Without cli/ beside it, generate.py has its own few options."""
     folder = checkpoint()
     words = ["--model", folder, "--speaker", folder / "speaker.pt", "--text", "Hello!", "--output", "out.wav"]
     result = run(copy, "generate.py", *words)

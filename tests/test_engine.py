@@ -13,11 +13,11 @@ import torch
 from helpers import GREEDY, joined
 
 import serving.engine
+from cli.voices import speaker_prompt
 from generate import accelerate, load, load_upstream, stream
 from serving.codec import PendingAudio
 from serving.engine import Engine
 from serving.stream import Stream, StreamTimeout
-from voices import speaker_prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 LIMIT = 300  # seconds that any wait may take

@@ -9,10 +9,10 @@ import torch
 from helpers import Voice
 from safetensors.torch import load_file, save_file
 
-import cli
+import cli.options
+from cli.voices import speaker_prompt
 from generate import load
 from tools import random_checkpoint
-from voices import speaker_prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 
@@ -57,7 +57,7 @@ def test_a_finetuned_speaker_is_listed(finetuned, monkeypatch, capsys):
     """The command line reads the speakers from the checkpoint, not from a list of the published ones."""
     monkeypatch.setattr(sys, "argv", ["generate.py", "--model", str(finetuned), "--list-speakers"])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        cli.options.main()
     assert not ended.value.code and capsys.readouterr().out.lower().split()[0] == "anna_2"
 
 

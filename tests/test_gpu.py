@@ -13,9 +13,9 @@ from helpers import GREEDY, assert_the_same_together, joined
 
 import cudagraph_predictor
 import cudagraph_talker
+from cli.voices import speaker_prompt
 from fast.prompts import build_request, decoder_of
 from generate import accelerate, load_upstream, stream
-from voices import speaker_prompt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -329,7 +329,7 @@ def test_text_that_arrives_is_where_the_frames_read_it(fast):
 
 PEAK = """
 import sys, torch
-from voices import speaker_prompt
+from cli.voices import speaker_prompt
 from generate import load, stream
 tts = load(sys.argv[1])
 speaker = torch.randn(tts.model.config.talker_config.hidden_size)

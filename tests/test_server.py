@@ -21,7 +21,7 @@ import soundfile
 from helpers import ROOT
 from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, wait_until, wait_until_free
 
-from audio_files import to_int16
+from cli.audio_files import to_int16
 from serving import __main__ as main_module
 from serving.engine import Engine
 from serving.errors import as_api_error

@@ -11,9 +11,9 @@ import pytest
 import torch
 from helpers import ROOT
 
+from cli.voices import speaker_prompt
 from generate import load, stream
 from serving.engine import Engine
-from voices import speaker_prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from helpers import GREEDY, joined
 
+from cli.voices import speaker_prompt
 from fast.prompts import build_request
 from generate import load, load_upstream, stream
 from serving.engine import Engine
-from voices import speaker_prompt
 
 WORDS = "the first sound of a voice arrives before you notice that anything was asked".split()
 LIMIT = 600  # seconds

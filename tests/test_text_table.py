@@ -7,11 +7,11 @@ import pytest
 import torch
 from helpers import VOICES, joined
 
+from cli.voices import speaker_prompt
 from fast.prompt_templates import PromptTemplate, template_key
 from fast.prompts import build_request, decoder_of, request_for
 from fast.text_table import HostTalker, TextTable, use_text_table
 from generate import accelerate, load_upstream, stream
-from voices import speaker_prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 

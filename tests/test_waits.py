@@ -18,15 +18,15 @@ from megakernel_cases import some_talker
 from test_kernel_on_cpu import HIDDEN, LENGTH, cpu_kernel_for
 from test_megakernel import on_gpu
 
+from cli.loading import model_errors
+from cli.scripts import cli_errors
+from cli.voices import speaker_prompt
 from fast import check_and_end, megakernel, nvrtc
 from fast.megakernel import Sizes, complete_source, kernel_sizes
 from fast.paths import MegakernelStopped
 from fast.prompts import decoder_of
 from generate import accelerate, load_upstream
-from loading import model_errors
-from scripts import cli_errors
 from serving.engine import Engine
-from voices import speaker_prompt
 
 LIMIT = 60  # seconds that a wait of a test may take
 
@@ -358,7 +358,7 @@ TWO_PROCESSES = """
     import sys, time
     sys.path.insert(0, {root!r})
     import torch
-    from voices import speaker_prompt
+    from cli.voices import speaker_prompt
     from fast.prompts import decoder_of
     from generate import load
 

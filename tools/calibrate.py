@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from cli.loading import model_errors
+from cli.scripts import Parser, cli_errors
 from fast.paths import why_not
 from generate import load_upstream
-from loading import model_errors
-from scripts import Parser, cli_errors
 from tools.parity import FALSE_ALARM_RATE, MARGIN, Forced, Megakernel, error
 from tools.random_checkpoint import randomize, write_checkpoint
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from cli.voices import speaker_prompt
 from fast.prompts import build_request, decoder_of, move_to
 from fast.streaming import stream
 from generate import Decoder, accelerate, load_upstream
 from serving.batch import KernelFrameGraph
 from serving.engine import Engine
 from tools.parity import Forced, batch_logits, error, one_pass, verdict
-from voices import speaker_prompt
 
 TEXT = (
     "Two models with the same weights should say the same thing in the same voice. Whether they do is hard to hear, "

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from checkpoints import FRAME_RATE
+from cli.checkpoints import FRAME_RATE
 from serving.engine import Engine
 
 

@@ -18,8 +18,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python tools/random_checkpoint.py`
 import generate  # noqa: F401  must come before qwen_tts
-from loading import model_errors
-from scripts import Parser, cli_errors
+from cli.loading import model_errors
+from cli.scripts import Parser, cli_errors
 
 # isort: split
 from qwen_tts.core import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model

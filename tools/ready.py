@@ -79,8 +79,8 @@ def main(model: str, speaker_file: str) -> None:
     accelerate(tts)
     accelerate_s = time.time() - loaded_at
 
+    from cli.voices import speaker_prompt
     from generate import stream
-    from voices import speaker_prompt
 
     voice = dict(language="English", voice_clone_prompt=speaker_prompt(torch.load(speaker_file, weights_only=True)))
     first_audio_ms = []

@@ -15,11 +15,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 if not (CHECKOUT / "generate.py").is_file():
     raise ImportError(f"{CHECKOUT} has no generate.py: install this package from a checkout with `pip install -e .`")
 
-PROJECT_MODULES = {
-    *("cudagraph_talker", "cudagraph_predictor", "generate"),
-    *("audio_files", "output_files", "text_files", "parts", "scripts", "checkpoints", "loading", "voices"),
-    *("cli", "speaking", "fast", "serving"),
-}
+PROJECT_MODULES = {"cudagraph_talker", "cudagraph_predictor", "generate", "cli", "fast", "serving"}
 
 
 class ProjectLoader(SourceFileLoader):

@@ -8,8 +8,8 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
+from cli.scripts import check_device_name
 from fast.paths import MegakernelStopped
-from scripts import check_device_name
 
 
 def choose_device(name: str | None = None) -> torch.device:

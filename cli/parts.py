@@ -11,8 +11,8 @@ from pathlib import Path
 
 import soundfile
 
-from audio_files import Chunk
-from output_files import check_writable, replacement_for, write_errors
+from cli.audio_files import Chunk
+from cli.output_files import check_writable, replacement_for, write_errors
 
 BLOCK = 1 << 16  # samples that are copied at a time
 

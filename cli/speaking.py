@@ -17,18 +17,18 @@ from pathlib import Path
 import torch
 import transformers
 
-from audio_files import Chunk, write_audio
-from checkpoints import FRAME_RATE, hub_name
-from cli import REFERENCE_SILENCE, check_number_of_files, has_parts, read_texts
+from cli.audio_files import Chunk, write_audio
+from cli.checkpoints import FRAME_RATE, hub_name
+from cli.loading import choose_device, model_errors
+from cli.options import REFERENCE_SILENCE, check_number_of_files, has_parts, read_texts
+from cli.output_files import check_writable
+from cli.parts import Parts
+from cli.scripts import show_progress
+from cli.text_files import Line, Pipe
+from cli.voices import load_speaker, voice_request
 from fast.long_text import speak, split_text, tokens_that_fit, with_pauses
 from fast.prompts import decoder_of
 from generate import load, stream
-from loading import choose_device, model_errors
-from output_files import check_writable
-from parts import Parts
-from scripts import show_progress
-from text_files import Line, Pipe
-from voices import load_speaker, voice_request
 
 
 def run(args: argparse.Namespace) -> None:
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def finish_checks(args: argparse.Namespace) -> None:
-    """What cli.py leaves open. Adds `outputs` and `parts`."""
+    """What options.py leaves open. Adds `outputs` and `parts`."""
     args.dtype = args.dtype and getattr(torch, args.dtype)
     args.device = choose_device(args.device)
     if args.config["tts_model_type"] == "base" and args.speaker:

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from checkpoints import FRAME_RATE, KINDS, MODELS, MODELS_OF_KIND, languages, read_config
-from output_files import check_format, check_writable, is_special
-from scripts import Parser, check_device_name, cli_errors, heavy_imports
-from text_files import Pipe
+from cli.checkpoints import FRAME_RATE, KINDS, MODELS, MODELS_OF_KIND, languages, read_config
+from cli.output_files import check_format, check_writable, is_special
+from cli.scripts import Parser, check_device_name, cli_errors, heavy_imports
+from cli.text_files import Pipe
 
 REFERENCE_SILENCE = 0.5  # seconds between an in-context reference and the speech
 # For --help. fast/long_text.py has the same, and importing it takes seconds.
@@ -25,7 +25,7 @@ def main() -> None:
     with cli_errors():
         args = parse_arguments()
         with heavy_imports(args.device):
-            from speaking import run
+            from cli.speaking import run
 
         run(args)
 
@@ -206,7 +206,7 @@ def check_cloning(args: argparse.Namespace) -> None:
 
 def read_recording(args: argparse.Namespace) -> tuple:
     """The samples and the rate of --ref-audio. With a transcript it takes one position of the cache per frame."""
-    from audio_files import read_audio  # which imports numpy
+    from cli.audio_files import read_audio  # which imports numpy
 
     audio, rate = read_audio(args.ref_audio)
     frames = int(len(audio) / rate * FRAME_RATE)

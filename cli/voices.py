@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cli import REFERENCE_SILENCE, check_speaker_file
-from text_files import Pipe
+from cli.options import REFERENCE_SILENCE, check_speaker_file
+from cli.text_files import Pipe
 
 PIPE_TIMEOUT = 600.0  # seconds that a line on stdin may stay unfinished
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import huggingface_hub
 
-from scripts import show_progress
+from cli.scripts import show_progress
 
 MODELS = {  # short name -> hub id; generate.py, which runs without this file, has the same
     "0.6B": "Qwen/Qwen3-TTS-12Hz-0.6B-Base",
