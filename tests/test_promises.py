@@ -102,7 +102,7 @@ def test_importing_and_loading_are_silent(checkpoint):
     program = f"""
         import gc, logging, sys
         frozen = gc.get_freeze_count()
-        import generate, speaking
+        import cli.speaking, generate
         assert gc.isenabled() and gc.get_freeze_count() == frozen
 
         unwanted = {{"torchaudio", "sox", "onnxruntime", "gradio", "flash_attn", {UNUSED_TOKENIZER!r}}}
