@@ -6,7 +6,7 @@ server.py         HTTP; websocket.py is the WebSocket
 guard.py          who may ask: keys, origins, sizes
 connections.py    uvicorn's limits
 requests.py       the fields of a request; audio_formats.py, voices.py, errors.py, metrics.py, settings.py what they say
-__main__.py       python -m serving
+__main__.py       python -m serving: its options; process.py loads, serves and stops
 
 The engine needs none of the server's packages (requirements-server.txt).
 """

@@ -1,70 +1,35 @@
-"""The command line of the server.
+"""The command line of the server. Mistakes are answered before torch is imported.
 
 python -m serving --model 0.6B --port 8000
 """
 
 import argparse
-import gc
-import logging
 import os
-import signal
 import socket
-import sys
-import threading
-import time
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
-from cli.checkpoints import MODELS
-from cli.loading import model_errors
-from cli.scripts import Parser, cli_errors
+from cli.checkpoints import MODELS, read_config
+from cli.scripts import Parser, check_device_name, cli_errors, heavy_imports
 from serving.settings import API_KEY_VARIABLE, Settings
 
-try:
-    import uvicorn
-
-    from serving.connections import uvicorn_config
-    from serving.server import create_app
-    from serving.speech import Speech, load_speakers
-except ImportError as error:
-    print(f"error: the server needs {error.name}, which is not installed: run ./setup.sh --server", file=sys.stderr)
-    sys.exit(2)
+PACKAGES = "fastapi", "uvicorn", "websockets", "prometheus_client", "python_multipart"
 
 
 def main() -> None:
-    with cli_errors(), model_errors():
-        log_to_stderr()
+    with cli_errors():
         args = parse_arguments()
+        for name in PACKAGES:
+            if find_spec(name) is None:
+                raise ValueError(f"the server needs {name}, which is not installed: run ./setup.sh --server")
         settings = make_settings(args)
-        dtype = args.dtype and getattr(torch, args.dtype)
-        speakers = load_speakers(args.speaker, args.model)
-        speech = Speech(args.model, args.device, dtype, settings, speakers)
-        listening = listen(args.host, args.port)
-        host, port = listening.getsockname()[:2]
-        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        print(f"listening on {address}, loading {args.model}", flush=True)
+        read_config(args.model)
+        with listen(args.host, args.port) as listening:
+            with heavy_imports(args.device):
+                from serving.process import serve
 
-        server = Server(speech)
-        loading = threading.Thread(target=server.load, args=[address], name="load", daemon=True)
-        loading.start()
-        try:
-            server.run(sockets=[listening])
-        finally:
-            speech.close()
-        if server.failure:
-            raise server.failure
-        if loading.is_alive():  # stopped while loading: the thread is in torch, and Python cannot end it
-            os._exit(0)
-
-
-def log_to_stderr() -> None:
-    """Warnings and errors with their tracebacks, beside the progress that cli_errors shows."""
-    handler = logging.StreamHandler()
-    handler.setLevel(logging.WARNING)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.getLogger("qwen3_tts_cudagraphs").addHandler(handler)
+            serve(args, settings, listening)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -89,6 +54,7 @@ def parse_arguments() -> argparse.Namespace:
             help_text = f"{item.metadata['help']} ({item.default:g})"
             limits.add_argument(option, type=type(item.default), default=item.default, help=help_text)
     args = parser.parse_args()
+    check_device_name(args.device)
     if not 0 <= args.port < 65536:
         raise ValueError(f"--port is {args.port}, it must be from 0 to 65535")
     return args
@@ -112,58 +78,6 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}: choose another --host or --port") from None
     return listening
-
-
-class Server(uvicorn.Server):
-    """uvicorn, but SIGTERM first drains: new requests get 503 until the streams in flight have ended."""
-
-    def __init__(self, speech: Speech):
-        super().__init__(uvicorn_config(create_app(speech), speech.settings))
-        self.speech = speech
-        self.failure = None  # why the model could not be loaded
-        self.drain_until = None
-
-    def load(self, address: str) -> None:
-        """In a thread, so that /health can be asked meanwhile."""
-        try:
-            self.speech.load()
-        except BaseException as error:
-            self.failure = error
-            self.should_exit = True
-        else:
-            gc.freeze()  # all that is loaded stays; looking through it would stop the speech for a tenth of a second
-            print(greeting(self.speech, address), flush=True)
-
-    def handle_exit(self, sig: int, frame) -> None:
-        if self.speech.is_draining or sig == signal.SIGINT:
-            self.should_exit = True  # the second signal, or Ctrl-C
-            return
-        self.speech.is_draining = True
-        self.drain_until = time.monotonic() + self.speech.settings.drain_seconds
-        print(f"shutting down when {self.speech.in_flight} streams have ended", file=sys.stderr, flush=True)
-
-    async def on_tick(self, counter: int) -> bool:
-        if self.drain_until and (not self.speech.in_flight or time.monotonic() > self.drain_until):
-            self.should_exit = True
-        return await super().on_tick(counter)
-
-
-def greeting(speech: Speech, address: str) -> str:
-    """What there is, and a line to try it with."""
-    voices = speech.voice_names()
-    key = ' -H "Authorization: Bearer $' + API_KEY_VARIABLE + '"' if speech.settings.api_key else ""
-    lines = [f"ready: {speech.model} on {speech.device}, up to {speech.settings.max_streams} listeners at once"]
-    if voices:
-        lines.append(f"voices: {', '.join(voices)}")
-        voice = voices[0]
-    else:
-        lines.append("voices: none yet. Register one from a recording:")
-        lines.append(f"  curl{key} -F name=me -F audio_sample=@voice.wav {address}/v1/audio/voices")
-        voice = "me"
-    request = f'{{"input": "Hello!", "voice": "{voice}"}}'
-    header = '-H "Content-Type: application/json"'
-    lines.append(f"try it:\n  curl{key} {header} -d '{request}' -o hello.wav {address}/v1/audio/speech")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,16 @@ def test_without_a_gpu_it_times_the_tiny_model_and_says_so(tmp_path, monkeypatch
     assert "No GPU here" in printed and printed.strip().endswith("bench_results_CPU.json")
 
 
+@pytest.mark.slow
+def test_how_long_until_a_process_speaks(tmp_path, monkeypatch):
+    """It starts processes of its own, which no other test imports from."""
+    run(monkeypatch, tmp_path, "--ready")
+    row = json.loads((tmp_path / "bench_results_CPU.json").read_text())["models"]["tiny"]["ready"]
+    assert row["runs"] == 1
+    assert all(value > 0 for value in row.values())
+    assert row["shell_to_first_audio_s"] > row["first_request_ms"] / 1e3
+
+
 @pytest.mark.filterwarnings("ignore:the speech was cut off")
 def test_rows_that_quick_leaves_out(tmp_path):
     """The three files alone run on upstream's layers and codec; lists are timed with and without max_batch."""

@@ -533,11 +533,15 @@ def test_mistakes_are_found_without_slow_imports(mistaken, with_recording):
         ("generate.py", "--hlep", SLOW + FOR_RECORDINGS),
         ("extract_speaker.py", "--help", SLOW),
         ("extract_speaker.py", "--hlep", SLOW),
+        ("serving/__main__.py", "--help", SLOW + FOR_RECORDINGS),
+        ("serving/__main__.py", "--hlep", SLOW + FOR_RECORDINGS),
     ],
 )
 def test_the_scripts_themselves_import_nothing_slow_first(script, option, slow):
     """The test above does not see what generate.py imports before it hands over to cli/."""
-    result = subprocess.run([sys.executable, "-X", "importtime", ROOT / script, option], capture_output=True, text=True)
+    command = [sys.executable, "-X", "importtime", ROOT / script, option]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # for serving/, which is run with -m
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
     imported = {line.split("|")[-1].strip() for line in result.stderr.splitlines()}
     assert result.returncode == (0 if option == "--help" else 2) and "argparse" in imported
     assert not imported & set(slow)

@@ -22,7 +22,7 @@ from helpers import ROOT
 from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, wait_until, wait_until_free
 
 from cli.audio_files import to_int16
-from serving import __main__ as main_module
+from serving import process
 from serving.engine import Engine
 from serving.errors import as_api_error
 from serving.requests import SpeechRequest
@@ -404,7 +404,7 @@ def test_a_head_that_never_ends(speech):
 def test_draining_has_a_limit(speech, monkeypatch):
     """A listener who never reads must not keep the process alive."""
     monkeypatch.setattr(speech, "settings", dataclasses.replace(speech.settings, drain_seconds=0.3))
-    server = main_module.Server(speech)
+    server = process.Server(speech)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
@@ -440,7 +440,7 @@ def test_errors_reach_the_log(capsys):
     handlers = log.handlers
     log.handlers = []
     try:
-        main_module.log_to_stderr()
+        process.log_to_stderr()
         as_api_error(RuntimeError("why"))
     finally:
         log.handlers = handlers

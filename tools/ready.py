@@ -2,7 +2,7 @@
 
 Each run starts two new processes, one after the other. The first imports upstream, loads its model, accelerates it and
 makes ten requests. The second is `generate.py --stream`; it is timed from its start to its first audio. Both read the
-same files, so the disk's cache is as warm for one as for the other; the first run only warms up and is not counted.
+same files, so the disk's cache is as warm for one as for the other.
 
 python tools/ready.py MODEL speaker.pt    is the first of these processes
 """
@@ -23,24 +23,30 @@ WAV_HEADER = 44  # bytes
 
 
 def time_ready(model: str, speaker_file: Path, runs: int) -> Iterator[tuple[str, dict]]:
-    """A row of the benchmark: medians of `runs` processes."""
+    """A row of the benchmark, after every run again: medians of the runs so far."""
+    run_library(model, speaker_file)  # warms up
     library, shell = [], []
-    for _ in range(runs + 1):
+    for _ in range(runs):
         library.append(run_library(model, speaker_file))
         shell.append(run_shell(model, speaker_file))
-    library, shell = library[1:], shell[1:]
+        yield "ready", medians(library, shell)
+
+
+def medians(library: list[dict], shell: list[float]) -> dict:
+    median = statistics.median
     upstream = [run["imported_and_loaded_s"] for run in library]
-    row = dict(
-        upstream_imported_and_loaded_s=statistics.median(upstream),
-        accelerate_s=statistics.median(run["accelerate_s"] for run in library),
-        shell_to_first_audio_s=statistics.median(shell),
-        shell_to_first_audio_per_upstream=statistics.median(map(float.__truediv__, shell, upstream)),
-        first_request_ms=statistics.median(run["first_audio_ms"][0] for run in library),
-        tenth_request_ms=statistics.median(run["first_audio_ms"][-1] for run in library),
-        first_per_tenth=statistics.median(run["first_audio_ms"][0] / run["first_audio_ms"][-1] for run in library),
-        runs=runs,
+    first = [run["first_audio_ms"][0] for run in library]
+    tenth = [run["first_audio_ms"][-1] for run in library]
+    return dict(
+        upstream_imported_and_loaded_s=median(upstream),
+        accelerate_s=median(run["accelerate_s"] for run in library),
+        shell_to_first_audio_s=median(shell),
+        shell_to_first_audio_per_upstream=median(map(float.__truediv__, shell, upstream)),
+        first_request_ms=median(first),
+        tenth_request_ms=median(tenth),
+        first_per_tenth=median(map(float.__truediv__, first, tenth)),
+        runs=len(library),
     )
-    yield "ready", row
 
 
 def run_library(model: str, speaker_file: Path) -> dict:
