@@ -52,15 +52,30 @@ MAX_OTHER_CHOICES = 0.05  # Right: 0, or one near-tie; top-k off by one: 0.2 and
 SETTINGS = [(True, 100.0, 2, 1.0), (True, 100.0, 20, 0.125), (True, 100.0, 3, 1.0), (False, 1.0, 1, 1.0)]
 
 
+def limit_of(figure: str) -> float:
+    """The limit of a figure that `run_test` returns."""
+    if figure.startswith("error"):
+        return MAX_ERROR
+    return MAX_OTHER_CHOICES if figure.endswith("chosen otherwise") else MAX_DIFFERENT
+
+
 class Wrong(Exception):
     """What the megakernel has computed wrongly."""
 
 
-@torch.no_grad()
-def why_wrong(
-    talker: Any, predictor: Any, prompt: int = PROMPT, frames: int = FRAMES, choices: int = TALKER_CHOICES
-) -> str:
+def why_wrong(talker: Any, predictor: Any, **sizes: int) -> str:
     """What is wrong with the steps of a TalkerGraph and a PredictorGraph; empty if nothing is."""
+    reason, figures = run_test(talker, predictor, **sizes)
+    log.debug("self-test: %s", figures)
+    return reason
+
+
+@torch.no_grad()
+def run_test(
+    talker: Any, predictor: Any, prompt: int = PROMPT, frames: int = FRAMES, choices: int = TALKER_CHOICES
+) -> tuple[str, dict[str, float]]:
+    """What is wrong, and the figures that the limits are for: those that were measured before it was found."""
+    reason = ""
     with restored(talker, predictor):
         test = SelfTest(talker, predictor, prompt, frames)
         try:
@@ -68,10 +83,8 @@ def why_wrong(
         except torch.OutOfMemoryError:
             raise
         except (Wrong, RuntimeError) as error:  # RuntimeError: the driver refuses the launch
-            return " ".join(str(error).split())[:200]
-        finally:
-            log.debug("self-test: %s", test.figures)
-    return ""
+            reason = " ".join(str(error).split())[:200]
+    return reason, test.figures
 
 
 @contextmanager

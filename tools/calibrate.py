@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""How the figures of `bench.py --check` are distributed for a correct megakernel: many checkpoints with random weights.
+"""How the figures of `bench.py --check` and of the self-test are distributed for a correct megakernel.
 
     python tools/calibrate.py 1.7B --runs 50 --output results/calibration_1.7B.json
 
-Each run has other weights, another prompt and other tokens. It gives the megakernel's error relative to that of the
-model's own bfloat16 forward, and in how many cases only one of the two has the best token of float32. The spread over
-the runs shows how many standard deviations `parity.MARGIN` allows. Needs a GPU that runs the megakernel.
+Each run has other random weights, another prompt and other tokens. It gives the megakernel's error relative to that of
+the model's own bfloat16 forward, in how many cases only one of the two has the best token of float32, and the figures
+of fast/self_test.py. The spread over the runs shows how far the limits are away. Needs a GPU that runs the megakernel.
 """
 
 import argparse
@@ -22,10 +22,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from cli.loading import model_errors
 from cli.scripts import Parser, cli_errors
 from fast.paths import why_not
+from fast.self_test import limit_of, run_test
 from generate import load_upstream
 from tools.parity import FALSE_ALARM_RATE, MARGIN, Forced, Megakernel, error
 from tools.random_checkpoint import randomize, write_checkpoint
 
+SELF_TEST = "self-test"
 PROMPT = 20
 LENGTH = 512
 SETTINGS = dict(
@@ -51,6 +53,9 @@ def one_run(models: list, routes: list, seed: int, gain: float, frames: int) -> 
         exact.copy_(weight)
     megakernel, *others = routes
     megakernel.refresh()
+    reason, self_test_figures = run_test(megakernel.talker, megakernel.predictor)
+    if reason:
+        print(f"run {seed}: the self-test says that {reason}")
 
     width = own_model.config.hidden_size
     prompt, text, padding = (torch.randn(1, n, width, device="cuda").bfloat16() for n in (PROMPT, 100, 1))
@@ -82,7 +87,19 @@ def one_run(models: list, routes: list, seed: int, gain: float, frames: int) -> 
             only_megakernel=int((agree & ~own_agree).sum()),
             own_agreement=own_agree.double().mean().item(),
         )
-    return figures
+    return figures | {SELF_TEST: self_test_figures}
+
+
+def summarize_self_test(runs: list[dict]) -> str:
+    lines = [SELF_TEST]
+    for name in runs[0][SELF_TEST]:
+        values = [run[SELF_TEST][name] for run in runs if name in run[SELF_TEST]]
+        limit = limit_of(name)
+        distance = (limit - statistics.mean(values)) / max(statistics.stdev(values), 1e-9)
+        lines.append(
+            f"  {name}: {min(values):.4f} to {max(values):.4f}; {limit} is {distance:.0f} standard deviations away"
+        )
+    return "\n".join(lines)
 
 
 def summarize(name: str, runs: list[dict]) -> str:
@@ -130,7 +147,9 @@ def main() -> None:
         routes = [Megakernel(models[0], LENGTH), Forced(models[1], LENGTH), Forced(models[2], LENGTH)]
     runs = [one_run(models, routes, seed, (1.0, 3.0)[seed % 2], args.frames) for seed in range(args.runs)]
     for name in runs[0]:
-        print(summarize(name, runs))
+        if name != SELF_TEST:
+            print(summarize(name, runs))
+    print(summarize_self_test(runs))
     if args.output:
         args.output.write_text(json.dumps(dict(size=args.size, frames=args.frames, runs=runs), indent=1) + "\n")
 
