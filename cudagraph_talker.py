@@ -32,7 +32,6 @@ def capture(fn: Callable[[], None], device: torch.device, pool=None, generator=N
         fn()  # warm-up, not on that stream: so its workspace is in the pool
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # others may use CUDA
         fn()  # capture
-    torch._C._cuda_clearCublasWorkspaces()  # torch would keep that workspace, and so the pool, longer than the graph
     return graph.replay
 
 

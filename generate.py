@@ -64,8 +64,7 @@ def load(model: str, device=None, dtype: torch.dtype | None = None, **options) -
 
 
 def accelerate(tts, max_seq_len: int = 2048, max_batch: int | None = None, fused: bool | None = None) -> Qwen3TTSModel:
-    """Make the methods of a Qwen3TTSModel fast, in place, and capture all graphs. If this fails, load the model again.
-    During this call no other thread may draw from torch's default CUDA generator.
+    """Make a model's methods fast, in place. If this fails, load it again. Meanwhile no other thread may use the GPU.
 
     max_seq_len: positions for prompt and speech together, one per frame (12.5 per second).
     max_batch: texts of a list that are decoded together. Default: all on a CPU, one on a GPU, where more take memory.
@@ -78,8 +77,10 @@ def accelerate(tts, max_seq_len: int = 2048, max_batch: int | None = None, fused
         plug_in(tts, decoder, fused)
     elif fused:
         raise ValueError(f"fused=True needs the folder {FAST}")
-    for rows in (1, decoder.max_batch) if decoder.on_gpu else (1,):
-        decoder.graphs_for(rows)
+    decoder.graphs_for(1)
+    if decoder.on_gpu:
+        decoder.graphs_for(decoder.max_batch)
+        torch._C._cuda_clearCublasWorkspaces()  # torch would keep those of the graphs' pools longer than the graphs
     tts.model.talker.generate = decoder.generate
     return tts
 

@@ -109,7 +109,7 @@ def parse_arguments() -> argparse.Namespace:
     check_text_source(args)
     check_output(args)
     args.texts = None if args.text == "-" else read_texts(args)
-    if args.text and args.texts:  # a text file may have more utterances, once its long lines are cut
+    if args.texts and not args.text_file:  # which may have more utterances, once its long lines are cut
         check_number_of_files(args)
 
     args.config = read_config(args.model)
@@ -157,6 +157,8 @@ def check_numbers(args: argparse.Namespace) -> None:
 def check_limits(args: argparse.Namespace) -> None:
     if args.retry and not args.limit_speech:
         raise ValueError("--retry speaks again what --limit-speech has stopped: leave out --no-limit-speech")
+    if args.resume and args.text == "-" and args.stream:
+        raise ValueError("--resume needs the whole text: leave it out, or leave out --stream")
     if args.retry and args.text == "-" and args.stream:
         raise ValueError("--retry needs the whole text: leave it out, or leave out --stream")
 
@@ -225,7 +227,7 @@ def check_speaker_file(path: str | Path) -> None:
 
 def check_choice(what: str, word: str | None, known: Iterable[str]) -> None:
     """Refuse a word that is not known, and offer the nearest."""
-    if str(word).lower() not in known:
+    if str(word).lower() not in {name.lower() for name in known}:
         found = f"there is no {what} {word!r}" if word else f"no --{what} was given"
         raise ValueError(f"{found}: choose {nearest(word, known)} (--list-{what}s shows all)")
 
@@ -278,14 +280,14 @@ def check_number_of_files(args: argparse.Namespace) -> None:
     """Whether --output, --join and --resume suit the number of utterances."""
     if args.resume and not has_parts(args):
         raise ValueError("--resume is for files with several utterances: leave it out, or leave out --stream")
-    if len(args.texts) > 1 and not args.join and not is_file(args.output):
+    if len(args.texts) > 1 and not args.join and not goes_to_file(args.output):
         raise ValueError(f"{len(args.texts)} utterances cannot go to stdout one by one: add --join")
 
 
 def has_parts(args: argparse.Namespace) -> bool:
     """Whether finished utterances are kept until all are spoken, for --resume."""
-    return len(args.texts) > 1 and is_file(args.output) and not args.stream
+    return len(args.texts) > 1 and goes_to_file(args.output) and not args.stream
 
 
-def is_file(output: Path) -> bool:
+def goes_to_file(output: Path) -> bool:
     return str(output) != "-" and not is_special(output)

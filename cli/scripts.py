@@ -37,15 +37,16 @@ def heavy_imports(device: str | None) -> Iterator[None]:
         yield
         return
     gc.disable()  # imports make many objects and little garbage
-    import torch
-
-    cuda = threading.Thread(target=start_cuda, args=[torch, device or "cuda"], daemon=True)
-    if not (device or "").startswith("cpu"):
-        cuda.start()
+    cuda = None
     try:
+        import torch
+
+        if not (device or "").startswith("cpu"):
+            cuda = threading.Thread(target=start_cuda, args=[torch, device or "cuda"], daemon=True)
+            cuda.start()
         yield
     finally:
-        if cuda.is_alive():  # a process that ends while CUDA starts may crash
+        if cuda:  # a process that ends while CUDA starts may crash
             cuda.join(CUDA_TIMEOUT)
         gc.freeze()  # what is imported stays: later collections skip it
         gc.enable()

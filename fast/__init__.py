@@ -45,7 +45,10 @@ MIN_BATCH = 6
 
 
 def plug_in(tts, decoder, fused: bool | None) -> None:
-    """Change what `decoder` captures and how `tts` decodes audio. `fused` is the argument of `accelerate`."""
+    """Change what `decoder` captures and how `tts` decodes audio; on a GPU, make a first request.
+
+    `fused` is the argument of `accelerate`.
+    """
     talker = tts.model.talker
     check_torch(talker.device)
     codec_kernels.compile_ahead(tts.model.speech_tokenizer.model.decoder)  # while the megakernel is compiled

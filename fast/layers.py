@@ -7,7 +7,7 @@ bfloat16 the layer norms round once where upstream's round twice; the norms of q
 Shapes: B rows, L positions, S cache length, D head dimension, Q query heads, KV key-value heads, G = Q / KV.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import nn
 
 from cudagraph_talker import round_up
 
-LONGEST_EFFICIENT = 512  # positions
+LONGEST_EFFICIENT = 512  # positions; for longer prompts cuDNN's attention is faster
 
 
 def bypass_config_getattr(*configs) -> None:
@@ -117,16 +117,21 @@ def attention(
     query = query.reshape(batch, kv_heads, -1, head_dim)  # (B, KV, G * L, D)
     groups = query.shape[2] // length
     mask = attention_mask if length == 1 else attention_mask.repeat(1, 1, groups, 1)
-    is_prompt = query.is_cuda and 1 < length <= LONGEST_EFFICIENT
-    attend = efficient_attention if is_prompt else F.scaled_dot_product_attention
+    is_prompt = 1 < length <= LONGEST_EFFICIENT
+    attend = efficient_attention if is_prompt and is_hopper(query.device) else F.scaled_dot_product_attention
     out = attend(query, key, value, attn_mask=mask, scale=attn.scaling)
     out = out.reshape(batch, -1, length, head_dim).transpose(1, 2)  # (B, L, Q, D)
     return attn.o_proj(out.reshape(batch, length, -1)), None
 
 
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def efficient_attention(query, key, value, attn_mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """SDPA by its memory-efficient kernel. Torch would choose cuDNN, which takes 80 ms to plan for each new shape and
-    is faster for long prompts only."""
+    """SDPA by its memory-efficient kernel. On Hopper torch would choose cuDNN, which takes 80 ms to plan for each new
+    shape and is faster for long prompts only."""
     mask = attn_mask.expand(*query.shape[:-1], -1)  # (B, heads, L, S)
     with_log_sum = False
     return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, with_log_sum, scale=scale)[0]

@@ -40,7 +40,7 @@ class PromptTemplate:
 
     def fill(self, ids: list[int]) -> dict:
         """The request with a text of these tokens."""
-        text = self.table.index_select(0, torch.tensor(ids, dtype=torch.long))  # (T, H)
+        text = self.table.index_select(0, torch.tensor(ids, dtype=torch.long, device="cpu"))  # (T, H)
         if self.is_streaming:
             prompt = torch.cat([self.prefix, text[:1] + self.codec_bos])
             later = torch.cat([text[1:], self.end[None]])
@@ -48,7 +48,7 @@ class PromptTemplate:
             spoken = torch.cat([text, self.end[None]]) + self.codec_pad
             prompt = torch.cat([self.prefix, spoken, (self.pad + self.codec_bos)[None]])
             later = self.pad[None]
-        mask = torch.ones(1, len(prompt), dtype=torch.long)
+        mask = torch.ones(1, len(prompt), dtype=torch.long, device="cpu")
         return self.request | dict(inputs_embeds=prompt[None], attention_mask=mask, trailing_text_hidden=later[None])
 
     def gives(self, ids: list[int], request: dict) -> bool:

@@ -192,8 +192,8 @@ class SelfTest:
         )
         last = len(predictor.heads)
         first_inputs = [result.first_input.flatten(), predictor.step.inputs[0][codes[0]]]
-        has_phases_checked = frame in (0, self.frames - 1)
-        if has_phases_checked:
+        is_compared = frame in (0, self.frames - 1)
+        if is_compared:
             self.check_phases("the predictor's", predictor, first_inputs, 0, last, predictor.heads[-1])
         expected = choose(result.code_logits, predictor.sampling, predictor.step.noise)
         result.codes_as_chosen = codes[1:] == expected
@@ -204,7 +204,7 @@ class SelfTest:
         result.embedding = talker.embedding.clone()
         self.launch(talker)
         result.logits = talker.step.logits().clone()
-        if has_phases_checked:
+        if is_compared:
             position = self.prompt + frame
             self.check_phases("the talker's", talker, [talker.embedding.flatten()], position, position, talker.head)
         return result

@@ -10,9 +10,10 @@ from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
-from cli.checkpoints import MODELS, read_config
+from cli.checkpoints import MODELS
+from cli.options import check_speaker_file
 from cli.scripts import Parser, check_device_name, cli_errors, heavy_imports
-from serving.settings import API_KEY_VARIABLE, Settings
+from serving.settings import API_KEY_VARIABLE, Settings, check_model
 
 PACKAGES = "fastapi", "uvicorn", "websockets", "prometheus_client", "python_multipart"
 
@@ -24,7 +25,9 @@ def main() -> None:
             if find_spec(name) is None:
                 raise ValueError(f"the server needs {name}, which is not installed: run ./setup.sh --server")
         settings = make_settings(args)
-        read_config(args.model)
+        check_model(settings, args.model, bool(args.speaker))
+        for path in args.speaker:
+            check_speaker_file(path)
         with listen(args.host, args.port) as listening:
             with heavy_imports(args.device):
                 from serving.process import serve

@@ -150,6 +150,8 @@ class Engine:
         log.info("capturing the codec for up to %d streams", self.max_streams)
         codec_batches = sorted({min(rows, MAX_CODEC_ROWS) for rows in self.batch_sizes})
         self.codec = BatchCodec(self.tts.model.speech_tokenizer, self.max_streams, codec_batches)
+        if self.on_gpu:
+            torch._C._cuda_clearCublasWorkspaces()  # as `accelerate` does
 
     # ---- For listeners, in any thread
 

@@ -4,6 +4,9 @@ import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from cli.checkpoints import KINDS, read_config
+from cli.options import number_ranges
+
 API_KEY_VARIABLE = "QWEN3_TTS_API_KEY"
 MB = 1_000_000
 
@@ -48,3 +51,14 @@ class Settings:
                 raise ValueError(f"{option} is {value}, it must be above 0")
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError("--api-key is empty: give a key, or leave it out")
+
+
+def check_model(settings: Settings, model: str, has_speakers: bool) -> None:
+    """Whether this model exists and takes these settings, and speaker.pt files if there are any."""
+    config = read_config(model)
+    is_good, wanted = number_ranges(config)["max_seq_len"]
+    if not is_good(settings.max_seq_len):
+        raise ValueError(f"--max-seq-len is {settings.max_seq_len}, it must be {wanted}")
+    kind = config["tts_model_type"]
+    if has_speakers and kind != "base":
+        raise ValueError(f"--speaker is not for {model}, {KINDS[kind]}: give a Base model")

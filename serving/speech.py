@@ -25,7 +25,7 @@ from serving.engine import CutOff, Engine, QueueFull
 from serving.errors import ApiError
 from serving.metrics import Metrics
 from serving.requests import Style
-from serving.settings import Settings
+from serving.settings import Settings, check_model
 from serving.voices import RegisteredVoice, VoiceFolder, check_name
 
 # Names that OpenAI's clients send, whatever the server has.
@@ -61,15 +61,13 @@ class Speech:
         self.ranges = options.number_ranges(self.config)
         positions = self.config["talker_config"]["max_position_embeddings"]
         self.ranges["max_new_tokens"] = (lambda x: 2 <= x <= positions, f"from 2 to {positions}")
-        is_good, wanted = self.ranges["max_seq_len"]
-        if not is_good(self.settings.max_seq_len):
-            raise ValueError(f"--max-seq-len is {self.settings.max_seq_len}, it must be {wanted}")
+        check_model(self.settings, model, bool(speakers))
 
-        self.presets = sorted(self.config["talker_config"]["spk_id"]) if self.kind == "custom_voice" else []
+        self.presets = []
+        if self.kind == "custom_voice":
+            self.presets = sorted(map(str.lower, self.config["talker_config"]["spk_id"]))
         if self.kind == "voice_design":
             self.presets = list(DESIGNED_VOICES)
-        if speakers and self.kind != "base":
-            raise ValueError(f"--speaker is not for {model}, {checkpoints.KINDS[self.kind]}: use a Base model")
         self.speakers = speakers or {}
         self.folder = VoiceFolder(self.settings) if self.kind == "base" else None
         self.prompts = dict(self.speakers)  # name or RegisteredVoice -> its prompt, made when first needed

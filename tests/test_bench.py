@@ -11,6 +11,7 @@ import bench
 from cudagraph_talker import TalkerGraph
 from fast.prompts import build_request
 from generate import load_upstream
+from tools import ready
 from tools.parity import Forced, one_pass
 from tools.random_checkpoint import write_checkpoint
 
@@ -51,6 +52,15 @@ def test_how_long_until_a_process_speaks(tmp_path, monkeypatch):
     assert row["runs"] == 1
     assert all(value > 0 for value in row.values())
     assert row["shell_to_first_audio_s"] > row["first_request_ms"] / 1e3
+
+
+def test_a_process_that_does_not_speak(monkeypatch):
+    """The benchmark must neither wait for it nor hide why."""
+    with pytest.raises(ValueError, match="-c has failed: ZeroDivisionError: division by zero"):
+        ready.first_output(["-c", "1 / 0"], 1)
+    monkeypatch.setattr(ready, "LIMIT", 0.5)
+    with pytest.raises(ValueError, match="it took too long"):
+        ready.first_output(["-c", "import time; time.sleep(100)"], 1)
 
 
 @pytest.mark.filterwarnings("ignore:the speech was cut off")

@@ -719,6 +719,15 @@ def test_random_checkpoint_of_each_type(call, tmp_path):
         assert load(str(tmp_path / kind), "cpu", max_seq_len=64).model.tts_model_type == kind
 
 
+def test_setup_downloads_the_weights(tmp_path):
+    """Nothing else runs this line of setup.sh, which calls a function of the project."""
+    (line,) = [line for line in (ROOT / "setup.sh").read_text().splitlines() if "download(sys.argv[1])" in line]
+    program = line.split("'")[1]
+    (tmp_path / "huggingface_hub.py").write_text("snapshot_download = print")
+    result = run_program(f"sys.argv[1:] = ['0.6B']\n{program}", tmp_path, ROOT)
+    assert (result.returncode, result.stdout) == (0, "Qwen/Qwen3-TTS-12Hz-0.6B-Base\n"), result.stderr
+
+
 def test_setup_refuses_what_it_does_not_know():
     """A mistyped size must not start an installation."""
     result = subprocess.run(["bash", ROOT / "setup.sh", "7B"], capture_output=True, text=True)

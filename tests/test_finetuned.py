@@ -61,6 +61,18 @@ def test_a_finetuned_speaker_is_listed(finetuned, monkeypatch, capsys):
     assert not ended.value.code and capsys.readouterr().out.lower().split()[0] == "anna_2"
 
 
+def test_a_finetuned_speaker_with_capitals_can_be_chosen(finetuned, monkeypatch, tmp_path):
+    """On the command line and in the server."""
+    output = tmp_path / "out.wav"
+    words = ["--model", str(finetuned), "--speaker", "Anna_2", "--text", "Hi.", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["generate.py", *words, "--max-seq-len", "64", "--device", "cpu"])
+    cli.options.main()
+    assert output.is_file()
+
+    speech = pytest.importorskip("serving.speech").Speech(str(finetuned), "cpu")
+    assert speech.resolve_voice("Anna_2") == "anna_2"
+
+
 SIZES = {
     "more layers, one KV head": (
         dict(num_hidden_layers=3, num_key_value_heads=1),

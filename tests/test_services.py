@@ -5,13 +5,17 @@ import gc
 import subprocess
 import sys
 import textwrap
+import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from helpers import ROOT
 
 from cli.voices import speaker_prompt
+from fast.prompts import decoder_of
+from fast.warm_up import warm_up
 from generate import load, stream
 from serving.engine import Engine
 
@@ -126,6 +130,39 @@ def test_a_fork(checkpoint):
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert len(lines) == 3 and all("load the model after the fork" in line for line in lines)
+
+
+@pytest.mark.parametrize("kind", ["base", "custom_voice", "voice_design"])
+def test_the_first_request_is_made_at_load(checkpoint, kind, monkeypatch, caplog):
+    """It must not change what a user's seed gives, nor stay among the prompts. On a CPU nobody makes it."""
+    tts = load(str(checkpoint(kind)), "cpu", max_seq_len=64)
+    decoder = decoder_of(tts)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    lengths = []
+    monkeypatch.setattr(decoder, "frames", partial(note_lengths, lengths, decoder.frames))
+    with caplog.at_level("INFO"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warm_up(tts, decoder)
+    assert lengths == [1, 1] and not caplog.records
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not decoder.prompt_templates.templates
+
+
+def note_lengths(lengths, frames, **request):
+    lengths.append(0)
+    for frame in frames(**request):
+        lengths[-1] += 1
+        yield frame
+
+
+def test_a_model_that_cannot_be_warmed_up_is_loaded(checkpoint, caplog):
+    """Its config may forbid that one request, not others."""
+    tts = load(str(checkpoint("custom_voice")), "cpu", max_seq_len=64)
+    tts.generate_defaults["temperature"] = 0.0
+    with caplog.at_level("INFO"):
+        warm_up(tts, decoder_of(tts))
+    assert "the first request will be slower than the others: temperature 0.0" in caplog.text
 
 
 def owners(tts) -> list[weakref.ref]:

@@ -11,6 +11,8 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,26 +52,35 @@ def medians(library: list[dict], shell: list[float]) -> dict:
 
 
 def run_library(model: str, speaker_file: Path) -> dict:
-    command = [sys.executable, __file__, model, str(speaker_file)]
-    start = time.time()
-    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-    if result.returncode:
-        raise RuntimeError(f"the process failed: {result.stderr.strip().splitlines()[-1]}")
-    times = json.loads(result.stdout.splitlines()[-1])
+    start = time.monotonic()
+    output = first_output([__file__, model, str(speaker_file)], None)
+    times = json.loads(output.splitlines()[-1])
     return times | dict(imported_and_loaded_s=times["loaded_at"] - start)
 
 
 def run_shell(model: str, speaker_file: Path) -> float:
     options = ["--model", model, "--speaker", str(speaker_file), "--text", TEXT, "--stream", "--output", "-"]
-    start = time.time()
-    command = [sys.executable, str(ROOT / "generate.py"), *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        audio = process.stdout.read(WAV_HEADER + 1)
-        seconds = time.time() - start
-        process.kill()
-    if len(audio) <= WAV_HEADER:
-        raise RuntimeError("generate.py ended without audio")
-    return seconds
+    start = time.monotonic()
+    first_output([str(ROOT / "generate.py"), *options], WAV_HEADER + 1)
+    return time.monotonic() - start
+
+
+def first_output(program: list[str], count: int | None) -> bytes:
+    """The first bytes that a Python program prints; None: all of them. Then it is stopped."""
+    with tempfile.TemporaryFile() as errors:
+        command = [sys.executable, *program]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as process:
+            killer = threading.Timer(LIMIT, process.kill)
+            killer.start()
+            output = process.stdout.read(count)
+            killer.cancel()
+            if count is not None:
+                process.kill()
+        if len(output) < (count or 1):
+            errors.seek(0)
+            reason = errors.read().decode(errors="replace").strip().splitlines()[-1:] or ["it took too long"]
+            raise ValueError(f"{Path(program[0]).name} has failed: {reason[0]}")
+    return output
 
 
 def main(model: str, speaker_file: str) -> None:
@@ -81,9 +92,9 @@ def main(model: str, speaker_file: str) -> None:
     tts = load_upstream(model)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    loaded_at = time.time()
+    loaded_at = time.monotonic()  # the same clock in all processes
     accelerate(tts)
-    accelerate_s = time.time() - loaded_at
+    accelerate_s = time.monotonic() - loaded_at
 
     from cli.voices import speaker_prompt
     from generate import stream
