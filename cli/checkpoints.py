@@ -40,11 +40,16 @@ FRAME_RATE = 12.5  # of the 12 Hz models
 def read_config(model: str) -> dict:
     """The config.json of a Qwen3-TTS 12 Hz checkpoint: a folder, a hub id or a short name."""
     folder = Path(model)
+    if not model:
+        raise ValueError("the name of the model is empty: give --model a folder, a hub id or a short name")
+    if folder.is_file():
+        raise ValueError(f"{model} is a file: give --model the folder that it is in")
     if folder.is_dir():
         missing = [file for file in CHECKPOINT_FILES if not any(folder.glob(file))]
         if missing:
+            missing = ", ".join(missing)
             raise ValueError(
-                f"{folder} is not a complete checkpoint, {', '.join(missing)} is missing: download it again"
+                f"{folder} is not a complete checkpoint, it has no {missing}: give another folder, or download it again"
             )
     else:
         folder = download_config(model)

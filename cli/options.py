@@ -109,7 +109,7 @@ def parse_arguments() -> argparse.Namespace:
     check_text_source(args)
     check_output(args)
     args.texts = None if args.text == "-" else read_texts(args)
-    if args.texts and not args.text_file:  # which may have more utterances, once its long lines are cut
+    if args.texts and (not args.text_file or len(args.texts) > 1):  # long lines of a file will be cut: only more
         check_number_of_files(args)
 
     args.config = read_config(args.model)
@@ -157,8 +157,6 @@ def check_numbers(args: argparse.Namespace) -> None:
 def check_limits(args: argparse.Namespace) -> None:
     if args.retry and not args.limit_speech:
         raise ValueError("--retry speaks again what --limit-speech has stopped: leave out --no-limit-speech")
-    if args.resume and args.text == "-" and args.stream:
-        raise ValueError("--resume needs the whole text: leave it out, or leave out --stream")
     if args.retry and args.text == "-" and args.stream:
         raise ValueError("--retry needs the whole text: leave it out, or leave out --stream")
 
@@ -240,6 +238,12 @@ def nearest(word: str | None, known: Iterable[str]) -> str:
 def check_text_source(args: argparse.Namespace) -> None:
     if (args.text is None) == (args.text_file is None):
         raise ValueError("give what to say as --text, --text-file, or --text - for stdin, one of them")
+    if str(args.text_file) == "-":
+        raise ValueError("--text-file - is no file: use --text - for stdin")
+    if args.text == "-" and sys.stdin is None:
+        raise ValueError("--text - reads stdin, which is closed: pipe a text into it")
+    if args.text == "-" and args.stream and args.paragraphs:
+        raise ValueError("--paragraphs needs the whole text at once: leave it out, or leave out --stream")
     if args.text == "-" and args.stream and args.non_streaming_mode:
         raise ValueError("--non-streaming-mode needs the whole text at once: leave it out, or leave out --stream")
 
@@ -271,6 +275,10 @@ def read_texts(args: argparse.Namespace) -> list[str] | Pipe:
 def check_output(args: argparse.Namespace) -> None:
     if args.output is None:
         raise ValueError("give --output, an audio file to write, or - for stdout")
+    if args.resume and (args.stream or not goes_to_file(args.output)):
+        raise ValueError("--resume keeps the finished utterances of a file: leave it out with --stream and --output -")
+    if str(args.output) == "-" and sys.stdout is None:
+        raise ValueError("--output - writes to stdout, which is closed: pipe it into a player")
     if str(args.output) != "-":
         check_writable(args.output)
         check_format(args.output)
@@ -279,7 +287,7 @@ def check_output(args: argparse.Namespace) -> None:
 def check_number_of_files(args: argparse.Namespace) -> None:
     """Whether --output, --join and --resume suit the number of utterances."""
     if args.resume and not has_parts(args):
-        raise ValueError("--resume is for files with several utterances: leave it out, or leave out --stream")
+        raise ValueError("--resume is for files with several utterances: leave it out")
     if len(args.texts) > 1 and not args.join and not goes_to_file(args.output):
         raise ValueError(f"{len(args.texts)} utterances cannot go to stdout one by one: add --join")
 

@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import re
+import signal
 import sys
 import threading
 import warnings
@@ -23,7 +24,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_device_name(name: str | None) -> None:
-    if name and not re.fullmatch(r"cuda(:(0|[1-9]\d?))?|cpu(:0)?", name):
+    if name is not None and not re.fullmatch(r"cuda(:(0|[1-9]\d?))?|cpu(:0)?", name):
         raise ValueError(f"there is no device {name!r} here: choose cuda, cuda:1 and so on, or cpu")
 
 
@@ -36,6 +37,9 @@ def heavy_imports(device: str | None) -> Iterator[None]:
     if "torch" in sys.modules:
         yield
         return
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # Ctrl-C ends the process: an exception is taken for a missing module
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()  # imports make many objects and little garbage
     cuda = None
     try:
@@ -50,6 +54,7 @@ def heavy_imports(device: str | None) -> Iterator[None]:
             cuda.join(CUDA_TIMEOUT)
         gc.freeze()  # what is imported stays: later collections skip it
         gc.enable()
+        signal.signal(signal.SIGINT, handler)
 
 
 def start_cuda(torch, device: str) -> None:
@@ -62,7 +67,7 @@ def start_cuda(torch, device: str) -> None:
 
 def show_progress(line: str) -> None:
     """Replace the last line of a terminal. A pipe gets nothing."""
-    if sys.stderr.isatty():
+    if sys.stderr and sys.stderr.isatty():
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
 
@@ -89,6 +94,9 @@ def cli_errors() -> Iterator[None]:
     except BrokenPipeError:  # the player was closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
         sys.exit(141)
-    except (ValueError, OSError) as error:
+    except ModuleNotFoundError as error:
+        print(f"error: {error}: use the environment of setup.sh, and copy all folders", file=sys.stderr)
+        sys.exit(2)
+    except (ValueError, OSError, ImportError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

@@ -4,8 +4,10 @@ python -m serving --model 0.6B --port 8000
 """
 
 import argparse
+import ipaddress
 import os
 import socket
+import warnings
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +30,9 @@ def main() -> None:
         check_model(settings, args.model, bool(args.speaker))
         for path in args.speaker:
             check_speaker_file(path)
+        check_folder(args.voices)
         with listen(args.host, args.port) as listening:
+            warn_if_open(listening, settings)
             with heavy_imports(args.device):
                 from serving.process import serve
 
@@ -65,8 +69,21 @@ def parse_arguments() -> argparse.Namespace:
 
 def make_settings(args: argparse.Namespace) -> Settings:
     limits = {item.name: getattr(args, item.name) for item in fields(Settings) if "help" in item.metadata}
-    api_key = args.api_key or os.environ.get(API_KEY_VARIABLE) or None
+    api_key = os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key
     return Settings(api_key, tuple(args.cors_origin), args.voices, **limits)
+
+
+def check_folder(folder: Path) -> None:
+    """Whether it can be made, or written to."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ValueError(f"the voices cannot be kept in {folder}: {existing} is not a folder that can be written to")
+
+
+def warn_if_open(listening: socket.socket, settings: Settings) -> None:
+    host = listening.getsockname()[0]
+    if settings.api_key is None and not ipaddress.ip_address(host).is_loopback:
+        warnings.warn(f"--host {host} without --api-key: whoever reaches this machine can use the server", stacklevel=2)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -78,8 +95,9 @@ def listen(host: str, port: int) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen(2048)
-    except OSError as error:
-        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}: choose another --host or --port") from None
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not the name of a host"
+        raise ValueError(f"cannot listen on {host}:{port}: {reason}: choose another --host or --port") from None
     return listening
 
 

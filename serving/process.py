@@ -28,6 +28,7 @@ def serve(args: argparse.Namespace, settings: Settings, listening: socket.socket
         speakers = load_speakers(args.speaker, args.model)
         speech = Speech(args.model, args.device, dtype, settings, speakers)
         host, port = listening.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # those cannot be asked
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         print(f"listening on {address}, loading {args.model}", flush=True)
 

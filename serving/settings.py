@@ -50,7 +50,7 @@ class Settings:
                 option = "--" + item.name.replace("_", "-")
                 raise ValueError(f"{option} is {value}, it must be above 0")
         if self.api_key is not None and not self.api_key.strip():
-            raise ValueError("--api-key is empty: give a key, or leave it out")
+            raise ValueError(f"--api-key or ${API_KEY_VARIABLE} is empty: give a key, or leave it out")
 
 
 def check_model(settings: Settings, model: str, has_speakers: bool) -> None:

@@ -381,4 +381,10 @@ def describe_voice(voice: RegisteredVoice) -> dict:
 def load_speakers(paths: list[Path], model: str) -> dict[str, dict]:
     """speaker.pt files as voices; the file's name is the voice's."""
     width = checkpoints.base_config(model)["talker_config"]["hidden_size"] if paths else 0
-    return {check_name(path.stem): load_speaker(path, width) for path in paths}
+    speakers = {}
+    for path in paths:
+        name = check_name(path.stem)
+        if name in speakers:
+            raise ValueError(f"two --speaker files would be the voice {name}: rename {path}")
+        speakers[name] = load_speaker(path, width)
+    return speakers

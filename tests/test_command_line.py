@@ -6,10 +6,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import warnings
 from pathlib import Path
 
@@ -430,6 +432,11 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(retry=-1), "--retry is -1"),
     (dict(retry=2, no_limit_speech=""), "leave out --no-limit-speech"),
     (dict(resume=""), "--resume is for files with several utterances"),
+    (dict(resume="", stream=""), "leave it out with --stream"),
+    (dict(resume="", output="-"), "leave it out with --stream and --output -"),
+    (dict(text="-", stream="", paragraphs=""), "--paragraphs needs the whole text"),
+    (dict(text=None, text_file="-"), "use --text - for stdin"),
+    (dict(model="wide.pt"), "wide.pt is a file: give --model the folder"),
     (dict(seed=-1), "from 0 to"),
     (dict(seed=10**20), "from 0 to"),
     (dict(device="abacus"), "no device 'abacus'"),
@@ -437,7 +444,7 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(device="cpu:7"), "no device 'cpu:7'"),
     (dict(dtype="int3"), "int3"),
     (dict(model="./nowhere"), "no folder ./nowhere"),
-    (dict(model="lacks"), "speech_tokenizer/config.json is missing"),
+    (dict(model="lacks"), "it has no speech_tokenizer/config.json"),
     (dict(model="25hz"), "only the 12 Hz models"),
     (dict(model="other"), "does not describe a Qwen3-TTS"),
     (dict(model="garbled"), "does not describe"),
@@ -588,6 +595,32 @@ def test_the_garbage_collector_rests_during_imports_only(mistaken, tmp_path, dev
     result = run_program(program, tmp_path, ROOT)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == f"imports False\nspeech True True {started}\n"
+
+
+def test_ctrl_c_during_imports(mistaken, tmp_path):
+    """Some packages take the exception for a module that is missing, and the program went on without it."""
+    (tmp_path / "torch.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(60)")
+    program = f"import sys; sys.path[:0] = {[str(tmp_path), str(ROOT)]}; import cli.options; cli.options.main()"
+    command = [sys.executable, "-c", program, *mistaken({})]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        killer = threading.Timer(30, process.kill)
+        killer.start()
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate() == ("", "")
+        killer.cancel()
+    assert process.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    "closed, words", [("stdin", "--text - reads stdin"), ("stdout", "--output - writes to stdout")]
+)
+def test_closed_streams(mistaken, closed, words):
+    """A service may be started without them: Python's sys.stdin is None then."""
+    change = dict(text="-") if closed == "stdin" else dict(output="-")
+    program = f"sys.{closed} = None; import cli.options; cli.options.main()"
+    result = run_program(f"sys.argv[1:] = {mistaken(change)}\n{program}", ROOT)
+    assert result.returncode == 2 and words in result.stderr and result.stderr.count("\n") == 1
 
 
 @pytest.mark.gpu

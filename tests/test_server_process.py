@@ -22,6 +22,8 @@ from safetensors.torch import load_file, save_file
 from serving_helpers import FRAME, LIMIT
 
 from serving.__main__ import listen as bind
+from serving.__main__ import warn_if_open
+from serving.settings import Settings
 from tools.load import Server, listen, soak
 
 
@@ -126,13 +128,24 @@ def test_mistakes_on_the_command_line(run, checkpoint, tmp_path):
             (["--model", tiny, "--max-streams", 0], "--max-streams is 0, it must be above 0"),
             (["--model", tiny, "--max-text", "many"], "invalid int value"),
             (["--model", tiny, "--max-seq-len", 7], "--max-seq-len is 7"),
-            (["--model", tiny, "--api-key", " "], "--api-key is empty"),
+            (["--model", tiny, "--api-key", " "], "--api-key or $QWEN3_TTS_API_KEY is empty"),
+            (["--model", tiny, "--api-key", ""], "--api-key or $QWEN3_TTS_API_KEY is empty"),  # "$KEY" of an unset KEY
+            (["--model", tiny, "--voices", tiny / "config.json"], "is not a folder that can be written to"),
+            (["--model", tiny, "--port", 0] + 2 * ["--speaker", tiny / "speaker.pt"], "two --speaker files"),
             (["--model", tiny, "--speaker", "nobody.pt"], "no speaker file"),
             (["--model", checkpoint("custom_voice"), "--speaker", tiny / "speaker.pt"], "give a Base model"),
             (["--model", tiny, "--device", "abacus"], "no device 'abacus'"),
         ):
             code, error = run(*options)
             assert code == 2 and message in error and error.count("\n") == 1, (options, error)
+
+
+@pytest.mark.parametrize("host, key, warned", [("127.0.0.1", None, 0), ("0.0.0.0", None, 1), ("0.0.0.0", "key", 0)])
+def test_a_server_without_a_key_is_not_opened_silently(host, key, warned):
+    with bind(host, 0) as listening, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_if_open(listening, Settings(key))
+    assert len(caught) == warned
 
 
 def test_without_the_servers_packages(run, monkeypatch):
