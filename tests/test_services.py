@@ -144,7 +144,7 @@ def test_the_first_request_is_made_at_load(checkpoint, kind, monkeypatch, caplog
     with caplog.at_level("INFO"), warnings.catch_warnings():
         warnings.simplefilter("error")
         warm_up(tts, decoder)
-    assert lengths == [1, 1] and not caplog.records
+    assert lengths == [1, 1] and "slower" not in caplog.text
     assert torch.equal(torch.get_rng_state(), before)
     assert not decoder.prompt_templates.templates
 
