@@ -112,3 +112,7 @@ def download(model: str) -> None:
 def hub_errors() -> tuple[type[Exception], ...]:
     """What a download can raise. A function, because the last one imports much of huggingface_hub."""
     return OSError, ValueError, huggingface_hub.errors.HfHubHTTPError
+
+
+if __name__ == "__main__":
+    download(sys.argv[1])

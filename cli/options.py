@@ -147,11 +147,15 @@ def number_ranges(config: dict) -> dict[str, tuple[Callable, str]]:
 
 
 def check_numbers(args: argparse.Namespace) -> None:
-    for name, (is_good, wanted) in number_ranges(args.config).items():
-        value = getattr(args, name)
-        if value is not None and not is_good(value):
-            option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} is {value}, it must be {wanted}")
+    for name in number_ranges(args.config):
+        check_number(args.config, name, getattr(args, name))
+
+
+def check_number(config: dict, name: str, value: float | None) -> None:
+    is_good, wanted = number_ranges(config)[name]
+    if value is not None and not is_good(value):
+        option = "--" + name.replace("_", "-")
+        raise ValueError(f"{option} is {value}, it must be {wanted}")
 
 
 def check_limits(args: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from cli.options import REFERENCE_SILENCE, check_speaker_file
 from cli.text_files import Pipe
+from fast.prompts import speaker_prompt
 
 PIPE_TIMEOUT = 600.0  # seconds that a line on stdin may stay unfinished
 
@@ -34,16 +35,6 @@ def load_speaker(path: str | Path, hidden_size: int) -> dict:
     if not speaker.isfinite().all():
         raise ValueError(f"{path} has NaN or infinite values: make it again with extract_speaker.py")
     return speaker_prompt(speaker)
-
-
-def speaker_prompt(speaker: torch.Tensor, rows: int = 1) -> dict:
-    """Upstream's voice_clone_prompt for `rows` texts with one speaker embedding."""
-    return {
-        "ref_code": None,
-        "ref_spk_embedding": [speaker] * rows,
-        "x_vector_only_mode": [True] * rows,
-        "icl_mode": [False] * rows,
-    }
 
 
 def clone_prompt(tts, audio: np.ndarray, rate: int, ref_text: str | None, silence: float = REFERENCE_SILENCE) -> list:

@@ -204,6 +204,16 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def speaker_prompt(speaker: torch.Tensor, rows: int = 1) -> dict:
+    """Upstream's voice_clone_prompt for `rows` texts with one speaker embedding."""
+    return {
+        "ref_code": None,
+        "ref_spk_embedding": [speaker] * rows,
+        "x_vector_only_mode": [True] * rows,
+        "icl_mode": [False] * rows,
+    }
+
+
 def reference_codes(voice_clone_prompt) -> torch.Tensor | None:
     """The codes (T, 16) that precede the speech in in-context cloning."""
     if not voice_clone_prompt:

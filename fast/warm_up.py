@@ -5,6 +5,7 @@ import logging
 import torch
 
 from fast.prompt_templates import PromptTemplates
+from fast.prompts import speaker_prompt
 from fast.streaming import stream
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
@@ -30,8 +31,7 @@ def some_voice(tts) -> tuple:
     config = tts.model.config.talker_config
     if tts.model.tts_model_type == "base":
         speaker = torch.zeros(config.hidden_size, device="cpu")
-        prompt = dict(ref_code=[None], ref_spk_embedding=[speaker], x_vector_only_mode=[True], icl_mode=[False])
-        return tts.generate_voice_clone, dict(voice_clone_prompt=prompt)
+        return tts.generate_voice_clone, dict(voice_clone_prompt=speaker_prompt(speaker))
     if tts.model.tts_model_type == "custom_voice":
         return tts.generate_custom_voice, dict(speaker=next(iter(config.spk_id)), language="English")
     return tts.generate_voice_design, dict(instruct="")

@@ -77,7 +77,8 @@ def check_folder(folder: Path) -> None:
     """Whether it can be made, or written to."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ValueError(f"the voices cannot be kept in {folder}: {existing} is not a folder that can be written to")
+        problem = f"{existing} is not a folder that can be written to"
+        raise ValueError(f"the voices cannot be kept in {folder}: {problem}: choose another --voices")
 
 
 def warn_if_open(listening: socket.socket, settings: Settings) -> None:

@@ -114,7 +114,7 @@ class Replica:
     async def __init__(self, model: str, device: str, dtype: str | None, settings: Settings, speakers: dict):
         self.speech = Speech(model, device, dtype and getattr(torch, dtype), settings, speakers)
         await asyncio.to_thread(self.speech.load)
-        gc.freeze()  # as in __main__.py
+        gc.freeze()  # as in process.py
         self.publishing = asyncio.create_task(publish(self.speech.metrics.registry))
 
     def __serve_build_asgi_app__(self) -> FastAPI:

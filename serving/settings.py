@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from cli.checkpoints import KINDS, read_config
-from cli.options import number_ranges
+from cli.checkpoints import base_config, read_config
+from cli.options import check_number
 
 API_KEY_VARIABLE = "QWEN3_TTS_API_KEY"
 MB = 1_000_000
@@ -55,10 +55,6 @@ class Settings:
 
 def check_model(settings: Settings, model: str, has_speakers: bool) -> None:
     """Whether this model exists and takes these settings, and speaker.pt files if there are any."""
-    config = read_config(model)
-    is_good, wanted = number_ranges(config)["max_seq_len"]
-    if not is_good(settings.max_seq_len):
-        raise ValueError(f"--max-seq-len is {settings.max_seq_len}, it must be {wanted}")
-    kind = config["tts_model_type"]
-    if has_speakers and kind != "base":
-        raise ValueError(f"--speaker is not for {model}, {KINDS[kind]}: give a Base model")
+    check_number(read_config(model), "max_seq_len", settings.max_seq_len)
+    if has_speakers:
+        base_config(model)

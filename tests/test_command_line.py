@@ -600,9 +600,12 @@ def test_the_garbage_collector_rests_during_imports_only(mistaken, tmp_path, dev
 def test_ctrl_c_during_imports(mistaken, tmp_path):
     """Some packages take the exception for a module that is missing, and the program went on without it."""
     (tmp_path / "torch.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(60)")
-    program = f"import sys; sys.path[:0] = {[str(tmp_path), str(ROOT)]}; import cli.options; cli.options.main()"
+    program = "from cli.options import main\nmain()"
     command = [sys.executable, "-c", program, *mistaken({})]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         killer = threading.Timer(30, process.kill)
         killer.start()
         assert process.stdout.readline() == "importing\n"
@@ -618,8 +621,13 @@ def test_ctrl_c_during_imports(mistaken, tmp_path):
 def test_closed_streams(mistaken, closed, words):
     """A service may be started without them: Python's sys.stdin is None then."""
     change = dict(text="-") if closed == "stdin" else dict(output="-")
-    program = f"sys.{closed} = None; import cli.options; cli.options.main()"
-    result = run_program(f"sys.argv[1:] = {mistaken(change)}\n{program}", ROOT)
+    program = f"""
+        sys.argv[1:] = {mistaken(change)}
+        sys.{closed} = None
+        import cli.options
+        cli.options.main()
+    """
+    result = run_program(program, ROOT)
     assert result.returncode == 2 and words in result.stderr and result.stderr.count("\n") == 1
 
 
@@ -754,10 +762,11 @@ def test_random_checkpoint_of_each_type(call, tmp_path):
 
 def test_setup_downloads_the_weights(tmp_path):
     """Nothing else runs this line of setup.sh, which calls a function of the project."""
-    (line,) = [line for line in (ROOT / "setup.sh").read_text().splitlines() if "download(sys.argv[1])" in line]
-    program = line.split("'")[1]
+    (module,) = re.findall(r'bin/python -m (\S+) "\$size"', (ROOT / "setup.sh").read_text())
     (tmp_path / "huggingface_hub.py").write_text("snapshot_download = print")
-    result = run_program(f"sys.argv[1:] = ['0.6B']\n{program}", tmp_path, ROOT)
+    command = [sys.executable, "-m", module, "0.6B"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "Qwen/Qwen3-TTS-12Hz-0.6B-Base\n"), result.stderr
 
 

@@ -159,8 +159,11 @@ def test_without_the_servers_packages(run, monkeypatch):
 def test_an_engine_without_the_servers_packages():
     """The engine is for programs that have none of them."""
     blocked = "fastapi starlette uvicorn websockets prometheus_client multipart anyio pydantic".split()
-    block = f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))"
-    program = f"{block}; import cli.voices, serving.engine, tools.listeners"
+    program = f"""if True:
+        import sys
+        sys.modules.update(dict.fromkeys({blocked!r}))
+        import cli.voices, serving.engine, tools.listeners
+    """
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, env=os.environ)
 
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from cli.loading import model_errors
 from cli.scripts import Parser, cli_errors
 from fast.paths import why_not
-from fast.self_test import limit_of, run_test
+from fast.self_test import run_test
 from generate import load_upstream
 from tools.parity import FALSE_ALARM_RATE, MARGIN, Forced, Megakernel, error
 from tools.random_checkpoint import randomize, write_checkpoint
@@ -93,8 +93,8 @@ def one_run(models: list, routes: list, seed: int, gain: float, frames: int) -> 
 def summarize_self_test(runs: list[dict]) -> str:
     lines = [SELF_TEST]
     for name in dict.fromkeys(name for run in runs for name in run[SELF_TEST]):
-        values = [run[SELF_TEST][name] for run in runs if name in run[SELF_TEST]]
-        limit = limit_of(name)
+        values, limits = zip(*(run[SELF_TEST][name] for run in runs if name in run[SELF_TEST]))
+        limit = limits[0]
         line = f"  {name}: {min(values):.4f} to {max(values):.4f} in {len(values)} runs; {limit} may be"
         if min(values) < max(values):
             distance = (limit - statistics.mean(values)) / statistics.stdev(values)

@@ -17,9 +17,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.load import ROOT, TEXT
+
 REQUESTS = 10
-TEXT = "Real time speech synthesis means that the first sound arrives before you notice the wait."
 LIMIT = 300.0  # seconds that a process may take
 WAV_HEADER = 44  # bytes
 
@@ -84,7 +85,6 @@ def first_output(program: list[str], count: int | None) -> bytes:
 
 
 def main(model: str, speaker_file: str) -> None:
-    sys.path.insert(0, str(ROOT))
     import torch
 
     from generate import accelerate, load_upstream
