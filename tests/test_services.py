@@ -15,6 +15,7 @@ from helpers import ROOT
 
 from cli.voices import speaker_prompt
 from fast.prompts import decoder_of
+from fast.text_table import use_text_table
 from fast.warm_up import warm_up
 from generate import load, stream
 from serving.engine import Engine
@@ -137,6 +138,7 @@ def test_the_first_request_is_made_at_load(checkpoint, kind, monkeypatch, caplog
     """It must not change what a user's seed gives, nor stay among the prompts. On a CPU nobody makes it."""
     tts = load(str(checkpoint(kind)), "cpu", max_seq_len=64)
     decoder = decoder_of(tts)
+    decoder.host_talker = use_text_table(tts.model.talker)  # as on a GPU: prompts are made like earlier ones
     torch.manual_seed(0)
     before = torch.get_rng_state()
     lengths = []
