@@ -23,6 +23,7 @@ turns.py        one request at a time, also when a stream is paused
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -31,7 +32,7 @@ from fast import codec_kernels
 from fast.codec import CodecGraph
 from fast.layers import bypass_config_getattr, fuse_layers
 from fast.megakernel import predictor_step, talker_step
-from fast.paths import MegakernelStopped, check_torch, choose_path, describe, why_stopped
+from fast.paths import MegakernelStopped, check_torch, choose_path, compile_ahead, describe, why_stopped
 from fast.prompt_templates import PromptTemplates
 from fast.self_test import why_wrong
 from fast.text_table import use_text_table
@@ -50,16 +51,24 @@ def plug_in(tts, decoder, fused: bool | None) -> None:
     `fused` is the argument of `accelerate`.
     """
     talker = tts.model.talker
+    codec = tts.model.speech_tokenizer
     check_torch(talker.device)
-    codec_kernels.compile_ahead(tts.model.speech_tokenizer.model.decoder)  # while the megakernel is compiled
+    codec_kernels.compile_ahead(codec.model.decoder)
+    if fused is not False:
+        compile_ahead(talker)
     bypass_config_getattr(tts.model.config, talker.config)
     for name in ("spk_id", "spk_is_dialect"):  # upstream looks them up in lower case; a user's own may have capitals
         speakers = getattr(talker.config, name) or {}
         setattr(talker.config, name, {speaker.lower(): value for speaker, value in speakers.items()})
     decoder.lock = Turns()
-
-    decoder.host_talker = use_text_table(talker) if decoder.on_gpu else None
     decoder.prompt_templates = PromptTemplates()
+
+    log.info("capturing the codec")
+    with ThreadPoolExecutor(1) as thread:  # the table is copied to the host meanwhile
+        table = thread.submit(use_text_table, talker) if decoder.on_gpu else None
+        codec.decode = CodecGraph(codec, decoder.lock).decode
+    decoder.host_talker = table.result() if table else None
+
     use_megakernel, decoder.path = choose_path(talker, fused)
     decoder.keepalive = fuse_layers(talker, decoder.max_seq_len)  # read by the graphs
     if use_megakernel:
@@ -67,9 +76,6 @@ def plug_in(tts, decoder, fused: bool | None) -> None:
         decoder.batch_sizes = partial(batch_sizes, max_batch=decoder.max_batch)
     else:
         decoder.replace_steps = use_separate_steps
-
-    log.info("capturing the codec")
-    tts.model.speech_tokenizer.decode = CodecGraph(tts.model.speech_tokenizer, decoder.lock).decode
     if decoder.on_gpu:
         decoder.graphs_for(1)
         talker.generate = decoder.generate

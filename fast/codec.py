@@ -27,7 +27,7 @@ log = logging.getLogger("qwen3_tts_cudagraphs")
 # Frames per captured graph; a chunk of another size is split into these. AttentionWindow.columns(size) must not exceed
 # the stored window plus `size`, which holds for powers of two but not for every size (10: 96 > 80 + 10).
 # Each takes 0.1 s to capture; 16 frames take 0.6 ms longer as two times 8.
-CHUNK_SIZES = (64, 32, 8, 4, 2, 1)
+CHUNK_SIZES = (32, 8, 4, 2, 1)
 
 # cuDNN is faster with channels-last weights up to about this batch x length, and much slower beyond.
 MAX_CHANNELS_LAST_COLUMNS = 2048

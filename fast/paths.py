@@ -42,6 +42,24 @@ def describe(reason: str) -> str:
 
 def why_not(talker) -> str:
     """What keeps this model on this machine from the megakernel. Empty if nothing does."""
+    if reason := why_not_before_compiling(talker):
+        return reason
+    try:
+        for stack in stacks_of(talker):
+            megakernel.compile_for(*stack)
+    except (OSError, RuntimeError) as error:
+        return f"the kernel cannot be compiled: {' '.join(str(error).split())[:200]}"
+    return ""
+
+
+def compile_ahead(talker) -> None:
+    """Start what `why_not` takes longest with, in threads."""
+    if not why_not_before_compiling(talker):
+        for stack in stacks_of(talker):
+            megakernel.compile_ahead(*stack)
+
+
+def why_not_before_compiling(talker) -> str:
     if talker.device.type != "cuda" or torch.version.hip:
         return "the model is not on an NVIDIA GPU"
     if talker.dtype != torch.bfloat16:
@@ -53,17 +71,17 @@ def why_not(talker) -> str:
         return f"the GPU has {gpu.multi_processor_count} multiprocessors, fewer than 8"
     if gpu.shared_memory_per_block_optin < MIN_SHARED_BYTES:
         return f"the GPU has {gpu.shared_memory_per_block_optin >> 10} KiB of shared memory per block, less than 99"
+    return ""
+
+
+def stacks_of(talker) -> list[tuple]:
+    """The arguments of megakernel.compile_for, of the talker and of its code predictor."""
     predictor = talker.code_predictor
     hidden_size = talker.config.hidden_size
-    stacks = (talker.model, [talker.codec_head]), (predictor.model, list(predictor.lm_head))
-    for model, heads in stacks:
-        megakernel.compile_ahead(model, heads, hidden_size)  # both at once
-    try:
-        for model, heads in stacks:
-            megakernel.compile_for(model, heads, hidden_size)
-    except (OSError, RuntimeError) as error:
-        return f"the kernel cannot be compiled: {' '.join(str(error).split())[:200]}"
-    return ""
+    return [
+        (talker.model, [talker.codec_head], hidden_size),
+        (predictor.model, list(predictor.lm_head), hidden_size),
+    ]
 
 
 def why_stopped(*graphs) -> str:

@@ -9,13 +9,17 @@ most of it when many requests come at once. For requests without a reference rec
 
 The prefix (role, language, speaker, style) depends on the other arguments alone. It is taken from the first prompt that
 upstream builds with them, and only if this layout then gives exactly what upstream gave. If it does not, upstream goes
-on building these prompts.
+on building these prompts. The second request finds this out: the first is not kept waiting for it.
 """
 
 import collections
+import functools
+import logging
 import threading
 
 import torch
+
+log = logging.getLogger("qwen3_tts_cudagraphs")
 
 ROLE_TOKENS = 3  # before the text: <|im_start|>, assistant, newline
 CLOSING_TOKENS = 5  # after it: <|im_end|>, newline and the next role
@@ -29,50 +33,56 @@ class PromptTemplate:
         codec = talker.get_input_embeddings().weight
         self.table = talker.get_text_embeddings().table
         self.request = request
+        self.ids = ids
         self.pad, self.end = self.table[config.tts_pad_token_id], self.table[config.tts_eos_token_id]
         self.codec_pad = codec[config.talker_config.codec_pad_id]
         self.codec_bos = codec[config.talker_config.codec_bos_id]
-        for self.is_streaming, rows_after_prefix in ((True, 1), (False, len(ids) + 2)):
-            self.prefix = request["inputs_embeds"][0, :-rows_after_prefix]
-            if self.gives(ids, request):
-                return
-        raise ValueError("upstream's prompts have another layout")
 
-    def fill(self, ids: list[int]) -> dict:
-        """The request with a text of these tokens."""
+    @functools.cached_property
+    def layout(self) -> tuple[torch.Tensor, bool] | None:
+        """The prefix, and whether it is the streaming layout. None: neither gives what upstream has built."""
+        for is_streaming, rows_after_prefix in ((True, 1), (False, len(self.ids) + 2)):
+            prefix = self.request["inputs_embeds"][0, :-rows_after_prefix]
+            if self.is_upstreams(self.fill_layout(prefix, is_streaming, self.ids)):
+                return prefix, is_streaming
+        log.info("upstream's prompts have another layout: upstream builds all of them")
+        return None
+
+    def fill(self, ids: list[int]) -> dict | None:
+        """The request with a text of these tokens. None: only upstream can build it."""
+        return self.fill_layout(*self.layout, ids) if self.layout else None
+
+    def fill_layout(self, prefix: torch.Tensor, is_streaming: bool, ids: list[int]) -> dict:
         text = self.table.index_select(0, torch.tensor(ids, dtype=torch.long, device="cpu"))  # (T, H)
-        if self.is_streaming:
-            prompt = torch.cat([self.prefix, text[:1] + self.codec_bos])
+        if is_streaming:
+            prompt = torch.cat([prefix, text[:1] + self.codec_bos])
             later = torch.cat([text[1:], self.end[None]])
         else:
             spoken = torch.cat([text, self.end[None]]) + self.codec_pad
-            prompt = torch.cat([self.prefix, spoken, (self.pad + self.codec_bos)[None]])
+            prompt = torch.cat([prefix, spoken, (self.pad + self.codec_bos)[None]])
             later = self.pad[None]
         mask = torch.ones(1, len(prompt), dtype=torch.long, device="cpu")
         return self.request | dict(inputs_embeds=prompt[None], attention_mask=mask, trailing_text_hidden=later[None])
 
-    def gives(self, ids: list[int], request: dict) -> bool:
-        filled = self.fill(ids)
+    def is_upstreams(self, filled: dict) -> bool:
         names = ("inputs_embeds", "attention_mask", "trailing_text_hidden")
-        return all(torch.equal(filled[name], request[name]) for name in names)
+        return all(torch.equal(filled[name], self.request[name]) for name in names)
 
 
 class PromptTemplates:
     """The templates of the last requests, by everything that was asked for but the text."""
 
     def __init__(self):
-        self.templates = collections.OrderedDict()  # key -> PromptTemplate, or None where upstream must build
+        self.templates = collections.OrderedDict()
         self.lock = threading.Lock()
 
-    def find(self, key) -> tuple[bool, PromptTemplate | None]:
-        """Whether the key is known, and its template."""
+    def find(self, key) -> PromptTemplate | None:
         with self.lock:
-            if key not in self.templates:
-                return False, None
-            self.templates.move_to_end(key)
-            return True, self.templates[key]
+            if key in self.templates:
+                self.templates.move_to_end(key)
+            return self.templates.get(key)
 
-    def add(self, key, template: PromptTemplate | None) -> None:
+    def add(self, key, template: PromptTemplate) -> None:
         with self.lock:
             self.templates[key] = template
             if len(self.templates) > MAX_TEMPLATES:

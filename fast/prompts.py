@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import ctypes
-import logging
 import os
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache, partial
@@ -13,8 +12,6 @@ import torch
 
 from cudagraph_talker import Sampling
 from fast.prompt_templates import CLOSING_TOKENS, ROLE_TOKENS, PromptTemplate, template_key
-
-log = logging.getLogger("qwen3_tts_cudagraphs")
 
 EMBEDDINGS = ("inputs_embeds", "trailing_text_hidden", "tts_pad_embed")  # of a request
 
@@ -121,16 +118,12 @@ def request_like_earlier(decoder, key, method: Callable, text: str, kwargs: dict
     tts = method.__self__
     tokens = tts.processor.tokenizer.backend_tokenizer.encode(tts._build_assistant_text(text)).ids
     ids = tokens[ROLE_TOKENS:-CLOSING_TOKENS]
-    is_known, template = decoder.prompt_templates.find(key)
-    if template:
-        return template.fill(ids)
-    request = build_request(method, text=text, **kwargs)
-    if not is_known:
-        try:
-            template = PromptTemplate(tts, decoder.host_talker, request, ids)
-        except ValueError as reason:
-            log.info("%s: upstream builds all of them", reason)
-        decoder.prompt_templates.add(key, template)
+    template = decoder.prompt_templates.find(key)
+    if template and (request := template.fill(ids)):
+        return request
+    request = build_request(method, text=text, token_ids=tokens, **kwargs)
+    if not template:
+        decoder.prompt_templates.add(key, PromptTemplate(tts, decoder.host_talker, request, ids))
     return request
 
 

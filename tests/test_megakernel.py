@@ -383,6 +383,7 @@ def test_a_kernel_that_does_not_compile_is_not_used(error, monkeypatch):
     calls = []
     monkeypatch.setattr(megakernel, "compile_ahead", lambda model, heads, _: calls.append(("ahead", len(heads))))
     monkeypatch.setattr(megakernel, "compile_for", lambda model, heads, _: calls.append(("for", len(heads))))
+    paths.compile_ahead(talker)
     assert paths.choose_path(talker, None) == (True, "megakernel")
     assert calls == [("ahead", 1), ("ahead", 15), ("for", 1), ("for", 15)]  # both stacks are compiled at once
 
@@ -396,4 +397,7 @@ def test_a_kernel_that_does_not_compile_is_not_used(error, monkeypatch):
     with pytest.raises(ValueError, match="no such instruction"):
         paths.choose_path(talker, True)
     gpu.multi_processor_count = 7
+    calls.clear()
+    paths.compile_ahead(talker)
+    assert not calls
     assert "7 multiprocessors" in paths.why_not(talker)

@@ -86,7 +86,8 @@ def test_a_prompt_like_an_earlier_one_is_upstreams(voice, with_table, non_stream
             for name, value in request.items():
                 assert torch.equal(value, expected[name]) if torch.is_tensor(value) else value == expected[name]
         templates = decoder.prompt_templates.templates
-        assert len(templates) == 2 and all(templates.values()), f"not used for text {number}"
+        assert len(templates) == 2
+        assert all(template.layout for template in templates.values()), f"not used for text {number}"
 
 
 def test_another_speaker_is_another_template(voices, with_table, voice):
@@ -114,13 +115,14 @@ def test_what_cannot_be_compared_has_no_template(voices):
 
 def test_another_layout_is_left_to_upstream(voice, with_table, monkeypatch):
     decoder, method = decoder_of(with_table), getattr(with_table, voice.method)
-    monkeypatch.setattr(PromptTemplate, "gives", lambda *_: False)
+    monkeypatch.setattr(PromptTemplate, "is_upstreams", lambda *_: False)
     for _ in range(2):
         request = request_for(decoder, method, "Hello.", voice.arguments)
         assert torch.equal(
             request["inputs_embeds"], build_request(method, text="Hello.", **voice.arguments)["inputs_embeds"]
         )
-    assert list(decoder.prompt_templates.templates.values()) == [None]
+    (template,) = decoder.prompt_templates.templates.values()
+    assert template.layout is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux lists them")
