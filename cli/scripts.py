@@ -17,6 +17,10 @@ from collections.abc import Iterator
 
 CUDA_TIMEOUT = 60.0  # seconds to wait for CUDA's start
 
+# Packages that take long to import where they are installed, and that nobody calls here: onnxruntime is for the 25 Hz
+# tokenizer, which generate.py then leaves out with all it imports, sklearn for transformers' assisted generation.
+UNUSED = ("onnxruntime", "sklearn")
+
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
@@ -30,7 +34,8 @@ def check_device_name(name: str | None) -> None:
 
 @contextlib.contextmanager
 def heavy_imports(device: str | None) -> Iterator[None]:
-    """Around a script's imports of torch and of what needs it: no garbage collection, and CUDA starts in a thread.
+    """Around a script's imports of torch and of what needs it: CUDA starts in a thread, what is not used is not
+    imported, and garbage is not collected.
 
     Where torch is imported already, this is not the script's own process, and nothing is changed in it.
     """
@@ -43,18 +48,31 @@ def heavy_imports(device: str | None) -> Iterator[None]:
     gc.disable()  # imports make many objects and little garbage
     cuda = None
     try:
-        import torch
+        with not_installed(*UNUSED):
+            import torch
 
-        if not (device or "").startswith("cpu"):
-            cuda = threading.Thread(target=start_cuda, args=[torch, device or "cuda"], daemon=True)
-            cuda.start()
-        yield
+            if not (device or "").startswith("cpu"):
+                cuda = threading.Thread(target=start_cuda, args=[torch, device or "cuda"], daemon=True)
+                cuda.start()
+            yield
     finally:
         if cuda:  # a process that ends while CUDA starts may crash
             cuda.join(CUDA_TIMEOUT)
         gc.freeze()  # what is imported stays: later collections skip it
         gc.enable()
         signal.signal(signal.SIGINT, handler)
+
+
+@contextlib.contextmanager
+def not_installed(*names: str) -> Iterator[None]:
+    """To imports inside, these packages seem not to be installed."""
+    names = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(names))
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
 
 
 def start_cuda(torch, device: str) -> None:

@@ -615,6 +615,23 @@ def test_ctrl_c_during_imports(mistaken, tmp_path):
     assert process.returncode == -signal.SIGINT
 
 
+def test_what_nobody_calls_is_not_imported(tmp_path):
+    """transformers and generate.py look for these packages, and import what is there."""
+    names = ("onnxruntime", "sklearn")
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("print('imported', __name__)")
+    look = f"from importlib.util import find_spec\nprint([*map(find_spec, {names})])"
+    (tmp_path / "torch.py").write_text(look)
+    program = """
+        from cli.scripts import heavy_imports
+        with heavy_imports("cpu"):
+            import torch
+        import onnxruntime, sklearn
+    """
+    result = run_program(program, tmp_path, ROOT)
+    assert result.stdout == "[None, None]\nimported onnxruntime\nimported sklearn\n", result.stderr
+
+
 @pytest.mark.parametrize(
     "closed, words", [("stdin", "--text - reads stdin"), ("stdout", "--output - writes to stdout")]
 )
