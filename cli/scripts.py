@@ -18,8 +18,8 @@ from collections.abc import Iterator
 CUDA_TIMEOUT = 60.0  # seconds to wait for CUDA's start
 
 # Packages that take long to import where they are installed, and that nobody calls here: onnxruntime is for the 25 Hz
-# tokenizer, which generate.py then leaves out with all it imports, sklearn for transformers' assisted generation.
-UNUSED = ("onnxruntime", "sklearn")
+# tokenizer, which generate.py then leaves out with all it imports, the others for parts of transformers.
+UNUSED = ("jax", "onnxruntime", "sklearn", "tensorflow")
 
 
 class Parser(argparse.ArgumentParser):
