@@ -117,6 +117,25 @@ def test_the_table_of_listeners_is_what_was_measured():
     assert f"had {underruns or 'no'} underruns" in readme
 
 
+def test_the_times_of_a_new_process_are_what_was_measured():
+    _, readme = read()
+    row = json.loads((ROOT / "results/h200_ready.json").read_text())["models"]["0.6B"]["ready"]
+    text = " ".join(readme.split())
+    assert f"medians of {row['runs']}, in [results/h200_ready.json]" in text
+    assert f"takes {row['accelerate_s']:.1f} s, {row['accelerate_empty_cache_s']:.1f} s where no kernels" in text
+    assert f"after {row['first_request_ms']:.1f} ms, the tenth after {row['tenth_request_ms']:.1f} ms" in text
+    assert f"`generate.py` takes {row['shell_to_first_audio_s']:.1f} s" in text
+    assert f"alone take {row['upstream_imported_and_loaded_s']:.1f} s" in text
+
+
+def test_the_text_of_arriving_text_is_what_was_measured():
+    results, readme = read()
+    rows = [model[f"{FUSED}, text at 50 tokens per second"] for model in results["models"].values()]
+    small, large = (f"{row['first_audio_ms']:.1f} ms" for row in rows)
+    assert f"(medians of {rows[0]['runs']}): the first audio comes {small} (1.7B: {large})" in " ".join(readme.split())
+    assert not any(row["underruns"] for row in rows)
+
+
 def test_the_table_of_bounds_is_what_the_command_prints():
     _, readme = read()
     assert "\n".join(table()) in readme

@@ -41,13 +41,14 @@ def mistakes(stem, results):
     for name, pattern in CARD.items():
         if not re.fullmatch(pattern, card.get(name, "")) or card[name].endswith("-dirty"):
             yield f"card: {name} is {card.get(name)!r}"
-    if stem.removesuffix("_streams") != file_name(card.get("gpu", "")):
+    gpu, kind = re.fullmatch(r"(.*?)(_streams|_ready)?", stem).groups()
+    if gpu != file_name(card.get("gpu", "")):
         yield f"the name of the file is {stem}, the GPU is {card.get('gpu')}: call it {file_name(card.get('gpu', ''))}"
     models = results.get("models") or {"": {}}
     for size, rows in models.items():
         if size not in bench.SIZES:
             yield f"a model is called {size!r}, it must be one of {bench.SIZES}"
-        needed = {"1 stream alone"} if stem.endswith("_streams") else {"upstream", "separate kernels"}
+        needed = {"_streams": {"1 stream alone"}, "_ready": {"ready"}}.get(kind, {"upstream", "separate kernels"})
         if not needed <= rows.keys():
             yield f"{size}: no row {sorted(needed - rows.keys())}"
         for name, row in rows.items():

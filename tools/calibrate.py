@@ -128,6 +128,12 @@ def summarize(name: str, runs: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def to_json(size: str, frames: int, runs: list[dict]) -> str:
+    """One run per line."""
+    lines = ",\n  ".join(json.dumps(run) for run in runs)
+    return f'{{"size": "{size}", "frames": {frames}, "runs": [\n  {lines}\n]}}\n'
+
+
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", choices=["0.6B", "1.7B"])
@@ -148,7 +154,7 @@ def main() -> None:
         routes = [Megakernel(models[0], LENGTH), Forced(models[1], LENGTH), Forced(models[2], LENGTH)]
     runs = [one_run(models, routes, seed, (1.0, 3.0)[seed % 2], args.frames) for seed in range(args.runs)]
     if args.output:
-        args.output.write_text(json.dumps(dict(size=args.size, frames=args.frames, runs=runs), indent=1) + "\n")
+        args.output.write_text(to_json(args.size, args.frames, runs))
     for name in runs[0]:
         if name != SELF_TEST:
             print(summarize(name, runs))
