@@ -20,10 +20,10 @@ import torch
 from fast.incremental_tokenizer import IncrementalTokenizer
 from fast.prompt_templates import CLOSING_TOKENS, ROLE_TOKENS
 from fast.prompts import (
-    build_request,
     check_encodable,
     check_text,
     prepare_request,
+    request_for,
     to_device,
     with_voice_clone_prompt,
 )
@@ -44,6 +44,7 @@ class ArrivingText:
             raise ValueError(
                 "non_streaming_mode=True puts the whole text into the prompt: text that arrives needs False"
             )
+        self.decoder = decoder
         self.method = method
         self.kwargs = with_voice_clone_prompt(method, kwargs)
         _, self.max_frames, self.reference = prepare_request(decoder, method, "a", **self.kwargs)
@@ -87,13 +88,13 @@ class ArrivingText:
         """The arguments of talker.generate, with the text rows that are known by now."""
         self.taken = len(self.ids)
         if self.is_finished:
-            return build_request(self.method, text=self.text, **self.kwargs)
+            return request_for(self.decoder, self.method, self.text, self.kwargs)
         closing = [0] * CLOSING_TOKENS  # upstream cuts them off
         token_ids = self.tokenizer.ids + closing
-        request = build_request(self.method, text=self.text, token_ids=token_ids, **self.kwargs)
-        request["trailing_text_hidden"] = request["trailing_text_hidden"][:, :-1]  # without the end
-        self.rows = request["trailing_text_hidden"].shape[1]
-        return request
+        request = request_for(self.decoder, self.method, self.text, self.kwargs, token_ids)
+        later = request["trailing_text_hidden"][:, :-1]  # without the end
+        self.rows = later.shape[1]
+        return request | {"trailing_text_hidden": later}
 
     def has_row(self, frame: int) -> bool:
         """After `begin`: whether it is known what this frame adds."""

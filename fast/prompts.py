@@ -105,23 +105,27 @@ def check_sampling(do_sample, temperature, top_k, top_p) -> None:
     Sampling(vocab_size=1).set(do_sample, temperature, top_k, top_p)
 
 
-def request_for(decoder, method: Callable, text: str, kwargs: dict) -> dict:
-    """What upstream would pass to talker.generate: built by upstream, or like an earlier request on a GPU."""
+def request_for(decoder, method: Callable, text: str, kwargs: dict, token_ids: list[int] | None = None) -> dict:
+    """What upstream would pass to talker.generate: built by upstream, or like an earlier request on a GPU.
+
+    token_ids: use these instead of tokenizing the text
+    """
     key = template_key(method.__name__, kwargs) if decoder.host_talker else None
     if key is None:
-        return build_request(method, text=text, **kwargs)
+        return build_request(method, text=text, token_ids=token_ids, **kwargs)
     with one_thread():
-        return request_like_earlier(decoder, key, method, text, kwargs)
+        return request_like_earlier(decoder, key, method, text, kwargs, token_ids)
 
 
-def request_like_earlier(decoder, key, method: Callable, text: str, kwargs: dict) -> dict:
+def request_like_earlier(decoder, key, method: Callable, text: str, kwargs: dict, token_ids: list[int] | None) -> dict:
     tts = method.__self__
-    tokens = tts.processor.tokenizer.backend_tokenizer.encode(tts._build_assistant_text(text)).ids
-    ids = tokens[ROLE_TOKENS:-CLOSING_TOKENS]
+    if token_ids is None:
+        token_ids = tts.processor.tokenizer.backend_tokenizer.encode(tts._build_assistant_text(text)).ids
+    ids = token_ids[ROLE_TOKENS:-CLOSING_TOKENS]
     template = decoder.prompt_templates.find(key)
     if template and (request := template.fill(ids)):
         return request
-    request = build_request(method, text=text, token_ids=tokens, **kwargs)
+    request = build_request(method, text=text, token_ids=token_ids, **kwargs)
     if not template:
         decoder.prompt_templates.add(key, PromptTemplate(tts, decoder.host_talker, request, ids))
     return request

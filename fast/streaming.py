@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fast.arriving_text import ArrivingText, TextReader, text_rows
-from fast.prompts import decoder_of, prepare_request
+from fast.prompts import decoder_of, move_to, prepare_request
 
 Chunk = tuple[np.ndarray, int]
 
@@ -117,7 +117,8 @@ def arriving_audio_chunks(tts, decoder, reader: TextReader, chunk_frames: int | 
     reader.start()
     try:
         reader.wait_until(lambda: text.can_begin)
-        yield from audio_chunks(tts, decoder, text.begin(), text.reference, chunk_frames, reader)
+        request = move_to(decoder.talker.device, text.begin())
+        yield from audio_chunks(tts, decoder, request, text.reference, chunk_frames, reader)
     finally:
         reader.close()
 

@@ -8,6 +8,7 @@ import torch
 from helpers import VOICES, joined
 
 from cli.voices import speaker_prompt
+from fast.arriving_text import ArrivingText
 from fast.prompt_templates import PromptTemplate, template_key
 from fast.prompts import build_request, decoder_of, request_for
 from fast.text_table import HostTalker, TextTable, use_text_table
@@ -88,6 +89,26 @@ def test_a_prompt_like_an_earlier_one_is_upstreams(voice, with_table, non_stream
         templates = decoder.prompt_templates.templates
         assert len(templates) == 2
         assert all(template.layout for template in templates.values()), f"not used for text {number}"
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_text_that_arrives_has_upstreams_prompt(voice, with_table, is_finished):
+    """Its prompt is made like an earlier one, too: upstream's code takes a millisecond or two."""
+    decoder, method = decoder_of(with_table), getattr(with_table, voice.method)
+    arguments = voice.arguments | dict(non_streaming_mode=False)
+    for _ in range(2):
+        text = ArrivingText(decoder, method, **arguments)
+        text.push("Hello there")
+        if is_finished:
+            text.finish()
+        request = text.begin()
+        whole = build_request(method, text="Hello there", **arguments)
+        known = whole["trailing_text_hidden"].shape[1] if is_finished else text.rows
+        assert known >= 1
+        assert torch.equal(request["inputs_embeds"], whole["inputs_embeds"])
+        assert torch.equal(request["trailing_text_hidden"], whole["trailing_text_hidden"][:, :known])
+    (template,) = decoder.prompt_templates.templates.values()
+    assert template.layout
 
 
 def test_another_speaker_is_another_template(voices, with_table, voice):
