@@ -21,7 +21,7 @@ from generate import load_upstream
 from tools.parity import Forced, Megakernel, verdict
 
 LENGTH = 512
-FRAMES = 60
+FRAMES = 120
 
 # name: compute capability, multiprocessors, KiB of shared memory per block, MiB of L2
 PROFILES = {

@@ -138,7 +138,7 @@ def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", choices=["0.6B", "1.7B"])
     parser.add_argument("--runs", type=int, default=50)
-    parser.add_argument("--frames", type=int, default=30)
+    parser.add_argument("--frames", type=int, default=200, help="per run; default: 200, as many as --check compares")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if args.runs < 2:
