@@ -26,12 +26,12 @@ def capture(fn: Callable[[], None], device: torch.device, pool=None, generator=N
         return fn
     graph = torch.cuda.CUDAGraph()
     pool, stream = pool or new_pool(device)
-    with torch.cuda.device(device):  # the generator's state is made on the current one
+    with torch.cuda.device(device):  # the generator's state is allocated on the current one
         if generator is not None:
             graph.register_generator_state(generator)
-        fn()  # warm-up, not on that stream: so its workspace is in the pool
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # others may use CUDA
-        fn()  # capture
+        fn()  # warm-up, on another stream: the capture's own cuBLAS workspace is then allocated in the pool
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # others may allocate
+        fn()
     return graph.replay
 
 
@@ -57,8 +57,7 @@ class Sampling:
         self.topk_rank.fill_(max(self.vocab_size - top_k, 0))
         self.one_minus_top_p.fill_(min(1 - top_p, 1 - 1e-6))  # below 1: the best token always stays
         self.greedy.fill_(not do_sample)
-
-        # `sample` draws noise even when greedy, upstream does not: spare the caller's generator.
+        # `sample` draws noise even when greedy, upstream does not: leave the default generator as it is.
         if self.greedy.device.type == "cpu":
             self.generator = None if do_sample else torch.Generator()
 
@@ -89,7 +88,7 @@ def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class GraphCache(StaticCache):
-    """A StaticCache that writes at `cache_position`, which that of transformers 5 ignores: it counts by itself."""
+    """A StaticCache that writes at `cache_position`. That of transformers 5 ignores it and keeps a count of its own."""
 
     def __init__(self, model, rows: int, length: int):
         config = model.config
@@ -142,7 +141,7 @@ class TalkerGraph:
         self.replay = capture(self.step, self.device, pool, self.generator)
         rows, length = self.prompt.shape[:2]
         for bucket in [length] + [32 << i for i in reversed(range(length.bit_length())) if 32 << i < length]:
-            prefill = partial(self.prefill, bucket)  # the largest first: the memory of the others is part of it
+            prefill = partial(self.prefill, bucket)  # the largest first: the others reuse its memory
             self.prefills[bucket] = capture(prefill, self.device, pool, self.generator) if rows == 1 else prefill
 
     def configure(self, repetition_penalty, suppress_tokens, eos_token_id, min_new_tokens, **settings) -> None:

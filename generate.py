@@ -29,9 +29,9 @@ from cudagraph_talker import TalkerGraph, new_pool
 
 PAIRS = "install transformers==4.57.3 with qwen-tts==0.1.1, or transformers==5.16.1 with qwen-tts-hf==0.1.1.post1"
 upstream = find_spec("qwen_tts")
-fork = "-hf" if upstream and Path(upstream.origin).with_name("_transformers_compat.py").is_file() else ""
-if not transformers.__version__.startswith(("5.15.", "5.16.") if fork else "4.57."):
-    raise ImportError(f"transformers {transformers.__version__} does not work with qwen-tts{fork}: {PAIRS}")
+suffix = "-hf" if upstream and Path(upstream.origin).with_name("_transformers_compat.py").is_file() else ""
+if not transformers.__version__.startswith(("5.15.", "5.16.") if suffix else "4.57."):
+    raise ImportError(f"transformers {transformers.__version__} does not work with qwen-tts{suffix}: {PAIRS}")
 
 try:
     if not all(map(find_spec, ("torchaudio", "sox", "onnxruntime", "einops"))):  # only the 25 Hz tokenizer needs them
@@ -68,7 +68,7 @@ def accelerate(tts, max_seq_len: int = 2048, max_batch: int | None = None, fused
 
     max_seq_len: positions for prompt and speech together, one per frame (12.5 per second).
     max_batch: texts of a list that are decoded together. Default: all on a CPU, one on a GPU, where more take memory.
-    fused: True requires and False avoids the megakernel of fast/. None uses it where it runs.
+    fused: the megakernel of fast/. True requires it, False avoids it, None uses it where it runs.
     """
     decoder = Decoder(tts.model.talker, max_seq_len, max_batch)
     if FAST.is_dir():
@@ -132,7 +132,7 @@ class Decoder:
         if used >= self.max_seq_len:
             raise ValueError(f"the prompt takes {used} of {self.max_seq_len} positions: raise max_seq_len")
         if max_new_tokens < 2:
-            raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 2: the last has no audio")
+            raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 2: the end token has no audio")
         if not repetition_penalty > 0:
             raise ValueError(f"repetition_penalty is {repetition_penalty}, it must be above 0: 1.0 for none")
         return min(max_new_tokens - 1, self.max_seq_len - used)
@@ -157,7 +157,7 @@ class Decoder:
         predictor.begin(**request)
         talker.begin(**request)
         for frame in range(limit):
-            # The host learns one frame late that all rows have ended: the GPU never waits. That frame is undone.
+            # The host learns one frame late that all rows have ended: the GPU never waits. That frame is dropped.
             token_chosen = self.record_event()
             rng_state = generator.get_state()
             predictor.replay()
@@ -169,7 +169,8 @@ class Decoder:
 
         if not talker.all_ended(rows, self.record_event()):
             name = "max_seq_len" if limit + 1 < request["max_new_tokens"] else "max_new_tokens"
-            warnings.warn(f"the speech was cut off after {limit} frames, before its end: raise {name}", stacklevel=2)
+            warning = f"the speech was cut off after {limit} frames, before its end: raise {name}"
+            warnings.warn_explicit(warning, UserWarning, __file__, 1)  # each time; `warn` shows the same text once
 
     def record_event(self) -> torch.cuda.Event | None:
         return torch.cuda.current_stream(self.talker.device).record_event() if self.on_gpu else None
@@ -186,7 +187,7 @@ class Decoder:
                 hiddens.extend(torch.stack([hidden for _, hidden in frames], dim=1))
         codes = pad_sequence(codes, batch_first=True, padding_value=self.talker.config.codec_eos_token_id)  # (B, T, 16)
         hiddens = pad_sequence(hiddens, batch_first=True)
-        # One entry per forward: the prefill has no codes, and upstream drops the last entry's hidden state.
+        # Upstream reads pairs: a frame's hidden state, the codes of the frame before. It ignores the last hidden state.
         steps = zip(hiddens.roll(-1, dims=1).split(1, dim=1), codes.unbind(1))
         hidden_states = ((hiddens[:, :1],), None), *(((hidden,), frame) for hidden, frame in steps)
         return transformers.generation.GenerateDecoderOnlyOutput(sequences=codes[..., 0], hidden_states=hidden_states)

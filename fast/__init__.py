@@ -30,7 +30,7 @@ import torch
 
 from fast import codec_kernels
 from fast.codec import CodecGraph
-from fast.layers import bypass_config_getattr, fuse_layers
+from fast.layers import bypass_config_getattr, replace_layers
 from fast.megakernel import predictor_step, talker_step
 from fast.paths import MegakernelStopped, check_torch, choose_path, compile_ahead, describe, why_stopped
 from fast.prompt_templates import PromptTemplates
@@ -57,9 +57,7 @@ def plug_in(tts, decoder, fused: bool | None) -> None:
     if fused is not False:
         compile_ahead(talker)
     bypass_config_getattr(tts.model.config, talker.config)
-    for name in ("spk_id", "spk_is_dialect"):  # upstream looks them up in lower case; a user's own may have capitals
-        speakers = getattr(talker.config, name) or {}
-        setattr(talker.config, name, {speaker.lower(): value for speaker, value in speakers.items()})
+    complete_speakers(talker.config)
     decoder.lock = Turns()
     decoder.prompt_templates = PromptTemplates()
 
@@ -70,7 +68,7 @@ def plug_in(tts, decoder, fused: bool | None) -> None:
     decoder.host_talker = table.result() if table else None
 
     use_megakernel, decoder.path = choose_path(talker, fused)
-    decoder.keepalive = fuse_layers(talker, decoder.max_seq_len)  # read by the graphs
+    decoder.keepalive = replace_layers(talker, decoder.max_seq_len)  # read by the graphs
     if use_megakernel:
         decoder.replace_steps = partial(use_megakernel_steps, decoder, fused)
         decoder.batch_sizes = partial(batch_sizes, max_batch=decoder.max_batch)
@@ -80,6 +78,26 @@ def plug_in(tts, decoder, fused: bool | None) -> None:
         decoder.graphs_for(1)
         talker.generate = decoder.generate
         warm_up(tts, decoder)
+
+
+def complete_speakers(config) -> None:
+    """Upstream looks speakers up in lower case, and each in both tables. Those of a finetuned model may have capitals
+    and no dialect."""
+    ids, dialects = (
+        {speaker.lower(): value for speaker, value in (table or {}).items()}
+        for table in (config.spk_id, getattr(config, "spk_is_dialect", None))
+    )
+    for speaker, number in ids.items():
+        dialect = dialects.setdefault(speaker, False)
+        if not 0 <= number < config.vocab_size:
+            raise ValueError(
+                f"speaker {speaker!r} has the id {number}, beyond the {config.vocab_size} of the embedding"
+            )
+        if dialect and dialect not in config.codec_language_id:
+            known = ", ".join(config.codec_language_id)
+            raise ValueError(f"speaker {speaker!r} has the dialect {dialect!r}, which is none of {known}")
+    config.spk_id = ids
+    config.spk_is_dialect = dialects
 
 
 def use_separate_steps(talker_graph, predictor_graph) -> None:

@@ -2,8 +2,8 @@
 the five small kernels of batched.cu per layer, and one kernel to choose the tokens.
 
 `BatchedStack` launches on torch's current stream, so that a graph can capture it. The kernels are compiled by NVRTC for
-this GPU and model when they are first asked for. The model must have been through `fuse_layers` (fast/layers.py): its
-`rotary_emb` returns cos and sin with the first half of sin negated. A stack must not run on two streams at once.
+this GPU and model when they are first asked for. The model must have been through `replace_layers` (fast/layers.py):
+its `rotary_emb` returns cos and sin with the first half of sin negated. A stack must not run on two streams at once.
 
 Shapes: B rows, H hidden size, S cache length, D head dimension, Q query heads, KV key-value heads, V vocabulary size.
 """
@@ -143,7 +143,7 @@ def unsupported(model: Any) -> str | None:
         f"silu between gate and down, not {model.config.hidden_act}": model.config.hidden_act == "silu",
         "full attention in every layer": layer_types == {"full_attention"},
         "projections without a bias": all(linear.bias is None for linear in linears),
-        "a model that has been through fuse_layers": (getattr(model.rotary_emb.forward, "func", None) is lookup_rope),
+        "a model that has been through replace_layers": getattr(model.rotary_emb.forward, "func", None) is lookup_rope,
     }
     for need, is_met in limits.items():
         if not is_met:
@@ -204,7 +204,7 @@ class Layer:
         attn = layer.self_attn
         mlp = layer.mlp
         self.input_norm = layer.input_layernorm.weight
-        self.qkv = concatenate(attn.q_proj, attn.k_proj, attn.v_proj)  # no copy: fuse_layers has joined them
+        self.qkv = concatenate(attn.q_proj, attn.k_proj, attn.v_proj)  # no copy: replace_layers has joined them
         self.q_norm = attn.q_norm.weight
         self.k_norm = attn.k_norm.weight
         self.output = attn.o_proj.weight

@@ -1,7 +1,7 @@
 """Upstream's layers from fewer kernels, and configs that answer faster.
 
-`fuse_layers` replaces the forward of norms, attention and MLP blocks; upstream's model and layer forwards stay and call
-these, with the masks and caches that the graphs pass in. The results are the same function of the same weights. In
+`replace_layers` replaces the forward of norms, attention and MLP blocks; upstream's model and layer forwards stay and
+call these, with the masks and caches that the graphs pass in. The results are the same function of the same weights. In
 bfloat16 the layer norms round once where upstream's round twice; the norms of q and k round as upstream's.
 
 Shapes: B rows, L positions, S cache length, D head dimension, Q query heads, KV key-value heads, G = Q / KV.
@@ -35,7 +35,7 @@ def bypass_config_getattr(*configs) -> None:
         config.__class__ = type(original.__name__, (original,), methods)
 
 
-def fuse_layers(talker, max_seq_len: int) -> list[torch.Tensor]:
+def replace_layers(talker, max_seq_len: int) -> list[torch.Tensor]:
     """Replace the layers' forwards of upstream's talker and its code predictor, in place.
 
     The three rows of the talker's multimodal RoPE (time, height, width) are equal in speech, so the predictor's plain

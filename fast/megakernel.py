@@ -3,7 +3,7 @@ for this GPU and model when it is first asked for.
 
 `talker_step` and `predictor_step` return callables for the two graphs to capture in place of their own
 `step`. They work on the same weights, StaticCache and static tensors, so nothing around them changes. The
-layers must have been through `fuse_layers` (fast/layers.py): q, k and v are one matrix in memory, and
+layers must have been through `replace_layers` (fast/layers.py): q, k and v are one matrix in memory, and
 `rotary_emb` returns cos and sin with the first half of sin negated.
 """
 
@@ -51,7 +51,7 @@ PREDICTOR_ARGUMENTS = ("first_input", "code_inputs", "code_embeddings", "text", 
 
 
 class Gpu(Protocol):
-    """What we need to know of a GPU; torch.cuda.get_device_properties gives it."""
+    """What we need to know of a GPU; nvrtc.gpu_properties gives it."""
 
     major: int  # of the compute capability
     multi_processor_count: int
@@ -183,13 +183,13 @@ def compile_for(model: Any, heads: Sequence[Any], talker_hidden: int) -> tuple[S
     OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the kernel does not support these sizes, the
     compiler does not know this GPU, or the driver cannot load the kernel.
     """
-    sizes = kernel_sizes(model, heads, talker_hidden, torch.cuda.get_device_properties(model.device))
+    sizes = kernel_sizes(model, heads, talker_hidden, nvrtc.gpu_properties(model.device))
     return sizes, compile_once(model.device, sizes)
 
 
 def compile_ahead(model: Any, heads: Sequence[Any], talker_hidden: int) -> None:
     """Start what `compile_for` takes longest with, in a thread. The weights' values are not needed."""
-    gpu = torch.cuda.get_device_properties(model.device)
+    gpu = nvrtc.gpu_properties(model.device)
     source = complete_source(kernel_sizes(model, heads, talker_hidden, gpu))
     kernel_cache.compile_ahead(source, nvrtc.architecture_of(model.device))
 
@@ -221,7 +221,7 @@ def stacked_address(weights: Sequence[Tensor]) -> int:
     end = weights[0].data_ptr()
     for weight in weights:
         if weight.data_ptr() != end or not weight.is_contiguous():
-            raise ValueError("q_proj, k_proj and v_proj are not one matrix in memory: call fuse_layers first")
+            raise ValueError("q_proj, k_proj and v_proj are not one matrix in memory: call replace_layers first")
         end += weight.nbytes
     return weights[0].data_ptr()
 

@@ -8,11 +8,17 @@ import functools
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+TOLD_BY_TORCH = ("name", "major", "minor", "multi_processor_count")
+DEVICE_ATTRIBUTES = {  # by torch's name for it -> CU_DEVICE_ATTRIBUTE_...
+    "shared_memory_per_block_optin": 97,  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    "L2_cache_size": 38,  # L2_CACHE_SIZE
+}
 
 
 @functools.cache
@@ -40,6 +46,38 @@ def version() -> tuple[int, int]:
     if result != 0:
         raise RuntimeError(f"nvrtcVersion failed: error {result}")
     return major.value, minor.value
+
+
+@functools.cache
+def load_driver() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+def call_driver(function: str, *arguments: Any) -> None:
+    driver = load_driver()
+    result = getattr(driver, function)(*arguments)
+    if result != 0:
+        message = ctypes.c_char_p()
+        driver.cuGetErrorString(result, ctypes.byref(message))
+        text = message.value.decode() if message.value else "unknown error"
+        raise RuntimeError(f"{function} failed: CUDA error {result}, {text}")
+
+
+def gpu_properties(device: torch.device) -> Any:
+    """torch.cuda.get_device_properties. A torch before 2.7 does not tell all that we need: the driver does."""
+    gpu = torch.cuda.get_device_properties(device)
+    if all(hasattr(gpu, name) for name in DEVICE_ATTRIBUTES):
+        return gpu
+    number = torch.cuda.current_device() if device.index is None else device.index
+    handle = ctypes.c_int()
+    call_driver("cuInit", 0)
+    call_driver("cuDeviceGet", ctypes.byref(handle), number)
+    properties = {name: getattr(gpu, name) for name in TOLD_BY_TORCH}
+    for name, attribute in DEVICE_ATTRIBUTES.items():
+        value = ctypes.c_int()
+        call_driver("cuDeviceGetAttribute", ctypes.byref(value), attribute, handle)
+        properties[name] = value.value
+    return SimpleNamespace(**properties)
 
 
 def architecture_of(device: torch.device) -> str:
@@ -106,26 +144,17 @@ class Module:
     """A cubin, loaded on one GPU."""
 
     def __init__(self, cubin: bytes, device: torch.device) -> None:
-        self.driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         self.device = device
         self.module = ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.empty(1, device=device)  # creates the context that the driver calls below work in
-            self.call("cuModuleLoadData", ctypes.byref(self.module), cubin)
+            call_driver("cuModuleLoadData", ctypes.byref(self.module), cubin)
 
     def get_function(self, name: str) -> ctypes.c_void_p:
         function = ctypes.c_void_p()
         with torch.cuda.device(self.device):
-            self.call("cuModuleGetFunction", ctypes.byref(function), self.module, name.encode())
+            call_driver("cuModuleGetFunction", ctypes.byref(function), self.module, name.encode())
         return function
-
-    def call(self, function: str, *arguments: Any) -> None:
-        result = getattr(self.driver, function)(*arguments)
-        if result != 0:
-            message = ctypes.c_char_p()
-            self.driver.cuGetErrorString(result, ctypes.byref(message))
-            text = message.value.decode() if message.value else "unknown error"
-            raise RuntimeError(f"{function} failed: CUDA error {result}, {text}")
 
 
 class Kernel(Module):
@@ -146,7 +175,7 @@ class Kernel(Module):
         self.shared_bytes = shared_bytes
         self.function = self.get_function(name)
         with torch.cuda.device(device):
-            self.call("cuFuncSetAttribute", self.function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+            call_driver("cuFuncSetAttribute", self.function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
 
     def launch(self, arguments: int) -> None:
         """Launch on torch's current stream, cooperatively: an error unless all blocks fit on the GPU at once."""
@@ -156,7 +185,7 @@ class Kernel(Module):
             stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
             blocks = (self.grid, 1, 1)
             threads = (self.block, 1, 1)
-            self.call(
+            call_driver(
                 "cuLaunchCooperativeKernel",
                 self.function,
                 *blocks,
@@ -183,4 +212,5 @@ class Kernels(Module):
             blocks = (*grid, 1)
             threads = (block, 1, 1)
             shared_bytes = 0  # none but what the kernel declares
-            self.call("cuLaunchKernel", self.functions[name], *blocks, *threads, shared_bytes, stream, parameters, None)
+            function = self.functions[name]
+            call_driver("cuLaunchKernel", function, *blocks, *threads, shared_bytes, stream, parameters, None)

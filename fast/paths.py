@@ -5,7 +5,7 @@ from operator import attrgetter
 
 import torch
 
-from fast import megakernel
+from fast import megakernel, nvrtc
 
 MIN_SHARED_BYTES = 99 * 1024  # of a block
 FUNCTIONS = ("nn.functional.rms_norm",)
@@ -64,7 +64,10 @@ def why_not_before_compiling(talker) -> str:
         return "the model is not on an NVIDIA GPU"
     if talker.dtype != torch.bfloat16:
         return f"the weights are {talker.dtype}, not bfloat16"
-    gpu = torch.cuda.get_device_properties(talker.device)
+    try:
+        gpu = nvrtc.gpu_properties(talker.device)
+    except (OSError, RuntimeError) as error:
+        return f"the driver does not say what the GPU has: {error}"
     if gpu.major < 8:
         return f"the GPU's compute capability is {gpu.major}.{gpu.minor}, below 8.0"
     if gpu.multi_processor_count < 8:

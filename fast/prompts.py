@@ -52,10 +52,28 @@ def prepare_request(decoder, method: Callable, text, **kwargs) -> tuple[dict, in
 def with_voice_clone_prompt(method: Callable, kwargs: dict) -> dict:
     """Encode a reference recording here, so that its codes are known."""
     if kwargs.get("voice_clone_prompt") is not None or kwargs.get("ref_audio") is None:
+        check_speaker_size(method.__self__, kwargs.get("voice_clone_prompt"))
         return kwargs
     kwargs = dict(kwargs)
     recording = kwargs.pop("ref_audio"), kwargs.pop("ref_text", None), kwargs.pop("x_vector_only_mode", False)
     return kwargs | {"voice_clone_prompt": method.__self__.create_voice_clone_prompt(*recording)}
+
+
+def check_speaker_size(tts, voice_clone_prompt) -> None:
+    """Refuse an embedding of the other model size."""
+    if not voice_clone_prompt:
+        return
+    if isinstance(voice_clone_prompt, dict):
+        speakers = voice_clone_prompt.get("ref_spk_embedding") or []
+    else:
+        speakers = [item.ref_spk_embedding for item in voice_clone_prompt]
+    width = tts.model.config.talker_config.hidden_size
+    for speaker in speakers:
+        if torch.is_tensor(speaker) and speaker.numel() != width:
+            raise ValueError(
+                f"the speaker embedding has {speaker.numel()} numbers, this model takes {width}: extract it with this "
+                "model"
+            )
 
 
 def decoder_of(tts):
@@ -102,6 +120,8 @@ def check_request(decoder, request: dict) -> int:
 @lru_cache(maxsize=256, typed=True)
 def check_sampling(do_sample, temperature, top_k, top_p) -> None:
     """Cached: most requests have the same settings, and this makes tensors."""
+    if not isinstance(top_k, int | None):
+        raise ValueError(f"top_k is {top_k}, it must be a whole number, or 0 or None for all")
     Sampling(vocab_size=1).set(do_sample, temperature, top_k, top_p)
 
 

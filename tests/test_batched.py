@@ -22,7 +22,7 @@ from cudagraph_talker import GraphCache, Sampling, TalkerGraph, additive_mask, c
 from fast import batched, nvrtc
 from fast import batched_reference as reference
 from fast.batched import BatchedStack, complete_source, kernel_sizes
-from fast.layers import fuse_layers
+from fast.layers import replace_layers
 from tools.random_checkpoint import PREDICTOR, TALKER
 
 # isort: split
@@ -60,7 +60,7 @@ def talker() -> Any:
 @pytest.fixture(scope="module")
 def fused(talker) -> Any:
     fused = copy.deepcopy(talker)
-    fuse_layers(fused, LENGTH)
+    replace_layers(fused, LENGTH)
     return fused
 
 
@@ -518,7 +518,7 @@ def test_unsupported_models_are_refused_in_words(talker, fused):
     assert batched.unsupported(fused.model) is None
     assert batched.unsupported(fused.code_predictor.model) is None
     assert "NVIDIA GPU" in batched.why_not(fused.model)
-    assert "fuse_layers" in batched.unsupported(talker.model)
+    assert "replace_layers" in batched.unsupported(talker.model)
     assert "bfloat16" in batched.unsupported(copy.deepcopy(fused.model).float())
     for sizes, message in (
         (dict(head_dim=64), "128 dimensions, the model's have 64"),
@@ -624,7 +624,7 @@ def gpu() -> Iterator[torch.device]:
 @pytest.fixture
 def fused_on_gpu(talker, gpu) -> Any:
     fused = copy.deepcopy(talker).to(gpu)
-    fuse_layers(fused, LENGTH)
+    replace_layers(fused, LENGTH)
     return fused
 
 
@@ -645,7 +645,7 @@ def test_kernels_compute_the_same_on_a_gpu(talker, fused_on_gpu, gpu):
 def test_rows_of_any_length_attend_on_a_gpu(rows, fused_on_gpu):
     """All lengths up to 2,048 in one batch, several times over: the splits of a row meet in any order."""
     cache = filled_cache(fused_on_gpu.model, rows, 2048)
-    fuse_layers(fused_on_gpu, 2048)
+    replace_layers(fused_on_gpu, 2048)
     stack = BatchedStack(fused_on_gpu.model, cache.layers, rows)
     layer = stack.layers[0]
     for _ in range(20):

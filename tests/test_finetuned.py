@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import cli.options
 from cli.voices import speaker_prompt
+from fast import complete_speakers
 from generate import load
 from tools import random_checkpoint
 
@@ -28,7 +30,7 @@ def finetuned(checkpoint, tmp_path_factory):
     config = json.loads((folder / "config.json").read_text())
     config["tts_model_type"] = "custom_voice"
     config["talker_config"]["spk_id"] = {"Anna_2": 3000}
-    config["talker_config"]["spk_is_dialect"] = {"Anna_2": False}
+    config["talker_config"]["spk_is_dialect"] = {"somebody_else": "sichuan_dialect"}
     (folder / "config.json").write_text(json.dumps(config))
 
     weights = load_file(folder / "model.safetensors")
@@ -44,7 +46,8 @@ def finetuned(checkpoint, tmp_path_factory):
 
 
 def test_a_finetuned_speaker_speaks(finetuned, recording):
-    """Upstream looks a speaker up in lower case, so that one that was named with capitals could not be found."""
+    """Upstream looks a speaker up in lower case, so that one that was named with capitals could not be found, and in
+    a table of dialects, where a finetuned one need not be."""
     voice = Voice("preset", lambda kind: finetuned, recording)
     assert voice.fast.get_supported_speakers() == ["anna_2"]
     config = voice.upstream.model.config.talker_config
@@ -71,6 +74,19 @@ def test_a_finetuned_speaker_with_capitals_can_be_chosen(finetuned, monkeypatch,
 
     speech = pytest.importorskip("serving.speech").Speech(str(finetuned), "cpu")
     assert speech.resolve_voice("Anna_2") == "anna_2"
+
+
+def test_speakers_that_the_model_cannot_have():
+    """They ended in an IndexError or a KeyError of the first request, on a GPU in a device-side assert."""
+    config = SimpleNamespace(vocab_size=3072, spk_id={"Bob": 3072}, spk_is_dialect=None, codec_language_id={"x": 1})
+    with pytest.raises(ValueError, match="speaker 'bob' has the id 3072, beyond the 3072"):
+        complete_speakers(config)
+    config.spk_id, config.spk_is_dialect = {"Bob": 3071}, {"BOB": "klingon"}
+    with pytest.raises(ValueError, match="dialect 'klingon', which is none of x"):
+        complete_speakers(config)
+    config.spk_is_dialect = {"BOB": "x"}
+    complete_speakers(config)
+    assert (config.spk_id, config.spk_is_dialect) == ({"bob": 3071}, {"bob": "x"})
 
 
 SIZES = {

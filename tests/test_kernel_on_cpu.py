@@ -242,5 +242,5 @@ def test_layers_that_are_not_fused_are_refused(tmp_path):
         attention.k_proj.weight = attention.k_proj.weight.clone()
         return cpu_kernel_for(tmp_path)(model, heads, talker_hidden)
 
-    with pytest.raises(ValueError, match="fuse_layers"):
+    with pytest.raises(ValueError, match="replace_layers"):
         some_talker(separate, HIDDEN, LENGTH)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import Sampling, TalkerGraph
-from fast import megakernel, paths
-from fast.layers import fuse_layers
+from fast import megakernel, nvrtc, paths
+from fast.layers import replace_layers
 from fast.megakernel_reference import apply_talker_rules
 from generate import accelerate, load_upstream
 from tools.check import check
@@ -323,7 +323,7 @@ def test_calibration_projects_new_embeddings(checkpoint, monkeypatch):
 
     monkeypatch.setattr(megakernel, "compile_for", no_kernel)
     route = Megakernel.__new__(Megakernel)
-    route.keepalive = fuse_layers(talker, 64)
+    route.keepalive = replace_layers(talker, 64)
     route.predictor = PredictorGraph(talker, TalkerGraph(talker, 1, 64))
     step = route.predictor.step = megakernel.predictor_step(route.predictor)
     looked_up = [projected.data_ptr() for projected in step.inputs]
@@ -364,6 +364,38 @@ def test_the_settings_are_float32_whatever_the_default():
         torch.set_default_dtype(torch.float32)
     assert sampling.temperature.dtype == torch.float32
     assert sampling.one_minus_top_p.dtype == torch.float32
+
+
+def test_a_torch_that_tells_less_of_the_gpu(monkeypatch):
+    """torch 2.5 and 2.6 do not know the shared memory of a block: loading ended in an AttributeError."""
+    told = dict(name="Orin", major=8, minor=7, multi_processor_count=16)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**told))
+    answers = {97: 163 << 10, 38: 4 << 20}
+
+    def get_attribute(pointer: Any, attribute: int, handle: Any) -> int:
+        pointer._obj.value = answers[attribute]
+        return 0 if handle.value == 1 else 101
+
+    def get_device(pointer: Any, number: int) -> int:
+        pointer._obj.value = number
+        return 0
+
+    driver = SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGet=get_device, cuDeviceGetAttribute=get_attribute)
+    driver.cuGetErrorString = lambda result, message: 0
+    monkeypatch.setattr(nvrtc, "load_driver", lambda: driver)
+    gpu = nvrtc.gpu_properties(torch.device("cuda", 1))
+    assert vars(gpu) == told | dict(shared_memory_per_block_optin=163 << 10, L2_cache_size=4 << 20)
+    talker = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    assert "cuDeviceGetAttribute failed: CUDA error 101" in paths.why_not_before_compiling(talker)
+
+
+@on_gpu
+def test_the_driver_tells_what_torch_tells(monkeypatch):
+    told = torch.cuda.get_device_properties(0)
+    less = SimpleNamespace(**{name: getattr(told, name) for name in nvrtc.TOLD_BY_TORCH})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: less)
+    gpu = nvrtc.gpu_properties(torch.device("cuda"))
+    assert all(getattr(gpu, name) == getattr(told, name) for name in nvrtc.DEVICE_ATTRIBUTES)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, OSError])  # OSError: no NVRTC

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import threading
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +14,7 @@ import torch
 from helpers import GREEDY, VOICES, assert_the_same_together, joined
 
 from fast import batch_sizes
-from fast.prompts import build_request, decoder_of
+from fast.prompts import build_request, decoder_of, speaker_prompt
 from generate import accelerate, load, load_upstream, stream
 
 TEXT = "Hello there."
@@ -293,8 +294,12 @@ def test_lists_on_the_megakernel():
 
 def test_max_new_tokens_before_the_end_warns(voice):
     """Speech that is cut off silently. The warning says where, and which limit to raise."""
-    with pytest.warns(UserWarning, match="cut off after 3 frames, before its end: raise max_new_tokens"):
-        voice.codes(voice.fast, text=TEXT, max_new_tokens=4)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("default")  # Python's own filter shows a text once per line of code
+        for _ in range(2):
+            voice.codes(voice.fast, text=TEXT, max_new_tokens=4)
+    texts = [str(warning.message) for warning in warned]
+    assert texts == ["the speech was cut off after 3 frames, before its end: raise max_new_tokens"] * 2
 
 
 def test_full_cache_before_the_end_warns(voices):
@@ -365,6 +370,8 @@ def test_next_to_no_temperature_takes_the_best(voice):
         (dict(text=["a", "b"]), "one text at a time, not 2"),
         (dict(text=[]), "one text at a time, not 0"),
         (dict(eos_token_id=5), "model's own end token"),
+        (dict(top_k=2.5), "top_k is 2.5, it must be a whole number"),
+        (dict(voice_clone_prompt=speaker_prompt(torch.zeros(7))), "has 7 numbers, this model takes 64"),
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ from test_megakernel import on_gpu
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import TalkerGraph
 from fast import kernel_cache, megakernel, self_test
-from fast.layers import fuse_layers
+from fast.layers import replace_layers
 from fast.megakernel import complete_source, kernel_sizes
 from fast.prompts import decoder_of
 from generate import accelerate, load_upstream
@@ -55,7 +55,7 @@ def graphs() -> tuple[TalkerGraph, PredictorGraph]:
         model = Qwen3TTSTalkerForConditionalGeneration(Qwen3TTSTalkerConfig(**talker))
         model = randomize(model).to(torch.bfloat16).eval()
         vary_norms(model)
-        model.keepalive = fuse_layers(model, 48)
+        model.keepalive = replace_layers(model, 48)
         talker_graph = TalkerGraph(model, 1, 48)
         talker_graph.upstream = model
         return talker_graph, PredictorGraph(model, talker_graph)
@@ -142,7 +142,7 @@ def gpu_graphs(checkpoint) -> tuple[TalkerGraph, PredictorGraph]:
     with torch.no_grad():
         talker = load_upstream(str(checkpoint("base", "0.6B")), dtype=torch.bfloat16).model.talker
         vary_norms(talker)
-        talker.keepalive = fuse_layers(talker, 512)
+        talker.keepalive = replace_layers(talker, 512)
         talker_graph = TalkerGraph(talker, 1, 512)
         talker_graph.upstream = talker
         return talker_graph, PredictorGraph(talker, talker_graph)

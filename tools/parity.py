@@ -14,7 +14,7 @@ import torch
 
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import TalkerGraph, capture
-from fast.layers import fuse_layers
+from fast.layers import replace_layers
 from fast.megakernel import predictor_step, talker_step
 
 MARGIN = 1.05  # a path's error may be this many times the model's own
@@ -78,7 +78,7 @@ class Megakernel:
 
     @torch.no_grad()
     def __init__(self, talker, length: int):
-        self.keepalive = fuse_layers(talker, length)
+        self.keepalive = replace_layers(talker, length)
         self.talker = TalkerGraph(talker, 1, length)
         self.predictor = PredictorGraph(talker, self.talker)
         self.talker.step = talker_step(talker, self.talker)
