@@ -49,7 +49,7 @@ from cudagraph_talker import capture, sample
 from fast.paths import why_not
 from fast.prompts import build_request, decoder_of
 from fast.streaming import stream
-from generate import Decoder, accelerate, fork, load, load_upstream
+from generate import Decoder, accelerate, load, load_upstream, suffix
 from tools.arriving import time_arriving_text
 from tools.bounds import POSITION, bandwidth_of, bound_ms, bytes_per_frame
 from tools.check import check
@@ -695,7 +695,7 @@ def machine_card(weights: str) -> dict[str, Any]:
         cpu = platform.processor() or platform.machine()
         machine = dict(gpu="none", cpu=cpu, threads=torch.get_num_threads(), dtype="float32")
     machine["python"] = platform.python_version()
-    for package in ("torch", "transformers", f"qwen-tts{fork}"):
+    for package in ("torch", "transformers", f"qwen-tts{suffix}"):
         machine[package] = importlib.metadata.version(package)
     commit = first_line("git", "describe", "--always", "--dirty")
     return machine | dict(commit=commit, weights=weights)

@@ -19,7 +19,7 @@ from helpers import ROOT
 
 sys.path.append(str(ROOT / "package"))  # what `pip install -e .` does
 
-from qwen3_tts_cuda_graphs import FasterQwen3TTS, Qwen3TTSCudaGraphs
+from qwen3_tts_cuda_graphs import FasterQwen3TTS, GGMLQwen3TTS, Qwen3TTSCudaGraphs
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 
@@ -177,7 +177,7 @@ def test_every_form_of_a_voice(models, recording_file, checkpoint):
     reference = dict(ref_audio=recording_file, ref_text="what it says")
     np.testing.assert_array_equal(speak(**reference, append_silence=False), in_context)
     assert (speak(**reference) != in_context).any()  # with silence between the recording and the speech
-    by_embedding = speak(voice_clone_prompt={"ref_spk_embedding": [embedding]})
+    by_embedding = speak(voice_clone_prompt={"ref_spk_embedding": [embedding], "name": "a field of the program's"})
     np.testing.assert_array_equal(speak(ref_audio=str(recording_file), xvec_only=True), by_embedding)
     assert (by_embedding != in_context).any()
     assert (speak(voice_clone_prompt=prompt, instruct="whisper") != in_context).any()
@@ -198,6 +198,12 @@ def test_every_form_of_a_voice(models, recording_file, checkpoint):
         (dict(text=" ", voice_clone_prompt={"ref_spk_embedding": [torch.zeros(64)]}), "the text is empty"),
         (dict(chunk_size=0, voice_clone_prompt={"ref_spk_embedding": [torch.zeros(64)]}), "chunk_size is 0"),
         (dict(temperature=0, voice_clone_prompt={"ref_spk_embedding": [torch.zeros(64)]}), "temperature"),
+        (dict(chunk_size=2.5, voice_clone_prompt={"ref_spk_embedding": [torch.zeros(64)]}), "chunk_size is 2.5"),
+        (dict(max_new_tokens=0, voice_clone_prompt={"ref_spk_embedding": [torch.zeros(64)]}), "max_new_tokens is 0"),
+        (dict(voice_clone_prompt={"ref_spk_embedding": [torch.zeros(7)]}), "7 numbers, this model takes 64"),
+        (dict(voice_clone_prompt=torch.zeros(64)), "has no ref_spk_embedding"),
+        (dict(voice_clone_prompt=[torch.zeros(64)]), "has a Tensor"),
+        (dict(ref_audio=__file__, ref_text="x"), "ref_audio: .* not recogni[sz]ed"),
     ],
 )
 def test_mistakes_are_named_before_any_work(models, arguments, message):
@@ -212,6 +218,9 @@ def test_mistakes_are_named_before_any_work(models, arguments, message):
         (dict(backend="ggml"), "backend='ggml': this package runs on torch only"),
         (dict(dtype="bf16"), "dtype='bf16' is not a type of torch"),
         (dict(device="cuda"), "torch finds no GPU"),
+        (dict(device="gpu"), "there is no device 'gpu'"),
+        (dict(max_seq_len=0), "max_seq_len is 0"),
+        (dict(attn_implementation=8), "max_seq_len is 8"),  # the older class's fourth argument
     ],
 )
 def test_what_cannot_be_honoured_is_refused(checkpoint, arguments, message, monkeypatch):
@@ -219,6 +228,8 @@ def test_what_cannot_be_honoured_is_refused(checkpoint, arguments, message, monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=message):
         FasterQwen3TTS.from_pretrained(str(checkpoint()), **dict(device="cpu") | arguments)
+    with pytest.raises(ValueError, match="GGMLQwen3TTS: this package runs on torch only"):
+        GGMLQwen3TTS.from_pretrained("folder")
 
 
 # ---- The installation

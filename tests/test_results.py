@@ -30,9 +30,8 @@ CARD = {  # what a card must say; `qwen-tts` may be `qwen-tts-hf`
 }
 
 
-def file_name(gpu):
-    """NVIDIA GeForce RTX 4090 -> rtx_4090"""
-    return bounds.short_name(gpu).lower().replace(" ", "_")
+def possible_names(gpu):
+    return bounds.ORINS if gpu == "Orin" else [gpu]
 
 
 def mistakes(stem, results):
@@ -42,8 +41,9 @@ def mistakes(stem, results):
         if not re.fullmatch(pattern, card.get(name, "")) or card[name].endswith("-dirty"):
             yield f"card: {name} is {card.get(name)!r}"
     gpu, kind = re.fullmatch(r"(.*?)(_streams|_ready)?", stem).groups()
-    if gpu != file_name(card.get("gpu", "")):
-        yield f"the name of the file is {stem}, the GPU is {card.get('gpu')}: call it {file_name(card.get('gpu', ''))}"
+    names = [bounds.file_stem(name) for name in possible_names(card.get("gpu", ""))]
+    if gpu not in names:
+        yield f"the name of the file is {stem}, the GPU is {card.get('gpu')}: call it {' or '.join(names)}"
     models = results.get("models") or {"": {}}
     for size, rows in models.items():
         if size not in bench.SIZES:
@@ -80,6 +80,7 @@ def without(results, *keys):
         (lambda results: results["card"].update(commit="unknown"), "commit is 'unknown'"),
         (lambda results: results["card"].update(gpu="none"), "gpu is 'none'"),
         (lambda results: results["card"].update(gpu="NVIDIA GeForce RTX 4090"), "call it rtx_4090"),
+        (lambda results: results["card"].update(gpu="Orin"), "call it jetson_agx_orin or jetson_orin_nano"),
         (lambda results: without(results, "card", "torch"), "torch is None"),
         (lambda results: results.update(models={}), "a model is called ''"),
         (lambda results: results["models"].update(tiny=results["models"]["0.6B"]), "a model is called 'tiny'"),
@@ -134,7 +135,7 @@ def test_bandwidths(monkeypatch):
         "NVIDIA GeForce RTX 4060": SimpleNamespace(),
         "NVIDIA GeForce RTX 4060 Ti": SimpleNamespace(memory_clock_rate=9_001_000, memory_bus_width=128),
         "NVIDIA H200": SimpleNamespace(memory_clock_rate=1, memory_bus_width=1),
-        "Orin": SimpleNamespace(memory_clock_rate=0, memory_bus_width=256),
+        "Orin": SimpleNamespace(memory_clock_rate=0, memory_bus_width=256, multi_processor_count=8),
         "NVIDIA of another year": SimpleNamespace(),
     }
 
@@ -147,6 +148,8 @@ def test_bandwidths(monkeypatch):
     assert look_up("NVIDIA GeForce RTX 4060 Ti") == pytest.approx(288, rel=0.01)
     assert look_up("NVIDIA H200") == 4800
     assert look_up("Orin") is None
+    gpus["Orin"].multi_processor_count = 16
+    assert look_up("Orin") == 205
     assert look_up("NVIDIA of another year") is None
 
 

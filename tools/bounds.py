@@ -39,11 +39,12 @@ BANDWIDTH = {  # GPU -> GB/s as its maker states it; the name as torch gives it,
     "A100-SXM4-80GB": 2039,
     "H100 80GB HBM3": 3350,
     "H200": 4800,
-    "Jetson AGX Orin": 205,  # to torch, all of these are "Orin"
+    "Jetson AGX Orin": 205,
     "Jetson Orin Nano": 68,
     "Thor": 273,
     "GB10": 273,
 }
+ORINS = ("Jetson AGX Orin", "Jetson Orin Nano")  # torch calls all of them Orin
 LABELS = {"Thor": "Jetson Thor", "GB10": "DGX Spark (GB10)"}
 PUBLISHED = {  # what others have published for one listener, not measured here; 0.6B / 1.7B where there are two
     "RTX 4060": "faster-qwen3-tts: 2.26 / 1.83 x real time, with codec",
@@ -113,12 +114,19 @@ def short_name(gpu: str) -> str:
     return re.sub(r"^NVIDIA (GeForce )?", "", gpu)
 
 
+def file_stem(gpu: str) -> str:
+    """The name of a results file: rtx_4090 for NVIDIA GeForce RTX 4090"""
+    return short_name(gpu).lower().replace(" ", "_")
+
+
 def bandwidth_of(device: torch.device) -> float | None:
     """GB/s from the table, else from what the driver says of the memory, if it says so."""
     gpu = torch.cuda.get_device_properties(device)
-    known = BANDWIDTH.get(short_name(gpu.name))
-    if known:
-        return known
+    name = short_name(gpu.name)
+    if name == "Orin" and gpu.multi_processor_count >= 14:  # an NX and a Nano have 8 or fewer
+        name = "Jetson AGX Orin"
+    if name in BANDWIDTH:
+        return BANDWIDTH[name]
     clock_khz = getattr(gpu, "memory_clock_rate", 0)
     bus_bits = getattr(gpu, "memory_bus_width", 0)
     return 2 * clock_khz * bus_bits / 8 / 1e6 or None  # two transfers per clock
@@ -126,19 +134,16 @@ def bandwidth_of(device: torch.device) -> float | None:
 
 def measured(gpu: str, bounds: dict[str, float]) -> str:
     """From the results file of this GPU: ms of a frame on the fastest path, and the share of the bound."""
+    path = ROOT / "results" / f"{file_stem(gpu)}.json"
+    if not path.is_file():
+        return ""
     key = f"frame at position {POSITION}"
-    for path in sorted((ROOT / "results").glob("*.json")):
-        results = json.loads(path.read_text())
-        if short_name(results.get("card", {}).get("gpu", "")) != gpu:
-            continue
-        cells = []
-        for size, rows in results["models"].items():
-            times = [row[key] for row in rows.values() if key in row]
-            if times:
-                cells.append(f"{min(times):.2f} ms, {bounds[size] / min(times):.0%} ({size})")
-        if cells:
-            return "; ".join(cells)
-    return ""
+    cells = []
+    for size, rows in json.loads(path.read_text())["models"].items():
+        times = [row[key] for row in rows.values() if key in row]
+        if times:
+            cells.append(f"{min(times):.2f} ms, {bounds[size] / min(times):.0%} ({size})")
+    return "; ".join(cells)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ class ProjectFinder:
 
 sys.meta_path.insert(0, ProjectFinder)
 
-from qwen3_tts_cuda_graphs.model import FasterQwen3TTS  # noqa: E402  the finder must be there first
+from qwen3_tts_cuda_graphs.model import FasterQwen3TTS, GGMLQwen3TTS  # noqa: E402  the finder must be there first
 
 Qwen3TTSCudaGraphs = FasterQwen3TTS  # the name in the first CUDA-graph handler of speech-to-speech
 
-__all__ = ["FasterQwen3TTS", "Qwen3TTSCudaGraphs"]
+__all__ = ["FasterQwen3TTS", "GGMLQwen3TTS", "Qwen3TTSCudaGraphs"]

@@ -8,6 +8,7 @@ difference here are accepted: `attn_implementation` and `parity_mode` (the kerne
 import dataclasses
 import time
 from collections.abc import Generator, Iterable
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import numpy as np
 import soundfile
 import torch
 
+from qwen3_tts_cuda_graphs.cli.audio_files import check_recording
+from qwen3_tts_cuda_graphs.cli.scripts import check_device_name
 from qwen3_tts_cuda_graphs.fast.streaming import audio_chunks, decoder_of, prepare_request
 from qwen3_tts_cuda_graphs.generate import Qwen3TTSModel, load
 
@@ -24,6 +27,7 @@ from qwen_tts import VoiceClonePromptItem  # after generate, which imports qwen_
 REFERENCE_SILENCE = 0.5  # seconds; keeps the reference's last phoneme out of the speech
 MAX_VOICES = 64  # prompts that are kept
 WHOLE_CALL_FRAMES = 64  # per chunk where nobody waits for the first
+TORCH_ONLY = "this package runs on torch only; for GGML use faster-qwen3-tts"
 
 Chunks = Generator[tuple[np.ndarray, int, dict], None, None]
 
@@ -64,14 +68,20 @@ class FasterQwen3TTS:
         model_name: a folder, a hub id or a short name such as 0.6B.
         device, dtype: "cpu" runs as well, slowly; dtype may be a name such as "bfloat16".
         max_seq_len: positions for prompt and speech together, one per frame (12.5 per second).
-        backend: "torch". The other arguments belong to the GGML backend, which is not part of this project.
+        backend: "torch". attn_implementation makes no difference, and the other arguments are for the GGML backend,
+            which is not part of this project.
         """
+        if isinstance(attn_implementation, int):  # Qwen3TTSCudaGraphs' fourth argument
+            max_seq_len = attn_implementation
         if backend != "torch":
-            raise ValueError(f"backend={backend!r}: this package runs on torch only; for GGML use faster-qwen3-tts")
+            raise ValueError(f"backend={backend!r}: {TORCH_ONLY}")
+        if not isinstance(max_seq_len, int) or max_seq_len < 16:
+            raise ValueError(f"max_seq_len is {max_seq_len}, it must be a whole number of at least 16")
         if isinstance(dtype, str):
             dtype = getattr(torch, dtype, dtype)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype={dtype!r} is not a type of torch: try bfloat16")
+        check_device_name(str(device))
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device={str(device)!r}, but torch finds no GPU: device='cpu' runs without one, slowly")
         model = load(str(model_name), device, dtype, max_seq_len=max_seq_len)
@@ -238,8 +248,8 @@ class FasterQwen3TTS:
 
     def stream(self, method, chunk_size: int, **arguments) -> Chunks:
         """Check and build the request now, so that mistakes raise an error here; generate while being read."""
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size is {chunk_size}, it must be at least 1")
+        if not isinstance(chunk_size, Integral) or chunk_size < 1:
+            raise ValueError(f"chunk_size is {chunk_size}, it must be a whole number of at least 1")
         start = time.perf_counter()
         chunks = self.chunks(method, chunk_size, **arguments)
         prompt_ms = (time.perf_counter() - start) * 1000
@@ -251,6 +261,8 @@ class FasterQwen3TTS:
         """Build and check a request of upstream's `method`; the chunks of its audio."""
         if arguments["non_streaming_mode"] is None:
             del arguments["non_streaming_mode"]  # upstream's default
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 1")
         decoder = decoder_of(self.model)
         # Upstream's last token has no frame.
         request, _, reference = prepare_request(decoder, method, text, max_new_tokens=max_new_tokens + 1, **arguments)
@@ -316,8 +328,12 @@ class FasterQwen3TTS:
         status = Path(ref_audio).stat()
         key = str(ref_audio), status.st_mtime_ns, status.st_size, ref_text, xvec_only, append_silence
         if key not in self.voices:
-            audio, rate = soundfile.read(ref_audio, dtype="float32", always_2d=True)
+            try:
+                audio, rate = soundfile.read(ref_audio, dtype="float32", always_2d=True)
+            except soundfile.LibsndfileError as error:
+                raise ValueError(f"ref_audio: {error}") from None
             audio = audio.mean(axis=1)
+            check_recording(audio, rate, f"ref_audio {str(ref_audio)!r}")
             if append_silence and not xvec_only:
                 audio = np.append(audio, np.zeros(int(REFERENCE_SILENCE * rate), dtype=np.float32))
             prompt = self.model.create_voice_clone_prompt((audio, rate), ref_text, x_vector_only_mode=xvec_only)
@@ -325,6 +341,14 @@ class FasterQwen3TTS:
                 self.voices.pop(oldest, None)
             self.voices[key] = prompt
         return self.voices[key]
+
+
+class GGMLQwen3TTS:
+    """faster-qwen3-tts' other class, for programs that import both."""
+
+    @classmethod
+    def from_pretrained(cls, *_, **__):
+        raise ValueError(f"GGMLQwen3TTS: {TORCH_ONLY}")
 
 
 def without_self(arguments: dict) -> dict:
@@ -337,11 +361,16 @@ def prompt_item(prompt: dict | list, ref_text: str) -> VoiceClonePromptItem:
         if len(prompt) != 1:
             raise ValueError(f"voice_clone_prompt has {len(prompt)} entries, it must have one, as there is one text")
         (item,) = prompt
+        if not isinstance(item, VoiceClonePromptItem):
+            raise ValueError(
+                f"voice_clone_prompt has a {type(item).__name__}: use create_voice_clone_prompt, or a dict"
+            )
         item = dataclasses.replace(item, ref_text=item.ref_text or ref_text)
     else:
-        if "ref_spk_embedding" not in prompt:
-            raise ValueError("voice_clone_prompt has no ref_spk_embedding")
-        for name, values in prompt.items():
+        if not isinstance(prompt, dict) or "ref_spk_embedding" not in prompt:
+            raise ValueError("voice_clone_prompt has no ref_spk_embedding: give a dict that has one")
+        for name in ("ref_spk_embedding", "ref_code", "x_vector_only_mode", "icl_mode"):
+            values = prompt.get(name)
             if values is not None and (not isinstance(values, list) or len(values) != 1):
                 raise ValueError(f"voice_clone_prompt[{name!r}] must be a list with one entry, as there is one text")
         embedding_only = bool((prompt.get("x_vector_only_mode") or [True])[0])
