@@ -218,7 +218,7 @@ def test_mistakes_are_named_before_any_work(models, arguments, message):
         (dict(backend="ggml"), "backend='ggml': this package runs on torch only"),
         (dict(dtype="bf16"), "dtype='bf16' is not a type of torch"),
         (dict(device="cuda"), "torch finds no GPU"),
-        (dict(device="gpu"), "there is no device 'gpu'"),
+        (dict(device="gpu"), "device='gpu': choose cuda"),
         (dict(max_seq_len=0), "max_seq_len is 0"),
         (dict(attn_implementation=8), "max_seq_len is 8"),  # the older class's fourth argument
     ],

@@ -16,8 +16,6 @@ import numpy as np
 import soundfile
 import torch
 
-from qwen3_tts_cuda_graphs.cli.audio_files import check_recording
-from qwen3_tts_cuda_graphs.cli.scripts import check_device_name
 from qwen3_tts_cuda_graphs.fast.streaming import audio_chunks, decoder_of, prepare_request
 from qwen3_tts_cuda_graphs.generate import Qwen3TTSModel, load
 
@@ -81,7 +79,8 @@ class FasterQwen3TTS:
             dtype = getattr(torch, dtype, dtype)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype={dtype!r} is not a type of torch: try bfloat16")
-        check_device_name(str(device))
+        if str(device).split(":")[0] not in ("cuda", "cpu"):
+            raise ValueError(f"device={str(device)!r}: choose cuda, cuda:1 and so on, or cpu")
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device={str(device)!r}, but torch finds no GPU: device='cpu' runs without one, slowly")
         model = load(str(model_name), device, dtype, max_seq_len=max_seq_len)
@@ -333,7 +332,8 @@ class FasterQwen3TTS:
             except soundfile.LibsndfileError as error:
                 raise ValueError(f"ref_audio: {error}") from None
             audio = audio.mean(axis=1)
-            check_recording(audio, rate, f"ref_audio {str(ref_audio)!r}")
+            if len(audio) < rate or not np.abs(audio).max() > 1e-4:
+                raise ValueError("ref_audio is silent, broken or shorter than 1 s: give 3 to 30 s of the voice")
             if append_silence and not xvec_only:
                 audio = np.append(audio, np.zeros(int(REFERENCE_SILENCE * rate), dtype=np.float32))
             prompt = self.model.create_voice_clone_prompt((audio, rate), ref_text, x_vector_only_mode=xvec_only)
