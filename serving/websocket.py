@@ -55,6 +55,10 @@ class Incoming:
         self.speaking.cancel()
         self.changed.set()
 
+    def cancel(self) -> None:
+        self.stop("cancelled")
+        self.finish()
+
     @property
     def rest(self) -> str:
         return self.text[self.taken :]
@@ -92,7 +96,8 @@ class Session:
         self.style = None  # from the last session.config
         self.writing = None  # the Incoming that input.text is added to
         self.unspoken = []  # all utterances that have not been spoken to their end, in order
-        self.queue = asyncio.Queue()  # the same, for the task that speaks
+        self.queue = asyncio.Queue()  # the same, for the task that speaks; None after the last
+        self.is_closing = False
         self.utterances = 0
 
     async def run(self) -> None:
@@ -102,7 +107,7 @@ class Session:
         try:
             self.speech.check_ready()
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self.speak_all)
+                tasks.start_soon(self.speak_all, tasks.cancel_scope)
                 error = await self.read_all()
                 tasks.cancel_scope.cancel()
         except ApiError as refused:
@@ -120,9 +125,10 @@ class Session:
         while True:
             try:
                 message = await self.read()
-                if message is None or message["type"] == "session.close":
+                if message is None:
                     return None
-                await self.handle(message)
+                if not self.is_closing:
+                    await self.handle(message)
             except WebSocketDisconnect:
                 return None
             except ApiError as error:
@@ -158,7 +164,7 @@ class Session:
 
     async def handle(self, message: dict) -> None:
         kind = message["type"]
-        if self.style is None and kind != "session.config":
+        if self.style is None and kind not in ("session.config", "session.close"):
             raise ApiError(f"{kind} came first: begin with session.config", code="not_configured")
         await self.HANDLERS[kind](self, message)
 
@@ -214,25 +220,32 @@ class Session:
             done = dict(utterance_index=self.utterances, total_sentences=0, cancelled=True)
             await self.send(type="session.done", **done)
         for incoming in self.unspoken:
-            incoming.stop("cancelled")
-            incoming.finish()
+            incoming.cancel()
+
+    async def close(self, message: dict) -> None:
+        """Speak the utterances that are complete, then end the session."""
+        self.is_closing = True
+        if self.writing:
+            self.writing.cancel()
+            self.writing = None
+        self.queue.put_nowait(None)
 
     HANDLERS = {
         "session.config": configure,
         "input.text": add_text,
         "input.done": finish,
         "input.cancel": cancel,
-        "session.close": None,
+        "session.close": close,
     }
 
     # ---- What the server sends
 
-    async def speak_all(self) -> None:
-        while True:
-            incoming = await self.queue.get()
+    async def speak_all(self, session: anyio.CancelScope) -> None:
+        while incoming := await self.queue.get():
             with contextlib.suppress(WebSocketDisconnect):  # the reader notices, too
                 await self.speak(incoming)
             self.unspoken.remove(incoming)
+        session.cancel()
 
     async def speak(self, incoming: Incoming) -> None:
         """One utterance. Text that arrives after the speech has ended is spoken as a further sentence."""

@@ -69,7 +69,15 @@ def test_several_utterances(server):
         session.send("input.done")
         _, audio = session.until("session.done")
         assert audio[:4] == b"RIFF" and audio[44:] == server.speak(response_format="pcm", seed=2).body
-        session.send("session.close")
+        session.send("input.text", text="Hello there.")
+        session.send("input.done")
+        session.send("input.text", text="This utterance is not complete.")
+        session.send("session.close")  # what is complete is spoken first; it was thrown away
+        session.send("input.done")  # too late
+        messages, heard = session.until("session.done")
+        assert heard == audio and messages[-1]["total_sentences"] == 1
+        cancelled = {"type": "session.done", "utterance_index": 4, "total_sentences": 0, "cancelled": True}
+        assert session.receive() == cancelled
         with pytest.raises(ConnectionClosed) as closed:
             session.receive()
         assert closed.value.rcvd.code == 1000
