@@ -86,6 +86,17 @@ class Incoming:
                 yield piece
 
 
+def split_half_a_pair(text: str) -> tuple[str, str]:
+    """A text with its surrogate pairs joined, and the first half of a pair if it ends with one.
+
+    Programs that write UTF-16, like those in JavaScript, may cut a text within a pair.
+    """
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+    if "\ud800" <= text[-1:] <= "\udbff":
+        return text[:-1], text[-1]
+    return text, ""
+
+
 class Session:
     """One connection."""
 
@@ -95,6 +106,7 @@ class Session:
         self.settings = speech.settings
         self.style = None  # from the last session.config
         self.writing = None  # the Incoming that input.text is added to
+        self.half = ""  # of a surrogate pair: the other half comes with the next text
         self.unspoken = []  # all utterances that have not been spoken to their end, in order
         self.queue = asyncio.Queue()  # the same, for the task that speaks; None after the last
         self.is_closing = False
@@ -179,6 +191,10 @@ class Session:
         text = message.get("text")
         if not isinstance(text, str):
             raise ApiError(f"text is {describe(text)}: it must be a string", param="text", code="invalid_value")
+        text, self.half = split_half_a_pair(self.half + text)
+        self.take(text)
+
+    def take(self, text: str) -> None:
         if self.writing is None and not text.strip():
             return  # an utterance begins with its first word
         if self.writing and "error" in self.writing.how:
@@ -207,6 +223,13 @@ class Session:
             self.queue.put_nowait(self.writing)
 
     async def finish(self, message: dict) -> None:
+        half, self.half = self.half, ""
+        try:
+            self.take(half)  # an error if there is one: the other half never came
+        finally:
+            await self.end_utterance()
+
+    async def end_utterance(self) -> None:
         if self.writing:
             self.writing.finish()
             self.writing = None
@@ -216,6 +239,7 @@ class Session:
     async def cancel(self, message: dict) -> None:
         """The listener has interrupted: stop what is spoken, and drop what waits. Each gets its session.done."""
         self.writing = None
+        self.half = ""
         if not self.unspoken:
             done = dict(utterance_index=self.utterances, total_sentences=0, cancelled=True)
             await self.send(type="session.done", **done)

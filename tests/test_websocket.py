@@ -134,6 +134,23 @@ def test_text_that_comes_after_the_speech_has_ended(server, speech, monkeypatch)
         assert session.until("session.done")[1] == expected["Hello there."]
 
 
+def test_a_surrogate_pair_may_be_cut_in_two(server):
+    """Programs in JavaScript cut texts into UTF-16 units."""
+    expected = server.speak(input="Hi \U0001f600 you", response_format="pcm").body
+    with client(server) as session:
+        session.send(**CONFIG)
+        session.send("input.text", text="Hi \ud83d")
+        session.send("input.text", text="\ude00 you")
+        session.send("input.done")
+        assert session.until("session.done")[1] == expected
+        for before in ("Hi ", ""):  # the other half never comes
+            session.send("input.text", text=before + "\ud83d")
+            session.send("input.done")
+            messages, _ = session.until("session.done")
+            assert any(message["type"] == "error" and "UTF-8" in message["message"] for message in messages)
+            assert messages[-1]["error"]
+
+
 def test_cancel(server, speech):
     """The listener interrupts: no audio follows, the place is free, and the connection can be used again."""
     with client(server) as session:
@@ -188,7 +205,7 @@ def test_mistakes_are_answered_and_the_session_goes_on(server):
         "a type that is no string": '{"type": []}',
         "no text": '{"type": "input.text"}',
         "a number as text": '{"type": "input.text", "text": 5}',
-        "half of a surrogate pair": '{"type": "input.text", "text": "\\ud800"}',
+        "half of a surrogate pair": '{"type": "input.text", "text": "\\udc00"}',
         "too much text": json.dumps({"type": "input.text", "text": "x" * 5000}),
         "an unknown voice": '{"type": "session.config", "voice": "nobody"}',
         "a bad number": '{"type": "session.config", "temperature": -1}',
