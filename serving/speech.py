@@ -6,6 +6,7 @@ built and frames run in the engine's threads.
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -156,7 +157,7 @@ class Speech:
         name = check_name(name)
         if name in self.speakers:
             raise ApiError(f"there is a voice {name} already: choose another name", param="name")
-        self.check_length("ref_text", ref_text)
+        self.check_field("ref_text", ref_text)
         self.folder.check_new(name)
 
         def make() -> RegisteredVoice:
@@ -185,7 +186,7 @@ class Speech:
         for name in (*NUMBERS, "seed"):
             self.check_number(name, getattr(style, name))
         for name in ("instructions", "ref_text", "voice", "language"):
-            self.check_length(name, getattr(style, name))
+            self.check_field(name, getattr(style, name))
         languages = checkpoints.languages(self.config)
         if style.language and style.language.lower() not in languages:
             nearest = options.nearest(style.language, languages)
@@ -203,12 +204,19 @@ class Speech:
         if value is not None and not is_good(value):
             raise ApiError(f"{name} is {value}, it must be {wanted}", param=name, code="invalid_value")
 
-    def check_length(self, name: str, text: str | None) -> None:
+    def check_field(self, name: str, text: str | None) -> None:
+        """Whether a field can be tokenized, and is not too long."""
         if text and len(text) > self.settings.max_text:
             raise ApiError(
                 f"{name} has {len(text)} characters, at most {self.settings.max_text} are possible: shorten it",
                 param=name,
                 code="too_long",
+            )
+        if text and re.search("[\ud800-\udfff]", text):
+            raise ApiError(
+                f"{name} has half of a surrogate pair, which UTF-8 cannot encode: leave it out",
+                param=name,
+                code="invalid_value",
             )
 
     def check_reference(self, style: Style) -> None:
@@ -235,7 +243,7 @@ class Speech:
             raise ApiError(f"{what} is not for {checkpoints.KINDS[self.kind]}: choose one of its voices", param=what)
 
     def check_text(self, text: str) -> str:
-        self.check_length("input", text)
+        self.check_field("input", text)
         try:
             return check_text(text)
         except ValueError as error:
