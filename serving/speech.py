@@ -171,9 +171,12 @@ class Speech:
 
     async def unregister(self, name: str) -> None:
         name = name.lower()
-        if self.folder is None or name not in self.folder.voices:
-            raise ApiError(f"there is no registered voice {name!r}", 404, param="name", code="unknown_voice")
-        await self.run(self.folder.remove, name)
+        try:
+            if self.folder is None:
+                raise KeyError(name)
+            await self.run(self.folder.remove, name)
+        except KeyError:
+            raise ApiError(f"there is no registered voice {name!r}", 404, "name", "unknown_voice") from None
         self.forget_removed_voices()
 
     async def run(self, function: Callable, *arguments):
