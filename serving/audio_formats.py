@@ -97,4 +97,4 @@ def decode_recording(data: bytes, settings: Settings, name: str) -> Chunk:
         raise ValueError(f"{name} is longer than {settings.max_reference_seconds:g} s: give a shorter recording")
     audio = audio.mean(axis=1)
     check_recording(audio, rate, name)
-    return audio, rate
+    return audio / max(1.0, np.abs(audio).max()), rate  # floats may be beyond full scale

@@ -27,7 +27,7 @@ from serving.errors import ApiError
 from serving.metrics import Metrics
 from serving.requests import Style
 from serving.settings import Settings, check_model
-from serving.voices import RegisteredVoice, VoiceFolder, check_name
+from serving.voices import RegisteredVoice, VoiceFolder, as_stored, check_name
 
 # Names that OpenAI's clients send, whatever the server has.
 OPENAI_VOICES = "alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse".split()
@@ -161,8 +161,8 @@ class Speech:
         self.folder.check_new(name)
 
         def make() -> RegisteredVoice:
-            recording = decode_recording(data, self.settings, "audio_sample")
-            prompt = clone_prompt(self.tts, *recording, ref_text)
+            recording = as_stored(decode_recording(data, self.settings, "audio_sample"))
+            prompt = self.make_prompt("audio_sample", recording, ref_text)
             voice = self.folder.add(name, recording, ref_text)
             self.prompts[voice] = prompt
             return voice
@@ -257,7 +257,9 @@ class Speech:
         if self.kind != "base":
             return self.preset_arguments(style)
         if style.speaker_embedding is not None:
-            prompt = speaker_prompt(torch.tensor(style.speaker_embedding))
+            embedding = torch.tensor(style.speaker_embedding)
+            self.check_embedding("speaker_embedding", embedding)
+            prompt = speaker_prompt(embedding)
         elif style.ref_audio is not None:
             prompt = await self.run(self.prompt_of_recording, style)
         else:
@@ -272,14 +274,25 @@ class Speech:
             return self.tts.generate_custom_voice, {"speaker": name, "instruct": style.instructions}
         return self.tts.generate_voice_design, {"instruct": style.instructions or DESIGNED_VOICES[name]}
 
+    def make_prompt(self, name: str, recording: Chunk, ref_text: str | None) -> list:
+        prompt = clone_prompt(self.tts, *recording, ref_text)
+        self.check_embedding(name, prompt[0].ref_spk_embedding)
+        return prompt
+
+    def check_embedding(self, name: str, embedding: torch.Tensor) -> None:
+        if not embedding.to(self.tts.model.talker.dtype).isfinite().all():
+            raise ApiError(
+                f"{name} makes a speaker embedding with NaN or infinite values: give another one", param=name
+            )
+
     def prompt_of_recording(self, style: Style) -> list:
         recording = decode_recording(decode_base64(style.ref_audio, self.settings), self.settings, "ref_audio")
         ref_text = None if style.x_vector_only_mode else (style.ref_text or "").strip()
-        return clone_prompt(self.tts, *recording, ref_text or None)
+        return self.make_prompt("ref_audio", recording, ref_text or None)
 
     def prompt_of_voice(self, name: str) -> list:
         voice, recording = self.folder.read(name)
-        prompt = clone_prompt(self.tts, *recording, voice.ref_text)
+        prompt = self.make_prompt("voice", recording, voice.ref_text)
         self.prompts[voice] = prompt
         self.forget_removed_voices()
         return prompt

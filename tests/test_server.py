@@ -14,11 +14,13 @@ import sys
 import threading
 import wave
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import openai
 import pytest
 import soundfile
+import torch
 from helpers import ROOT
 from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, wait_until, wait_until_free
 
@@ -217,6 +219,35 @@ def test_a_registered_voice_is_kept(server, speech, wav, checkpoint):
         assert sorted(answer.status for answer in both) == [200, 404]
     assert server.speak(voice="my-voice").status == 400
     assert not list(speech.settings.voices.iterdir())
+
+
+@pytest.mark.parametrize("gain", [3.0, 1e30])
+def test_a_recording_beyond_full_scale(server, speech, recording, gain):
+    """The voice changed with a restart, as the file was clipped; one at 1e30 was registered and could not be used."""
+    file = io.BytesIO()
+    soundfile.write(file, gain * recording[0], recording[1], format="WAV", subtype="FLOAT")
+    answer = server.register("loud", file.getvalue())
+    assert answer.status == 200, answer.body
+    (voice,) = speech.folder.voices.values()
+    (before,) = speech.prompts.pop(voice)
+    (after,) = speech.prompt_of_voice("loud")
+    assert torch.equal(before.ref_spk_embedding, after.ref_spk_embedding)
+    assert server.speak(voice="loud").status == 200
+    assert server.ask("DELETE", "/v1/audio/voices/loud").status == 200
+
+
+def test_an_embedding_that_is_not_finite(server, speech, wav, monkeypatch):
+    """It is refused when the voice is registered, not when somebody wants to hear it."""
+    width = speech.config["talker_config"]["hidden_size"]
+    item = SimpleNamespace(ref_spk_embedding=torch.full([width], torch.nan))
+    monkeypatch.setattr("serving.speech.clone_prompt", lambda *_: [item])
+    for name, answer in (
+        ("audio_sample", server.register("x", wav)),
+        ("ref_audio", server.speak(ref_audio=base64.b64encode(wav).decode())),
+        ("speaker_embedding", server.speak(speaker_embedding=[1e300] * width)),
+    ):
+        assert answer.status == 400 and answer.error["param"] == name and "NaN or infinite" in answer.error["message"]
+    assert server.ask("GET", "/v1/audio/voices").json["voices"] == ["speaker"]
 
 
 def test_a_base_model_without_voices_says_what_to_do(checkpoint, tmp_path):
