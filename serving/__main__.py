@@ -15,7 +15,7 @@ from pathlib import Path
 from cli.checkpoints import MODELS
 from cli.options import check_speaker_file
 from cli.scripts import Parser, check_device_name, cli_errors, heavy_imports
-from serving.settings import API_KEY_VARIABLE, Settings, check_model
+from serving.settings import API_KEY_VARIABLE, Settings, check_model, check_origin
 
 PACKAGES = "fastapi", "uvicorn", "websockets", "prometheus_client", "python_multipart"
 
@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
 def make_settings(args: argparse.Namespace) -> Settings:
     limits = {item.name: getattr(args, item.name) for item in fields(Settings) if "help" in item.metadata}
     api_key = os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key
-    return Settings(api_key, tuple(args.cors_origin), args.voices, **limits)
+    return Settings(api_key, tuple(map(check_origin, args.cors_origin)), args.voices, **limits)
 
 
 def check_folder(folder: Path) -> None:

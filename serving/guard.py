@@ -24,6 +24,7 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: Settings):
         self.app = app
         self.settings = settings
+        self.key = settings.api_key and settings.api_key.strip().encode()  # as `key_of` reads it
         self.websockets = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,11 +73,10 @@ class Guard:
             )
 
     def check_key(self, scope: Scope, headers: Headers) -> None:
-        key = self.settings.api_key
-        if key is None:
+        if self.key is None:
             return
         given = key_of(headers.get("authorization", "")) or key_of_subprotocols(scope.get("subprotocols", ()))
-        if not hmac.compare_digest(given, key.encode()):
+        if not hmac.compare_digest(given, self.key):
             raise ApiError(
                 "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'", 401, code="invalid_api_key"
             )

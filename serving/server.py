@@ -49,7 +49,7 @@ def create_app(speech: Speech) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["Authorization", "Content-Type"],
+            allow_headers=["*"],  # OpenAI's client sends headers of its own
             expose_headers=["X-Sample-Rate", "X-Request-Id"],
         )
 

@@ -1,6 +1,7 @@
 """The server's limits and their defaults. Every field is an option of `python -m serving`."""
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -51,6 +52,16 @@ class Settings:
                 raise ValueError(f"{option} is {value}, it must be above 0")
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError(f"--api-key or ${API_KEY_VARIABLE} is empty: give a key, or leave it out")
+
+
+def check_origin(origin: str) -> str:
+    """An origin as browsers send it, or *."""
+    wanted = origin.strip().lower().removesuffix("/")
+    if wanted != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", wanted):
+        raise ValueError(
+            f"--cors-origin is {origin!r}, it must be like https://example.com or http://localhost:3000, or *"
+        )
+    return wanted
 
 
 def check_model(settings: Settings, model: str, has_speakers: bool) -> None:
