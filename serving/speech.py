@@ -153,7 +153,7 @@ class Speech:
 
     async def register(self, name: str, data: bytes, ref_text: str | None) -> dict:
         """Make a voice from a recording and keep it."""
-        self.check_cloning("a recording")
+        self.check_cloning("audio_sample")
         name = check_name(name)
         if name in self.speakers:
             raise ApiError(f"there is a voice {name} already: choose another name", param="name")

@@ -359,6 +359,10 @@ def test_a_voice_needs_a_recording_and_a_name(page, wav):
     page.fill("#voice-name", "../me")
     add.click()
     expect(alert).to_contain_text("The name '../me' cannot be used")
+    page.fill("#voice-name", "me")
+    page.set_input_files("#file", {"name": "me.wav", "mimeType": "audio/wav", "buffer": b"not audio"})
+    add.click()
+    expect(alert).to_contain_text("This file is not audio that can be read")
     page.set_input_files("#file", {"name": "me.m4a", "mimeType": "audio/mp4", "buffer": b"not audio"})
     expect(alert).to_contain_text("This file is not audio that the browser can read")
 

@@ -164,7 +164,8 @@ def test_preset_voices(preset_server):
     assert "vivian" in error["message"] and error["param"] == "voice"
     assert preset_server.speak(voice="vivian", instructions="whisper").status == 200
     assert "ref_audio is not for" in preset_server.speak(ref_audio="AAAA").error["message"]
-    assert "not for a CustomVoice" in preset_server.register("me", b"").error["message"]
+    error = preset_server.register("me", b"").error
+    assert "not for a CustomVoice" in error["message"] and error["param"] == "audio_sample"
 
 
 def test_a_designed_voice(checkpoint, tmp_path):
@@ -183,10 +184,10 @@ def test_a_designed_voice(checkpoint, tmp_path):
 
 def test_cloning_within_the_request(server, speech, wav):
     text = base64.b64encode(wav).decode()
-    plain, url = (
-        server.speak(response_format="pcm", ref_audio=audio) for audio in (text, "data:audio/wav;base64," + text)
-    )
-    assert plain.status == 200 and plain.body == url.body
+    plain = server.speak(response_format="pcm", ref_audio=text)
+    for same in ("data:audio/wav;base64," + text, "DATA:audio/wav;BASE64," + base64.encodebytes(wav).decode()):
+        answer = server.speak(response_format="pcm", ref_audio=same)
+        assert plain.status == 200 and answer.body == plain.body
     in_context = server.speak(response_format="pcm", ref_audio=text, ref_text="what it says")
     assert in_context.status == 200 and in_context.body != plain.body
     again = server.speak(response_format="pcm", ref_audio=text, ref_text="what it says", x_vector_only_mode=True)
@@ -299,6 +300,7 @@ def bad_recordings(wav):
         "a pickle": b"\x80\x04\x95\x0c\x00\x00\x00\x00\x00\x00\x00\x8c\x08builtins\x94.",
         "cut in its header": wav[:30],
         "silence": encoded(np.zeros(48000), 24000),
+        "empty": encoded(noise[:0, 0], 24000),
         "too short": encoded(noise[:1000, 0], 24000),
         "too long": encoded(np.tile(noise[:, 0], 6), 8000),
         "eight channels": encoded(noise, 24000),
@@ -319,6 +321,8 @@ def test_recordings_are_decoded_with_limits(server, wav):
     for name, data in bad.items():
         for answer in (server.register("x", data), server.speak(ref_audio=base64.b64encode(data).decode())):
             assert answer.status == 400 and len(answer.error["message"]) > 20, name
+            if name in ("nothing", "empty"):
+                assert "is empty" in answer.error["message"] or "no samples" in answer.error["message"]
     assert server.speak(ref_audio=base64.b64encode(promises_hours).decode()).status in (200, 400)
     assert server.ask("GET", "/v1/audio/voices").json["voices"] == ["speaker"]
 
@@ -363,7 +367,7 @@ def test_unknown_routes_and_methods(server):
 
 def test_a_key_guards_every_route_but_health(speech):
     key = "k\u00e4y-1"
-    with RunningServer(speech, api_key=key) as server:
+    with RunningServer(speech, api_key=f" {key}\n") as server:  # as from a file; clients cannot send white space
         assert server.ask("GET", "/health").status == 200
         routes = [route.path for route in server.app.routes if route.path not in ("/health", "/v1/audio/speech/stream")]
         assert len(routes) >= 7
@@ -389,7 +393,10 @@ def test_web_pages_of_other_hosts_are_refused(server, speech):
         good = {"Origin": "http://good.example"}
         assert open_server.speak(headers=good).headers["Access-Control-Allow-Origin"] == "http://good.example"
         assert open_server.speak(headers=foreign).status == 403
-        preflight = good | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+        preflight = good | {
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "content-type, x-stainless-os",
+        }
         assert open_server.ask("OPTIONS", "/v1/audio/speech", headers=preflight).status == 200
 
 
@@ -405,8 +412,16 @@ def test_limits_of_a_request(speech, wav):
             pass  # the server may close before everything is sent
         answer = server.register("x", wav)
         assert answer.status == 413 and "50000" in answer.error["message"]
+        answer = server.speak(ref_audio=base64.b64encode(wav).decode())
+        assert answer.status == 413 and "50000" in answer.error["message"]
         answer = server.speak(ref_audio=base64.b64encode(wav[: 44 + 49_000]).decode())  # 1.53 s
         assert "longer than 1.5 s" in answer.error["message"]
+
+
+def test_a_prompt_that_is_too_long(server):
+    """The remedy must be one that a client has."""
+    message = server.speak(input="word " * 500, non_streaming_mode=True).error["message"]
+    assert "of 512 positions: shorten input, instructions or ref_text" in message
 
 
 def test_a_request_that_never_arrives(speech):

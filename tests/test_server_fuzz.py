@@ -167,6 +167,8 @@ def test_bodies_that_are_no_requests(server):
     }
     for name, body in bodies.items():
         assert_refused(post(server, body), name)
+    message = post(server, bodies["a long number"]).error["message"]
+    assert message == "the request is not JSON: it has a number of 5000 digits"
 
 
 def test_content_types(server):
