@@ -1,4 +1,4 @@
-"""What stands before every route: the key, the origin of web pages, the size of a request, the number of WebSockets.
+"""What stands before every route: the key, the origin of web pages, the size of a request, the number of connections.
 
 Plain ASGI rather than BaseHTTPMiddleware, which would put a queue between the speech and the client.
 """
@@ -25,7 +25,7 @@ class Guard:
         self.app = app
         self.settings = settings
         self.key = settings.api_key and settings.api_key.strip().encode()  # as `key_of` reads it
-        self.websockets = 0
+        self.open = 0  # requests and WebSockets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -36,22 +36,19 @@ class Guard:
         except ApiError as error:
             await self.refusal(scope, error)(scope, receive, send)
             return
-        if scope["type"] == "http":
-            await self.app(scope, self.limited(receive), send)
-            return
-        self.websockets += 1
+        self.open += 1
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, self.limited(receive) if scope["type"] == "http" else receive, send)
         finally:
-            self.websockets -= 1
+            self.open -= 1
 
     def check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         if scope["path"] != OPEN_TO_ALL:
             self.check_origin(headers)
             self.check_key(scope, headers)
-        if scope["type"] == "websocket" and self.websockets >= self.settings.max_connections:
-            raise ApiError(f"{self.websockets} WebSockets are open already: try again later", 503, code="too_many")
+            if self.open >= self.settings.max_connections:
+                raise ApiError(f"{self.open} connections are in use already: try again later", 503, code="too_many")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self.settings.max_body:
             raise self.too_large()

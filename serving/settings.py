@@ -26,7 +26,7 @@ class Settings:
     # How much at once
     max_streams: int = limit(64, "listeners served at the same time")
     max_waiting: int = limit(256, "requests that may wait for a place; more get 429")
-    max_connections: int = limit(1024, "open connections")
+    max_connections: int = limit(1024, "requests and WebSockets at the same time")
     max_seq_len: int = limit(2048, "positions for prompt and speech of one request, 12.5 per second")
 
     # How much in one request

@@ -303,6 +303,10 @@ def test_keys_origins_and_the_number_of_connections(speech):
             with pytest.raises(InvalidStatus) as refused, client(server, additional_headers=good):
                 pass
             assert refused.value.response.status_code == 503
+            answer = server.speak(headers=good)
+            assert (answer.status, answer.headers["Retry-After"], answer.error["code"]) == (503, "1", "too_many")
+            assert server.ask("GET", "/health").status == 200
+        wait_until(lambda: server.speak(headers=good).status == 200)
 
 
 def test_a_full_queue_and_shutting_down(server, speech):
