@@ -1,4 +1,4 @@
-"""What stands before every route: the key, the origin of web pages, the size of a request, the number of connections.
+"""What stands before every route: the key, the host, the origin of web pages, the size and the number of requests.
 
 Plain ASGI rather than BaseHTTPMiddleware, which would put a queue between the speech and the client.
 """
@@ -6,6 +6,7 @@ Plain ASGI rather than BaseHTTPMiddleware, which would put a queue between the s
 import base64
 import binascii
 import hmac
+import ipaddress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -45,6 +46,7 @@ class Guard:
     def check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         if scope["path"] != OPEN_TO_ALL:
+            self.check_host(headers)
             self.check_origin(headers)
             self.check_key(scope, headers)
             if self.open >= self.settings.max_connections:
@@ -52,6 +54,17 @@ class Guard:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self.settings.max_body:
             raise self.too_large()
+
+    def check_host(self, headers: Headers) -> None:
+        """A web page whose host's name is made to lead to this machine (DNS rebinding) would count as our own page."""
+        host = headers.get("host", "localhost")
+        if self.settings.only_this_machine and not is_this_machine(host):
+            raise ApiError(
+                f"the host is {host[:100]!r}, and without a key this server is for this machine only: ask localhost, "
+                "or start it with --api-key",
+                403,
+                code="host",
+            )
 
     def check_origin(self, headers: Headers) -> None:
         """Browsers let any web page send requests to this server and open WebSockets, so look where it came from."""
@@ -107,6 +120,15 @@ class Guard:
         return ApiError(
             f"the request has more than {self.settings.max_body} bytes: send less", 413, code="request_too_large"
         )
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a Host header names this machine: localhost or a loopback address, with any port."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def key_of(authorization: str) -> bytes:

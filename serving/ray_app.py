@@ -68,7 +68,7 @@ def app(arguments: dict) -> Application:
         limits = {item.name: getattr(wanted, item.name) for item in LIMITS}
         key = os.environ.get(API_KEY_VARIABLE) or None
         origins = tuple(map(check_origin, split(wanted.cors_origin)))
-        settings = Settings(key, origins, wanted.voices.absolute(), **limits)
+        settings = Settings(key, origins, voices=wanted.voices.absolute(), **limits)
         speakers = load_speakers([Path(path) for path in split(wanted.speaker)], wanted.model)
         checkpoints.read_config(wanted.model)
         if 0 < wanted.max_replicas < wanted.replicas:

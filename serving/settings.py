@@ -21,6 +21,7 @@ class Settings:
     # Who may ask
     api_key: str | None = None
     cors_origins: tuple[str, ...] = ()  # origins of web pages on other hosts that may call this server
+    only_this_machine: bool = False  # refuse requests whose Host header names another
     voices: Path = Path("voices")  # folder of the registered voices
 
     # How much at once

@@ -23,6 +23,8 @@ import soundfile
 import torch
 from helpers import ROOT
 from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, wait_until, wait_until_free
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from cli.audio_files import to_int16
 from serving import process
@@ -398,6 +400,21 @@ def test_web_pages_of_other_hosts_are_refused(server, speech):
             "Access-Control-Request-Headers": "content-type, x-stainless-os",
         }
         assert open_server.ask("OPTIONS", "/v1/audio/speech", headers=preflight).status == 200
+
+
+def test_a_name_that_is_made_to_lead_here_is_refused(speech):
+    """DNS rebinding: the browser takes a foreign page for our own, as its host's name leads to this machine."""
+    with RunningServer(speech, only_this_machine=True) as server:
+        for host in ("localhost", f"LOCALHOST:{server.port}", "127.0.0.1", "127.0.0.2:80", "[::1]", "[::1]:8000"):
+            assert server.ask("GET", "/v1/models", headers={"Host": host}).status == 200, host
+        for host in ("evil.example", f"evil.example:{server.port}", "127.0.0.1.evil.example", "10.0.0.1", "[", ""):
+            headers = {"Host": host, "Origin": f"http://{host}"}
+            answer = server.ask("GET", "/v1/models", headers=headers)
+            assert answer.status == 403 and "--api-key" in answer.error["message"], host
+        assert server.ask("GET", "/health", headers={"Host": "evil.example"}).status == 200
+        with pytest.raises(InvalidStatus), connect(server.websocket_address.replace("127.0.0.1", "0.0.0.0")):
+            pass
+        assert server.speak().status == 200
 
 
 def test_limits_of_a_request(speech, wav):

@@ -21,8 +21,8 @@ from helpers import ROOT
 from safetensors.torch import load_file, save_file
 from serving_helpers import FRAME, LIMIT
 
+from serving.__main__ import keep_to_this_machine
 from serving.__main__ import listen as bind
-from serving.__main__ import warn_if_open
 from serving.process import greeting
 from serving.settings import Settings, check_origin
 from serving.speech import Speech
@@ -144,12 +144,15 @@ def test_mistakes_on_the_command_line(run, checkpoint, tmp_path):
             assert code == 2 and message in error and error.count("\n") == 1, (options, error)
 
 
-@pytest.mark.parametrize("host, key, warned", [("127.0.0.1", None, 0), ("0.0.0.0", None, 1), ("0.0.0.0", "key", 0)])
+@pytest.mark.parametrize(
+    "host, key, warned", [("127.0.0.1", None, 0), ("127.0.0.1", "key", 0), ("0.0.0.0", None, 1), ("0.0.0.0", "key", 0)]
+)
 def test_a_server_without_a_key_is_not_opened_silently(host, key, warned):
     with bind(host, 0) as listening, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_if_open(listening, Settings(key))
+        settings = keep_to_this_machine(listening, Settings(key))
     assert len(caught) == warned
+    assert settings.only_this_machine == (host == "127.0.0.1" and key is None)
 
 
 def test_an_origin_is_what_browsers_send():
