@@ -3,6 +3,8 @@
 The number of connections in use is limited in guard.py: uvicorn's own limit answers in plain text, /health too.
 """
 
+import logging
+
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -25,7 +27,13 @@ def uvicorn_config(app: FastAPI, settings: Settings, **options) -> uvicorn.Confi
         **options,
     )
     config.head_seconds = settings.body_seconds
+    logging.getLogger("uvicorn.error").addFilter(is_no_refusal)
     return config
+
+
+def is_no_refusal(record: logging.LogRecord) -> bool:
+    """uvicorn logs an error for each WebSocket that is refused with an HTTP response. That is the client's mistake."""
+    return record.msg != "ASGI callable returned without completing handshake."
 
 
 class TimedH11Protocol(H11Protocol):

@@ -50,7 +50,7 @@ def for_clients(message: str) -> str:
     return message.replace("raise max_seq_len", "shorten input, instructions or ref_text")
 
 
-def as_api_error(error: BaseException) -> ApiError:
+def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
     """What a client is told about an exception. Unexpected ones are logged, and their text stays here."""
     if isinstance(error, ApiError):
         return error
@@ -64,5 +64,5 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError("the request took too long: give a shorter text, or read the audio sooner", 503, code="timeout")
     if isinstance(error, ValueError):
         return ApiError(for_clients(str(error)))
-    log.error("a request failed", exc_info=error)
+    log.error("request %s failed", request_id, exc_info=error)
     return ApiError("the server failed on this request: its log says why", 500)

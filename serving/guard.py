@@ -7,9 +7,10 @@ import base64
 import binascii
 import hmac
 import ipaddress
+import secrets
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,6 +33,8 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
+        scope["request_id"] = secrets.token_hex(8)
+        send = with_request_id(scope, send)
         try:
             self.check(scope)
         except ApiError as error:
@@ -120,6 +123,17 @@ class Guard:
         return ApiError(
             f"the request has more than {self.settings.max_body} bytes: send less", 413, code="request_too_large"
         )
+
+
+def with_request_id(scope: Scope, send: Send) -> Send:
+    """Adds X-Request-Id to every response, errors too."""
+
+    async def send_with_id(message: Message) -> None:
+        if message["type"].endswith("http.response.start"):
+            MutableHeaders(scope=message)["X-Request-Id"] = scope["request_id"]
+        await send(message)
+
+    return send_with_id
 
 
 def is_this_machine(host: str) -> bool:

@@ -226,6 +226,8 @@ class Speech:
         """Whether the fields describe one voice."""
         if style.ref_audio is not None and style.speaker_embedding is not None:
             raise ApiError("ref_audio and speaker_embedding are two voices: give one of them", param="ref_audio")
+        if style.ref_audio is None:
+            self.check_no_reference(style)
         if style.ref_audio is None and style.speaker_embedding is None:
             self.resolve_voice(style.voice)
             return
@@ -240,6 +242,16 @@ class Speech:
                 "with the model you speak with",
                 param="speaker_embedding",
             )
+
+    def check_no_reference(self, style: Style) -> None:
+        """A registered voice has its own transcript."""
+        if style.ref_text:
+            name, meaning = "ref_text", "what ref_audio says"
+        elif style.x_vector_only_mode and style.speaker_embedding is None:
+            name, meaning = "x_vector_only_mode", "how ref_audio is used"
+        else:
+            return
+        raise ApiError(f"{name} is {meaning}, which is missing: send ref_audio, or leave {name} out", param=name)
 
     def check_cloning(self, what: str) -> None:
         if self.kind != "base":

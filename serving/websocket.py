@@ -309,7 +309,7 @@ class Session:
             except WebSocketDisconnect:
                 raise
             except Exception as failure:
-                error = as_api_error(failure)
+                error = as_api_error(failure, self.websocket.scope["request_id"])
         if error:
             incoming.stop("error")
             await self.send_error(error, utterance_index=incoming.index)

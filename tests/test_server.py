@@ -194,6 +194,10 @@ def test_cloning_within_the_request(server, speech, wav):
     assert in_context.status == 200 and in_context.body != plain.body
     again = server.speak(response_format="pcm", ref_audio=text, ref_text="what it says", x_vector_only_mode=True)
     assert again.body == plain.body
+    for alone in ({"ref_text": "what it says"}, {"x_vector_only_mode": True}):
+        error = server.speak(**alone).error
+        assert "send ref_audio, or leave" in error["message"] and error["param"] in alone
+    assert server.speak(ref_text="", x_vector_only_mode=False).status == 200  # clients that send every field
     embedding = speech.speakers["speaker"]["ref_spk_embedding"][0].float().tolist()
     assert (
         server.speak(response_format="pcm", speaker_embedding=embedding).body
@@ -359,9 +363,30 @@ def test_models_health_metrics(server, checkpoint):
 
 
 def test_unknown_routes_and_methods(server):
-    for method, path, status in (("GET", "/v1/nothing", 404), ("PUT", "/v1/audio/speech", 405), ("GET", "/docs", 404)):
+    for method, path, status, allowed in (
+        ("GET", "/v1/nothing", 404, None),
+        ("PUT", "/v1/audio/speech", 405, "POST"),
+        ("PUT", "/v1/audio/voices", 405, "GET, POST"),
+        ("GET", "/docs", 404, None),
+    ):
         answer = server.ask(method, path)
         assert answer.status == status and answer.error["message"]
+        assert answer.headers["Allow"] == allowed
+    assert server.ask("HEAD", "/health").status == 200
+
+
+def test_every_response_has_an_id(server, speech, monkeypatch, caplog):
+    """So that a client can say which request failed, and the log has the same id."""
+    good = server.ask("GET", "/v1/models"), server.speak(), server.speak(stream_format="sse")
+    bad = server.speak(temperature=-1), server.ask("GET", "/nothing"), server.speak(headers={"Origin": "http://x"})
+    monkeypatch.setattr(Speech, "arguments", lambda *_: 1 / 0)
+    monkeypatch.setattr(Speech, "voices", lambda *_: 1 / 0)
+    failed = server.speak(), server.ask("GET", "/v1/audio/voices")
+    assert [answer.status for answer in (*good, *bad, *failed)] == [200, 200, 200, 400, 404, 403, 500, 500]
+    ids = [answer.headers["X-Request-Id"] for answer in (*good, *bad, *failed)]
+    assert {len(name) for name in ids} == {16} and len(set(ids)) == len(ids)
+    for answer in failed:
+        assert f"request {answer.headers['X-Request-Id']} failed" in caplog.text
 
 
 # ---- Limits
@@ -582,7 +607,7 @@ def test_a_listener_who_does_not_read_is_given_up(speech):
 
     async def main() -> None:
         response = SpeechResponse(speech.say(wanted, wanted.input), wanted, settings)
-        await asyncio.wait_for(response.respond({}, None, send), 5)
+        await asyncio.wait_for(response.respond({"request_id": "x"}, None, send), 5)
 
     asyncio.run(main())
     wait_until_free(speech)

@@ -283,7 +283,7 @@ def test_a_client_learns_that_its_text_does_not_come(server, speech, monkeypatch
         assert messages[0]["code"] == "timeout" and messages[-1]["error"]
 
 
-def test_keys_origins_and_the_number_of_connections(speech):
+def test_keys_origins_and_the_number_of_connections(speech, capsys):
     with RunningServer(speech, api_key="secret", max_connections=1) as server:
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             with pytest.raises(InvalidStatus) as refused, client(server, additional_headers=headers):
@@ -307,6 +307,7 @@ def test_keys_origins_and_the_number_of_connections(speech):
             assert (answer.status, answer.headers["Retry-After"], answer.error["code"]) == (503, "1", "too_many")
             assert server.ask("GET", "/health").status == 200
         wait_until(lambda: server.speak(headers=good).status == 200)
+    assert "ERROR" not in capsys.readouterr().err  # uvicorn took each refusal for an error of the server
 
 
 def test_a_full_queue_and_shutting_down(server, speech):
