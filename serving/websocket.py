@@ -305,7 +305,8 @@ class Session:
                             with anyio.fail_after(self.settings.send_seconds):
                                 await self.websocket.send_bytes(data)
                             total_bytes += len(data)
-                incoming.is_over = utterance.was_asked_to_end()
+                if utterance.was_asked_to_end():
+                    incoming.is_over = True
             except WebSocketDisconnect:
                 raise
             except Exception as failure:
