@@ -8,14 +8,14 @@ import ipaddress
 import os
 import socket
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from cli.checkpoints import MODELS
 from cli.options import check_speaker_file
 from cli.scripts import Parser, check_device_name, cli_errors, heavy_imports
-from serving.settings import API_KEY_VARIABLE, Settings, check_model
+from serving.settings import API_KEY_VARIABLE, Settings, check_model, check_origin
 
 PACKAGES = "fastapi", "uvicorn", "websockets", "prometheus_client", "python_multipart"
 
@@ -32,7 +32,7 @@ def main() -> None:
             check_speaker_file(path)
         check_folder(args.voices)
         with listen(args.host, args.port) as listening:
-            warn_if_open(listening, settings)
+            settings = keep_to_this_machine(listening, settings)
             with heavy_imports(args.device):
                 from serving.process import serve
 
@@ -70,7 +70,8 @@ def parse_arguments() -> argparse.Namespace:
 def make_settings(args: argparse.Namespace) -> Settings:
     limits = {item.name: getattr(args, item.name) for item in fields(Settings) if "help" in item.metadata}
     api_key = os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key
-    return Settings(api_key, tuple(args.cors_origin), args.voices, **limits)
+    origins = tuple(map(check_origin, args.cors_origin))
+    return Settings(api_key, origins, voices=args.voices, **limits)
 
 
 def check_folder(folder: Path) -> None:
@@ -81,10 +82,15 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"the voices cannot be kept in {folder}: {problem}: choose another --voices")
 
 
-def warn_if_open(listening: socket.socket, settings: Settings) -> None:
+def keep_to_this_machine(listening: socket.socket, settings: Settings) -> Settings:
+    """A server without a key is for this machine only. If it is open to others, warn."""
+    if settings.api_key is not None:
+        return settings
     host = listening.getsockname()[0]
-    if settings.api_key is None and not ipaddress.ip_address(host).is_loopback:
-        warnings.warn(f"--host {host} without --api-key: whoever reaches this machine can use the server", stacklevel=2)
+    if ipaddress.ip_address(host).is_loopback:
+        return replace(settings, only_this_machine=True)
+    warnings.warn(f"--host {host} without --api-key: whoever reaches this machine can use the server", stacklevel=2)
+    return settings
 
 
 def listen(host: str, port: int) -> socket.socket:

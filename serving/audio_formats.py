@@ -14,6 +14,7 @@ import soundfile
 from cli import audio_files
 from cli.audio_files import Chunk, check_recording, to_int16, wav_header
 from cli.output_files import FORMATS
+from serving.errors import ApiError
 from serving.settings import Settings
 
 CONTENT_TYPES = {
@@ -60,12 +61,14 @@ def decode_base64(text: str, settings: Settings) -> bytes:
     """The bytes of a data URL or of plain base64. Addresses and file names are refused."""
     if re.match(r"\s*(https?|file|ftp|s3):", text[:20], re.IGNORECASE):
         raise ValueError("ref_audio is an address, and this server fetches nothing: send the recording in base64")
-    if text.startswith("data:"):
+    if text[:5].lower() == "data:":
         header, comma, text = text.partition(",")
-        if not comma or not header.endswith(";base64"):
+        if not comma or not header.lower().endswith(";base64"):
             raise ValueError("ref_audio is a data URL without base64: give data:audio/wav;base64,...")
+    text = "".join(text.split())  # line breaks are usual
     if len(text) * 3 / 4 > settings.max_upload + 3:
-        raise ValueError(f"ref_audio is longer than {settings.max_upload} bytes: give a shorter recording")
+        problem = f"ref_audio is longer than {settings.max_upload} bytes: give a shorter recording"
+        raise ApiError(problem, 413, param="ref_audio")
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
@@ -78,6 +81,8 @@ def decode_recording(data: bytes, settings: Settings, name: str) -> Chunk:
         raise ValueError(
             f"{name} has {len(data)} bytes, at most {settings.max_upload} are possible: give a shorter one"
         )
+    if not data:
+        raise ValueError(f"{name} is empty: give a WAV, FLAC, OGG or MP3 file")
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             rate, channels = file.samplerate, file.channels
@@ -93,8 +98,10 @@ def decode_recording(data: bytes, settings: Settings, name: str) -> Chunk:
         raise ValueError(f"{name} is not audio that can be read: give a WAV, FLAC, OGG or MP3 file") from None
     if problem:
         raise ValueError(problem)
+    if len(audio) == 0:
+        raise ValueError(f"{name} has no samples: give a recording of the voice")
     if len(audio) > max_samples:
         raise ValueError(f"{name} is longer than {settings.max_reference_seconds:g} s: give a shorter recording")
     audio = audio.mean(axis=1)
     check_recording(audio, rate, name)
-    return audio, rate
+    return audio / max(1.0, np.abs(audio).max()), rate  # floats may be beyond full scale

@@ -1,4 +1,9 @@
-"""uvicorn with the server's limits on connections, and with a time limit on a request's head, which it lacks."""
+"""uvicorn with the server's limits, and with a time limit on a request's head, which it lacks.
+
+The number of connections in use is limited in guard.py: uvicorn's own limit answers in plain text, /health too.
+"""
+
+import logging
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,14 +21,19 @@ def uvicorn_config(app: FastAPI, settings: Settings, **options) -> uvicorn.Confi
         ws="websockets-sansio",
         ws_max_size=settings.max_body,
         ws_per_message_deflate=False,  # audio does not compress
-        limit_concurrency=settings.max_connections,
         timeout_graceful_shutdown=SECONDS_TO_CLOSE,
         log_level="warning",
         server_header=False,
         **options,
     )
     config.head_seconds = settings.body_seconds
+    logging.getLogger("uvicorn.error").addFilter(is_no_refusal)
     return config
+
+
+def is_no_refusal(record: logging.LogRecord) -> bool:
+    """uvicorn logs an error for each WebSocket that is refused with an HTTP response. That is the client's mistake."""
+    return record.msg != "ASGI callable returned without completing handshake."
 
 
 class TimedH11Protocol(H11Protocol):

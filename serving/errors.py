@@ -44,19 +44,25 @@ def to_json(content: dict) -> str:
     return json.dumps(content, ensure_ascii=True)
 
 
-def as_api_error(error: BaseException) -> ApiError:
+def for_clients(message: str) -> str:
+    """The remedy in a message of the engine is for programs; a client cannot set max_seq_len."""
+    message = message.replace("raise max_new_tokens", "raise max_new_tokens, or give a shorter text")
+    return message.replace("raise max_seq_len", "shorten input, instructions or ref_text")
+
+
+def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
     """What a client is told about an exception. Unexpected ones are logged, and their text stays here."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
         return ApiError(str(error), 429, code="queue_full")
     if isinstance(error, CutOff):
-        return ApiError(f"{error}, or give a shorter text", code="cut_off")
+        return ApiError(for_clients(str(error)), code="cut_off")
     if isinstance(error, StreamTimeout):
         return ApiError(str(error), 503, code="timeout")
     if isinstance(error, TimeoutError):
         return ApiError("the request took too long: give a shorter text, or read the audio sooner", 503, code="timeout")
     if isinstance(error, ValueError):
-        return ApiError(str(error))
-    log.error("a request failed", exc_info=error)
+        return ApiError(for_clients(str(error)))
+    log.error("request %s failed", request_id, exc_info=error)
     return ApiError("the server failed on this request: its log says why", 500)

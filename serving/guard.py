@@ -1,4 +1,4 @@
-"""What stands before every route: the key, the origin of web pages, the size of a request, the number of WebSockets.
+"""What stands before every route: the key, the host, the origin of web pages, the size and the number of requests.
 
 Plain ASGI rather than BaseHTTPMiddleware, which would put a queue between the speech and the client.
 """
@@ -6,9 +6,11 @@ Plain ASGI rather than BaseHTTPMiddleware, which would put a queue between the s
 import base64
 import binascii
 import hmac
+import ipaddress
+import secrets
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,36 +26,48 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: Settings):
         self.app = app
         self.settings = settings
-        self.websockets = 0
+        self.key = settings.api_key and settings.api_key.strip().encode()  # as `key_of` reads it
+        self.open = 0  # requests and WebSockets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
+        scope["request_id"] = secrets.token_hex(8)
+        send = with_request_id(scope, send)
         try:
             self.check(scope)
         except ApiError as error:
             await self.refusal(scope, error)(scope, receive, send)
             return
-        if scope["type"] == "http":
-            await self.app(scope, self.limited(receive), send)
-            return
-        self.websockets += 1
+        self.open += 1
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, self.limited(receive) if scope["type"] == "http" else receive, send)
         finally:
-            self.websockets -= 1
+            self.open -= 1
 
     def check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         if scope["path"] != OPEN_TO_ALL:
+            self.check_host(headers)
             self.check_origin(headers)
             self.check_key(scope, headers)
-        if scope["type"] == "websocket" and self.websockets >= self.settings.max_connections:
-            raise ApiError(f"{self.websockets} WebSockets are open already: try again later", 503, code="too_many")
+            if self.open >= self.settings.max_connections:
+                raise ApiError(f"{self.open} connections are in use already: try again later", 503, code="too_many")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self.settings.max_body:
             raise self.too_large()
+
+    def check_host(self, headers: Headers) -> None:
+        """A web page whose host's name is made to lead to this machine (DNS rebinding) would count as our own page."""
+        host = headers.get("host", "localhost")
+        if self.settings.only_this_machine and not is_this_machine(host):
+            raise ApiError(
+                f"the host is {host[:100]!r}, and without a key this server is for this machine only: ask localhost, "
+                "or start it with --api-key",
+                403,
+                code="host",
+            )
 
     def check_origin(self, headers: Headers) -> None:
         """Browsers let any web page send requests to this server and open WebSockets, so look where it came from."""
@@ -72,11 +86,10 @@ class Guard:
             )
 
     def check_key(self, scope: Scope, headers: Headers) -> None:
-        key = self.settings.api_key
-        if key is None:
+        if self.key is None:
             return
         given = key_of(headers.get("authorization", "")) or key_of_subprotocols(scope.get("subprotocols", ()))
-        if not hmac.compare_digest(given, key.encode()):
+        if not hmac.compare_digest(given, self.key):
             raise ApiError(
                 "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'", 401, code="invalid_api_key"
             )
@@ -110,6 +123,26 @@ class Guard:
         return ApiError(
             f"the request has more than {self.settings.max_body} bytes: send less", 413, code="request_too_large"
         )
+
+
+def with_request_id(scope: Scope, send: Send) -> Send:
+    """Adds X-Request-Id to every response, errors too."""
+
+    async def send_with_id(message: Message) -> None:
+        if message["type"].endswith("http.response.start"):
+            MutableHeaders(scope=message)["X-Request-Id"] = scope["request_id"]
+        await send(message)
+
+    return send_with_id
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a Host header names this machine: localhost or a loopback address, with any port."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def key_of(authorization: str) -> bytes:

@@ -16,7 +16,7 @@ import uvicorn
 from cli.loading import model_errors
 from serving.connections import uvicorn_config
 from serving.server import create_app
-from serving.settings import API_KEY_VARIABLE, Settings
+from serving.settings import Settings
 from serving.speech import Speech, load_speakers
 
 
@@ -90,16 +90,17 @@ class Server(uvicorn.Server):
 def greeting(speech: Speech, address: str) -> str:
     """What there is, and a line to try it with."""
     voices = speech.voice_names()
-    key = ' -H "Authorization: Bearer $' + API_KEY_VARIABLE + '"' if speech.settings.api_key else ""
+    key = ' -H "Authorization: Bearer KEY"' if speech.settings.api_key else ""
+    instead = ", with your API key instead of KEY" if key else ""
     lines = [f"ready: {speech.model} on {speech.device}, up to {speech.settings.max_streams} listeners at once"]
     if voices:
         lines.append(f"voices: {', '.join(voices)}")
         voice = voices[0]
     else:
-        lines.append("voices: none yet. Register one from a recording:")
+        lines.append(f"voices: none yet. Register one from a recording{instead}:")
         lines.append(f"  curl{key} -F name=me -F audio_sample=@voice.wav {address}/v1/audio/voices")
         voice = "me"
     request = f'{{"input": "Hello!", "voice": "{voice}"}}'
     header = '-H "Content-Type: application/json"'
-    lines.append(f"try it:\n  curl{key} {header} -d '{request}' -o hello.wav {address}/v1/audio/speech")
+    lines.append(f"try it{instead}:\n  curl{key} {header} -d '{request}' -o hello.wav {address}/v1/audio/speech")
     return "\n".join(lines)

@@ -32,7 +32,7 @@ from cli import checkpoints
 from serving.errors import ApiError
 from serving.requests import parse
 from serving.server import create_app
-from serving.settings import API_KEY_VARIABLE, Settings
+from serving.settings import API_KEY_VARIABLE, Settings, check_origin
 from serving.speech import Speech, load_speakers
 
 SECONDS_BETWEEN_METRICS = 5.0
@@ -67,7 +67,8 @@ def app(arguments: dict) -> Application:
         wanted = parse(Arguments, arguments)
         limits = {item.name: getattr(wanted, item.name) for item in LIMITS}
         key = os.environ.get(API_KEY_VARIABLE) or None
-        settings = Settings(key, split(wanted.cors_origin), wanted.voices.absolute(), **limits)
+        origins = tuple(map(check_origin, split(wanted.cors_origin)))
+        settings = Settings(key, origins, voices=wanted.voices.absolute(), **limits)
         speakers = load_speakers([Path(path) for path in split(wanted.speaker)], wanted.model)
         checkpoints.read_config(wanted.model)
         if 0 < wanted.max_replicas < wanted.replicas:

@@ -8,6 +8,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from serving.errors import ApiError
 
 MAX_VALUES = 50_000  # of a JSON object
+MAX_DIGITS = 1000
 
 Format = Literal["wav", "pcm", "flac", "mp3", "opus"]
 
@@ -75,7 +76,7 @@ def parse_json(data: bytes | str) -> dict:
     if sum(map(data.count, separators)) > MAX_VALUES:
         raise ApiError(f"the request has more than {MAX_VALUES} values: send less", code="invalid_json")
     try:
-        content = json.loads(data, parse_constant=refuse_constant)
+        content = json.loads(data, parse_constant=refuse_constant, parse_int=read_integer)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ApiError(f"the request is not JSON: {reason}", code="invalid_json") from None
@@ -86,6 +87,12 @@ def parse_json(data: bytes | str) -> dict:
 
 def refuse_constant(name: str):
     raise ValueError(f"{name} is not a number of JSON")
+
+
+def read_integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"it has a number of {len(digits)} digits")
+    return int(digits)
 
 
 def parse(kind: type[Model], content: dict) -> Model:

@@ -11,7 +11,6 @@ first chunk of audio decides the status: whatever fails before it gets an error 
 import base64
 import contextlib
 import logging
-import secrets
 from pathlib import Path
 
 import anyio
@@ -23,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from cli import checkpoints
@@ -49,7 +49,7 @@ def create_app(speech: Speech) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["Authorization", "Content-Type"],
+            allow_headers=["*"],  # OpenAI's client sends headers of its own
             expose_headers=["X-Sample-Rate", "X-Request-Id"],
         )
 
@@ -91,7 +91,7 @@ def create_app(speech: Speech) -> FastAPI:
         model |= {"kind": speech.kind, "languages": checkpoints.languages(speech.config)}  # what the page needs to know
         return JSONResponse({"object": "list", "data": [model]})
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         speech.check_ready()
         return JSONResponse({"status": "ok"})
@@ -112,11 +112,18 @@ def create_app(speech: Speech) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, error: HTTPException) -> Response:
-        return ApiError(f"{request.method} {request.url.path}: {error.detail}", error.status_code).response()
+        response = ApiError(f"{request.method} {request.url.path}: {error.detail}", error.status_code).response()
+        if error.status_code == 405:
+            routes = [route for route in app.routes if route.matches(request.scope)[0] != Match.NONE]
+            response.headers["Allow"] = ", ".join(sorted(set().union(*(route.methods for route in routes))))
+        return response
 
     @app.exception_handler(Exception)
-    async def fail(_: Request, error: Exception) -> Response:
-        return ApiError("the server failed on this request: its log says why", 500).response()
+    async def fail(request: Request, error: Exception) -> Response:
+        request_id = request.scope["request_id"]
+        response = as_api_error(error, request_id).response()
+        response.headers["X-Request-Id"] = request_id  # this response does not pass the guard
+        return response
 
     return app
 
@@ -177,7 +184,6 @@ class SpeechResponse(Response):
         self.is_sse = wanted.stream_format == "sse"
         self.format = wanted.response_format
         self.whole = self.format not in STREAMABLE or (wanted.stream is False and not self.is_sse)
-        self.request_id = secrets.token_hex(8)
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -205,13 +211,13 @@ class SpeechResponse(Response):
                             await send(body(self.delta(data) if self.is_sse else data))
                 await send(body(self.done() if self.is_sse else b"", more=False))
         except Exception as error:
-            error = as_api_error(error)
+            error = as_api_error(error, scope["request_id"])
             if not has_begun:
                 await error.response()(scope, receive, send)
                 return
             # The response stays incomplete, so that the client sees an error and not a short file. Events are no
             # exception: some clients ignore those of an unknown type.
-            log.warning("request %s was broken off: %s", self.request_id, error.message)
+            log.warning("request %s was broken off: %s", scope["request_id"], error.message)
             if self.is_sse:
                 with anyio.move_on_after(self.settings.send_seconds):
                     await send(body(event({"type": "error", **error.content()})))
@@ -223,7 +229,6 @@ class SpeechResponse(Response):
             "cache-control": "no-store",
             "x-accel-buffering": "no",  # nginx must not collect the stream
             "x-sample-rate": str(self.utterance.speech.engine.rate),
-            "x-request-id": self.request_id,
         }
         if length is not None:
             headers["content-length"] = str(length)

@@ -1,6 +1,7 @@
 """The server's limits and their defaults. Every field is an option of `python -m serving`."""
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -20,12 +21,13 @@ class Settings:
     # Who may ask
     api_key: str | None = None
     cors_origins: tuple[str, ...] = ()  # origins of web pages on other hosts that may call this server
+    only_this_machine: bool = False  # refuse requests whose Host header names another
     voices: Path = Path("voices")  # folder of the registered voices
 
     # How much at once
     max_streams: int = limit(64, "listeners served at the same time")
     max_waiting: int = limit(256, "requests that may wait for a place; more get 429")
-    max_connections: int = limit(1024, "open connections")
+    max_connections: int = limit(1024, "requests and WebSockets at the same time")
     max_seq_len: int = limit(2048, "positions for prompt and speech of one request, 12.5 per second")
 
     # How much in one request
@@ -51,6 +53,16 @@ class Settings:
                 raise ValueError(f"{option} is {value}, it must be above 0")
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError(f"--api-key or ${API_KEY_VARIABLE} is empty: give a key, or leave it out")
+
+
+def check_origin(origin: str) -> str:
+    """An origin as browsers send it, or *."""
+    wanted = origin.strip().lower().removesuffix("/")
+    if wanted != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", wanted):
+        raise ValueError(
+            f"--cors-origin is {origin!r}, it must be like https://example.com or http://localhost:3000, or *"
+        )
+    return wanted
 
 
 def check_model(settings: Settings, model: str, has_speakers: bool) -> None:

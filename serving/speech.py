@@ -6,6 +6,7 @@ built and frames run in the engine's threads.
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from serving.errors import ApiError
 from serving.metrics import Metrics
 from serving.requests import Style
 from serving.settings import Settings, check_model
-from serving.voices import RegisteredVoice, VoiceFolder, check_name
+from serving.voices import RegisteredVoice, VoiceFolder, as_stored, check_name
 
 # Names that OpenAI's clients send, whatever the server has.
 OPENAI_VOICES = "alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse".split()
@@ -152,16 +153,16 @@ class Speech:
 
     async def register(self, name: str, data: bytes, ref_text: str | None) -> dict:
         """Make a voice from a recording and keep it."""
-        self.check_cloning("a recording")
+        self.check_cloning("audio_sample")
         name = check_name(name)
         if name in self.speakers:
             raise ApiError(f"there is a voice {name} already: choose another name", param="name")
-        self.check_length("ref_text", ref_text)
+        self.check_field("ref_text", ref_text)
         self.folder.check_new(name)
 
         def make() -> RegisteredVoice:
-            recording = decode_recording(data, self.settings, "audio_sample")
-            prompt = clone_prompt(self.tts, *recording, ref_text)
+            recording = as_stored(decode_recording(data, self.settings, "audio_sample"))
+            prompt = self.make_prompt("audio_sample", recording, ref_text)
             voice = self.folder.add(name, recording, ref_text)
             self.prompts[voice] = prompt
             return voice
@@ -170,9 +171,12 @@ class Speech:
 
     async def unregister(self, name: str) -> None:
         name = name.lower()
-        if self.folder is None or name not in self.folder.voices:
-            raise ApiError(f"there is no registered voice {name!r}", 404, param="name", code="unknown_voice")
-        await self.run(self.folder.remove, name)
+        try:
+            if self.folder is None:
+                raise KeyError(name)
+            await self.run(self.folder.remove, name)
+        except KeyError:
+            raise ApiError(f"there is no registered voice {name!r}", 404, "name", "unknown_voice") from None
         self.forget_removed_voices()
 
     async def run(self, function: Callable, *arguments):
@@ -185,7 +189,7 @@ class Speech:
         for name in (*NUMBERS, "seed"):
             self.check_number(name, getattr(style, name))
         for name in ("instructions", "ref_text", "voice", "language"):
-            self.check_length(name, getattr(style, name))
+            self.check_field(name, getattr(style, name))
         languages = checkpoints.languages(self.config)
         if style.language and style.language.lower() not in languages:
             nearest = options.nearest(style.language, languages)
@@ -203,18 +207,27 @@ class Speech:
         if value is not None and not is_good(value):
             raise ApiError(f"{name} is {value}, it must be {wanted}", param=name, code="invalid_value")
 
-    def check_length(self, name: str, text: str | None) -> None:
+    def check_field(self, name: str, text: str | None) -> None:
+        """Whether a field can be tokenized, and is not too long."""
         if text and len(text) > self.settings.max_text:
             raise ApiError(
                 f"{name} has {len(text)} characters, at most {self.settings.max_text} are possible: shorten it",
                 param=name,
                 code="too_long",
             )
+        if text and re.search("[\ud800-\udfff]", text):
+            raise ApiError(
+                f"{name} has half of a surrogate pair, which UTF-8 cannot encode: leave it out",
+                param=name,
+                code="invalid_value",
+            )
 
     def check_reference(self, style: Style) -> None:
         """Whether the fields describe one voice."""
         if style.ref_audio is not None and style.speaker_embedding is not None:
             raise ApiError("ref_audio and speaker_embedding are two voices: give one of them", param="ref_audio")
+        if style.ref_audio is None:
+            self.check_no_reference(style)
         if style.ref_audio is None and style.speaker_embedding is None:
             self.resolve_voice(style.voice)
             return
@@ -230,12 +243,22 @@ class Speech:
                 param="speaker_embedding",
             )
 
+    def check_no_reference(self, style: Style) -> None:
+        """A registered voice has its own transcript."""
+        if style.ref_text:
+            name, meaning = "ref_text", "what ref_audio says"
+        elif style.x_vector_only_mode and style.speaker_embedding is None:
+            name, meaning = "x_vector_only_mode", "how ref_audio is used"
+        else:
+            return
+        raise ApiError(f"{name} is {meaning}, which is missing: send ref_audio, or leave {name} out", param=name)
+
     def check_cloning(self, what: str) -> None:
         if self.kind != "base":
             raise ApiError(f"{what} is not for {checkpoints.KINDS[self.kind]}: choose one of its voices", param=what)
 
     def check_text(self, text: str) -> str:
-        self.check_length("input", text)
+        self.check_field("input", text)
         try:
             return check_text(text)
         except ValueError as error:
@@ -246,7 +269,9 @@ class Speech:
         if self.kind != "base":
             return self.preset_arguments(style)
         if style.speaker_embedding is not None:
-            prompt = speaker_prompt(torch.tensor(style.speaker_embedding))
+            embedding = torch.tensor(style.speaker_embedding)
+            self.check_embedding("speaker_embedding", embedding)
+            prompt = speaker_prompt(embedding)
         elif style.ref_audio is not None:
             prompt = await self.run(self.prompt_of_recording, style)
         else:
@@ -261,14 +286,25 @@ class Speech:
             return self.tts.generate_custom_voice, {"speaker": name, "instruct": style.instructions}
         return self.tts.generate_voice_design, {"instruct": style.instructions or DESIGNED_VOICES[name]}
 
+    def make_prompt(self, name: str, recording: Chunk, ref_text: str | None) -> list:
+        prompt = clone_prompt(self.tts, *recording, ref_text)
+        self.check_embedding(name, prompt[0].ref_spk_embedding)
+        return prompt
+
+    def check_embedding(self, name: str, embedding: torch.Tensor) -> None:
+        if not embedding.to(self.tts.model.talker.dtype).isfinite().all():
+            raise ApiError(
+                f"{name} makes a speaker embedding with NaN or infinite values: give another one", param=name
+            )
+
     def prompt_of_recording(self, style: Style) -> list:
         recording = decode_recording(decode_base64(style.ref_audio, self.settings), self.settings, "ref_audio")
         ref_text = None if style.x_vector_only_mode else (style.ref_text or "").strip()
-        return clone_prompt(self.tts, *recording, ref_text or None)
+        return self.make_prompt("ref_audio", recording, ref_text or None)
 
     def prompt_of_voice(self, name: str) -> list:
         voice, recording = self.folder.read(name)
-        prompt = clone_prompt(self.tts, *recording, voice.ref_text)
+        prompt = self.make_prompt("voice", recording, voice.ref_text)
         self.prompts[voice] = prompt
         self.forget_removed_voices()
         return prompt

@@ -44,6 +44,12 @@ def check_name(name: str) -> str:
     return name
 
 
+def as_stored(recording: Chunk) -> Chunk:
+    """What VoiceFolder.read will return. A prompt that is made from it is the same after a restart."""
+    samples, rate = recording
+    return to_int16(samples).astype(np.float32) / 32767, rate
+
+
 def time_of_change(path: Path) -> int | None:
     """In nanoseconds, None if there is nothing."""
     try:

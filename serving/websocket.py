@@ -4,12 +4,13 @@
     server: audio.start, binary audio ..., audio.done, session.done, error
 
 Messages are read at all times, so that input.cancel takes effect at once. Utterances are spoken one after another by a
-task beside the reader; the next may be written while the last is still spoken.
+task beside the reader; the next may be written while the last is still spoken. session.done answers input.done or
+input.cancel: an error or an early end of the speech does not end the utterance, whose text may still be arriving.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import anyio
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -26,17 +27,18 @@ NORMAL, GONE, POLICY_VIOLATION = 1000, 1006, 1008  # close codes
 
 
 class Incoming:
-    """An utterance whose text is still arriving."""
+    """An utterance whose text is still arriving. It ends with input.done or input.cancel, not before."""
 
     def __init__(self, index: int, style: Style):
         self.index = index
         self.style = style
         self.text = ""
+        self.taken = 0  # characters that have been given to the model
         self.is_complete = False
-        self.is_over = False  # its speech has ended
-        self.is_refused = False  # it never began
+        self.is_over = False  # nothing more of it is spoken
+        self.how = {}  # it ended early: {"cancelled": True} or {"error": True}
         self.changed = asyncio.Event()
-        self.speaking = anyio.CancelScope()  # cancelled: stop now, or do not begin
+        self.speaking = anyio.CancelScope()  # of the sentence that is spoken
 
     def add(self, text: str) -> None:
         self.text += text
@@ -46,17 +48,53 @@ class Incoming:
         self.is_complete = True
         self.changed.set()
 
+    def stop(self, reason: str) -> None:
+        """Stop now, or do not begin."""
+        self.is_over = True
+        self.how[reason] = True
+        self.speaking.cancel()
+        self.changed.set()
+
+    def cancel(self) -> None:
+        self.stop("cancelled")
+        self.finish()
+
+    @property
+    def rest(self) -> str:
+        return self.text[self.taken :]
+
+    def has_words(self) -> bool:
+        return any(map(str.isalnum, self.rest))
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self.changed.clear()
+            await self.changed.wait()
+
+    async def has_more(self) -> bool:
+        """Whether there is something to speak. Waits for text until it is complete."""
+        await self.wait_until(lambda: self.is_complete or self.is_over or self.has_words())
+        return self.has_words() and not self.is_over
+
     async def pieces(self) -> AsyncIterator[str]:
         """The text as it arrives, until it is complete."""
-        taken = 0
-        while not (self.is_complete and taken == len(self.text)):
-            if taken == len(self.text):
-                self.changed.clear()
-                await self.changed.wait()
-            piece = self.text[taken:]
-            taken += len(piece)
+        while not (self.is_complete and not self.rest):
+            await self.wait_until(lambda: self.is_complete or self.rest)
+            piece = self.rest
+            self.taken += len(piece)
             if piece:
                 yield piece
+
+
+def split_half_a_pair(text: str) -> tuple[str, str]:
+    """A text with its surrogate pairs joined, and the first half of a pair if it ends with one.
+
+    Programs that write UTF-16, like those in JavaScript, may cut a text within a pair.
+    """
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+    if "\ud800" <= text[-1:] <= "\udbff":
+        return text[:-1], text[-1]
+    return text, ""
 
 
 class Session:
@@ -68,8 +106,10 @@ class Session:
         self.settings = speech.settings
         self.style = None  # from the last session.config
         self.writing = None  # the Incoming that input.text is added to
+        self.half = ""  # of a surrogate pair: the other half comes with the next text
         self.unspoken = []  # all utterances that have not been spoken to their end, in order
-        self.queue = asyncio.Queue()  # the same, for the task that speaks
+        self.queue = asyncio.Queue()  # the same, for the task that speaks; None after the last
+        self.is_closing = False
         self.utterances = 0
 
     async def run(self) -> None:
@@ -79,7 +119,7 @@ class Session:
         try:
             self.speech.check_ready()
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self.speak_all)
+                tasks.start_soon(self.speak_all, tasks.cancel_scope)
                 error = await self.read_all()
                 tasks.cancel_scope.cancel()
         except ApiError as refused:
@@ -97,9 +137,10 @@ class Session:
         while True:
             try:
                 message = await self.read()
-                if message is None or message["type"] == "session.close":
+                if message is None:
                     return None
-                await self.handle(message)
+                if not self.is_closing:
+                    await self.handle(message)
             except WebSocketDisconnect:
                 return None
             except ApiError as error:
@@ -135,14 +176,13 @@ class Session:
 
     async def handle(self, message: dict) -> None:
         kind = message["type"]
-        if self.style is None and kind != "session.config":
+        if self.style is None and kind not in ("session.config", "session.close"):
             raise ApiError(f"{kind} came first: begin with session.config", code="not_configured")
         await self.HANDLERS[kind](self, message)
 
     async def configure(self, message: dict) -> None:
-        if self.writing and not self.writing.is_over:
+        if self.writing:
             raise ApiError("session.config came within an utterance: send input.done or input.cancel first")
-        self.writing = None
         style = parse(Style, message)
         self.speech.check(style)
         self.style = style
@@ -151,79 +191,107 @@ class Session:
         text = message.get("text")
         if not isinstance(text, str):
             raise ApiError(f"text is {describe(text)}: it must be a string", param="text", code="invalid_value")
+        text, self.half = split_half_a_pair(self.half + text)
+        self.take(text)
+
+    def take(self, text: str) -> None:
         if self.writing is None and not text.strip():
             return  # an utterance begins with its first word
-        if self.writing and self.writing.is_over:
+        if self.writing and "error" in self.writing.how:
             return  # the rest of a text whose speech has failed
-        written = self.writing.text if self.writing else ""
         try:
-            self.speech.check_text(written + text)
+            self.speech.check_text((self.writing.text if self.writing else "") + text)
             if self.writing is None:
-                self.begin()
-        except ApiError:
-            self.drop()
+                self.check_place()
+        except ApiError:  # the rest of this text must not begin another utterance
+            self.begin()
+            self.writing.stop("error")
             raise
+        self.begin()
         self.writing.add(text)
 
-    def begin(self) -> None:
+    def check_place(self) -> None:
         self.speech.check_ready()
         if len(self.unspoken) >= MAX_WAITING:
             raise ApiError(f"{MAX_WAITING} utterances wait to be spoken already: send less at once", 429)
-        self.writing = Incoming(self.utterances, self.style)
-        self.utterances += 1
-        self.unspoken.append(self.writing)
-        self.queue.put_nowait(self.writing)
 
-    def drop(self) -> None:
-        """Give up the utterance that is being written or was to begin. The rest of its text must not begin another."""
-        if self.writing:
-            self.writing.speaking.cancel()
-        else:
+    def begin(self) -> None:
+        if self.writing is None:
             self.writing = Incoming(self.utterances, self.style)
-            self.writing.is_refused = True
             self.utterances += 1
-        self.writing.is_over = True
+            self.unspoken.append(self.writing)
+            self.queue.put_nowait(self.writing)
 
     async def finish(self, message: dict) -> None:
-        writing, self.writing = self.writing, None
-        if writing and not writing.is_refused:
-            writing.finish()
-        else:  # there is nothing to speak, or it is a keep-alive
-            index = writing.index if writing else self.utterances
-            await self.send(type="session.done", utterance_index=index, total_sentences=0)
+        half, self.half = self.half, ""
+        try:
+            self.take(half)  # an error if there is one: the other half never came
+        finally:
+            await self.end_utterance()
+
+    async def end_utterance(self) -> None:
+        if self.writing:
+            self.writing.finish()
+            self.writing = None
+        else:  # a keep-alive
+            await self.send(type="session.done", utterance_index=self.utterances, total_sentences=0)
 
     async def cancel(self, message: dict) -> None:
         """The listener has interrupted: stop what is spoken, and drop what waits. Each gets its session.done."""
         self.writing = None
+        self.half = ""
         if not self.unspoken:
             done = dict(utterance_index=self.utterances, total_sentences=0, cancelled=True)
             await self.send(type="session.done", **done)
         for incoming in self.unspoken:
-            incoming.speaking.cancel()
+            incoming.cancel()
+
+    async def close(self, message: dict) -> None:
+        """Speak the utterances that are complete, then end the session."""
+        self.is_closing = True
+        if self.writing:
+            self.writing.cancel()
+            self.writing = None
+        self.queue.put_nowait(None)
 
     HANDLERS = {
         "session.config": configure,
         "input.text": add_text,
         "input.done": finish,
         "input.cancel": cancel,
-        "session.close": None,
+        "session.close": close,
     }
 
     # ---- What the server sends
 
-    async def speak_all(self) -> None:
-        while True:
-            incoming = await self.queue.get()
+    async def speak_all(self, session: anyio.CancelScope) -> None:
+        while incoming := await self.queue.get():
             with contextlib.suppress(WebSocketDisconnect):  # the reader notices, too
                 await self.speak(incoming)
             self.unspoken.remove(incoming)
+        session.cancel()
 
     async def speak(self, incoming: Incoming) -> None:
-        place = dict(utterance_index=incoming.index, sentence_index=0)
+        """One utterance. Text that arrives after the speech has ended is spoken as a further sentence."""
+        sentences = 0
+        if not incoming.is_over:
+            sentences += await self.speak_sentence(incoming, sentences)
+        while await incoming.has_more():
+            sentences += await self.speak_sentence(incoming, sentences)
+        await incoming.wait_until(lambda: incoming.is_complete)
+        how = incoming.how
+        if incoming.has_words() and not how:  # the client's own max_new_tokens has ended the speech
+            how = {"unspoken_characters": len(incoming.rest)}
+        await self.send(type="session.done", utterance_index=incoming.index, total_sentences=sentences, **how)
+
+    async def speak_sentence(self, incoming: Incoming, index: int) -> int:
+        """Returns how many sentences there were: one, or none."""
+        place = dict(utterance_index=incoming.index, sentence_index=index)
         sound_format = incoming.style.response_format
         total_bytes = 0
+        start = incoming.taken
         error = None
-        with incoming.speaking:
+        with anyio.CancelScope() as incoming.speaking:
             try:
                 with anyio.fail_after(self.settings.request_seconds):
                     utterance = self.speech.say(incoming.style, incoming.pieces())
@@ -232,24 +300,23 @@ class Session:
                         async for data in pieces:
                             if total_bytes == 0:
                                 rate = self.speech.engine.rate
-                                about = dict(sentence_text=incoming.text, format=sound_format, sample_rate=rate)
+                                about = dict(sentence_text=incoming.text[start:], format=sound_format, sample_rate=rate)
                                 await self.send(type="audio.start", **place, **about)
                             with anyio.fail_after(self.settings.send_seconds):
                                 await self.websocket.send_bytes(data)
                             total_bytes += len(data)
+                if utterance.was_asked_to_end():
+                    incoming.is_over = True
             except WebSocketDisconnect:
                 raise
             except Exception as failure:
-                error = as_api_error(failure)
-        how = {"cancelled": True} if incoming.speaking.cancelled_caught else {}
+                error = as_api_error(failure, self.websocket.scope["request_id"])
         if error:
-            how["error"] = True
+            incoming.stop("error")
             await self.send_error(error, utterance_index=incoming.index)
         if total_bytes:
-            await self.send(type="audio.done", **place, total_bytes=total_bytes, **how)
-        sentences = 1 if total_bytes else 0
-        await self.send(type="session.done", utterance_index=incoming.index, total_sentences=sentences, **how)
-        incoming.is_over = True  # it may have ended with an error before its text was complete
+            await self.send(type="audio.done", **place, total_bytes=total_bytes, **incoming.how)
+        return 1 if total_bytes else 0
 
     async def send_error(self, error: ApiError, **about) -> None:
         await self.send(type="error", message=error.message, code=error.code, param=error.param, **about)

@@ -359,6 +359,10 @@ def test_a_voice_needs_a_recording_and_a_name(page, wav):
     page.fill("#voice-name", "../me")
     add.click()
     expect(alert).to_contain_text("The name '../me' cannot be used")
+    page.fill("#voice-name", "me")
+    page.set_input_files("#file", {"name": "me.wav", "mimeType": "audio/wav", "buffer": b"not audio"})
+    add.click()
+    expect(alert).to_contain_text("This file is not audio that can be read")
     page.set_input_files("#file", {"name": "me.m4a", "mimeType": "audio/mp4", "buffer": b"not audio"})
     expect(alert).to_contain_text("This file is not audio that the browser can read")
 
@@ -408,6 +412,7 @@ def test_words_are_sent_while_they_are_typed(page, speech):
     assert [message["type"] for message in sent] == kinds and sent[0]["seed"] == 1
     assert page.input_value("#live") == "wor" and page.inner_text("#said").strip() == "Hello there,"
 
+    wait_until(lambda: page.wait_for_timeout(20) or len(samples(page)) == 3 * 1920)
     page.keyboard.type("ld.")
     page.keyboard.press("Enter")
     wait_for_end(page)
@@ -415,6 +420,7 @@ def test_words_are_sent_while_they_are_typed(page, speech):
     assert text == "Hello there, world." and sent[-1]["type"] == "input.done"
     assert len(samples(page)) == 3 * 1920
     assert page.inner_text("#speed") == "–"  # it would be the speed of the fingers
+    expect(page.get_by_role("alert")).to_contain_text("characters of the text were not spoken")
 
     page.evaluate("speech.player.isPlaying = () => true")  # as after a longer sentence
     silenced = page.evaluate("heard.silenced")

@@ -13,13 +13,18 @@ import subprocess
 import sys
 import threading
 import wave
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import openai
 import pytest
 import soundfile
+import torch
 from helpers import ROOT
 from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, wait_until, wait_until_free
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from cli.audio_files import to_int16
 from serving import process
@@ -161,7 +166,8 @@ def test_preset_voices(preset_server):
     assert "vivian" in error["message"] and error["param"] == "voice"
     assert preset_server.speak(voice="vivian", instructions="whisper").status == 200
     assert "ref_audio is not for" in preset_server.speak(ref_audio="AAAA").error["message"]
-    assert "not for a CustomVoice" in preset_server.register("me", b"").error["message"]
+    error = preset_server.register("me", b"").error
+    assert "not for a CustomVoice" in error["message"] and error["param"] == "audio_sample"
 
 
 def test_a_designed_voice(checkpoint, tmp_path):
@@ -180,14 +186,18 @@ def test_a_designed_voice(checkpoint, tmp_path):
 
 def test_cloning_within_the_request(server, speech, wav):
     text = base64.b64encode(wav).decode()
-    plain, url = (
-        server.speak(response_format="pcm", ref_audio=audio) for audio in (text, "data:audio/wav;base64," + text)
-    )
-    assert plain.status == 200 and plain.body == url.body
+    plain = server.speak(response_format="pcm", ref_audio=text)
+    for same in ("data:audio/wav;base64," + text, "DATA:audio/wav;BASE64," + base64.encodebytes(wav).decode()):
+        answer = server.speak(response_format="pcm", ref_audio=same)
+        assert plain.status == 200 and answer.body == plain.body
     in_context = server.speak(response_format="pcm", ref_audio=text, ref_text="what it says")
     assert in_context.status == 200 and in_context.body != plain.body
     again = server.speak(response_format="pcm", ref_audio=text, ref_text="what it says", x_vector_only_mode=True)
     assert again.body == plain.body
+    for alone in ({"ref_text": "what it says"}, {"x_vector_only_mode": True}):
+        error = server.speak(**alone).error
+        assert "send ref_audio, or leave" in error["message"] and error["param"] in alone
+    assert server.speak(ref_text="", x_vector_only_mode=False).status == 200  # clients that send every field
     embedding = speech.speakers["speaker"]["ref_spk_embedding"][0].float().tolist()
     assert (
         server.speak(response_format="pcm", speaker_embedding=embedding).body
@@ -211,10 +221,40 @@ def test_a_registered_voice_is_kept(server, speech, wav, checkpoint):
     speech.prompts.pop(speech.folder.voices["my-voice"])  # made again from the file
     assert server.speak(voice="my-voice", response_format="pcm").body == spoken.body
 
-    assert server.ask("DELETE", "/v1/audio/voices/My-Voice").status == 200
-    assert server.ask("DELETE", "/v1/audio/voices/my-voice").status == 404
+    with ThreadPoolExecutor() as threads:  # two at once: the second was a 500
+        both = threads.map(server.ask, ["DELETE"] * 2, ["/v1/audio/voices/My-Voice", "/v1/audio/voices/my-voice"])
+        assert sorted(answer.status for answer in both) == [200, 404]
     assert server.speak(voice="my-voice").status == 400
     assert not list(speech.settings.voices.iterdir())
+
+
+@pytest.mark.parametrize("gain", [3.0, 1e30])
+def test_a_recording_beyond_full_scale(server, speech, recording, gain):
+    """The voice changed with a restart, as the file was clipped; one at 1e30 was registered and could not be used."""
+    file = io.BytesIO()
+    soundfile.write(file, gain * recording[0], recording[1], format="WAV", subtype="FLOAT")
+    answer = server.register("loud", file.getvalue())
+    assert answer.status == 200, answer.body
+    (voice,) = speech.folder.voices.values()
+    (before,) = speech.prompts.pop(voice)
+    (after,) = speech.prompt_of_voice("loud")
+    assert torch.equal(before.ref_spk_embedding, after.ref_spk_embedding)
+    assert server.speak(voice="loud").status == 200
+    assert server.ask("DELETE", "/v1/audio/voices/loud").status == 200
+
+
+def test_an_embedding_that_is_not_finite(server, speech, wav, monkeypatch):
+    """It is refused when the voice is registered, not when somebody wants to hear it."""
+    width = speech.config["talker_config"]["hidden_size"]
+    item = SimpleNamespace(ref_spk_embedding=torch.full([width], torch.nan))
+    monkeypatch.setattr("serving.speech.clone_prompt", lambda *_: [item])
+    for name, answer in (
+        ("audio_sample", server.register("x", wav)),
+        ("ref_audio", server.speak(ref_audio=base64.b64encode(wav).decode())),
+        ("speaker_embedding", server.speak(speaker_embedding=[1e300] * width)),
+    ):
+        assert answer.status == 400 and answer.error["param"] == name and "NaN or infinite" in answer.error["message"]
+    assert server.ask("GET", "/v1/audio/voices").json["voices"] == ["speaker"]
 
 
 def test_a_base_model_without_voices_says_what_to_do(checkpoint, tmp_path):
@@ -266,6 +306,7 @@ def bad_recordings(wav):
         "a pickle": b"\x80\x04\x95\x0c\x00\x00\x00\x00\x00\x00\x00\x8c\x08builtins\x94.",
         "cut in its header": wav[:30],
         "silence": encoded(np.zeros(48000), 24000),
+        "empty": encoded(noise[:0, 0], 24000),
         "too short": encoded(noise[:1000, 0], 24000),
         "too long": encoded(np.tile(noise[:, 0], 6), 8000),
         "eight channels": encoded(noise, 24000),
@@ -286,6 +327,8 @@ def test_recordings_are_decoded_with_limits(server, wav):
     for name, data in bad.items():
         for answer in (server.register("x", data), server.speak(ref_audio=base64.b64encode(data).decode())):
             assert answer.status == 400 and len(answer.error["message"]) > 20, name
+            if name in ("nothing", "empty"):
+                assert "is empty" in answer.error["message"] or "no samples" in answer.error["message"]
     assert server.speak(ref_audio=base64.b64encode(promises_hours).decode()).status in (200, 400)
     assert server.ask("GET", "/v1/audio/voices").json["voices"] == ["speaker"]
 
@@ -320,9 +363,30 @@ def test_models_health_metrics(server, checkpoint):
 
 
 def test_unknown_routes_and_methods(server):
-    for method, path, status in (("GET", "/v1/nothing", 404), ("PUT", "/v1/audio/speech", 405), ("GET", "/docs", 404)):
+    for method, path, status, allowed in (
+        ("GET", "/v1/nothing", 404, None),
+        ("PUT", "/v1/audio/speech", 405, "POST"),
+        ("PUT", "/v1/audio/voices", 405, "GET, POST"),
+        ("GET", "/docs", 404, None),
+    ):
         answer = server.ask(method, path)
         assert answer.status == status and answer.error["message"]
+        assert answer.headers["Allow"] == allowed
+    assert server.ask("HEAD", "/health").status == 200
+
+
+def test_every_response_has_an_id(server, speech, monkeypatch, caplog):
+    """So that a client can say which request failed, and the log has the same id."""
+    good = server.ask("GET", "/v1/models"), server.speak(), server.speak(stream_format="sse")
+    bad = server.speak(temperature=-1), server.ask("GET", "/nothing"), server.speak(headers={"Origin": "http://x"})
+    monkeypatch.setattr(Speech, "arguments", lambda *_: 1 / 0)
+    monkeypatch.setattr(Speech, "voices", lambda *_: 1 / 0)
+    failed = server.speak(), server.ask("GET", "/v1/audio/voices")
+    assert [answer.status for answer in (*good, *bad, *failed)] == [200, 200, 200, 400, 404, 403, 500, 500]
+    ids = [answer.headers["X-Request-Id"] for answer in (*good, *bad, *failed)]
+    assert {len(name) for name in ids} == {16} and len(set(ids)) == len(ids)
+    for answer in failed:
+        assert f"request {answer.headers['X-Request-Id']} failed" in caplog.text
 
 
 # ---- Limits
@@ -330,7 +394,7 @@ def test_unknown_routes_and_methods(server):
 
 def test_a_key_guards_every_route_but_health(speech):
     key = "k\u00e4y-1"
-    with RunningServer(speech, api_key=key) as server:
+    with RunningServer(speech, api_key=f" {key}\n") as server:  # as from a file; clients cannot send white space
         assert server.ask("GET", "/health").status == 200
         routes = [route.path for route in server.app.routes if route.path not in ("/health", "/v1/audio/speech/stream")]
         assert len(routes) >= 7
@@ -356,8 +420,26 @@ def test_web_pages_of_other_hosts_are_refused(server, speech):
         good = {"Origin": "http://good.example"}
         assert open_server.speak(headers=good).headers["Access-Control-Allow-Origin"] == "http://good.example"
         assert open_server.speak(headers=foreign).status == 403
-        preflight = good | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+        preflight = good | {
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "content-type, x-stainless-os",
+        }
         assert open_server.ask("OPTIONS", "/v1/audio/speech", headers=preflight).status == 200
+
+
+def test_a_name_that_is_made_to_lead_here_is_refused(speech):
+    """DNS rebinding: the browser takes a foreign page for our own, as its host's name leads to this machine."""
+    with RunningServer(speech, only_this_machine=True) as server:
+        for host in ("localhost", f"LOCALHOST:{server.port}", "127.0.0.1", "127.0.0.2:80", "[::1]", "[::1]:8000"):
+            assert server.ask("GET", "/v1/models", headers={"Host": host}).status == 200, host
+        for host in ("evil.example", f"evil.example:{server.port}", "127.0.0.1.evil.example", "10.0.0.1", "[", ""):
+            headers = {"Host": host, "Origin": f"http://{host}"}
+            answer = server.ask("GET", "/v1/models", headers=headers)
+            assert answer.status == 403 and "--api-key" in answer.error["message"], host
+        assert server.ask("GET", "/health", headers={"Host": "evil.example"}).status == 200
+        with pytest.raises(InvalidStatus), connect(server.websocket_address.replace("127.0.0.1", "0.0.0.0")):
+            pass
+        assert server.speak().status == 200
 
 
 def test_limits_of_a_request(speech, wav):
@@ -372,8 +454,16 @@ def test_limits_of_a_request(speech, wav):
             pass  # the server may close before everything is sent
         answer = server.register("x", wav)
         assert answer.status == 413 and "50000" in answer.error["message"]
+        answer = server.speak(ref_audio=base64.b64encode(wav).decode())
+        assert answer.status == 413 and "50000" in answer.error["message"]
         answer = server.speak(ref_audio=base64.b64encode(wav[: 44 + 49_000]).decode())  # 1.53 s
         assert "longer than 1.5 s" in answer.error["message"]
+
+
+def test_a_prompt_that_is_too_long(server):
+    """The remedy must be one that a client has."""
+    message = server.speak(input="word " * 500, non_streaming_mode=True).error["message"]
+    assert "of 512 positions: shorten input, instructions or ref_text" in message
 
 
 def test_a_request_that_never_arrives(speech):
@@ -517,7 +607,7 @@ def test_a_listener_who_does_not_read_is_given_up(speech):
 
     async def main() -> None:
         response = SpeechResponse(speech.say(wanted, wanted.input), wanted, settings)
-        await asyncio.wait_for(response.respond({}, None, send), 5)
+        await asyncio.wait_for(response.respond({"request_id": "x"}, None, send), 5)
 
     asyncio.run(main())
     wait_until_free(speech)

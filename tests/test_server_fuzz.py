@@ -1,11 +1,14 @@
 """Bad input of every kind: always a 4xx (or an `error` message) with a sentence, and the server speaks on."""
 
 import base64
+import contextlib
+import io
 import json
 import random
 import socket
 
 import pytest
+import soundfile
 from serving_helpers import LIMIT, SHORT, RunningServer, load_speech, never_end, wait_until_free
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
@@ -87,6 +90,32 @@ def test_every_field(server, field):
 
 
 @pytest.mark.parametrize(
+    "kind, field", [("base", "ref_text"), ("custom_voice", "instructions"), ("voice_design", "instructions")]
+)
+def test_texts_beside_the_input(server, checkpoint, tmp_path, recording, kind, field):
+    """Strange texts that reach the tokenizer. Half of a surrogate pair was a 500."""
+    fields = {"input": "Hi.", **SHORT, "max_new_tokens": 2}
+    with contextlib.ExitStack() as stack:
+        if kind == "base":
+            file = io.BytesIO()
+            soundfile.write(file, *recording, format="WAV")
+            fields["ref_audio"] = base64.b64encode(file.getvalue()).decode()
+        else:
+            speech = load_speech(checkpoint(kind), tmp_path)
+            stack.callback(speech.close)
+            server = stack.enter_context(RunningServer(speech))
+        for value in ("\x00", "a\ud800", "\udfff", "\u202e", "\U0001f469\u200d", "\u0301", "a" * 5000, "<|im_end|>"):
+            answer = post(server, fields | {field: value})
+            if answer.status != 200:
+                assert_refused(answer, value)
+                assert answer.error["param"] == field
+        with connect(server.websocket_address, open_timeout=LIMIT) as websocket:
+            websocket.send(json.dumps({"type": "session.config", **fields, field: "a\ud800"}))
+            refused = json.loads(websocket.recv(timeout=LIMIT))
+            assert refused["type"] == "error" and field in refused["message"]
+
+
+@pytest.mark.parametrize(
     "field, values",
     [
         ("temperature", [0, -1, "hot", 1e999]),
@@ -138,6 +167,8 @@ def test_bodies_that_are_no_requests(server):
     }
     for name, body in bodies.items():
         assert_refused(post(server, body), name)
+    message = post(server, bodies["a long number"]).error["message"]
+    assert message == "the request is not JSON: it has a number of 5000 digits"
 
 
 def test_content_types(server):

@@ -21,9 +21,11 @@ from helpers import ROOT
 from safetensors.torch import load_file, save_file
 from serving_helpers import FRAME, LIMIT
 
+from serving.__main__ import keep_to_this_machine
 from serving.__main__ import listen as bind
-from serving.__main__ import warn_if_open
-from serving.settings import Settings
+from serving.process import greeting
+from serving.settings import Settings, check_origin
+from serving.speech import Speech
 from tools.load import Server, listen, soak
 
 
@@ -130,6 +132,8 @@ def test_mistakes_on_the_command_line(run, checkpoint, tmp_path):
             (["--model", tiny, "--max-seq-len", 7], "--max-seq-len is 7"),
             (["--model", tiny, "--api-key", " "], "--api-key or $QWEN3_TTS_API_KEY is empty"),
             (["--model", tiny, "--api-key", ""], "--api-key or $QWEN3_TTS_API_KEY is empty"),  # "$KEY" of an unset KEY
+            (["--model", tiny, "--cors-origin", "example.com"], "--cors-origin is 'example.com', it must be like"),
+            (["--model", tiny, "--cors-origin", "http://example.com/page"], "it must be like https://example.com"),
             (["--model", tiny, "--voices", tiny / "config.json"], "is not a folder that can be written to"),
             (["--model", tiny, "--port", 0] + 2 * ["--speaker", tiny / "speaker.pt"], "two --speaker files"),
             (["--model", tiny, "--speaker", "nobody.pt"], "no speaker file"),
@@ -140,12 +144,31 @@ def test_mistakes_on_the_command_line(run, checkpoint, tmp_path):
             assert code == 2 and message in error and error.count("\n") == 1, (options, error)
 
 
-@pytest.mark.parametrize("host, key, warned", [("127.0.0.1", None, 0), ("0.0.0.0", None, 1), ("0.0.0.0", "key", 0)])
+@pytest.mark.parametrize(
+    "host, key, warned", [("127.0.0.1", None, 0), ("127.0.0.1", "key", 0), ("0.0.0.0", None, 1), ("0.0.0.0", "key", 0)]
+)
 def test_a_server_without_a_key_is_not_opened_silently(host, key, warned):
     with bind(host, 0) as listening, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_if_open(listening, Settings(key))
+        settings = keep_to_this_machine(listening, Settings(key))
     assert len(caught) == warned
+    assert settings.only_this_machine == (host == "127.0.0.1" and key is None)
+
+
+def test_an_origin_is_what_browsers_send():
+    for origin in ("http://localhost:3000", "HTTP://Localhost:3000/"):
+        assert check_origin(origin) == "http://localhost:3000"
+    assert check_origin("*") == "*"
+
+
+def test_the_line_to_try_has_a_place_for_the_key(checkpoint, tmp_path):
+    """It read a variable that need not be set in the shell where the line is pasted."""
+    speech = Speech(str(checkpoint()), "cpu", settings=Settings("secret", voices=tmp_path))
+    lines = greeting(speech, "http://127.0.0.1:8000").splitlines()
+    speech.close()
+    assert sum('curl -H "Authorization: Bearer KEY"' in line for line in lines) == 2
+    assert sum("with your API key instead of KEY" in line for line in lines) == 2
+    assert "secret" not in str(lines) and "$" not in str(lines)
 
 
 def test_without_the_servers_packages(run, monkeypatch):

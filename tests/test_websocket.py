@@ -10,6 +10,9 @@ from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, wait_until, wait
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
+from serving.engine import Engine
+from serving.speech import Speech, Utterance
+
 CONFIG = {"type": "session.config", "voice": "speaker", "response_format": "pcm", **SHORT}
 LONG = CONFIG | {"max_new_tokens": 450}
 
@@ -58,14 +61,23 @@ def test_several_utterances(server):
             assert [message["type"] for message in messages] == ["audio.start", "audio.done", "session.done"]
             assert messages[0].items() >= {"format": "pcm", "sample_rate": 24000, **place}.items()
             assert messages[1] == {"type": "audio.done", "total_bytes": len(expected), **place}
-            assert messages[2] == {"type": "session.done", "utterance_index": index, "total_sentences": 1}
+            done = {"type": "session.done", "utterance_index": index, "total_sentences": 1}
+            assert messages[2].items() >= done.items()  # the last pieces may come after the last of the five frames
             assert audio == expected
         session.send(**CONFIG | {"response_format": "wav", "seed": 2})  # another configuration between utterances
         session.send("input.text", text="Hello there.")
         session.send("input.done")
         _, audio = session.until("session.done")
         assert audio[:4] == b"RIFF" and audio[44:] == server.speak(response_format="pcm", seed=2).body
-        session.send("session.close")
+        session.send("input.text", text="Hello there.")
+        session.send("input.done")
+        session.send("input.text", text="This utterance is not complete.")
+        session.send("session.close")  # what is complete is spoken first; it was thrown away
+        session.send("input.done")  # too late
+        messages, heard = session.until("session.done")
+        assert heard == audio and messages[-1]["total_sentences"] == 1
+        cancelled = {"type": "session.done", "utterance_index": 4, "total_sentences": 0, "cancelled": True}
+        assert session.receive() == cancelled
         with pytest.raises(ConnectionClosed) as closed:
             session.receive()
         assert closed.value.rcvd.code == 1000
@@ -91,6 +103,52 @@ def test_keep_alive(server):
         session.send("input.text", text=" \n")  # an utterance begins with its first word
         session.send("input.done")
         assert session.receive() == {"type": "session.done", "utterance_index": 0, "total_sentences": 0}
+
+
+def test_text_that_comes_after_the_speech_has_ended(server, speech, monkeypatch):
+    """It was dropped without a word, and so was the next utterance. Here the model ends after five frames."""
+    monkeypatch.setattr(speech, "sampling", lambda style: Speech.sampling(speech, style) | {"max_new_tokens": 6})
+    monkeypatch.setattr(Utterance, "was_asked_to_end", lambda _: False)
+    monkeypatch.setattr(Engine, "warn_if_cut_off", lambda *_: None)
+    expected = {text: server.speak(input=text, response_format="pcm").body for text in ("Hello there.", "More of it.")}
+    with client(server) as session:
+        session.send(**CONFIG)
+        for index, text in enumerate(expected):
+            session.send("input.text", text=text)
+            messages, audio = session.until("audio.done")
+            assert [message["sentence_index"] for message in messages] == [index, index]
+            assert messages[0]["sentence_text"] == text and audio == expected[text]
+        session.send("input.text", text=' "')  # nothing to say
+        session.send("input.done")
+        assert session.receive() == {"type": "session.done", "utterance_index": 0, "total_sentences": 2}
+
+        monkeypatch.undo()  # the client's own max_new_tokens is the end, but what was left out is counted
+        session.send("input.text", text="Hello there.")
+        session.until("audio.done")
+        session.send("input.text", text=" More.")
+        session.send("input.done")
+        done = {"type": "session.done", "utterance_index": 1, "total_sentences": 1, "unspoken_characters": 6}
+        assert session.receive() == done
+        session.send("input.text", text="Hello there.")
+        session.send("input.done")
+        assert session.until("session.done")[1] == expected["Hello there."]
+
+
+def test_a_surrogate_pair_may_be_cut_in_two(server):
+    """Programs in JavaScript cut texts into UTF-16 units."""
+    expected = server.speak(input="Hi \U0001f600 you", response_format="pcm").body
+    with client(server) as session:
+        session.send(**CONFIG)
+        session.send("input.text", text="Hi \ud83d")
+        session.send("input.text", text="\ude00 you")
+        session.send("input.done")
+        assert session.until("session.done")[1] == expected
+        for before in ("Hi ", ""):  # the other half never comes
+            session.send("input.text", text=before + "\ud83d")
+            session.send("input.done")
+            messages, _ = session.until("session.done")
+            assert any(message["type"] == "error" and "UTF-8" in message["message"] for message in messages)
+            assert messages[-1]["error"]
 
 
 def test_cancel(server, speech):
@@ -147,7 +205,7 @@ def test_mistakes_are_answered_and_the_session_goes_on(server):
         "a type that is no string": '{"type": []}',
         "no text": '{"type": "input.text"}',
         "a number as text": '{"type": "input.text", "text": 5}',
-        "half of a surrogate pair": '{"type": "input.text", "text": "\\ud800"}',
+        "half of a surrogate pair": '{"type": "input.text", "text": "\\udc00"}',
         "too much text": json.dumps({"type": "input.text", "text": "x" * 5000}),
         "an unknown voice": '{"type": "session.config", "voice": "nobody"}',
         "a bad number": '{"type": "session.config", "temperature": -1}',
@@ -173,6 +231,7 @@ def test_text_that_grows_too_long_ends_its_utterance(server, speech):
         session.send(**CONFIG)
         session.send("input.text", text="x" * 4000)
         session.send("input.text", text="x" * 4000)
+        session.send("input.done")
         messages, audio = session.until("session.done")
         assert messages[0]["type"] == "error" and "4096" in messages[0]["message"] and not audio
         wait_until_free(speech)
@@ -216,12 +275,15 @@ def test_a_client_learns_that_its_text_does_not_come(server, speech, monkeypatch
     with client(server) as session:
         session.send(**CONFIG)
         session.send("input.text", text="H")
-        messages, _ = session.until("session.done")
+        messages, _ = session.until("error")
+        session.send("input.text", text=" is the rest of a text that has failed")
+        session.send("input.done")
+        messages += session.until("session.done")[0]
         assert messages[0]["message"] == "no text has come for 0.3 s, and it has not ended"
         assert messages[0]["code"] == "timeout" and messages[-1]["error"]
 
 
-def test_keys_origins_and_the_number_of_connections(speech):
+def test_keys_origins_and_the_number_of_connections(speech, capsys):
     with RunningServer(speech, api_key="secret", max_connections=1) as server:
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             with pytest.raises(InvalidStatus) as refused, client(server, additional_headers=headers):
@@ -241,6 +303,11 @@ def test_keys_origins_and_the_number_of_connections(speech):
             with pytest.raises(InvalidStatus) as refused, client(server, additional_headers=good):
                 pass
             assert refused.value.response.status_code == 503
+            answer = server.speak(headers=good)
+            assert (answer.status, answer.headers["Retry-After"], answer.error["code"]) == (503, "1", "too_many")
+            assert server.ask("GET", "/health").status == 200
+        wait_until(lambda: server.speak(headers=good).status == 200)
+    assert "ERROR" not in capsys.readouterr().err  # uvicorn took each refusal for an error of the server
 
 
 def test_a_full_queue_and_shutting_down(server, speech):
