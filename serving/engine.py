@@ -591,6 +591,7 @@ class Engine:
         for stream in streams:
             self.use_prompt(stream)
             stream.slot = heapq.heappop(self.free_slots)
+        states = [stream.generator and stream.generator.get_state() for stream in streams]
         try:
             run(streams)
             for stream in streams:
@@ -602,7 +603,9 @@ class Engine:
             for stream in streams:
                 heapq.heappush(self.free_slots, stream.slot)
             if len(streams) > 1:  # retry one by one, so that only the bad request fails
-                for stream in streams:
+                for stream, state in zip(streams, states):
+                    if state is not None:
+                        stream.generator.set_state(state)
                     self.prefill([stream], run)
             else:
                 log.exception("a request failed")
