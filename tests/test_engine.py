@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import dataclasses
 import random
 import threading
 import time
@@ -514,6 +515,24 @@ def test_a_bad_reference_fails_alone(voices):
             list(streams[0])
         assert_same(joined(streams[1]), alone(voice, **request))
         wait_until_idle(engine)
+
+
+def test_reference_codes_beyond_the_codebook_are_refused_at_the_call(voices):
+    """They raised an IndexError in the engine's thread, and on a GPU a kernel would fail, and all streams with it."""
+    voice = voices("in-context")
+    method = voice.fast.generate_voice_clone
+    (item,) = voice.arguments["voice_clone_prompt"]
+    with Engine(voice.fast, max_streams=1) as engine:
+        for bad in (2048, -1):
+            codes = item.ref_code.clone()
+            codes[3, 0] = bad
+            request = dict(text="Hello.", voice_clone_prompt=[dataclasses.replace(item, ref_code=codes)])
+            for speak in (stream, engine.stream):
+                with pytest.raises(ValueError, match="the codebooks have 0 to 2047"):
+                    speak(method, **request)
+        request["voice_clone_prompt"][0].ref_code = item.ref_code[:, :4]
+        with pytest.raises(ValueError, match="must be .frames, 16."):
+            engine.stream(method, **request)
 
 
 def test_closing_ends_streams_whose_text_has_not_come(voice):
