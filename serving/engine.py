@@ -342,7 +342,7 @@ class Engine:
         try:
             for piece in pieces:
                 self.prompt_thread.submit(self.take_piece, stream, piece).result()
-                if stream.cancelled:
+                if stream.cancelled or stream.text_error:
                     return
         except BaseException as error:  # raised again where the speech is read
             last = error
@@ -354,6 +354,8 @@ class Engine:
         try:
             async for piece in pieces:
                 await asyncio.wrap_future(self.prompt_thread.submit(self.take_piece, stream, piece))
+                if stream.text_error:
+                    return
         except Exception as error:
             last = error
         with contextlib.suppress(RuntimeError):
@@ -409,7 +411,7 @@ class Engine:
     @torch.no_grad()
     def take_piece(self, stream: Stream, piece: str | BaseException | None) -> None:
         """The next piece of a text that is still arriving, its end, or the error of its iterator."""
-        if stream.cancelled:
+        if stream.cancelled or stream.text_error:
             return
         text = stream.text
         try:
@@ -534,7 +536,7 @@ class Engine:
             stream.cancelled
             or stream.new_rows
             or (stream.unread < self.max_unread and stream.may_advance())
-            or (stream.text_error and stream.lacks_text())
+            or stream.text_has_failed()
             for stream in self.active
         )
         return bool(self.closing or not self.active or can_admit or can_advance)
@@ -790,9 +792,7 @@ class Engine:
                 stream.was_cut_off = stream.checked == stream.max_frames and not has_ended
                 stream.finished = has_ended or stream.was_cut_off
         for stream in self.active:
-            is_all = not stream.new_rows and stream.lacks_text() and stream.checked == stream.launched
-            if stream.text_error and is_all:
-                stream.finished = True
+            stream.finished |= stream.text_has_failed()
 
     def fail_stopped(self, reason: str, flags: list[tuple[Stream, int]]) -> None:
         """The megakernel has stopped in a frame of this stream, whose state is worthless now."""

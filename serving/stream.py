@@ -74,6 +74,11 @@ class Stream:
     def may_advance(self) -> bool:
         return self.launched < self.max_frames and not self.lacks_text() and not self.finished
 
+    def text_has_failed(self) -> bool:
+        """Whether all there was before an error of the text has been spoken, and the error comes next."""
+        is_all = self.lacks_text() and not self.new_rows and self.checked == self.launched
+        return self.text_error is not None and is_all
+
     def seconds_for_text(self) -> float | None:
         """How long to wait for audio before `check_text_timeout`. None: as long as it takes."""
         if self.text is None or self.text.is_finished:

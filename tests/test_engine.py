@@ -467,6 +467,12 @@ def test_an_iterator_that_fails_or_stops_ends_its_stream_only(voices):
             wait_until_idle(engine)
         with pytest.raises(ValueError, match="empty"):
             list(engine.stream(method, **request | dict(text=iter([" "]))))
+        heard = []
+        pieces = iter(["one two three four ", "\ud800", "five " * 30, "six"])
+        with pytest.raises(ValueError, match="UTF-8"):
+            heard.extend(engine.stream(method, **request | dict(text=pieces)))
+        assert len(joined(heard)) < 20 * 1920  # nothing after the bad piece, which would take all 39 frames
+        assert next(pieces).startswith("five")  # nor is it read
         assert_same(joined(engine.stream(method, **request)), alone(voice, **request))
 
 
