@@ -206,7 +206,8 @@ class Engine:
             try:
                 return audio.get(timeout=stream.seconds_for_text())
             except queue.Empty:
-                stream.check_text_timeout()
+                if error := stream.text_timed_out():
+                    raise error from None
 
     async def astream(
         self,
@@ -257,7 +258,8 @@ class Engine:
             try:
                 return await asyncio.wait_for(audio.get(), stream.seconds_for_text())
             except asyncio.TimeoutError:
-                stream.check_text_timeout()
+                if error := stream.text_timed_out():
+                    raise error from None
 
     def generate(
         self, method: Callable, *, text: list[str], seed: int | None = None, **kwargs
@@ -542,7 +544,8 @@ class Engine:
         return bool(self.closing or not self.active or can_admit or can_advance)
 
     def drop_cancelled_and_overdue(self) -> None:
-        """Drop cancelled requests. If all slots are taken, evict streams paused beyond `patience`, oldest first."""
+        """Drop cancelled requests, and those whose text does not come. If all slots are taken, evict streams paused
+        beyond `patience`, oldest first."""
         with self.changed:
             self.waiting = collections.deque(stream for stream in self.waiting if not stream.cancelled)
             places_needed = len(self.waiting) if len(self.active) == self.max_streams else 0
@@ -555,6 +558,7 @@ class Engine:
                 stream.cancelled = True
         for stream in self.active:
             stream.finished |= stream.cancelled
+            stream.text_error = stream.text_error or stream.text_timed_out()  # its listener may have stopped reading
 
     def may_admit(self) -> bool:
         """Not if a prefill would let a listener run dry who has audio, unless the next request has waited long."""

@@ -465,6 +465,11 @@ def test_an_iterator_that_fails_or_stops_ends_its_stream_only(voices):
             with pytest.raises(StreamTimeout, match="no text"):
                 list(engine.stream(method, **request | dict(text=stopping(start)), text_timeout=0.3))
             wait_until_idle(engine)
+        unread = engine.stream(method, **request | dict(text=stopping(start)), text_timeout=0.3)
+        next(unread)
+        wait_until_idle(engine)  # its place must not depend on a listener who has stopped reading
+        with pytest.raises(StreamTimeout, match="no text"):
+            list(unread)
         with pytest.raises(ValueError, match="empty"):
             list(engine.stream(method, **request | dict(text=iter([" "]))))
         heard = []
