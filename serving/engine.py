@@ -105,6 +105,7 @@ class Engine:
         self.single = self.decoder.graphs_for(1)
         # The megakernel draws the noise of a frame's 15 codes in one call, upstream's layers one code at a time.
         self.draws_codes_at_once = isinstance(self.single[1].step, PredictorStep)
+        self.seeds = torch.Generator().manual_seed(int(torch.randint(1 << 62, ())))  # for streams without a seed
         self.shared_generator = self.make_generator(None)
         self.settings = HostSettings(self.talker.config)
         with self.decoder.lock:
@@ -453,8 +454,8 @@ class Engine:
         """
         generator = torch.Generator(self.device)
         if seed is None:
-            generator.manual_seed(int(torch.randint(1 << 62, ())))
-            return generator
+            # Not from torch's default generator, on which other calls count.
+            return generator.manual_seed(int(torch.randint(1 << 62, (), generator=self.seeds)))
         generator.manual_seed(seed)
         if self.on_gpu:
             generator.manual_seed(int(torch.randint(1 << 62, (), device=self.device, generator=generator)))
