@@ -43,8 +43,7 @@ def stream(
         raise ValueError(f"chunk_frames is {chunk_frames}, it must be at least 1")
     tts = method.__self__
     decoder = decoder_of(tts)
-    if hasattr(text, "__aiter__"):
-        raise ValueError("the text is an async iterator: use astream instead of stream")
+    check_not_async(text)
     if is_arriving(text):
         if not 0 < text_timeout < float("inf"):
             raise ValueError(f"text_timeout is {text_timeout}, it must be above 0 and finite, in seconds")
@@ -105,6 +104,11 @@ class AsyncPieces:
         self.is_cancelled = True
         if self.coming:
             self.coming.cancel()
+
+
+def check_not_async(text) -> None:
+    if hasattr(text, "__aiter__"):
+        raise ValueError("the text is an async iterator: use astream instead of stream")
 
 
 def is_arriving(text) -> bool:

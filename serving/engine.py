@@ -44,7 +44,7 @@ from fast.prompts import (
     request_for,
     with_voice_clone_prompt,
 )
-from fast.streaming import is_arriving
+from fast.streaming import check_not_async, is_arriving
 from serving.batch import HostSettings, Prefill, Slots, copy_to_device, frame_graph
 from serving.codec import BATCH_CHUNK_SIZES, BatchCodec, PendingAudio
 from serving.stream import CutOff, QueueFull, Stream, StreamTimeout
@@ -178,10 +178,11 @@ class Engine:
         """
         audio = queue.SimpleQueue()
         stream = Stream(audio.put, text_timeout)
+        check_not_async(text)
         kwargs = with_voice_clone_prompt(method, kwargs)
         arrives = is_arriving(text)
         try:
-            self.submit(stream, method, None if arrives else text, seed, kwargs).result()
+            self.submit(stream, method, None if arrives else check_text(text), seed, kwargs).result()
         except BaseException as error:
             self.cancel(stream)
             if isinstance(error, CancelledError):
@@ -235,7 +236,7 @@ class Engine:
             if kwargs.get("ref_audio") is not None:
                 kwargs = await asyncio.to_thread(with_voice_clone_prompt, method, kwargs)
             arrives = is_arriving(text) or hasattr(text, "__aiter__")
-            prompt = self.submit(stream, method, None if arrives else text, seed, kwargs)
+            prompt = self.submit(stream, method, None if arrives else check_text(text), seed, kwargs)
             try:
                 await asyncio.wrap_future(prompt)
             except asyncio.CancelledError:
@@ -393,7 +394,7 @@ class Engine:
             stream.reference = stream.text.reference
         else:
             stream.reference = reference_codes(kwargs.get("voice_clone_prompt"))
-            self.enqueue(stream, request_for(self.decoder, method, check_text(text), kwargs))
+            self.enqueue(stream, request_for(self.decoder, method, text, kwargs))
 
     def enqueue(self, stream: Stream, request: dict) -> None:
         stream.max_frames = check_request(self.decoder, request)

@@ -194,6 +194,10 @@ def test_bad_input_fails_alone_and_at_the_call(voice):
     with Engine(voice.fast, max_streams=2) as engine:
         with pytest.raises(ValueError, match="empty"):
             engine.stream(method, **request | dict(text=" "))
+        with pytest.raises(ValueError, match="the text is a NoneType"):  # None is how the engine marks one to come
+            engine.stream(method, **request | dict(text=None))
+        with pytest.raises(ValueError, match="use astream"):
+            engine.stream(method, **request | dict(text=async_pieces_of("Hello.")))
         with pytest.raises(ValueError, match="max_new_tokens"):
             engine.stream(method, **request | dict(max_new_tokens=1))
         with pytest.raises(ValueError, match="temperature"):
