@@ -84,7 +84,7 @@ class Engine:
         """Capture graphs for up to `max_streams` streams.
 
         max_unread: chunks that a listener may leave unread before its stream pauses
-        max_waiting: requests that may wait for a place
+        max_waiting: requests that may wait for a place, beyond those that will find one free
         patience: seconds after which a paused stream loses its place to a waiting one
         cut_off_is_error: raise CutOff after the last chunk of a speech that ended at a limit, instead of warning
         """
@@ -321,7 +321,8 @@ class Engine:
         with self.changed:
             if self.closing:
                 raise RuntimeError(self.why_closed)
-            waiting = len(self.waiting) + self.preparing
+            free = self.max_streams - len(self.active)
+            waiting = len(self.waiting) + self.preparing - free
             if waiting >= self.max_waiting:
                 raise QueueFull(f"{waiting} requests are waiting already: try again later")
             self.preparing += 1
@@ -455,7 +456,7 @@ class Engine:
         """
         generator = torch.Generator(self.device)
         if seed is None:
-            # Not from torch's default generator, on which other calls count.
+            # Not from torch's default generator: a seeded call may be drawing from it.
             return generator.manual_seed(int(torch.randint(1 << 62, (), generator=self.seeds)))
         generator.manual_seed(seed)
         if self.on_gpu:

@@ -18,7 +18,7 @@ from cli.voices import speaker_prompt
 from generate import accelerate, load, load_upstream, stream
 from serving.codec import PendingAudio
 from serving.engine import Engine
-from serving.stream import Stream, StreamTimeout
+from serving.stream import QueueFull, Stream, StreamTimeout
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 LIMIT = 300  # seconds that any wait may take
@@ -495,6 +495,17 @@ def test_a_piece_without_a_new_token(voice, pieces):
     expected = alone(voice, text="".join(pieces), **request)
     with Engine(voice.fast, max_streams=2) as engine:
         assert_same(joined(engine.stream(voice.fast.generate_voice_clone, text=iter(pieces), **request)), expected)
+
+
+def test_too_many_requests(voice):
+    """A burst that finds places free is not refused: only what waits beyond them counts."""
+    with Engine(voice.fast, max_streams=3, max_waiting=1) as engine:
+        with engine.decoder.lock:  # nobody is admitted yet
+            streams = [engine.stream(voice.fast.generate_voice_clone, **request) for request in requests_of(voice, 4)]
+            with pytest.raises(QueueFull, match="1 requests are waiting"):
+                engine.stream(voice.fast.generate_voice_clone, **requests_of(voice, 1)[0])
+        for chunks in streams:
+            chunks.close()
 
 
 def test_cancelled_while_its_prompt_is_queued(voice):
