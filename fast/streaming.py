@@ -7,6 +7,7 @@ text that is still being written.
 
 import asyncio
 import itertools
+import numbers
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -41,7 +42,7 @@ def stream(
     """
     if chunk_frames is not None and chunk_frames < 1:
         raise ValueError(f"chunk_frames is {chunk_frames}, it must be at least 1")
-    tts = method.__self__
+    tts = model_of(method)
     decoder = decoder_of(tts)
     check_not_async(text)
     if is_arriving(text):
@@ -104,6 +105,19 @@ class AsyncPieces:
         self.is_cancelled = True
         if self.coming:
             self.coming.cancel()
+
+
+def model_of(method: Callable):
+    tts = getattr(method, "__self__", None)
+    if tts is None:
+        raise ValueError(f"{method} belongs to no model: give a method of a loaded one, as tts.generate_voice_clone")
+    return tts
+
+
+def check_seed(seed: int | None) -> None:
+    """Whether torch takes it."""
+    if seed is not None and not (isinstance(seed, numbers.Integral) and -(2**63) <= seed < 2**64):
+        raise ValueError(f"seed is {seed!r}, it must be a whole number from 0 to 2**63 - 1")
 
 
 def check_not_async(text) -> None:

@@ -44,7 +44,7 @@ from fast.prompts import (
     request_for,
     with_voice_clone_prompt,
 )
-from fast.streaming import check_not_async, is_arriving
+from fast.streaming import check_not_async, check_seed, is_arriving
 from serving.batch import HostSettings, Prefill, Slots, copy_to_device, frame_graph
 from serving.codec import BATCH_CHUNK_SIZES, BatchCodec, PendingAudio
 from serving.stream import CutOff, QueueFull, Stream, StreamTimeout
@@ -278,6 +278,7 @@ class Engine:
 
         if isinstance(text, str):
             raise ValueError("the text is a string: give a list of texts, or use stream")
+        check_seed(seed)
         kwargs = with_voice_clone_prompt(method, kwargs)
         with ThreadPoolExecutor(self.max_streams, "speech list") as threads:
             return [*threads.map(speak, range(len(text)))], self.rate
@@ -316,7 +317,8 @@ class Engine:
     def submit(self, stream: Stream, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
         """Have the prompt built and the request queued. `text` is None if it is still to come."""
         self.decoder.lock.check_process()
-        if method.__self__ is not self.tts:
+        check_seed(seed)
+        if getattr(method, "__self__", None) is not self.tts:
             raise ValueError("this engine speaks with another model: use a method of the model it was made with")
         with self.changed:
             if self.closing:
@@ -458,7 +460,7 @@ class Engine:
         if seed is None:
             # Not from torch's default generator: a seeded call may be drawing from it.
             return generator.manual_seed(int(torch.randint(1 << 62, (), generator=self.seeds)))
-        generator.manual_seed(seed)
+        generator.manual_seed(int(seed))
         if self.on_gpu:
             generator.manual_seed(int(torch.randint(1 << 62, (), device=self.device, generator=generator)))
         return generator

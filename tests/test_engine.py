@@ -206,6 +206,15 @@ def test_bad_input_fails_alone_and_at_the_call(voice):
             engine.stream(method, **request | dict(eos_token_id=5))
         with pytest.raises(ValueError, match="another model"):
             engine.stream(voice.upstream.generate_voice_clone, **request)
+        with pytest.raises(ValueError, match="a method of the model"):
+            engine.stream(type(voice.fast).generate_voice_clone, **request)
+        with pytest.raises(ValueError, match="belongs to no model"):
+            stream(type(voice.fast).generate_voice_clone, **request)
+        for seed in ("a", 2**70, 1.5):
+            with pytest.raises(ValueError, match="whole number"):
+                engine.stream(method, **request | dict(seed=seed))
+            with pytest.raises(ValueError, match="whole number"):
+                engine.generate(method, **request | dict(seed=seed, text=["Hello."]))
         assert_same(joined(engine.stream(method, **request)), alone(voice, **request))
 
 
