@@ -117,7 +117,7 @@ def model_of(method: Callable):
 def check_seed(seed: int | None) -> None:
     """Whether torch takes it."""
     if seed is not None and not (isinstance(seed, numbers.Integral) and -(2**63) <= seed < 2**64):
-        raise ValueError(f"seed is {seed!r}, it must be a whole number from 0 to 2**63 - 1")
+        raise ValueError(f"seed is {seed!r}, it must be a whole number from -2**63 to 2**64 - 1")
 
 
 def check_not_async(text) -> None:

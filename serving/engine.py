@@ -494,8 +494,9 @@ class Engine:
                 self.changed.wait_for(lambda: self.closing or self.waiting or self.active)
                 if self.closing:
                     return
-            with self.decoder.lock:  # other calls on this model wait while streams advance
-                self.run_until_idle()
+            with self.decoder.lock.take(give_up=lambda: self.closing) as turn:  # other calls on this model wait
+                if turn:
+                    self.run_until_idle()
             self.wait_for_listeners()
 
     @torch.no_grad()
@@ -902,7 +903,7 @@ class Engine:
     # ---- Lifetime
 
     def close(self) -> None:
-        """End all streams with an error and stop. Waits for other calls on the model that are running."""
+        """End all streams with an error and stop. Does not wait for other calls on the model."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()

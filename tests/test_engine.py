@@ -589,6 +589,33 @@ def test_closing_ends_streams_whose_text_has_not_come(voice):
     never.set()
 
 
+@pytest.mark.filterwarnings("error", "ignore:the speech was cut off")
+def test_a_plain_stream_that_is_paused(voice, monkeypatch):
+    """A closing engine neither waits for it nor takes over. A running one takes over after a while, and goes on even
+    where warnings are errors."""
+    method = voice.fast.generate_voice_clone
+    (request,) = requests_of(voice, 1)
+    plain = {name: value for name, value in request.items() if name != "seed"}
+    engine = Engine(voice.fast, max_streams=1)
+    paused = stream(method, **plain)
+    next(paused)
+    chunks = engine.stream(method, **request)
+    start = time.monotonic()
+    engine.close()
+    assert time.monotonic() - start < 5
+    with pytest.raises(RuntimeError, match="closed"):
+        next(chunks)
+    list(paused)
+
+    with Engine(voice.fast, max_streams=1) as engine:
+        monkeypatch.setattr(engine.decoder.lock, "patience", 0.1)
+        paused = stream(method, **plain)
+        next(paused)
+        assert_same(joined(engine.stream(method, **request)), alone(voice, **request))
+        with pytest.raises(RuntimeError, match="taken over"):
+            next(paused)
+
+
 def test_audio_that_cannot_be_delivered_is_not_left_out(voice, monkeypatch):
     """A chunk that is lost must not be followed by a normal end."""
     (request,) = requests_of(voice, 1)
