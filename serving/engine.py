@@ -108,6 +108,9 @@ class Engine:
         self.seeds = torch.Generator().manual_seed(int(torch.randint(1 << 62, ())))  # for streams without a seed
         self.shared_generator = self.make_generator(None)
         self.settings = HostSettings(self.talker.config)
+        # A token takes a position, and stands for at most as many bytes as its name has characters. A byte of the text
+        # in Unicode's composed form (NFC), which the tokenizer reads, was at most 1.5 characters before.
+        self.max_characters = 2 * max(map(len, tts.processor.tokenizer.get_vocab())) * self.decoder.max_seq_len
         with self.decoder.lock:
             self.capture()
 
@@ -318,6 +321,7 @@ class Engine:
         """Have the prompt built and the request queued. `text` is None if it is still to come."""
         self.decoder.lock.check_process()
         check_seed(seed)
+        self.check_length(len(text or ""))
         if getattr(method, "__self__", None) is not self.tts:
             raise ValueError("this engine speaks with another model: use a method of the model it was made with")
         with self.changed:
@@ -333,6 +337,14 @@ class Engine:
             future = self.prompt_thread.submit(self.build_prompt, stream, method, text, seed, kwargs, inputs_ready)
         future.add_done_callback(self.prompt_is_done)  # also if it was cancelled while it was queued
         return future
+
+    def check_length(self, characters: int) -> None:
+        """Refuse what cannot fit before the prompt thread tokenizes it, for which all others would wait."""
+        if characters > self.max_characters:
+            raise ValueError(
+                f"the text has {characters} characters, more than {self.max_characters} never fit into "
+                f"{self.decoder.max_seq_len} positions: speak it in parts"
+            )
 
     def prompt_is_done(self, future: Future) -> None:
         with self.changed:
@@ -428,6 +440,7 @@ class Engine:
                 text.finish()
             else:
                 text.push(piece)
+                self.check_length(len(text.text))
             if piece or piece is END:
                 stream.text_came_at = time.monotonic()
             if stream.request is None:

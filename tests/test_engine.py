@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import dataclasses
+import itertools
 import random
 import threading
 import time
@@ -196,6 +197,8 @@ def test_bad_input_fails_alone_and_at_the_call(voice):
             engine.stream(method, **request | dict(text=" "))
         with pytest.raises(ValueError, match="the text is a NoneType"):  # None is how the engine marks one to come
             engine.stream(method, **request | dict(text=None))
+        with pytest.raises(ValueError, match="2000000 characters, more than 10752 never fit into 384 positions"):
+            engine.stream(method, **request | dict(text="word " * 400_000))  # others would wait while it is tokenized
         with pytest.raises(ValueError, match="use astream"):
             engine.stream(method, **request | dict(text=async_pieces_of("Hello.")))
         with pytest.raises(ValueError, match="max_new_tokens"):
@@ -495,6 +498,9 @@ def test_an_iterator_that_fails_or_stops_ends_its_stream_only(voices):
         assert len(joined(heard)) < 20 * 1920  # nothing after the bad piece, which would take all 39 frames
         assert next(pieces).startswith("five")  # nor is it read
         assert_same(joined(engine.stream(method, **request)), alone(voice, **request))
+        engine.max_characters = 5
+        with pytest.raises(ValueError, match="never fit"):
+            list(engine.stream(method, **request | dict(text=itertools.repeat("a "))))
 
 
 @pytest.mark.parametrize("pieces", [["Hi th", "<", " a"], ["Hi th", "", " a"]], ids=str)
