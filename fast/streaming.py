@@ -8,7 +8,7 @@ text that is still being written.
 import asyncio
 import itertools
 import numbers
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -129,14 +129,14 @@ def is_arriving(text) -> bool:
     return hasattr(text, "__iter__") and not isinstance(text, str | bytes | list | tuple | dict | set)
 
 
-def arriving_audio_chunks(tts, decoder, reader: TextReader, chunk_frames: int | None) -> Iterator[Chunk]:
+def arriving_audio_chunks(tts, decoder, reader: TextReader, chunk_frames: int | None) -> Generator[Chunk, None, bool]:
     """`audio_chunks` of a text that is still arriving. The model is not locked before there is enough of it."""
     text = reader.text
     reader.start()
     try:
         reader.wait_until(lambda: text.can_begin)
         request = move_to(decoder.talker.device, text.begin())
-        yield from audio_chunks(tts, decoder, request, text.reference, chunk_frames, reader)
+        return (yield from audio_chunks(tts, decoder, request, text.reference, chunk_frames, reader))
     finally:
         reader.close()
 
@@ -148,7 +148,8 @@ def audio_chunks(
     reference: torch.Tensor | None,
     chunk_frames: int | None,
     reader: TextReader | None = None,
-) -> Iterator[Chunk]:
+) -> Generator[Chunk, None, bool]:
+    """Returns whether the speech has ended by itself, and not at a limit."""
     codec = tts.model.speech_tokenizer.decode.__self__
     rate = tts.model.speech_tokenizer.get_output_sample_rate()
     sizes = itertools.repeat(chunk_frames) if chunk_frames else growing_chunks()
@@ -179,8 +180,11 @@ def audio_chunks(
                     yield wait_for_audio(), rate
                 wait_for_audio = None
         rest = [wait_for_audio, codec.feed(torch.stack(frames)) if frames else None]
+        talker, _ = decoder.graphs_for(1)
+        has_ended = talker.all_ended(1, None)  # `frames` has waited for the last step
     for wait_for_audio in filter(None, rest):
         yield wait_for_audio(), rate
+    return has_ended
 
 
 def frames_of(decoder, request: dict, reader: TextReader | None, turn) -> Iterator[torch.Tensor | None]:

@@ -121,6 +121,25 @@ def test_a_retry_speaks_with_another_seed(voice, monkeypatch):
     assert len(audio) > 1920
 
 
+def test_a_retry_after_a_full_cache(voices, monkeypatch):
+    """Speech that fills the cache before it reaches its frame limit has not ended either."""
+    voice = voices("x-vector").end_comes_up(False)
+    seeds = []
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    with pytest.warns(UserWarning, match="cut off after 4 frames"):
+        request = dict(text="Hi", max_new_tokens=5, **voice.arguments, **GREEDY)
+        audio = joined(speak(voice.fast.generate_voice_clone, seed=5, retries=2, **request))
+    assert len(seeds) == 3 and len(audio) == 4 * 1920
+
+
+@pytest.mark.parametrize("mistake", [dict(text=" "), dict(language="Klingon"), dict(temperature=-1.0), dict(seed="a")])
+@pytest.mark.parametrize("function", [speak, stream_long])
+def test_mistakes_raise_at_the_call(voice, function, mistake):
+    """As those of `stream`: they were raised at the first chunk."""
+    with pytest.raises(ValueError):
+        function(voice.fast.generate_voice_clone, **dict(text="Hi") | voice.arguments | mistake)
+
+
 def generate(folder, *arguments):
     command = ["--model", folder, "--speaker", folder / "speaker.pt", "--device", "cpu", "--max-seq-len", 300]
     return [str(word) for word in [*command, *arguments]]
