@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> None:
         if args.parts and args.join:
             speak_parts(args, utterance, progress)
         for output, texts in args.outputs:
-            if args.parts and not args.join and args.parts.mark(texts[0][0]).is_file():
+            is_spoken = args.parts and not args.join and args.parts.mark(texts[0][0]).is_file()
+            if is_spoken and output.is_file():  # it may have been moved away since
                 progress.skip(texts[0][1])
                 continue
             start = time.perf_counter()
