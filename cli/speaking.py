@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> None:
             if first is None:
                 raise ValueError("the text is empty: give something to say")
             first_ms = (time.perf_counter() - start) * 1e3
-            seconds = write_audio(output, itertools.chain([first], chunks), playable=args.stream)
+            samples = args.parts.samples(args.pause) if args.parts and args.join else 0
+            seconds = write_audio(output, itertools.chain([first], chunks), args.stream, samples)
             show_progress("")
             wall = time.perf_counter() - start
             summary = f"{output}: {seconds:.2f} s of audio in {wall:.2f} s, {seconds / wall:.2f} x real time"
