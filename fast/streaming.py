@@ -108,6 +108,7 @@ class AsyncPieces:
 
 
 def model_of(method: Callable):
+    """The model whose method this is."""
     tts = getattr(method, "__self__", None)
     if tts is None:
         raise ValueError(f"{method} belongs to no model: give a method of a loaded one, as tts.generate_voice_clone")

@@ -439,8 +439,8 @@ class Engine:
             if piece is END:
                 text.finish()
             else:
+                self.check_length(len(text.text) + len(str(piece)))  # `push` refuses what is not a string
                 text.push(piece)
-                self.check_length(len(text.text))
             if piece or piece is END:
                 stream.text_came_at = time.monotonic()
             if stream.request is None:
@@ -577,7 +577,8 @@ class Engine:
                 stream.cancelled = True
         for stream in self.active:
             stream.finished |= stream.cancelled
-            stream.text_error = stream.text_error or stream.text_timed_out()  # its listener may have stopped reading
+            if error := stream.text_timed_out():  # its listener may have stopped reading
+                stream.text_error = stream.text_error or error
 
     def may_admit(self) -> bool:
         """Not if a prefill would let a listener run dry who has audio, unless the next request has waited long."""

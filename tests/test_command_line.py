@@ -463,7 +463,7 @@ LATE_MISTAKES = [  # those that take torch, the tokenizer or the model to find
     (dict(speaker="code.pt"), "not a speaker file"),
     (dict(speaker="text.pt"), "not a speaker file"),
     (dict(text="x" * 500), "takes 500 positions, the cache has 300"),
-    (dict(text="x" * 295, non_streaming_mode=""), "the prompt takes 305 of 300 positions: raise max_seq_len"),
+    (dict(text="x" * 295, non_streaming_mode=""), "the prompt takes 305 of 300 positions: raise --max-seq-len"),
     (dict(fused=""), "the megakernel cannot run here: the model is not on an NVIDIA GPU"),
     (dict(model="truncated"), "download it again"),
     pytest.param(
