@@ -182,6 +182,7 @@ class Engine:
         audio = queue.SimpleQueue()
         stream = Stream(audio.put, text_timeout)
         check_not_async(text)
+        self.check_model(method)
         kwargs = with_voice_clone_prompt(method, kwargs)
         arrives = is_arriving(text)
         try:
@@ -236,6 +237,7 @@ class Engine:
         stream = Stream(put, text_timeout)
         reader = None
         try:
+            self.check_model(method)
             if kwargs.get("ref_audio") is not None:
                 kwargs = await asyncio.to_thread(with_voice_clone_prompt, method, kwargs)
             arrives = is_arriving(text) or hasattr(text, "__aiter__")
@@ -282,6 +284,7 @@ class Engine:
         if isinstance(text, str):
             raise ValueError("the text is a string: give a list of texts, or use stream")
         check_seed(seed)
+        self.check_model(method)
         kwargs = with_voice_clone_prompt(method, kwargs)
         with ThreadPoolExecutor(self.max_streams, "speech list") as threads:
             return [*threads.map(speak, range(len(text)))], self.rate
@@ -322,8 +325,6 @@ class Engine:
         self.decoder.lock.check_process()
         check_seed(seed)
         self.check_length(len(text or ""))
-        if getattr(method, "__self__", None) is not self.tts:
-            raise ValueError("this engine speaks with another model: use a method of the model it was made with")
         with self.changed:
             if self.closing:
                 raise RuntimeError(self.why_closed)
@@ -337,6 +338,10 @@ class Engine:
             future = self.prompt_thread.submit(self.build_prompt, stream, method, text, seed, kwargs, inputs_ready)
         future.add_done_callback(self.prompt_is_done)  # also if it was cancelled while it was queued
         return future
+
+    def check_model(self, method: Callable) -> None:
+        if getattr(method, "__self__", None) is not self.tts:
+            raise ValueError("this engine speaks with another model: use a method of the model it was made with")
 
     def check_length(self, characters: int) -> None:
         """Refuse what cannot fit before the prompt thread tokenizes it, for which all others would wait."""
