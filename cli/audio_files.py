@@ -20,7 +20,8 @@ from cli.output_files import FORMATS, is_special, is_wav, open_stdout, replaceme
 Chunk = tuple[np.ndarray, int]  # float samples from -1 to 1, sample rate
 
 WAV_HEADER_BYTES = 36  # of the 44-byte header, those that the RIFF size field counts
-UNKNOWN_LENGTH = 0xFFFFFFFF - WAV_HEADER_BYTES  # for a stream whose header cannot be corrected later
+MAX_WAV_BYTES = 0xFFFFFFFF - WAV_HEADER_BYTES  # of samples
+UNKNOWN_LENGTH = MAX_WAV_BYTES  # for a stream whose header cannot be corrected later
 
 
 def read_audio(path: Path) -> Chunk:
@@ -48,22 +49,25 @@ def check_recording(audio: np.ndarray, rate: int, name: str) -> float:
     return seconds
 
 
-def write_audio(path: Path, chunks: Iterable[Chunk], playable: bool = False) -> float:
+def write_audio(path: Path, chunks: Iterable[Chunk], playable: bool = False, samples: int = 0) -> float:
     """Write chunks as they come, to a file or, for "-", to stdout. Returns the seconds of audio.
 
     playable: a WAV can be played while it grows, and stays as far as it got if the chunks end with an error. Without
     it, or in another format, the file appears under its name only when it is complete.
+    samples: how many there will be, if they may be more than fit into a WAV
     """
     if str(path) == "-":
         return write_wav(path, open_stdout, chunks if playable else [join(chunks)], length_is_known=not playable)
     if is_wav(path) and (playable or is_special(path)):
         return write_wav(path, lambda: open(path, "wb"), chunks, length_is_known=False)
-    return write_file(path, chunks)
+    return write_file(path, chunks, samples)
 
 
-def write_file(path: Path, chunks: Iterable[Chunk]) -> float:
+def write_file(path: Path, chunks: Iterable[Chunk], samples: int) -> float:
     """A complete file in one of soundfile's formats, written beside `path` and renamed."""
     sound_format, subtype = FORMATS[path.suffix.lower()]
+    if sound_format == "WAV" and 2 * samples > MAX_WAV_BYTES:
+        sound_format = "RF64"  # a WAV with 64-bit sizes
     frames = 0
     with replacement_for(path) as beside, contextlib.ExitStack() as files:
         for audio, rate in chunks:
@@ -97,6 +101,10 @@ def write_wav(path: Path, open_file: Callable[[], BinaryIO], chunks: Iterable[Ch
                     known = length_is_known or can_correct
                     file.write(wav_header(rate, len(samples) if known else UNKNOWN_LENGTH))
                 file.write(samples)
+                if size <= MAX_WAV_BYTES < size + len(samples):
+                    warnings.warn(
+                        f"{path} is larger than a WAV's header can say: some players stop at 4 GiB", stacklevel=2
+                    )
                 size += len(samples)
                 if can_correct:
                     file.seek(0)
@@ -113,7 +121,8 @@ def close_quietly(file: BinaryIO) -> None:
 
 
 def wav_header(rate: int, size: int) -> bytes:
-    """16-bit mono PCM with `size` bytes of samples."""
+    """16-bit mono PCM with `size` bytes of samples, or more than the header can say."""
+    size = min(size, MAX_WAV_BYTES)
     channels, bytes_per_sample, pcm = 1, 2, 1
     fmt = struct.pack("<HHIIHH", pcm, channels, rate, rate * bytes_per_sample, bytes_per_sample, 8 * bytes_per_sample)
     riff = struct.pack("<4sI4s", b"RIFF", WAV_HEADER_BYTES + size, b"WAVE")

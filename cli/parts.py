@@ -6,6 +6,7 @@ whether they belong to this run.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,11 @@ class Parts:
         with soundfile.SoundFile(self.path(number)) as file:
             for block in file.blocks(BLOCK, dtype="int16"):
                 yield block / 32767, file.samplerate
+
+    def samples(self, pause: float) -> int:
+        """At most so many are in all utterances with a pause after each."""
+        parts = [soundfile.info(part) for part in self.folder.glob("[0-9]*.wav")]
+        return sum(part.frames + math.ceil(pause * part.samplerate) for part in parts)
 
     def remove(self) -> None:
         """Only files that this class has made."""

@@ -96,10 +96,19 @@ class ProgressHandler(logging.Handler):
         show_progress(record.getMessage())
 
 
+def show_warning(message: Warning | str, *_) -> None:
+    print(f"warning: {with_option_names(str(message).splitlines()[0])}", file=sys.stderr)
+
+
+def with_option_names(message: str) -> str:
+    """The library's messages name an argument of `load`."""
+    return message.replace("raise max_seq_len", "raise --max-seq-len")
+
+
 @contextlib.contextmanager
 def cli_errors() -> Iterator[None]:
     """Around a script's main: a user's mistake is one line and exit code 2, a warning is one line."""
-    warnings.showwarning = lambda message, *_: print(f"warning: {str(message).splitlines()[0]}", file=sys.stderr)
+    warnings.showwarning = show_warning
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when huggingface_hub is imported
     log = logging.getLogger("qwen3_tts_cudagraphs")
     log.setLevel(logging.INFO)
@@ -116,5 +125,5 @@ def cli_errors() -> Iterator[None]:
         print(f"error: {error}: use the environment of setup.sh, and copy all folders", file=sys.stderr)
         sys.exit(2)
     except (ValueError, OSError, ImportError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {with_option_names(' '.join(str(error).split()))}", file=sys.stderr)
         sys.exit(2)

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from cli.loading import choose_device, model_errors
 from cli.options import REFERENCE_SILENCE, check_number_of_files, has_parts, read_texts
 from cli.output_files import check_writable
 from cli.parts import Parts
-from cli.scripts import show_progress
+from cli.scripts import show_progress, show_warning
 from cli.text_files import Line, Pipe
 from cli.voices import load_speaker, voice_request
 from fast.long_text import speak, split_text, tokens_that_fit, with_pauses
@@ -44,12 +45,15 @@ def run(args: argparse.Namespace) -> None:
             utterance = partial(utterance, retries=args.retry)
 
         progress = Progress(args)
+        warnings.filterwarnings("always", message="the speech")  # Python shows the same words only once
+        warnings.showwarning = progress.show_warning
         if args.parts:
             args.parts.open(args.resume)
         if args.parts and args.join:
             speak_parts(args, utterance, progress)
         for output, texts in args.outputs:
-            if args.parts and not args.join and args.parts.mark(texts[0][0]).is_file():
+            is_spoken = args.parts and not args.join and args.parts.mark(texts[0][0]).is_file()
+            if is_spoken and output.is_file():  # it may have been moved away since
                 progress.skip(texts[0][1])
                 continue
             start = time.perf_counter()
@@ -63,7 +67,8 @@ def run(args: argparse.Namespace) -> None:
             if first is None:
                 raise ValueError("the text is empty: give something to say")
             first_ms = (time.perf_counter() - start) * 1e3
-            seconds = write_audio(output, itertools.chain([first], chunks), playable=args.stream)
+            samples = args.parts.samples(args.pause) if args.parts and args.join else 0
+            seconds = write_audio(output, itertools.chain([first], chunks), args.stream, samples)
             show_progress("")
             wall = time.perf_counter() - start
             summary = f"{output}: {seconds:.2f} s of audio in {wall:.2f} s, {seconds / wall:.2f} x real time"
@@ -203,6 +208,11 @@ class Progress:
         if self.texts:
             self.spoken += len(text)
         self.finished += 1
+
+    def show_warning(self, message: Warning, *_) -> None:
+        """It is about the utterance that is being spoken."""
+        show_progress("")
+        show_warning(message if len(self.texts) == 1 else f"utterance {self.finished + 1}: {message}")
 
     def line(self) -> str:
         elapsed = time.perf_counter() - self.start

@@ -9,6 +9,7 @@ proportion to its text. Usual speech takes 3 to 5 frames per token; a limit of 6
 slow and emotional speech. Here it is twice that, and 15 seconds for short texts.
 """
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from fast.prompts import check_text, decoder_of
-from fast.streaming import Chunk, is_arriving, stream
+from fast.streaming import Chunk, check_seed, is_arriving, model_of, stream
 
 FRAMES_PER_TOKEN = 12
 MIN_FRAME_LIMIT = 192
@@ -56,63 +57,90 @@ def stream_long(
     seed: each utterance has a seed of its own, derived from this one
     max_tokens: tokens of the text in one utterance. Default: what surely fits into the cache.
     kwargs: as for `stream`
+
+    Mistakes raise an error here, before the first chunk.
     """
     check_text(text)
-    tts = method.__self__
+    check_seed(seed)
+    tts = model_of(method)
     if max_tokens is None:
         max_tokens = tokens_that_fit(decoder_of(tts).max_seq_len, kwargs)
     count = token_counter(tts)
     utterances = split_text(text.splitlines(), lambda part: count(part) <= max_tokens, language)
 
-    def spoken() -> Iterator[Iterator[Chunk]]:
-        for number, utterance in enumerate(utterances):
-            own_seed = None if seed is None else seed + number
-            yield speak(method, text=utterance, language=language, retries=retries, seed=own_seed, **kwargs)
+    def utterance(number: int) -> Iterator[Chunk]:
+        own_seed = None if seed is None else seed + number
+        return speak(method, text=utterances[number], language=language, retries=retries, seed=own_seed, **kwargs)
 
-    return with_pauses(spoken(), pause)
+    first = utterance(0)
+    return with_pauses(itertools.chain([first], map(utterance, range(1, len(utterances)))), pause)
 
 
 def speak(
     method: Callable, *, text: str | Iterable[str], retries: int = 0, seed: int | None = None, **kwargs
 ) -> Iterator[Chunk]:
-    """`stream` for one utterance, stopped with a warning if it does not end.
+    """`stream` for one utterance, stopped with a warning if it does not end. Mistakes raise an error here, too.
 
-    retries: how often to speak it again, with another seed. Its audio then comes when it is complete.
+    retries: how often to speak it again, with another seed, if it does not end before this limit or that of the cache.
+        Its audio then comes when it is complete.
     """
-    samples_per_frame = method.__self__.model.speech_tokenizer.get_decode_upsample_rate()
-    count = token_counter(method.__self__)
+    check_seed(seed)
     seen = Recorded(text) if is_arriving(text) else text
     if retries and seen is not text:
         raise ValueError("text that is still arriving cannot be spoken again: leave out retries")
+    first = stream(method, text=seen, **kwargs)
+    again = (stream(method, text=seen, **kwargs) for _ in range(retries))
+    return speak_until_it_ends(method.__self__, seen, itertools.chain([first], again), bool(retries), seed)
 
-    for attempt in range(retries + 1):
+
+def speak_until_it_ends(
+    tts, text: "str | Recorded", attempts: Iterable[Iterator[Chunk]], is_kept_back: bool, seed: int | None
+) -> Iterator[Chunk]:
+    """The first attempt that ends by itself, or the last.
+
+    is_kept_back: whether to yield audio only when its attempt is over
+    """
+    samples_per_frame = tts.model.speech_tokenizer.get_decode_upsample_rate()
+    count = token_counter(tts)
+    for number, chunks in enumerate(attempts):
         if seed is not None:
-            torch.manual_seed(seed + (attempt << 32))
+            torch.manual_seed(seed + (number << 32))
         heard = []
         samples = 0
-        has_ended = True
-        chunks = stream(method, text=seen, **kwargs)
-        for audio, rate in chunks:
+        was_stopped = False
+        attempt = Attempt(chunks)
+        for audio, rate in attempt:
             limit = MIN_FRAME_LIMIT * samples_per_frame
             if samples + len(audio) > limit:
-                limit = frame_limit(count(str(seen))) * samples_per_frame
-            has_ended = samples + len(audio) <= limit
+                limit = frame_limit(count(str(text))) * samples_per_frame
+            was_stopped = samples + len(audio) > limit
             chunk = audio[: limit - samples], rate
             samples += len(chunk[0])
-            if retries:
+            if is_kept_back:
                 heard.append(chunk)
             else:
                 yield chunk
-            if not has_ended:
+            if was_stopped:
                 chunks.close()
                 break
-        if has_ended or attempt == retries:
+        if attempt.has_ended:
             break
     yield from heard
-    if not has_ended:
+    if was_stopped:
         warnings.warn(
-            f"the speech of {str(seen)[:30]!r} did not end: stopped after {samples / rate:.0f} s", stacklevel=2
+            f"the speech of {str(text)[:30]!r} did not end: stopped after {samples / rate:.0f} s", stacklevel=2
         )
+
+
+class Attempt:
+    """Chunks of `stream`, and then whether the speech has ended by itself."""
+
+    def __init__(self, chunks: Iterator[Chunk]):
+        self.chunks = chunks
+        self.has_ended = False
+
+    def __iter__(self) -> Iterator[Chunk]:
+        self.has_ended = yield from self.chunks
 
 
 def frame_limit(tokens: int) -> int:

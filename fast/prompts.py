@@ -130,6 +130,7 @@ def request_for(decoder, method: Callable, text: str, kwargs: dict, token_ids: l
 
     token_ids: use these instead of tokenizing the text
     """
+    check_reference(decoder.talker.config, reference_codes(kwargs.get("voice_clone_prompt")))
     key = template_key(method.__name__, kwargs) if decoder.host_talker else None
     if key is None:
         return build_request(method, text=text, token_ids=token_ids, **kwargs)
@@ -229,6 +230,21 @@ def speaker_prompt(speaker: torch.Tensor, rows: int = 1) -> dict:
         "x_vector_only_mode": [True] * rows,
         "icl_mode": [False] * rows,
     }
+
+
+def check_reference(config, codes: torch.Tensor | None) -> None:
+    """Codes beyond the codebooks would stop a GPU's kernels, and with them all other requests."""
+    if codes is None:
+        return
+    groups, size = config.num_code_groups, config.code_predictor_config.vocab_size
+    if codes.dim() != 2 or codes.shape[1] != groups or len(codes) == 0:
+        raise ValueError(f"the reference's codes have the shape {tuple(codes.shape)}, it must be (frames, {groups})")
+    low, high = map(int, codes.aminmax())
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"the reference has codes from {low} to {high}, the codebooks have 0 to {size - 1}: encode the recording "
+            "again"
+        )
 
 
 def reference_codes(voice_clone_prompt) -> torch.Tensor | None:

@@ -7,7 +7,8 @@ text that is still being written.
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+import numbers
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -41,10 +42,9 @@ def stream(
     """
     if chunk_frames is not None and chunk_frames < 1:
         raise ValueError(f"chunk_frames is {chunk_frames}, it must be at least 1")
-    tts = method.__self__
+    tts = model_of(method)
     decoder = decoder_of(tts)
-    if hasattr(text, "__aiter__"):
-        raise ValueError("the text is an async iterator: use astream instead of stream")
+    check_not_async(text)
     if is_arriving(text):
         if not 0 < text_timeout < float("inf"):
             raise ValueError(f"text_timeout is {text_timeout}, it must be above 0 and finite, in seconds")
@@ -107,18 +107,37 @@ class AsyncPieces:
             self.coming.cancel()
 
 
+def model_of(method: Callable):
+    """The model whose method this is."""
+    tts = getattr(method, "__self__", None)
+    if tts is None:
+        raise ValueError(f"{method} belongs to no model: give a method of a loaded one, as tts.generate_voice_clone")
+    return tts
+
+
+def check_seed(seed: int | None) -> None:
+    """Whether torch takes it."""
+    if seed is not None and not (isinstance(seed, numbers.Integral) and -(2**63) <= seed < 2**64):
+        raise ValueError(f"seed is {seed!r}, it must be a whole number from -2**63 to 2**64 - 1")
+
+
+def check_not_async(text) -> None:
+    if hasattr(text, "__aiter__"):
+        raise ValueError("the text is an async iterator: use astream instead of stream")
+
+
 def is_arriving(text) -> bool:
     return hasattr(text, "__iter__") and not isinstance(text, str | bytes | list | tuple | dict | set)
 
 
-def arriving_audio_chunks(tts, decoder, reader: TextReader, chunk_frames: int | None) -> Iterator[Chunk]:
+def arriving_audio_chunks(tts, decoder, reader: TextReader, chunk_frames: int | None) -> Generator[Chunk, None, bool]:
     """`audio_chunks` of a text that is still arriving. The model is not locked before there is enough of it."""
     text = reader.text
     reader.start()
     try:
         reader.wait_until(lambda: text.can_begin)
         request = move_to(decoder.talker.device, text.begin())
-        yield from audio_chunks(tts, decoder, request, text.reference, chunk_frames, reader)
+        return (yield from audio_chunks(tts, decoder, request, text.reference, chunk_frames, reader))
     finally:
         reader.close()
 
@@ -130,7 +149,8 @@ def audio_chunks(
     reference: torch.Tensor | None,
     chunk_frames: int | None,
     reader: TextReader | None = None,
-) -> Iterator[Chunk]:
+) -> Generator[Chunk, None, bool]:
+    """Returns whether the speech has ended by itself, and not at a limit."""
     codec = tts.model.speech_tokenizer.decode.__self__
     rate = tts.model.speech_tokenizer.get_output_sample_rate()
     sizes = itertools.repeat(chunk_frames) if chunk_frames else growing_chunks()
@@ -161,8 +181,11 @@ def audio_chunks(
                     yield wait_for_audio(), rate
                 wait_for_audio = None
         rest = [wait_for_audio, codec.feed(torch.stack(frames)) if frames else None]
+        talker, _ = decoder.graphs_for(1)
+        has_ended = talker.all_ended(1, None)  # `frames` has waited for the last step
     for wait_for_audio in filter(None, rest):
         yield wait_for_audio(), rate
+    return has_ended
 
 
 def frames_of(decoder, request: dict, reader: TextReader | None, turn) -> Iterator[torch.Tensor | None]:

@@ -1,11 +1,13 @@
 """One request at a time on one model, also when a stream is paused between two chunks."""
 
 import contextlib
+import logging
 import os
 import threading
 import time
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+log = logging.getLogger("qwen3_tts_cudagraphs")
 
 
 class Turns:
@@ -32,22 +34,24 @@ class Turns:
             )
 
     @contextlib.contextmanager
-    def take(self) -> Iterator["Turn"]:
+    def take(self, give_up: Callable[[], bool] = lambda: False) -> Iterator["Turn | None"]:
+        """Wait for a turn. None: it is somebody else's, and `give_up` has returned True."""
         self.check_process()
+        turn = None
         with self.changed:
-            while self.current and not self.current.is_abandoned():
-                self.changed.wait(self.patience / 10)
-            if self.current:
-                warnings.warn("a stream was neither finished nor closed: the next request takes over", stacklevel=3)
-            turn = Turn(self)
-            self.current = turn
+            while self.current and not self.current.is_abandoned() and not give_up():
+                self.changed.wait(min(0.1, self.patience / 10))
+            if not self.current or not give_up():
+                if self.current:
+                    log.warning("a stream was neither finished nor closed: the next request takes over")
+                turn = self.current = Turn(self)
         try:
             yield turn
         finally:
             with self.changed:
-                if self.current is turn:
+                if turn and self.current is turn:
                     self.current = None
-                    self.changed.notify()
+                    self.changed.notify_all()
 
     def __enter__(self) -> None:
         """`with turns:` is for requests that never pause, so that nobody can take over."""

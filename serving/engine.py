@@ -44,7 +44,7 @@ from fast.prompts import (
     request_for,
     with_voice_clone_prompt,
 )
-from fast.streaming import is_arriving
+from fast.streaming import check_not_async, check_seed, is_arriving
 from serving.batch import HostSettings, Prefill, Slots, copy_to_device, frame_graph
 from serving.codec import BATCH_CHUNK_SIZES, BatchCodec, PendingAudio
 from serving.stream import CutOff, QueueFull, Stream, StreamTimeout
@@ -84,7 +84,7 @@ class Engine:
         """Capture graphs for up to `max_streams` streams.
 
         max_unread: chunks that a listener may leave unread before its stream pauses
-        max_waiting: requests that may wait for a place
+        max_waiting: requests that may wait for a place, beyond those that will find one free
         patience: seconds after which a paused stream loses its place to a waiting one
         cut_off_is_error: raise CutOff after the last chunk of a speech that ended at a limit, instead of warning
         """
@@ -105,8 +105,12 @@ class Engine:
         self.single = self.decoder.graphs_for(1)
         # The megakernel draws the noise of a frame's 15 codes in one call, upstream's layers one code at a time.
         self.draws_codes_at_once = isinstance(self.single[1].step, PredictorStep)
+        self.seeds = torch.Generator().manual_seed(int(torch.randint(1 << 62, ())))  # for streams without a seed
         self.shared_generator = self.make_generator(None)
         self.settings = HostSettings(self.talker.config)
+        # A token takes a position, and stands for at most as many bytes as its name has characters. A byte of the text
+        # in Unicode's composed form (NFC), which the tokenizer reads, was at most 1.5 characters before.
+        self.max_characters = 2 * max(map(len, tts.processor.tokenizer.get_vocab())) * self.decoder.max_seq_len
         with self.decoder.lock:
             self.capture()
 
@@ -177,10 +181,12 @@ class Engine:
         """
         audio = queue.SimpleQueue()
         stream = Stream(audio.put, text_timeout)
+        check_not_async(text)
+        self.check_model(method)
         kwargs = with_voice_clone_prompt(method, kwargs)
         arrives = is_arriving(text)
         try:
-            self.submit(stream, method, None if arrives else text, seed, kwargs).result()
+            self.submit(stream, method, None if arrives else check_text(text), seed, kwargs).result()
         except BaseException as error:
             self.cancel(stream)
             if isinstance(error, CancelledError):
@@ -206,7 +212,8 @@ class Engine:
             try:
                 return audio.get(timeout=stream.seconds_for_text())
             except queue.Empty:
-                stream.check_text_timeout()
+                if error := stream.text_timed_out():
+                    raise error from None
 
     async def astream(
         self,
@@ -230,10 +237,11 @@ class Engine:
         stream = Stream(put, text_timeout)
         reader = None
         try:
+            self.check_model(method)
             if kwargs.get("ref_audio") is not None:
                 kwargs = await asyncio.to_thread(with_voice_clone_prompt, method, kwargs)
             arrives = is_arriving(text) or hasattr(text, "__aiter__")
-            prompt = self.submit(stream, method, None if arrives else text, seed, kwargs)
+            prompt = self.submit(stream, method, None if arrives else check_text(text), seed, kwargs)
             try:
                 await asyncio.wrap_future(prompt)
             except asyncio.CancelledError:
@@ -257,7 +265,8 @@ class Engine:
             try:
                 return await asyncio.wait_for(audio.get(), stream.seconds_for_text())
             except asyncio.TimeoutError:
-                stream.check_text_timeout()
+                if error := stream.text_timed_out():
+                    raise error from None
 
     def generate(
         self, method: Callable, *, text: list[str], seed: int | None = None, **kwargs
@@ -274,6 +283,8 @@ class Engine:
 
         if isinstance(text, str):
             raise ValueError("the text is a string: give a list of texts, or use stream")
+        check_seed(seed)
+        self.check_model(method)
         kwargs = with_voice_clone_prompt(method, kwargs)
         with ThreadPoolExecutor(self.max_streams, "speech list") as threads:
             return [*threads.map(speak, range(len(text)))], self.rate
@@ -312,12 +323,13 @@ class Engine:
     def submit(self, stream: Stream, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
         """Have the prompt built and the request queued. `text` is None if it is still to come."""
         self.decoder.lock.check_process()
-        if method.__self__ is not self.tts:
-            raise ValueError("this engine speaks with another model: use a method of the model it was made with")
+        check_seed(seed)
+        self.check_length(len(text or ""))
         with self.changed:
             if self.closing:
                 raise RuntimeError(self.why_closed)
-            waiting = len(self.waiting) + self.preparing
+            free = self.max_streams - len(self.active)
+            waiting = len(self.waiting) + self.preparing - free
             if waiting >= self.max_waiting:
                 raise QueueFull(f"{waiting} requests are waiting already: try again later")
             self.preparing += 1
@@ -326,6 +338,18 @@ class Engine:
             future = self.prompt_thread.submit(self.build_prompt, stream, method, text, seed, kwargs, inputs_ready)
         future.add_done_callback(self.prompt_is_done)  # also if it was cancelled while it was queued
         return future
+
+    def check_model(self, method: Callable) -> None:
+        if getattr(method, "__self__", None) is not self.tts:
+            raise ValueError("this engine speaks with another model: use a method of the model it was made with")
+
+    def check_length(self, characters: int) -> None:
+        """Refuse what cannot fit before the prompt thread tokenizes it, for which all others would wait."""
+        if characters > self.max_characters:
+            raise ValueError(
+                f"the text has {characters} characters, more than {self.max_characters} never fit into "
+                f"{self.decoder.max_seq_len} positions: speak it in parts"
+            )
 
     def prompt_is_done(self, future: Future) -> None:
         with self.changed:
@@ -342,7 +366,7 @@ class Engine:
         try:
             for piece in pieces:
                 self.prompt_thread.submit(self.take_piece, stream, piece).result()
-                if stream.cancelled:
+                if stream.cancelled or stream.text_error:
                     return
         except BaseException as error:  # raised again where the speech is read
             last = error
@@ -354,6 +378,8 @@ class Engine:
         try:
             async for piece in pieces:
                 await asyncio.wrap_future(self.prompt_thread.submit(self.take_piece, stream, piece))
+                if stream.text_error:
+                    return
         except Exception as error:
             last = error
         with contextlib.suppress(RuntimeError):
@@ -388,7 +414,7 @@ class Engine:
             stream.reference = stream.text.reference
         else:
             stream.reference = reference_codes(kwargs.get("voice_clone_prompt"))
-            self.enqueue(stream, request_for(self.decoder, method, check_text(text), kwargs))
+            self.enqueue(stream, request_for(self.decoder, method, text, kwargs))
 
     def enqueue(self, stream: Stream, request: dict) -> None:
         stream.max_frames = check_request(self.decoder, request)
@@ -409,7 +435,7 @@ class Engine:
     @torch.no_grad()
     def take_piece(self, stream: Stream, piece: str | BaseException | None) -> None:
         """The next piece of a text that is still arriving, its end, or the error of its iterator."""
-        if stream.cancelled:
+        if stream.cancelled or stream.text_error:
             return
         text = stream.text
         try:
@@ -418,6 +444,7 @@ class Engine:
             if piece is END:
                 text.finish()
             else:
+                self.check_length(len(text.text) + len(str(piece)))  # `push` refuses what is not a string
                 text.push(piece)
             if piece or piece is END:
                 stream.text_came_at = time.monotonic()
@@ -449,9 +476,9 @@ class Engine:
         """
         generator = torch.Generator(self.device)
         if seed is None:
-            generator.manual_seed(int(torch.randint(1 << 62, ())))
-            return generator
-        generator.manual_seed(seed)
+            # Not from torch's default generator: a seeded call may be drawing from it.
+            return generator.manual_seed(int(torch.randint(1 << 62, (), generator=self.seeds)))
+        generator.manual_seed(int(seed))
         if self.on_gpu:
             generator.manual_seed(int(torch.randint(1 << 62, (), device=self.device, generator=generator)))
         return generator
@@ -485,8 +512,9 @@ class Engine:
                 self.changed.wait_for(lambda: self.closing or self.waiting or self.active)
                 if self.closing:
                     return
-            with self.decoder.lock:  # other calls on this model wait while streams advance
-                self.run_until_idle()
+            with self.decoder.lock.take(give_up=lambda: self.closing) as turn:  # other calls on this model wait
+                if turn:
+                    self.run_until_idle()
             self.wait_for_listeners()
 
     @torch.no_grad()
@@ -534,13 +562,14 @@ class Engine:
             stream.cancelled
             or stream.new_rows
             or (stream.unread < self.max_unread and stream.may_advance())
-            or (stream.text_error and stream.lacks_text())
+            or stream.text_has_failed()
             for stream in self.active
         )
         return bool(self.closing or not self.active or can_admit or can_advance)
 
     def drop_cancelled_and_overdue(self) -> None:
-        """Drop cancelled requests. If all slots are taken, evict streams paused beyond `patience`, oldest first."""
+        """Drop cancelled requests, and those whose text does not come. If all slots are taken, evict streams paused
+        beyond `patience`, oldest first."""
         with self.changed:
             self.waiting = collections.deque(stream for stream in self.waiting if not stream.cancelled)
             places_needed = len(self.waiting) if len(self.active) == self.max_streams else 0
@@ -553,6 +582,8 @@ class Engine:
                 stream.cancelled = True
         for stream in self.active:
             stream.finished |= stream.cancelled
+            if error := stream.text_timed_out():  # its listener may have stopped reading
+                stream.text_error = stream.text_error or error
 
     def may_admit(self) -> bool:
         """Not if a prefill would let a listener run dry who has audio, unless the next request has waited long."""
@@ -591,6 +622,7 @@ class Engine:
         for stream in streams:
             self.use_prompt(stream)
             stream.slot = heapq.heappop(self.free_slots)
+        states = [stream.generator and stream.generator.get_state() for stream in streams]
         try:
             run(streams)
             for stream in streams:
@@ -602,7 +634,9 @@ class Engine:
             for stream in streams:
                 heapq.heappush(self.free_slots, stream.slot)
             if len(streams) > 1:  # retry one by one, so that only the bad request fails
-                for stream in streams:
+                for stream, state in zip(streams, states):
+                    if state is not None:
+                        stream.generator.set_state(state)
                     self.prefill([stream], run)
             else:
                 log.exception("a request failed")
@@ -787,9 +821,7 @@ class Engine:
                 stream.was_cut_off = stream.checked == stream.max_frames and not has_ended
                 stream.finished = has_ended or stream.was_cut_off
         for stream in self.active:
-            is_all = not stream.new_rows and stream.lacks_text() and stream.checked == stream.launched
-            if stream.text_error and is_all:
-                stream.finished = True
+            stream.finished |= stream.text_has_failed()
 
     def fail_stopped(self, reason: str, flags: list[tuple[Stream, int]]) -> None:
         """The megakernel has stopped in a frame of this stream, whose state is worthless now."""
@@ -890,7 +922,7 @@ class Engine:
     # ---- Lifetime
 
     def close(self) -> None:
-        """End all streams with an error and stop. Waits for other calls on the model that are running."""
+        """End all streams with an error and stop. Does not wait for other calls on the model."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()

@@ -74,14 +74,21 @@ class Stream:
     def may_advance(self) -> bool:
         return self.launched < self.max_frames and not self.lacks_text() and not self.finished
 
+    def text_has_failed(self) -> bool:
+        """Whether all there was before an error of the text has been spoken, and the error comes next."""
+        is_all = self.lacks_text() and not self.new_rows and self.checked == self.launched
+        return self.text_error is not None and is_all
+
     def seconds_for_text(self) -> float | None:
-        """How long to wait for audio before `check_text_timeout`. None: as long as it takes."""
+        """How long to wait for audio before `text_timed_out`. None: as long as it takes."""
         if self.text is None or self.text.is_finished:
             return None
         return max(0.01, self.text_came_at + self.text_timeout - time.monotonic())
 
-    def check_text_timeout(self) -> None:
+    def text_timed_out(self) -> StreamTimeout | None:
+        """The error of a stream that has waited too long for its text."""
         limit = self.seconds_for_text()
-        waits_for_text = self.request is None or self.lacks_text()
-        if limit is not None and limit <= 0.01 and waits_for_text:
-            raise StreamTimeout(f"no text has come for {self.text_timeout:g} s, and it has not ended")
+        waits_for_text = self.request is None or (self.lacks_text() and not self.new_rows)
+        if limit is None or limit > 0.01 or not waits_for_text:
+            return None
+        return StreamTimeout(f"no text has come for {self.text_timeout:g} s, and it has not ended")

@@ -12,6 +12,7 @@ import pytest
 import soundfile
 from helpers import ROOT
 
+from cli import audio_files
 from cli.audio_files import write_audio
 from cli.output_files import check_format, write_bytes
 
@@ -65,6 +66,19 @@ def test_wav_and_flac_have_the_same_samples(tmp_path):
     np.testing.assert_array_equal(streamed, whole)
     np.testing.assert_array_equal(flac, whole)
     assert (tmp_path / "a.wav").read_bytes() == (tmp_path / "b.wav").read_bytes()
+
+
+def test_more_than_4_gib(tmp_path, monkeypatch):
+    """The sizes in a WAV's header have 32 bits: a day of speech failed after all the work."""
+    monkeypatch.setattr(audio_files, "MAX_WAV_BYTES", 3 * FRAME)
+    write_audio(tmp_path / "whole.wav", tone(4), samples=4 * FRAME)
+    assert soundfile.info(tmp_path / "whole.wav").format == "RF64"
+    with pytest.warns(UserWarning, match="4 GiB") as warned:
+        write_audio(tmp_path / "streamed.wav", tone(4), playable=True)
+    assert len(warned) == 1
+    whole, _ = soundfile.read(tmp_path / "whole.wav", dtype="int16")
+    assert (tmp_path / "streamed.wav").read_bytes()[44:] == whole.tobytes()
+    assert audio_files.wav_header(RATE, 2**40) == audio_files.wav_header(RATE, 3 * FRAME)
 
 
 def test_an_unknown_extension_is_refused(tmp_path):

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextvars
+import dataclasses
+import itertools
 import random
 import threading
 import time
@@ -17,7 +19,7 @@ from cli.voices import speaker_prompt
 from generate import accelerate, load, load_upstream, stream
 from serving.codec import PendingAudio
 from serving.engine import Engine
-from serving.stream import Stream, StreamTimeout
+from serving.stream import QueueFull, Stream, StreamTimeout
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 LIMIT = 300  # seconds that any wait may take
@@ -193,6 +195,12 @@ def test_bad_input_fails_alone_and_at_the_call(voice):
     with Engine(voice.fast, max_streams=2) as engine:
         with pytest.raises(ValueError, match="empty"):
             engine.stream(method, **request | dict(text=" "))
+        with pytest.raises(ValueError, match="the text is a NoneType"):  # None is how the engine marks one to come
+            engine.stream(method, **request | dict(text=None))
+        with pytest.raises(ValueError, match="2000000 characters, more than 10752 never fit into 384 positions"):
+            engine.stream(method, **request | dict(text="word " * 400_000))  # others would wait while it is tokenized
+        with pytest.raises(ValueError, match="use astream"):
+            engine.stream(method, **request | dict(text=async_pieces_of("Hello.")))
         with pytest.raises(ValueError, match="max_new_tokens"):
             engine.stream(method, **request | dict(max_new_tokens=1))
         with pytest.raises(ValueError, match="temperature"):
@@ -201,6 +209,15 @@ def test_bad_input_fails_alone_and_at_the_call(voice):
             engine.stream(method, **request | dict(eos_token_id=5))
         with pytest.raises(ValueError, match="another model"):
             engine.stream(voice.upstream.generate_voice_clone, **request)
+        with pytest.raises(ValueError, match="a method of the model"):
+            engine.stream(type(voice.fast).generate_voice_clone, **request)
+        with pytest.raises(ValueError, match="belongs to no model"):
+            stream(type(voice.fast).generate_voice_clone, **request)
+        for seed in ("a", 2**70, 1.5):
+            with pytest.raises(ValueError, match="whole number"):
+                engine.stream(method, **request | dict(seed=seed))
+            with pytest.raises(ValueError, match="whole number"):
+                engine.generate(method, **request | dict(seed=seed, text=["Hello."]))
         assert_same(joined(engine.stream(method, **request)), alone(voice, **request))
 
 
@@ -302,6 +319,9 @@ def test_other_calls_on_the_model_wait_their_turn(voice):
     first, second, third = requests_of(voice, 3)
     expected = alone(voice, **first), alone(voice, **second)
     with Engine(voice.fast, max_streams=2) as engine:
+        state = torch.get_rng_state()
+        joined(engine.stream(method, **third | dict(seed=None)))
+        assert torch.equal(torch.get_rng_state(), state)  # a call beside it may have set a seed
         chunks = engine.stream(method, **first)
         heard = [next(chunks)[0]]
         whole = []
@@ -464,9 +484,23 @@ def test_an_iterator_that_fails_or_stops_ends_its_stream_only(voices):
             with pytest.raises(StreamTimeout, match="no text"):
                 list(engine.stream(method, **request | dict(text=stopping(start)), text_timeout=0.3))
             wait_until_idle(engine)
+        unread = engine.stream(method, **request | dict(text=stopping(start)), text_timeout=0.3)
+        next(unread)
+        wait_until_idle(engine)  # its place must not depend on a listener who has stopped reading
+        with pytest.raises(StreamTimeout, match="no text"):
+            list(unread)
         with pytest.raises(ValueError, match="empty"):
             list(engine.stream(method, **request | dict(text=iter([" "]))))
+        heard = []
+        pieces = iter(["one two three four ", "\ud800", "five " * 30, "six"])
+        with pytest.raises(ValueError, match="UTF-8"):
+            heard.extend(engine.stream(method, **request | dict(text=pieces)))
+        assert len(joined(heard)) < 20 * 1920  # nothing after the bad piece, which would take all 39 frames
+        assert next(pieces).startswith("five")  # nor is it read
         assert_same(joined(engine.stream(method, **request)), alone(voice, **request))
+        engine.max_characters = 5
+        with pytest.raises(ValueError, match="never fit"):
+            list(engine.stream(method, **request | dict(text=itertools.repeat("a "))))
 
 
 @pytest.mark.parametrize("pieces", [["Hi th", "<", " a"], ["Hi th", "", " a"]], ids=str)
@@ -476,6 +510,17 @@ def test_a_piece_without_a_new_token(voice, pieces):
     expected = alone(voice, text="".join(pieces), **request)
     with Engine(voice.fast, max_streams=2) as engine:
         assert_same(joined(engine.stream(voice.fast.generate_voice_clone, text=iter(pieces), **request)), expected)
+
+
+def test_too_many_requests(voice):
+    """A burst that finds places free is not refused: only what waits beyond them counts."""
+    with Engine(voice.fast, max_streams=3, max_waiting=1) as engine:
+        with engine.decoder.lock:  # nobody is admitted yet
+            streams = [engine.stream(voice.fast.generate_voice_clone, **request) for request in requests_of(voice, 4)]
+            with pytest.raises(QueueFull, match="1 requests are waiting"):
+                engine.stream(voice.fast.generate_voice_clone, **requests_of(voice, 1)[0])
+        for chunks in streams:
+            chunks.close()
 
 
 def test_cancelled_while_its_prompt_is_queued(voice):
@@ -499,18 +544,39 @@ def test_cancelled_while_its_prompt_is_queued(voice):
 
 
 def test_a_bad_reference_fails_alone(voices):
-    """Whatever fails while a stream is admitted, its listener must hear of it, and the engine speaks on."""
+    """Whatever fails while a stream is admitted, its listener must hear of it, and the engine speaks on. Those admitted
+    with it are prefilled again, from the same random numbers."""
     voice = voices("in-context").end_comes_up(True)
     method = voice.fast.generate_voice_clone
-    (request,) = requests_of(voice, 1)
+    bad, request = requests_of(voice, 2)
     with Engine(voice.fast, max_streams=2) as engine:
         prime = engine.codec.prime
-        engine.codec.prime = lambda *_: 1 / 0
+        primed = iter(range(10))
+        engine.codec.prime = lambda *reference: 1 / 0 if next(primed) < 2 else prime(*reference)  # the retry fails, too
+        with engine.decoder.lock:  # both are admitted together
+            streams = [engine.stream(method, **bad), engine.stream(method, **request)]
         with pytest.raises(ZeroDivisionError):
-            list(engine.stream(method, **request))
-        engine.codec.prime = prime
+            list(streams[0])
+        assert_same(joined(streams[1]), alone(voice, **request))
         wait_until_idle(engine)
-        assert_same(joined(engine.stream(method, **request)), alone(voice, **request))
+
+
+def test_reference_codes_beyond_the_codebook_are_refused_at_the_call(voices):
+    """They raised an IndexError in the engine's thread, and on a GPU a kernel would fail, and all streams with it."""
+    voice = voices("in-context")
+    method = voice.fast.generate_voice_clone
+    (item,) = voice.arguments["voice_clone_prompt"]
+    with Engine(voice.fast, max_streams=1) as engine:
+        for bad in (2048, -1):
+            codes = item.ref_code.clone()
+            codes[3, 0] = bad
+            request = dict(text="Hello.", voice_clone_prompt=[dataclasses.replace(item, ref_code=codes)])
+            for speak in (stream, engine.stream):
+                with pytest.raises(ValueError, match="the codebooks have 0 to 2047"):
+                    speak(method, **request)
+        request["voice_clone_prompt"][0].ref_code = item.ref_code[:, :4]
+        with pytest.raises(ValueError, match="must be .frames, 16."):
+            engine.stream(method, **request)
 
 
 def test_closing_ends_streams_whose_text_has_not_come(voice):
@@ -527,6 +593,33 @@ def test_closing_ends_streams_whose_text_has_not_come(voice):
     with pytest.raises(RuntimeError, match="closed"):
         list(chunks)
     never.set()
+
+
+@pytest.mark.filterwarnings("error", "ignore:the speech was cut off")
+def test_a_plain_stream_that_is_paused(voice, monkeypatch):
+    """A closing engine neither waits for it nor takes over. A running one takes over after a while, and goes on even
+    where warnings are errors."""
+    method = voice.fast.generate_voice_clone
+    (request,) = requests_of(voice, 1)
+    plain = {name: value for name, value in request.items() if name != "seed"}
+    engine = Engine(voice.fast, max_streams=1)
+    paused = stream(method, **plain)
+    next(paused)
+    chunks = engine.stream(method, **request)
+    start = time.monotonic()
+    engine.close()
+    assert time.monotonic() - start < 5
+    with pytest.raises(RuntimeError, match="closed"):
+        next(chunks)
+    list(paused)
+
+    with Engine(voice.fast, max_streams=1) as engine:
+        monkeypatch.setattr(engine.decoder.lock, "patience", 0.1)
+        paused = stream(method, **plain)
+        next(paused)
+        assert_same(joined(engine.stream(method, **request)), alone(voice, **request))
+        with pytest.raises(RuntimeError, match="taken over"):
+            next(paused)
 
 
 def test_audio_that_cannot_be_delivered_is_not_left_out(voice, monkeypatch):
