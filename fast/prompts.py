@@ -52,14 +52,13 @@ def prepare_request(decoder, method: Callable, text, **kwargs) -> tuple[dict, in
 def with_voice_clone_prompt(method: Callable, kwargs: dict) -> dict:
     """Encode a reference recording here, so that its codes are known."""
     if kwargs.get("voice_clone_prompt") is not None or kwargs.get("ref_audio") is None:
-        check_speaker_size(method.__self__, kwargs.get("voice_clone_prompt"))
         return kwargs
     kwargs = dict(kwargs)
     recording = kwargs.pop("ref_audio"), kwargs.pop("ref_text", None), kwargs.pop("x_vector_only_mode", False)
     return kwargs | {"voice_clone_prompt": method.__self__.create_voice_clone_prompt(*recording)}
 
 
-def check_speaker_size(tts, voice_clone_prompt) -> None:
+def check_speaker_size(config, voice_clone_prompt) -> None:
     """Refuse an embedding of the other model size."""
     if not voice_clone_prompt:
         return
@@ -67,7 +66,7 @@ def check_speaker_size(tts, voice_clone_prompt) -> None:
         speakers = voice_clone_prompt.get("ref_spk_embedding") or []
     else:
         speakers = [item.ref_spk_embedding for item in voice_clone_prompt]
-    width = tts.model.config.talker_config.hidden_size
+    width = config.hidden_size
     for speaker in speakers:
         if torch.is_tensor(speaker) and speaker.numel() != width:
             raise ValueError(
@@ -130,7 +129,9 @@ def request_for(decoder, method: Callable, text: str, kwargs: dict, token_ids: l
 
     token_ids: use these instead of tokenizing the text
     """
-    check_reference(decoder.talker.config, reference_codes(kwargs.get("voice_clone_prompt")))
+    prompt = kwargs.get("voice_clone_prompt")
+    check_speaker_size(decoder.talker.config, prompt)
+    check_reference(decoder.talker.config, reference_codes(prompt))
     key = template_key(method.__name__, kwargs) if decoder.host_talker else None
     if key is None:
         return build_request(method, text=text, token_ids=token_ids, **kwargs)
