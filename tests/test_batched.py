@@ -593,7 +593,11 @@ def test_a_launch_passes_a_struct(monkeypatch):
     kernels = nvrtc.Kernels.__new__(nvrtc.Kernels)
     kernels.device = None
     kernels.functions = {"sample": ctypes.c_void_p(1)}
-    kernels.call = lambda name, function, *rest: calls.append((name, function, rest, list(struct_at(rest[8], 3))))
+
+    def call_driver(name: str, function: Any, *rest: Any) -> None:
+        calls.append((name, function, rest, list(struct_at(rest[8], 3))))
+
+    monkeypatch.setattr(nvrtc, "call_driver", call_driver)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
     kernels.launch("sample", (5, 6), 256, [10, 11, 12])
