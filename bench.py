@@ -218,7 +218,7 @@ def choose_speaker(checkpoint: Checkpoint, path: Path | None) -> torch.Tensor:
 
 def check_all(checkpoints: Iterable[Checkpoint], args: argparse.Namespace) -> int:
     """Returns how many checks have failed."""
-    frames = 200 if ON_GPU else 60  # fewer than 200 would make `verdict` of parity.py call a correct kernel wrong
+    frames = 200 if ON_GPU else 60  # with fewer, `verdict` of parity.py might call a correct kernel wrong
     wrong = 0
     for checkpoint in checkpoints:
         speaker = choose_speaker(checkpoint, args.speaker)

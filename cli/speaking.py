@@ -45,7 +45,6 @@ def run(args: argparse.Namespace) -> None:
             utterance = partial(utterance, retries=args.retry)
 
         progress = Progress(args)
-        warnings.filterwarnings("always", message="the speech")  # Python shows the same words only once
         warnings.showwarning = progress.show_warning
         if args.parts:
             args.parts.open(args.resume)

@@ -11,14 +11,13 @@ slow and emotional speech. Here it is twice that, and 15 seconds for short texts
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
 
 from fast.prompts import check_text, decoder_of
-from fast.streaming import Chunk, check_seed, is_arriving, model_of, stream
+from fast.streaming import Chunk, check_seed, is_arriving, model_of, stream, warn_each_time
 
 FRAMES_PER_TOKEN = 12
 MIN_FRAME_LIMIT = 192
@@ -127,9 +126,7 @@ def speak_until_it_ends(
             break
     yield from heard
     if was_stopped:
-        warnings.warn(
-            f"the speech of {str(text)[:30]!r} did not end: stopped after {samples / rate:.0f} s", stacklevel=2
-        )
+        warn_each_time(f"the speech of {str(text)[:30]!r} did not end: stopped after {samples / rate:.0f} s")
 
 
 class Attempt:

@@ -6,6 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache, partial
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -60,14 +61,8 @@ def with_voice_clone_prompt(method: Callable, kwargs: dict) -> dict:
 
 def check_speaker_size(config, voice_clone_prompt) -> None:
     """Refuse an embedding of the other model size."""
-    if not voice_clone_prompt:
-        return
-    if isinstance(voice_clone_prompt, dict):
-        speakers = voice_clone_prompt.get("ref_spk_embedding") or []
-    else:
-        speakers = [item.ref_spk_embedding for item in voice_clone_prompt]
     width = config.hidden_size
-    for speaker in speakers:
+    for speaker in prompt_field(voice_clone_prompt, "ref_spk_embedding"):
         if torch.is_tensor(speaker) and speaker.numel() != width:
             raise ValueError(
                 f"the speaker embedding has {speaker.numel()} numbers, this model takes {width}: extract it with this "
@@ -97,11 +92,11 @@ def check_text(text: str | list[str]) -> str:
     return text
 
 
-def check_encodable(text: str) -> None:
+def check_encodable(text: str, name: str = "the text") -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"the text has a character that UTF-8 cannot encode: {text[error.start]!r}") from None
+        raise ValueError(f"{name} has a character that UTF-8 cannot encode: {text[error.start]!r}") from None
 
 
 def check_request(decoder, request: dict) -> int:
@@ -119,7 +114,7 @@ def check_request(decoder, request: dict) -> int:
 @lru_cache(maxsize=256, typed=True)
 def check_sampling(do_sample, temperature, top_k, top_p) -> None:
     """Cached: most requests have the same settings, and this makes tensors."""
-    if not isinstance(top_k, int | None):
+    if not isinstance(top_k, Integral | None):
         raise ValueError(f"top_k is {top_k}, it must be a whole number, or 0 or None for all")
     Sampling(vocab_size=1).set(do_sample, temperature, top_k, top_p)
 
@@ -240,7 +235,7 @@ def check_reference(config, codes: torch.Tensor | None) -> None:
     groups, size = config.num_code_groups, config.code_predictor_config.vocab_size
     if codes.dim() != 2 or codes.shape[1] != groups or len(codes) == 0:
         raise ValueError(f"the reference's codes have the shape {tuple(codes.shape)}, it must be (frames, {groups})")
-    low, high = map(int, codes.aminmax())
+    low, high = torch.stack(codes.aminmax()).tolist()  # waits for a GPU once
     if low < 0 or high >= size:
         raise ValueError(
             f"the reference has codes from {low} to {high}, the codebooks have 0 to {size - 1}: encode the recording "
@@ -250,10 +245,12 @@ def check_reference(config, codes: torch.Tensor | None) -> None:
 
 def reference_codes(voice_clone_prompt) -> torch.Tensor | None:
     """The codes (T, 16) that precede the speech in in-context cloning."""
-    if not voice_clone_prompt:
-        return None
-    if isinstance(voice_clone_prompt, dict):
-        codes = voice_clone_prompt.get("ref_code")
-    else:
-        codes = [item.ref_code for item in voice_clone_prompt]
+    codes = prompt_field(voice_clone_prompt, "ref_code")
     return codes[0] if codes else None
+
+
+def prompt_field(voice_clone_prompt: dict | list | None, name: str) -> list:
+    """A field of a voice_clone_prompt in either of upstream's forms, one entry for each text."""
+    if isinstance(voice_clone_prompt, dict):
+        return voice_clone_prompt.get(name) or []
+    return [getattr(item, name) for item in voice_clone_prompt or []]

@@ -8,6 +8,7 @@ text that is still being written.
 import asyncio
 import itertools
 import numbers
+import warnings
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -40,8 +41,8 @@ def stream(
 
     The chunks joined are the audio of the whole call. Mistakes raise an error here, before the first chunk.
     """
-    if chunk_frames is not None and chunk_frames < 1:
-        raise ValueError(f"chunk_frames is {chunk_frames}, it must be at least 1")
+    if chunk_frames is not None:
+        check_chunk_frames("chunk_frames", chunk_frames)
     tts = model_of(method)
     decoder = decoder_of(tts)
     check_not_async(text)
@@ -52,6 +53,16 @@ def stream(
         return arriving_audio_chunks(tts, decoder, reader, chunk_frames)
     request, _, reference = prepare_request(decoder, method, text, **kwargs)
     return audio_chunks(tts, decoder, request, reference, chunk_frames)
+
+
+def check_chunk_frames(name: str, frames: int) -> None:
+    if not isinstance(frames, numbers.Integral) or frames < 1:
+        raise ValueError(f"{name} is {frames}, it must be a whole number of at least 1")
+
+
+def warn_each_time(warning: str | Warning) -> None:
+    """`warnings.warn` shows the same text once per line of code, but no speech may be cut short silently."""
+    warnings.warn_explicit(warning, UserWarning, __file__, 1)
 
 
 async def astream(

@@ -23,7 +23,6 @@ import math
 import queue
 import threading
 import time
-import warnings
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
@@ -44,7 +43,7 @@ from fast.prompts import (
     request_for,
     with_voice_clone_prompt,
 )
-from fast.streaming import check_not_async, check_seed, is_arriving
+from fast.streaming import check_not_async, check_seed, is_arriving, warn_each_time
 from serving.batch import HostSettings, Prefill, Slots, copy_to_device, frame_graph
 from serving.codec import BATCH_CHUNK_SIZES, BatchCodec, PendingAudio
 from serving.stream import CutOff, QueueFull, Stream, StreamTimeout
@@ -303,7 +302,7 @@ class Engine:
             warning = CutOff(f"the speech was cut off after {stream.max_frames} frames, before its end: raise {name}")
             if self.cut_off_is_error:
                 raise warning
-            warnings.warn(warning, stacklevel=3)
+            warn_each_time(warning)
 
     @property
     def is_running(self) -> bool:

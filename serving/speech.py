@@ -6,7 +6,6 @@ built and frames run in the engine's threads.
 
 import asyncio
 import contextlib
-import re
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from cli import checkpoints, options
 from cli.audio_files import Chunk
 from cli.loading import choose_device
 from cli.voices import clone_prompt, load_speaker, speaker_prompt
-from fast.prompts import check_text
+from fast.prompts import check_encodable, check_text
 from generate import load
 from serving.audio_formats import decode_base64, decode_recording
 from serving.engine import CutOff, Engine, QueueFull
@@ -86,7 +85,7 @@ class Speech:
     def load(self) -> None:
         """Load the weights, capture all graphs and speak once, so that the first client need not wait."""
         self.tts = load(self.model, self.device, self.dtype, max_seq_len=self.settings.max_seq_len)
-        # Requests are counted in Utterance.speak; the engine's own limit is for a burst that finds every place free.
+        # Requests are counted in Utterance.speak: the engine's own limit is out of reach.
         engine = Engine(self.tts, self.settings.max_streams, max_waiting=self.max_in_flight, cut_off_is_error=True)
         self.warm_up(engine)
         self.engine = engine
@@ -215,12 +214,10 @@ class Speech:
                 param=name,
                 code="too_long",
             )
-        if text and re.search("[\ud800-\udfff]", text):
-            raise ApiError(
-                f"{name} has half of a surrogate pair, which UTF-8 cannot encode: leave it out",
-                param=name,
-                code="invalid_value",
-            )
+        try:
+            check_encodable(text or "", name)
+        except ValueError as error:
+            raise ApiError(str(error), param=name, code="invalid_value") from None
 
     def check_reference(self, style: Style) -> None:
         """Whether the fields describe one voice."""

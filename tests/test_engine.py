@@ -7,6 +7,7 @@ import itertools
 import random
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,6 +17,7 @@ from helpers import GREEDY, joined
 
 import serving.engine
 from cli.voices import speaker_prompt
+from fast.long_text import speak
 from generate import accelerate, load, load_upstream, stream
 from serving.codec import PendingAudio
 from serving.engine import Engine
@@ -593,6 +595,27 @@ def test_closing_ends_streams_whose_text_has_not_come(voice):
     with pytest.raises(RuntimeError, match="closed"):
         list(chunks)
     never.set()
+
+
+def test_every_speech_that_is_cut_short_warns(voices, monkeypatch):
+    """Python's own filter shows a text once per line of code: the second speech was cut off silently."""
+    voice = voices("x-vector").end_comes_up(False)
+    method, request = voice.fast.generate_voice_clone, dict(text="Hi", **voice.arguments)
+    with Engine(voice.fast, max_streams=1) as engine, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            list(engine.stream(method, max_new_tokens=3, **request))
+        monkeypatch.setattr("fast.long_text.MIN_FRAME_LIMIT", 1)
+        monkeypatch.setattr("fast.long_text.FRAMES_PER_TOKEN", 0)
+        for _ in range(2):
+            list(speak(method, **request))
+    texts = [str(warning.message) for warning in warned]
+    assert [("cut off after 2 frames" in text, "'Hi' did not end" in text) for text in texts] == [
+        (True, False),
+        (True, False),
+        (False, True),
+        (False, True),
+    ]
 
 
 @pytest.mark.filterwarnings("error", "ignore:the speech was cut off")

@@ -312,6 +312,12 @@ def test_full_cache_before_the_end_warns(voices):
     assert torch.equal(codes[0], voice.codes(voice.upstream, text=TEXT, max_new_tokens=11)[0][0])
 
 
+def test_whole_numbers_may_be_numpys(voice):
+    settings = dict(top_k=np.int64(5), chunk_frames=np.int64(2), max_new_tokens=4)
+    with pytest.warns(UserWarning, match="cut off"):
+        list(stream(voice.fast.generate_voice_clone, text="a", **voice.arguments | settings))
+
+
 def test_the_end_at_the_limit_does_not_warn(voice, recwarn):
     """Speech that ends with the last frame that it may have is complete."""
     codes, _ = voice.codes(voice.fast, text=TEXT, seed=2)
@@ -360,6 +366,7 @@ def test_next_to_no_temperature_takes_the_best(voice):
     [
         (dict(chunk_frames=0), "chunk_frames is 0"),
         (dict(chunk_frames=-1), "chunk_frames is -1"),
+        (dict(chunk_frames=2.5), "chunk_frames is 2.5"),
         (dict(text=""), "the text is empty"),
         (dict(text=" \n\t"), "the text is empty"),
         (dict(text=None), "the text is a NoneType"),

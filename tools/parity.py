@@ -179,8 +179,8 @@ def verdict(logits: torch.Tensor, own: torch.Tensor, exact: torch.Tensor) -> tup
     """Whether a path is as close to the exact logits as the model's own forward, and the figures.
 
     Compared are the median and the 99th percentile of the error, and how often the best token is the exact one.
-    calibrate.py shows how these figures are distributed for a correct kernel. In 50 runs of 20 frames (1.7B) the errors
-    were 1.00 times the model's own with a standard deviation of 0.01 to 0.017, which becomes smaller with more frames.
+    calibrate.py shows how these figures are distributed for a correct kernel. In 50 runs of 20 frames of each size the
+    errors were 1.00 times the model's own with a standard deviation of 0.011 to 0.020, and at most 1.0498.
     """
     median, high = (error(logits, exact, quantile) / error(own, exact, quantile) for quantile in (0.5, 0.99))
     agree = logits.argmax(-1) == exact.argmax(-1)

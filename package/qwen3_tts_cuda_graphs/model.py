@@ -16,7 +16,7 @@ import numpy as np
 import soundfile
 import torch
 
-from qwen3_tts_cuda_graphs.fast.streaming import audio_chunks, decoder_of, prepare_request
+from qwen3_tts_cuda_graphs.fast.streaming import audio_chunks, check_chunk_frames, decoder_of, prepare_request
 from qwen3_tts_cuda_graphs.generate import Qwen3TTSModel, load
 
 # isort: split
@@ -69,11 +69,11 @@ class FasterQwen3TTS:
         backend: "torch". attn_implementation makes no difference, and the other arguments are for the GGML backend,
             which is not part of this project.
         """
-        if isinstance(attn_implementation, int):  # Qwen3TTSCudaGraphs' fourth argument
+        if isinstance(attn_implementation, Integral):  # Qwen3TTSCudaGraphs' fourth argument
             max_seq_len = attn_implementation
         if backend != "torch":
             raise ValueError(f"backend={backend!r}: {TORCH_ONLY}")
-        if not isinstance(max_seq_len, int) or max_seq_len < 16:
+        if not isinstance(max_seq_len, Integral) or max_seq_len < 16:
             raise ValueError(f"max_seq_len is {max_seq_len}, it must be a whole number of at least 16")
         if isinstance(dtype, str):
             dtype = getattr(torch, dtype, dtype)
@@ -247,8 +247,7 @@ class FasterQwen3TTS:
 
     def stream(self, method, chunk_size: int, **arguments) -> Chunks:
         """Check and build the request now, so that mistakes raise an error here; generate while being read."""
-        if not isinstance(chunk_size, Integral) or chunk_size < 1:
-            raise ValueError(f"chunk_size is {chunk_size}, it must be a whole number of at least 1")
+        check_chunk_frames("chunk_size", chunk_size)
         start = time.perf_counter()
         chunks = self.chunks(method, chunk_size, **arguments)
         prompt_ms = (time.perf_counter() - start) * 1000
