@@ -235,17 +235,11 @@ def test_the_command_line_says_so_in_one_line(capsys):
 # ---- On a GPU
 
 
-def kernel_for(source: str | None = None, launch_plainly: bool = False, **changes: int) -> Any:
+def kernel_for(source: str | None = None, **changes: int) -> Any:
     def compile_for(model: Any, heads: Any, talker_hidden: int) -> tuple[Sizes, nvrtc.Kernel]:
         sizes = kernel_sizes(model, heads, talker_hidden, torch.cuda.get_device_properties(model.device))
         sizes = replace(sizes, **changes)
-        kernel = megakernel.compile_kernel(model.device, sizes, complete_source(sizes, source))
-        if launch_plainly:
-            original = kernel.call
-            kernel.call = lambda name, *rest: (
-                original("cuLaunchKernel", *rest, None) if "Cooperative" in name else original(name, *rest)
-            )
-        return sizes, kernel
+        return sizes, megakernel.compile_kernel(model.device, sizes, complete_source(sizes, source))
 
     return compile_for
 
@@ -275,13 +269,20 @@ def test_a_block_that_never_publishes(bulk_copies, on_cuda):
 
 
 @on_gpu
-def test_more_blocks_than_fit(on_cuda):
+def test_more_blocks_than_fit(on_cuda, monkeypatch):
     """The driver refuses a cooperative launch. Without its help the blocks that are there give up, the rest follow."""
     source = changed_source("GRID <= 128,", "GRID <= 256,")
     sizes = dict(grid=256, exchange_bytes=2 << 20)  # each split of the attention takes room in the exchange
     with pytest.raises(RuntimeError, match="cuLaunchCooperativeKernel"):
         some_talker(kernel_for(source, **sizes), 2048, LENGTH).step()
-    it = some_talker(kernel_for(source, launch_plainly=True, **sizes), 2048, LENGTH)
+    it = some_talker(kernel_for(source, **sizes), 2048, LENGTH)
+    call_driver = nvrtc.call_driver
+
+    def launch_plainly(function: str, *arguments: Any) -> None:
+        assert function == "cuLaunchCooperativeKernel"
+        call_driver("cuLaunchKernel", *arguments, None)
+
+    monkeypatch.setattr(nvrtc, "call_driver", launch_plainly)
     taken = seconds_of(it.step)
     print(f"{taken:.2f} s: {it.step.why_failed()}")
     assert "for another one" in it.step.why_failed() and taken < 10

@@ -65,18 +65,23 @@ def one_run(models: list, routes: list, seed: int, gain: float, frames: int) -> 
         route.predictor.sampling.set(True, 0.9, 50, 1.0)
         route.begin(prompt, mask, text, padding)
 
-    logits = {"codes 1 to 15": [], "first codes": []}
-    for frame in range(frames):
+    logits = {route: ([], []) for route in routes}
+    for _ in range(frames):
         megakernel.step()
-        for route in others:
-            route.codes.copy_(megakernel.predictor.codes[0, frame])
-            route.step()
-        logits["codes 1 to 15"].append(torch.stack([route.predictor_logits.clone() for route in routes]))
-        logits["first codes"].append(torch.stack([route.talker_logits.clone() for route in routes]))
+        keep_logits(megakernel, *logits[megakernel])
+    streams = [torch.cuda.Stream() for _ in others]
+    for frame in range(frames):
+        for route, stream in zip(others, streams):  # at the same time: each alone leaves most of the GPU idle
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                route.codes.copy_(megakernel.predictor.codes[0, frame])
+                route.step()
+                keep_logits(route, *logits[route])
+    torch.cuda.synchronize()
 
     figures = {}
-    for name, rows in logits.items():
-        fused, own, exact = torch.cat(rows, dim=1)
+    for name, rows in zip(["codes 1 to 15", "first codes"], zip(*logits.values())):
+        fused, own, exact = (torch.cat(row) for row in rows)
         agree = fused.argmax(-1) == exact.argmax(-1)
         own_agree = own.argmax(-1) == exact.argmax(-1)
         figures[name] = dict(
@@ -88,6 +93,11 @@ def one_run(models: list, routes: list, seed: int, gain: float, frames: int) -> 
             own_agreement=own_agree.double().mean().item(),
         )
     return figures | {SELF_TEST: self_test_figures}
+
+
+def keep_logits(route: Megakernel | Forced, predictor: list, talker: list) -> None:
+    predictor.append(route.predictor_logits.clone())
+    talker.append(route.talker_logits.clone())
 
 
 def summarize_self_test(runs: list[dict]) -> str:
@@ -152,9 +162,12 @@ def main() -> None:
         parser.error(f"the megakernel does not run here: {reason}")
     with torch.no_grad():
         routes = [Megakernel(models[0], LENGTH), Forced(models[1], LENGTH), Forced(models[2], LENGTH)]
-    runs = [one_run(models, routes, seed, (1.0, 3.0)[seed % 2], args.frames) for seed in range(args.runs)]
-    if args.output:
-        args.output.write_text(to_json(args.size, args.frames, runs))
+    runs = []
+    for seed in range(args.runs):
+        runs.append(one_run(models, routes, seed, (1.0, 3.0)[seed % 2], args.frames))
+        print(f"run {seed + 1} of {args.runs}", file=sys.stderr)
+        if args.output:
+            args.output.write_text(to_json(args.size, args.frames, runs))
     for name in runs[0]:
         if name != SELF_TEST:
             print(summarize(name, runs))
