@@ -45,6 +45,7 @@ def test_nothing_is_lost_and_everything_fits(limit):
     assert re.sub(r"\s", "", "".join(utterances)) == re.sub(r"\s", "", "".join(paragraphs))
 
 
+@pytest.mark.slow
 def test_200_000_characters(voice, monkeypatch):
     """A book: every utterance once and in order, and memory that does not grow with the text."""
     text = "\n".join(f"{number} {SENTENCES[number % 3] * 60}" for number in range(125))

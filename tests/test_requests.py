@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from helpers import GREEDY, VOICES, assert_the_same_together, joined
+from helpers import GREEDY, assert_the_same_together, joined
 
 from fast import batch_sizes
 from fast.prompts import build_request, decoder_of, speaker_prompt
@@ -215,7 +215,7 @@ def test_building_a_request_leaves_the_model_alone(voices):
     assert decoder_of(tts).talker is tts.model.talker
 
 
-@pytest.mark.parametrize("name", VOICES)
+@pytest.mark.parametrize("name", ["x-vector", "in-context", "preset", pytest.param("designed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chunk_frames", [None, pytest.param(1, marks=pytest.mark.slow), 5])
 def test_chunks_joined_are_the_whole(voices, name, chunk_frames):
     """A chunk that is lost, repeated or decoded from the wrong state; and chunks of other sizes than promised."""
