@@ -224,11 +224,11 @@ def test_bad_input_fails_alone_and_at_the_call(voice):
 
 
 def test_an_error_in_one_prompt_leaves_the_others_speaking(voice, monkeypatch):
-    method = voice.fast.generate_voice_clone
+    method = voice.end_comes_up(False).fast.generate_voice_clone
     good, bad = requests_of(voice, 2)
     good["max_new_tokens"] = 40
     expected = alone(voice, **good)
-    with Engine(voice.fast, max_streams=2) as engine:
+    with Engine(voice.fast, max_streams=2, max_unread=1) as engine:  # the good one waits for its listener
         chunks = engine.stream(method, **good)
         heard = [next(chunks)[0]]
         with monkeypatch.context() as broken:
