@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import re
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,8 @@ from helpers import ROOT
 import bench
 from generate import load_upstream
 from tools import bounds
+from tools.calibrate import GAINS, SELF_TEST, mcnemar_spread
+from tools.parity import MARGIN
 
 FILES = [path for path in sorted((ROOT / "results").glob("*.json")) if not path.name.startswith("calibration_")]
 VERSION = r"\d+\.\d+(\.\d+)?([.+-]\w+)*"
@@ -176,3 +179,22 @@ def test_the_table_names_every_gpu():
     for size in bench.SIZES:
         measured = models[size]["megakernel, a frame's parts in ms"]["frame at position 200"]
         assert re.search(rf"{measured:.2f} ms, \d\d% \({size}\)", lines["H200"])
+
+
+@pytest.mark.parametrize("size", bench.SIZES)
+def test_what_is_said_of_the_calibration(size):
+    """In CONTRIBUTING.md, in `verdict` of tools/parity.py and in fast/self_test.py."""
+    results = json.loads((ROOT / f"results/calibration_{size}.json").read_text())
+    runs = results["runs"]
+    assert (results["size"], results["frames"], len(runs)) == (size, 200, 50)
+    for name in runs[0].keys() - {SELF_TEST}:
+        assert 0.8 < mcnemar_spread(name, runs) < 1.21
+        for figure in ("median", "high"):
+            for first in range(len(GAINS)):
+                ratios = [run[name][figure] for run in runs[first :: len(GAINS)]]
+                spread = statistics.stdev(ratios)
+                assert 0.9795 < min(ratios) and max(ratios) < 1.0135 and spread < 0.00625
+                assert statistics.mean(ratios) + 8 * spread < MARGIN
+    for name in runs[0][SELF_TEST]:
+        values, limits = zip(*(run[SELF_TEST][name] for run in runs))
+        assert statistics.mean(values) + 13.5 * statistics.stdev(values) < limits[0]

@@ -30,6 +30,7 @@ from tools.random_checkpoint import randomize, write_checkpoint
 SELF_TEST = "self-test"
 PROMPT = 20
 LENGTH = 512
+GAINS = (1.0, 3.0)  # of the weights, in turn
 SETTINGS = dict(
     repetition_penalty=1.05,
     suppress_tokens=list(range(2048, 3072)),
@@ -70,9 +71,9 @@ def one_run(models: list, routes: list, seed: int, gain: float, frames: int) -> 
         megakernel.step()
         keep_logits(megakernel, *logits[megakernel])
     streams = [torch.cuda.Stream() for _ in others]
+    torch.cuda.synchronize()
     for frame in range(frames):
         for route, stream in zip(others, streams):  # at the same time: each alone leaves most of the GPU idle
-            stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 route.codes.copy_(megakernel.predictor.codes[0, frame])
                 route.step()
@@ -113,6 +114,17 @@ def summarize_self_test(runs: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def mcnemar_deviation(only_own: int, only_megakernel: int) -> float:
+    """How many more best tokens only the model's own has right than only the megakernel, in standard deviations of
+    McNemar's test, for which either is right with probability 1/2, independently in each case."""
+    return (only_own - only_megakernel) / math.sqrt(max(1, only_own + only_megakernel))
+
+
+def mcnemar_spread(name: str, runs: list[dict]) -> float:
+    """The standard deviation of that over the runs. 1: the cases are independent."""
+    return statistics.stdev(mcnemar_deviation(run[name]["only_own"], run[name]["only_megakernel"]) for run in runs)
+
+
 def summarize(name: str, runs: list[dict]) -> str:
     lines = [name]
     for figure in ("median", "high"):
@@ -124,10 +136,10 @@ def summarize(name: str, runs: list[dict]) -> str:
             "standard deviations away"
         )
     cases, own, fused = (sum(run[name][key] for run in runs) for key in ("cases", "only_own", "only_megakernel"))
-    z = (own - fused) / math.sqrt(max(1, own + fused))
     lines.append(
         f"  best tokens: of {cases} only the model's own has {own} right, only the megakernel {fused}: a difference of "
-        f"{(own - fused) / cases:+.3%}, {z:+.1f} standard deviations of McNemar's test"
+        f"{(own - fused) / cases:+.3%}, {mcnemar_deviation(own, fused):+.1f} standard deviations of McNemar's test; "
+        f"from run to run it spreads {mcnemar_spread(name, runs):.2f} times as far as that of independent cases"
     )
     sigmas = statistics.NormalDist().inv_cdf(1 - FALSE_ALARM_RATE)
     per_run = statistics.mean(run[name]["only_own"] + run[name]["only_megakernel"] for run in runs)
@@ -164,7 +176,7 @@ def main() -> None:
         routes = [Megakernel(models[0], LENGTH), Forced(models[1], LENGTH), Forced(models[2], LENGTH)]
     runs = []
     for seed in range(args.runs):
-        runs.append(one_run(models, routes, seed, (1.0, 3.0)[seed % 2], args.frames))
+        runs.append(one_run(models, routes, seed, GAINS[seed % len(GAINS)], args.frames))
         print(f"run {seed + 1} of {args.runs}", file=sys.stderr)
         if args.output:
             args.output.write_text(to_json(args.size, args.frames, runs))

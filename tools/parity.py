@@ -181,9 +181,10 @@ def verdict(logits: torch.Tensor, own: torch.Tensor, exact: torch.Tensor) -> tup
     Compared are the median and the 99th percentile of the error, and how often the best token is the exact one.
     calibrate.py shows how these figures are distributed for a correct kernel: results/calibration_*.json, 50 runs of
     200 frames of each size. The errors were 0.980 to 1.013 times the model's own, with a standard deviation of at most
-    0.0062; by Student's t distribution one of them is above the limit in one of 10^8 runs. In McNemar's test the
-    standard deviation of the difference was 0.8 to 1.2 times what independent cases have. Even with 1.2 the rate is
-    10^-8, and the 36 comparisons of `bench.py --check` with both sizes stay below one false alarm in a million runs.
+    0.0062 for either gain of the weights; by Student's t distribution one of them is above the limit in one of 10^8
+    runs. In McNemar's test the difference spread 0.8 to 1.2 times as far as that of independent cases. Even with 1.2
+    the rate is 10^-8, and the 36 comparisons of `bench.py --check` with both sizes stay below one false alarm in a
+    million runs.
     """
     median, high = (error(logits, exact, quantile) / error(own, exact, quantile) for quantile in (0.5, 0.99))
     agree = logits.argmax(-1) == exact.argmax(-1)
