@@ -144,7 +144,7 @@ def megakernel_stopped(decoder, reason: str) -> MegakernelStopped:
 def check_and_end(decoder, all_ended: Callable, talker_graph, predictor_graph, rows: int, token_chosen) -> bool:
     """TalkerGraph.all_ended, which waits for the last step anyway, and whether the megakernel has stopped."""
     ended = all_ended(rows, token_chosen)
-    if reason := why_stopped(talker_graph, predictor_graph):
+    if reason := why_stopped(talker_graph.step, predictor_graph.step):
         raise megakernel_stopped(decoder, reason)
     return ended
 

@@ -1,4 +1,5 @@
-// One token through every decoder layer, the heads and the sampler, in a single cooperative launch.
+// One step of 1, 2 or 4 streams: through every decoder layer, the heads and the sampler, in a single
+// cooperative launch.
 //
 // megakernel.py compiles this file with NVRTC for one GPU and one model. It puts these definitions before it:
 //
@@ -9,6 +10,7 @@
 //     EXCHANGE_BYTES   room for one replica of Exchange
 //     LAYERS, HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD_DIM, EPSILON     of the stack of decoder layers
 //     CODES            heads behind the layers: 1 makes this the talker, more the code predictor
+//     STREAMS          streams of speech: 1, 2 or 4, each with its own cache, position, settings and noise
 //     TALKER_HIDDEN    width of the talker's hidden state
 //
 // megakernel_reference.py computes the same step in a few lines of torch. Sums are float; values are rounded
@@ -24,7 +26,7 @@
 //     phase                   every block reads          every block computes              and writes
 //     ---------------------   ------------------------   -------------------------------   --------------
 //     1 input norm, q k v     hidden (all)               QKV_SIZE / GRID rows              qkv
-//     2 attention             qkv (of one KV head)       2 query heads, 1/SPLITS of the    splits
+//     2 attention             qkv (of one KV head)       1 or 2 heads, 1/SPLITS of the     splits
 //                                                        positions
 //     3 merge the splits      splits (of its outputs)    256 / SPLITS outputs              attention
 //     4 o_proj, residual      attention (all)            HIDDEN / GRID rows                post_attention
@@ -32,8 +34,12 @@
 //     6 down_proj, residual   inner (all)                HIDDEN / GRID rows                hidden
 //
 // After the last layer come the final norm and a head, as in phase 1: VOCAB / GRID rows per block, written to
-// `logits`, which the sampler reads. The first KV_HEADS * SPLITS blocks do phases 2 and 3. The predictor
+// `logits`, which the sampler reads. The first ATTENTION_BLOCKS blocks do phases 2 and 3. The predictor
 // attends to at most 16 positions: there SPLITS is 1, phase 2 writes `attention`, and phase 3 is left out.
+//
+// A pass through the layers has a token of each stream, and reads the weights once for all of them. The
+// predictor's first pass has two of each stream, the talker's hidden state and the frame's first code, unless
+// these are more than 4 together. Token t is of stream t % STREAMS.
 //
 // There is no grid-wide barrier between phases. Each value in Exchange carries an epoch tag; readers spin
 // until it matches (as in NCCL's LL protocol):
@@ -43,9 +49,9 @@
 //           |   epoch    |  bfloat16  |     tag and value are one 4-byte store: a reader sees both or neither
 //           +------------+------------+
 //
-// A value is overwritten one layer later. By then the writing block has received values of a later phase from
-// every block, and a block publishes those only after it has read the earlier ones: the old value has no
-// reader left.
+// A value is overwritten one layer later, or more. By then the writing block has received values of a later
+// phase from every block, and a block publishes those only after it has read the earlier ones: the old value
+// has no reader left.
 //
 // No wait is without a limit. A thread that waits when the launch is WAIT_LIMIT_NS old sets `failed`; then
 // every wait of every block ends at its next check, and all blocks run to their end with whatever values they
@@ -82,15 +88,19 @@
 //        a3: row r + 8, k = 2q + 8, 2q + 9                                              d3: D[r + 8][2q + 1]
 //
 // We multiply 8 rows of weights, one of each eighth, by one vector x. Lane l loads 16 bytes of row r, the
-// columns 8q .. 8q + 7, and gives their halves to two rows of A. The columns of B hold the matching halves of
-// x in turn:
+// columns 8q .. 8q + 7, which are a0 .. a3 as they come: half of them in each of two rows of A. The columns of
+// B hold the matching halves of x in turn, called quads below:
 //
-//     weights[r][8q + 0 1 2 3]  as a0, a2: row r of A        x[8q + 0 1 2 3]  as b0, b1: even columns of B
-//     weights[r][8q + 4 5 6 7]  as a1, a3: row r + 8 of A    x[8q + 4 5 6 7]  as b0, b1: odd columns of B
+//     weights[r][8q + 0 1 4 5]  as a0, a2: row r of A        x[8q + 0 1 4 5]  as b0, b1: even columns of B
+//     weights[r][8q + 2 3 6 7]  as a1, a3: row r + 8 of A    x[8q + 2 3 6 7]  as b0, b1: odd columns of B
 //
-// So D[r][even] is the product of the first halves and D[r + 8][odd] that of the second halves. Every lane of
-// group r has one of each, d0 and d3: their sum is the product of row r with 32 columns of x. d1 and d2 mix
-// first with second halves and are not used.
+// So D[r][even] is the product of the one half and D[r + 8][odd] that of the other. Every lane of group r has
+// one of each, d0 and d3: their sum is the product of row r with 32 columns of x. d1 and d2 mix the halves and
+// are not used.
+//
+// B has room for the vectors of four tokens, in columns 0 and 1, 2 and 3, 4 and 5, 6 and 7: lane l holds that
+// of token l / 8, and its d0 and d3 are of token q. With two tokens the vectors alternate, with one they are
+// all the same.
 
 using bf16 = unsigned short;
 using u32 = unsigned;
@@ -108,21 +118,30 @@ constexpr int STAGE_ROW_BYTES = STAGE_COLUMNS * 2;
 constexpr int STEPS_PER_STAGE = STAGE_COLUMNS / (WARPS * 32);       // mma steps of 32 columns for each warp
 
 constexpr bool IS_TALKER = CODES == 1;
+constexpr int MMA_TOKENS = 4;                                       // that B has room for
+// How many of a stream's positions the predictor's first pass has.
+constexpr int FIRST_POSITIONS = !IS_TALKER && 2 * STREAMS <= MMA_TOKENS ? 2 : 1;
+constexpr int MOST_TOKENS = FIRST_POSITIONS * STREAMS;              // of a pass
 constexpr int QUERY_SIZE = HEADS * HEAD_DIM;
 constexpr int QKV_SIZE = QUERY_SIZE + 2 * KV_HEADS * HEAD_DIM;
 
-// Parts of the positions in attention, a block each: a power of two, because shuffles merge them.
+// Attention has a block for each stream, group of query heads and part of the positions. A group is the two
+// heads that share a KV head, or, in the predictor, one head if there are blocks enough: it has few positions.
+constexpr int GROUP_HEADS = !IS_TALKER && STREAMS * HEADS <= GRID ? 1 : 2;
+constexpr int GROUPS = HEADS / GROUP_HEADS;
+
+// Parts of the positions: a power of two, because shuffles merge them.
 __device__ constexpr int most_splits() {
     int splits = 1;
-    while (splits < 32 && 2 * splits * KV_HEADS <= GRID) {
+    while (splits < 32 && 2 * splits * GROUPS * STREAMS <= GRID) {
         splits *= 2;
     }
     return splits;
 }
 constexpr int SPLITS = IS_TALKER ? most_splits() : 1;
-constexpr int ATTENTION_BLOCKS = KV_HEADS * SPLITS;
+constexpr int ATTENTION_BLOCKS = STREAMS * GROUPS * SPLITS;
 constexpr int POSITION_STRIDE = SPLITS * WARPS;                     // between two positions of the same warp
-constexpr int KV_PREFETCH = 2;                                      // keys and values in flight per warp
+constexpr int KV_PREFETCH = IS_TALKER ? 4 : 2;                      // keys and values in flight per warp
 constexpr int SCORES_PER_THREAD = VOCAB / CONSUMERS;
 
 // Copies of Exchange, against contention between the readers of a cache line. By measurement on an H200: four
@@ -137,10 +156,10 @@ template <int ROWS>
 constexpr int MOST_ROWS = EIGHTHS * MOST_ROWS_PER_EIGHTH<ROWS>;
 constexpr int SECOND_REGION = 2 * MOST_ROWS<INNER>;                 // where it begins in Shared::partial
 
-// Part of the weights to keep in L2. The predictor reads its layers 16 times per launch. By measurement on an
-// H200: of 10, 15, 20, 25 and 30 %, 15 % is fastest, and 30 % is slower than none. On GPUs with less L2 it is
-// the part that takes half of it. The talker reads its weights once: it keeps next to nothing (createpolicy
-// takes no 0).
+// Part of the weights to keep in L2. The predictor reads its layers 15 or 16 times per launch. By measurement
+// on an H200: of 10, 15, 20, 25 and 30 %, 15 % is fastest, and 30 % is slower than none. On GPUs with less L2
+// it is the part that takes half of it. The talker reads its weights once: it keeps next to nothing
+// (createpolicy takes no 0).
 constexpr float LAYER_BYTES = 2.0f * LAYERS * HIDDEN * (QKV_SIZE + QUERY_SIZE + 3 * INNER);
 constexpr float HALF_OF_L2 = 0.5f * L2_BYTES / LAYER_BYTES;
 constexpr float AT_MOST = IS_TALKER ? 0.001f : 0.15f;
@@ -152,12 +171,14 @@ constexpr u64 WAIT_LIMIT_NS = 2'000'000'000;
 constexpr u32 SPINS_PER_CHECK = 64;                                 // of the clock, in every wait
 
 static_assert(LAYERS >= 1 && CODES >= 1, "unsupported sizes: LAYERS and CODES must be at least 1");
+static_assert(!IS_TALKER || TALKER_HIDDEN == HIDDEN, "unsupported sizes: TALKER_HIDDEN must be the talker's");
+static_assert(STREAMS == 1 || STREAMS == 2 || STREAMS == 4, "unsupported sizes: STREAMS must be 1, 2 or 4");
 
 // Tags repeat every 2^16 layers. Each value is rewritten in every launch, so a stale one cannot match as long
 // as a launch has fewer layers than that.
 static_assert(LAYERS * (CODES + 1) < 1 << 16, "unsupported sizes: LAYERS * (CODES + 1) must be below 65536");
 
-// Each lane has 4 dimensions of a head, and each of the 256 consumers one output of a block's 2 query heads.
+// Each lane has 4 dimensions of a head, and each of the 256 consumers one output of at most 2 query heads.
 static_assert(HEAD_DIM == 128, "unsupported sizes: HEAD_DIM must be 128");
 static_assert(HEADS == 2 * KV_HEADS, "unsupported sizes: HEADS must be twice KV_HEADS");
 
@@ -178,20 +199,21 @@ static_assert(HIDDEN / EIGHTHS >= GRID, "unsupported sizes: HIDDEN must be at le
 static_assert(INNER / EIGHTHS >= GRID, "unsupported sizes: INNER must be at least 8 * GRID");
 static_assert(VOCAB / EIGHTHS >= GRID, "unsupported sizes: VOCAB must be at least 8 * GRID");
 
-// A thread keeps the residual of one row in a register.
-static_assert(MOST_ROWS<HIDDEN> <= CONSUMERS, "unsupported sizes: HIDDEN must be at most 256 * GRID");
+// A thread keeps the residual of one row and token in a register.
+static_assert(MOST_TOKENS * MOST_ROWS<HIDDEN> <= CONSUMERS,
+              "unsupported sizes: HIDDEN * tokens must be at most 256 * GRID");
 
 // The first region of Shared::partial has room for gate and up. It also serves q, k, v and the heads.
 static_assert(MOST_ROWS<QKV_SIZE> <= SECOND_REGION,
               "unsupported sizes: the rows of q, k, v must be at most 2 * INNER");
 static_assert(MOST_ROWS<VOCAB> <= SECOND_REGION, "unsupported sizes: VOCAB must be at most 2 * INNER");
 
-// Attention has a block for each KV head and split.
-static_assert(GRID >= KV_HEADS, "unsupported sizes: GRID must be at least KV_HEADS");
+// Attention has a block for each stream and KV head, at least.
+static_assert(GRID >= STREAMS * KV_HEADS, "unsupported sizes: GRID must be at least STREAMS * KV_HEADS");
 
-// The predictor's last phase has a thread for each element of the talker's hidden state.
-static_assert(TALKER_HIDDEN <= GRID * CONSUMERS,
-              "unsupported sizes: TALKER_HIDDEN must be at most 256 * GRID");
+// The predictor's last phase has a thread for each element of the talker's hidden states.
+static_assert(STREAMS * TALKER_HIDDEN <= GRID * CONSUMERS,
+              "unsupported sizes: STREAMS * TALKER_HIDDEN must be at most 256 * GRID");
 
 
 // ---- Memory
@@ -209,13 +231,13 @@ struct Matrix {
     u64 row_bytes;
 };
 
-struct Layer {                                        // uint2: four bfloat16
-    const uint2 *input_norm;                          // (HIDDEN)
-    const uint2 *post_norm;                           // (HIDDEN)
+struct Layer {                                        // u32: two bfloat16, uint2: four
+    const u32 *input_norm;                            // (HIDDEN)
+    const u32 *post_norm;                             // (HIDDEN)
     const uint2 *q_norm;                              // (HEAD_DIM)
     const uint2 *k_norm;                              // (HEAD_DIM)
-    uint2 *keys;                                      // (KV_HEADS, cache_length, HEAD_DIM)
-    uint2 *values;                                    // (KV_HEADS, cache_length, HEAD_DIM)
+    uint2 *keys;                                      // (STREAMS, KV_HEADS, cache_length, HEAD_DIM)
+    uint2 *values;                                    // (STREAMS, KV_HEADS, cache_length, HEAD_DIM)
 };
 
 struct Exchange;
@@ -224,55 +246,64 @@ struct Arguments {
     const Matrix *matrices;                           // in the order of their use
     const Layer *layers;                              // (LAYERS)
     u64 cache_length;
-    const uint2 *final_norm;                          // (HIDDEN)
+    const u32 *final_norm;                            // (HIDDEN)
     const uint2 *cos;                                 // (cache_length, HEAD_DIM)
     const uint2 *sin;                                 // (cache_length, HEAD_DIM), its first half negated
     Exchange *exchange;                               // (REPLICAS)
     u32 *epoch;                                       // layers begun so far, over all launches
     u32 *failed;                                      // 0, or what a thread has waited for too long
     volatile u32 *failed_on_host;                     // the same, in pinned host memory
-    const float *temperature;
+    const bool *advance;                              // (STREAMS), whether its state may change
+    const float *temperature;                         // (STREAMS), and so are the next three
     const u64 *topk_rank;                             // rank of the k-th best score, counted from the worst
     const float *one_minus_top_p;
     const bool *greedy;
-    const float *noise;                               // (CODES, VOCAB), exponentially distributed
-    u64 *token;                                       // first code of the frame
-    u64 *frame;
-    uint2 *hidden;                                    // (TALKER_HIDDEN), of the talker
-    bf16 *embedding;                                  // (TALKER_HIDDEN), the talker's next input
+    const float *noise;                               // (STREAMS, CODES, VOCAB), exponentially distributed
+    u64 *token;                                       // (STREAMS), first code of the frame
+    u64 *frame;                                       // (STREAMS)
+    u32 *hidden;                                      // (STREAMS, TALKER_HIDDEN), of the talker
+    bf16 *embedding;                                  // (STREAMS, TALKER_HIDDEN), the talker's next input
 #if CODES == 1  // the talker
-    const u64 *prompt_length;
-    bool *seen;                                       // (VOCAB), tokens to apply the penalty to
-    const bool *suppressed;                           // (VOCAB), tokens never to choose
-    const float *repetition_penalty;
+    const u64 *prompt_length;                         // (STREAMS)
+    bool *seen;                                       // (STREAMS, VOCAB), tokens to apply the penalty to
+    const bool *suppressed;                           // (STREAMS, VOCAB), tokens never to choose
+    const float *repetition_penalty;                  // (STREAMS), and so are the next four
     const u64 *end_token;
     const u64 *min_tokens;
     bool *ended;                                      // whether the end token has been chosen
-    volatile bool *ended_on_host;                     // the same, in pinned host memory
+    volatile bool *ended_on_host;                     // the same in pinned host memory, or `ended` itself
 #else  // the predictor
-    const bf16 *first_input;                          // (HIDDEN), the talker's hidden state, projected
+    const bf16 *first_input;                          // (STREAMS, HIDDEN), the hidden states, projected
     const bf16 *const *code_inputs;                   // CODES + 1 tables (codes, HIDDEN), projected
     const bf16 *const *code_embeddings;               // CODES + 1 tables (codes, TALKER_HIDDEN)
-    const bf16 *text;                                 // (frames, TALKER_HIDDEN), added to the next embedding
-    bf16 *hiddens;                                    // (frames, TALKER_HIDDEN)
-    u64 *codes;                                       // (frames, CODES + 1)
+    u64 frames;                                       // that the next three have room for
+    const bf16 *text;                                 // (STREAMS, frames, TALKER_HIDDEN)
+    bf16 *hiddens;                                    // (STREAMS, frames, TALKER_HIDDEN), or null
+    u64 *codes;                                       // (STREAMS, frames, CODES + 1)
 #endif
 };
 
 // What blocks send each other. Each u32 is epoch << 16 | bfloat16.
-struct Exchange {
-    u32 logits[CODES][VOCAB];                         // first: megakernel.py reads them here
+struct Activations {                                  // of one token, in the order of place_of, but for qkv
     u32 hidden[HIDDEN];                               // residual stream after the MLP
     u32 post_attention[HIDDEN];                       // residual stream after attention
     u32 qkv[QKV_SIZE];                                // before norm and RoPE
     u32 attention[QUERY_SIZE];                        // input of o_proj
     u32 inner[INNER];                                 // input of down_proj
-    u32 splits[HEADS][SPLITS][HEAD_DIM][4];           // output and log-sum-exp, each as two bfloat16
+};
+
+// Every replica begins a cache line; by measurement on an H200, 16 bytes off make a step 8 % slower.
+struct alignas(128) Exchange {
+    u32 logits[STREAMS][CODES][VOCAB];
+    Activations tokens[MOST_TOKENS];
+    u32 splits[STREAMS][HEADS][SPLITS][HEAD_DIM][4];  // output and log-sum-exp, each as two bfloat16
+    u32 codes[MMA_TOKENS];                            // what has been chosen, an integer; streams repeat
 };
 static_assert(OFFSET_OF(Exchange, logits) == 0, "megakernel.py reads the logits at the start of Exchange");
+static_assert(OFFSET_OF(Exchange, tokens) == sizeof(u32) * STREAMS * CODES * VOCAB,
+              "megakernel.py reads the first token's activations behind the logits");
 static_assert(sizeof(Exchange) <= EXCHANGE_BYTES,
               "unsupported sizes: EXCHANGE_BYTES is too small for Exchange");
-static_assert(sizeof(Exchange) % 16 == 0, "the values of a replica are loaded 16 bytes at a time");
 
 struct alignas(16) Quad {
     float v[4];
@@ -287,14 +318,14 @@ struct Stage {
 
 // The start of a block's shared memory. The ring of stages follows it.
 struct alignas(16) Shared {
-    // attention: of each warp's positions, for 2 query heads
-    Quad head_sum[WARPS][2][HEAD_DIM / 4];            // values times weights
-    float head_max[WARPS][2];                         // highest score
-    float head_weight[WARPS][2];                      // sum of the weights
+    // attention: of each warp's positions
+    Quad head_sum[WARPS][GROUP_HEADS][HEAD_DIM / 4];  // values times weights
+    float head_max[WARPS][GROUP_HEADS];               // highest score
+    float head_weight[WARPS][GROUP_HEADS];            // sum of the weights
     // matvec: dot products of each warp's columns
-    float partial[WARPS][SECOND_REGION + MOST_ROWS<HIDDEN>];
+    float partial[MOST_TOKENS][WARPS][SECOND_REGION + MOST_ROWS<HIDDEN>];
     // block_reduce
-    u64 reduced[WARPS];
+    u64 reduced[MOST_TOKENS][WARPS];
     // out_of_time
     u64 deadline;
     u32 *failed;
@@ -333,6 +364,13 @@ __device__ u32 pack_bf16x2(float low, float high) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
+}
+
+// x * y + z, rounded once, of two pairs.
+__device__ u32 fma_bf16x2(u32 x, u32 y, u32 z) {
+    u32 result;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
+    return result;
 }
 
 // Relaxed accesses at GPU scope go to L2: they see what other blocks wrote. They do not order other accesses,
@@ -494,6 +532,17 @@ __device__ Quad unpack(uint2 x) {
     return {low_half(x.x), high_half(x.x), low_half(x.y), high_half(x.y)};
 }
 
+// Products and sums of bfloat16, rounded. Below compute capability 9.0 there is only the fused operation.
+__device__ uint2 multiply(uint2 x, uint2 y) {
+    constexpr u32 NEGATIVE_ZEROS = 0x80008000;        // keep the sign of a product that is 0
+    return {fma_bf16x2(x.x, y.x, NEGATIVE_ZEROS), fma_bf16x2(x.y, y.y, NEGATIVE_ZEROS)};
+}
+
+__device__ uint2 add(uint2 x, uint2 y) {
+    constexpr u32 ONES = 0x3f803f80;
+    return {fma_bf16x2(x.x, ONES, y.x), fma_bf16x2(x.y, ONES, y.y)};
+}
+
 __device__ float dot(Quad x, Quad y) {
     float sum = 0;
 #pragma unroll
@@ -543,12 +592,19 @@ __device__ Share share_of_this_block(int rows) {
     return {EIGHTHS * (block * at_least + block - blocks_with_less), at_least + 1};
 }
 
-// Combines a value that all lanes of a warp have over the warps of the block. Every consumer gets the result.
-template <class T, class Combine>
+// The token whose vectors this lane holds, of so many; see the lane map at the top.
+__device__ int token_of_lane(int tokens) {
+    return lane_index() / 8 % tokens;
+}
+
+// Combines a value over the warps of the block, separately for each token. Before, all lanes of a warp that
+// have the same token have the same value. Every consumer gets the result.
+template <int TOKENS = 1, class T, class Combine>
 __device__ T block_reduce(T x, Combine combine) {
-    T *of_warp = (T *)shared().reduced;
+    const int token = token_of_lane(TOKENS);
+    T *of_warp = (T *)shared().reduced[token];
     sync_consumers();                                 // all have read the previous values
-    if (lane_index() == 0) {
+    if (lane_index() == 8 * token) {
         of_warp[warp_index()] = x;
     }
     sync_consumers();
@@ -599,13 +655,18 @@ __device__ const Exchange &replica_of_this_block(const Exchange *exchange) {
     return exchange[blockIdx.x / 8 % REPLICAS];
 }
 
-// Writes a value to the first COPIES replicas. `destination` is in the first.
+// Writes 16 bits, or a value, to the first COPIES replicas. `destination` is in the first.
 template <int COPIES = REPLICAS>
-__device__ void publish(u32 *destination, float value, u32 epoch) {
+__device__ void publish_bits(u32 *destination, u32 bits, u32 epoch) {
 #pragma unroll
     for (int replica = 0; replica < COPIES; ++replica) {
-        store_relaxed((char *)destination + replica * sizeof(Exchange), epoch << 16 | pack_bf16x2(value, 0));
+        store_relaxed((char *)destination + replica * sizeof(Exchange), epoch << 16 | bits);
     }
+}
+
+template <int COPIES = REPLICAS>
+__device__ void publish(u32 *destination, float value, u32 epoch) {
+    publish_bits<COPIES>(destination, pack_bf16x2(value, 0), epoch);
 }
 
 // values[i] = elements 4 * quad_index(i) .. + 3 of the buffer, once all of them are of this epoch.
@@ -749,31 +810,43 @@ __device__ void produce_weights(const Matrix *matrix, int producer) {
 
 // ---- Matrix times vector
 
-// A vector of N * 256 elements is spread over the consumers as the operand B of the mma steps. A quad is 4
-// consecutive elements in a uint2. x[i] of a thread, with i = 4 * part + step, where a part is 1024 columns,
-// and lane = 4 r + q, is quad
+// A vector of N * 256 elements is spread over the consumers as the operand B of the mma steps. Quads 2 n and
+// 2 n + 1 are elements 0 1 4 5 and 2 3 6 7 of 8 n .. 8 n + 7. x[i] of a thread, with i = 4 * part + step,
+// where a part is 1024 columns, and lane = 4 r + q, is quad
 //     part * 256 + warp * 32 + step * 8 + q * 2 + r % 2
 // Four lanes of a warp, those with the same q and r % 2, hold the same quad; 8 adjacent lanes hold each once.
 __device__ int quad_of_vector(int i) {
     return i / 4 * 256 + threadIdx.x / 32 * 32 + i % 4 * 8 + threadIdx.x % 4 * 2 + threadIdx.x / 4 % 2;
 }
 
+// Vectors in Exchange have quad after quad: elements 0 1 4 5 2 3 6 7 8 9 12 13 10 11 14 15 ...
+__device__ int place_of(int element) {
+    return element / 8 * 8 + element % 4 / 2 * 4 + element % 8 / 4 * 2 + element % 2;
+}
+
+// Other vectors have their elements in order, in pairs: a quad is the pairs first_pair(quad) and + 2.
+__device__ int first_pair(int quad) {
+    return quad / 2 * 4 + quad % 2;
+}
+
 template <int N>
-__device__ void load_vector(uint2 (&x)[N], const uint2 *source) {
+__device__ void load_vector(uint2 (&x)[N], const u32 *source) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        x[i] = source[quad_of_vector(i)];
+        const int pair = first_pair(quad_of_vector(i));
+        x[i] = {source[pair], source[pair + 2]};
     }
 }
 
 // d += 8 rows of weights times 32 columns of x. A lane's weights are 8 columns of row r, its x is one quad.
 __device__ void multiply_add(float (&d)[4], uint4 weights, uint2 x) {
-    mma_m16n8k16(d, weights.x, weights.z, weights.y, weights.w, x.x, x.y);
+    mma_m16n8k16(d, weights.x, weights.y, weights.z, weights.w, x.x, x.y);
 }
 
 // The next matrix in the ring times x. Of each stage, warp w takes columns 128 w .. 128 w + 127 of the 8
-// rows, in 4 mma steps of 32 columns. The sums of row number i of the block go to partial[w][region + i].
-template <int ROWS, int N>
+// rows, in 4 mma steps of 32 columns. The sums of row number i of the block go to
+// partial[token][w][region + i].
+template <int ROWS, int TOKENS, int N>
 __device__ void matvec(const uint2 (&x)[N], u32 &stage, int region) {
     constexpr int MOST = MOST_ROWS_PER_EIGHTH<ROWS>;
     constexpr int UNROLLED = BULK_COPIES && MOST <= 8 ? MOST : 1;           // more would spill registers
@@ -796,36 +869,39 @@ __device__ void matvec(const uint2 (&x)[N], u32 &stage, int region) {
             release(stage);
             ++stage;
         }
-        if (q == 0) {
+        if (q < TOKENS) {
             const float sum = d[0][0] + d[1][0] + (d[0][3] + d[1][3]);
-            shared().partial[warp][region + eighth * rows_per_eighth + row] = sum;
+            shared().partial[q][warp][region + eighth * rows_per_eighth + row] = sum;
         }
     }
 }
 
 // A row's sum over the warps, each of which has its own columns.
-__device__ float row_sum(int row) {
+__device__ float row_sum(int token, int row) {
     float sum = 0;
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) {
-        sum += shared().partial[warp][row];
+        sum += shared().partial[token][warp][row];
     }
     return round_to_bf16(sum);
 }
 
-// Publishes finish(row, sum) for each row of this block; `row` counts from the block's first. Consecutive
-// matvecs use different regions of `partial`: the next may write its sums while slow threads still read those
-// of this one. Two in a row have the same region, a head and the next position's q, k, v: between them the
-// sampler and rms_norm each have a sync_consumers.
-template <int ROWS, class Finish>
-__device__ void publish_rows(u32 (&destination)[ROWS], int region, u32 epoch, Finish finish) {
-    const Share share = share_of_this_block(ROWS);
+// Calls use(token, row, sum) for each token and each row of the matrix that this block has, each in a thread.
+//
+// Consecutive matvecs use different regions of `partial`: the next may write its sums while slow threads
+// still read those of this one. Two in a row have the same region, a head and the next pass's q, k, v:
+// between them rms_norm has a sync_consumers.
+template <int MATRIX_ROWS, int TOKENS, class Use>
+__device__ void for_each_row(int region, Use use) {
+    constexpr int MOST = MOST_ROWS<MATRIX_ROWS>;
+    const Share share = share_of_this_block(MATRIX_ROWS);
     sync_consumers();                                 // the sums of all warps are there
 #pragma unroll
-    for (int first = 0; first < MOST_ROWS<ROWS>; first += CONSUMERS) {
-        const int row = first + threadIdx.x;
-        if (row < EIGHTHS * share.rows_per_eighth) {
-            publish(&destination[share.first_row + row], finish(row, row_sum(region + row)), epoch);
+    for (int first = 0; first < TOKENS * MOST; first += CONSUMERS) {
+        const int token = (first + threadIdx.x) / MOST;
+        const int i = (first + threadIdx.x) % MOST;   // counts the block's rows
+        if (token < TOKENS && i < EIGHTHS * share.rows_per_eighth) {
+            use(token, share.first_row + i, row_sum(token, region + i));
         }
     }
 }
@@ -835,23 +911,22 @@ __device__ void publish_rows(u32 (&destination)[ROWS], int region, u32 epoch, Fi
 
 __device__ uint2 normalize(uint2 x, float factor, uint2 weight) {
     Quad y = unpack(x);
-    const Quad w = unpack(weight);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        y.v[i] = round_to_bf16(y.v[i] * factor) * w.v[i];
+        y.v[i] *= factor;
     }
-    return pack(y);
+    return multiply(pack(y), weight);
 }
 
 // x is spread over the consumers by quad_of_vector, so 8 adjacent lanes hold all that the warp has of it.
-template <int N>
+template <int TOKENS, int N>
 __device__ void rms_norm(uint2 (&x)[N], const uint2 (&weight)[N]) {
     float squares = 0;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         squares += dot(unpack(x[i]), unpack(x[i]));
     }
-    squares = block_reduce(warp_sum<8>(squares), [](float a, float b) { return a + b; });
+    squares = block_reduce<TOKENS>(warp_sum<8>(squares), [](float a, float b) { return a + b; });
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         x[i] = normalize(x[i], rsqrtf(squares / HIDDEN + EPSILON), weight[i]);
@@ -861,16 +936,24 @@ __device__ void rms_norm(uint2 (&x)[N], const uint2 (&weight)[N]) {
 
 // ---- Attention
 
-// Block b takes KV head b % KV_HEADS with its two query heads, and split b / KV_HEADS of the positions:
+// Block b takes the query heads of group b % GROUPS, and split b / GROUPS % SPLITS of the positions of one
+// stream:
 //     warp w of split s:  positions 8 s + w, 8 s + w + POSITION_STRIDE, 8 s + w + 2 * POSITION_STRIDE, ...
 //     lane l:             dimensions 4 l .. 4 l + 3
+// For a block without attention the stream does not matter.
+__device__ int stream_to_attend() {
+    return blockIdx.x / (GROUPS * SPLITS) % STREAMS;
+}
+
 // Softmax is online (as in FlashAttention): each warp keeps a maximum, a sum of weights and a weighted sum of
 // values. The warps are merged here, the splits in merge_splits.
-__device__ void attend(const Arguments &arguments, const Layer &layer, int position, u32 epoch) {
+__device__ void attend(const Arguments &arguments, const Layer &layer, int token, int position, u32 epoch) {
+    const int stream = stream_to_attend();
+    const int split = blockIdx.x / GROUPS % SPLITS;
+    const int first_head = blockIdx.x % GROUPS * GROUP_HEADS;
+    const int kv_head = first_head / 2;
     const int warp = warp_index();
     const int lane = lane_index();
-    const int kv_head = blockIdx.x % KV_HEADS;
-    const int split = blockIdx.x / KV_HEADS;
     const int first_position = split * WARPS + warp;
 
     // This lane's quad of a row of HEAD_DIM elements: a position in the cache, a head in qkv.
@@ -879,8 +962,9 @@ __device__ void attend(const Arguments &arguments, const Layer &layer, int posit
     };
 
     // Issue all loads that do not depend on this layer's q, k, v before waiting for those.
-    uint2 *keys = layer.keys + kv_head * arguments.cache_length * (HEAD_DIM / 4);
-    uint2 *values = layer.values + kv_head * arguments.cache_length * (HEAD_DIM / 4);
+    const u64 first_of_head = (stream * KV_HEADS + kv_head) * arguments.cache_length * (HEAD_DIM / 4);
+    uint2 *keys = layer.keys + first_of_head;
+    uint2 *values = layer.values + first_of_head;
     uint2 k[KV_PREFETCH] = {};
     uint2 v[KV_PREFETCH] = {};
     const auto prefetch = [&](int i, int cached_position) {
@@ -898,51 +982,55 @@ __device__ void attend(const Arguments &arguments, const Layer &layer, int posit
     const uint2 q_weight = layer.q_norm[lane];
     const uint2 k_weight = layer.k_norm[lane];
 
-    // The two queries, the new key, the new value.
-    uint2 x[4];
-    receive(x, replica_of_this_block(arguments.exchange).qkv, epoch, [&](int i) {
-        return quad_of_row(i < 2 ? 2 * kv_head + i : HEADS + (i - 2) * KV_HEADS + kv_head);
+    // The queries, the new key, the new value.
+    constexpr int KEY = GROUP_HEADS;
+    constexpr int VALUE = GROUP_HEADS + 1;
+    uint2 x[GROUP_HEADS + 2];
+    receive(x, replica_of_this_block(arguments.exchange).tokens[token].qkv, epoch, [&](int i) {
+        return quad_of_row(i < KEY ? first_head + i : HEADS + (i - KEY) * KV_HEADS + kv_head);
     });
 
     // Norm and RoPE of queries and key. RoPE pairs dimension d with (d + 64) % 128, which is 16 lanes away.
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
+    for (int i = 0; i <= KEY; ++i) {
         const float squares = warp_sum(dot(unpack(x[i]), unpack(x[i])));
         const float factor = rsqrtf(squares / HEAD_DIM + EPSILON);
-        const uint2 normalized = normalize(x[i], factor, i < 2 ? q_weight : k_weight);
-        const Quad partner = unpack(shuffle_xor(normalized, HEAD_DIM / 2 / 4));
-        Quad rotated = unpack(normalized);
-#pragma unroll
-        for (int d = 0; d < 4; ++d) {
-            const float straight = round_to_bf16(rotated.v[d] * unpack(cos).v[d]);
-            const float crossed = round_to_bf16(partner.v[d] * unpack(sin).v[d]);
-            rotated.v[d] = straight + crossed;
-        }
-        x[i] = pack(rotated);
+        const uint2 normalized = normalize(x[i], factor, i < KEY ? q_weight : k_weight);
+        const uint2 partner = shuffle_xor(normalized, HEAD_DIM / 2 / 4);
+        x[i] = add(multiply(normalized, cos), multiply(partner, sin));
     }
 
-    // One warp of one block writes the new row of the cache. In the predictor, later positions of the same
-    // launch read it, in the same block: with SPLITS == 1 no other block has this KV head.
+    // One warp of the first split writes the new row of the cache. In the predictor, later positions of the
+    // same launch read it. Two blocks with one query head each write the same values, and each of them reads
+    // after its own write.
     if (first_position == 0) {
-        keys[quad_of_row(position)] = x[2];
-        values[quad_of_row(position)] = x[3];
+        keys[quad_of_row(position)] = x[KEY];
+        values[quad_of_row(position)] = x[VALUE];
     }
 
     // Start with a dummy key: score LOWEST_SCORE, weight 1, value 0. Any real key scales its weight to 0,
     // here or in a merge. In a split without positions, which has no real key, it avoids 0 / 0.
-    Quad sum[2] = {};
-    float best[2] = {LOWEST_SCORE, LOWEST_SCORE};
-    float weight[2] = {1, 1};
+    Quad sum[GROUP_HEADS] = {};
+    float best[GROUP_HEADS];
+    float weight[GROUP_HEADS];
+#pragma unroll
+    for (int h = 0; h < GROUP_HEADS; ++h) {
+        best[h] = LOWEST_SCORE;
+        weight[h] = 1;
+    }
     for (int next = first_position; next <= position; next += KV_PREFETCH * POSITION_STRIDE) {
 #pragma unroll
         for (int i = 0; i < KV_PREFETCH; ++i) {
             const int this_position = next + i * POSITION_STRIDE;
+            if (i % 2 == 0 && this_position > position) {
+                break;                                // checked once for two positions, whose sums overlap
+            }
             if (this_position == position) {
-                k[i] = x[2];
-                v[i] = x[3];
+                k[i] = x[KEY];
+                v[i] = x[VALUE];
             }
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
+            for (int h = 0; h < GROUP_HEADS; ++h) {
                 const float product = warp_sum(dot(unpack(x[h]), unpack(k[i])));
                 const float score = this_position <= position ? product * rsqrtf(HEAD_DIM) : LOWEST_SCORE;
                 const float new_best = fmaxf(best[h], score);
@@ -959,22 +1047,25 @@ __device__ void attend(const Arguments &arguments, const Layer &layer, int posit
         }
     }
 
-    // Merge the warps: thread t has dimension t % 128 of query head t / 128.
+    // Merge the warps: thread t has dimension t % 128 of query head t / 128 of the group.
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < GROUP_HEADS; ++h) {
         shared().head_sum[warp][h][lane] = sum[h];
     }
     if (lane == 0) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int h = 0; h < GROUP_HEADS; ++h) {
             shared().head_max[warp][h] = best[h];
             shared().head_weight[warp][h] = weight[h];
         }
     }
     sync_consumers();
     const int h = threadIdx.x / HEAD_DIM;
+    if (h >= GROUP_HEADS) {
+        return;
+    }
     const int dimension = threadIdx.x % HEAD_DIM;
-    const int head = 2 * kv_head + h;
+    const int head = first_head + h;
     float block_best = LOWEST_SCORE;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
@@ -992,7 +1083,8 @@ __device__ void attend(const Arguments &arguments, const Layer &layer, int posit
     const float log_sum = block_best + logf(block_weight);
 
     if (SPLITS == 1) {
-        publish(&arguments.exchange->attention[head * HEAD_DIM + dimension], output, epoch);
+        u32 *attention = arguments.exchange->tokens[token].attention;
+        publish(&attention[place_of(head * HEAD_DIM + dimension)], output, epoch);
         return;
     }
     // Two bfloat16 each, value and remainder, so that splitting the positions adds no rounding that matters.
@@ -1002,17 +1094,19 @@ __device__ void attend(const Arguments &arguments, const Layer &layer, int posit
     const float parts[4] = {output, output_rest, log_sum, log_sum_rest};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        publish<1>(&arguments.exchange->splits[head][split][dimension][i], parts[i], epoch);
+        publish<1>(&arguments.exchange->splits[stream][head][split][dimension][i], parts[i], epoch);
     }
 }
 
-// Output o = head * 128 + dimension is merged by SPLITS adjacent lanes, one for each split:
+// Output o = (stream * HEADS + head) * 128 + dimension is merged by SPLITS adjacent lanes, one per split:
 //     o = (256 * block + thread) / SPLITS,  split = thread % SPLITS
 __device__ void merge_splits(Exchange &exchange, u32 epoch) {
     const int output = (blockIdx.x * CONSUMERS + threadIdx.x) / SPLITS;
+    const int stream = output / QUERY_SIZE;
+    const int dimension = output % QUERY_SIZE;        // of all heads
     const int split = threadIdx.x % SPLITS;
     uint2 parts[1];
-    const u32 *source = exchange.splits[output / HEAD_DIM][split][output % HEAD_DIM];
+    const u32 *source = exchange.splits[stream][dimension / HEAD_DIM][split][dimension % HEAD_DIM];
     receive(parts, source, epoch, [](int) { return 0; });
     const float value = low_half(parts[0].x) + high_half(parts[0].x);
     const float log_sum = low_half(parts[0].y) + high_half(parts[0].y);
@@ -1025,35 +1119,39 @@ __device__ void merge_splits(Exchange &exchange, u32 epoch) {
     const float weight = expf(log_sum - best);
     const float merged = warp_sum<SPLITS>(weight * value) / warp_sum<SPLITS>(weight);
     if (split == 0) {
-        publish(&exchange.attention[output], merged, epoch);
+        publish(&exchange.tokens[stream].attention[place_of(dimension)], merged, epoch);
     }
 }
 
 
 // ---- Layers
 
-// `input` (HIDDEN) through all layers and the final norm to x. Loads that do not depend on other blocks are
-// issued before the spin loops that do.
-__device__ void run_layers(const Arguments &arguments, const bf16 *input, int position,
+// A pass: POSITIONS consecutive tokens of each stream through all layers, and the last ones through the
+// final norm to x. input_of(token) is (HIDDEN). `position` is that of the first token of the stream that this
+// block attends for. Loads that do not depend on other blocks are issued before the spin loops that do.
+template <int POSITIONS, class InputOf>
+__device__ void run_layers(const Arguments &arguments, InputOf input_of, int position,
                            uint2 (&x)[HIDDEN / 256], u32 &stage, u32 &epoch) {
-    Exchange &to = *arguments.exchange;
-    const Exchange &from = replica_of_this_block(arguments.exchange);
+    Exchange &exchange = *arguments.exchange;
+    Activations *to = exchange.tokens;
+    const Activations *replica = replica_of_this_block(arguments.exchange).tokens;
+    constexpr int TOKENS = POSITIONS * STREAMS;
+    const int lane_token = token_of_lane(TOKENS);
+    const Activations &from = replica[lane_token];
     uint2 norm_weight[HIDDEN / 256];
     uint2 attention[QUERY_SIZE / 256];
     uint2 inner[INNER / 256];
 
-    // The residual of the row that this thread publishes, if it publishes one, stays in a register.
-    const int residual_row = min(share_of_this_block(HIDDEN).first_row + threadIdx.x, HIDDEN - 1);
-    float residual = low_half(input[residual_row]);
-    const auto add_residual = [&](int, float sum) {
+    // The residual of what this thread publishes, if it publishes any, stays in a register.
+    const int residual_row = share_of_this_block(HIDDEN).first_row + threadIdx.x % MOST_ROWS<HIDDEN>;
+    const int residual_token = threadIdx.x / MOST_ROWS<HIDDEN> % TOKENS;
+    float residual = low_half(input_of(residual_token)[min(residual_row, HIDDEN - 1)]);
+    const auto add_residual = [&](float sum) {
         residual = round_to_bf16(residual + sum);
         return residual;
     };
-    const auto unchanged = [](int, float sum) {
-        return sum;
-    };
 
-    load_vector(x, (const uint2 *)input);
+    load_vector(x, (const u32 *)input_of(lane_token));
 #pragma unroll 1
     for (const Layer *layer = arguments.layers; layer < arguments.layers + LAYERS; ++layer) {
         // Phase 1: input norm; q, k, v
@@ -1061,44 +1159,56 @@ __device__ void run_layers(const Arguments &arguments, const bf16 *input, int po
         if (layer > arguments.layers) {
             receive(x, from.hidden, epoch, quad_of_vector);
         }
-        rms_norm(x, norm_weight);
+        rms_norm<TOKENS>(x, norm_weight);
         ++epoch;
-        matvec<QKV_SIZE>(x, stage, 0);
-        publish_rows(to.qkv, 0, epoch, unchanged);
+        matvec<QKV_SIZE, TOKENS>(x, stage, 0);
+        for_each_row<QKV_SIZE, TOKENS>(0, [&](int token, int row, float sum) {
+            publish(&to[token].qkv[row], sum, epoch);
+        });
 
         // Phases 2 and 3: attention
         if (blockIdx.x < ATTENTION_BLOCKS) {
-            attend(arguments, *layer, position, epoch);
+#pragma unroll 1
+            for (int i = 0; i < POSITIONS; ++i) {
+                if (i > 0) {
+                    sync_consumers();                 // the position before is in the cache, head_sum is read
+                }
+                attend(arguments, *layer, i * STREAMS + stream_to_attend(), position + i, epoch);
+            }
         }
         if (SPLITS > 1 && (ATTENTION_BLOCKS == GRID || blockIdx.x < ATTENTION_BLOCKS)) {
-            merge_splits(to, epoch);
+            merge_splits(exchange, epoch);
         }
 
         // Phase 4: o_proj and residual
         receive(attention, from.attention, epoch, quad_of_vector);
-        matvec<HIDDEN>(attention, stage, SECOND_REGION);
-        publish_rows(to.post_attention, SECOND_REGION, epoch, add_residual);
+        matvec<HIDDEN, TOKENS>(attention, stage, SECOND_REGION);
+        for_each_row<HIDDEN, TOKENS>(SECOND_REGION, [&](int token, int row, float sum) {
+            publish(&to[token].post_attention[place_of(row)], add_residual(sum), epoch);
+        });
 
         // Phase 5: post-attention norm; gate and up, silu(gate) * up
         load_vector(norm_weight, layer->post_norm);
         receive(x, from.post_attention, epoch, quad_of_vector);
-        rms_norm(x, norm_weight);
-        matvec<INNER>(x, stage, 0);
-        matvec<INNER>(x, stage, MOST_ROWS<INNER>);
-        publish_rows(to.inner, 0, epoch, [](int row, float gate) {
+        rms_norm<TOKENS>(x, norm_weight);
+        matvec<INNER, TOKENS>(x, stage, 0);
+        matvec<INNER, TOKENS>(x, stage, MOST_ROWS<INNER>);
+        for_each_row<INNER, TOKENS>(0, [&](int token, int row, float gate) {
             const float silu = round_to_bf16(gate / (1 + expf(-gate)));
-            const float up = row_sum(MOST_ROWS<INNER> + row);
-            return silu * up;
+            const float up = row_sum(token, MOST_ROWS<INNER> + row - share_of_this_block(INNER).first_row);
+            publish(&to[token].inner[place_of(row)], silu * up, epoch);
         });
 
         // Phase 6: down_proj and residual
         receive(inner, from.inner, epoch, quad_of_vector);
-        matvec<HIDDEN>(inner, stage, SECOND_REGION);
-        publish_rows(to.hidden, SECOND_REGION, epoch, add_residual);
+        matvec<HIDDEN, TOKENS>(inner, stage, SECOND_REGION);
+        for_each_row<HIDDEN, TOKENS>(SECOND_REGION, [&](int token, int row, float sum) {
+            publish(&to[token].hidden[place_of(row)], add_residual(sum), epoch);
+        });
     }
     load_vector(norm_weight, arguments.final_norm);
-    receive(x, from.hidden, epoch, quad_of_vector);
-    rms_norm(x, norm_weight);
+    receive(x, replica[TOKENS - STREAMS + lane_token % STREAMS].hidden, epoch, quad_of_vector);
+    rms_norm<STREAMS>(x, norm_weight);
 }
 
 
@@ -1119,26 +1229,29 @@ __device__ float from_ordered_bits(u32 ordered) {
     return __uint_as_float(ordered >> 31 ? ordered & ~(1u << 31) : ~ordered);
 }
 
-// One head, then `sample` of cudagraph_talker.py: top-k, top-p, and the largest weight / noise. Every block
-// of the predictor chooses for itself and comes to the same result; for the talker only the first block does.
-__device__ int head_and_sample(const Arguments &arguments, const uint2 (&x)[HIDDEN / 256], int head,
-                               u32 frame, u32 &stage, u32 epoch) {
+// The head behind the layers: the logits of all streams.
+__device__ void run_head(const Arguments &arguments, const uint2 (&x)[HIDDEN / 256], int head, u32 &stage,
+                         u32 epoch) {
+    matvec<VOCAB, STREAMS>(x, stage, 0);
+    for_each_row<VOCAB, STREAMS>(0, [&](int stream, int row, float sum) {
+        publish(&arguments.exchange->logits[stream][head][row], sum, epoch);
+    });
+}
+
+// `sample` of cudagraph_talker.py for one stream: top-k, top-p, and the largest weight / noise.
+__device__ int sample(const Arguments &arguments, int stream, int head, u32 frame, u32 epoch) {
     constexpr int N = SCORES_PER_THREAD;
     constexpr int TOKEN_BITS = 12;
     constexpr int RANK_BITS = 32 + TOKEN_BITS;
-    matvec<VOCAB>(x, stage, 0);
-    publish_rows(arguments.exchange->logits[head], 0, epoch, [](int, float sum) { return sum; });
-    if (IS_TALKER && blockIdx.x > 0) {
-        return 0;
-    }
-
+    const float temperature = arguments.temperature[stream];
     float noise[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        noise[i] = *arguments.greedy ? 1 : arguments.noise[head * VOCAB + token_of_score(i)];
+        const u32 place = (stream * CODES + head) * VOCAB + token_of_score(i);
+        noise[i] = arguments.greedy[stream] ? 1 : arguments.noise[place];
     }
     uint2 logits[N / 4];
-    receive(logits, replica_of_this_block(arguments.exchange).logits[head], epoch, [](int i) {
+    receive(logits, replica_of_this_block(arguments.exchange).logits[stream][head], epoch, [](int i) {
         return token_of_score(4 * i) / 4;
     });
 
@@ -1152,13 +1265,14 @@ __device__ int head_and_sample(const Arguments &arguments, const uint2 (&x)[HIDD
     for (int i = 0; i < N; ++i) {
         score[i] = unpack(logits[i / 4]).v[i % 4];
 #if CODES == 1
-        if (arguments.seen[token_of_score(i)]) {
-            score[i] = score[i] < 0 ? score[i] * *arguments.repetition_penalty
-                                    : score[i] / *arguments.repetition_penalty;
+        const u32 place = stream * VOCAB + token_of_score(i);
+        if (arguments.seen[place]) {
+            score[i] = score[i] < 0 ? score[i] * arguments.repetition_penalty[stream]
+                                    : score[i] / arguments.repetition_penalty[stream];
         }
         const bool ends_too_early =
-            frame < *arguments.min_tokens && token_of_score(i) == *arguments.end_token;
-        if (arguments.suppressed[token_of_score(i)] || ends_too_early) {
+            frame < arguments.min_tokens[stream] && token_of_score(i) == arguments.end_token[stream];
+        if (arguments.suppressed[place] || ends_too_early) {
             score[i] = __uint_as_float(0xff800000);   // -infinity
         }
 #endif
@@ -1189,11 +1303,11 @@ __device__ int head_and_sample(const Arguments &arguments, const uint2 (&x)[HIDD
     // Top-k keeps the k-th best score and its equals, so the token's bits are left out. The predictor's
     // scores are bfloat16 as they come, without a penalty: 16 bits of score are all there are.
     constexpr int LAST_BIT = IS_TALKER ? TOKEN_BITS : TOKEN_BITS + 16;
-    const u64 topk_threshold = threshold(*arguments.topk_rank, LAST_BIT);
-    const float best_score = from_ordered_bits(best) / *arguments.temperature;
+    const u64 topk_threshold = threshold(arguments.topk_rank[stream], LAST_BIT);
+    const float best_score = from_ordered_bits(best) / temperature;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        score[i] = rank[i] < topk_threshold ? 0 : expf(score[i] / *arguments.temperature - best_score);
+        score[i] = rank[i] < topk_threshold ? 0 : expf(score[i] / temperature - best_score);
     }
 
     // Top-p, in integers (22 bits for the best) so that every order of summation gives the same sum. 4096 of
@@ -1203,8 +1317,8 @@ __device__ int head_and_sample(const Arguments &arguments, const uint2 (&x)[HIDD
         mass[i] = score[i] * (1 << 22) + 0.5f;
     }
     u64 topp_threshold = 0;
-    if (*arguments.one_minus_top_p > 0) {
-        topp_threshold = threshold(*arguments.one_minus_top_p * mass_below(~0ull), 0);
+    if (arguments.one_minus_top_p[stream] > 0) {
+        topp_threshold = threshold(arguments.one_minus_top_p[stream] * mass_below(~0ull), 0);
     }
 
     // The largest weight / noise; of equals the lowest token.
@@ -1222,11 +1336,29 @@ __device__ int head_and_sample(const Arguments &arguments, const uint2 (&x)[HIDD
 }
 
 
+// The predictor's choices, 16 bits for each stream. With a single one, every block chooses for itself and
+// comes to the same result; with more, one of the first blocks chooses for each and sends the code to all.
+__device__ u64 choose_codes(const Arguments &arguments, int head, u32 epoch) {
+    if (STREAMS == 1) {
+        return sample(arguments, 0, head, 0, epoch);
+    }
+    if (blockIdx.x < MMA_TOKENS) {
+        const u32 code = sample(arguments, blockIdx.x % STREAMS, head, 0, epoch);
+        if (threadIdx.x == 0) {
+            publish_bits(&arguments.exchange->codes[blockIdx.x], code, epoch);
+        }
+    }
+    static_assert(MMA_TOKENS == 4, "they are received as one quad");
+    uint2 codes[1];
+    receive(codes, replica_of_this_block(arguments.exchange).codes, epoch, [](int) { return 0; });
+    return (u64)codes[0].y << 32 | codes[0].x;
+}
+
+
 // ---- The kernel: GRID blocks of CONSUMERS + PRODUCERS threads, with SHARED_BYTES of dynamic shared memory
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
-decode_step(const Arguments *arguments_in_memory) {
-    const Arguments arguments = *arguments_in_memory;
+decode_step(const __grid_constant__ Arguments arguments) {
     if (threadIdx.x < STAGES) {
         init_barrier(ring_slot(threadIdx.x));
     }
@@ -1245,60 +1377,103 @@ decode_step(const Arguments *arguments_in_memory) {
     uint2 x[HIDDEN / 256];
     u32 stage = 0;
     u32 epoch = *arguments.epoch;
-    u32 frame = *arguments.frame;
 
-#if CODES == 1  // the talker: one token through the layers, then the first code of the next frame
-    run_layers(arguments, arguments.embedding, *arguments.prompt_length + frame, x, stage, epoch);
-    ++frame;
-    const u64 token = head_and_sample(arguments, x, 0, frame, stage, epoch);
-    if (blockIdx.x > 0) {
+#if CODES == 1  // the talker: a token of each stream, then the first code of the next frame
+    const int attended = stream_to_attend();
+    const u64 next_position = arguments.prompt_length[attended] + arguments.frame[attended];
+    const auto input_of = [&](int token) {
+        return arguments.embedding + token * HIDDEN;
+    };
+    // A stream whose cache is full does not advance, but is computed with the others.
+    run_layers<1>(arguments, input_of, min(next_position, arguments.cache_length - 1), x, stage, epoch);
+    run_head(arguments, x, 0, stage, epoch);
+
+    // The first blocks choose and write, one for each stream.
+    const int stream = blockIdx.x;
+    if (stream >= STREAMS) {
         return;
     }
-    if (threadIdx.x % 32 < 8) {                       // the other lanes hold the same
+    const u64 frame = arguments.frame[stream] + 1;
+    const u64 token = sample(arguments, stream, 0, frame, epoch);
+    if (arguments.advance[stream] && lane_index() / 8 == stream) {           // these lanes hold its vector
 #pragma unroll
         for (int i = 0; i < HIDDEN / 256; ++i) {
-            arguments.hidden[quad_of_vector(i)] = x[i];
+            u32 *pairs = arguments.hidden + stream * (HIDDEN / 2) + first_pair(quad_of_vector(i));
+            pairs[0] = x[i].x;
+            pairs[2] = x[i].y;
         }
     }
     if (threadIdx.x > 0) {
         return;
     }
-    *arguments.token = token;
-    *arguments.frame = frame;
-    arguments.seen[token] = true;
-    *arguments.epoch = epoch;
-    if (token == *arguments.end_token) {
-        *arguments.ended = true;
+    if (stream == 0) {
+        *arguments.epoch = epoch;
     }
-    *arguments.ended_on_host = *arguments.ended;
-
-#else  // the predictor: the talker's hidden state, then the frame's codes, each of which leads to the next
-    const int element = blockIdx.x * CONSUMERS + threadIdx.x;                // of the next embedding
-    u64 code = *arguments.token;
-    float sum = 0;
-#pragma unroll 1
-    for (int position = 0; position <= CODES; ++position) {
-        const bf16 *input = arguments.first_input;
-        if (position > 0) {
-            input = arguments.code_inputs[position - 1] + code * HIDDEN;
-        }
-        run_layers(arguments, input, position, x, stage, epoch);
-        if (position > 0) {
-            code = head_and_sample(arguments, x, position - 1, frame, stage, epoch);
-        }
-        if (element < TALKER_HIDDEN) {
-            sum += low_half(arguments.code_embeddings[position][code * TALKER_HIDDEN + element]);
-        }
-        if (element == 0) {
-            arguments.codes[frame * (CODES + 1) + position] = code;
-            *arguments.epoch = epoch;
-        }
-    }
-    if (element >= TALKER_HIDDEN) {
+    if (!arguments.advance[stream]) {
         return;
     }
-    const u32 place = frame * TALKER_HIDDEN + element;                       // in `text` and `hiddens`
+    arguments.token[stream] = token;
+    arguments.frame[stream] = frame;
+    arguments.seen[stream * VOCAB + token] = true;
+    if (token == arguments.end_token[stream]) {
+        arguments.ended[stream] = true;
+    }
+    arguments.ended_on_host[stream] = arguments.ended[stream];
+
+#else  // the predictor: the talker's hidden state and the first code, then each code leads to the next
+    const int element = blockIdx.x * CONSUMERS + threadIdx.x;                // of the next embeddings
+    const int element_stream = element / TALKER_HIDDEN;
+    float sum = 0;
+
+    // The last code of each stream, 16 bits each.
+    u64 codes = 0;
+#pragma unroll
+    for (int stream = 0; stream < STREAMS; ++stream) {
+        codes |= arguments.token[stream] << 16 * stream;
+    }
+    const auto code_of = [&](int stream) {
+        return codes >> 16 * stream & 0xffff;
+    };
+    const auto keep_codes = [&](int position) {
+        if (element_stream < STREAMS) {
+            const bf16 *table = arguments.code_embeddings[position];
+            sum += low_half(table[code_of(element_stream) * TALKER_HIDDEN + element % TALKER_HIDDEN]);
+        }
+        if (element < STREAMS) {
+            const u64 place = element * arguments.frames + arguments.frame[element];
+            arguments.codes[place * (CODES + 1) + position] = code_of(element);
+        }
+    };
+    const auto inputs_from = [&](int first_position) {
+        return [&, first_position](int token) {
+            const int position = first_position + token / STREAMS;
+            const int stream = token % STREAMS;
+            return position == 0 ? arguments.first_input + stream * HIDDEN
+                                 : arguments.code_inputs[position - 1] + code_of(stream) * HIDDEN;
+        };
+    };
+    keep_codes(0);
+    run_layers<FIRST_POSITIONS>(arguments, inputs_from(0), 0, x, stage, epoch);
+#pragma unroll 1
+    for (int position = 1; position <= CODES; ++position) {
+        if (position >= FIRST_POSITIONS) {
+            run_layers<1>(arguments, inputs_from(position), position, x, stage, epoch);
+        }
+        run_head(arguments, x, position - 1, stage, epoch);
+        codes = choose_codes(arguments, position - 1, epoch);
+        keep_codes(position);
+    }
+    if (element == 0) {
+        *arguments.epoch = epoch;
+    }
+    if (element_stream >= STREAMS) {
+        return;
+    }
+    const u64 frame = element_stream * arguments.frames + arguments.frame[element_stream];
+    const u64 place = frame * TALKER_HIDDEN + element % TALKER_HIDDEN;       // in `text` and `hiddens`
     arguments.embedding[element] = pack_bf16x2(round_to_bf16(sum) + low_half(arguments.text[place]), 0);
-    arguments.hiddens[place] = ((const bf16 *)arguments.hidden)[element];
+    if (arguments.hiddens) {
+        arguments.hiddens[place] = ((const bf16 *)arguments.hidden)[element];
+    }
 #endif
 }

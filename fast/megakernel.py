@@ -1,5 +1,5 @@
-"""The decoder layers, heads and sampling of one row as one kernel per step: megakernel.cu, compiled by NVRTC
-for this GPU and model when it is first asked for.
+"""The decoder layers, heads and sampling of 1, 2 or 4 streams as one kernel per step: megakernel.cu, compiled by
+NVRTC for this GPU and model when it is first asked for.
 
 `talker_step` and `predictor_step` return callables for the two graphs to capture in place of their own
 `step`. They work on the same weights, StaticCache and static tensors, so nothing around them changes. The
@@ -24,6 +24,7 @@ KERNEL_NAME = "decode_step"
 # As in megakernel.cu. `complete_source` makes the compiler check them.
 CONSUMERS = 256
 REPLICAS = 4
+MMA_TOKENS = 4
 
 EXCHANGE_BYTES = 1 << 20  # room for one replica of Exchange
 
@@ -39,7 +40,7 @@ MATRIX_FIELDS = ("address", "rows", "row_bytes")
 LAYER_FIELDS = ("input_norm", "post_norm", "q_norm", "k_norm", "keys", "values")
 COMMON_ARGUMENTS = (
     *("matrices", "layers", "cache_length", "final_norm", "cos", "sin", "exchange", "epoch"),
-    *("failed", "failed_on_host"),
+    *("failed", "failed_on_host", "advance"),
     *("temperature", "topk_rank", "one_minus_top_p", "greedy", "noise"),
     *("token", "frame", "hidden", "embedding"),
 )
@@ -47,7 +48,7 @@ TALKER_ARGUMENTS = (
     *("prompt_length", "seen", "suppressed", "repetition_penalty", "end_token", "min_tokens"),
     *("ended", "ended_on_host"),
 )
-PREDICTOR_ARGUMENTS = ("first_input", "code_inputs", "code_embeddings", "text", "hiddens", "codes")
+PREDICTOR_ARGUMENTS = ("first_input", "code_inputs", "code_embeddings", "frames", "text", "hiddens", "codes")
 
 
 class Gpu(Protocol):
@@ -62,7 +63,7 @@ class Gpu(Protocol):
 class Launchable(Protocol):
     """nvrtc.Kernel, or a stand-in for it where there is no GPU."""
 
-    def launch(self, arguments: int) -> None: ...
+    def launch(self, fields: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,12 @@ class Sizes:
     codes: int  # heads behind the layers: 1 for the talker, 15 for the predictor
     talker_hidden: int  # width of the talker's hidden state
     epsilon: str
+    streams: int = 1  # of speech: 1, 2 or 4
+
+    @property
+    def first_positions(self) -> int:
+        """Positions of a stream in the predictor's first pass: two, unless they are too many tokens for one pass."""
+        return 2 if self.codes > 1 and 2 * self.streams <= MMA_TOKENS else 1
 
     @property
     def producers(self) -> int:
@@ -95,8 +102,8 @@ class Sizes:
         return CONSUMERS + self.producers
 
     @property
-    def exchange_fields(self) -> dict[str, int]:
-        """Fields of the kernel's Exchange that follow the logits, and their lengths."""
+    def activation_fields(self) -> dict[str, int]:
+        """Fields of the kernel's Activations, and their lengths. Those of the first token follow the logits."""
         query_size = self.heads * self.head_dim
         qkv_size = query_size + 2 * self.kv_heads * self.head_dim
         return dict(
@@ -120,7 +127,7 @@ def choose_grid(matrices: Sequence[tuple[int, int]], multiprocessors: int) -> in
     return min(range(8, max(8, min(128, multiprocessors)) + 1), key=work_of_busiest)
 
 
-def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu) -> Sizes:
+def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu, streams: int = 1) -> Sizes:
     """`model` is a stack of decoder layers, `heads` are the linear layers behind it."""
     config = model.config
     hidden = config.hidden_size
@@ -144,6 +151,7 @@ def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu)
         codes=len(heads),
         talker_hidden=talker_hidden,
         epsilon=f"{config.rms_norm_eps}f",
+        streams=streams,
     )
 
 
@@ -156,11 +164,13 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
         + nvrtc.check_struct("Layer", LAYER_FIELDS, "megakernel.py")
         + nvrtc.check_struct("Arguments", sizes.argument_names, "megakernel.py")
     )
-    offset = 4 * sizes.codes * sizes.vocab
-    for name, length in sizes.exchange_fields.items():
-        checks += f'static_assert(OFFSET_OF(Exchange, {name}) == {offset}, "megakernel.py reads Exchange::{name}");\n'
+    offset = 0
+    for name, length in sizes.activation_fields.items():
+        message = f"megakernel.py reads Activations::{name}"
+        checks += f'static_assert(OFFSET_OF(Activations, {name}) == {offset}, "{message}");\n'
         offset += 4 * length
     constants = dict(CONSUMERS=CONSUMERS, PRODUCERS=sizes.producers, REPLICAS=REPLICAS)
+    constants["FIRST_POSITIONS"] = sizes.first_positions
     for name, value in constants.items():
         checks += f'static_assert({name} == {value}, "megakernel.py has {name} = {value}");\n'
     return defines + '#line 1 "megakernel.cu"\n' + kernel + '#line 1 "megakernel.py"\n' + checks
@@ -177,20 +187,20 @@ def compile_once(device: torch.device, sizes: Sizes) -> nvrtc.Kernel:
     return compile_kernel(device, sizes, complete_source(sizes))
 
 
-def compile_for(model: Any, heads: Sequence[Any], talker_hidden: int) -> tuple[Sizes, nvrtc.Kernel]:
+def compile_for(model: Any, heads: Sequence[Any], talker_hidden: int, streams: int = 1) -> tuple[Sizes, nvrtc.Kernel]:
     """The kernel for a stack and its heads, compiled once per process.
 
     OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the kernel does not support these sizes, the
     compiler does not know this GPU, or the driver cannot load the kernel.
     """
-    sizes = kernel_sizes(model, heads, talker_hidden, nvrtc.gpu_properties(model.device))
+    sizes = kernel_sizes(model, heads, talker_hidden, nvrtc.gpu_properties(model.device), streams)
     return sizes, compile_once(model.device, sizes)
 
 
-def compile_ahead(model: Any, heads: Sequence[Any], talker_hidden: int) -> None:
+def compile_ahead(model: Any, heads: Sequence[Any], talker_hidden: int, streams: int = 1) -> None:
     """Start what `compile_for` takes longest with, in a thread. The weights' values are not needed."""
     gpu = nvrtc.gpu_properties(model.device)
-    source = complete_source(kernel_sizes(model, heads, talker_hidden, gpu))
+    source = complete_source(kernel_sizes(model, heads, talker_hidden, gpu, streams))
     kernel_cache.compile_ahead(source, nvrtc.architecture_of(model.device))
 
 
@@ -230,8 +240,9 @@ class FusedStep:
     """One step of a stack as one launch, to be called or captured.
 
     `model` is a stack of decoder layers with its `cache`. `heads` come after it: one for the talker, 15 for
-    the predictor, which runs its layers once more than that. `talker_graph` is the TalkerGraph, for the
-    predictor, too. `arguments` are TALKER_ARGUMENTS or PREDICTOR_ARGUMENTS by name.
+    the predictor, which runs its layers before each. `talker_graph` is the TalkerGraph, for the predictor,
+    too; if it has `advance`, only those streams advance. `arguments` are TALKER_ARGUMENTS or PREDICTOR_ARGUMENTS
+    by name. `noise` is (streams, heads, vocab); without it each step draws its own.
     """
 
     def __init__(
@@ -244,6 +255,7 @@ class FusedStep:
         sampling: Any,
         talker_graph: Any,
         arguments: Mapping[str, Tensor | int],
+        noise: Tensor | None = None,
     ) -> None:
         device = model.device
         self.sizes = sizes
@@ -272,9 +284,9 @@ class FusedStep:
                 (mlp.down_proj.weight,),
             ]
 
-        # In the order of their use: all layers, then a head, for each head. The predictor's first position
-        # runs the layers without a head.
-        matrices = list(matrices_of_layers) if len(heads) > 1 else []
+        # In the order of their use.
+        has_pass_without_head = sizes.codes > 1 and sizes.first_positions == 1
+        matrices = list(matrices_of_layers) if has_pass_without_head else []
         for head in heads:
             matrices += [*matrices_of_layers, (head.weight,)]
         matrix_fields: list[list[Tensor | int]] = []
@@ -294,7 +306,10 @@ class FusedStep:
         self.exchange = torch.zeros(REPLICAS * sizes.exchange_bytes // 4, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)
         self.failed_on_host = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-        self.noise = torch.zeros(len(heads), sizes.vocab, dtype=torch.float32, device=device)
+        self.draws_noise = noise is None
+        if noise is None:
+            noise = torch.zeros(sizes.streams * len(heads), sizes.vocab, dtype=torch.float32, device=device)
+        self.noise = noise
         values: dict[str, Tensor | int] = {
             "matrices": table([*matrix_fields, end_of_list], device),
             "layers": table(layers, device),
@@ -306,6 +321,7 @@ class FusedStep:
             "epoch": torch.zeros(1, dtype=torch.int32, device=device),
             "failed": self.failed,
             "failed_on_host": self.failed_on_host,
+            "advance": getattr(talker_graph, "advance", torch.ones(sizes.streams, dtype=torch.bool, device=device)),
             "temperature": sampling.temperature,
             "topk_rank": sampling.topk_rank,
             "one_minus_top_p": sampling.one_minus_top_p,
@@ -317,28 +333,32 @@ class FusedStep:
             "embedding": talker_graph.embedding,
             **arguments,
         }
-        self.arguments = table([ordered(values, sizes.argument_names)], device)
+        self.fields = [as_field(value) for value in ordered(values, sizes.argument_names)]
         self.keepalive: list[Any] = [values, matrices, layers]  # the kernel knows only their addresses
 
     def __call__(self) -> None:
-        self.noise.exponential_(generator=self.sampling.generator)
-        self.kernel.launch(self.arguments.data_ptr())
+        if self.draws_noise:
+            self.noise.exponential_(generator=self.sampling.generator)
+        self.kernel.launch(self.fields)
 
     def why_failed(self) -> str:
         """What made the kernel stop in a launch that has ended. Empty if nothing did."""
         return WAITED_FOR.get(int(self.failed_on_host), "")
 
     def logits(self) -> Tensor:
-        """Of the last step, a row for each head: (heads, vocab). They are the first part of the exchange
-        buffer, as bfloat16 in the lower half of each 32 bits."""
+        """Of the last step, in the shape of the noise: (heads, vocab), with several streams (streams, heads, vocab).
+        They are the first part of the exchange buffer, as bfloat16 in the lower half of each 32 bits."""
         return self.values(0, self.noise.numel()).view_as(self.noise)
 
     def exchanged(self) -> dict[str, Tensor]:
-        """What the blocks sent each other in the last layer of the last step, by the names in Exchange."""
+        """What the blocks sent each other about the first stream in the last layer of the last pass, by the names
+        in Activations."""
         values = {}
         start = self.noise.numel()
-        for name, size in self.sizes.exchange_fields.items():
-            values[name] = self.values(start, size)
+        for name, size in self.sizes.activation_fields.items():
+            sent = self.values(start, size)
+            in_order = sent.view(-1, 2, 2, 2).transpose(1, 2).flatten()  # see place_of in megakernel.cu
+            values[name] = sent if name == "qkv" else in_order
             start += size
         return values
 
@@ -349,7 +369,8 @@ class FusedStep:
 class PredictorStep(FusedStep):
     """Projects the talker's hidden state to the predictor's width, then launches the kernel."""
 
-    def __init__(self, predictor_graph: Any) -> None:
+    def __init__(self, predictor_graph: Any, streams: int = 1, like: "PredictorStep | None" = None) -> None:
+        """`like` is another step of the same predictor, whose projected embeddings this one may use."""
         talker_graph = predictor_graph.talker_graph
         model = predictor_graph.model
         heads = list(predictor_graph.heads)
@@ -362,19 +383,20 @@ class PredictorStep(FusedStep):
             predictor_graph.embed_token.weight,
             *(embed.weight for embed in predictor_graph.embed_code),
         ]
-        inputs = [self.project(weight) for weight in embeddings]
+        inputs = like.inputs if like else [self.project(weight) for weight in embeddings]
         arguments = {
             "first_input": self.first_input,
             "code_inputs": table([inputs], talker_graph.device),
             "code_embeddings": table([embeddings], talker_graph.device),
+            "frames": predictor_graph.text.shape[1],
             "text": predictor_graph.text,
-            "hiddens": predictor_graph.hiddens,
+            "hiddens": 0 if predictor_graph.hiddens is None else predictor_graph.hiddens,
             "codes": predictor_graph.codes,
         }
-        cache = predictor_graph.cache
+        sizes, kernel = compile_for(model, heads, talker_graph.hidden.shape[-1], streams)
         sampling = predictor_graph.sampling
-        sizes, kernel = compile_for(model, heads, talker_graph.hidden.shape[-1])
-        super().__init__(sizes, kernel, model, cache, heads, sampling, talker_graph, arguments)
+        noise = getattr(sampling, "noise", None)
+        super().__init__(sizes, kernel, model, predictor_graph.cache, heads, sampling, talker_graph, arguments, noise)
         self.inputs, self.embeddings = inputs, embeddings  # the kernel knows only their addresses
 
     def __call__(self) -> None:
@@ -383,17 +405,18 @@ class PredictorStep(FusedStep):
         super().__call__()
 
 
-def talker_step(talker: Any, talker_graph: Any) -> FusedStep:
-    """For upstream's `talker` and its TalkerGraph."""
+def talker_step(talker: Any, talker_graph: Any, streams: int = 1) -> FusedStep:
+    """For upstream's `talker` and its TalkerGraph, or a graph of several streams."""
     model = talker.model
     heads = [talker.codec_head]
     cache = talker_graph.cache
     sampling = talker_graph.sampling
-    sizes, kernel = compile_for(model, heads, talker_graph.hidden.shape[-1])
+    sizes, kernel = compile_for(model, heads, talker_graph.hidden.shape[-1], streams)
     arguments = {name: getattr(talker_graph, name) for name in TALKER_ARGUMENTS}
-    return FusedStep(sizes, kernel, model, cache, heads, sampling, talker_graph, arguments)
+    noise = getattr(sampling, "noise", None)
+    return FusedStep(sizes, kernel, model, cache, heads, sampling, talker_graph, arguments, noise)
 
 
-def predictor_step(predictor_graph: Any) -> PredictorStep:
+def predictor_step(predictor_graph: Any, streams: int = 1, like: PredictorStep | None = None) -> PredictorStep:
     """For a PredictorGraph."""
-    return PredictorStep(predictor_graph)
+    return PredictorStep(predictor_graph, streams, like)

@@ -5,8 +5,8 @@ it. The kernel sums in float32 too, but its weights, its cache and all values th
 bfloat16. `rounded` is called where it rounds: with `to_bfloat16` this computes what the kernel computes, up to
 the order of summation.
 
-Shapes: L tokens (the kernel has one), H hidden size, I inner size, Q query heads, G key-value heads, D dimensions of
-a head, T length of the cache, V vocabulary.
+Shapes: L tokens (the kernel has one or two), H hidden size, I inner size, Q query heads, G key-value heads,
+D dimensions of a head, T length of the cache, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence

@@ -158,7 +158,7 @@ class Module:
 
 
 class Kernel(Module):
-    """A kernel of a cubin, loaded on one GPU. Its only argument is the address of a struct in GPU memory."""
+    """A kernel of a cubin, loaded on one GPU. Its only argument is a struct of 8-byte fields, by value."""
 
     def __init__(
         self,
@@ -177,10 +177,11 @@ class Kernel(Module):
         with torch.cuda.device(device):
             call_driver("cuFuncSetAttribute", self.function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
 
-    def launch(self, arguments: int) -> None:
-        """Launch on torch's current stream, cooperatively: an error unless all blocks fit on the GPU at once."""
-        pointer = ctypes.c_void_p(arguments)
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(pointer))
+    def launch(self, fields: Sequence[int]) -> None:
+        """Launch on torch's current stream, cooperatively: an error unless all blocks fit on the GPU at once. The
+        driver copies the fields."""
+        struct = (ctypes.c_uint64 * len(fields))(*fields)
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
         with torch.cuda.device(self.device):
             stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
             blocks = (self.grid, 1, 1)

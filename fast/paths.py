@@ -87,10 +87,9 @@ def stacks_of(talker) -> list[tuple]:
     ]
 
 
-def why_stopped(*graphs) -> str:
-    """Whether the megakernel gave up in a step of these graphs that has ended, and why. Empty if it did not."""
-    for graph in graphs:
-        step = graph.step
+def why_stopped(*steps) -> str:
+    """Whether the megakernel gave up in one of these steps, as far as they have ended, and why. Empty if it did not."""
+    for step in steps:
         if isinstance(step, megakernel.FusedStep) and (reason := step.why_failed()):
             return f"the megakernel has stopped: {reason}"
     return ""

@@ -46,6 +46,7 @@ TALKER_CHOICES = 16
 # all limits are 14 or more standard deviations away) and what wrong ones give (tests/test_self_test.py).
 MAX_DIFFERENT = 0.06  # of the values of a phase. Right: below 0.01; one rounding left out: above 0.15
 MAX_ERROR = 1.5  # of the logits. Right: 0.90 to 1.10
+MAX_ERROR_OF_ONE = 3.0  # of the logits of a single code. A layer left out of the first pass: 57. Not in the 50 runs yet
 MAX_OTHER_CHOICES = 0.05  # Right: 0, or one near-tie; top-k off by one: 0.2 and more
 
 # Choices are flat among few candidates: temperature 100, so that one candidate too many is often chosen.
@@ -316,13 +317,18 @@ class SelfTest:
             past_key_values=predictor.cache,
         ).last_hidden_state[0]
         separate = [head(row).float() for head, row in zip(heads, hidden[1:])]
-        self.check_logits("codes", frame.code_logits, torch.stack(separate), torch.stack(float_logits))
+        logits = frame.code_logits, torch.stack(separate), torch.stack(float_logits)
+        self.check_logits("codes", *logits)
+        first = (rows[:1] for rows in logits)
+        self.check_logits("first predicted code", *first, MAX_ERROR_OF_ONE)  # of the pass with two tokens
 
-    def check_logits(self, what: str, fused: Tensor, separate: Tensor, exact_logits: Tensor) -> None:
+    def check_logits(
+        self, what: str, fused: Tensor, separate: Tensor, exact_logits: Tensor, limit: float = MAX_ERROR
+    ) -> None:
         ratio = ((fused - exact_logits).abs().median() / (separate - exact_logits).abs().median()).item()
-        self.keep(f"error of the {what}", ratio, MAX_ERROR)
-        if not ratio <= MAX_ERROR:
+        self.keep(f"error of the {what}", ratio, limit)
+        if not ratio <= limit:
             raise Wrong(
                 f"the logits of the {what} are {ratio:.2f} times as far from float32 as those of separate kernels, "
-                f"{MAX_ERROR} may be"
+                f"{limit} may be"
             )

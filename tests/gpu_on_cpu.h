@@ -87,6 +87,7 @@ void Rendezvous::wait(int size) {
 
 #define __device__
 #define __global__
+#define __grid_constant__
 #define __noinline__
 #define __launch_bounds__(...)
 
@@ -358,13 +359,13 @@ void mma_m16n8k16(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned
 // ---- A launch: 0 if all threads came to their end, 1 if they still wait after `max_rounds` turns each
 
 template <class Arguments>
-int launch(void (*kernel)(const Arguments *), const void *arguments, int grid, int threads, int shared_bytes,
+int launch(void (*kernel)(Arguments), const void *arguments, int grid, int threads, int shared_bytes,
            int max_rounds = 200000) {
     constexpr size_t STACK_BYTES = 48 << 10;
-    static void (*the_kernel)(const Arguments *);
-    static const Arguments *the_arguments;
+    static void (*the_kernel)(Arguments);
+    static Arguments the_arguments;
     the_kernel = kernel;
-    the_arguments = (const Arguments *)arguments;
+    the_arguments = *(const Arguments *)arguments;
     void (*entry)() = [] {
         the_kernel(the_arguments);
         running->done = true;

@@ -67,8 +67,9 @@ class CpuKernel:
         self.run: Any = compile_library(code, folder).run
         self.run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
 
-    def launch(self, arguments: int) -> None:
-        error = self.run(arguments, self.sizes.grid, self.sizes.threads, self.sizes.shared_bytes)
+    def launch(self, fields: Sequence[int]) -> None:
+        struct = (ctypes.c_uint64 * len(fields))(*fields)
+        error = self.run(struct, self.sizes.grid, self.sizes.threads, self.sizes.shared_bytes)
         if error:
             raise RuntimeError("the kernel did not come to its end")
 

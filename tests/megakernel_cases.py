@@ -160,6 +160,7 @@ def some_predictor(kernel_for: KernelFor, graph: SimpleNamespace, layers: int, l
         "first_input": first_input,
         "code_inputs": table([inputs], model.device),
         "code_embeddings": table([embeddings], model.device),
+        "frames": length,
         "text": text,
         "hiddens": hiddens,
         "codes": codes,
@@ -181,6 +182,52 @@ def some_predictor(kernel_for: KernelFor, graph: SimpleNamespace, layers: int, l
     )
 
 
+def several_streams(it: SomeTalker, kernel_for: KernelFor, streams: int) -> SomeTalker:
+    """The same layers for several streams, each at another position and with other settings. The second one of four
+    does not advance."""
+
+    def stacked(make: Callable[[int], Any]) -> Tensor:
+        return torch.stack([torch.as_tensor(make(stream)) for stream in range(streams)])
+
+    hidden = it.model.config.hidden_size
+    length = it.cache.length
+    layers = [
+        SimpleNamespace(keys=linear(streams, 8, length, 128).weight, values=linear(streams, 8, length, 128).weight)
+        for _ in it.model.layers
+    ]
+    cache = SimpleNamespace(length=length, layers=layers)
+    each = [sampling(TALKER_VOCAB) for _ in range(streams)]
+    for stream, settings in enumerate(each):
+        settings.set(stream != 3, 5.0 - stream, 50 - 10 * stream, 1.0 - 0.2 * stream)
+    settings = SimpleNamespace(
+        noise=torch.rand(streams, 1, TALKER_VOCAB) + 0.1,
+        each=each,
+        **{
+            name: torch.stack([getattr(one, name).flatten() for one in each])
+            for name in ("temperature", "topk_rank", "one_minus_top_p", "greedy")
+        },
+    )
+    graph = SimpleNamespace(
+        advance=stacked(lambda stream: stream != 1 or streams < 4),
+        token=stacked(lambda stream: 5 + stream),
+        frame=stacked(lambda stream: stream),
+        hidden=linear(streams, 1, hidden).weight,
+        embedding=linear(streams, 1, hidden).weight,
+        prompt_length=stacked(lambda stream: [0, 17, length - 3, 9][stream]),
+        seen=torch.rand(streams, TALKER_VOCAB) < 0.7,
+        suppressed=torch.rand(streams, TALKER_VOCAB) < 0.3,
+        repetition_penalty=stacked(lambda stream: 1.5 - 0.1 * stream),
+        end_token=stacked(lambda stream: END_TOKEN + stream),
+        min_tokens=stacked(lambda stream: 2),
+        ended=torch.zeros(streams, dtype=torch.bool),
+        ended_on_host=torch.ones(streams, dtype=torch.bool),
+    )
+    sizes, kernel = kernel_for(it.model, [it.head], hidden)
+    arguments = {name: getattr(graph, name) for name in megakernel.TALKER_ARGUMENTS}
+    step = FusedStep(sizes, kernel, it.model, cache, [it.head], settings, graph, arguments, settings.noise)
+    return SomeTalker(it.model, cache, it.head, settings, graph, step)
+
+
 def reference_choice(scores: Tensor, settings: Sampling, noise: Tensor, monkeypatch: MonkeyPatch) -> Tensor:
     """The choice of cudagraph_talker.sample with this noise. (B, V) -> (B)"""
     with monkeypatch.context() as patch:
@@ -200,7 +247,11 @@ class Fault:
 
 FAULTS = {
     "one rounding left out, of the norm": Fault(
-        "round_to_bf16(y.v[i] * factor) * w.v[i]", "y.v[i] * factor * w.v[i]", True, "first keys"
+        "return multiply(pack(y), weight);",
+        "const Quad w = unpack(weight);"
+        "return pack({y.v[0] * w.v[0], y.v[1] * w.v[1], y.v[2] * w.v[2], y.v[3] * w.v[3]});",
+        True,
+        "first keys",
     ),
     "one rounding left out, of silu": Fault(
         "round_to_bf16(gate / (1 + expf(-gate)))", "gate / (1 + expf(-gate))", False, "MLP"
@@ -213,7 +264,10 @@ FAULTS = {
         "if (cached_position < position) {", "if (cached_position < position - 1) {", True, "attention"
     ),
     "the wrong KV head": Fault(
-        "layer.values + kv_head * arguments", "layer.values + (kv_head ^ 1) * arguments", False, "first values"
+        "values = layer.values + first_of_head;",
+        "values = layer.values + (first_of_head ^ arguments.cache_length * (HEAD_DIM / 4));",
+        False,
+        "first values",
     ),
     "RoPE of another position": Fault(
         "arguments.sin[quad_of_row(position)]", "arguments.sin[quad_of_row(position / 2)]", True, "first keys"
@@ -225,27 +279,35 @@ FAULTS = {
         "attention",
     ),
     "a middle layer without its MLP": Fault(
-        "publish_rows(to.inner, 0, epoch, [](int row, float gate) {",
-        "publish_rows(to.inner, 0, epoch, [&](int row, float gate) {\n"
-        "if (layer == arguments.layers + LAYERS / 2) return 0.0f;",
+        "place_of(row)], silu * up, epoch);",
+        "place_of(row)], layer == arguments.layers + LAYERS / 2 ? 0 : silu * up, epoch);",
         False,
         "logits of the codes",
     ),
+    "the last layer adds nothing to the second token": Fault(
+        "residual = round_to_bf16(residual + sum);",
+        "residual = round_to_bf16(residual + (epoch % LAYERS || threadIdx.x < MOST_ROWS<HIDDEN> ? sum : 0));",
+        False,
+        "logits of the first predicted code",
+    ),
     "top-k off by one": Fault(
-        "threshold(*arguments.topk_rank, LAST_BIT)",
-        "threshold(*arguments.topk_rank - 1, LAST_BIT)",
+        "threshold(arguments.topk_rank[stream], LAST_BIT)",
+        "threshold(arguments.topk_rank[stream] - 1, LAST_BIT)",
         False,
         "of the codes",
     ),
     "top-p left out": Fault(
-        "if (*arguments.one_minus_top_p > 0) {", "if (*arguments.one_minus_top_p > 1) {", False, "of the codes"
+        "if (arguments.one_minus_top_p[stream] > 0) {",
+        "if (arguments.one_minus_top_p[stream] > 1) {",
+        False,
+        "of the codes",
     ),
     "penalty on the wrong sign": Fault(
         "score[i] = score[i] < 0 ? score", "score[i] = score[i] > 0 ? score", True, "of the first codes"
     ),
     "text one row late": Fault(
         "low_half(arguments.text[place])",
-        "low_half(arguments.text[place - (frame > 0 ? TALKER_HIDDEN : 0)])",
+        "low_half(arguments.text[place - (frame > 0) * TALKER_HIDDEN])",
         False,
         "the text is wrong",
     ),

@@ -20,7 +20,15 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from megakernel_cases import CODE_VOCAB, PLAIN_COPIES, TALKER_VOCAB, KernelFor, some_predictor, some_talker
+from megakernel_cases import (
+    CODE_VOCAB,
+    PLAIN_COPIES,
+    TALKER_VOCAB,
+    KernelFor,
+    several_streams,
+    some_predictor,
+    some_talker,
+)
 
 from fast.megakernel import SOURCE, Sizes, compile_kernel, complete_source, kernel_sizes
 from fast.nvrtc import Kernel
@@ -64,6 +72,14 @@ def run(kernel_for: KernelFor, hidden: int) -> None:
     print(f"hidden size {hidden}: the talker chose {graph.token.item()}, its predictor {codes}")
 
 
+def run_streams(one: KernelFor, kernel_for: KernelFor, hidden: int, streams: int) -> None:
+    talker = several_streams(some_talker(one, hidden, LENGTH), kernel_for, streams)
+    talker.step()
+    torch.cuda.synchronize()
+    assert talker.step.why_failed() == ""
+    print(f"hidden size {hidden}: the talker of {streams} streams chose {talker.graph.token.tolist()}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run the megakernel once, for compute-sanitizer.")
     parser.add_argument("--plain", action="store_true", help="fill the ring by ordinary stores")
@@ -76,8 +92,12 @@ def main() -> None:
     if args.blocks:
         changes |= dict(grid=args.blocks)
     with torch.device("cuda", 0):
+        defines = PLAIN_COPIES if args.plain else ""
+        kernel_for = kernel_with(defines, changes)
         for hidden in (1024, 2048):
-            run(kernel_with(PLAIN_COPIES if args.plain else "", changes), hidden)
+            run(kernel_for, hidden)
+        for streams in (2, 4):
+            run_streams(kernel_for, kernel_with(defines, changes | dict(streams=streams)), 1024, streams)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,13 @@ from megakernel_cases import (
     faulty_source,
     number,
     reference_choice,
+    several_streams,
     some_predictor,
     some_talker,
 )
 
 from fast import megakernel
-from fast.megakernel import Sizes, complete_source, kernel_sizes
+from fast.megakernel import FusedStep, Sizes, complete_source, kernel_sizes, table
 from fast.megakernel_reference import apply_talker_rules, choose, linear, run_layers
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
@@ -156,6 +157,100 @@ def test_predictor_step_matches_the_reference(tmp_path, monkeypatch):
     assert torch.equal(it.hiddens[3], graph.hidden)
 
 
+@pytest.mark.parametrize("streams", [pytest.param(2, marks=pytest.mark.slow), 4])
+@torch.no_grad()
+def test_a_talker_of_several_streams(streams, tmp_path):
+    """Each stream has its own position, cache, settings and noise; the one that does not advance keeps its state."""
+    one = some_talker(cpu_kernel_for(tmp_path), HIDDEN, LENGTH, layers=1)
+    it = several_streams(one, cpu_kernel_for(tmp_path, streams=streams, grid=32), streams)
+    graph = it.graph
+    before = SimpleNamespace(**{name: value.clone() for name, value in vars(graph).items()})
+    caches = [(layer.keys.float(), layer.values.float()) for layer in it.cache.layers]
+    it.step()
+    for stream in range(streams):
+        position = int(graph.prompt_length[stream]) + stream
+        own = [(keys[stream], values[stream]) for keys, values in caches]
+        (hidden,) = run_layers(it.model, own, before.embedding[stream].float(), position)
+        logits = it.step.logits()[stream]
+        assert (logits[0] - linear(hidden, it.head)).abs().max() < TOLERANCE
+        for layer, (keys, values) in zip(it.cache.layers, own, strict=True):
+            assert (layer.keys[stream].float() - keys).abs().max() < TOLERANCE
+            assert (layer.values[stream].float() - values).abs().max() < TOLERANCE
+        if not graph.advance[stream]:
+            for name in ("hidden", "token", "frame", "seen", "ended"):
+                assert torch.equal(getattr(graph, name)[stream], getattr(before, name)[stream])
+            continue
+        assert (graph.hidden[stream, 0].float() - hidden).abs().max() < TOLERANCE
+        is_early = stream + 1 < 2
+        scores = apply_talker_rules(
+            logits,
+            before.seen[stream],
+            graph.suppressed[stream],
+            float(graph.repetition_penalty[stream]),
+            END_TOKEN + stream if is_early else None,
+        )
+        assert graph.token[stream] == choose(scores, it.sampling.each[stream], it.sampling.noise[stream])
+        assert graph.frame[stream] == stream + 1 and graph.seen[stream, graph.token[stream]]
+        assert not graph.ended_on_host[stream]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [2, 4])
+@torch.no_grad()
+def test_a_predictor_of_several_streams(streams, tmp_path):
+    """It computes the same as that of a single stream, to the last bit."""
+    one = SimpleNamespace(token=number(0), frame=number(0), hidden=torch.randn(HIDDEN).bfloat16())
+    one.embedding = torch.zeros(HIDDEN).bfloat16()
+    single = some_predictor(cpu_kernel_for(tmp_path), one, 1, LENGTH)
+
+    graph = SimpleNamespace(
+        token=torch.arange(5, 5 + streams),
+        frame=torch.arange(streams),
+        hidden=torch.randn(streams, HIDDEN).bfloat16(),
+        embedding=torch.zeros(streams, HIDDEN).bfloat16(),
+    )
+    cached = [
+        SimpleNamespace(keys=layer.keys.repeat(streams, 1, 1), values=layer.values.repeat(streams, 1, 1))
+        for layer in single.cache.layers
+    ]
+    settings = ("temperature", "topk_rank", "one_minus_top_p", "greedy")
+    sampling = SimpleNamespace(**{name: getattr(single.sampling, name).flatten().repeat(streams) for name in settings})
+    sampling.temperature *= torch.arange(1, streams + 1)
+    first_inputs = torch.randn(streams, HIDDEN).bfloat16()
+    text = torch.randn(streams, LENGTH, HIDDEN).bfloat16()
+    codes = torch.zeros(streams, LENGTH, 4, dtype=torch.long)
+    noise = torch.rand(streams, 3, 2048) + 0.1
+    arguments = {
+        "first_input": first_inputs,
+        "code_inputs": table([single.inputs], "cpu"),
+        "code_embeddings": table([single.embeddings], "cpu"),
+        "frames": LENGTH,
+        "text": text,
+        "hiddens": 0,
+        "codes": codes,
+    }
+    sizes, kernel = cpu_kernel_for(tmp_path, streams=streams, grid=32)(single.model, single.heads, HIDDEN)
+    cache = SimpleNamespace(length=single.cache.length, layers=cached)
+    step = FusedStep(sizes, kernel, single.model, cache, single.heads, sampling, graph, arguments, noise)
+    step()
+
+    single.step.draws_noise = False
+    for stream in range(streams):
+        one.token.copy_(graph.token[stream])
+        one.frame.fill_(stream)
+        single.sampling.temperature.copy_(sampling.temperature[stream])
+        single.first_input.copy_(first_inputs[stream])
+        single.text.copy_(text[stream])
+        single.step.noise.copy_(noise[stream])
+        single.step()
+        assert torch.equal(step.logits()[stream], single.step.logits())
+        assert torch.equal(codes[stream, stream], single.codes[stream])
+        assert torch.equal(graph.embedding[stream], one.embedding)
+        for layer, own in zip(cached, single.cache.layers):
+            rows = slice(8 * stream, 8 * stream + 8)
+            assert torch.equal(layer.keys[rows], own.keys) and torch.equal(layer.values[rows], own.values)
+
+
 def sizes_of(hidden: int = 1024, vocab: int = 3072, codes: int = 1, **changes: Any) -> Sizes:
     """Of a published stack on an H200, and changes to that."""
     model = SimpleNamespace(config=config(hidden, 3 * hidden), layers=[None] * 28)
@@ -172,7 +267,7 @@ def compile_error(sizes: Sizes, folder: Path, source: str | None = None) -> str:
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        (sizes_of(hidden=4096, grid=8), "HIDDEN must be at most 256 * GRID"),  # rows that no thread would publish
+        (sizes_of(hidden=4096, grid=8), "HIDDEN * tokens must be at most 256 * GRID"),  # no thread would publish them
         (sizes_of(hidden=1536), "HIDDEN must be a multiple of 1024"),
         (sizes_of(hidden=64), "HIDDEN must be a multiple of 1024"),
         (sizes_of(inner=2560), "INNER must be a multiple of 1024"),
@@ -184,8 +279,12 @@ def compile_error(sizes: Sizes, folder: Path, source: str | None = None) -> str:
         (sizes_of(heads=32), "HEADS must be twice KV_HEADS"),
         (sizes_of(grid=4), "GRID must be from 8 to 128"),
         (sizes_of(grid=256, hidden=2048), "GRID must be from 8 to 128"),
-        (sizes_of(grid=8, heads=32, kv_heads=16, inner=6144), "GRID must be at least KV_HEADS"),
-        (sizes_of(talker_hidden=65536), "TALKER_HIDDEN must be at most 256 * GRID"),
+        (sizes_of(grid=8, heads=32, kv_heads=16, inner=6144), "GRID must be at least STREAMS * KV_HEADS"),
+        (sizes_of(grid=8, streams=2), "GRID must be at least STREAMS * KV_HEADS"),
+        (sizes_of(grid=32, streams=4, hidden=4096), "HIDDEN * tokens must be at most 256 * GRID"),
+        (sizes_of(streams=3), "STREAMS must be 1, 2 or 4"),
+        (sizes_of(talker_hidden=65536), "TALKER_HIDDEN must be the talker's"),
+        (sizes_of(talker_hidden=65536, vocab=2048, codes=15), "TALKER_HIDDEN must be at most 256 * GRID"),
         (sizes_of(shared_bytes=40 * 1024), "SHARED_BYTES is too small"),
         (sizes_of(exchange_bytes=1 << 16), "EXCHANGE_BYTES is too small"),
         (sizes_of(layers=0), "LAYERS and CODES must be at least 1"),
@@ -201,8 +300,8 @@ def test_unsupported_sizes_do_not_compile(sizes, message, tmp_path):
 @pytest.mark.parametrize(
     "original, changed, message",
     [
-        ("    const float *temperature;\n", "", "has no member named"),
-        ("    u64 *token; ", "    u64 *another;\n    u64 *token; ", "Arguments.token is not field 15"),
+        ("    const float *temperature; ", "    // ", "has no member named"),
+        ("    u64 *token; ", "    u64 *another;\n    u64 *token; ", "Arguments.token is not field 16"),
         (
             "    const bool *greedy;\n    const float *noise; ",
             "    const float *noise;\n    const bool *greedy; ",
@@ -225,11 +324,11 @@ def test_struct_mismatch_does_not_compile(original, changed, message, tmp_path):
     assert message in compile_error(sizes_of(), tmp_path, source.replace(original, changed))
 
 
-@pytest.mark.parametrize("name", ["CONSUMERS", "PRODUCERS", "REPLICAS"])
+@pytest.mark.parametrize("name", ["CONSUMERS", "PRODUCERS", "REPLICAS", "FIRST_POSITIONS"])
 def test_constant_mismatch_does_not_compile(name, monkeypatch, tmp_path):
     """Other numbers in megakernel.py would launch too few threads or give the kernel wrong addresses."""
-    owner, attribute = (Sizes, "producers") if name == "PRODUCERS" else (megakernel, name)
-    monkeypatch.setattr(owner, attribute, 2)
+    is_of_sizes = name in ("PRODUCERS", "FIRST_POSITIONS")
+    monkeypatch.setattr(*((Sizes, name.lower()) if is_of_sizes else (megakernel, name)), 2)
     assert f"megakernel.py has {name} = 2" in compile_error(sizes_of(), tmp_path)
 
 

@@ -337,7 +337,7 @@ def test_calibration_projects_new_embeddings(checkpoint, monkeypatch):
     talker = load_upstream(str(checkpoint("base", "tiny")), "cpu").model.talker
     gpu = pretended_gpu("H200")
 
-    def no_kernel(model: Any, heads: Any, talker_hidden: int) -> tuple[megakernel.Sizes, None]:
+    def no_kernel(model: Any, heads: Any, talker_hidden: int, _: int) -> tuple[megakernel.Sizes, None]:
         return megakernel.kernel_sizes(model, heads, talker_hidden, gpu), None
 
     monkeypatch.setattr(megakernel, "compile_for", no_kernel)

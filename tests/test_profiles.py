@@ -124,7 +124,7 @@ def kernel_of_profile(profile: str, capability_here: int) -> Any:
     capability = PROFILES[profile][0]
     architecture = f"compute_{capability}" if capability < capability_here else None
 
-    def compile_for(model: Any, heads: Any, talker_hidden: int) -> tuple[Sizes, nvrtc.Kernel]:
+    def compile_for(model: Any, heads: Any, talker_hidden: int, _: int) -> tuple[Sizes, nvrtc.Kernel]:
         sizes = kernel_sizes(model, heads, talker_hidden, gpu_of(profile))
         return sizes, megakernel.compile_kernel(model.device, sizes, complete_source(sizes), architecture)
 

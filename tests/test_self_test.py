@@ -65,7 +65,7 @@ def use_kernel(graphs: Any, folder: Path, fault: str | None, monkeypatch: Any) -
     """Steps on 8 blocks of fibers. A fault is compiled into the stack that it is for."""
     talker, predictor = graphs
 
-    def compile_for(model: Any, heads: Any, talker_hidden: int) -> tuple[megakernel.Sizes, CpuKernel]:
+    def compile_for(model: Any, heads: Any, talker_hidden: int, _: int) -> tuple[megakernel.Sizes, CpuKernel]:
         is_talker = len(heads) == 1
         has_fault = fault is not None and FAULTS[fault].of_talker == is_talker
         source = faulty_source(fault) if has_fault else None
@@ -134,6 +134,12 @@ def test_the_graphs_can_be_captured_after_a_test_that_failed(error, graphs, monk
     run_like_capture(talker, predictor)
 
 
+def test_every_fault_can_be_made():
+    """Each replaces a part of the kernel; only the tests on a GPU need all of them."""
+    for fault in FAULTS:
+        faulty_source(fault)
+
+
 # ---- On a GPU
 
 
@@ -183,7 +189,7 @@ def test_faults_on_a_gpu(fault, gpu_graphs, compiled_ahead, reasons, monkeypatch
     """As on a CPU, with all layers of a published size."""
     compile_right = megakernel.compile_for
 
-    def compile_for(model: Any, heads: Any, talker_hidden: int) -> tuple[megakernel.Sizes, Any]:
+    def compile_for(model: Any, heads: Any, talker_hidden: int, _: int) -> tuple[megakernel.Sizes, Any]:
         if fault is None or FAULTS[fault].of_talker != (len(heads) == 1):
             return compile_right(model, heads, talker_hidden)
         sizes, source = faulty_kernel_source(fault, gpu_graphs)
