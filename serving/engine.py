@@ -46,6 +46,7 @@ from fast.prompts import (
 from fast.streaming import check_not_async, check_seed, is_arriving, warn_each_time
 from serving.batch import HostSettings, Prefill, Slots, copy_to_device, frame_graph
 from serving.codec import BATCH_CHUNK_SIZES, BatchCodec, PendingAudio
+from serving.megakernel_frame import compile_frames_ahead, megakernel_frames
 from serving.stream import CutOff, QueueFull, Stream, StreamTimeout
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
@@ -121,7 +122,7 @@ class Engine:
         self.free_slots = list(range(max_streams))  # of the codec, too; a heap
         self.held_back = False  # whether streams wait for new listeners
         self.time_of_pass = 0.0  # seconds that one of the last passes of `run_until_idle` has taken at most
-        self.steps = collections.deque()  # frames launched whose `ended` flags the host has not read yet
+        self.launched = collections.deque()  # frames whose `ended` flags the host has not read yet
         self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (streams, their audio, an error or END), in order
         self.advance_mask = None  # host copy of slots.advance
         self.closing = False
@@ -142,12 +143,16 @@ class Engine:
     def capture(self) -> None:
         powers_of_two = [1 << i for i in range(self.max_streams.bit_length())]
         self.batch_sizes = [size for size in powers_of_two if size < self.max_streams] + [self.max_streams]
+        compile_frames_ahead(self.talker, self.single, self.batch_sizes)
         self.slots = Slots(self.talker, self.max_streams, self.decoder.max_seq_len)
         self.graphs = {}
         for rows in reversed(self.batch_sizes):  # the largest first: the others fit into its memory
             log.info("capturing frames of up to %d streams", rows)
             self.graphs[rows] = frame_graph(self.talker, self.single[1], self.slots, rows)
             self.graphs[rows].capture(self.decoder.pool)
+        self.megakernels = megakernel_frames(
+            self.talker, self.single, self.slots, self.batch_sizes, self.decoder.pool
+        )  # rows -> frames that are faster than those of `graphs`
         log.info("capturing prefills of several prompts")
         self.prefills = Prefill(self.talker, self.slots, self.decoder.pool)
         log.info("capturing the codec for up to %d streams", self.max_streams)
@@ -530,7 +535,7 @@ class Engine:
             launched = self.launch()
             # On a GPU the host runs one frame behind, so that the GPU never waits for it.
             self.check_ended(keep=1 if launched and self.on_gpu else 0)
-            self.decode_chunks()
+            self.decode_chunks(self.active)
             self.remove_finished()
             self.time_of_pass = max(time.monotonic() - began, 0.9 * self.time_of_pass)
             if not launched and self.held_back:
@@ -602,7 +607,7 @@ class Engine:
             free = self.max_streams - len(self.active)
             count = min(len(self.waiting), free, MAX_ADMISSIONS_PER_FRAME)
             admitted = [self.waiting.popleft() for _ in range(count)]
-        if len(admitted) == 1 and not self.active and self.can_use_single():
+        if len(admitted) == 1 and not self.active and self.can_use_megakernel():
             self.prefill(admitted, self.prefill_single)
         elif admitted:
             if self.in_single:
@@ -688,9 +693,11 @@ class Engine:
         for sampling, sampled in ((talker.sampling, "do_sample"), (predictor.sampling, "subtalker_dosample")):
             sampling.generator = stream.generator if stream.request[sampled] else torch.Generator()
 
-    def can_use_single(self) -> bool:
+    def can_use_megakernel(self) -> bool:
         """False once the megakernel has stopped, here or in a call outside the engine: use the batch."""
-        return not why_stopped(*self.single)
+        steps = [graph.step for graph in self.single]
+        steps += [step for frame in self.megakernels.values() for step in frame.steps]
+        return not why_stopped(*steps)
 
     def leave_single(self) -> None:
         """The only stream moves from the single-row graphs to its slot."""
@@ -719,14 +726,13 @@ class Engine:
         if self.held_back or not advancing:
             return False
 
-        if len(self.active) == 1 and not self.in_single and not self.waiting and self.can_use_single():
+        if len(self.active) == 1 and not self.in_single and not self.waiting and self.can_use_megakernel():
             self.enter_single()
-        ended = self.launch_single(*advancing) if self.in_single else self.launch_rows(advancing)
+        ended, steps = self.launch_single(*advancing) if self.in_single else self.launch_rows(advancing)
         on_host = torch.empty(ended.shape, dtype=torch.bool, device="cpu", pin_memory=self.on_gpu)
         on_host.copy_(ended, non_blocking=True)
         flags = [(stream, 0 if self.in_single else stream.slot) for stream in advancing]
-        graphs = self.single if self.in_single else ()
-        self.steps.append((self.decoder.record_event(), on_host, flags, graphs))
+        self.launched.append((self.decoder.record_event(), on_host, flags, steps))
         return True
 
     def may_hold_back(self, advancing: list[Stream]) -> bool:
@@ -747,18 +753,20 @@ class Engine:
             rows = rows[: max(0, len(text) - first)]
             text[first : first + len(rows)] = rows
 
-    def launch_single(self, stream: Stream) -> torch.Tensor:
+    def launch_single(self, stream: Stream) -> tuple[torch.Tensor, tuple]:
+        """Returns whether it has ended, and the steps in which the megakernel may have stopped."""
         talker, predictor = self.single
         predictor.replay()
         stream.launched += 1
         if stream.decoded == 0:
             # The first sound: its codes are complete, the talker's step would delay the codec.
-            self.decode_chunks()
+            self.decode_chunks([stream])
             self.codec.wait()
         talker.replay()
-        return talker.ended
+        return talker.ended, (predictor.step, talker.step)
 
-    def launch_rows(self, advancing: list[Stream]) -> torch.Tensor:
+    def launch_rows(self, advancing: list[Stream]) -> tuple[torch.Tensor, tuple]:
+        """Returns which slots have ended, and the steps in which the megakernel may have stopped."""
         self.close_gaps()
         rows = self.rows_needed()
         mask = [False] * len(self.slots.advance)
@@ -769,8 +777,15 @@ class Engine:
             copy_to_device(torch.tensor(mask), self.slots.advance)
             self.advance_mask = mask
         self.draw_noise(advancing, rows)
+        if rows in self.megakernels and self.can_use_megakernel():
+            self.megakernels[rows].replay()
+            if without_sound := [stream for stream in advancing if stream.decoded == 0]:
+                # The next frame, which takes nearly all multiprocessors, would delay the codec.
+                self.decode_chunks(without_sound)
+                self.codec.wait()
+            return self.slots.ended[:rows], self.megakernels[rows].steps
         self.graphs[rows].replay()
-        return self.slots.ended[:rows]
+        return self.slots.ended[:rows], ()
 
     def rows_needed(self) -> int:
         """The smallest batch size that covers all slots in use."""
@@ -805,11 +820,11 @@ class Engine:
 
     def check_ended(self, keep: int) -> None:
         """Learn which streams have ended after the frames launched so far. The last `keep` may still be running."""
-        while len(self.steps) > keep:
-            event, ended, flags, graphs = self.steps.popleft()
+        while len(self.launched) > keep:
+            event, ended, flags, steps = self.launched.popleft()
             if event:
                 event.synchronize()
-            if reason := why_stopped(*graphs):
+            if reason := why_stopped(*steps):
                 self.fail_stopped(reason, flags)
             ended = ended.tolist()
             for stream, index in flags:
@@ -823,26 +838,26 @@ class Engine:
             stream.finished |= stream.text_has_failed()
 
     def fail_stopped(self, reason: str, flags: list[tuple[Stream, int]]) -> None:
-        """The megakernel has stopped in a frame of this stream, whose state is worthless now."""
+        """The megakernel has stopped in a frame of these streams, whose state is worthless now."""
         error = megakernel_stopped(self.decoder, reason)
         for stream, _ in flags:
             if not stream.finished:
-                stream.put(error)
+                stream.put(type(error)(*error.args))  # a new one for each thread
                 stream.cancelled = stream.finished = True
 
-    def decode_chunks(self) -> None:
+    def decode_chunks(self, streams: list[Stream]) -> None:
         """Hand complete chunks to the codec: one of each stream at a time, as they must be decoded in order."""
         while True:
             by_size = collections.defaultdict(list)
-            for stream in self.active:
+            for stream in streams:
                 by_size[self.next_chunk(stream)].append(stream)
             by_size.pop(0, None)
             if not by_size:
                 return
             # Small chunks first: they are those of streams with little audio ahead of their playback.
-            for size, streams in sorted(by_size.items()):
-                for first in range(0, len(streams), MAX_CODEC_ROWS):
-                    self.decode(streams[first : first + MAX_CODEC_ROWS], size)
+            for size, ready in sorted(by_size.items()):
+                for first in range(0, len(ready), MAX_CODEC_ROWS):
+                    self.decode(ready[first : first + MAX_CODEC_ROWS], size)
 
     def decode(self, streams: list[Stream], size: int) -> None:
         """Decode the next `size` frames of these streams."""

@@ -275,7 +275,7 @@ def test_the_last_chunks_of_a_stream_are_decoded_in_order(voice, monkeypatch):
         )
         with engine.decoder.lock:  # keeps the engine's thread out
             monkeypatch.setattr(engine, "active", [beside, ending])
-            engine.decode_chunks()
+            engine.decode_chunks(engine.active)
             engine.active.clear()
         frames = [frame for slot, codes in fed if slot == 1 for frame in codes]
         assert frames == list(range(7))
