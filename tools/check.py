@@ -16,7 +16,7 @@ from fast.streaming import stream
 from generate import Decoder, accelerate, load_upstream
 from serving.batch import KernelFrameGraph
 from serving.engine import Engine
-from tools.parity import Forced, batch_logits, error, one_pass, verdict
+from tools.parity import Forced, batch_logits, error, megakernel_logits, one_pass, verdict
 
 TEXT = (
     "Two models with the same weights should say the same thing in the same voice. Whether they do is hard to hear, "
@@ -51,6 +51,8 @@ def check(folder: str, speaker: torch.Tensor, frames: int) -> Iterator[Result]:
         for rows, graph in engine.graphs.items():
             if isinstance(graph, KernelFrameGraph):
                 paths[f"batch of {rows}"] = batch_logits(engine, rows, tokens, request)
+        for rows in engine.megakernels:
+            paths[f"megakernel for {rows} streams"] = megakernel_logits(engine, rows, tokens, request)
     del tts, decoder  # their GPU memory is needed for float32
     gc.collect()
     torch.cuda.empty_cache()
