@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench import machine_card
 from cli.loading import model_errors
 from cli.scripts import Parser, cli_errors
 from fast.paths import why_not
@@ -150,10 +151,10 @@ def summarize(name: str, runs: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def to_json(size: str, frames: int, runs: list[dict]) -> str:
+def to_json(card: dict, size: str, frames: int, runs: list[dict]) -> str:
     """One run per line."""
     lines = ",\n  ".join(json.dumps(run) for run in runs)
-    return f'{{"size": "{size}", "frames": {frames}, "runs": [\n  {lines}\n]}}\n'
+    return f'{{"card": {json.dumps(card)}, "size": "{size}", "frames": {frames}, "runs": [\n  {lines}\n]}}\n'
 
 
 def main() -> None:
@@ -174,12 +175,13 @@ def main() -> None:
         parser.error(f"the megakernel does not run here: {reason}")
     with torch.no_grad():
         routes = [Megakernel(models[0], LENGTH), Forced(models[1], LENGTH), Forced(models[2], LENGTH)]
+    card = machine_card("random")
     runs = []
     for seed in range(args.runs):
         runs.append(one_run(models, routes, seed, GAINS[seed % len(GAINS)], args.frames))
         print(f"run {seed + 1} of {args.runs}", file=sys.stderr)
         if args.output:
-            args.output.write_text(to_json(args.size, args.frames, runs))
+            args.output.write_text(to_json(card, args.size, args.frames, runs))
     for name in runs[0]:
         if name != SELF_TEST:
             print(summarize(name, runs))
