@@ -85,11 +85,20 @@ def create_app(speech: Speech) -> FastAPI:
         await speech.unregister(name)
         return JSONResponse({"success": True, "deleted": name.lower()})
 
+    def the_model() -> dict:
+        model = {"id": Path(speech.model).name, "object": "model", "created": 0, "owned_by": "qwen"}
+        return model | {"kind": speech.kind, "languages": checkpoints.languages(speech.config)}  # for the page
+
     @app.get("/v1/models")
     async def list_models() -> Response:
-        model = {"id": Path(speech.model).name, "object": "model", "created": 0, "owned_by": "qwen"}
-        model |= {"kind": speech.kind, "languages": checkpoints.languages(speech.config)}  # what the page needs to know
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [the_model()]})
+
+    @app.get("/v1/models/{name}")
+    async def find_model(name: str) -> Response:
+        model = the_model()
+        if name != model["id"]:
+            raise ApiError(f"there is no model {name!r} here: it is {model['id']!r}", 404)
+        return JSONResponse(model)
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:

@@ -350,6 +350,9 @@ def test_models_health_metrics(server, checkpoint):
     assert server.ask("GET", "/health").json == {"status": "ok"}
     (model,) = server.ask("GET", "/v1/models").json["data"]
     assert model["id"] == checkpoint().name and "/" not in model["id"]
+    assert server.ask("GET", f"/v1/models/{model['id']}").json == model
+    other = server.ask("GET", "/v1/models/tts-1")
+    assert other.status == 404 and model["id"] in other.error["message"]
     server.speak(), server.speak(temperature=-1)
     text = server.ask("GET", "/metrics").body.decode()
     figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
