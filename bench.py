@@ -22,7 +22,6 @@ import importlib.metadata
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -49,11 +48,12 @@ from cudagraph_talker import capture, sample
 from fast.paths import why_not
 from fast.prompts import build_request, decoder_of
 from fast.streaming import stream
-from generate import Decoder, accelerate, load, load_upstream, suffix
+from generate import Decoder, accelerate, load, load_upstream
 from tools.arriving import time_arriving_text
 from tools.bounds import POSITION, bandwidth_of, bound_ms, bytes_per_frame
 from tools.check import check
 from tools.listeners import time_streams
+from tools.machine import machine_card
 from tools.plot import plot
 from tools.random_checkpoint import write_checkpoint
 from tools.ready import time_ready
@@ -684,30 +684,6 @@ def peak_gib() -> float | None:
 
 
 # ---- Printing
-
-
-def machine_card(weights: str) -> dict[str, Any]:
-    """What the figures depend on: machine, versions, weights."""
-    if ON_GPU:
-        driver = first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        machine = dict(gpu=torch.cuda.get_device_name(), driver=driver, dtype="bfloat16")
-    else:
-        cpu = platform.processor() or platform.machine()
-        machine = dict(gpu="none", cpu=cpu, threads=torch.get_num_threads(), dtype="float32")
-    machine["python"] = platform.python_version()
-    for package in ("torch", "transformers", f"qwen-tts{suffix}"):
-        machine[package] = importlib.metadata.version(package)
-    commit = first_line("git", "describe", "--always", "--dirty")
-    return machine | dict(commit=commit, weights=weights)
-
-
-def first_line(*command: str) -> str:
-    """The first line that a program prints; unknown without the program."""
-    try:
-        lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
-    except OSError:
-        lines = []
-    return lines[0] if lines else "unknown"
 
 
 def print_row(name: str, row: Row) -> None:

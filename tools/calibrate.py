@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench import machine_card
 from cli.loading import model_errors
 from cli.scripts import Parser, cli_errors
 from fast.paths import why_not
 from fast.self_test import run_test
 from generate import load_upstream
+from tools.machine import machine_card
 from tools.parity import FALSE_ALARM_RATE, MARGIN, Forced, Megakernel, error
 from tools.random_checkpoint import randomize, write_checkpoint
 

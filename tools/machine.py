@@ -1,0 +1,35 @@
+"""On what something was measured."""
+
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from generate import suffix
+
+
+def machine_card(weights: str) -> dict[str, Any]:
+    """What the figures depend on: machine, versions, weights."""
+    if torch.cuda.is_available():
+        driver = first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        machine = dict(gpu=torch.cuda.get_device_name(), driver=driver, dtype="bfloat16")
+    else:
+        cpu = platform.processor() or platform.machine()
+        machine = dict(gpu="none", cpu=cpu, threads=torch.get_num_threads(), dtype="float32")
+    machine["python"] = platform.python_version()
+    for package in ("torch", "transformers", f"qwen-tts{suffix}"):
+        machine[package] = importlib.metadata.version(package)
+    commit = first_line("git", "describe", "--always", "--dirty")
+    return machine | dict(commit=commit, weights=weights)
+
+
+def first_line(*command: str) -> str:
+    """The first line that a program prints; unknown without the program."""
+    try:
+        lines = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.splitlines()
+    except OSError:
+        lines = []
+    return lines[0] if lines else "unknown"
