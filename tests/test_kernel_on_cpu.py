@@ -100,6 +100,7 @@ def test_any_number_of_blocks(tmp_path):
     assert error_at(it, LENGTH - 1) < TOLERANCE
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_wide_talker_on_few_blocks(tmp_path):
     """1.7B has up to three rows per thread there: they were never published, and the kernel never ended."""

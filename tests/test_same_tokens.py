@@ -55,7 +55,7 @@ def test_odd_settings(voices, settings):
         ("x-vector", ["English", "Chinese", "Auto"]),
         ("in-context", ["German"] * 3),
         ("preset", ["Auto", "Chinese", "Korean"]),
-        ("designed", ["French", "Auto", "Russian"]),
+        pytest.param("designed", ["French", "Auto", "Russian"], marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("settings", ["greedy", "published defaults"])
