@@ -54,7 +54,7 @@ def test_odd_settings(voices, settings):
     [
         ("x-vector", ["English", "Chinese", "Auto"]),
         ("in-context", ["German"] * 3),
-        ("preset", ["Auto", "Chinese", "Korean"]),
+        pytest.param("preset", ["Auto", "Chinese", "Korean"], marks=pytest.mark.slow),
         pytest.param("designed", ["French", "Auto", "Russian"], marks=pytest.mark.slow),
     ],
 )
