@@ -314,9 +314,13 @@ FAULTS = {
 }
 
 
+def changed_source(right: str, wrong: str) -> str:
+    """megakernel.cu with another text in one place."""
+    source = megakernel.SOURCE.read_text()
+    assert source.count(right) == 1, right
+    return source.replace(right, wrong)
+
+
 def faulty_source(name: str) -> str:
     """megakernel.cu with one of the faults."""
-    fault = FAULTS[name]
-    source = megakernel.SOURCE.read_text()
-    assert source.count(fault.right) == 1, name
-    return source.replace(fault.right, fault.wrong)
+    return changed_source(FAULTS[name].right, FAULTS[name].wrong)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gpu_on_cpu import CpuKernel, PretendedGpu
 from helpers import joined
+from megakernel_cases import changed_source
 from test_self_test import graphs  # noqa: F401
 
 import serving.engine
@@ -40,9 +41,7 @@ ON_CPU = [None, *(pytest.param(name, marks=pytest.mark.slow) for name in FAULTS)
 
 def faulty_source(fault: str) -> str:
     right, wrong, _ = FAULTS[fault]
-    source = megakernel.SOURCE.read_text()
-    assert source.count(right) == 1, fault
-    return source.replace(right, wrong)
+    return changed_source(right, wrong)
 
 
 def test_every_fault_can_be_made():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import ROOT, joined
-from megakernel_cases import some_talker
+from megakernel_cases import changed_source, some_talker
 from test_kernel_on_cpu import HIDDEN, LENGTH, cpu_kernel_for
 from test_megakernel import on_gpu
 
@@ -34,12 +34,6 @@ PUBLISHES = "store_relaxed((char *)destination + replica * sizeof(Exchange), epo
 TWO_SECONDS = "WAIT_LIMIT_NS = 2'000'000'000"
 SHORT_LIMIT = "WAIT_LIMIT_NS = 40'000'000"  # for a CPU, where it is counted in turns of all threads
 FILLS = "fill(stage, producer, source, bytes_per_eighth, policy);"
-
-
-def changed_source(right: str, wrong: str) -> str:
-    source = megakernel.SOURCE.read_text()
-    assert source.count(right) == 1
-    return source.replace(right, wrong)
 
 
 def silent_block(condition: str) -> str:
