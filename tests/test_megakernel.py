@@ -20,10 +20,9 @@ from fast.layers import replace_layers
 from fast.megakernel_reference import apply_talker_rules
 from generate import accelerate, load_upstream
 from tools.check import check
-from tools.parity import MARGIN, Forced, Megakernel, error, verdict
+from tools.parity import MARGIN, Forced, Megakernel, error, random_request, verdict
 
 LENGTH = 512
-PROMPT = 20
 FRAMES = 200
 END_TOKEN = 2150
 
@@ -135,15 +134,10 @@ def configure_talker(talker: TalkerGraph, penalty: float, suppressed: list[int],
 def begin(*routes: Any) -> None:
     """The same random prompt and text for all, and the same in every run."""
     torch.manual_seed(0)
-    width = routes[0].talker.prompt.shape[-1]
-    prompt = torch.randn(1, PROMPT, width, device="cuda").bfloat16()
-    text = torch.randn(1, 100, width, device="cuda").bfloat16()
-    padding = torch.randn(1, 1, width, device="cuda").bfloat16()
-    mask = torch.ones(1, PROMPT, device="cuda", dtype=torch.long)
+    request = random_request(routes[0].talker.prompt.shape[-1], "cuda")
     for route in routes:
         configure_talker(route.talker, 1.05, list(range(2048, 3072)), 2)
-        route.predictor.sampling.set(True, 0.9, 50, 1.0)
-        route.begin(prompt, mask, text, padding)
+        route.begin(**request)
 
 
 def cached(graph: Any, positions: slice) -> Tensor:
@@ -164,23 +158,24 @@ def assert_no_worse(what: str, fused: Tensor, own: Tensor, exact: Tensor) -> Non
 def test_logits_and_cache_with_forced_tokens(routes):
     """200 frames: logits of all 16 codes, the talker's cache and the predictor's caches."""
     begin(*routes)
-    fused, *others = routes
+    prompt = int(routes[0].talker.prompt_length)
+    tokens = torch.randint(2048, (FRAMES, 16), device="cuda")
     rows: dict[str, list[Tensor]] = {"predictor_logits": [], "talker_logits": []}
     caches = []
-    for frame in range(FRAMES):
-        fused.step()
-        for route in others:
-            route.codes.copy_(fused.predictor.codes[0, frame])
+    for codes in tokens:
+        for route in routes:
+            route.codes.copy_(codes)
             route.step()
         for name, kept in rows.items():
             kept.append(torch.stack([getattr(route, name).clone() for route in routes]))
         caches.append(torch.stack([cached(route.predictor, slice(16)) for route in routes]))
 
+    assert torch.equal(routes[0].predictor.codes[0, :FRAMES], tokens)
     for name, kept in rows.items():
         good, figures = verdict(*torch.cat(kept, dim=1))
         print(name, figures)
         assert good, (name, figures)
-    assert_no_worse("talker's cache", *(cached(route.talker, slice(PROMPT + FRAMES)) for route in routes))
+    assert_no_worse("talker's cache", *(cached(route.talker, slice(prompt + FRAMES)) for route in routes))
     assert_no_worse("predictor's caches", *torch.cat(caches, dim=1))
 
 

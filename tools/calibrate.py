@@ -25,65 +25,36 @@ from fast.paths import why_not
 from fast.self_test import run_test
 from generate import load_upstream
 from tools.machine import machine_card
-from tools.parity import FALSE_ALARM_RATE, MARGIN, Forced, Megakernel, error
+from tools.parity import FALSE_ALARM_RATE, MARGIN, Forced, Megakernel, error, one_pass, random_request
 from tools.random_checkpoint import randomize, write_checkpoint
 
 SELF_TEST = "self-test"
-PROMPT = 20
 LENGTH = 512
 GAINS = (1.0, 3.0)  # of the weights, in turn
-SETTINGS = dict(
-    repetition_penalty=1.05,
-    suppress_tokens=list(range(2048, 3072)),
-    eos_token_id=2150,
-    min_new_tokens=2,
-    do_sample=True,
-    temperature=0.9,
-    top_k=50,
-    top_p=1.0,
-)
 
 
 @torch.no_grad()
 def one_run(models: list, routes: list, seed: int, gain: float, frames: int) -> dict:
-    """New weights for all three models, then the same tokens through all."""
+    """New weights for all three models, then the same tokens through all. The routes are of the first two models."""
     torch.manual_seed(seed)
     fused_model, own_model, exact_model = models
     randomize(own_model, gain)
     for weight, fused, exact in zip(own_model.parameters(), fused_model.parameters(), exact_model.parameters()):
         fused.copy_(weight)
         exact.copy_(weight)
-    megakernel, *others = routes
+    megakernel = routes[0]
     megakernel.refresh()
     reason, self_test_figures = run_test(megakernel.talker, megakernel.predictor)
     if reason:
         print(f"run {seed}: the self-test says that {reason}")
 
-    width = own_model.config.hidden_size
-    prompt, text, padding = (torch.randn(1, n, width, device="cuda").bfloat16() for n in (PROMPT, 100, 1))
-    mask = torch.ones(1, PROMPT, device="cuda", dtype=torch.long)
-    for route in routes:
-        route.talker.configure(**SETTINGS)
-        route.predictor.sampling.set(True, 0.9, 50, 1.0)
-        route.begin(prompt, mask, text, padding)
-
-    logits = {route: ([], []) for route in routes}
-    for _ in range(frames):
-        megakernel.step()
-        keep_logits(megakernel, *logits[megakernel])
-    streams = [torch.cuda.Stream() for _ in others]
-    torch.cuda.synchronize()
-    for frame in range(frames):
-        for route, stream in zip(others, streams):  # at the same time: each alone leaves most of the GPU idle
-            with torch.cuda.stream(stream):
-                route.codes.copy_(megakernel.predictor.codes[0, frame])
-                route.step()
-                keep_logits(route, *logits[route])
-    torch.cuda.synchronize()
+    request = random_request(own_model.config.hidden_size, own_model.device)
+    tokens = torch.randint(2048, (frames, 16), device=own_model.device)
+    logits = [route.logits(tokens, **request) for route in routes] + [one_pass(exact_model, tokens, **request)]
 
     figures = {}
-    for name, rows in zip(["codes 1 to 15", "first codes"], zip(*logits.values())):
-        fused, own, exact = (torch.cat(row) for row in rows)
+    for name, rows in zip(["codes 1 to 15", "first codes"], zip(*logits)):
+        fused, own, exact = (row.to(own_model.device) for row in rows)
         agree = fused.argmax(-1) == exact.argmax(-1)
         own_agree = own.argmax(-1) == exact.argmax(-1)
         figures[name] = dict(
@@ -95,11 +66,6 @@ def one_run(models: list, routes: list, seed: int, gain: float, frames: int) -> 
             own_agreement=own_agree.double().mean().item(),
         )
     return figures | {SELF_TEST: self_test_figures}
-
-
-def keep_logits(route: Megakernel | Forced, predictor: list, talker: list) -> None:
-    predictor.append(route.predictor_logits.clone())
-    talker.append(route.talker_logits.clone())
 
 
 def summarize_self_test(runs: list[dict]) -> str:
@@ -174,7 +140,7 @@ def main() -> None:
     if reason := why_not(models[0]):
         parser.error(f"the megakernel does not run here: {reason}")
     with torch.no_grad():
-        routes = [Megakernel(models[0], LENGTH), Forced(models[1], LENGTH), Forced(models[2], LENGTH)]
+        routes = [Megakernel(models[0], LENGTH), Forced(models[1], LENGTH)]
     card = machine_card("random")
     runs = []
     for seed in range(args.runs):

@@ -128,4 +128,4 @@ def check_logits(folder: str, paths: dict, tokens: torch.Tensor, request: dict) 
 def model_logits(folder: str, dtype: torch.dtype, tokens: torch.Tensor, request: dict) -> list[torch.Tensor]:
     """From upstream's own layers: frame by frame of the predictor and of the talker, and in one pass of the talker."""
     talker = load_upstream(folder, dtype=dtype).model.talker
-    return [*Forced(talker, 2048).logits(tokens, **request), one_pass(talker, tokens, **request)]
+    return [*Forced(talker, 2048).logits(tokens, **request), one_pass(talker, tokens, **request)[1]]

@@ -8,6 +8,7 @@ Shapes: T frames, 16 codes per frame, V vocabulary of the talker, V' of the pred
 """
 
 import math
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -18,24 +19,18 @@ from fast.layers import replace_layers
 from fast.megakernel import predictor_step, talker_step
 
 MARGIN = 1.05  # a path's error may be this many times the model's own
+FORCED = 100.0, None, 1.0  # temperature, top-k, top-p with which any code can be chosen
 FALSE_ALARM_RATE = 1e-11  # of one comparison of best tokens, if they are independent of each other
 
 
-class Forced:
-    """The layers of a talker and its predictor, as they are, over static caches. The caller sets `codes`."""
+class Route:
+    """A way to compute a frame. The caller sets `codes`; `step` computes the logits of `codes[1:]`, and then those of
+    the next frame's first code."""
 
-    @torch.no_grad()
     def __init__(self, talker, length: int):
         self.talker = TalkerGraph(talker, 1, length)
         self.predictor = PredictorGraph(talker, self.talker)
-        longest = len(self.talker.positions)
-        self.talker.prefills = {longest: partial(self.talker.prefill, longest)}  # run once: not worth a capture
-        heads = len(self.predictor.heads)
-        with talker.device:
-            self.codes = torch.zeros(heads + 1, dtype=torch.long)
-            self.predictor_logits = torch.zeros(heads, self.predictor.sampling.vocab_size)
-            self.talker_logits = torch.zeros(1, self.talker.sampling.vocab_size)
-        self.step = capture(self.step, talker.device)
+        self.codes = torch.zeros(len(self.predictor.heads) + 1, dtype=torch.long, device=talker.device)
 
     def begin(self, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed, **_) -> None:
         """Takes the arguments of talker.generate, in any dtype."""
@@ -43,8 +38,33 @@ class Forced:
         self.predictor.begin(trailing_text_hidden.to(dtype), tts_pad_embed.to(dtype))
         self.talker.begin(inputs_embeds.to(dtype), attention_mask)
 
+    @torch.no_grad()
+    def logits(self, tokens: torch.Tensor, **request) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes (T, 16) -> logits of the predictor (T * 15, V') and of the talker (T, V), on the CPU."""
+        self.begin(**request)
+        predictor_logits, talker_logits = [], []
+        for codes in tokens:
+            self.codes.copy_(codes)
+            self.step()
+            predictor_logits.append(self.predictor_logits.clone().cpu())
+            talker_logits.append(self.talker_logits.clone().cpu())
+        return torch.cat(predictor_logits), torch.cat(talker_logits)
+
+
+class Forced(Route):
+    """The layers of a talker and its predictor, as they are, over static caches."""
+
+    @torch.no_grad()
+    def __init__(self, talker, length: int):
+        super().__init__(talker, length)
+        longest = len(self.talker.positions)
+        self.talker.prefills = {longest: partial(self.talker.prefill, longest)}  # run once: not worth a capture
+        with talker.device:
+            self.predictor_logits = torch.zeros(len(self.predictor.heads), self.predictor.sampling.vocab_size)
+            self.talker_logits = torch.zeros(1, self.talker.sampling.vocab_size)
+        self.step = capture(self.step, talker.device)
+
     def step(self) -> None:
-        """One frame: the logits of `codes[1:]`, and then those of the next frame's first code."""
         talker, predictor = self.talker, self.predictor
         tables = [predictor.embed_token, *predictor.embed_code]
         embeds = [embed(code)[None] for embed, code in zip(tables, self.codes.split(1))]  # 16 x (1, 1, H)
@@ -60,27 +80,12 @@ class Forced:
         self.talker_logits[0] = talker.head(talker.hidden[:, -1])[0]
         talker.frame += 1
 
-    @torch.no_grad()
-    def logits(self, tokens: torch.Tensor, **request) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes (T, 16) -> logits of the predictor (T * 15, V') and of the talker (T, V), on the CPU."""
-        self.begin(**request)
-        predictor_logits, talker_logits = [], []
-        for codes in tokens:
-            self.codes.copy_(codes)
-            self.step()
-            predictor_logits.append(self.predictor_logits.clone().cpu())
-            talker_logits.append(self.talker_logits.clone().cpu())
-        return torch.cat(predictor_logits), torch.cat(talker_logits)
 
-
-class Megakernel:
-    """A talker and its predictor on the megakernel. It chooses the tokens that the others are given."""
-
+class Megakernel(Route):
     @torch.no_grad()
     def __init__(self, talker, length: int):
         self.keepalive = replace_layers(talker, length)
-        self.talker = TalkerGraph(talker, 1, length)
-        self.predictor = PredictorGraph(talker, self.talker)
+        super().__init__(talker, length)
         self.talker.step = talker_step(talker, self.talker)
         self.predictor.step = predictor_step(self.predictor)
         self.talker.capture()
@@ -93,95 +98,118 @@ class Megakernel:
                 projected.copy_(self.predictor.project(weight))
 
     def step(self) -> None:
-        self.predictor.replay()
-        self.talker.replay()
-        self.predictor_logits = self.predictor.step.logits()
-        self.talker_logits = self.talker.step.logits()
+        """It samples by itself: this noise makes it choose `codes`."""
+        talker, predictor = self.talker, self.predictor
+        predictor.sampling.set(True, *FORCED)
+        force(predictor.step.noise, self.codes[1:])
+        talker.token.copy_(self.codes[:1])
+        predictor.step.draws_noise = False
+        predictor.step()
+        predictor.step.draws_noise = True
+        talker.step()
+        self.predictor_logits = predictor.step.logits()
+        self.talker_logits = talker.step.logits()
 
-    begin = Forced.begin
+
+def random_request(width: int, device: str | torch.device) -> dict:
+    """Arguments of talker.generate: a prompt of random embeddings and text."""
+    prompt, text, padding = (torch.randn(1, length, width, device=device).bfloat16() for length in (20, 100, 1))
+    mask = torch.ones(1, prompt.shape[1], dtype=torch.long, device=device)
+    return dict(inputs_embeds=prompt, attention_mask=mask, trailing_text_hidden=text, tts_pad_embed=padding)
+
+
+def force(noise: torch.Tensor, codes: torch.Tensor) -> None:
+    """Noise with which the sampler chooses these codes. (..., V), (...)"""
+    noise.fill_(1e30).scatter_(-1, codes[..., None], 1e-30)
+
+
+def frames_of_batch(engine, rows: int, tokens: torch.Tensor, request: dict) -> Iterator[torch.Tensor]:
+    """The codes (B, 16) of each frame of a batch; the caller runs the frame. The engine must be idle.
+
+    All rows speak the same tokens (T, 16). Row r joins r % 4 frames late, so that neighbours are at different
+    positions. The last T frames are all that the last row has.
+    """
+    settings = engine.settings.row(request)
+    first_frames = torch.arange(rows, device=tokens.device) % 4
+    try:
+        with engine.decoder.lock:
+            for tick in range(len(tokens) + int(first_frames[-1])):
+                for slot in (first_frames == tick).nonzero()[:, 0].tolist():
+                    engine.prefills.load([slot], [request], [settings]).prefill()
+                frame = tick - first_frames  # (B)
+                engine.slots.advance[:rows] = (frame >= 0) & (frame < len(tokens))
+                yield tokens[frame.clamp(0, len(tokens) - 1)]
+            torch.cuda.synchronize()
+    finally:
+        engine.slots.advance.zero_()
 
 
 @torch.no_grad()
 def batch_logits(engine, rows: int, tokens: torch.Tensor, request: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as `Forced.logits`, of the last row of a batch as serving/ runs it. The engine must be idle.
-
-    Row r joins r % 4 frames late, so that neighbours are at different positions.
-    """
-    graph, slots = engine.graphs[rows], engine.slots
-    settings = engine.settings.row(request)
-    first_frames = torch.arange(rows, device=tokens.device) % 4
-    last = rows - 1
+    """The same as `Route.logits`, of the last row of a batch as serving/ runs it."""
+    graph = engine.graphs[rows]
     predictor_logits, talker_logits = [], []
 
     def sample_rows(logits: torch.Tensor, *_) -> torch.Tensor:
-        predictor_logits.append(logits[last:].float().cpu())
+        predictor_logits.append(logits[-1:].float().cpu())
         return codes[:, len(predictor_logits) % len(graph.predictor.heads) or len(graph.predictor.heads)][:, None]
 
     def choose_rows(logits: torch.Tensor, *_) -> None:
-        talker_logits.append(logits[last:].float().cpu())
+        talker_logits.append(logits[-1:].float().cpu())
         graph.frame += graph.advance[:, None]
 
     graph.predictor_stack.sample_rows = sample_rows
     graph.talker_stack.choose_rows = choose_rows
     try:
-        with engine.decoder.lock:
-            for tick in range(len(tokens) + int(first_frames[last])):
-                for slot in (first_frames == tick).nonzero()[:, 0].tolist():
-                    engine.prefills.load([slot], [request], [settings]).prefill()
-                frame = tick - first_frames  # (B)
-                graph.advance.copy_((frame >= 0) & (frame < len(tokens)))
-                codes = tokens[frame.clamp(0, len(tokens) - 1)]  # (B, 16)
-                graph.token.copy_(codes[:, :1])
-                graph.step()
-            torch.cuda.synchronize()
+        for codes in frames_of_batch(engine, rows, tokens, request):
+            graph.token.copy_(codes[:, :1])
+            graph.step()
     finally:
         del graph.predictor_stack.sample_rows, graph.talker_stack.choose_rows
-        slots.advance.zero_()
     count = len(tokens)
     return torch.cat(predictor_logits[-count * len(graph.predictor.heads) :]), torch.cat(talker_logits[-count:])
 
 
 @torch.no_grad()
 def megakernel_logits(engine, rows: int, tokens: torch.Tensor, request: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of the megakernel for several streams. It samples by itself: the noise makes it choose these tokens."""
-    frame, slots = engine.megakernels[rows], engine.slots
+    """The same of the megakernel for several streams."""
+    frame = engine.megakernels[rows]
     sampling = frame.predictor.sampling
-    settings = engine.settings.row(request)
-    last = rows - 1
     predictor_logits, talker_logits = [], []
-    with engine.decoder.lock:
-        for tick in range(last + len(tokens)):
-            if tick < rows:  # stream r joins r frames late, so that neighbours are at different positions
-                engine.prefills.load([tick], [request], [settings]).prefill()
-            index = tick - torch.arange(rows, device=tokens.device)  # (B)
-            slots.advance[:rows] = (index >= 0) & (index < len(tokens))
-            codes = tokens[index.clamp(0, len(tokens) - 1)]  # (B, 16)
-            frame.token.copy_(codes[:, :1])
-            sampling.topk_rank.zero_()
-            sampling.one_minus_top_p.zero_()
-            sampling.noise.fill_(1e30).scatter_(2, codes[:, 1:, None], 1e-30)
-            frame.step()
-            predictor_logits.append(frame.predictor_step.logits()[last].cpu())
-            talker_logits.append(frame.talker_step.logits()[last].cpu())
-        slots.advance.zero_()
-    return torch.cat(predictor_logits[last:]), torch.cat(talker_logits[last:])
+    for codes in frames_of_batch(engine, rows, tokens, request):
+        sampling.set(True, *FORCED)
+        force(sampling.noise, codes[:, 1:])
+        frame.token.copy_(codes[:, :1])
+        frame.step()
+        predictor_logits.append(frame.predictor_step.logits()[-1].cpu())
+        talker_logits.append(frame.talker_step.logits()[-1].cpu())
+    count = len(tokens)
+    return torch.cat(predictor_logits[-count:]), torch.cat(talker_logits[-count:])
 
 
 @torch.no_grad()
 def one_pass(
     talker, tokens: torch.Tensor, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed, **_
-) -> torch.Tensor:
-    """The talker's logits (T, V) from upstream's own forward: all frames (T, 16) at once, without a cache."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same as `Route.logits`, from upstream's own forwards: all frames (T, 16) at once, without a cache."""
     dtype = talker.dtype
     frames = len(tokens)
-    tables = [talker.get_input_embeddings(), *talker.code_predictor.get_input_embeddings()]
+    predictor = talker.code_predictor
+    tables = [talker.get_input_embeddings(), *predictor.get_input_embeddings()]
     codes = tokens.to(talker.device).T
-    speech = sum(embed(column) for embed, column in zip(tables, codes))  # (T, H)
+    speech = torch.stack([embed(column) for embed, column in zip(tables, codes)], dim=1)  # (T, 16, H)
     text = torch.cat([trailing_text_hidden[0], tts_pad_embed[0].expand(frames, -1)])[:frames]
-    embeds = torch.cat([inputs_embeds.to(dtype), (speech + text.to(dtype))[None]], dim=1)
+    embeds = torch.cat([inputs_embeds.to(dtype), (speech.sum(1) + text.to(dtype))[None]], dim=1)
     mask = torch.cat([attention_mask, attention_mask.new_ones(1, frames)], dim=1).to(talker.device)
-    hidden = talker.model(inputs_embeds=embeds, attention_mask=mask, use_cache=False).last_hidden_state
-    return talker.codec_head(hidden[0, -frames:]).float().cpu()
+    hidden = talker.model(inputs_embeds=embeds, attention_mask=mask, use_cache=False).last_hidden_state[0]
+
+    before = hidden[-frames - 1 : -1, None]  # each frame's, from which its first code was chosen
+    inputs = predictor.small_to_mtp_projection(torch.cat([before, speech[:, :-1]], dim=1))
+    states = predictor.model(inputs_embeds=inputs, use_cache=False).last_hidden_state  # (T, 16, H')
+    code_logits = [head(state) for head, state in zip(predictor.lm_head, states[:, 1:].unbind(1))]
+    return torch.stack(code_logits, dim=1).flatten(0, 1).float().cpu(), talker.codec_head(
+        hidden[-frames:]
+    ).float().cpu()
 
 
 def error(logits: torch.Tensor, exact: torch.Tensor, quantile: float) -> float:
