@@ -2,7 +2,7 @@
 of the megakernel on a CPU and on a GPU, and for compute-sanitizer."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,45 +141,76 @@ class SomePredictor:
     text: Tensor
     hiddens: Tensor
     codes: Tensor
-    step: FusedStep
+    step: FusedStep | None = None
+
+    def make_step(self, kernel_for: KernelFor, graph: SimpleNamespace, noise: Tensor | None = None) -> FusedStep:
+        arguments = {
+            "first_input": self.first_input,
+            "code_inputs": table([self.inputs], self.model.device),
+            "code_embeddings": table([self.embeddings], self.model.device),
+            "frames": self.text.shape[-2],
+            "text": self.text,
+            "hiddens": self.hiddens,
+            "codes": self.codes,
+        }
+        sizes, kernel = kernel_for(self.model, self.heads, self.text.shape[-1])
+        return FusedStep(sizes, kernel, self.model, self.cache, self.heads, self.sampling, graph, arguments, noise)
 
 
 def some_predictor(kernel_for: KernelFor, graph: SimpleNamespace, layers: int, length: int) -> SomePredictor:
     hidden = 1024
     talker_hidden = len(graph.hidden)
-    settings = sampling(CODE_VOCAB)
     model, cache = stack(layers, hidden, 3072, 16)
-    heads = [linear(CODE_VOCAB, hidden) for _ in range(3)]
     vocabs = (TALKER_VOCAB, CODE_VOCAB, CODE_VOCAB, CODE_VOCAB)
-    embeddings = [torch.randn(vocab, talker_hidden).bfloat16() for vocab in vocabs]
-    inputs = [torch.randn(vocab, hidden).bfloat16() for vocab in vocabs]
-    first_input = linear(hidden).weight
     text, hiddens = torch.randn(2, length, talker_hidden).bfloat16()
-    codes = torch.zeros(length, 4, dtype=torch.long)
-    arguments = {
-        "first_input": first_input,
-        "code_inputs": table([inputs], model.device),
-        "code_embeddings": table([embeddings], model.device),
-        "frames": length,
-        "text": text,
-        "hiddens": hiddens,
-        "codes": codes,
-    }
-    sizes, kernel = kernel_for(model, heads, talker_hidden)
-    step = FusedStep(sizes, kernel, model, cache, heads, settings, graph, arguments)
-    return SomePredictor(
+    predictor = SomePredictor(
         model=model,
         cache=cache,
-        heads=heads,
-        sampling=settings,
-        embeddings=embeddings,
-        inputs=inputs,
-        first_input=first_input,
+        heads=[linear(CODE_VOCAB, hidden) for _ in range(3)],
+        sampling=sampling(CODE_VOCAB),
+        embeddings=[torch.randn(vocab, talker_hidden).bfloat16() for vocab in vocabs],
+        inputs=[torch.randn(vocab, hidden).bfloat16() for vocab in vocabs],
+        first_input=linear(hidden).weight,
         text=text,
         hiddens=hiddens,
-        codes=codes,
-        step=step,
+        codes=torch.zeros(length, 4, dtype=torch.long),
     )
+    predictor.step = predictor.make_step(kernel_for, graph)
+    return predictor
+
+
+def predictor_of_streams(
+    single: SomePredictor, kernel_for: KernelFor, streams: int
+) -> tuple[SomePredictor, SimpleNamespace]:
+    """The same layers for several streams, each with another frame, temperature, text and noise, and their graph."""
+    hidden = single.model.config.hidden_size
+    length, talker_hidden = single.text.shape
+    graph = SimpleNamespace(
+        token=torch.arange(5, 5 + streams),
+        frame=torch.arange(streams),
+        hidden=torch.randn(streams, talker_hidden).bfloat16(),
+        embedding=torch.zeros(streams, talker_hidden).bfloat16(),
+    )
+    layers = [
+        SimpleNamespace(keys=layer.keys.repeat(streams, 1, 1), values=layer.values.repeat(streams, 1, 1))
+        for layer in single.cache.layers
+    ]
+    names = ("temperature", "topk_rank", "one_minus_top_p", "greedy")
+    settings = SimpleNamespace(**{name: getattr(single.sampling, name).flatten().repeat(streams) for name in names})
+    settings.temperature *= torch.arange(1, streams + 1)
+    settings.noise = torch.rand(streams, len(single.heads), CODE_VOCAB) + 0.1
+    text = torch.randn(streams, length, talker_hidden).bfloat16()
+    several = replace(
+        single,
+        cache=SimpleNamespace(length=single.cache.length, layers=layers),
+        sampling=settings,
+        first_input=torch.randn(streams, hidden).bfloat16(),
+        text=text,
+        hiddens=torch.zeros_like(text),
+        codes=torch.zeros(streams, length, len(single.heads) + 1, dtype=torch.long),
+    )
+    several.step = several.make_step(kernel_for, graph, settings.noise)
+    return several, graph
 
 
 def several_streams(it: SomeTalker, kernel_for: KernelFor, streams: int) -> SomeTalker:

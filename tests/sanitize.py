@@ -25,6 +25,7 @@ from megakernel_cases import (
     PLAIN_COPIES,
     TALKER_VOCAB,
     KernelFor,
+    predictor_of_streams,
     several_streams,
     some_predictor,
     some_talker,
@@ -34,6 +35,7 @@ from fast.megakernel import SOURCE, Sizes, compile_kernel, complete_source, kern
 from fast.nvrtc import Kernel
 
 LENGTH = 80
+KV_HEADS = 8
 
 
 def kernel_with(defines: str, changes: dict[str, int]) -> KernelFor:
@@ -73,11 +75,15 @@ def run(kernel_for: KernelFor, hidden: int) -> None:
 
 
 def run_streams(one: KernelFor, kernel_for: KernelFor, hidden: int, streams: int) -> None:
-    talker = several_streams(some_talker(one, hidden, LENGTH), kernel_for, streams)
+    single = some_talker(one, hidden, LENGTH)
+    talker = several_streams(single, kernel_for, streams)
+    predictor, _ = predictor_of_streams(some_predictor(one, single.graph, 2, LENGTH), kernel_for, streams)
     talker.step()
+    predictor.step()
     torch.cuda.synchronize()
-    assert talker.step.why_failed() == ""
-    print(f"hidden size {hidden}: the talker of {streams} streams chose {talker.graph.token.tolist()}")
+    assert talker.step.why_failed() == "" and predictor.step.why_failed() == ""
+    codes = [predictor.codes[stream, stream].tolist() for stream in range(streams)]
+    print(f"{streams} streams: the talker chose {talker.graph.token.tolist()}, its predictor {codes}")
 
 
 def main() -> None:
@@ -97,6 +103,9 @@ def main() -> None:
         for hidden in (1024, 2048):
             run(kernel_for, hidden)
         for streams in (2, 4):
+            if args.blocks and args.blocks < KV_HEADS * streams:
+                print(f"{args.blocks} blocks are too few for {streams} streams")
+                continue
             run_streams(kernel_for, kernel_with(defines, changes | dict(streams=streams)), 1024, streams)
 
 

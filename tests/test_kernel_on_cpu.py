@@ -21,6 +21,7 @@ from megakernel_cases import (
     config,
     faulty_source,
     number,
+    predictor_of_streams,
     reference_choice,
     several_streams,
     some_predictor,
@@ -28,7 +29,7 @@ from megakernel_cases import (
 )
 
 from fast import megakernel
-from fast.megakernel import FusedStep, Sizes, complete_source, kernel_sizes, table
+from fast.megakernel import Sizes, complete_source, kernel_sizes
 from fast.megakernel_reference import apply_talker_rules, choose, linear, run_layers
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
@@ -204,50 +205,24 @@ def test_a_predictor_of_several_streams(streams, tmp_path):
     one.embedding = torch.zeros(HIDDEN).bfloat16()
     single = some_predictor(cpu_kernel_for(tmp_path), one, 1, LENGTH)
 
-    graph = SimpleNamespace(
-        token=torch.arange(5, 5 + streams),
-        frame=torch.arange(streams),
-        hidden=torch.randn(streams, HIDDEN).bfloat16(),
-        embedding=torch.zeros(streams, HIDDEN).bfloat16(),
-    )
-    cached = [
-        SimpleNamespace(keys=layer.keys.repeat(streams, 1, 1), values=layer.values.repeat(streams, 1, 1))
-        for layer in single.cache.layers
-    ]
-    settings = ("temperature", "topk_rank", "one_minus_top_p", "greedy")
-    sampling = SimpleNamespace(**{name: getattr(single.sampling, name).flatten().repeat(streams) for name in settings})
-    sampling.temperature *= torch.arange(1, streams + 1)
-    first_inputs = torch.randn(streams, HIDDEN).bfloat16()
-    text = torch.randn(streams, LENGTH, HIDDEN).bfloat16()
-    codes = torch.zeros(streams, LENGTH, 4, dtype=torch.long)
-    noise = torch.rand(streams, 3, 2048) + 0.1
-    arguments = {
-        "first_input": first_inputs,
-        "code_inputs": table([single.inputs], "cpu"),
-        "code_embeddings": table([single.embeddings], "cpu"),
-        "frames": LENGTH,
-        "text": text,
-        "hiddens": 0,
-        "codes": codes,
-    }
-    sizes, kernel = cpu_kernel_for(tmp_path, streams=streams, grid=32)(single.model, single.heads, HIDDEN)
-    cache = SimpleNamespace(length=single.cache.length, layers=cached)
-    step = FusedStep(sizes, kernel, single.model, cache, single.heads, sampling, graph, arguments, noise)
-    step()
+    several, graph = predictor_of_streams(single, cpu_kernel_for(tmp_path, streams=streams, grid=32), streams)
+    several.step()
 
     single.step.draws_noise = False
     for stream in range(streams):
         one.token.copy_(graph.token[stream])
         one.frame.fill_(stream)
-        single.sampling.temperature.copy_(sampling.temperature[stream])
-        single.first_input.copy_(first_inputs[stream])
-        single.text.copy_(text[stream])
-        single.step.noise.copy_(noise[stream])
+        one.hidden.copy_(graph.hidden[stream])
+        single.sampling.temperature.copy_(several.sampling.temperature[stream])
+        single.first_input.copy_(several.first_input[stream])
+        single.text.copy_(several.text[stream])
+        single.step.noise.copy_(several.sampling.noise[stream])
         single.step()
-        assert torch.equal(step.logits()[stream], single.step.logits())
-        assert torch.equal(codes[stream, stream], single.codes[stream])
+        assert torch.equal(several.step.logits()[stream], single.step.logits())
+        assert torch.equal(several.codes[stream, stream], single.codes[stream])
+        assert torch.equal(several.hiddens[stream, stream], single.hiddens[stream])
         assert torch.equal(graph.embedding[stream], one.embedding)
-        for layer, own in zip(cached, single.cache.layers):
+        for layer, own in zip(several.cache.layers, single.cache.layers):
             rows = slice(8 * stream, 8 * stream + 8)
             assert torch.equal(layer.keys[rows], own.keys) and torch.equal(layer.values[rows], own.values)
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """How the figures of `bench.py --check` and of the self-test are distributed for a correct megakernel.
 
-    python tools/calibrate.py 1.7B --runs 50 --output results/calibration_1.7B.json
+    python tools/calibrate.py 1.7B --output results/calibration_1.7B.json
+    python tools/calibrate.py 1.7B --frames 0 --output results/self_test_1.7B.json
 
 Each run has other random weights, another prompt and other tokens. It gives the megakernel's error relative to that of
 the model's own bfloat16 forward, in how many cases only one of the two has the best token of float32, and the figures
@@ -35,26 +36,29 @@ GAINS = (1.0, 3.0)  # of the weights, in turn
 
 @torch.no_grad()
 def one_run(models: list, routes: list, seed: int, gain: float, frames: int) -> dict:
-    """New weights for all three models, then the same tokens through all. The routes are of the first two models."""
+    """New weights for all models, the self-test, then the same tokens through all: the model's own layers, a model on
+    the megakernel, and one in float32. Without frames the last is not needed."""
     torch.manual_seed(seed)
-    fused_model, own_model, exact_model = models
-    randomize(own_model, gain)
-    for weight, fused, exact in zip(own_model.parameters(), fused_model.parameters(), exact_model.parameters()):
-        fused.copy_(weight)
-        exact.copy_(weight)
-    megakernel = routes[0]
+    device = models[0].device
+    randomize(models[0], gain)
+    for other in models[1:]:
+        for weight, copied in zip(models[0].parameters(), other.parameters()):
+            copied.copy_(weight)
+    own_route, megakernel = routes
     megakernel.refresh()
     reason, self_test_figures = run_test(megakernel.talker, megakernel.predictor)
     if reason:
         print(f"run {seed}: the self-test says that {reason}")
+    if not frames:
+        return {SELF_TEST: self_test_figures}
 
-    request = random_request(own_model.config.hidden_size, own_model.device)
-    tokens = torch.randint(2048, (frames, 16), device=own_model.device)
-    logits = [route.logits(tokens, **request) for route in routes] + [one_pass(exact_model, tokens, **request)]
-
+    request = random_request(models[0].config.hidden_size, device)
+    tokens = torch.randint(2048, (frames, 16), device=device)
+    logits = [megakernel.logits(tokens, **request), own_route.logits(tokens, **request)]
+    logits.append(one_pass(models[2], tokens, **request))
     figures = {}
     for name, rows in zip(["codes 1 to 15", "first codes"], zip(*logits)):
-        fused, own, exact = (row.to(own_model.device) for row in rows)
+        fused, own, exact = (row.to(device) for row in rows)
         agree = fused.argmax(-1) == exact.argmax(-1)
         own_agree = own.argmax(-1) == exact.argmax(-1)
         figures[name] = dict(
@@ -127,7 +131,9 @@ def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", choices=["0.6B", "1.7B"])
     parser.add_argument("--runs", type=int, default=50)
-    parser.add_argument("--frames", type=int, default=200, help="per run; default: 200, as many as --check compares")
+    parser.add_argument(
+        "--frames", type=int, default=200, help="per run; default: 200, as --check; 0: the self-test alone"
+    )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if args.runs < 2:
@@ -135,12 +141,12 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), args.size, ends=False)
-        dtypes = torch.bfloat16, torch.bfloat16, torch.float32
+        dtypes = [torch.bfloat16, torch.bfloat16, torch.float32][: 3 if args.frames else 2]
         models = [load_upstream(folder, dtype=dtype).model.talker for dtype in dtypes]
-    if reason := why_not(models[0]):
+    if reason := why_not(models[1]):
         parser.error(f"the megakernel does not run here: {reason}")
     with torch.no_grad():
-        routes = [Megakernel(models[0], LENGTH), Forced(models[1], LENGTH)]
+        routes = [Forced(models[0], LENGTH), Megakernel(models[1], LENGTH)]
     card = machine_card("random")
     runs = []
     for seed in range(args.runs):
