@@ -18,7 +18,8 @@ from tools import bounds
 from tools.calibrate import GAINS, SELF_TEST, mcnemar_spread
 from tools.parity import MARGIN
 
-FILES = [path for path in sorted((ROOT / "results").glob("*.json")) if not path.name.startswith("calibration_")]
+CALIBRATIONS = ("calibration_", "self_test_")
+FILES = [path for path in sorted((ROOT / "results").glob("*.json")) if not path.name.startswith(CALIBRATIONS)]
 VERSION = r"\d+\.\d+(\.\d+)?([.+-]\w+)*"
 CARD = {  # what a card must say; `qwen-tts` may be `qwen-tts-hf`
     "gpu": r"NVIDIA .+|Orin",
@@ -37,16 +38,21 @@ def possible_names(gpu):
     return bounds.ORINS if gpu == "Orin" else [gpu]
 
 
-def mistakes(stem, results):
-    """What is wrong with a results file, in words."""
+def mistakes_of_card(results):
     card = {name.removesuffix("-hf"): str(value) for name, value in results.get("card", {}).items()}
     for name, pattern in CARD.items():
         if not re.fullmatch(pattern, card.get(name, "")) or card[name].endswith("-dirty"):
             yield f"card: {name} is {card.get(name)!r}"
+
+
+def mistakes(stem, results):
+    """What is wrong with a results file, in words."""
+    yield from mistakes_of_card(results)
+    name_of_gpu = str(results.get("card", {}).get("gpu", ""))
     gpu, kind = re.fullmatch(r"(.*?)(_streams|_ready)?", stem).groups()
-    names = [bounds.file_stem(name) for name in possible_names(card.get("gpu", ""))]
+    names = [bounds.file_stem(name) for name in possible_names(name_of_gpu)]
     if gpu not in names:
-        yield f"the name of the file is {stem}, the GPU is {card.get('gpu')}: call it {' or '.join(names)}"
+        yield f"the name of the file is {stem}, the GPU is {name_of_gpu}: call it {' or '.join(names)}"
     models = results.get("models") or {"": {}}
     for size, rows in models.items():
         if size not in bench.SIZES:
@@ -183,7 +189,7 @@ def test_the_table_names_every_gpu():
 
 @pytest.mark.parametrize("size", bench.SIZES)
 def test_what_is_said_of_the_calibration(size):
-    """In CONTRIBUTING.md, in `verdict` of tools/parity.py and in fast/self_test.py."""
+    """In CONTRIBUTING.md and in `verdict` of tools/parity.py."""
     results = json.loads((ROOT / f"results/calibration_{size}.json").read_text())
     runs = results["runs"]
     assert (results["size"], results["frames"], len(runs)) == (size, 200, 50)
@@ -195,6 +201,19 @@ def test_what_is_said_of_the_calibration(size):
                 spread = statistics.stdev(ratios)
                 assert 0.9795 < min(ratios) and max(ratios) < 1.0135 and spread < 0.00625
                 assert statistics.mean(ratios) + 8 * spread < MARGIN
-    for name in runs[0][SELF_TEST]:
-        values, limits = zip(*(run[SELF_TEST][name] for run in runs))
+
+
+@pytest.mark.parametrize("size", bench.SIZES)
+def test_what_is_said_of_the_self_test(size):
+    """In CONTRIBUTING.md and in fast/self_test.py."""
+    results = json.loads((ROOT / f"results/self_test_{size}.json").read_text())
+    runs = [run[SELF_TEST] for run in results["runs"]]
+    assert (results["size"], len(runs)) == (size, 50)
+    assert not [*mistakes_of_card(results)]
+    ranges = dict.fromkeys(runs[0], (0, 0.01))
+    ranges |= {"error of the codes": (0.9, 1.1), "error of the first codes": (0.9, 1.1)}
+    ranges["error of the first predicted code"] = 0.81, 1.15
+    for name, (low, high) in ranges.items():
+        values, limits = zip(*(run[name] for run in runs))
+        assert low <= min(values) and max(values) < high
         assert statistics.mean(values) + 13.5 * statistics.stdev(values) < limits[0]
