@@ -20,10 +20,12 @@
 
 // A barrier of fibers: nobody leaves before `size` have come. Two sets of values, so that the fibers of the
 // next round may bring theirs while those of this round still read.
+constexpr int WARP_VALUE_WORDS = 5;                   // for the largest value that a lane brings
+
 struct Rendezvous {
     int arrived = 0;
     int round = 0;
-    uint64_t values[2][32][3];
+    uint64_t values[2][32][WARP_VALUE_WORDS];
 
     void wait(int size);
 };
@@ -48,7 +50,7 @@ struct Fiber {
 };
 
 Fiber *running;
-unsigned long long rounds_so_far;                     // turns that every fiber has had, over all launches
+unsigned long long turns_so_far;                      // turns that every fiber has had, over all launches
 jmp_buf scheduler;
 
 // setcontext only enters a fiber; after that _setjmp and _longjmp switch, which need no system call.
@@ -242,7 +244,7 @@ unsigned load_relaxed(const unsigned *address) {
 
 // A turn of all fibers counts as 0.1 ms.
 unsigned long long global_timer() {
-    return rounds_so_far * 100'000;
+    return turns_so_far * 100'000;
 }
 
 uint4 load_relaxed_x4(const unsigned *address) {
@@ -332,36 +334,68 @@ unsigned long long l2_policy(float) {
     return 0;
 }
 
-// Lane 4 r + q has of A the rows r and r + 8 at k = 2 q, 2 q + 1, 2 q + 8, 2 q + 9; of B column r at the same
-// k; of D the rows r and r + 8 of the columns 2 q and 2 q + 1.
-void mma_m16n8k16(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
-                  unsigned b1) {
-    struct Operands {
-        unsigned a[4], b[2];
-    };
-    with_all_lanes(Operands{{a0, a1, a2, a3}, {b0, b1}}, [&](auto of_lane) {
-        const int r = threadIdx.x % 32 / 4;
-        const int q = threadIdx.x % 4;
-        for (int i = 0; i < 4; ++i) {
-            const int upper_rows = i / 2;             // row r + 8
-            const int column = 2 * q + i % 2;
-            for (int k = 0; k < 16; ++k) {
-                const Operands &row = of_lane(r * 4 + k % 8 / 2);
-                const Operands &col = of_lane(column * 4 + k % 8 / 2);
-                d[i] += half_of(row.a[upper_rows + k / 8 * 2], k % 2) * half_of(col.b[k / 8], k % 2);
+struct MmaOperands {
+    unsigned a[4], b[2];
+    float d[4];
+};
+
+// D[16][8] += A[16][16] * B[16][8]. Lane 4 r + q has of A the rows r and r + 8 at k = 2 q, 2 q + 1, 2 q + 8,
+// 2 q + 9; of B column r at the same k; of D the rows r and r + 8 of the columns 2 q and 2 q + 1.
+void multiply_tiles(uint64_t (&of_lanes)[32][WARP_VALUE_WORDS]) {
+    float a[16][16], b[16][8], d[16][8];
+    for (int lane = 0; lane < 32; ++lane) {
+        const MmaOperands &own = *(MmaOperands *)of_lanes[lane];
+        const int r = lane / 4;
+        const int q = lane % 4;
+        for (int i = 0; i < 2; ++i) {
+            for (int upper_k = 0; upper_k < 2; ++upper_k) {
+                const int k = 8 * upper_k + 2 * q + i;
+                a[r][k] = half_of(own.a[2 * upper_k], i);
+                a[r + 8][k] = half_of(own.a[2 * upper_k + 1], i);
+                b[k][r] = half_of(own.b[upper_k], i);
+            }
+            d[r][2 * q + i] = own.d[i];
+            d[r + 8][2 * q + i] = own.d[2 + i];
+        }
+    }
+    for (int row = 0; row < 16; ++row) {
+        for (int k = 0; k < 16; ++k) {
+            for (int column = 0; column < 8; ++column) {
+                d[row][column] += a[row][k] * b[k][column];
             }
         }
-        return 0;
-    });
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+        float *own = ((MmaOperands *)of_lanes[lane])->d;
+        for (int i = 0; i < 4; ++i) {
+            own[i] = d[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
+        }
+    }
+}
+
+// The lane that comes last multiplies for all of them.
+void mma_m16n8k16(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                  unsigned b1) {
+    Rendezvous &warp = running->block->warps[threadIdx.x / 32];
+    auto &values = warp.values[warp.round % 2];
+    MmaOperands &own = *(MmaOperands *)values[threadIdx.x % 32];
+    static_assert(sizeof own <= sizeof values[0]);
+    own = {{a0, a1, a2, a3}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
+    if (warp.arrived == 31) {
+        multiply_tiles(values);
+    }
+    warp.wait(32);
+    memcpy(d, own.d, sizeof own.d);
 }
 
 
-// ---- A launch: 0 if all threads came to their end, 1 if they still wait after `max_rounds` turns each
+// ---- A launch: 0 if all threads came to their end, 1 if they still wait after `max_turns` each
 
 template <class Arguments>
 int launch(void (*kernel)(Arguments), const void *arguments, int grid, int threads, int shared_bytes,
-           int max_rounds = 200000) {
+           int max_turns = 200000) {
     constexpr size_t STACK_BYTES = 48 << 10;
+    constexpr int TURNS = 4;                          // of a block's fibers in a row: their stacks stay in the cache
     static void (*the_kernel)(Arguments);
     static Arguments the_arguments;
     the_kernel = kernel;
@@ -390,13 +424,16 @@ int launch(void (*kernel)(Arguments), const void *arguments, int grid, int threa
         makecontext(&fiber.entry, entry, 0);
     }
 
-    for (int round = 0; round < max_rounds; ++round) {
-        ++rounds_so_far;
+    for (int turn = 0; turn < max_turns; turn += TURNS) {
+        turns_so_far += TURNS;
         bool all_done = true;
-        for (Fiber &fiber : fibers) {
-            if (!fiber.done) {
-                resume(fiber);
-                all_done = all_done && fiber.done;
+        for (int block = 0; block < grid; ++block) {
+            for (int i = 0; i < TURNS * threads; ++i) {
+                Fiber &fiber = fibers[block * threads + i % threads];
+                if (!fiber.done) {
+                    resume(fiber);
+                    all_done = all_done && fiber.done;
+                }
             }
         }
         if (all_done) {
