@@ -336,8 +336,9 @@ class FusedStep:
         self.fields = [as_field(value) for value in ordered(values, sizes.argument_names)]
         self.keepalive: list[Any] = [values, matrices, layers]  # the kernel knows only their addresses
 
-    def __call__(self) -> None:
-        if self.draws_noise:
+    def __call__(self, draw_noise: bool = True) -> None:
+        """Without drawing, the sampler takes the noise that is there."""
+        if self.draws_noise and draw_noise:
             self.noise.exponential_(generator=self.sampling.generator)
         self.kernel.launch(self.fields)
 
@@ -399,10 +400,10 @@ class PredictorStep(FusedStep):
         super().__init__(sizes, kernel, model, predictor_graph.cache, heads, sampling, talker_graph, arguments, noise)
         self.inputs, self.embeddings = inputs, embeddings  # the kernel knows only their addresses
 
-    def __call__(self) -> None:
+    def __call__(self, draw_noise: bool = True) -> None:
         if self.first_input is not self.talker_hidden:  # the same tensor where the projection is the identity
             self.first_input.copy_(self.project(self.talker_hidden))
-        super().__call__()
+        super().__call__(draw_noise)
 
 
 def talker_step(talker: Any, talker_graph: Any, streams: int = 1) -> FusedStep:

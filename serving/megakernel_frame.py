@@ -146,9 +146,7 @@ def run_alone(slots: Slots, row: int, projected: torch.Tensor, single: tuple) ->
     predictor.step.first_input.copy_(projected)
     for step, noise in ((predictor.step, slots.predictor_sampling.noise), (talker.step, slots.sampling.noise)):
         step.noise.copy_(noise[row])
-        step.draws_noise = False
-        FusedStep.__call__(step)  # without the projection
-        step.draws_noise = True
+        FusedStep.__call__(step, draw_noise=False)  # without the projection
     return SimpleNamespace(
         codes=predictor.codes[0, frame].clone(),
         code_logits=predictor.step.logits().clone(),

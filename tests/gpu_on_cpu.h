@@ -18,10 +18,10 @@
 
 // ---- Fibers
 
-// A barrier of fibers: nobody leaves before `size` have come. Two sets of values, so that the fibers of the
-// next round may bring theirs while those of this round still read.
 constexpr int WARP_VALUE_WORDS = 5;                   // for the largest value that a lane brings
 
+// A barrier of fibers: nobody leaves before `size` have come. Two sets of values, so that the fibers of the
+// next round may bring theirs while those of this round still read.
 struct Rendezvous {
     int arrived = 0;
     int round = 0;
@@ -449,7 +449,7 @@ int launch(void (*kernel)(Arguments), const void *arguments, int grid, int threa
 // In an order that is not that of their indices. Shared memory begins as NaN.
 template <class Arguments>
 int launch_in_turn(void (*kernel)(Arguments), const void *arguments, int grid_x, int grid_y, int threads,
-                   int shared_bytes, int max_rounds = 20000) {
+                   int shared_bytes, int max_turns = 20000) {
     constexpr size_t STACK_BYTES = 48 << 10;
     constexpr long long STRIDE = 7919;                // prime, so that every block has its turn
     static void (*the_kernel)(Arguments);
@@ -484,9 +484,9 @@ int launch_in_turn(void (*kernel)(Arguments), const void *arguments, int grid_x,
             fiber.entry.uc_stack.ss_size = STACK_BYTES;
             makecontext(&fiber.entry, entry, 0);
         }
-        int rounds = 0;
-        for (bool all_done = false; !all_done; ++rounds) {
-            if (rounds == max_rounds) {
+        int turns = 0;
+        for (bool all_done = false; !all_done; ++turns) {
+            if (turns == max_turns) {
                 return 1;
             }
             all_done = true;

@@ -2,7 +2,7 @@
 of the megakernel on a CPU and on a GPU, and for compute-sanitizer."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from cudagraph_talker import Sampling, sample
 from fast import megakernel
 from fast.megakernel import FusedStep, Launchable, Sizes, table
+from serving.batch import SAMPLING
 
 TALKER_VOCAB = 3072
 CODE_VOCAB = 2048
@@ -141,9 +142,10 @@ class SomePredictor:
     text: Tensor
     hiddens: Tensor
     codes: Tensor
-    step: FusedStep | None = None
+    graph: SimpleNamespace  # the talker's
+    step: FusedStep = field(init=False)
 
-    def make_step(self, kernel_for: KernelFor, graph: SimpleNamespace, noise: Tensor | None = None) -> FusedStep:
+    def make_step(self, kernel_for: KernelFor, noise: Tensor | None = None) -> None:
         arguments = {
             "first_input": self.first_input,
             "code_inputs": table([self.inputs], self.model.device),
@@ -154,7 +156,9 @@ class SomePredictor:
             "codes": self.codes,
         }
         sizes, kernel = kernel_for(self.model, self.heads, self.text.shape[-1])
-        return FusedStep(sizes, kernel, self.model, self.cache, self.heads, self.sampling, graph, arguments, noise)
+        self.step = FusedStep(
+            sizes, kernel, self.model, self.cache, self.heads, self.sampling, self.graph, arguments, noise
+        )
 
 
 def some_predictor(kernel_for: KernelFor, graph: SimpleNamespace, layers: int, length: int) -> SomePredictor:
@@ -174,15 +178,14 @@ def some_predictor(kernel_for: KernelFor, graph: SimpleNamespace, layers: int, l
         text=text,
         hiddens=hiddens,
         codes=torch.zeros(length, 4, dtype=torch.long),
+        graph=graph,
     )
-    predictor.step = predictor.make_step(kernel_for, graph)
+    predictor.make_step(kernel_for)
     return predictor
 
 
-def predictor_of_streams(
-    single: SomePredictor, kernel_for: KernelFor, streams: int
-) -> tuple[SomePredictor, SimpleNamespace]:
-    """The same layers for several streams, each with another frame, temperature, text and noise, and their graph."""
+def predictor_of_streams(single: SomePredictor, kernel_for: KernelFor, streams: int) -> SomePredictor:
+    """The same layers for several streams, each with another frame, temperature, text and noise."""
     hidden = single.model.config.hidden_size
     length, talker_hidden = single.text.shape
     graph = SimpleNamespace(
@@ -195,8 +198,7 @@ def predictor_of_streams(
         SimpleNamespace(keys=layer.keys.repeat(streams, 1, 1), values=layer.values.repeat(streams, 1, 1))
         for layer in single.cache.layers
     ]
-    names = ("temperature", "topk_rank", "one_minus_top_p", "greedy")
-    settings = SimpleNamespace(**{name: getattr(single.sampling, name).flatten().repeat(streams) for name in names})
+    settings = SimpleNamespace(**{name: getattr(single.sampling, name).flatten().repeat(streams) for name in SAMPLING})
     settings.temperature *= torch.arange(1, streams + 1)
     settings.noise = torch.rand(streams, len(single.heads), CODE_VOCAB) + 0.1
     text = torch.randn(streams, length, talker_hidden).bfloat16()
@@ -208,12 +210,13 @@ def predictor_of_streams(
         text=text,
         hiddens=torch.zeros_like(text),
         codes=torch.zeros(streams, length, len(single.heads) + 1, dtype=torch.long),
+        graph=graph,
     )
-    several.step = several.make_step(kernel_for, graph, settings.noise)
-    return several, graph
+    several.make_step(kernel_for, settings.noise)
+    return several
 
 
-def several_streams(it: SomeTalker, kernel_for: KernelFor, streams: int) -> SomeTalker:
+def talker_of_streams(it: SomeTalker, kernel_for: KernelFor, streams: int) -> SomeTalker:
     """The same layers for several streams, each at another position and with other settings. The second one of four
     does not advance."""
 
@@ -233,10 +236,7 @@ def several_streams(it: SomeTalker, kernel_for: KernelFor, streams: int) -> Some
     settings = SimpleNamespace(
         noise=torch.rand(streams, 1, TALKER_VOCAB) + 0.1,
         each=each,
-        **{
-            name: torch.stack([getattr(one, name).flatten() for one in each])
-            for name in ("temperature", "topk_rank", "one_minus_top_p", "greedy")
-        },
+        **{name: torch.stack([getattr(one, name).flatten() for one in each]) for name in SAMPLING},
     )
     graph = SimpleNamespace(
         advance=stacked(lambda stream: stream != 1 or streams < 4),

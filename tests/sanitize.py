@@ -26,9 +26,9 @@ from megakernel_cases import (
     TALKER_VOCAB,
     KernelFor,
     predictor_of_streams,
-    several_streams,
     some_predictor,
     some_talker,
+    talker_of_streams,
 )
 
 from fast.megakernel import SOURCE, Sizes, compile_kernel, complete_source, kernel_sizes
@@ -76,12 +76,14 @@ def run(kernel_for: KernelFor, hidden: int) -> None:
 
 def run_streams(one: KernelFor, kernel_for: KernelFor, hidden: int, streams: int) -> None:
     single = some_talker(one, hidden, LENGTH)
-    talker = several_streams(single, kernel_for, streams)
-    predictor, _ = predictor_of_streams(some_predictor(one, single.graph, 2, LENGTH), kernel_for, streams)
+    talker = talker_of_streams(single, kernel_for, streams)
+    predictor = predictor_of_streams(some_predictor(one, single.graph, 2, LENGTH), kernel_for, streams)
     talker.step()
     predictor.step()
     torch.cuda.synchronize()
     assert talker.step.why_failed() == "" and predictor.step.why_failed() == ""
+    assert torch.isfinite(predictor.graph.embedding).all()
+    assert talker.graph.token.max() < TALKER_VOCAB and predictor.codes[..., 1:].max() < CODE_VOCAB
     codes = [predictor.codes[stream, stream].tolist() for stream in range(streams)]
     print(f"{streams} streams: the talker chose {talker.graph.token.tolist()}, its predictor {codes}")
 
@@ -97,14 +99,15 @@ def main() -> None:
         changes |= dict(bulk_copies=0, shared_bytes=99 * 1024)
     if args.blocks:
         changes |= dict(grid=args.blocks)
+    blocks = args.blocks or torch.cuda.get_device_properties(0).multi_processor_count
     with torch.device("cuda", 0):
         defines = PLAIN_COPIES if args.plain else ""
         kernel_for = kernel_with(defines, changes)
         for hidden in (1024, 2048):
             run(kernel_for, hidden)
         for streams in (2, 4):
-            if args.blocks and args.blocks < KV_HEADS * streams:
-                print(f"{args.blocks} blocks are too few for {streams} streams")
+            if blocks < KV_HEADS * streams:
+                print(f"{blocks} blocks are too few for {streams} streams")
                 continue
             run_streams(kernel_for, kernel_with(defines, changes | dict(streams=streams)), 1024, streams)
 

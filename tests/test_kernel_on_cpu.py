@@ -23,9 +23,9 @@ from megakernel_cases import (
     number,
     predictor_of_streams,
     reference_choice,
-    several_streams,
     some_predictor,
     some_talker,
+    talker_of_streams,
 )
 
 from fast import megakernel
@@ -164,7 +164,7 @@ def test_predictor_step_matches_the_reference(tmp_path, monkeypatch):
 def test_a_talker_of_several_streams(streams, tmp_path):
     """Each stream has its own position, cache, settings and noise; the one that does not advance keeps its state."""
     one = some_talker(cpu_kernel_for(tmp_path), HIDDEN, LENGTH, layers=1)
-    it = several_streams(one, cpu_kernel_for(tmp_path, streams=streams, grid=32), streams)
+    it = talker_of_streams(one, cpu_kernel_for(tmp_path, streams=streams, grid=32), streams)
     graph = it.graph
     before = SimpleNamespace(**{name: value.clone() for name, value in vars(graph).items()})
     caches = [(layer.keys.float(), layer.values.float()) for layer in it.cache.layers]
@@ -205,10 +205,9 @@ def test_a_predictor_of_several_streams(streams, tmp_path):
     one.embedding = torch.zeros(HIDDEN).bfloat16()
     single = some_predictor(cpu_kernel_for(tmp_path), one, 1, LENGTH)
 
-    several, graph = predictor_of_streams(single, cpu_kernel_for(tmp_path, streams=streams, grid=32), streams)
+    several = predictor_of_streams(single, cpu_kernel_for(tmp_path, streams=streams, grid=32), streams)
     several.step()
-
-    single.step.draws_noise = False
+    graph = several.graph
     for stream in range(streams):
         one.token.copy_(graph.token[stream])
         one.frame.fill_(stream)
@@ -217,7 +216,7 @@ def test_a_predictor_of_several_streams(streams, tmp_path):
         single.first_input.copy_(several.first_input[stream])
         single.text.copy_(several.text[stream])
         single.step.noise.copy_(several.sampling.noise[stream])
-        single.step()
+        single.step(draw_noise=False)
         assert torch.equal(several.step.logits()[stream], single.step.logits())
         assert torch.equal(several.codes[stream, stream], single.codes[stream])
         assert torch.equal(several.hiddens[stream, stream], single.hiddens[stream])

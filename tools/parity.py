@@ -82,6 +82,8 @@ class Forced(Route):
 
 
 class Megakernel(Route):
+    """The megakernel, in place of a talker's layers and its predictor's."""
+
     @torch.no_grad()
     def __init__(self, talker, length: int):
         self.keepalive = replace_layers(talker, length)
@@ -103,9 +105,7 @@ class Megakernel(Route):
         predictor.sampling.set(True, *FORCED)
         force(predictor.step.noise, self.codes[1:])
         talker.token.copy_(self.codes[:1])
-        predictor.step.draws_noise = False
-        predictor.step()
-        predictor.step.draws_noise = True
+        predictor.step(draw_noise=False)
         talker.step()
         self.predictor_logits = predictor.step.logits()
         self.talker_logits = talker.step.logits()
@@ -127,7 +127,7 @@ def frames_of_batch(engine, rows: int, tokens: torch.Tensor, request: dict) -> I
     """The codes (B, 16) of each frame of a batch; the caller runs the frame. The engine must be idle.
 
     All rows speak the same tokens (T, 16). Row r joins r % 4 frames late, so that neighbours are at different
-    positions. The last T frames are all that the last row has.
+    positions. The last row takes part in the last T frames.
     """
     settings = engine.settings.row(request)
     first_frames = torch.arange(rows, device=tokens.device) % 4
@@ -172,7 +172,7 @@ def batch_logits(engine, rows: int, tokens: torch.Tensor, request: dict) -> tupl
 
 @torch.no_grad()
 def megakernel_logits(engine, rows: int, tokens: torch.Tensor, request: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of the megakernel for several streams."""
+    """The same as `batch_logits`, on the megakernel for several streams."""
     frame = engine.megakernels[rows]
     sampling = frame.predictor.sampling
     predictor_logits, talker_logits = [], []
@@ -207,9 +207,8 @@ def one_pass(
     inputs = predictor.small_to_mtp_projection(torch.cat([before, speech[:, :-1]], dim=1))
     states = predictor.model(inputs_embeds=inputs, use_cache=False).last_hidden_state  # (T, 16, H')
     code_logits = [head(state) for head, state in zip(predictor.lm_head, states[:, 1:].unbind(1))]
-    return torch.stack(code_logits, dim=1).flatten(0, 1).float().cpu(), talker.codec_head(
-        hidden[-frames:]
-    ).float().cpu()
+    first_logits = talker.codec_head(hidden[-frames:])
+    return torch.stack(code_logits, dim=1).flatten(0, 1).float().cpu(), first_logits.float().cpu()
 
 
 def error(logits: torch.Tensor, exact: torch.Tensor, quantile: float) -> float:
