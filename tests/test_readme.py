@@ -114,7 +114,11 @@ def test_the_table_of_listeners_is_what_was_measured():
             cells.append(f"{measured['first_audio_ms']:.0f} / {measured['first_audio_p95_ms']:.0f}")
         assert f"| {' | '.join(cells)} |" in readme
     underruns = sum(row["underruns"] for rows in results.values() for row in rows.values())
-    assert f"had {underruns or 'no'} underruns" in readme
+    few, many = (results["1.7B"][f"{count} listeners for 60 s"]["underruns"] for count in (320, 400))
+    text = " ".join(readme.split())
+    assert f"had {underruns} underruns in this run, all of them with 1.7B: {few} with 320 listeners and {many}" in text
+    assert f"with 1.7B, 320 had {few} underruns" in text
+    assert results["0.6B"]["400 listeners for 60 s"]["underruns"] == 0
 
 
 def test_the_times_of_a_new_process_are_what_was_measured():

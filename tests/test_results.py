@@ -211,9 +211,11 @@ def test_what_is_said_of_the_self_test(size):
     assert (results["size"], len(runs)) == (size, 50)
     assert not [*mistakes_of_card(results)]
     ranges = dict.fromkeys(runs[0], (0, 0.01))
-    ranges |= {"error of the codes": (0.9, 1.1), "error of the first codes": (0.9, 1.1)}
+    ranges |= {name: (0, 0) for name in runs[0] if "chosen otherwise" in name}
+    ranges |= {"error of the codes": (0.93, 1.08), "error of the first codes": (0.93, 1.08)}
     ranges["error of the first predicted code"] = 0.81, 1.15
     for name, (low, high) in ranges.items():
-        values, limits = zip(*(run[name] for run in runs))
-        assert low <= min(values) and max(values) < high
-        assert statistics.mean(values) + 13.5 * statistics.stdev(values) < limits[0]
+        for first in range(len(GAINS)):
+            values, limits = zip(*(run[name] for run in runs[first :: len(GAINS)]))
+            assert low <= min(values) and max(values) <= high
+            assert statistics.mean(values) + 13 * statistics.stdev(values) < limits[0]
