@@ -143,7 +143,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     card = machine_card("random" if args.random_weights else "published, or of the folder given")
     device = card["gpu"] if ON_GPU else "CPU"
-    output = args.output or Path(f"bench_results_{device.replace(' ', '_')}.json")
+    kind = "_streams" if args.streams else "_ready" if args.ready else ""
+    output = args.output or Path(f"bench_results_{device.replace(' ', '_')}{kind}.json")
     if not args.check:
         check_writable(output)
     print("  ".join(f"{name}: {value}" for name, value in card.items()), flush=True)
@@ -171,7 +172,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peer-python", type=Path, default=PEER_PYTHON, help=f"python that has {PEER}")
     parser.add_argument("--only-peer", action="store_true", help=f"time {PEER} with this python, and nothing else")
     parser.add_argument("--plot", action="store_true", help="draw results/*.svg, do not time")
-    parser.add_argument("--output", type=Path, help="the JSON file; default: bench_results_<GPU>.json")
+    parser.add_argument(
+        "--output", type=Path, help="the JSON file; default: bench_results_<GPU>.json, or ..._streams.json"
+    )
     args = parser.parse_args()
 
     args.models = args.models or (SIZES[:1] if args.quick else SIZES)

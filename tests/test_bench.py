@@ -48,7 +48,7 @@ def test_without_a_gpu_it_times_the_tiny_model_and_says_so(tmp_path, monkeypatch
 def test_how_long_until_a_process_speaks(tmp_path, monkeypatch):
     """It starts processes of its own, which no other test imports from."""
     run(monkeypatch, tmp_path, "--ready")
-    row = json.loads((tmp_path / "bench_results_CPU.json").read_text())["models"]["tiny"]["ready"]
+    row = json.loads((tmp_path / "bench_results_CPU_ready.json").read_text())["models"]["tiny"]["ready"]
     assert row["runs"] == 1
     assert all(value > 0 for value in row.values())
     assert row["shell_to_first_audio_s"] > row["first_request_ms"] / 1e3
