@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from helpers import GREEDY, VOICES, joined
+from helpers import GREEDY, joined
 from transformers import PreTrainedTokenizerFast
 
 from fast.arriving_text import ArrivingText
@@ -172,7 +172,15 @@ def recorded(frames_of, frames):
 
 
 @pytest.mark.filterwarnings("ignore:the speech was cut off")
-@pytest.mark.parametrize("name", VOICES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x-vector",
+        "in-context",
+        pytest.param("preset", marks=pytest.mark.slow),
+        pytest.param("designed", marks=pytest.mark.slow),
+    ],
+)
 def test_same_tokens_as_the_whole_text(voices, name):
     """Upstream's own codes for the whole text, on all voices, however the text is cut."""
     voice = voices(name).end_comes_up(False)

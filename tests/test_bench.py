@@ -103,6 +103,7 @@ def test_the_check_passes(tmp_path, monkeypatch, capsys):
     assert ended.value.code == 0 and "WRONG" not in printed and printed.count("ok    ") == 5
 
 
+@pytest.mark.slow
 def test_the_check_finds_what_is_wrong(tmp_path, monkeypatch, capsys):
     """Without its repetition penalty the speech is not upstream's."""
     configure = TalkerGraph.configure

@@ -36,7 +36,7 @@ FAULTS = {  # what one stream may take from another: the right text, the wrong o
     "top-k": ("arguments.topk_rank[stream]", "arguments.topk_rank[0]", "the codes"),
     "text": ("u64 frame = element_stream * arguments.frames +", "u64 frame =", "keys in layer"),
 }
-ON_CPU = [None, *(pytest.param(name, marks=pytest.mark.slow) for name in FAULTS)]
+ON_CPU = [None, *FAULTS]
 
 
 def faulty_source(fault: str) -> str:
@@ -66,6 +66,7 @@ def use_cpu_kernels(single: tuple, folder: Path, fault: str | None, monkeypatch:
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 @pytest.mark.parametrize("fault", ON_CPU)
 @torch.no_grad()
+@pytest.mark.slow
 def test_faults_on_a_cpu(fault, graphs, tmp_path, monkeypatch):  # noqa: F811
     use_cpu_kernels(graphs, tmp_path, fault, monkeypatch)
     talker, predictor = graphs

@@ -31,6 +31,7 @@ def run(program, **values):
     return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_global_state_is_left_alone(checkpoint):
     """A service's logs, warnings, random numbers or default dtype that change because it imports us.
 
@@ -85,6 +86,7 @@ def test_global_state_is_left_alone(checkpoint):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_a_fork(checkpoint):
     """A web server that forks its workers: before anything is loaded it works, afterwards it must not hang or crash."""
     program = """

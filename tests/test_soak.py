@@ -103,6 +103,7 @@ def assert_all_places_are_free(engine) -> None:
     assert sorted(engine.free_slots) == list(range(engine.max_streams))
 
 
+@pytest.mark.slow
 def test_on_a_cpu(voices):
     voice = voices("x-vector").end_comes_up(True)
     prompts = [voice.arguments["voice_clone_prompt"], voices("in-context").arguments["voice_clone_prompt"]]
