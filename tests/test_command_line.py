@@ -218,6 +218,7 @@ def test_several_lines(spoken, tmp_path, monkeypatch):
     assert joined[44:] == files["out-001.wav"][44:] + files["out-002.wav"][44:]
 
 
+@pytest.mark.slow
 def test_a_pipe_is_spoken_while_it_is_written(spoken, checkpoint, tmp_path):
     """`llm | generate.py --text - --stream`: the first line must be heard before the second is written.
 

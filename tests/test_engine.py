@@ -336,6 +336,7 @@ def test_other_calls_on_the_model_wait_their_turn(voice):
         joined(engine.stream(method, **third))
 
 
+@pytest.mark.slow
 def test_a_stream_that_fills_the_cache(voice):
     """Its row stays in the batch while its last chunk is decoded, at a position behind the cache."""
     tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=64)

@@ -175,6 +175,7 @@ def test_threads_take_turns(voice):
 
 
 @cut_off_on_purpose
+@pytest.mark.slow
 def test_building_a_request_leaves_the_model_alone(voices):
     """The model's talker.generate was replaced for a moment: a thread that spoke then got another thread's prompt."""
     voice = voices("x-vector").end_comes_up(False)

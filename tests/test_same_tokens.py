@@ -16,10 +16,13 @@ SETTINGS = {
     "short text": dict(text="Hi"),
     "long text": dict(text="Much more to say than there is time for. " * 5),
 }
-# The sampler does not know which voice it samples for: one voice has them all, the others are slow tests.
-OF_THE_SAMPLER = ("cooler", "no penalty", "more penalty", "predictor apart")
+# All settings with one voice, two of them with every voice; the others are slow tests.
 CASES = [
-    pytest.param(voice, settings, marks=pytest.mark.slow if voice != "x-vector" and settings in OF_THE_SAMPLER else ())
+    pytest.param(
+        voice,
+        settings,
+        marks=() if voice == "x-vector" or settings in ("greedy", "published defaults") else pytest.mark.slow,
+    )
     for voice in VOICES
     for settings in SETTINGS
 ]
