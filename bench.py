@@ -173,7 +173,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only-peer", action="store_true", help=f"time {PEER} with this python, and nothing else")
     parser.add_argument("--plot", action="store_true", help="draw results/*.svg, do not time")
     parser.add_argument(
-        "--output", type=Path, help="the JSON file; default: bench_results_<GPU>.json, or ..._streams.json"
+        "--output",
+        type=Path,
+        help="the JSON file; default: bench_results_<GPU>.json, ..._streams.json or ..._ready.json",
     )
     args = parser.parse_args()
 
