@@ -1,50 +1,41 @@
-"""The talker as CUDA graphs: an embedding goes in, a hidden state and the next frame's first code come out.
+"""The talker as a CUDA graph: an embedding goes in, a hidden state and the next frame's first code come out.
 
-`step` decodes one position, `prefill` reads a prompt. Both run the model's own forward over one StaticCache and end in
-`choose_token`. All tensors made in TalkerGraph.__init__ are static: the talker's graphs and the predictor's read and
-write them in place. For each request the caller calls `configure` and `begin`, then replays predictor and talker in
-turn, once per frame. Shapes: B rows (texts), L positions, S cache length, H hidden size, V vocabulary size.
+`Rows` has the state of the texts that are decoded together, one row each. All its tensors are static: the graphs read
+and write them in place. The caller configures the rows and prefills their prompts. Then it draws noise and replays
+predictor and talker in turn, once per frame.
+
+Shapes: B rows, L positions, S cache length, H hidden size, V vocabulary size.
 """
 
-import copy
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import torch
-from transformers import StaticCache
+from transformers import Cache, StaticCache
 
 
-def new_pool(device: torch.device) -> tuple:
-    """Memory that graphs share, and a stream to capture all of them: each stream has a cuBLAS workspace of its own."""
-    return torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
-
-
-def capture(fn: Callable[[], None], device: torch.device, pool=None, generator=None) -> Callable[[], None]:
-    """Capture `fn`, which draws from `generator`, as a CUDA graph and return its replay. On a CPU, return `fn`."""
+def capture(fn: Callable[[], None], device: torch.device, pool: tuple | None = None) -> Callable[[], None]:
+    """Capture `fn` as a CUDA graph and return its replay. On a CPU, return `fn`."""
     if device.type != "cuda":
         return fn
     graph = torch.cuda.CUDAGraph()
-    pool, stream = pool or new_pool(device)
-    with torch.cuda.device(device):  # the generator's state is allocated on the current one
-        if generator is not None:
-            graph.register_generator_state(generator)
-        fn()  # warm-up, on another stream: the capture's own cuBLAS workspace is then allocated in the pool
+    pool, stream = pool or (None, None)  # memory that graphs can share, and a stream to capture all of them
+    with torch.cuda.device(device):
+        fn()  # warm-up
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # others may allocate
         fn()
     return graph.replay
 
 
 class Sampling:
-    """Sampling settings as device scalars: one captured graph serves every request. Make it under `with device:`."""
+    """Sampling settings of each row, (B, 1), as tensors: one captured graph serves every request."""
 
-    def __init__(self, vocab_size: int, generator: torch.Generator | None = None):
+    def __init__(self, vocab_size: int, rows: int):
         self.vocab_size = vocab_size
-        self.generator = generator  # None: torch's default generator
-        self.temperature = torch.ones((), dtype=torch.float32)
-        self.topk_rank = torch.zeros(1, 1, dtype=torch.long)  # ascending rank of the k-th best score
-        self.one_minus_top_p = torch.zeros((), dtype=torch.float32)
-        self.greedy = torch.zeros((), dtype=torch.bool)
+        self.temperature = torch.ones(rows, 1, dtype=torch.float32)
+        self.topk_rank = torch.zeros(rows, 1, dtype=torch.long)  # ascending rank of the k-th best score
+        self.one_minus_top_p = torch.zeros(rows, 1, dtype=torch.float32)
+        self.greedy = torch.zeros(rows, 1, dtype=torch.bool)
 
     def set(self, do_sample: bool, temperature: float, top_k: int | None, top_p: float | None) -> None:
         if not do_sample:
@@ -57,24 +48,32 @@ class Sampling:
         self.topk_rank.fill_(max(self.vocab_size - top_k, 0))
         self.one_minus_top_p.fill_(min(1 - top_p, 1 - 1e-6))  # below 1: the best token always stays
         self.greedy.fill_(not do_sample)
-        # `sample` draws noise even when greedy, upstream does not: leave the default generator as it is.
-        if self.greedy.device.type == "cpu":
-            self.generator = None if do_sample else torch.Generator()
-
-    def draw_noise(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(like).exponential_(generator=self.generator)
 
 
-def sample(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Sample after top-k and top-p as torch.multinomial does, by argmax(weight / Exp(1) noise). (B, V) -> (B, 1)"""
+def draw_noise(noise: torch.Tensor, generator: torch.Generator | None = None) -> None:
+    """Exp(1) noise for `sample`. (..., N, V): on a CPU N draws, one for each code, as upstream draws them."""
+    for draw in noise.unbind(-2) if noise.device.type == "cpu" else [noise]:
+        draw.exponential_(generator=generator)
+
+
+def sample(scores: torch.Tensor, sampling: Sampling, noise: torch.Tensor) -> torch.Tensor:
+    """Sample after top-k and top-p as torch.multinomial does: argmax(weight / Exp(1) noise). (B, V) x 2 -> (B, 1)"""
     ranked, order = (scores / sampling.temperature).sort(-1)  # ascending
     weights = (ranked - ranked[:, -1:]).exp()  # softmax without its denominator
-    weights = weights.masked_fill(ranked < ranked.gather(-1, sampling.topk_rank.expand(len(ranked), 1)), 0)
+    weights = weights.masked_fill(ranked < ranked.gather(-1, sampling.topk_rank), 0)
     cumulative = weights.cumsum(-1)
     weights = weights.masked_fill(cumulative <= sampling.one_minus_top_p * cumulative[:, -1:], 0)
 
-    noise = torch.where(sampling.greedy, 1.0, sampling.draw_noise(scores)).gather(-1, order)  # drawn in token order
+    noise = torch.where(sampling.greedy, 1.0, noise).gather(-1, order)
     return order.gather(-1, (weights / noise).argmax(-1, keepdim=True))
+
+
+def apply_rules(
+    scores: torch.Tensor, seen: torch.Tensor, repetition_penalty: torch.Tensor, suppressed: torch.Tensor
+) -> torch.Tensor:
+    """The rules of transformers' logits processors, in their order: penalize seen tokens, then suppress. (B, V)"""
+    penalized = torch.where(scores < 0, scores * repetition_penalty, scores / repetition_penalty)
+    return torch.where(seen, penalized, scores).masked_fill(suppressed, float("-inf"))
 
 
 def round_up(length: int) -> int:
@@ -87,126 +86,138 @@ def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
-class GraphCache(StaticCache):
-    """A StaticCache that writes at `cache_position`. That of transformers 5 ignores it and keeps a count of its own."""
+def static_cache(config, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> tuple[list, list]:
+    """The keys and the values of every layer of a StaticCache, (B, KV, S, D) each."""
+    cache = StaticCache(config=config, max_cache_len=length)
+    cache.early_initialization(rows, config.num_key_value_heads, config.head_dim, dtype, device)
+    return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
 
-    def __init__(self, model, rows: int, length: int):
-        config = model.config
-        super().__init__(config=config, max_cache_len=length)
-        self.early_initialization(rows, config.num_key_value_heads, config.head_dim, model.dtype, model.device)
-        self.length = length  # positions that attention sees
 
-    def update(self, keys, values, layer_idx: int, cache_kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = self.layers[layer_idx]
-        layer.keys.index_copy_(2, cache_kwargs["cache_position"], keys)
-        layer.values.index_copy_(2, cache_kwargs["cache_position"], values)
-        return layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
+class RowCache(Cache):
+    """A StaticCache's keys and values in one forward: each row is written at positions of its own, (B, L), or prompts
+    are written to these `rows`, (B), from position 0 on, and attend to themselves only."""
+
+    def __init__(self, keys: list, values: list, positions: torch.Tensor | None, rows: torch.Tensor | None = None):
+        super().__init__(layers=[])
+        self.keys = keys
+        self.values = values
+        self.positions = positions
+        self.rows = rows
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, _) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.rows is not None:
+            self.keys[layer][:, :, : keys.shape[2]].index_copy_(0, self.rows, keys)
+            self.values[layer][:, :, : keys.shape[2]].index_copy_(0, self.rows, values)
+            return keys, values
+        index = torch.arange(len(keys), device=keys.device)[:, None], slice(None), self.positions
+        self.keys[layer][index] = keys.transpose(1, 2)
+        self.values[layer][index] = values.transpose(1, 2)
+        return self.keys[layer], self.values[layer]
+
+
+class Rows:
+    """The state of B texts that are decoded together."""
+
+    def __init__(self, config, rows: int, length: int, dtype: torch.dtype, device: torch.device):
+        """config: the talker's; length: positions of the cache, 0 for settings and progress alone"""
+        predictor = config.code_predictor_config
+        groups = config.num_code_groups
+        with device:
+            # settings of each request
+            self.sampling = Sampling(config.vocab_size, rows)
+            self.code_sampling = Sampling(predictor.vocab_size, rows)
+            self.repetition_penalty = torch.ones(rows, 1, dtype=torch.float32)
+            self.suppressed = torch.zeros(rows, config.vocab_size, dtype=torch.bool)
+            self.end_token = torch.zeros(rows, 1, dtype=torch.long)
+            self.min_tokens = torch.zeros(rows, 1, dtype=torch.long)
+            # its progress
+            self.prompt_length = torch.ones(rows, 1, dtype=torch.long)
+            self.frame = torch.zeros(rows, 1, dtype=torch.long)  # the number of the current frame
+            self.token = torch.zeros(rows, 1, dtype=torch.long)  # its first code
+            self.hidden = torch.zeros(rows, 1, config.hidden_size, dtype=dtype)  # what that was chosen from
+            self.seen = torch.zeros(rows, config.vocab_size, dtype=torch.bool)  # for the repetition penalty
+            self.ended = torch.zeros(rows, dtype=torch.bool)  # whether the end token has been chosen
+            # the next frame: whether the row takes part in it, its random numbers, the talker's input
+            self.advance = torch.ones(rows, dtype=torch.bool)
+            self.noise = torch.ones(rows, 1, config.vocab_size, dtype=torch.float32)
+            self.code_noise = torch.ones(rows, groups - 1, predictor.vocab_size, dtype=torch.float32)
+            self.embedding = torch.zeros(rows, 1, config.hidden_size, dtype=dtype)
+            # what each frame adds to its embedding, and the codes of all frames
+            self.text = torch.zeros(rows, length, config.hidden_size, dtype=dtype)
+            self.codes = torch.zeros(rows, length, groups, dtype=torch.long)
+        if length:
+            self.keys, self.values = static_cache(config, rows, length, dtype, device)
+            self.code_keys, self.code_values = static_cache(predictor, rows, round_up(groups), dtype, device)
+
+    def configure(self, **request) -> None:
+        """Set all rows from the arguments of talker.generate."""
+        names = "do_sample", "temperature", "top_k", "top_p"
+        self.sampling.set(*(request[name] for name in names))
+        names = "subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p"
+        self.code_sampling.set(*(request[name] for name in names))
+        self.repetition_penalty.fill_(request["repetition_penalty"])
+        self.suppressed.zero_()
+        self.suppressed[:, np.asarray(request["suppress_tokens"])] = True  # numpy converts a long list fast
+        self.end_token.fill_(request["eos_token_id"])
+        self.min_tokens.fill_(request["min_new_tokens"])
+
+    def set_text(self, row: int, text: torch.Tensor, padding: torch.Tensor) -> None:
+        """What the frames of a row add to their embeddings: the text (T, H), then padding (1, H)."""
+        text = text[: self.text.shape[1]]
+        self.text[row, : len(text)].copy_(text, non_blocking=True)
+        self.text[row, len(text) :].copy_(padding, non_blocking=True)
+
+    def clear_cache(self) -> None:
+        """Masked positions must be finite: 0 x NaN is NaN."""
+        torch._foreach_zero_([*self.keys, *self.values])
+
+    def choose_token(self, head: torch.nn.Module) -> None:
+        """Choose the first code of frame number `frame` from `hidden`."""
+        vocabulary = torch.arange(self.seen.shape[1], device=self.seen.device)
+        too_early = (self.frame < self.min_tokens) & (vocabulary == self.end_token)  # (B, V)
+        scores = head(self.hidden[:, -1]).float()
+        scores = apply_rules(scores, self.seen, self.repetition_penalty, self.suppressed | too_early)
+        self.token.copy_(sample(scores, self.sampling, self.noise[:, 0]))
+        self.seen.scatter_(1, self.token, True)
+        self.ended |= (self.token == self.end_token)[:, 0]
 
 
 class TalkerGraph:
-    def __init__(self, talker, rows: int, max_seq_len: int):
-        length = round_up(max_seq_len)
-        hidden_size, vocab_size = talker.config.hidden_size, talker.config.vocab_size
+    def __init__(self, talker, rows: Rows):
         self.model = talker.model
         self.head = talker.codec_head
-        self.device = talker.device
-        self.cache = GraphCache(talker.model, rows, length)
-        self.generator = torch.Generator(self.device) if self.device.type == "cuda" else None
-        self.prefills = {}  # longest prompt -> prefill, captured or not
+        self.rows = rows
 
-        with self.device:
-            self.positions = torch.arange(length)
-            self.token_ids = torch.arange(vocab_size)
-            # settings of the request
-            self.sampling = Sampling(vocab_size, self.generator)
-            self.repetition_penalty = torch.ones((), dtype=torch.float32)
-            self.suppressed = torch.zeros(vocab_size, dtype=torch.bool)
-            self.end_token = torch.zeros((), dtype=torch.long)
-            self.min_tokens = torch.zeros((), dtype=torch.long)
-            # its prompt, left-padded
-            self.prompt = torch.zeros(rows, length, hidden_size, dtype=talker.dtype)
-            self.prompt_length = torch.ones(1, dtype=torch.long)  # with padding: the same for all rows
-            self.padding = torch.zeros(rows, dtype=torch.long)
-            # the current frame
-            self.embedding = torch.zeros(rows, 1, hidden_size, dtype=talker.dtype)
-            self.hidden = torch.zeros(rows, 1, hidden_size, dtype=talker.dtype)
-            self.token = torch.zeros(rows, 1, dtype=torch.long)  # first code of frame number `frame`
-            self.frame = torch.zeros(1, dtype=torch.long)
-            self.seen = torch.zeros(rows, vocab_size, dtype=torch.bool)  # for the repetition penalty
-            self.ended = torch.zeros(rows, dtype=torch.bool)  # rows that have chosen their end token
-        self.ended_on_host = torch.zeros(rows, dtype=torch.bool, device="cpu", pin_memory=self.device.type == "cuda")
-
-    def capture(self, pool=None) -> None:
-        """Capture `step` and, for one row, `prefill` in buckets of 32, 64, ...; a batch is not launch-bound."""
-        self.replay = capture(self.step, self.device, pool, self.generator)
-        rows, length = self.prompt.shape[:2]
-        for bucket in [length] + [32 << i for i in reversed(range(length.bit_length())) if 32 << i < length]:
-            prefill = partial(self.prefill, bucket)  # the largest first: the others reuse its memory
-            self.prefills[bucket] = capture(prefill, self.device, pool, self.generator) if rows == 1 else prefill
-
-    def configure(self, repetition_penalty, suppress_tokens, eos_token_id, min_new_tokens, **settings) -> None:
-        self.sampling.set(settings["do_sample"], settings["temperature"], settings["top_k"], settings["top_p"])
-        self.repetition_penalty.fill_(repetition_penalty)
-        self.suppressed.zero_()[np.asarray(suppress_tokens)] = True  # numpy converts a long list faster than torch
-        self.end_token.fill_(eos_token_id)
-        self.min_tokens.fill_(min_new_tokens)
-
-    def begin(self, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor, **_) -> None:
-        """Reset the state, prefill a left-padded prompt (B, L, H) with its mask (B, L), choose the first token."""
-        rows = len(inputs_embeds)  # the graph may have more; nobody reads what those decode
-        padding = (1 - attention_mask).sum(-1)
-        length = inputs_embeds.shape[1] - int(padding.min())  # drop columns that are padding in every row
-        self.prompt[:rows, :length] = inputs_embeds[:, -length:]
-        self.prompt_length.fill_(length)
-        self.padding[:rows] = padding - padding.min()
-        self.frame.fill_(-1)
-        self.seen.zero_()
-        self.ended.zero_()
-        self.cache.reset()  # masked positions must be finite: 0 x NaN is NaN
-        self.prefills[min(bucket for bucket in self.prefills if bucket >= length)]()
-
-    def all_ended(self, rows: int, token_chosen: torch.cuda.Event | None) -> bool:
-        """Whether the first `rows` rows have ended. The event was recorded after the last `step`."""
-        if token_chosen is not None:
-            token_chosen.synchronize()
-        return bool(self.ended_on_host[:rows].all())
-
-    def prefill(self, length: int) -> None:
-        """Padding after the prompt is computed too: decoding overwrites each position before attending to it."""
-        cache = copy.copy(self.cache)  # the same memory
-        cache.length = length
-        hidden = self.forward(self.prompt[:, :length], self.positions[None, :length], cache)
-        self.hidden.copy_(hidden.index_select(1, self.prompt_length - 1))
-        self.choose_token()
-
-    def step(self) -> None:
-        self.hidden.copy_(self.forward(self.embedding, (self.prompt_length + self.frame)[None], self.cache))
-        self.choose_token()
-
-    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, cache: GraphCache) -> torch.Tensor:
-        """Run the layers at these positions of the cache. (B, L, H), (1, L) -> (B, L, H)"""
-        keys = self.positions[: cache.length]
-        padding = self.padding[:, None]  # (B, 1)
-        visible = (keys <= positions[..., None]) & (keys >= padding[..., None])  # (B, L, S)
+    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor, cache) -> torch.Tensor:
+        """Run the layers. (B, L, H), (B, L), (B, L, keys) -> (B, L, H)"""
         return self.model(
             inputs_embeds=embeds,
             attention_mask=additive_mask(visible, embeds.dtype)[:, None],
-            position_ids=(positions - padding).clamp(min=0),
+            position_ids=positions,
             cache_position=positions[0],
             past_key_values=cache,
         ).last_hidden_state
 
-    def choose_token(self) -> None:
-        """Choose the next token by the rules of transformers' logits processors, in their order."""
-        self.frame += 1
-        scores = self.head(self.hidden[:, -1]).float()  # (B, V)
-        penalized = torch.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
-        scores = torch.where(self.seen, penalized, scores)
-        too_early = (self.frame < self.min_tokens) & (self.token_ids == self.end_token)  # (V)
-        scores = scores.masked_fill(self.suppressed | too_early, float("-inf"))
+    def prefill(self, prompts: torch.Tensor, cache: RowCache) -> None:
+        """Read prompts (B, L, H) from position 0 on, and choose their first tokens.
 
-        # Finished rows keep decoding, as they do upstream: the random numbers of the others depend on it.
-        self.token.copy_(sample(scores, self.sampling))
-        self.seen.scatter_(1, self.token, True)
-        self.ended |= (self.token == self.end_token)[:, 0]
-        self.ended_on_host.copy_(self.ended, non_blocking=True)
+        What is behind a shorter prompt is computed too, and overwritten before it is attended to."""
+        rows = self.rows
+        positions = torch.arange(prompts.shape[1], device=prompts.device)
+        hidden = self.forward(prompts, positions[None], (positions <= positions[:, None])[None], cache)
+        last = (rows.prompt_length - 1)[..., None].expand(-1, -1, hidden.shape[-1])
+        rows.hidden.copy_(hidden.gather(1, last))
+        for tensor in (rows.frame, rows.seen, rows.ended):
+            tensor.zero_()
+        rows.choose_token(self.head)
+
+    def step(self) -> None:
+        """One position of each row. Finished rows keep decoding: upstream's random numbers depend on it."""
+        rows = self.rows
+        length = rows.keys[0].shape[2]
+        positions = (rows.prompt_length + rows.frame).clamp(max=length - 1)  # (B, 1)
+        visible = torch.arange(length, device=positions.device) <= positions[..., None]  # (B, 1, S)
+        cache = RowCache(rows.keys, rows.values, positions)
+        rows.hidden.copy_(self.forward(rows.embedding, positions, visible, cache))
+        rows.frame += 1
+        rows.choose_token(self.head)

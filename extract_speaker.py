@@ -11,10 +11,10 @@ import io
 import sys
 from pathlib import Path
 
-from cli.audio_files import read_audio
-from cli.checkpoints import base_config
-from cli.output_files import check_writable, write_bytes
-from cli.scripts import Parser, check_device_name, cli_errors, heavy_imports
+from common.audio_files import read_audio
+from common.checkpoints import base_config
+from common.output_files import check_writable, write_bytes
+from common.scripts import Parser, check_device_name, cli_errors, heavy_imports
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
             import librosa
             import torch
 
-            from cli.loading import choose_device, model_errors
+            from common.loading import choose_device, model_errors
             from generate import load_upstream
 
         with model_errors():
