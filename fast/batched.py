@@ -1,33 +1,33 @@
 """One position of many rows through a stack of decoder layers, each row at its own position: four matrix products and
-the five small kernels of batched.cu per layer, and one kernel to choose the tokens.
+five small kernels per layer (batched.cu), and one kernel to choose the tokens.
 
 `BatchedStack` launches on torch's current stream, so that a graph can capture it. The kernels are compiled by NVRTC for
-this GPU and model when they are first asked for. The model must have been through `replace_layers` (fast/layers.py):
+this GPU and model. The model must have been through `replace_layers` (fast/layers.py):
 its `rotary_emb` returns cos and sin with the first half of sin negated. A stack must not run on two streams at once.
 
 Shapes: B rows, H hidden size, S cache length, D head dimension, Q query heads, KV key-value heads, V vocabulary size.
 """
 
-import functools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fast import kernel_cache, nvrtc
+from fast import kernels, layer_kernels, nvrtc
+from fast.kernels import VECTOR, Launchable
+from fast.layer_kernels import LayerKernels
 from fast.layers import concatenate, lookup_rope
 
 SOURCE = Path(__file__).with_suffix(".cu")
 THREADS = 128  # of a block of qk_norm_rope_store, attention and silu_and_multiply
 SAMPLER_THREADS = 256
-SMALLEST_SPLIT = 64  # positions
-ATTENTION_BLOCKS = 2048  # enough to fill a GPU several times over, and few enough to start in a microsecond or two
-MOST_SPLITS = 32
-VECTOR = 8  # bfloat16 that a thread loads at once
+MIN_SPLIT_LENGTH = 64  # positions
+ATTENTION_BLOCKS = 2048  # fills a GPU several times over, and is launched in a microsecond or two
+MAX_SPLITS = 32
 
 # Fields of the kernels' structs, in order: the type of a tensor, or int. `complete_source` makes the compiler check
 # names and order.
@@ -42,8 +42,7 @@ SAMPLE_FIELDS: dict[str, Any] = {
     "token": torch.long,
 }
 KERNELS: dict[str, dict[str, Any]] = {
-    "first_norm": dict.fromkeys(("x", "weight", "normalized"), torch.bfloat16),
-    "add_and_norm": dict.fromkeys(("x", "residual", "weight", "sum", "normalized"), torch.bfloat16),
+    **layer_kernels.KERNELS,
     "qk_norm_rope_store": {
         **dict.fromkeys(("qkv", "q_norm", "k_norm", "cos", "sin"), torch.bfloat16),
         **dict.fromkeys(("positions", "slots"), torch.long),
@@ -58,7 +57,6 @@ KERNELS: dict[str, dict[str, Any]] = {
         "finished_splits": torch.int32,
         "output": torch.bfloat16,
     },
-    "silu_and_multiply": {"gate_up": torch.bfloat16, "rows": int, "inner": torch.bfloat16},
     "sample": SAMPLE_FIELDS,
     "choose": {
         **SAMPLE_FIELDS,
@@ -70,13 +68,6 @@ KERNELS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("seen", "ended"), torch.bool),
     },
 }
-MAY_HAVE_ROW_STRIDE = ("noise",)
-
-
-class Launchable(Protocol):
-    """nvrtc.Kernels, or a stand-in for it where there is no GPU."""
-
-    def launch(self, name: str, grid: tuple[int, int], block: int, fields: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +83,7 @@ class Sizes:
     epsilon: str
     threads: int = THREADS
     sampler_threads: int = SAMPLER_THREADS
-    smallest_split: int = SMALLEST_SPLIT
+    min_split_length: int = MIN_SPLIT_LENGTH
 
 
 def kernel_sizes(config: Any) -> Sizes:
@@ -113,12 +104,7 @@ def why_not(model: Any) -> str | None:
 
     Says nothing about the compiler: BatchedStack raises OSError or RuntimeError where NVRTC or the driver are missing.
     """
-    if model.device.type != "cuda" or torch.version.hip:
-        return f"the kernels need an NVIDIA GPU, the model is on {model.device.type}"
-    gpu = torch.cuda.get_device_properties(model.device)
-    if gpu.major < 8:
-        return f"the kernels need compute capability 8.0, {gpu.name} has {gpu.major}.{gpu.minor}"
-    return unsupported(model)
+    return kernels.why_not_on(model.device) or unsupported(model)
 
 
 def unsupported(model: Any) -> str | None:
@@ -126,7 +112,7 @@ def unsupported(model: Any) -> str | None:
     sizes = kernel_sizes(model.config)
     layer_types = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     linears = [linear for layer in model.layers for linear in matrices(layer)]
-    limits = {
+    needs = {
         f"bfloat16, the model is {model.dtype}": model.dtype == torch.bfloat16,
         f"heads of 128 dimensions, the model's have {sizes.head_dim}": sizes.head_dim == 128,
         f"1, 2, 3 or 4 query heads per KV head, the model has {sizes.heads} and {sizes.kv_heads}": (
@@ -145,10 +131,7 @@ def unsupported(model: Any) -> str | None:
         "projections without a bias": all(linear.bias is None for linear in linears),
         "a model that has been through replace_layers": getattr(model.rotary_emb.forward, "func", None) is lookup_rope,
     }
-    for need, is_met in limits.items():
-        if not is_met:
-            return f"the kernels need {need}"
-    return None
+    return kernels.first_unmet(needs)
 
 
 def matrices(layer: Any) -> list[Any]:
@@ -157,50 +140,26 @@ def matrices(layer: Any) -> list[Any]:
     return [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
-def check_arguments(kernel: str, fields: Sequence[str]) -> str:
-    """C++ that checks the kernel's struct. That of `choose` begins with that of `sample`."""
-    paths = [f"sample.{field}" if kernel == "choose" and field in SAMPLE_FIELDS else field for field in fields]
-    return nvrtc.check_struct(kernel.title().replace("_", ""), paths, "batched.py")
-
-
 def complete_source(sizes: Sizes, source: str | None = None) -> str:
     """The sizes, the kernels, and the checks of their structs. `source` is batched.cu, if not given."""
-    defines = "".join(f"#define {name.upper()} {value}\n" for name, value in asdict(sizes).items())
-    kernels = SOURCE.read_text() if source is None else source
-    checks = "".join(check_arguments(name, list(fields)) for name, fields in KERNELS.items())
-    return defines + '#line 1 "batched.cu"\n' + kernels + '#line 1 "batched.py"\n' + checks
+    structs = {kernels.struct_of(name): list(fields) for name, fields in KERNELS.items()}
+    structs["Choose"] = [f"sample.{field}" if field in SAMPLE_FIELDS else field for field in KERNELS["choose"]]
+    return kernels.complete_source(SOURCE, sizes, structs, source=source)
 
 
-@functools.cache
 def compile_for(device: torch.device, sizes: Sizes) -> nvrtc.Kernels:
-    """OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the compiler or the driver refuses the kernels."""
-    cubin = kernel_cache.compile_source(complete_source(sizes), nvrtc.architecture_of(device))
-    return nvrtc.Kernels(cubin, KERNELS, device)
+    return kernels.load(complete_source(sizes), tuple(KERNELS), device)
 
 
 def compile_ahead(model: Any) -> None:
     """Start what BatchedStack takes longest with, in a thread. The weights' values are not needed."""
-    kernel_cache.compile_ahead(complete_source(kernel_sizes(model.config)), nvrtc.architecture_of(model.device))
-
-
-def kernel_argument(name: str, value: Tensor | int, kind: Any) -> int:
-    """An int as it is; for a tensor its address, after checking dtype, layout and alignment."""
-    if kind is int:
-        return int(value)
-    if value.dtype != kind:
-        raise ValueError(f"the kernel reads {name} as {kind}, it is {value.dtype}")
-    rows_only = name in MAY_HAVE_ROW_STRIDE and value.stride(-1) == 1
-    if not (rows_only or value.is_contiguous()):
-        raise ValueError(f"the kernel reads contiguous tensors, {name} has strides {value.stride()}")
-    if kind == torch.bfloat16 and value.data_ptr() % (2 * VECTOR):
-        raise ValueError(f"the kernel reads 16 bytes at once, {name} does not begin at a multiple of that")
-    return value.data_ptr()
+    kernels.compile_ahead(complete_source(kernel_sizes(model.config)), model.device)
 
 
 class Layer:
     """A decoder layer's weights and its part of the cache."""
 
-    def __init__(self, layer: Any, cached: Any):
+    def __init__(self, layer: Any, keys: Tensor, values: Tensor):
         attn = layer.self_attn
         mlp = layer.mlp
         self.input_norm = layer.input_layernorm.weight
@@ -211,23 +170,28 @@ class Layer:
         self.post_norm = layer.post_attention_layernorm.weight
         self.gate_up = concatenate(mlp.gate_proj, mlp.up_proj)
         self.down = mlp.down_proj.weight
-        self.keys = cached.keys  # (slots, KV, S, D)
-        self.values = cached.values
+        self.keys = keys  # (slots, KV, S, D)
+        self.values = values
 
 
-class BatchedStack:
-    """Upstream's `model`, a stack of decoder layers, for up to `rows` rows. `cache_layers` have .keys and .values, each
-    (slots, KV, S, D), which this writes and reads in place. Torch allocates what the kernels
-    pass on to each other, in each call."""
+class BatchedStack(LayerKernels):
+    """Upstream's `model`, a stack of decoder layers, for up to `rows` rows. `keys` and `values` of each layer, (slots,
+    KV, S, D), are written and read in place. Each call allocates its intermediate tensors."""
 
-    def __init__(self, model: Any, cache_layers: Sequence[Any], rows: int, kernels: Launchable | None = None):
-        config = model.config
+    def __init__(
+        self,
+        model: Any,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        rows: int,
+        kernels: Launchable | None = None,
+    ):
+        sizes = kernel_sizes(model.config)
         self.device = model.device
-        self.sizes = kernel_sizes(config)
-        self.kernels = kernels or compile_for(model.device, self.sizes)
-        self.layers = [Layer(*pair) for pair in zip(model.layers, cache_layers, strict=True)]
+        super().__init__(kernels or compile_for(model.device, sizes), KERNELS, sizes)
+        self.layers = [Layer(*parts) for parts in zip(model.layers, keys, values, strict=True)]
         self.final_norm = model.norm.weight
-        self.cache_length = cache_layers[0].keys.shape[2]
+        self.cache_length = keys[0].shape[2]
         with model.device:
             self.slots = torch.arange(rows)
             self.finished_splits = torch.zeros(rows, self.sizes.kv_heads, dtype=torch.int32)
@@ -235,14 +199,6 @@ class BatchedStack:
         cos, sin = model.rotary_emb(torch.empty(0, dtype=model.dtype, device=model.device), positions)
         self.cos = cos.contiguous()  # S * D elements
         self.sin = sin.contiguous()
-
-    def launch(self, kernel: str, grid: tuple[int, int], threads: int, **values: Tensor | int) -> None:
-        fields = KERNELS[kernel]
-        if values.keys() != fields.keys():
-            raise ValueError(f"{kernel} takes {', '.join(fields)}; given are {', '.join(values)}")
-        self.kernels.launch(
-            kernel, grid, threads, [kernel_argument(name, values[name], fields[name]) for name in fields]
-        )
 
     def forward(self, embeds: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
         """One position of each row through all layers and the final norm. (B, H), (B) -> (B, H)
@@ -257,7 +213,7 @@ class BatchedStack:
             counts = f"{rows} embeddings, {len(positions)} positions, {len(slots)} slots"
             raise ValueError(f"{counts}: they must be equal, and at most {len(self.finished_splits)}")
         residual = embeds
-        x = self.first_norm(embeds, self.layers[0].input_norm)
+        x = self.norm(embeds, self.layers[0].input_norm)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for layer, next_norm in zip(self.layers, next_norms, strict=True):
             query = self.qk_norm_rope_store(F.linear(x, layer.qkv), layer, positions, slots)
@@ -266,21 +222,6 @@ class BatchedStack:
             inner = self.silu_and_multiply(F.linear(x, layer.gate_up))
             residual, x = self.add_and_norm(F.linear(inner, layer.down), residual, next_norm)
         return x
-
-    def first_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """(B, H) -> (B, H)"""
-        normalized = torch.empty_like(x)
-        threads = self.sizes.hidden // VECTOR
-        self.launch("first_norm", (len(x), 1), threads, x=x, weight=weight, normalized=normalized)
-        return normalized
-
-    def add_and_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, H), (B, H) -> their sum, and that normalized"""
-        total = torch.empty_like(x)
-        normalized = torch.empty_like(x)
-        values = dict(x=x, residual=residual, weight=weight, sum=total, normalized=normalized)
-        self.launch("add_and_norm", (len(x), 1), self.sizes.hidden // VECTOR, **values)
-        return total, normalized
 
     def qk_norm_rope_store(self, qkv: Tensor, layer: Layer, positions: Tensor, slots: Tensor) -> Tensor:
         """(B, (Q + 2 KV) * D) -> (B, Q * D), and keys and values into the cache"""
@@ -306,10 +247,10 @@ class BatchedStack:
         return query
 
     def splits(self, rows: int) -> int:
-        """Into how many parts attention may split the positions of a row: few where many rows fill the GPU anyway."""
+        """The maximum number of splits of a row's positions in attention: few where many rows fill the GPU anyway."""
         wanted = -(-ATTENTION_BLOCKS // (rows * self.sizes.kv_heads))
-        useful = -(-self.cache_length // SMALLEST_SPLIT)
-        return min(wanted, useful, MOST_SPLITS)
+        useful = -(-self.cache_length // MIN_SPLIT_LENGTH)
+        return min(wanted, useful, MAX_SPLITS)
 
     def attention(self, query: Tensor, layer: Layer, positions: Tensor, slots: Tensor) -> Tensor:
         """(B, Q * D) -> (B, Q * D)"""
@@ -338,14 +279,6 @@ class BatchedStack:
             output=output,
         )
         return output
-
-    def silu_and_multiply(self, gate_up: Tensor) -> Tensor:
-        """(B, 2 I) -> (B, I)"""
-        rows = len(gate_up)
-        inner = gate_up.new_empty(rows, self.sizes.inner)
-        blocks = -(-inner.numel() // (VECTOR * THREADS))
-        self.launch("silu_and_multiply", (blocks, 1), THREADS, gate_up=gate_up, rows=rows, inner=inner)
-        return inner
 
     def sample_rows(self, logits: Tensor, sampling: Any, noise: Tensor) -> Tensor:
         """`sample` of cudagraph_talker.py, with settings and noise per row. (B, V), (B, V) -> (B, 1)

@@ -1,27 +1,17 @@
 """What the kernels of batched.cu compute, in torch: a function for each, of the same name.
 
 They are the kernels' documentation, and tests/test_batched.py compares the kernels with them. Tensors are bfloat16;
-every step here that returns one is a rounding of the model's own forward. What `sample` and `choose` compute is in
-cudagraph_talker.py: `sample` and TalkerGraph.choose_token.
+every step here that returns one is a rounding of the model's own forward. Norms and silu are in
+layer_kernels_reference.py. What `sample` and `choose` compute is in cudagraph_talker.py: `sample` and
+TalkerGraph.choose_token.
 
-Shapes: B rows, H hidden size, I inner size, Q query heads, KV key-value heads, D head dimension, S cache length.
+Shapes: B rows, Q query heads, KV key-value heads, D head dimension, S cache length.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-
-def first_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """(..., H), (H) -> (..., H). Rounded before and after the multiplication by the weight."""
-    variance = x.float().pow(2).mean(-1, keepdim=True)
-    return (x.float() * torch.rsqrt(variance + epsilon)).bfloat16() * weight
-
-
-def add_and_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """(B, H), (B, H) -> their sum, and that normalized"""
-    total = residual + x
-    return total, first_norm(total, weight, epsilon)
+from fast.layer_kernels_reference import norm, rotate
 
 
 def qk_norm_rope_store(
@@ -39,16 +29,11 @@ def qk_norm_rope_store(
     """Returns the queries (B, Q, D), and writes one position of keys and values for each row."""
     kv_heads = keys.shape[1]
     query, key, value = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    query = rotate(first_norm(query, q_norm, epsilon), cos[positions, None], sin[positions, None])
-    key = rotate(first_norm(key, k_norm, epsilon), cos[positions, None], sin[positions, None])
+    query = rotate(norm(query, q_norm, epsilon), cos[positions, None], sin[positions, None])
+    key = rotate(norm(key, k_norm, epsilon), cos[positions, None], sin[positions, None])
     keys[slots, :, positions] = key
     values[slots, :, positions] = value
     return query
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE. Both products are rounded, and their sum."""
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 def attention(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
@@ -61,9 +46,3 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, sl
         scores = (key @ query[row].float()[..., None])[..., 0] * query.shape[-1] ** -0.5  # (Q, positions)
         output[row] = (scores.softmax(-1)[:, None] @ value)[:, 0]
     return output
-
-
-def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """(B, 2 I) -> (B, I). silu is rounded, and its product with up."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up

@@ -1,11 +1,11 @@
 """The codec's decoder as CUDA graphs: codes go in, a few frames at a time, and their samples come out.
 
 The 12 Hz decoder is causal, so it can be resumed: each convolution keeps the last columns of its input, each attention
-layer the keys and values of its window. This state lives in static tensors that the graphs of all chunk sizes share;
-`reset` clears it between utterances. Chunks of any sizes, joined, are the audio of the whole utterance. Everything runs
-on a CUDA stream of its own, beside the talker's.
+layer the keys and values of its window. This state lives in static tensors with a slot for each utterance, which the
+graphs of all chunk sizes and batch sizes share. Chunks of any sizes, joined, are the audio of the whole utterance.
+Everything runs on a CUDA stream of its own, beside the talker's.
 
-Shapes: B rows, T frames, C channels, H hidden size.
+Shapes: B utterances, T frames, C channels, H hidden size.
 """
 
 import copy
@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cudagraph_talker import additive_mask, capture, new_pool, round_up
+from cudagraph_talker import additive_mask, capture, round_up
 from fast import codec_kernels
 from fast.codec_decoder import KernelDecoder
+from fast.rows import new_pool
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
@@ -28,46 +29,52 @@ log = logging.getLogger("qwen3_tts_cudagraphs")
 # the stored window plus `size`, which holds for powers of two but not for every size (10: 96 > 80 + 10).
 # Each takes 0.1 s to capture; 16 frames take 0.6 ms longer as two times 8.
 CHUNK_SIZES = (32, 8, 4, 2, 1)
+BATCH_CHUNK_SIZES = CHUNK_SIZES[1:]  # of several utterances
+MAX_BATCH = 64  # utterances that are decoded together; more take much memory and are not faster
 
 # cuDNN is faster with channels-last weights up to about this batch x length, and much slower beyond.
 MAX_CHANNELS_LAST_COLUMNS = 2048
 
 
-class CodecGraph:
-    """Stands in for the speech tokenizer's `decode`; `reset` and `feed` are for streams, which hold the lock.
-
-    The state has one row per utterance. `rows` are the indices of those that a step works on; None: all of them.
-    """
-
+class Codec:
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, tokenizer, lock, slots: int = 1):
+    def __init__(self, tokenizer, slots: int):
+        """tokenizer: upstream's speech tokenizer; slots: utterances that can be decoded at the same time"""
         model = tokenizer.model.decoder
         config = model.config
-        self.tokenizer = tokenizer
-        self.lock = lock
-        self.rows = None
         self.device = model.device
         self.samples_per_frame = tokenizer.get_decode_upsample_rate()
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.unused = slots  # padding of a batch reads and writes this slot
+        self.batches = batch_sizes(min(slots, MAX_BATCH))
+        slots += slots > 1
 
         with self.device:
-            self.codes = torch.zeros(slots, config.num_quantizers, max(CHUNK_SIZES), dtype=torch.long)
-            self.samples = torch.zeros(slots, max(CHUNK_SIZES) * self.samples_per_frame, dtype=torch.float32)
+            self.codes = torch.zeros(self.batches[-1], config.num_quantizers, max(CHUNK_SIZES), dtype=torch.long)
+            self.samples = torch.zeros(self.batches[-1], max(CHUNK_SIZES) * self.samples_per_frame, dtype=torch.float32)
             self.position = torch.zeros(slots, dtype=torch.long)
-            self.all_slots = torch.arange(slots)
             self.state = [self.position]
+            self.indices = {batch: torch.full((batch,), slots - 1) for batch in self.batches}  # slots of a batch
+            self.rows = self.indices[1]  # those of the step that runs or is being captured
             reason = codec_kernels.why_not(model)
             if reason:
                 log.info("the codec runs upstream's modules: %s", reason)
                 self.use_modules(model, slots)
             else:
                 self.use_kernels(model, slots)
-        self.capture()
+        pool = new_pool(self.device)
+        self.slot_states = [[state[slot] for state in self.state] for slot in range(slots)]
+        self.graphs = {
+            (batch, size): self.capture(batch, size, pool)
+            for batch in reversed(self.batches)  # the largest first: the others fit into its memory
+            for size in (CHUNK_SIZES if batch == 1 else BATCH_CHUNK_SIZES)
+        }
+        torch._foreach_zero_(self.state)  # capturing has run each of them
 
     def use_kernels(self, model: nn.Module, slots: int) -> None:
         """The same layers from few kernels, on the same weights."""
-        kernels = codec_kernels.CodecKernels(model, lambda: self.all_slots if self.rows is None else self.rows)
+        kernels = codec_kernels.CodecKernels(model, lambda: self.rows)
         self.decoder = KernelDecoder(model, slots, self.position, kernels)
         self.state += self.decoder.state
 
@@ -82,9 +89,14 @@ class CodecGraph:
         precompute_constants(self.decoder)
         self.decoder.pre_transformer.forward = self.transformer
 
-    def capture(self) -> None:
-        pool = new_pool(self.device) if self.stream else None
-        self.graphs = {size: capture(partial(self.step, size), self.device, pool) for size in CHUNK_SIZES}
+    def capture(self, batch: int, size: int, pool: tuple | None) -> Callable[[], None]:
+        """Decode the next `size` frames of `batch` slots."""
+
+        def step() -> None:
+            self.rows = self.indices[batch]
+            self.step(size)
+
+        return capture(step, self.device, pool)
 
     def keep_input(self, module: nn.Module, slots: int, dtype: torch.dtype) -> None:
         """Give a causal convolution a static tensor for the end of its input."""
@@ -99,17 +111,10 @@ class CodecGraph:
         module.forward = partial(forward, conv, previous)
         self.state.append(previous)
 
-    def selected(self, state: torch.Tensor) -> torch.Tensor:
-        return state if self.rows is None else state[self.rows]
-
     def extend(self, previous: torch.Tensor, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The selected rows of `previous` joined with `x`. Their new end replaces them, for the next call."""
-        joined = torch.cat([self.selected(previous), x], dim)
-        end = joined.narrow(dim, x.shape[dim], previous.shape[dim])
-        if self.rows is None:
-            previous.copy_(end)
-        else:
-            previous.index_copy_(0, self.rows, end)
+        """The current slots of `previous` joined with `x`. Their new end replaces them, for the next call."""
+        joined = torch.cat([previous[self.rows], x], dim)
+        previous.index_copy_(0, self.rows, joined.narrow(dim, x.shape[dim], previous.shape[dim]))
         return joined
 
     def causal_conv(self, conv: nn.Conv1d, previous: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -124,7 +129,7 @@ class CodecGraph:
         """The decoder's transformer over the new frames (B, T, H) and the window before them."""
         frames = inputs_embeds.shape[1]
         columns = self.window.columns(frames)
-        position = self.selected(self.position)[:, None]  # (B, 1)
+        position = self.position[self.rows, None]  # (B, 1)
         queries = torch.arange(frames, device=self.device)
         keys = torch.arange(frames - columns, frames, device=self.device)  # relative to the first query
         age = queries[:, None] - keys  # (T, columns)
@@ -141,14 +146,11 @@ class CodecGraph:
         )
 
     def step(self, size: int) -> None:
-        """Decode the next `size` frames of each row from `codes` to `samples`."""
-        batch = len(self.selected(self.position))
+        """Decode the next `size` frames of the current slots from `codes` to `samples`."""
+        batch = len(self.rows)
         samples = self.decoder(self.codes[:batch, :, :size])  # (B, 1, samples)
         self.samples[:batch, : samples.shape[-1]] = samples[:, 0]
-        if self.rows is None:
-            self.position += size
-        else:
-            self.position.index_add_(0, self.rows, torch.full_like(self.rows, size))
+        self.position.index_add_(0, self.rows, torch.full_like(self.rows, size))
 
     def on_own_stream(self):
         """A context in which work waits for what the caller has launched so far, and for nothing later."""
@@ -157,63 +159,69 @@ class CodecGraph:
         return torch.cuda.stream(self.stream)  # does nothing for None
 
     @torch.no_grad()
-    def reset(self) -> None:
+    def reset(self, slot: int) -> None:
         with self.on_own_stream():
-            torch._foreach_zero_(self.state)
+            torch._foreach_zero_(self.slot_states[slot])
 
     @torch.no_grad()
-    def feed(self, codes: torch.Tensor) -> Callable[[], np.ndarray]:
-        """Start decoding the next frames (T, 16). Returns a function that waits for their float32 samples."""
-        audio = torch.empty(
-            len(codes) * self.samples_per_frame,
-            dtype=torch.float32,
-            device="cpu",
-            pin_memory=self.stream is not None,
-        )
+    def move(self, source: int, target: int) -> None:
         with self.on_own_stream():
-            remaining = codes.to(self.device).T
+            torch._foreach_copy_(self.slot_states[target], self.slot_states[source])
+
+    def wait(self) -> None:
+        if self.stream:
+            self.stream.synchronize()
+
+    @torch.no_grad()
+    def feed(self, slots: list[int], codes: torch.Tensor) -> "PendingAudio":
+        """Start decoding the next frames (B, T, 16) of these slots."""
+        batch = next(batch for batch in self.batches if batch >= len(slots))
+        samples = codes.shape[1] * self.samples_per_frame
+        audio = torch.empty(len(slots), samples, dtype=torch.float32, device="cpu", pin_memory=self.stream is not None)
+        index = torch.tensor([*slots, *[self.unused] * (batch - len(slots))], pin_memory=self.stream is not None)
+        with self.on_own_stream():
+            codes = codes.to(self.device).transpose(1, 2)
             if self.stream:
-                remaining.record_stream(self.stream)  # the caller may free the codes before they are read
-            filled = 0
-            for size in CHUNK_SIZES:
-                while remaining.shape[1] >= size:
-                    self.codes[0, :, :size] = remaining[:, :size]
-                    self.graphs[size]()
-                    samples = self.samples[0, : size * self.samples_per_frame]
-                    audio[filled : filled + len(samples)].copy_(samples, non_blocking=True)
-                    remaining = remaining[:, size:]
-                    filled += len(samples)
+                codes.record_stream(self.stream)  # the caller may free the codes before they are read
+            self.indices[batch].copy_(index, non_blocking=True)
+            first = 0
+            for size in CHUNK_SIZES if batch == 1 else BATCH_CHUNK_SIZES:
+                while first + size <= codes.shape[2]:
+                    self.codes[: len(slots), :, :size] = codes[:, :, first : first + size]
+                    self.graphs[batch, size]()
+                    begin, count = first * self.samples_per_frame, size * self.samples_per_frame
+                    audio[:, begin : begin + count].copy_(self.samples[: len(slots), :count], non_blocking=True)
+                    first += size
             done = self.stream.record_event() if self.stream else None
+        return PendingAudio(audio, done)
 
-        def wait() -> np.ndarray:
-            if done:
-                done.synchronize()
-            return audio.numpy()
 
-        return wait
+def batch_sizes(most: int) -> list[int]:
+    """Powers of two, and the largest."""
+    return [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
 
-    def decode(self, encoded) -> tuple[list[np.ndarray], int]:
-        """Decode whole utterances, one after another. Takes what upstream's decode takes."""
-        codes = encoded.audio_codes if hasattr(encoded, "audio_codes") else encoded
-        if isinstance(codes, dict):
-            codes = codes["audio_codes"]
-        if torch.is_tensor(codes) and codes.dim() == 2:
-            codes = [codes]
-        waits = []
-        with self.lock:
-            for utterance in codes:
-                if isinstance(utterance, dict):
-                    utterance = utterance["audio_codes"]
-                utterance = torch.as_tensor(utterance)
-                self.reset()
-                waits.append(self.feed(utterance[utterance[:, 0] >= 0]))  # a batch is padded with -1
-            return [wait() for wait in waits], self.tokenizer.get_output_sample_rate()
+
+class PendingAudio:
+    """Samples of a batch on their way to the host."""
+
+    def __init__(self, audio: torch.Tensor, done: torch.cuda.Event | None):
+        self.audio = audio
+        self.done = done
+
+    def is_ready(self) -> bool:
+        return self.done is None or self.done.query()
+
+    def wait(self) -> list[np.ndarray]:
+        """A copy for each utterance, so that no listener keeps the pinned memory of the whole batch."""
+        if self.done:
+            self.done.synchronize()
+        return [samples.copy() for samples in self.audio.numpy()]
 
 
 class AttentionWindow:
     """Stands in for a KV cache: the last keys and values of each layer, in front of the new ones."""
 
-    def __init__(self, codec: CodecGraph, config, slots: int, dtype: torch.dtype):
+    def __init__(self, codec: Codec, config, slots: int, dtype: torch.dtype):
         shape = (slots, config.num_key_value_heads, round_up(config.sliding_window), config.head_dim)
         self.codec = codec
         self.keys = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)]

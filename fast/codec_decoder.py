@@ -116,9 +116,9 @@ class Transformer:
             qkv = F.linear(x, layer.qkv)
             heads = kernels.window_attention(qkv, cos, sin, self.positions, keys, values)
             x = F.linear(heads, layer.output)
-            residual, x = kernels.add_and_norm(x, layer.attention_scale, residual, layer.post_norm)
+            residual, x = kernels.add_and_norm(x, residual, layer.post_norm, layer.attention_scale)
             inner = kernels.silu_and_multiply(F.linear(x, layer.gate_up))
-            residual, x = kernels.add_and_norm(F.linear(inner, layer.down), layer.mlp_scale, residual, next_norm)
+            residual, x = kernels.add_and_norm(F.linear(inner, layer.down), residual, next_norm, layer.mlp_scale)
         return self.output_proj(x)
 
 

@@ -1,14 +1,12 @@
 """The kernels of codec_kernels.cu: which codecs they can run, how they are compiled, and a method to launch each.
 
-They launch on torch's current stream, so that a graph can capture them. NVRTC compiles them for this GPU and codec when
-they are first asked for.
+They launch on torch's current stream, so that a graph can capture them. NVRTC compiles them for this GPU and codec.
 
 Shapes: B rows, T frames, L columns, C channels, P stored columns, H hidden size, Q codebooks.
 """
 
-import functools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +14,31 @@ import torch
 from torch import Tensor, nn
 
 from cudagraph_talker import round_up
-from fast import kernel_cache, nvrtc
-from fast.batched import Launchable, kernel_argument
+from fast import kernels, layer_kernels, nvrtc
+from fast.kernels import VECTOR, Launchable
+from fast.layer_kernels import LayerKernels
 
 SOURCE = Path(__file__).with_suffix(".cu")
 THREADS = 256  # of a block of activate, to_samples and silu_and_multiply
 ATTENTION_THREADS = 128
 HEAD_DIM = 64
-VECTOR = 8  # bfloat16 that a thread loads at once
 MAX_FRAMES = 64  # of a chunk
 
 # Fields of the kernels' structs, in order: the type of a tensor, or int. `complete_source` makes the compiler check
 # names and order.
 KERNELS: dict[str, dict[str, Any]] = {
+    **layer_kernels.KERNELS,
     "embed_codes": {
         "codes": torch.long,
         **dict.fromkeys(("tables", "semantic", "acoustic"), torch.bfloat16),
         **dict.fromkeys(("codebooks", "semantic_codebooks", "frames"), int),
     },
-    "add_and_norm": dict.fromkeys(("x", "scale", "residual", "weight", "sum", "normalized"), torch.bfloat16),
     "window_attention": {
         **dict.fromkeys(("qkv", "cos", "sin"), torch.bfloat16),
         **dict.fromkeys(("positions", "slots"), torch.long),
         **dict.fromkeys(("keys", "values", "output"), torch.bfloat16),
         "frames": int,
     },
-    "silu_and_multiply": {**dict.fromkeys(("gate_up", "inner"), torch.bfloat16), "vectors": int},
     "activate": {
         **dict.fromkeys(("x", "bias", "scale", "residual", "alpha", "inverse_beta", "sum", "state"), torch.bfloat16),
         "slots": torch.long,
@@ -64,12 +61,12 @@ class Sizes:
     code_dim: int
     hidden: int
     inner: int
-    norm_epsilon: str
+    epsilon: str
     heads: int
     window: int
     ring: int
     latent: int
-    epsilon: str
+    latent_epsilon: str
     last: int
     max_frames: int = MAX_FRAMES
     threads: int = THREADS
@@ -82,12 +79,12 @@ def kernel_sizes(decoder: Any) -> Sizes:
         code_dim=decoder.quantizer.rvq_first.vq.layers[0]._codebook.embedding_sum.shape[1],
         hidden=config.hidden_size,
         inner=config.intermediate_size,
-        norm_epsilon=f"{config.rms_norm_eps}f",
+        epsilon=f"{config.rms_norm_eps}f",
         heads=config.num_attention_heads,
         window=config.sliding_window,
         ring=round_up(max(config.sliding_window, MAX_FRAMES)),
         latent=config.latent_dim,
-        epsilon=f"{decoder.upsample[0][1].norm.eps}f",
+        latent_epsilon=f"{decoder.upsample[0][1].norm.eps}f",
         last=decoder.decoder[-1].conv.in_channels,
     )
 
@@ -104,18 +101,13 @@ def why_not(decoder: Any) -> str | None:
 
 
 def why_not_before_compiling(decoder: Any) -> str | None:
-    if decoder.device.type != "cuda" or torch.version.hip:
-        return f"the kernels need an NVIDIA GPU, the codec is on {decoder.device.type}"
-    gpu = torch.cuda.get_device_properties(decoder.device)
-    if gpu.major < 8:
-        return f"the kernels need compute capability 8.0, {gpu.name} has {gpu.major}.{gpu.minor}"
-    return unsupported(decoder)
+    return kernels.why_not_on(decoder.device) or unsupported(decoder)
 
 
 def compile_ahead(decoder: Any) -> None:
     """Start what `why_not` takes longest with, in a thread. The weights' values are not needed."""
     if not why_not_before_compiling(decoder):
-        kernel_cache.compile_ahead(complete_source(kernel_sizes(decoder)), nvrtc.architecture_of(decoder.device))
+        kernels.compile_ahead(complete_source(kernel_sizes(decoder)), decoder.device)
 
 
 def unsupported(decoder: Any) -> str | None:
@@ -124,7 +116,7 @@ def unsupported(decoder: Any) -> str | None:
     sizes = kernel_sizes(decoder)
     convs = [module for module in (*decoder.upsample.modules(), *decoder.decoder.modules()) if hasattr(module, "conv")]
     of_seven = [decoder.decoder[-1].conv, *(block.dwconv.conv for _, block in decoder.upsample)]
-    limits = {
+    needs = {
         f"bfloat16, the codec is {decoder.dtype}": decoder.dtype == torch.bfloat16,
         f"a latent size that is a multiple of 256 up to 8192, not {sizes.latent}": (
             sizes.latent % 256 == 0 and sizes.latent <= 8192
@@ -146,10 +138,7 @@ def unsupported(decoder: Any) -> str | None:
         ),
         "ConvNeXt blocks and a last convolution of 7 columns": all(conv.kernel_size == (7,) for conv in of_seven),
     }
-    for need, is_met in limits.items():
-        if not is_met:
-            return f"the kernels need {need}"
-    return None
+    return kernels.first_unmet(needs)
 
 
 def stored_columns(module: Any) -> int:
@@ -161,25 +150,17 @@ def stored_columns(module: Any) -> int:
 
 def complete_source(sizes: Sizes, source: str | None = None) -> str:
     """The sizes, the kernels, and the checks of their structs. `source` is codec_kernels.cu, if not given."""
-    defines = "".join(f"#define {name.upper()} {value}\n" for name, value in asdict(sizes).items())
-    kernels = SOURCE.read_text() if source is None else source
-    checks = "".join(
-        nvrtc.check_struct(name.title().replace("_", ""), list(fields), "codec_kernels.py")
-        for name, fields in KERNELS.items()
-    )
-    return defines + '#line 1 "codec_kernels.cu"\n' + kernels + '#line 1 "codec_kernels.py"\n' + checks
+    structs = {kernels.struct_of(name): fields for name, fields in KERNELS.items()}
+    return kernels.complete_source(SOURCE, sizes, structs, source=source)
 
 
-@functools.cache
 def compile_for(device: torch.device, sizes: Sizes) -> nvrtc.Kernels:
-    """OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the compiler or the driver refuses the kernels."""
-    cubin = kernel_cache.compile_source(complete_source(sizes), nvrtc.architecture_of(device))
-    return nvrtc.Kernels(cubin, KERNELS, device)
+    return kernels.load(complete_source(sizes), tuple(KERNELS), device)
 
 
 @dataclass
 class PendingSum:
-    """What `activate` is to add up: (x + bias) * scale + residual, each None if it is not there."""
+    """The sum that `activate` computes, (x + bias) * scale + residual. A term that is None is skipped."""
 
     x: Tensor  # (B, L, C), or interleaved (B, D, ceil(L / D), C)
     bias: Tensor | None = None
@@ -198,22 +179,13 @@ class Snake:
         self.inverse_beta = 1.0 / (module.beta.exp() + module.no_div_by_zero)
 
 
-class CodecKernels:
-    """`get_slots` returns the place of each row of the current batch in the state: (B)"""
+class CodecKernels(LayerKernels):
+    """`get_slots` returns the slot of each row of the current batch in the state: (B)"""
 
     def __init__(self, decoder: Any, get_slots: Callable[[], Tensor], kernels: Launchable | None = None):
-        self.sizes = kernel_sizes(decoder)
+        sizes = kernel_sizes(decoder)
+        super().__init__(kernels or compile_for(decoder.device, sizes), KERNELS, sizes)
         self.get_slots = get_slots
-        self.kernels = kernels or compile_for(decoder.device, self.sizes)
-
-    def launch(self, kernel: str, grid: tuple[int, int], threads: int, **values: Tensor | int | None) -> None:
-        fields = KERNELS[kernel]
-        self.kernels.launch(
-            kernel,
-            grid,
-            threads,
-            [0 if values[name] is None else kernel_argument(name, values[name], fields[name]) for name in fields],
-        )
 
     def embed_codes(self, codes: Tensor, tables: Tensor, semantic_codebooks: int) -> tuple[Tensor, Tensor]:
         """(B, Q, T), (Q, entries, C) -> the sums over the first codebooks and over the others, each (B, T, C)"""
@@ -233,21 +205,6 @@ class CodecKernels:
             frames=frames,
         )
         return semantic, acoustic
-
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """(B, T, H), (H) -> (B, T, H)"""
-        normalized = torch.empty_like(x)
-        values = dict(x=x, scale=None, residual=None, weight=weight, sum=None, normalized=normalized)
-        self.launch("add_and_norm", (x.shape[:-1].numel(), 1), self.sizes.hidden // VECTOR, **values)
-        return normalized
-
-    def add_and_norm(self, x: Tensor, scale: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T, H), (H), (B, T, H), (H) -> x * scale + residual, and that normalized"""
-        total = torch.empty_like(x)
-        normalized = torch.empty_like(x)
-        values = dict(x=x, scale=scale, residual=residual, weight=weight, sum=total, normalized=normalized)
-        self.launch("add_and_norm", (x.shape[:-1].numel(), 1), self.sizes.hidden // VECTOR, **values)
-        return total, normalized
 
     def window_attention(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, keys: Tensor, values: Tensor
@@ -274,15 +231,6 @@ class CodecKernels:
         )
         return output
 
-    def silu_and_multiply(self, gate_up: Tensor) -> Tensor:
-        """(B, T, 2 * I) -> (B, T, I)"""
-        rows, frames, _ = gate_up.shape
-        inner = gate_up.new_empty(rows, frames, self.sizes.inner)
-        vectors = inner.numel() // VECTOR
-        blocks = -(-vectors // THREADS)
-        self.launch("silu_and_multiply", (blocks, 1), THREADS, gate_up=gate_up, inner=inner, vectors=vectors)
-        return inner
-
     def activate(
         self,
         pending: PendingSum,
@@ -291,12 +239,12 @@ class CodecKernels:
         keep_sum: bool = False,
         dilation: int = 1,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the sum, its SnakeBeta if there is one, behind the stored columns if there are any, (B, P + L, C) or
-        interleaved for a convolution with this dilation; and the sum itself if it is to be kept, (B, L, C). The last P
-        columns become the stored ones."""
+        """Returns the sum, or its SnakeBeta, after the stored columns if there are any: (B, P + L, C), or interleaved
+        for a convolution with this dilation; and with `keep_sum` the sum itself, (B, L, C). The last P columns become
+        the stored ones."""
         x = pending.x
-        natural = x if pending.residual is None else pending.residual  # in the order of time
-        rows, columns, channels = natural.shape
+        in_order = x if pending.residual is None else pending.residual  # not interleaved
+        rows, columns, channels = in_order.shape
         x_sequences = x.shape[1] if x.dim() == 4 else 1
         state_columns = 0 if state is None else state.shape[1]
         vectors = channels // VECTOR
@@ -304,7 +252,7 @@ class CodecKernels:
         blocks = -(-(length * dilation - state_columns) * vectors // THREADS)
         if state is not None:
             blocks += -(-vectors // (THREADS // state_columns))
-        total = torch.empty_like(natural) if keep_sum else None
+        total = torch.empty_like(in_order) if keep_sum else None
         shape = (length,) if dilation == 1 else (dilation, length)
         output = x.new_empty(rows, *shape, channels)
         self.launch(

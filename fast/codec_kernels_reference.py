@@ -1,39 +1,23 @@
 """What the kernels of codec_kernels.cu compute, in torch: a function for each, of the same name.
 
 They are the kernels' documentation, and tests/test_codec_kernels.py compares the kernels with them. Tensors are
-bfloat16; every step here that returns one is a rounding of the model's own forward.
+bfloat16; every step here that returns one is a rounding of the model's own forward. The transformer's norms and silu
+are in layer_kernels_reference.py.
 
-Shapes: B rows, T frames, L columns, C channels, P stored columns, H hidden size, Q codebooks.
+Shapes: B rows, T frames, L columns, C channels, P stored columns, Q codebooks, D head dimension.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fast.layer_kernels_reference import rotate
+
 
 def embed_codes(codes: Tensor, tables: Tensor, semantic_codebooks: int) -> tuple[Tensor, Tensor]:
     """(B, Q, T), (Q, entries, C) -> the sums over the first codebooks and over the others, each (B, T, C)"""
     entries = [F.embedding(book_codes, table) for book_codes, table in zip(codes.unbind(1), tables, strict=True)]
     return sum(entries[:semantic_codebooks]), sum(entries[semantic_codebooks:])
-
-
-def add_and_norm(x: Tensor, scale: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """(B, T, H), (H), (B, T, H), (H) -> x * scale + residual, and that normalized"""
-    total = residual + scale * x
-    variance = total.float().pow(2).mean(-1, keepdim=True)
-    return total, weight * (total.float() * torch.rsqrt(variance + epsilon)).bfloat16()
-
-
-def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """(B, T, 2 * I) -> (B, T, I)"""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE. Both products are rounded, and their sum."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
 
 
 def window_attention(
@@ -49,19 +33,21 @@ def window_attention(
     """Returns (B, T, heads, D), and writes the new keys and values. All but RoPE is in float, rounded at the end."""
     ring = keys.shape[2]
     output = torch.empty_like(qkv[:, :, 0])
+    half = sin.shape[-1] // 2
+    sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)  # as `rotate` has it
     for row, slot in enumerate(slots.tolist()):
         position = int(positions[slot])
         query, key, value = qkv[row].unbind(1)  # (T, heads, D)
         query = rotate(query, cos[row, :, None], sin[row, :, None])
         key = rotate(key, cos[row, :, None], sin[row, :, None])
         for frame in range(len(query)):
-            now = position + frame
-            keys[slot, :, now % ring] = key[frame]
-            values[slot, :, now % ring] = value[frame]
-            seen = torch.arange(max(0, now - window + 1), now + 1, device=qkv.device) % ring
-            scores = torch.einsum("hd,hpd->hp", query[frame].float(), keys[slot, :, seen].float())
+            last = position + frame
+            keys[slot, :, last % ring] = key[frame]
+            values[slot, :, last % ring] = value[frame]
+            visible = torch.arange(max(0, last - window + 1), last + 1, device=qkv.device) % ring
+            scores = torch.einsum("hd,hpd->hp", query[frame].float(), keys[slot, :, visible].float())
             weights = (scores * query.shape[-1] ** -0.5).softmax(-1)
-            output[row, frame] = torch.einsum("hp,hpd->hd", weights, values[slot, :, seen].float())
+            output[row, frame] = torch.einsum("hp,hpd->hd", weights, values[slot, :, visible].float())
     return output
 
 

@@ -1,4 +1,4 @@
-"""Upstream's layers from fewer kernels, and configs that answer faster.
+"""Upstream's layers from fewer kernels, and configs with faster attribute access.
 
 `replace_layers` replaces the forward of norms, attention and MLP blocks; upstream's model and layer forwards stay and
 call these, with the masks and caches that the graphs pass in. The results are the same function of the same weights. In

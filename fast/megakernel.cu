@@ -9,7 +9,7 @@
 //     BULK_COPIES      1: copy weights with cp.async.bulk, from compute capability 9.0 on; 0: with cp.async
 //     EXCHANGE_BYTES   room for one replica of Exchange
 //     LAYERS, HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD_DIM, EPSILON     of the stack of decoder layers
-//     CODES            heads behind the layers: 1 makes this the talker, more the code predictor
+//     CODES            heads after the layers: 1 for the talker, more for the code predictor
 //     STREAMS          streams of speech: 1, 2 or 4, each with its own cache, position, settings and noise
 //     TALKER_HIDDEN    width of the talker's hidden state
 //
@@ -35,7 +35,7 @@
 //
 // After the last layer come the final norm and a head, as in phase 1: VOCAB / GRID rows per block, written to
 // `logits`, which the sampler reads. The first ATTENTION_BLOCKS blocks do phases 2 and 3. The predictor
-// attends to at most 16 positions: there SPLITS is 1, phase 2 writes `attention`, and phase 3 is left out.
+// attends to at most 16 positions: there SPLITS is 1, phase 2 writes `attention`, and phase 3 is skipped.
 //
 // A pass through the layers has a token of each stream, and reads the weights once for all of them. The
 // predictor's first pass has two of each stream, the talker's hidden state and the frame's first code, unless
@@ -53,20 +53,20 @@
 // phase from every block, and a block publishes those only after it has read the earlier ones: the old value
 // has no reader left.
 //
-// No wait is without a limit. A thread that waits when the launch is WAIT_LIMIT_NS old sets `failed`; then
-// every wait of every block ends at its next check, and all blocks run to their end with whatever values they
-// have. The host finds `failed_on_host` set and discards what was computed.
+// Every wait has a time limit. A thread that still waits WAIT_LIMIT_NS after the start of the launch sets
+// `failed`; then every wait of every block ends at its next check, and all blocks run to their end with the
+// values they have. The host finds `failed_on_host` set and discards the results.
 //
 //
 // Roles of the threads of a block
 // -------------------------------
 //     threads   0 .. 255   8 consumer warps: wait for a stage of weights, multiply, exchange, attend, sample
-//     threads 256 .. 263   8 producers: thread 256 + e copies the weights of the block's e-th eighth of rows
-//     threads 256 .. 287   without bulk copies, 32 producers: together they copy one eighth after the other
+//     threads 256 .. 263   8 producers: thread 256 + s copies slice s, an eighth of the block's rows
+//     threads 256 .. 287   without bulk copies, 32 producers: together they copy one slice after the other
 //
 // Weights do not depend on the token. The producers copy them through a ring in shared memory in the order of
 // their use, up to STAGES ahead of the consumers, so that HBM stays busy while the consumers wait for other
-// blocks. A stage is 1024 columns (2 KiB) of one row of each eighth. With S stages, over time:
+// blocks. A stage is 1024 columns (2 KiB) of one row of each slice. With S stages, over time:
 //
 //     producers  |fill 0|fill 1|fill 2| ... |fill S-1|wait for empty[0]|fill 0|wait for empty[1]|fill 1| ...
 //     consumers         |use 0    |use 1    |wait for other blocks ... |use 2    |use 3    | ...
@@ -87,7 +87,7 @@
 //        a2: row r,     k = 2q + 8, 2q + 9                                              d2: D[r + 8][2q]
 //        a3: row r + 8, k = 2q + 8, 2q + 9                                              d3: D[r + 8][2q + 1]
 //
-// We multiply 8 rows of weights, one of each eighth, by one vector x. Lane l loads 16 bytes of row r, the
+// We multiply 8 rows of weights, one of each slice, by one vector x. Lane l loads 16 bytes of row r, the
 // columns 8q .. 8q + 7, which are a0 .. a3 as they come: half of them in each of two rows of A. The columns of
 // B hold the matching halves of x in turn, called quads below:
 //
@@ -102,26 +102,25 @@
 // of token l / 8, and its d0 and d3 are of token q. With two tokens the vectors alternate, with one they are
 // all the same.
 
-using bf16 = unsigned short;
-using u32 = unsigned;
-using u64 = unsigned long long;
+#include "kernels.h"
+#include "sampler.h"
 
 
 // ---- Sizes
 
 constexpr int WARPS = 8;
 constexpr int CONSUMERS = WARPS * 32;       // threads that compute
-constexpr int EIGHTHS = 8;                  // parts of a block's rows; a stage has one row of each
-constexpr int PRODUCERS = BULK_COPIES ? EIGHTHS : 32;               // threads that copy weights
+constexpr int SLICES = 8;                   // of a block's rows; a stage has one row of each
+constexpr int PRODUCERS = BULK_COPIES ? SLICES : 32;                // threads that copy weights
 constexpr int STAGE_COLUMNS = 1024;
 constexpr int STAGE_ROW_BYTES = STAGE_COLUMNS * 2;
 constexpr int STEPS_PER_STAGE = STAGE_COLUMNS / (WARPS * 32);       // mma steps of 32 columns for each warp
 
 constexpr bool IS_TALKER = CODES == 1;
-constexpr int MMA_TOKENS = 4;                                       // that B has room for
-// How many of a stream's positions the predictor's first pass has.
+constexpr int MMA_TOKENS = 4;                                       // whose vectors operand B has room for
+// Positions of a stream in the predictor's first pass.
 constexpr int FIRST_POSITIONS = !IS_TALKER && 2 * STREAMS <= MMA_TOKENS ? 2 : 1;
-constexpr int MOST_TOKENS = FIRST_POSITIONS * STREAMS;              // of a pass
+constexpr int MAX_TOKENS = FIRST_POSITIONS * STREAMS;               // of a pass
 constexpr int QUERY_SIZE = HEADS * HEAD_DIM;
 constexpr int QKV_SIZE = QUERY_SIZE + 2 * KV_HEADS * HEAD_DIM;
 
@@ -131,44 +130,45 @@ constexpr int GROUP_HEADS = !IS_TALKER && STREAMS * HEADS <= GRID ? 1 : 2;
 constexpr int GROUPS = HEADS / GROUP_HEADS;
 
 // Parts of the positions: a power of two, because shuffles merge them.
-__device__ constexpr int most_splits() {
+__device__ constexpr int max_splits() {
     int splits = 1;
     while (splits < 32 && 2 * splits * GROUPS * STREAMS <= GRID) {
         splits *= 2;
     }
     return splits;
 }
-constexpr int SPLITS = IS_TALKER ? most_splits() : 1;
+constexpr int SPLITS = IS_TALKER ? max_splits() : 1;
 constexpr int ATTENTION_BLOCKS = STREAMS * GROUPS * SPLITS;
 constexpr int POSITION_STRIDE = SPLITS * WARPS;                     // between two positions of the same warp
 constexpr int KV_PREFETCH = IS_TALKER ? 4 : 2;                      // keys and values in flight per warp
-constexpr int SCORES_PER_THREAD = VOCAB / CONSUMERS;
+constexpr int SCORES_PER_THREAD = VOCAB / CONSUMERS;                // in the sampler
 
 // Copies of Exchange, against contention between the readers of a cache line. By measurement on an H200: four
 // are best, one is 4 % slower.
 constexpr int REPLICAS = 4;
-constexpr float LOWEST_SCORE = -1e30f;
 
-// The most rows of a matrix that one block has, see Share.
+// Upper limits of the rows of a matrix that one block has, see Share.
 template <int ROWS>
-constexpr int MOST_ROWS_PER_EIGHTH = (ROWS / EIGHTHS + GRID - 1) / GRID;
+constexpr int MAX_ROWS_PER_SLICE = (ROWS / SLICES + GRID - 1) / GRID;
 template <int ROWS>
-constexpr int MOST_ROWS = EIGHTHS * MOST_ROWS_PER_EIGHTH<ROWS>;
-constexpr int SECOND_REGION = 2 * MOST_ROWS<INNER>;                 // where it begins in Shared::partial
+constexpr int MAX_ROWS = SLICES * MAX_ROWS_PER_SLICE<ROWS>;
+constexpr int SECOND_REGION = 2 * MAX_ROWS<INNER>;                  // where it begins in Shared::partial
 
-// Part of the weights to keep in L2. The predictor reads its layers 15 or 16 times per launch. By measurement
-// on an H200: of 10, 15, 20, 25 and 30 %, 15 % is fastest, and 30 % is slower than none. On GPUs with less L2
-// it is the part that takes half of it. The talker reads its weights once: it keeps next to nothing
-// (createpolicy takes no 0).
+// Fraction of the weights to keep in L2. The predictor reads its layers 15 or 16 times per launch. By
+// measurement on an H200: of 10, 15, 20, 25 and 30 %, 15 % is fastest, and 30 % is slower than none. On GPUs
+// with less L2 it is the fraction that takes half of it. The talker reads its weights once: it keeps the
+// smallest fraction (createpolicy does not take 0).
 constexpr float LAYER_BYTES = 2.0f * LAYERS * HIDDEN * (QKV_SIZE + QUERY_SIZE + 3 * INNER);
-constexpr float HALF_OF_L2 = 0.5f * L2_BYTES / LAYER_BYTES;
-constexpr float AT_MOST = IS_TALKER ? 0.001f : 0.15f;
-constexpr float L2_KEEP_FRACTION = HALF_OF_L2 < 0.001f ? 0.001f : HALF_OF_L2 < AT_MOST ? HALF_OF_L2 : AT_MOST;
+constexpr float HALF_L2_FRACTION = 0.5f * L2_BYTES / LAYER_BYTES;
+constexpr float MIN_FRACTION = 0.001f;
+constexpr float MAX_FRACTION = IS_TALKER ? MIN_FRACTION : 0.15f;
+constexpr float L2_KEEP_FRACTION = HALF_L2_FRACTION < MIN_FRACTION ? MIN_FRACTION
+                                   : HALF_L2_FRACTION < MAX_FRACTION ? HALF_L2_FRACTION : MAX_FRACTION;
 
-// How long a launch may last before its waits give up. The longest takes some 60 ms where the memory is slow,
+// How long a launch may last before its waits time out. The longest takes about 60 ms on GPUs with slow memory,
 // and other programs may use the GPU at the same time.
 constexpr u64 WAIT_LIMIT_NS = 2'000'000'000;
-constexpr u32 SPINS_PER_CHECK = 64;                                 // of the clock, in every wait
+constexpr u32 SPINS_PER_CHECK = 64;                                 // loop iterations between looks at the clock
 
 static_assert(LAYERS >= 1 && CODES >= 1, "unsupported sizes: LAYERS and CODES must be at least 1");
 static_assert(!IS_TALKER || TALKER_HIDDEN == HIDDEN, "unsupported sizes: TALKER_HIDDEN must be the talker's");
@@ -188,25 +188,25 @@ static_assert(INNER % STAGE_COLUMNS == 0, "unsupported sizes: INNER must be a mu
 static_assert(QUERY_SIZE % STAGE_COLUMNS == 0,
               "unsupported sizes: HEADS * HEAD_DIM must be a multiple of 1024");
 
-// In the sampler each thread loads four logits at a time, and a token has 12 bits.
+// In the sampler each thread loads four logits at a time, and a token has TOKEN_BITS bits.
 static_assert(VOCAB % (4 * CONSUMERS) == 0, "unsupported sizes: VOCAB must be a multiple of 1024");
-static_assert(VOCAB <= 4096, "unsupported sizes: VOCAB must be at most 4096");
+static_assert(VOCAB <= 1 << TOKEN_BITS, "unsupported sizes: VOCAB must be at most 4096");
 
-// Rows come in groups of 8, one for each eighth, and every block has a group of each matrix.
+// Rows come in groups of 8, one for each slice, and every block has a group of each matrix.
 static_assert(GRID >= 8 && GRID <= 128, "unsupported sizes: GRID must be from 8 to 128");
-static_assert(QKV_SIZE / EIGHTHS >= GRID, "unsupported sizes: the rows of q, k, v must be at least 8 * GRID");
-static_assert(HIDDEN / EIGHTHS >= GRID, "unsupported sizes: HIDDEN must be at least 8 * GRID");
-static_assert(INNER / EIGHTHS >= GRID, "unsupported sizes: INNER must be at least 8 * GRID");
-static_assert(VOCAB / EIGHTHS >= GRID, "unsupported sizes: VOCAB must be at least 8 * GRID");
+static_assert(QKV_SIZE / SLICES >= GRID, "unsupported sizes: the rows of q, k, v must be at least 8 * GRID");
+static_assert(HIDDEN / SLICES >= GRID, "unsupported sizes: HIDDEN must be at least 8 * GRID");
+static_assert(INNER / SLICES >= GRID, "unsupported sizes: INNER must be at least 8 * GRID");
+static_assert(VOCAB / SLICES >= GRID, "unsupported sizes: VOCAB must be at least 8 * GRID");
 
 // A thread keeps the residual of one row and token in a register.
-static_assert(MOST_TOKENS * MOST_ROWS<HIDDEN> <= CONSUMERS,
+static_assert(MAX_TOKENS * MAX_ROWS<HIDDEN> <= CONSUMERS,
               "unsupported sizes: HIDDEN * tokens must be at most 256 * GRID");
 
 // The first region of Shared::partial has room for gate and up. It also serves q, k, v and the heads.
-static_assert(MOST_ROWS<QKV_SIZE> <= SECOND_REGION,
+static_assert(MAX_ROWS<QKV_SIZE> <= SECOND_REGION,
               "unsupported sizes: the rows of q, k, v must be at most 2 * INNER");
-static_assert(MOST_ROWS<VOCAB> <= SECOND_REGION, "unsupported sizes: VOCAB must be at most 2 * INNER");
+static_assert(MAX_ROWS<VOCAB> <= SECOND_REGION, "unsupported sizes: VOCAB must be at most 2 * INNER");
 
 // Attention has a block for each stream and KV head, at least.
 static_assert(GRID >= STREAMS * KV_HEADS, "unsupported sizes: GRID must be at least STREAMS * KV_HEADS");
@@ -217,12 +217,6 @@ static_assert(STREAMS * TALKER_HIDDEN <= GRID * CONSUMERS,
 
 
 // ---- Memory
-
-#ifdef __CUDACC_RTC__  // NVRTC of CUDA 12 does not know __builtin_offsetof
-#define OFFSET_OF(type, field) __INTADDR__(&((type *)0)->field)
-#else
-#define OFFSET_OF(type, field) __builtin_offsetof(type, field)
-#endif
 
 // megakernel.py writes these three and checks their layout when it compiles. All fields are 8 bytes.
 struct Matrix {
@@ -267,18 +261,16 @@ struct Arguments {
     const u64 *prompt_length;                         // (STREAMS)
     bool *seen;                                       // (STREAMS, VOCAB), tokens to apply the penalty to
     const bool *suppressed;                           // (STREAMS, VOCAB), tokens never to choose
-    const float *repetition_penalty;                  // (STREAMS), and so are the next four
+    const float *repetition_penalty;                  // (STREAMS), and so are the next three
     const u64 *end_token;
     const u64 *min_tokens;
     bool *ended;                                      // whether the end token has been chosen
-    volatile bool *ended_on_host;                     // the same in pinned host memory, or `ended` itself
 #else  // the predictor
     const bf16 *first_input;                          // (STREAMS, HIDDEN), the hidden states, projected
     const bf16 *const *code_inputs;                   // CODES + 1 tables (codes, HIDDEN), projected
     const bf16 *const *code_embeddings;               // CODES + 1 tables (codes, TALKER_HIDDEN)
-    u64 frames;                                       // that the next three have room for
+    u64 frames;                                       // of each of the next two
     const bf16 *text;                                 // (STREAMS, frames, TALKER_HIDDEN)
-    bf16 *hiddens;                                    // (STREAMS, frames, TALKER_HIDDEN), or null
     u64 *codes;                                       // (STREAMS, frames, CODES + 1)
 #endif
 };
@@ -295,22 +287,19 @@ struct Activations {                                  // of one token, in the or
 // Every replica begins a cache line; by measurement on an H200, 16 bytes off make a step 8 % slower.
 struct alignas(128) Exchange {
     u32 logits[STREAMS][CODES][VOCAB];
-    Activations tokens[MOST_TOKENS];
+    Activations tokens[MAX_TOKENS];
     u32 splits[STREAMS][HEADS][SPLITS][HEAD_DIM][4];  // output and log-sum-exp, each as two bfloat16
-    u32 codes[MMA_TOKENS];                            // what has been chosen, an integer; streams repeat
+    u32 codes[MMA_TOKENS];                            // the chosen codes, as integers; entry i is of stream
+                                                      // i % STREAMS
 };
 static_assert(OFFSET_OF(Exchange, logits) == 0, "megakernel.py reads the logits at the start of Exchange");
 static_assert(OFFSET_OF(Exchange, tokens) == sizeof(u32) * STREAMS * CODES * VOCAB,
-              "megakernel.py reads the first token's activations behind the logits");
+              "megakernel.py reads the first token's activations after the logits");
 static_assert(sizeof(Exchange) <= EXCHANGE_BYTES,
               "unsupported sizes: EXCHANGE_BYTES is too small for Exchange");
 
-struct alignas(16) Quad {
-    float v[4];
-};
-
 struct Stage {
-    char rows[EIGHTHS][STAGE_ROW_BYTES + 64];         // padded: 8 lanes load at a time, 64 bytes of each of
+    char rows[SLICES][STAGE_ROW_BYTES + 64];          // padded: 8 lanes load at a time, 64 bytes of each of
                                                       // 2 adjacent rows, which must be in different banks
     u64 full;
     u64 empty;
@@ -323,10 +312,11 @@ struct alignas(16) Shared {
     float head_max[WARPS][GROUP_HEADS];               // highest score
     float head_weight[WARPS][GROUP_HEADS];            // sum of the weights
     // matvec: dot products of each warp's columns
-    float partial[MOST_TOKENS][WARPS][SECOND_REGION + MOST_ROWS<HIDDEN>];
-    // block_reduce
-    u64 reduced[MOST_TOKENS][WARPS];
-    // out_of_time
+    float partial[MAX_TOKENS][WARPS][SECOND_REGION + MAX_ROWS<HIDDEN>];
+    // rms_norm: sums of squares of each warp
+    float squares[MAX_TOKENS][WARPS];
+    SamplerShared<WARPS> sampler;
+    // timed_out
     u64 deadline;
     u32 *failed;
     volatile u32 *failed_on_host;
@@ -341,36 +331,16 @@ static_assert(sizeof(Stage) % 16 == 0, "bulk copies go to multiples of 16 bytes"
 
 
 // ---- PTX instructions, a function each
-// For a run on a CPU, tests/gpu_on_cpu.h, included before this file, defines functions of the same names.
-
-#ifdef MEGAKERNEL_ON_CPU
-Shared &shared() {
-    return *(Shared *)dynamic_shared_memory();
-}
-#else
-
-extern __shared__ Shared dynamic_shared_memory[];
+// For a run on a CPU, tests/gpu_on_cpu.h defines functions of the same names.
 
 __device__ Shared &shared() {
-    return dynamic_shared_memory[0];
+    return dynamic_shared<Shared>();
 }
+
+#ifndef ON_CPU
 
 __device__ u32 shared_address(const void *pointer) {
     return (u32)__cvta_generic_to_shared(pointer);
-}
-
-// Two floats, rounded to nearest even, as low and high half of a register.
-__device__ u32 pack_bf16x2(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-// x * y + z, rounded once, of two pairs.
-__device__ u32 fma_bf16x2(u32 x, u32 y, u32 z) {
-    u32 result;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
-    return result;
 }
 
 // Relaxed accesses at GPU scope go to L2: they see what other blocks wrote. They do not order other accesses,
@@ -504,92 +474,30 @@ __device__ void mma_m16n8k16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 
 
 // ---- Small helpers
 
-__device__ u32 warp_index() {
-    return threadIdx.x / 32;
-}
-
-__device__ u32 lane_index() {
-    return threadIdx.x % 32;
-}
-
-__device__ float low_half(u32 pair) {
-    return __uint_as_float(pair << 16);
-}
-
-__device__ float high_half(u32 pair) {
-    return __uint_as_float(pair & 0xffff0000);
-}
-
-__device__ float round_to_bf16(float x) {
-    return low_half(pack_bf16x2(x, 0));
-}
-
-__device__ uint2 pack(Quad x) {
-    return {pack_bf16x2(x.v[0], x.v[1]), pack_bf16x2(x.v[2], x.v[3])};
-}
-
-__device__ Quad unpack(uint2 x) {
-    return {low_half(x.x), high_half(x.x), low_half(x.y), high_half(x.y)};
-}
-
-// Products and sums of bfloat16, rounded. Below compute capability 9.0 there is only the fused operation.
-__device__ uint2 multiply(uint2 x, uint2 y) {
-    constexpr u32 NEGATIVE_ZEROS = 0x80008000;        // keep the sign of a product that is 0
-    return {fma_bf16x2(x.x, y.x, NEGATIVE_ZEROS), fma_bf16x2(x.y, y.y, NEGATIVE_ZEROS)};
-}
-
-__device__ uint2 add(uint2 x, uint2 y) {
-    constexpr u32 ONES = 0x3f803f80;
-    return {fma_bf16x2(x.x, ONES, y.x), fma_bf16x2(x.y, ONES, y.y)};
-}
-
-__device__ float dot(Quad x, Quad y) {
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        sum += x.v[i] * y.v[i];
-    }
-    return sum;
-}
-
-__device__ uint2 shuffle_xor(uint2 x, int distance) {
-    return {__shfl_xor_sync(~0u, x.x, distance), __shfl_xor_sync(~0u, x.y, distance)};
-}
-
-// Sum over each aligned group of LANES lanes; every lane gets it.
-template <int LANES = 32>
-__device__ float warp_sum(float x) {
-#pragma unroll
-    for (int distance = LANES / 2; distance > 0; distance /= 2) {
-        x += __shfl_xor_sync(~0u, x, distance);
-    }
-    return x;
-}
-
 // Not __syncthreads(), which would also wait for the producers.
 __device__ void sync_consumers() {
     named_barrier_sync<1, CONSUMERS>();
 }
 
 // The rows of a matrix that this block has. All blocks have the same number, or the last ones 8 more. They are
-// contiguous in memory, and so are those of each eighth:
-//     eighth e  ->  rows_per_eighth rows, beginning at first_row + e * rows_per_eighth
+// contiguous in memory, and so are those of each slice:
+//     slice s  ->  rows_per_slice rows, beginning at first_row + s * rows_per_slice
 struct Share {
     int first_row;
-    int rows_per_eighth;
+    int rows_per_slice;
 };
 
-// `rows` being a constant, so is rows_per_eighth where all blocks have the same number.
+// `rows` being a constant, so is rows_per_slice where all blocks have the same number.
 __device__ Share share_of_this_block(int rows) {
-    const int groups = rows / EIGHTHS;
+    const int groups = rows / SLICES;
     const int at_least = groups / GRID;
     const int blocks_with_more = groups % GRID;
     const int blocks_with_less = GRID - blocks_with_more;
     const int block = blockIdx.x;
     if (blocks_with_more == 0 || block < blocks_with_less) {
-        return {EIGHTHS * block * at_least, at_least};
+        return {SLICES * block * at_least, at_least};
     }
-    return {EIGHTHS * (block * at_least + block - blocks_with_less), at_least + 1};
+    return {SLICES * (block * at_least + block - blocks_with_less), at_least + 1};
 }
 
 // The token whose vectors this lane holds, of so many; see the lane map at the top.
@@ -597,49 +505,30 @@ __device__ int token_of_lane(int tokens) {
     return lane_index() / 8 % tokens;
 }
 
-// Combines a value over the warps of the block, separately for each token. Before, all lanes of a warp that
-// have the same token have the same value. Every consumer gets the result.
-template <int TOKENS = 1, class T, class Combine>
-__device__ T block_reduce(T x, Combine combine) {
-    const int token = token_of_lane(TOKENS);
-    T *of_warp = (T *)shared().reduced[token];
-    sync_consumers();                                 // all have read the previous values
-    if (lane_index() == 8 * token) {
-        of_warp[warp_index()] = x;
-    }
-    sync_consumers();
-    x = of_warp[0];
-#pragma unroll
-    for (int warp = 1; warp < WARPS; ++warp) {
-        x = combine(x, of_warp[warp]);
-    }
-    return x;
-}
 
+// ---- Time limit of all waits
 
-// ---- The limit of all waits
+// What a thread was waiting for when its time was up; megakernel.py has a message for each. A warp that waits
+// for other blocks does not release its stages: soon its producers wait for a free stage, and other warps for
+// weights. The limits of these waits are longer, so that the cause is reported, not its consequences.
+constexpr u32 WAITED_FOR_BLOCKS = 1;
+constexpr u32 WAITED_FOR_WEIGHTS = 2;
+constexpr u32 WAITED_FOR_FREE_STAGE = 3;
+constexpr u64 LIMIT_STEP_NS = 250'000'000;            // between their limits
 
-// What a thread has waited for. megakernel.py has a sentence for each. A warp that waits for values does not
-// release its stages, so that others wait for weights and for a free stage: those have more patience, so that
-// the cause is what is reported.
-constexpr u32 VALUES_OF_OTHER_BLOCKS = 1;
-constexpr u32 WEIGHTS = 2;
-constexpr u32 A_FREE_STAGE = 3;
-constexpr u64 MORE_PATIENCE_NS = 250'000'000;
-
-__device__ void start_clock(u32 *failed, volatile u32 *failed_on_host) {
+__device__ void set_deadline(u32 *failed, volatile u32 *failed_on_host) {
     shared().deadline = global_timer() + WAIT_LIMIT_NS;
     shared().failed = failed;
     shared().failed_on_host = failed_on_host;
 }
 
-// Whether to stop waiting, because this thread has waited for too long, or another has. Not inlined: it is
-// hardly ever called, and there are many waits.
-__device__ __noinline__ bool out_of_time(u32 waiting_for) {
+// Whether to stop waiting, because the time of this wait is up or another thread has failed. Not inlined: it is
+// rarely called, from many places.
+__device__ __noinline__ bool timed_out(u32 waiting_for) {
     if (load_relaxed(shared().failed)) {
         return true;
     }
-    if (global_timer() < shared().deadline + (waiting_for - 1) * MORE_PATIENCE_NS) {
+    if (global_timer() < shared().deadline + (waiting_for - 1) * LIMIT_STEP_NS) {
         return false;
     }
     store_relaxed(shared().failed, waiting_for);
@@ -655,7 +544,7 @@ __device__ const Exchange &replica_of_this_block(const Exchange *exchange) {
     return exchange[blockIdx.x / 8 % REPLICAS];
 }
 
-// Writes 16 bits, or a value, to the first COPIES replicas. `destination` is in the first.
+// Writes 16 bits, or a value, to the first COPIES replicas. `destination` is the address in the first one.
 template <int COPIES = REPLICAS>
 __device__ void publish_bits(u32 *destination, u32 bits, u32 epoch) {
 #pragma unroll
@@ -688,7 +577,7 @@ __device__ void receive(uint2 (&values)[N], const u32 *buffer, u32 epoch, QuadIn
             mismatch |= (tagged[i].x ^ tag) | (tagged[i].y ^ tag) | (tagged[i].z ^ tag) | (tagged[i].w ^ tag);
         }
         ++spins;
-        if (spins % SPINS_PER_CHECK == 0 && out_of_time(VALUES_OF_OTHER_BLOCKS)) {
+        if (spins % SPINS_PER_CHECK == 0 && timed_out(WAITED_FOR_BLOCKS)) {
             break;
         }
     } while (mismatch >> 16);
@@ -708,7 +597,7 @@ __device__ void receive(uint2 (&values)[N], const u32 *buffer, u32 epoch, QuadIn
 // times before; the lowest bit of that is the parity of the phase to wait for.
 //
 // With MEGAKERNEL_PLAIN_COPIES the ring is filled by ordinary stores and every consumer arrives for itself.
-// This is for compute-sanitizer's racecheck, which follows neither bulk copies nor a lane that arrives for
+// This is for compute-sanitizer's racecheck, which understands neither bulk copies nor a lane that arrives for
 // its warp.
 #ifdef MEGAKERNEL_PLAIN_COPIES
 constexpr int ARRIVALS_TO_EMPTY = CONSUMERS;
@@ -730,19 +619,19 @@ __device__ void mbarrier_wait(u64 *barrier, u32 parity, u32 waiting_for) {
     u32 spins = 0;
     while (!mbarrier_try_wait(barrier, parity)) {
         ++spins;
-        if (spins % SPINS_PER_CHECK == 0 && out_of_time(waiting_for)) {
+        if (spins % SPINS_PER_CHECK == 0 && timed_out(waiting_for)) {
             break;
         }
     }
 }
 
 __device__ void wait_until_full(u32 stage) {
-    mbarrier_wait(&ring_slot(stage).full, stage / STAGES & 1, WEIGHTS);
+    mbarrier_wait(&ring_slot(stage).full, stage / STAGES & 1, WAITED_FOR_WEIGHTS);
 }
 
 // In the first round this waits for the phase before the first, which counts as complete: slots start empty.
 __device__ void wait_until_empty(u32 stage) {
-    mbarrier_wait(&ring_slot(stage).empty, ~(stage / STAGES) & 1, A_FREE_STAGE);
+    mbarrier_wait(&ring_slot(stage).empty, ~(stage / STAGES) & 1, WAITED_FOR_FREE_STAGE);
 }
 
 // By each producer: its part of the stage, whose rows begin at `source`, `stride` bytes apart.
@@ -754,11 +643,11 @@ __device__ void fill(u32 stage, int producer, const char *source, u64 stride, u6
 #else
     // All producers together copy consecutive bytes.
 #pragma unroll
-    for (int eighth = 0; eighth < EIGHTHS; ++eighth) {
+    for (int slice = 0; slice < SLICES; ++slice) {
 #pragma unroll
         for (int first = 0; first < STAGE_ROW_BYTES; first += PRODUCERS * 16) {
-            char *to = slot.rows[eighth] + first + producer * 16;
-            const char *from = source + eighth * stride + first + producer * 16;
+            char *to = slot.rows[slice] + first + producer * 16;
+            const char *from = source + slice * stride + first + producer * 16;
 #ifdef MEGAKERNEL_PLAIN_COPIES
             *(uint4 *)to = *(const uint4 *)from;
 #else
@@ -786,19 +675,19 @@ __device__ void release(u32 stage) {
 #endif
 }
 
-// All that a producer does: copy the block's rows of every matrix, 1024 columns of a row of each eighth at a
+// The loop of a producer: copies the block's rows of every matrix, 1024 columns of a row of each slice at a
 // time.
 __device__ void produce_weights(const Matrix *matrix, int producer) {
     const u64 policy = l2_policy(L2_KEEP_FRACTION);
     u32 stage = 0;
     for (; matrix->rows; ++matrix) {
         const Share share = share_of_this_block(matrix->rows);
-        const u64 bytes_per_eighth = share.rows_per_eighth * matrix->row_bytes;
+        const u64 bytes_per_slice = share.rows_per_slice * matrix->row_bytes;
         const char *source = matrix->address + share.first_row * matrix->row_bytes;
-        const char *end = source + bytes_per_eighth;
+        const char *end = source + bytes_per_slice;
         for (; source < end; source += STAGE_ROW_BYTES) {
             wait_until_empty(stage);
-            fill(stage, producer, source, bytes_per_eighth, policy);
+            fill(stage, producer, source, bytes_per_slice, policy);
             ++stage;
         }
     }
@@ -848,19 +737,19 @@ __device__ void multiply_add(float (&d)[4], uint4 weights, uint2 x) {
 // partial[token][w][region + i].
 template <int ROWS, int TOKENS, int N>
 __device__ void matvec(const uint2 (&x)[N], u32 &stage, int region) {
-    constexpr int MOST = MOST_ROWS_PER_EIGHTH<ROWS>;
-    constexpr int UNROLLED = BULK_COPIES && MOST <= 8 ? MOST : 1;           // more would spill registers
-    const int rows_per_eighth = share_of_this_block(ROWS).rows_per_eighth;
+    constexpr int MAX = MAX_ROWS_PER_SLICE<ROWS>;
+    constexpr int UNROLLED = BULK_COPIES && MAX <= 8 ? MAX : 1;             // more would spill registers
+    const int rows_per_slice = share_of_this_block(ROWS).rows_per_slice;
     const int warp = warp_index();
-    const int eighth = threadIdx.x % 32 / 4;          // r of the lane map
+    const int slice = threadIdx.x % 32 / 4;           // r of the lane map
     const int q = threadIdx.x % 4;
 #pragma unroll UNROLLED
-    for (int row = 0; row < rows_per_eighth; ++row) { // of the eighth
+    for (int row = 0; row < rows_per_slice; ++row) { // of the slice
         float d[2][4] = {};                           // two sums: an mma does not wait for the one before
 #pragma unroll
         for (int part = 0; part < N / STEPS_PER_STAGE; ++part) {
             wait_until_full(stage);
-            const char *columns = ring_slot(stage).rows[eighth] + warp * 256;
+            const char *columns = ring_slot(stage).rows[slice] + warp * 256;
             const uint4 *weights = (const uint4 *)columns + q;
 #pragma unroll
             for (int step = 0; step < STEPS_PER_STAGE; ++step) {
@@ -871,7 +760,7 @@ __device__ void matvec(const uint2 (&x)[N], u32 &stage, int region) {
         }
         if (q < TOKENS) {
             const float sum = d[0][0] + d[1][0] + (d[0][3] + d[1][3]);
-            shared().partial[q][warp][region + eighth * rows_per_eighth + row] = sum;
+            shared().partial[q][warp][region + slice * rows_per_slice + row] = sum;
         }
     }
 }
@@ -893,14 +782,14 @@ __device__ float row_sum(int token, int row) {
 // between them rms_norm has a sync_consumers.
 template <int MATRIX_ROWS, int TOKENS, class Use>
 __device__ void for_each_row(int region, Use use) {
-    constexpr int MOST = MOST_ROWS<MATRIX_ROWS>;
+    constexpr int MAX = MAX_ROWS<MATRIX_ROWS>;
     const Share share = share_of_this_block(MATRIX_ROWS);
     sync_consumers();                                 // the sums of all warps are there
 #pragma unroll
-    for (int first = 0; first < TOKENS * MOST; first += CONSUMERS) {
-        const int token = (first + threadIdx.x) / MOST;
-        const int i = (first + threadIdx.x) % MOST;   // counts the block's rows
-        if (token < TOKENS && i < EIGHTHS * share.rows_per_eighth) {
+    for (int first = 0; first < TOKENS * MAX; first += CONSUMERS) {
+        const int token = (first + threadIdx.x) / MAX;
+        const int i = (first + threadIdx.x) % MAX;    // counts the block's rows
+        if (token < TOKENS && i < SLICES * share.rows_per_slice) {
             use(token, share.first_row + i, row_sum(token, region + i));
         }
     }
@@ -909,24 +798,20 @@ __device__ void for_each_row(int region, Use use) {
 
 // ---- RMS norm
 
-__device__ uint2 normalize(uint2 x, float factor, uint2 weight) {
-    Quad y = unpack(x);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        y.v[i] *= factor;
-    }
-    return multiply(pack(y), weight);
-}
-
-// x is spread over the consumers by quad_of_vector, so 8 adjacent lanes hold all that the warp has of it.
+// x is spread over the consumers by quad_of_vector, so 8 adjacent lanes hold all that the warp has of it. Each
+// token has its own sum.
 template <int TOKENS, int N>
 __device__ void rms_norm(uint2 (&x)[N], const uint2 (&weight)[N]) {
+    const int token = token_of_lane(TOKENS);
     float squares = 0;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         squares += dot(unpack(x[i]), unpack(x[i]));
     }
-    squares = block_reduce<TOKENS>(warp_sum<8>(squares), [](float a, float b) { return a + b; });
+    const auto add = [](float a, float b) { return a + b; };
+    sync_consumers();                                 // all have read the previous sums
+    squares = combine_warps(warp_sum<8>(squares), shared().squares[token], lane_index() == 8 * token, add,
+                            [] { sync_consumers(); });
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         x[i] = normalize(x[i], rsqrtf(squares / HIDDEN + EPSILON), weight[i]);
@@ -940,7 +825,7 @@ __device__ void rms_norm(uint2 (&x)[N], const uint2 (&weight)[N]) {
 // stream:
 //     warp w of split s:  positions 8 s + w, 8 s + w + POSITION_STRIDE, 8 s + w + 2 * POSITION_STRIDE, ...
 //     lane l:             dimensions 4 l .. 4 l + 3
-// For a block without attention the stream does not matter.
+// The result is not used in blocks without attention.
 __device__ int stream_to_attend() {
     return blockIdx.x / (GROUPS * SPLITS) % STREAMS;
 }
@@ -990,14 +875,9 @@ __device__ void attend(const Arguments &arguments, const Layer &layer, int token
         return quad_of_row(i < KEY ? first_head + i : HEADS + (i - KEY) * KV_HEADS + kv_head);
     });
 
-    // Norm and RoPE of queries and key. RoPE pairs dimension d with (d + 64) % 128, which is 16 lanes away.
 #pragma unroll
     for (int i = 0; i <= KEY; ++i) {
-        const float squares = warp_sum(dot(unpack(x[i]), unpack(x[i])));
-        const float factor = rsqrtf(squares / HEAD_DIM + EPSILON);
-        const uint2 normalized = normalize(x[i], factor, i < KEY ? q_weight : k_weight);
-        const uint2 partner = shuffle_xor(normalized, HEAD_DIM / 2 / 4);
-        x[i] = add(multiply(normalized, cos), multiply(partner, sin));
+        x[i] = norm_and_rope<32>(x[i], i < KEY ? q_weight : k_weight, cos, sin, EPSILON);
     }
 
     // One warp of the first split writes the new row of the cache. In the predictor, later positions of the
@@ -1066,29 +946,20 @@ __device__ void attend(const Arguments &arguments, const Layer &layer, int token
     }
     const int dimension = threadIdx.x % HEAD_DIM;
     const int head = first_head + h;
-    float block_best = LOWEST_SCORE;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-        block_best = fmaxf(block_best, shared().head_max[w][h]);
-    }
-    float block_weight = 0;
-    float block_sum = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-        const float rescale = expf(shared().head_max[w][h] - block_best);
-        block_weight += shared().head_weight[w][h] * rescale;
-        block_sum += shared().head_sum[w][h][dimension / 4].v[dimension % 4] * rescale;
-    }
-    const float output = block_sum / block_weight;
-    const float log_sum = block_best + logf(block_weight);
+    const PartialAttention merged = merge_attention(WARPS, [&](int w) -> PartialAttention {
+        return {shared().head_max[w][h], shared().head_weight[w][h],
+                shared().head_sum[w][h][dimension / 4].v[dimension % 4]};
+    });
+    const float output = merged.sum / merged.weight;
+    const float log_sum = merged.best + logf(merged.weight);
 
     if (SPLITS == 1) {
         u32 *attention = arguments.exchange->tokens[token].attention;
         publish(&attention[place_of(head * HEAD_DIM + dimension)], output, epoch);
         return;
     }
-    // Two bfloat16 each, value and remainder, so that splitting the positions adds no rounding that matters.
-    // Only one thread reads them, so one replica is enough.
+    // Each as two bfloat16, value and remainder: 16 bits of precision, so splitting adds no relevant rounding
+    // error. Only one thread reads them, so one replica is enough.
     const float output_rest = output - round_to_bf16(output);
     const float log_sum_rest = log_sum - round_to_bf16(log_sum);
     const float parts[4] = {output, output_rest, log_sum, log_sum_rest};
@@ -1111,11 +982,7 @@ __device__ void merge_splits(Exchange &exchange, u32 epoch) {
     const float value = low_half(parts[0].x) + high_half(parts[0].x);
     const float log_sum = low_half(parts[0].y) + high_half(parts[0].y);
 
-    float best = log_sum;
-#pragma unroll
-    for (int distance = SPLITS / 2; distance > 0; distance /= 2) {
-        best = fmaxf(best, __shfl_xor_sync(~0u, best, distance));
-    }
+    const float best = warp_max<SPLITS>(log_sum);
     const float weight = expf(log_sum - best);
     const float merged = warp_sum<SPLITS>(weight * value) / warp_sum<SPLITS>(weight);
     if (split == 0) {
@@ -1143,8 +1010,8 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
     uint2 inner[INNER / 256];
 
     // The residual of what this thread publishes, if it publishes any, stays in a register.
-    const int residual_row = share_of_this_block(HIDDEN).first_row + threadIdx.x % MOST_ROWS<HIDDEN>;
-    const int residual_token = threadIdx.x / MOST_ROWS<HIDDEN> % TOKENS;
+    const int residual_row = share_of_this_block(HIDDEN).first_row + threadIdx.x % MAX_ROWS<HIDDEN>;
+    const int residual_token = threadIdx.x / MAX_ROWS<HIDDEN> % TOKENS;
     float residual = low_half(input_of(residual_token)[min(residual_row, HIDDEN - 1)]);
     const auto add_residual = [&](float sum) {
         residual = round_to_bf16(residual + sum);
@@ -1192,11 +1059,11 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
         receive(x, from.post_attention, epoch, quad_of_vector);
         rms_norm<TOKENS>(x, norm_weight);
         matvec<INNER, TOKENS>(x, stage, 0);
-        matvec<INNER, TOKENS>(x, stage, MOST_ROWS<INNER>);
+        matvec<INNER, TOKENS>(x, stage, MAX_ROWS<INNER>);
         for_each_row<INNER, TOKENS>(0, [&](int token, int row, float gate) {
-            const float silu = round_to_bf16(gate / (1 + expf(-gate)));
-            const float up = row_sum(token, MOST_ROWS<INNER> + row - share_of_this_block(INNER).first_row);
-            publish(&to[token].inner[place_of(row)], silu * up, epoch);
+            const float activated = round_to_bf16(silu(gate));
+            const float up = row_sum(token, MAX_ROWS<INNER> + row - share_of_this_block(INNER).first_row);
+            publish(&to[token].inner[place_of(row)], activated * up, epoch);
         });
 
         // Phase 6: down_proj and residual
@@ -1219,17 +1086,7 @@ __device__ int token_of_score(int i) {
     return i / 4 * 4 * CONSUMERS + threadIdx.x * 4 + i % 4;
 }
 
-// Floats as unsigned integers of the same order, and back.
-__device__ u32 ordered_bits(float x) {
-    const u32 bits = __float_as_uint(x);
-    return bits >> 31 ? ~bits : bits | 1u << 31;
-}
-
-__device__ float from_ordered_bits(u32 ordered) {
-    return __uint_as_float(ordered >> 31 ? ordered & ~(1u << 31) : ~ordered);
-}
-
-// The head behind the layers: the logits of all streams.
+// A head after the layers: the logits of all streams.
 __device__ void run_head(const Arguments &arguments, const uint2 (&x)[HIDDEN / 256], int head, u32 &stage,
                          u32 epoch) {
     matvec<VOCAB, STREAMS>(x, stage, 0);
@@ -1238,12 +1095,9 @@ __device__ void run_head(const Arguments &arguments, const uint2 (&x)[HIDDEN / 2
     });
 }
 
-// `sample` of cudagraph_talker.py for one stream: top-k, top-p, and the largest weight / noise.
+// The choice of one stream. Its noise is loaded while other blocks still compute the logits.
 __device__ int sample(const Arguments &arguments, int stream, int head, u32 frame, u32 epoch) {
     constexpr int N = SCORES_PER_THREAD;
-    constexpr int TOKEN_BITS = 12;
-    constexpr int RANK_BITS = 32 + TOKEN_BITS;
-    const float temperature = arguments.temperature[stream];
     float noise[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -1254,90 +1108,28 @@ __device__ int sample(const Arguments &arguments, int stream, int head, u32 fram
     receive(logits, replica_of_this_block(arguments.exchange).logits[stream][head], epoch, [](int i) {
         return token_of_score(4 * i) / 4;
     });
-
-    // rank: the score's 32 bits in order, then 12 of the token, so that no two are equal.
-    // mass: what a score counts for in mass_below: 1 for top-k, its probability for top-p.
     float score[N];
-    u64 rank[N];
-    u32 mass[N];
-    u32 best = 0;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         score[i] = unpack(logits[i / 4]).v[i % 4];
 #if CODES == 1
-        const u32 place = stream * VOCAB + token_of_score(i);
-        if (arguments.seen[place]) {
-            score[i] = score[i] < 0 ? score[i] * arguments.repetition_penalty[stream]
-                                    : score[i] / arguments.repetition_penalty[stream];
-        }
-        const bool ends_too_early =
-            frame < arguments.min_tokens[stream] && token_of_score(i) == arguments.end_token[stream];
-        if (arguments.suppressed[place] || ends_too_early) {
-            score[i] = __uint_as_float(0xff800000);   // -infinity
-        }
+        const int token = token_of_score(i);
+        const u32 place = stream * VOCAB + token;
+        const bool ends_too_early = frame < arguments.min_tokens[stream] && token == arguments.end_token[stream];
+        score[i] = apply_rules(score[i], arguments.seen[place], arguments.repetition_penalty[stream],
+                               arguments.suppressed[place] || ends_too_early);
 #endif
-        const u32 ordered = ordered_bits(score[i]);
-        rank[i] = (u64)ordered << TOKEN_BITS | token_of_score(i);
-        best = max(best, ordered);
-        mass[i] = 1;
     }
-    best = block_reduce(__reduce_max_sync(~0u, best), [](u32 a, u32 b) { return max(a, b); });
-
-    const auto mass_below = [&](u64 candidate) {
-        u32 sum = 0;
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            sum += rank[i] < candidate ? mass[i] : 0;
-        }
-        return block_reduce((u64)__reduce_add_sync(~0u, sum), [](u64 a, u64 b) { return a + b; });
-    };
-    // The highest rank with at most `limit` mass below it, found bit by bit from the highest to `last_bit`.
-    const auto threshold = [&](u64 limit, int last_bit) {
-        u64 found = 0;
-        for (int bit = RANK_BITS - 1; bit >= last_bit; --bit) {
-            found |= mass_below(found | 1ull << bit) <= limit ? 1ull << bit : 0;
-        }
-        return found;
-    };
-
-    // Top-k keeps the k-th best score and its equals, so the token's bits are left out. The predictor's
-    // scores are bfloat16 as they come, without a penalty: 16 bits of score are all there are.
-    constexpr int LAST_BIT = IS_TALKER ? TOKEN_BITS : TOKEN_BITS + 16;
-    const u64 topk_threshold = threshold(arguments.topk_rank[stream], LAST_BIT);
-    const float best_score = from_ordered_bits(best) / temperature;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        score[i] = rank[i] < topk_threshold ? 0 : expf(score[i] / temperature - best_score);
-    }
-
-    // Top-p, in integers (22 bits for the best) so that every order of summation gives the same sum. 4096 of
-    // them are at most 2^34: the sum of a warp fits into 32 bits, that of a block is 64 bits wide.
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        mass[i] = score[i] * (1 << 22) + 0.5f;
-    }
-    u64 topp_threshold = 0;
-    if (arguments.one_minus_top_p[stream] > 0) {
-        topp_threshold = threshold(arguments.one_minus_top_p[stream] * mass_below(~0ull), 0);
-    }
-
-    // The largest weight / noise; of equals the lowest token.
-    u64 winner = VOCAB;                               // upper half: weight / noise, lower half: VOCAB - token
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        if (rank[i] >= topp_threshold && score[i] > 0) {
-            winner = max(winner, (u64)__float_as_uint(score[i] / noise[i]) << 32 | VOCAB - token_of_score(i));
-        }
-    }
-    for (int distance = 16; distance > 0; distance /= 2) {
-        winner = max(winner, __shfl_xor_sync(~0u, winner, distance));
-    }
-    return VOCAB - (int)block_reduce(winner, [](u64 a, u64 b) { return max(a, b); });
+    constexpr int SCORE_BITS = IS_TALKER ? 32 : 16;   // the predictor has no penalty: its scores are bfloat16
+    const Sampling sampling = {arguments.temperature[stream], arguments.topk_rank[stream],
+                               arguments.one_minus_top_p[stream]};
+    return sample_scores<SCORE_BITS>(score, noise, sampling, shared().sampler, token_of_score,
+                                     [] { sync_consumers(); });
 }
 
 
-// The predictor's choices, 16 bits for each stream. With a single one, every block chooses for itself and
-// comes to the same result; with more, one of the first blocks chooses for each and sends the code to all.
+// The predictor's choices, 16 bits for each stream. With a single stream every block computes the choice, with
+// the same result; with more, one of the first blocks chooses for each stream and sends the code to all blocks.
 __device__ u64 choose_codes(const Arguments &arguments, int head, u32 epoch) {
     if (STREAMS == 1) {
         return sample(arguments, 0, head, 0, epoch);
@@ -1363,7 +1155,7 @@ decode_step(const __grid_constant__ Arguments arguments) {
         init_barrier(ring_slot(threadIdx.x));
     }
     if (threadIdx.x == 0) {
-        start_clock(arguments.failed, arguments.failed_on_host);
+        set_deadline(arguments.failed, arguments.failed_on_host);
     }
 #if BULK_COPIES
     fence_proxy_async();
@@ -1418,14 +1210,13 @@ decode_step(const __grid_constant__ Arguments arguments) {
     if (token == arguments.end_token[stream]) {
         arguments.ended[stream] = true;
     }
-    arguments.ended_on_host[stream] = arguments.ended[stream];
 
-#else  // the predictor: the talker's hidden state and the first code, then each code leads to the next
+#else  // the predictor: the inputs are the talker's hidden state, the first code, then each code that it chooses
     const int element = blockIdx.x * CONSUMERS + threadIdx.x;                // of the next embeddings
     const int element_stream = element / TALKER_HIDDEN;
     float sum = 0;
 
-    // The last code of each stream, 16 bits each.
+    // The latest code of each stream, 16 bits each.
     u64 codes = 0;
 #pragma unroll
     for (int stream = 0; stream < STREAMS; ++stream) {
@@ -1434,7 +1225,7 @@ decode_step(const __grid_constant__ Arguments arguments) {
     const auto code_of = [&](int stream) {
         return codes >> 16 * stream & 0xffff;
     };
-    const auto keep_codes = [&](int position) {
+    const auto record_codes = [&](int position) {
         if (element_stream < STREAMS) {
             const bf16 *table = arguments.code_embeddings[position];
             sum += low_half(table[code_of(element_stream) * TALKER_HIDDEN + element % TALKER_HIDDEN]);
@@ -1452,7 +1243,7 @@ decode_step(const __grid_constant__ Arguments arguments) {
                                  : arguments.code_inputs[position - 1] + code_of(stream) * HIDDEN;
         };
     };
-    keep_codes(0);
+    record_codes(0);
     run_layers<FIRST_POSITIONS>(arguments, inputs_from(0), 0, x, stage, epoch);
 #pragma unroll 1
     for (int position = 1; position <= CODES; ++position) {
@@ -1461,7 +1252,7 @@ decode_step(const __grid_constant__ Arguments arguments) {
         }
         run_head(arguments, x, position - 1, stage, epoch);
         codes = choose_codes(arguments, position - 1, epoch);
-        keep_codes(position);
+        record_codes(position);
     }
     if (element == 0) {
         *arguments.epoch = epoch;
@@ -1470,10 +1261,7 @@ decode_step(const __grid_constant__ Arguments arguments) {
         return;
     }
     const u64 frame = element_stream * arguments.frames + arguments.frame[element_stream];
-    const u64 place = frame * TALKER_HIDDEN + element % TALKER_HIDDEN;       // in `text` and `hiddens`
+    const u64 place = frame * TALKER_HIDDEN + element % TALKER_HIDDEN;       // in `text`
     arguments.embedding[element] = pack_bf16x2(round_to_bf16(sum) + low_half(arguments.text[place]), 0);
-    if (arguments.hiddens) {
-        arguments.hiddens[place] = ((const bf16 *)arguments.hidden)[element];
-    }
 #endif
 }

@@ -1,22 +1,22 @@
 """The decoder layers, heads and sampling of 1, 2 or 4 streams as one kernel per step: megakernel.cu, compiled by
-NVRTC for this GPU and model when it is first asked for.
+NVRTC for this GPU and model.
 
-`talker_step` and `predictor_step` return callables for the two graphs to capture in place of their own
-`step`. They work on the same weights, StaticCache and static tensors, so nothing around them changes. The
-layers must have been through `replace_layers` (fast/layers.py): q, k and v are one matrix in memory, and
-`rotary_emb` returns cos and sin with the first half of sin negated.
+`TalkerStep` and `PredictorStep` are to be called or captured in place of the `step` of TalkerGraph and PredictorGraph.
+They work on the same weights and the same `Rows`, so nothing around them changes. The layers must have been through
+`replace_layers` (fast/layers.py): q, k and v are one matrix in memory, and `rotary_emb` returns cos and sin with the
+first half of sin negated.
 """
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fast import kernel_cache, nvrtc
+from fast import kernel_cache, kernels, nvrtc
 
 SOURCE = Path(__file__).with_suffix(".cu")
 KERNEL_NAME = "decode_step"
@@ -46,13 +46,13 @@ COMMON_ARGUMENTS = (
 )
 TALKER_ARGUMENTS = (
     *("prompt_length", "seen", "suppressed", "repetition_penalty", "end_token", "min_tokens"),
-    *("ended", "ended_on_host"),
+    "ended",
 )
-PREDICTOR_ARGUMENTS = ("first_input", "code_inputs", "code_embeddings", "frames", "text", "hiddens", "codes")
+PREDICTOR_ARGUMENTS = ("first_input", "code_inputs", "code_embeddings", "frames", "text", "codes")
 
 
 class Gpu(Protocol):
-    """What we need to know of a GPU; nvrtc.gpu_properties gives it."""
+    """The properties of a GPU that the sizes depend on; nvrtc.gpu_properties returns them."""
 
     major: int  # of the compute capability
     multi_processor_count: int
@@ -82,7 +82,7 @@ class Sizes:
     kv_heads: int
     head_dim: int
     vocab: int
-    codes: int  # heads behind the layers: 1 for the talker, 15 for the predictor
+    codes: int  # heads after the layers: 1 for the talker, 15 for the predictor
     talker_hidden: int  # width of the talker's hidden state
     epsilon: str
     streams: int = 1  # of speech: 1, 2 or 4
@@ -116,9 +116,9 @@ class Sizes:
 
 
 def choose_grid(matrices: Sequence[tuple[int, int]], multiprocessors: int) -> int:
-    """Thread blocks for matrices of (rows, columns): the fewest with which the busiest block has least to do.
+    """Thread blocks for matrices of (rows, columns): the fewest that minimize the work of the busiest block.
 
-    All blocks must be on the GPU at once, and one takes a whole multiprocessor. Rows are dealt out in groups of 8.
+    All blocks must be on the GPU at once, and each takes a whole multiprocessor. Rows are assigned in groups of 8.
     """
 
     def work_of_busiest(grid: int) -> int:
@@ -128,7 +128,7 @@ def choose_grid(matrices: Sequence[tuple[int, int]], multiprocessors: int) -> in
 
 
 def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu, streams: int = 1) -> Sizes:
-    """`model` is a stack of decoder layers, `heads` are the linear layers behind it."""
+    """`model` is a stack of decoder layers, `heads` are the linear layers after it."""
     config = model.config
     hidden = config.hidden_size
     inner = config.intermediate_size
@@ -157,13 +157,7 @@ def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu,
 
 def complete_source(sizes: Sizes, source: str | None = None) -> str:
     """The sizes, the kernel, checks of its structs and constants. `source` is megakernel.cu, if not given."""
-    defines = "".join(f"#define {name.upper()} {value}\n" for name, value in asdict(sizes).items())
-    kernel = SOURCE.read_text() if source is None else source
-    checks = (
-        nvrtc.check_struct("Matrix", MATRIX_FIELDS, "megakernel.py")
-        + nvrtc.check_struct("Layer", LAYER_FIELDS, "megakernel.py")
-        + nvrtc.check_struct("Arguments", sizes.argument_names, "megakernel.py")
-    )
+    checks = ""
     offset = 0
     for name, length in sizes.activation_fields.items():
         message = f"megakernel.py reads Activations::{name}"
@@ -173,18 +167,15 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
     constants["FIRST_POSITIONS"] = sizes.first_positions
     for name, value in constants.items():
         checks += f'static_assert({name} == {value}, "megakernel.py has {name} = {value}");\n'
-    return defines + '#line 1 "megakernel.cu"\n' + kernel + '#line 1 "megakernel.py"\n' + checks
+    structs = dict(Matrix=MATRIX_FIELDS, Layer=LAYER_FIELDS, Arguments=sizes.argument_names)
+    return kernels.complete_source(SOURCE, sizes, structs, checks, source)
 
 
+@functools.cache
 def compile_kernel(device: torch.device, sizes: Sizes, source: str, architecture: str | None = None) -> nvrtc.Kernel:
     """`source` is complete_source(sizes). `architecture` as in nvrtc.compile_source, by default the GPU's own."""
     cubin = kernel_cache.compile_source(source, architecture or nvrtc.architecture_of(device))
     return nvrtc.Kernel(cubin, KERNEL_NAME, device, sizes.grid, sizes.threads, sizes.shared_bytes)
-
-
-@functools.cache
-def compile_once(device: torch.device, sizes: Sizes) -> nvrtc.Kernel:
-    return compile_kernel(device, sizes, complete_source(sizes))
 
 
 def compile_for(model: Any, heads: Sequence[Any], talker_hidden: int, streams: int = 1) -> tuple[Sizes, nvrtc.Kernel]:
@@ -194,14 +185,13 @@ def compile_for(model: Any, heads: Sequence[Any], talker_hidden: int, streams: i
     compiler does not know this GPU, or the driver cannot load the kernel.
     """
     sizes = kernel_sizes(model, heads, talker_hidden, nvrtc.gpu_properties(model.device), streams)
-    return sizes, compile_once(model.device, sizes)
+    return sizes, compile_kernel(model.device, sizes, complete_source(sizes))
 
 
 def compile_ahead(model: Any, heads: Sequence[Any], talker_hidden: int, streams: int = 1) -> None:
     """Start what `compile_for` takes longest with, in a thread. The weights' values are not needed."""
     gpu = nvrtc.gpu_properties(model.device)
-    source = complete_source(kernel_sizes(model, heads, talker_hidden, gpu, streams))
-    kernel_cache.compile_ahead(source, nvrtc.architecture_of(model.device))
+    kernels.compile_ahead(complete_source(kernel_sizes(model, heads, talker_hidden, gpu, streams)), model.device)
 
 
 def as_field(value: Tensor | int) -> int:
@@ -239,10 +229,10 @@ def stacked_address(weights: Sequence[Tensor]) -> int:
 class FusedStep:
     """One step of a stack as one launch, to be called or captured.
 
-    `model` is a stack of decoder layers with its `cache`. `heads` come after it: one for the talker, 15 for
-    the predictor, which runs its layers before each. `talker_graph` is the TalkerGraph, for the predictor,
-    too; if it has `advance`, only those streams advance. `arguments` are TALKER_ARGUMENTS or PREDICTOR_ARGUMENTS
-    by name. `noise` is (streams, heads, vocab); without it each step draws its own.
+    `model` is a stack of decoder layers with its `keys` and `values`, a tensor for each layer. `heads` come after it:
+    one for the talker, 15 for the predictor, which runs its layers before each. `noise` is (rows, heads, vocab).
+    `rows` are the Rows that it works on; only those with `advance` change. `arguments` are TALKER_ARGUMENTS or
+    PREDICTOR_ARGUMENTS by name.
     """
 
     def __init__(
@@ -250,21 +240,22 @@ class FusedStep:
         sizes: Sizes,
         kernel: Launchable,
         model: Any,
-        cache: Any,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
         heads: Sequence[Any],
         sampling: Any,
-        talker_graph: Any,
+        noise: Tensor,
+        rows: Any,
         arguments: Mapping[str, Tensor | int],
-        noise: Tensor | None = None,
     ) -> None:
         device = model.device
         self.sizes = sizes
         self.kernel = kernel
-        self.sampling = sampling
+        self.noise = noise
 
         layers: list[list[Tensor | int]] = []
         matrices_of_layers: list[tuple[Tensor, ...]] = []
-        for layer, cached in zip(model.layers, cache.layers, strict=True):
+        for layer, layer_keys, layer_values in zip(model.layers, keys, values, strict=True):
             attention = layer.self_attn
             mlp = layer.mlp
             fields = {
@@ -272,8 +263,8 @@ class FusedStep:
                 "post_norm": layer.post_attention_layernorm.weight,
                 "q_norm": attention.q_norm.weight,
                 "k_norm": attention.k_norm.weight,
-                "keys": cached.keys,
-                "values": cached.values,
+                "keys": layer_keys,
+                "values": layer_values,
             }
             layers.append(ordered(fields, LAYER_FIELDS))
             matrices_of_layers += [
@@ -299,18 +290,14 @@ class FusedStep:
             matrix_fields.append(ordered(fields, MATRIX_FIELDS))
         end_of_list = [0] * len(MATRIX_FIELDS)
 
-        length = cache.length
+        length = keys[0].shape[-2]
         cos, sin = model.rotary_emb(
             torch.empty(0, dtype=model.dtype, device=device), torch.arange(length, device=device)[None]
         )
         self.exchange = torch.zeros(REPLICAS * sizes.exchange_bytes // 4, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)
         self.failed_on_host = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-        self.draws_noise = noise is None
-        if noise is None:
-            noise = torch.zeros(sizes.streams * len(heads), sizes.vocab, dtype=torch.float32, device=device)
-        self.noise = noise
-        values: dict[str, Tensor | int] = {
+        fields_by_name: dict[str, Tensor | int] = {
             "matrices": table([*matrix_fields, end_of_list], device),
             "layers": table(layers, device),
             "cache_length": length,
@@ -321,25 +308,22 @@ class FusedStep:
             "epoch": torch.zeros(1, dtype=torch.int32, device=device),
             "failed": self.failed,
             "failed_on_host": self.failed_on_host,
-            "advance": getattr(talker_graph, "advance", torch.ones(sizes.streams, dtype=torch.bool, device=device)),
+            "advance": rows.advance,
             "temperature": sampling.temperature,
             "topk_rank": sampling.topk_rank,
             "one_minus_top_p": sampling.one_minus_top_p,
             "greedy": sampling.greedy,
-            "noise": self.noise,
-            "token": talker_graph.token,
-            "frame": talker_graph.frame,
-            "hidden": talker_graph.hidden,
-            "embedding": talker_graph.embedding,
+            "noise": noise,
+            "token": rows.token,
+            "frame": rows.frame,
+            "hidden": rows.hidden,
+            "embedding": rows.embedding,
             **arguments,
         }
-        self.fields = [as_field(value) for value in ordered(values, sizes.argument_names)]
-        self.keepalive: list[Any] = [values, matrices, layers]  # the kernel knows only their addresses
+        self.fields = [as_field(value) for value in ordered(fields_by_name, sizes.argument_names)]
+        self.keepalive: list[Any] = [fields_by_name, matrices, layers]  # the kernel knows only their addresses
 
-    def __call__(self, draw_noise: bool = True) -> None:
-        """Without drawing, the sampler takes the noise that is there."""
-        if self.draws_noise and draw_noise:
-            self.noise.exponential_(generator=self.sampling.generator)
+    def __call__(self) -> None:
         self.kernel.launch(self.fields)
 
     def why_failed(self) -> str:
@@ -347,8 +331,8 @@ class FusedStep:
         return WAITED_FOR.get(int(self.failed_on_host), "")
 
     def logits(self) -> Tensor:
-        """Of the last step, in the shape of the noise: (heads, vocab), with several streams (streams, heads, vocab).
-        They are the first part of the exchange buffer, as bfloat16 in the lower half of each 32 bits."""
+        """Of the last step, in the shape of the noise: (rows, heads, vocab). They are the first part of the exchange
+        buffer, as bfloat16 in the lower half of each 32 bits."""
         return self.values(0, self.noise.numel()).view_as(self.noise)
 
     def exchanged(self) -> dict[str, Tensor]:
@@ -367,57 +351,59 @@ class FusedStep:
         return (self.exchange[start : start + size] << 16).view(torch.float32)
 
 
+class TalkerStep(FusedStep):
+    def __init__(self, talker: Any, rows: Any) -> None:
+        """talker: upstream's; rows: 1, 2 or 4 Rows"""
+        model = talker.model
+        heads = [talker.codec_head]
+        sizes, kernel = compile_for(model, heads, rows.hidden.shape[-1], len(rows.token))
+        arguments = {name: getattr(rows, name) for name in TALKER_ARGUMENTS}
+        super().__init__(
+            sizes, kernel, model, rows.keys, rows.values, heads, rows.sampling, rows.noise, rows, arguments
+        )
+
+
 class PredictorStep(FusedStep):
     """Projects the talker's hidden state to the predictor's width, then launches the kernel."""
 
-    def __init__(self, predictor_graph: Any, streams: int = 1, like: "PredictorStep | None" = None) -> None:
-        """`like` is another step of the same predictor, whose projected embeddings this one may use."""
-        talker_graph = predictor_graph.talker_graph
-        model = predictor_graph.model
-        heads = list(predictor_graph.heads)
-        self.project = predictor_graph.project
-        self.talker_hidden = talker_graph.hidden
+    def __init__(self, predictor: Any, like: "PredictorStep | None" = None) -> None:
+        """predictor: a PredictorGraph; like: another step of the same model, whose projected embeddings to use"""
+        rows = predictor.rows
+        heads = list(predictor.heads)
+        self.project = predictor.project
+        self.talker_hidden = rows.hidden
         self.first_input = self.project(self.talker_hidden)
 
         # Project all embeddings once, so that the kernel only has to look up a code's row.
-        embeddings = [
-            predictor_graph.embed_token.weight,
-            *(embed.weight for embed in predictor_graph.embed_code),
-        ]
-        inputs = like.inputs if like else [self.project(weight) for weight in embeddings]
+        self.embeddings = [predictor.embed_token.weight, *(embed.weight for embed in predictor.embed_code)]
+        self.inputs = like.inputs if like else [self.project(weight) for weight in self.embeddings]
         arguments = {
             "first_input": self.first_input,
-            "code_inputs": table([inputs], talker_graph.device),
-            "code_embeddings": table([embeddings], talker_graph.device),
-            "frames": predictor_graph.text.shape[1],
-            "text": predictor_graph.text,
-            "hiddens": 0 if predictor_graph.hiddens is None else predictor_graph.hiddens,
-            "codes": predictor_graph.codes,
+            "code_inputs": table([self.inputs], rows.hidden.device),
+            "code_embeddings": table([self.embeddings], rows.hidden.device),
+            "frames": rows.text.shape[1],
+            "text": rows.text,
+            "codes": rows.codes,
         }
-        sizes, kernel = compile_for(model, heads, talker_graph.hidden.shape[-1], streams)
-        sampling = predictor_graph.sampling
-        noise = getattr(sampling, "noise", None)
-        super().__init__(sizes, kernel, model, predictor_graph.cache, heads, sampling, talker_graph, arguments, noise)
-        self.inputs, self.embeddings = inputs, embeddings  # the kernel knows only their addresses
+        sizes, kernel = compile_for(predictor.model, heads, rows.hidden.shape[-1], len(rows.token))
+        super().__init__(
+            sizes,
+            kernel,
+            predictor.model,
+            rows.code_keys,
+            rows.code_values,
+            heads,
+            rows.code_sampling,
+            rows.code_noise,
+            rows,
+            arguments,
+        )
 
-    def __call__(self, draw_noise: bool = True) -> None:
-        if self.first_input is not self.talker_hidden:  # the same tensor where the projection is the identity
+    def project_hidden(self) -> None:
+        """The same tensor where the projection is the identity."""
+        if self.first_input is not self.talker_hidden:
             self.first_input.copy_(self.project(self.talker_hidden))
-        super().__call__(draw_noise)
 
-
-def talker_step(talker: Any, talker_graph: Any, streams: int = 1) -> FusedStep:
-    """For upstream's `talker` and its TalkerGraph, or a graph of several streams."""
-    model = talker.model
-    heads = [talker.codec_head]
-    cache = talker_graph.cache
-    sampling = talker_graph.sampling
-    sizes, kernel = compile_for(model, heads, talker_graph.hidden.shape[-1], streams)
-    arguments = {name: getattr(talker_graph, name) for name in TALKER_ARGUMENTS}
-    noise = getattr(sampling, "noise", None)
-    return FusedStep(sizes, kernel, model, cache, heads, sampling, talker_graph, arguments, noise)
-
-
-def predictor_step(predictor_graph: Any, streams: int = 1, like: PredictorStep | None = None) -> PredictorStep:
-    """For a PredictorGraph."""
-    return PredictorStep(predictor_graph, streams, like)
+    def __call__(self) -> None:
+        self.project_hidden()
+        super().__call__()

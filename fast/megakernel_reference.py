@@ -1,4 +1,4 @@
-"""What megakernel.cu computes, in torch and float32: layers, head and choice, for one token or several in a row.
+"""What the layers of megakernel.cu compute, in torch and float32, for one token or several in a row.
 
 This is the kernel's documentation, and tests/test_kernel_on_cpu.py and self_test.py compare the kernel with
 it. The kernel sums in float32 too, but its weights, its cache and all values that pass between blocks are
@@ -9,40 +9,25 @@ Shapes: L tokens (the kernel has one or two), H hidden size, I inner size, Q que
 D dimensions of a head, T length of the cache, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Rounding = Callable[[Tensor], Tensor]
-
-
-def exact(x: Tensor) -> Tensor:
-    return x
-
-
-def to_bfloat16(x: Tensor) -> Tensor:
-    """float32 with the values of bfloat16."""
-    return x.bfloat16().float()
+from fast.layer_kernels_reference import Rounding, exact, norm, rotate
+from fast.layer_kernels_reference import to_bfloat16 as to_bfloat16
 
 
 def rms_norm(x: Tensor, module: Any, epsilon: float, rounded: Rounding = exact) -> Tensor:
     """(..., H)"""
-    normalized = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
-    return rounded(rounded(normalized) * module.weight.float())
+    return norm(x, module.weight, epsilon, rounded)
 
 
 def linear(x: Tensor, module: Any, rounded: Rounding = exact) -> Tensor:
     """(..., H) -> (..., rows)"""
     return rounded(x @ module.weight.float().T)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, rounded: Rounding = exact) -> Tensor:
-    """RoPE of (L, heads, D). The first half of sin is negated, so that swapping the halves is enough."""
-    swapped = x.roll(x.shape[-1] // 2, -1)
-    return rounded(rounded(x * cos) + rounded(swapped * sin))
 
 
 def angles(model: Any, first: int, count: int = 1) -> tuple[Tensor, Tensor]:
@@ -117,36 +102,3 @@ def run_layers(model: Any, caches: Sequence[tuple[Tensor, Tensor]], x: Tensor, p
         inner = gate_and_up(layer, x, epsilon)
         x = add_projection(x, inner, layer.mlp.down_proj)
     return rms_norm(x, model.norm, epsilon)
-
-
-def apply_talker_rules(
-    logits: Tensor, seen: Tensor, suppressed: Tensor, repetition_penalty: float, forbidden_token: int | None
-) -> Tensor:
-    """The talker's logits (..., V) with repetition penalty, then suppression. `forbidden_token` is the end
-    token as long as it would come too early."""
-    penalized = torch.where(logits < 0, logits * repetition_penalty, logits / repetition_penalty)
-    scores = torch.where(seen, penalized, logits).masked_fill(suppressed, float("-inf"))
-    if forbidden_token is not None:
-        scores[..., forbidden_token] = float("-inf")
-    return scores
-
-
-def choose(scores: Tensor, sampling: Any, noise: Tensor) -> Tensor:
-    """Top-k, top-p, then the largest weight / noise. (B, V), (B, V) -> (B)
-
-    The kernel finds the same two thresholds bit by bit instead of sorting, and sums the weights for top-p as
-    integers of 22 bits.
-    """
-    ranked, order = (scores / sampling.temperature).sort(-1)  # ascending
-    weights = (ranked - ranked[:, -1:]).exp()
-
-    # Top-k keeps the k-th best score and all that equal it.
-    weights = weights.masked_fill(ranked < ranked[:, sampling.topk_rank.flatten()], 0)
-
-    # Top-p drops the least likely ones, as many as have at most 1 - p of the probability together.
-    cumulative = weights.cumsum(-1)
-    weights = weights.masked_fill(cumulative <= sampling.one_minus_top_p * cumulative[:, -1:], 0)
-
-    noise = torch.where(sampling.greedy, 1.0, noise).gather(-1, order)
-    best = (weights / noise).argmax(-1, keepdim=True)
-    return order.gather(-1, best)[:, 0]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-TOLD_BY_TORCH = ("name", "major", "minor", "multi_processor_count")
-DEVICE_ATTRIBUTES = {  # by torch's name for it -> CU_DEVICE_ATTRIBUTE_...
+TORCH_PROPERTIES = ("name", "major", "minor", "multi_processor_count")
+DEVICE_ATTRIBUTES = {  # torch's name -> CU_DEVICE_ATTRIBUTE_...
     "shared_memory_per_block_optin": 97,  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     "L2_cache_size": 38,  # L2_CACHE_SIZE
 }
@@ -23,7 +23,7 @@ DEVICE_ATTRIBUTES = {  # by torch's name for it -> CU_DEVICE_ATTRIBUTE_...
 
 @functools.cache
 def load_nvrtc() -> ctypes.CDLL:
-    """The NVRTC of torch's CUDA version: where the loader finds it, else in the folders of torch's wheels."""
+    """The NVRTC of torch's CUDA version: from the library path, else from the folders of torch's wheels."""
     major = (torch.version.cuda or "13").split(".")[0]
     name = f"nvrtc64_{major}0_0.dll" if sys.platform == "win32" else f"libnvrtc.so.{major}"
     torch_folder = Path(torch.__file__).parent
@@ -35,11 +35,11 @@ def load_nvrtc() -> ctypes.CDLL:
             return ctypes.CDLL(candidate)
         except OSError:
             continue
-    raise OSError(f"{name} was found neither by the system nor beside torch: pip install nvidia-cuda-nvrtc")
+    raise OSError(f"{name} is neither in the library path nor next to torch: pip install nvidia-cuda-nvrtc")
 
 
 def version() -> tuple[int, int]:
-    """Of NVRTC: (12, 8) for CUDA 12.8."""
+    """NVRTC's version: (12, 8) for CUDA 12.8."""
     major = ctypes.c_int()
     minor = ctypes.c_int()
     result = load_nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
@@ -64,7 +64,7 @@ def call_driver(function: str, *arguments: Any) -> None:
 
 
 def gpu_properties(device: torch.device) -> Any:
-    """torch.cuda.get_device_properties. A torch before 2.7 does not tell all that we need: the driver does."""
+    """torch.cuda.get_device_properties. What torch before 2.7 does not have there comes from the driver."""
     gpu = torch.cuda.get_device_properties(device)
     if all(hasattr(gpu, name) for name in DEVICE_ATTRIBUTES):
         return gpu
@@ -72,7 +72,7 @@ def gpu_properties(device: torch.device) -> Any:
     handle = ctypes.c_int()
     call_driver("cuInit", 0)
     call_driver("cuDeviceGet", ctypes.byref(handle), number)
-    properties = {name: getattr(gpu, name) for name in TOLD_BY_TORCH}
+    properties = {name: getattr(gpu, name) for name in TORCH_PROPERTIES}
     for name, attribute in DEVICE_ATTRIBUTES.items():
         value = ctypes.c_int()
         call_driver("cuDeviceGetAttribute", ctypes.byref(value), attribute, handle)
@@ -87,21 +87,8 @@ def architecture_of(device: torch.device) -> str:
 
 
 def compiler_options(architecture: str) -> list[str]:
-    return [f"--gpu-architecture={architecture}"]
-
-
-def check_struct(struct: str, fields: Sequence[str], listed_in: str) -> str:
-    """C++ that does not compile unless the struct has exactly these fields of 8 bytes, in this order.
-
-    The source defines OFFSET_OF. `listed_in` is the Python file that has the fields, for the message.
-    """
-    lines = []
-    for i, field in enumerate(fields):
-        message = f"{struct}.{field} is not field {i}, as {listed_in} has it"
-        lines.append(f'static_assert(OFFSET_OF({struct}, {field}) == {8 * i}, "{message}");\n')
-    message = f"{struct} does not have the {len(fields)} fields listed in {listed_in}"
-    lines.append(f'static_assert(sizeof({struct}) == {8 * len(fields)}, "{message}");\n')
-    return "".join(lines)
+    """Lambdas and functions without an annotation are for the device, too."""
+    return [f"--gpu-architecture={architecture}", "--device-as-default-execution-space"]
 
 
 def compile_source(source: str, architecture: str) -> bytes:
@@ -109,13 +96,13 @@ def compile_source(source: str, architecture: str) -> bytes:
 
     A RuntimeError has the compiler's messages.
     """
-    what = "CUBIN" if architecture.startswith("sm_") else "PTX"
+    output = "CUBIN" if architecture.startswith("sm_") else "PTX"
     nvrtc = load_nvrtc()
     nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
 
-    def check(result: int, what: str) -> None:
+    def check(result: int, function: str) -> None:
         if result != 0:
-            raise RuntimeError(f"{what} failed: {nvrtc.nvrtcGetErrorString(result).decode()}")
+            raise RuntimeError(f"{function} failed: {nvrtc.nvrtcGetErrorString(result).decode()}")
 
     program = ctypes.c_void_p()
     code = source.encode()
@@ -132,33 +119,55 @@ def compile_source(source: str, architecture: str) -> bytes:
             messages = log.value.decode(errors="replace").strip()
             raise RuntimeError(messages or nvrtc.nvrtcGetErrorString(compiled).decode())
 
-        check(nvrtc[f"nvrtcGet{what}Size"](program, ctypes.byref(size)), f"nvrtcGet{what}Size")
+        check(nvrtc[f"nvrtcGet{output}Size"](program, ctypes.byref(size)), f"nvrtcGet{output}Size")
         compiled_source = ctypes.create_string_buffer(size.value)
-        check(nvrtc[f"nvrtcGet{what}"](program, compiled_source), f"nvrtcGet{what}")
+        check(nvrtc[f"nvrtcGet{output}"](program, compiled_source), f"nvrtcGet{output}")
         return compiled_source.raw
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-class Module:
-    """A cubin, loaded on one GPU."""
+class Kernels:
+    """The kernels of a cubin, loaded on one GPU. The only argument of each is a struct of 8-byte fields, by value."""
 
-    def __init__(self, cubin: bytes, device: torch.device) -> None:
+    def __init__(self, cubin: bytes, names: Iterable[str], device: torch.device) -> None:
         self.device = device
-        self.module = ctypes.c_void_p()
+        self.functions: dict[str, ctypes.c_void_p] = {}
+        module = ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.empty(1, device=device)  # creates the context that the driver calls below work in
-            call_driver("cuModuleLoadData", ctypes.byref(self.module), cubin)
+            call_driver("cuModuleLoadData", ctypes.byref(module), cubin)
+            for name in names:
+                function = ctypes.c_void_p()
+                call_driver("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+                self.functions[name] = function
 
-    def get_function(self, name: str) -> ctypes.c_void_p:
-        function = ctypes.c_void_p()
+    def launch(self, name: str, grid: tuple[int, int], block: int, fields: Sequence[int]) -> None:
+        """Launch `grid` blocks of `block` threads on torch's current stream. The driver copies the fields."""
+        self.call_launch("cuLaunchKernel", name, grid, block, 0, fields, None)
+
+    def call_launch(
+        self,
+        driver_function: str,
+        name: str,
+        grid: tuple[int, int],
+        block: int,
+        shared_bytes: int,
+        fields: Sequence[int],
+        *more: Any,
+    ) -> None:
+        struct = (ctypes.c_uint64 * len(fields))(*fields)
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
+        blocks = (*grid, 1)
+        threads = (block, 1, 1)
         with torch.cuda.device(self.device):
-            call_driver("cuModuleGetFunction", ctypes.byref(function), self.module, name.encode())
-        return function
+            stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
+            function = self.functions[name]
+            call_driver(driver_function, function, *blocks, *threads, shared_bytes, stream, parameters, *more)
 
 
-class Kernel(Module):
-    """A kernel of a cubin, loaded on one GPU. Its only argument is a struct of 8-byte fields, by value."""
+class Kernel:
+    """A single kernel, launched cooperatively: an error unless all blocks fit on the GPU at once."""
 
     def __init__(
         self,
@@ -169,49 +178,16 @@ class Kernel(Module):
         block: int,  # threads of a block
         shared_bytes: int,  # dynamic shared memory of a block
     ) -> None:
-        super().__init__(cubin, device)
+        self.kernels = Kernels(cubin, [name], device)
+        self.name = name
         self.grid = grid
         self.block = block
         self.shared_bytes = shared_bytes
-        self.function = self.get_function(name)
+        function = self.kernels.functions[name]
         with torch.cuda.device(device):
-            call_driver("cuFuncSetAttribute", self.function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+            call_driver("cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
 
     def launch(self, fields: Sequence[int]) -> None:
-        """Launch on torch's current stream, cooperatively: an error unless all blocks fit on the GPU at once. The
-        driver copies the fields."""
-        struct = (ctypes.c_uint64 * len(fields))(*fields)
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
-        with torch.cuda.device(self.device):
-            stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
-            blocks = (self.grid, 1, 1)
-            threads = (self.block, 1, 1)
-            call_driver(
-                "cuLaunchCooperativeKernel",
-                self.function,
-                *blocks,
-                *threads,
-                self.shared_bytes,
-                stream,
-                parameters,
-            )
-
-
-class Kernels(Module):
-    """All kernels of a cubin, loaded on one GPU. Their only argument is a struct of 8-byte fields, by value."""
-
-    def __init__(self, cubin: bytes, names: Iterable[str], device: torch.device) -> None:
-        super().__init__(cubin, device)
-        self.functions = {name: self.get_function(name) for name in names}
-
-    def launch(self, name: str, grid: tuple[int, int], block: int, fields: Sequence[int]) -> None:
-        """Launch `grid` blocks of `block` threads on torch's current stream. The driver copies the fields."""
-        struct = (ctypes.c_uint64 * len(fields))(*fields)
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
-        with torch.cuda.device(self.device):
-            stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
-            blocks = (*grid, 1)
-            threads = (block, 1, 1)
-            shared_bytes = 0  # none but what the kernel declares
-            function = self.functions[name]
-            call_driver("cuLaunchKernel", function, *blocks, *threads, shared_bytes, stream, parameters, None)
+        """Launch on torch's current stream."""
+        size = (self.grid, 1), self.block, self.shared_bytes
+        self.kernels.call_launch("cuLaunchCooperativeKernel", self.name, *size, fields)

@@ -1,5 +1,4 @@
-"""Whether torch is new enough, whether the megakernel can run a model on this machine, and if not, why; and whether it
-has stopped."""
+"""Whether torch is new enough, whether the megakernel can run a model on this machine, and if not, why."""
 
 from operator import attrgetter
 
@@ -12,8 +11,17 @@ FUNCTIONS = ("nn.functional.rms_norm",)
 CUDA_FUNCTIONS = ("cuda.CUDAGraph.register_generator_state",)
 
 
+MEGAKERNEL = "megakernel"  # the name of that path
+
+
 class MegakernelStopped(RuntimeError):
     """A wait in the megakernel took too long. What it has computed since is worthless."""
+
+    def __init__(self, reason: str, utterances=()):
+        """utterances: those whose speech is lost"""
+        super().__init__(f"{reason}: the speech is lost, the next request runs on separate kernels")
+        self.reason = reason
+        self.utterances = utterances
 
 
 def check_torch(device: torch.device, torch=torch) -> None:
@@ -32,7 +40,7 @@ def choose_path(talker, fused: bool | None) -> tuple[bool, str]:
         raise ValueError(f"fused=True: the megakernel cannot run here: {reason}")
     if reason:
         return False, describe(reason)
-    return True, "megakernel"
+    return True, MEGAKERNEL
 
 
 def describe(reason: str) -> str:
@@ -85,11 +93,3 @@ def stacks_of(talker) -> list[tuple]:
         (talker.model, [talker.codec_head], hidden_size),
         (predictor.model, list(predictor.lm_head), hidden_size),
     ]
-
-
-def why_stopped(*steps) -> str:
-    """Whether the megakernel gave up in one of these steps, as far as they have ended, and why. Empty if it did not."""
-    for step in steps:
-        if isinstance(step, megakernel.FusedStep) and (reason := step.why_failed()):
-            return f"the megakernel has stopped: {reason}"
-    return ""

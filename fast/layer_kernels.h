@@ -1,0 +1,62 @@
+// The kernels of a decoder layer that batched.cu and codec_kernels.cu share. They use the definitions HIDDEN,
+// INNER, EPSILON and THREADS; layer_kernels.py launches them.
+
+constexpr int HIDDEN_VECTORS = HIDDEN / 8;
+constexpr int INNER_VECTORS = INNER / 8;
+
+static_assert(HIDDEN % 256 == 0, "unsupported sizes: HIDDEN must be a multiple of 256");    // whole warps
+static_assert(HIDDEN <= 8192, "unsupported sizes: HIDDEN must be at most 8192");            // threads
+static_assert(INNER % 8 == 0, "unsupported sizes: INNER must be a multiple of 8");
+
+struct AddAndNorm {
+    const uint4 *x;                                   // (rows, HIDDEN)
+    const uint4 *scale;                               // (HIDDEN), or null
+    const uint4 *residual;                            // (rows, HIDDEN), or null
+    const uint4 *weight;                              // (HIDDEN)
+    uint4 *sum;                                       // (rows, HIDDEN), or null; may be `residual`
+    uint4 *normalized;                                // (rows, HIDDEN)
+};
+
+struct SiluAndMultiply {
+    const uint4 *gate_up;                             // (rows, 2, INNER)
+    uint4 *inner;                                     // (rows, INNER)
+    u64 vectors;                                      // of all of `inner`
+};
+
+struct NormShared {
+    float squares[HIDDEN_VECTORS / 32];               // of each warp
+};
+
+// x * scale + residual, rounded after both, and its RMS norm. Block b has row b, thread t its vector t.
+extern "C" __global__ void __launch_bounds__(HIDDEN_VECTORS) add_and_norm(AddAndNorm arguments) {
+    const u64 vector = (u64)blockIdx.x * HIDDEN_VECTORS + threadIdx.x;
+    const uint4 weight = arguments.weight[threadIdx.x];
+    uint4 sum = arguments.x[vector];
+    if (arguments.scale) {
+        sum = multiply(sum, arguments.scale[threadIdx.x]);
+    }
+    if (arguments.residual) {
+        sum = add(sum, arguments.residual[vector]);
+    }
+    if (arguments.sum) {
+        arguments.sum[vector] = sum;
+    }
+    const float squares = block_sum(dot(unpack(sum), unpack(sum)), static_shared<NormShared>().squares);
+    arguments.normalized[vector] = normalize(sum, rsqrtf(squares / HIDDEN + EPSILON), weight);
+}
+
+// silu(gate) is rounded, and so is its product with up. Thread t of all blocks has vector t of `inner`.
+extern "C" __global__ void __launch_bounds__(THREADS) silu_and_multiply(SiluAndMultiply arguments) {
+    const u64 vector = (u64)blockIdx.x * THREADS + threadIdx.x;
+    if (vector >= arguments.vectors) {
+        return;
+    }
+    const u64 gate_vector = vector + vector / INNER_VECTORS * INNER_VECTORS;
+    const uint4 up = arguments.gate_up[gate_vector + INNER_VECTORS];
+    Eight gate = unpack(arguments.gate_up[gate_vector]);
+#pragma unroll
+    for (float &value : gate.v) {
+        value = silu(value);
+    }
+    arguments.inner[vector] = multiply(pack(gate), up);
+}

@@ -1,0 +1,65 @@
+"""Rows that come and go: each belongs to another request, and is at a position of its own.
+
+    row 0   [ prompt | frame 0 | frame 1 | frame 2 |  ...            position 37
+    row 1   [ prompt      | frame 0 |                                position 12
+    row 2   [ a longer prompt            | frame 0 | frame 1 |       position 51
+    row 3     free
+            every frame adds one position to each row that may advance; a row joins and leaves between two frames
+
+Copies are exact. On a CPU in float32 the codes of a row do not depend on what runs beside it.
+"""
+
+import copy
+
+import torch
+
+from cudagraph_talker import Rows, Sampling
+
+
+def new_pool(device: torch.device) -> tuple | None:
+    """Memory that graphs share, and a stream to capture all of them: each stream has a cuBLAS workspace of its own."""
+    return (torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)) if device.type == "cuda" else None
+
+
+class Slots(Rows):
+    """Rows of which a frame takes the first n: `slots[:n]` is a view of them."""
+
+    def __getitem__(self, rows: slice | int) -> "Slots":
+        return view_of(self, rows)
+
+    def settings(self) -> list[torch.Tensor]:
+        """All tensors that `configure` writes."""
+        rules = [self.repetition_penalty, self.suppressed, self.end_token, self.min_tokens]
+        return rules + tensors_of(self.sampling) + tensors_of(self.code_sampling)
+
+    def state(self) -> list[torch.Tensor]:
+        """All tensors that a prefill sets."""
+        return [*self.settings(), self.prompt_length, self.frame, self.token, self.hidden, self.seen, self.ended]
+
+    def cache(self) -> list[torch.Tensor]:
+        return [*self.keys, *self.values]
+
+
+def copy_row(source: Slots, target: Slots, length: int, clear: bool = True) -> None:
+    """Copy a row, `slots[i]`, that has `length` positions. `clear` the rest if attention reads it: 0 x NaN is NaN."""
+    torch._foreach_copy_([*target.state(), target.text, target.codes], [*source.state(), source.text, source.codes])
+    if clear:
+        torch._foreach_zero_([tensor[:, length:] for tensor in target.cache()])
+    torch._foreach_copy_(*([tensor[:, :length] for tensor in row.cache()] for row in (target, source)))
+
+
+def tensors_of(sampling: Sampling) -> list[torch.Tensor]:
+    return [sampling.temperature, sampling.topk_rank, sampling.one_minus_top_p, sampling.greedy]
+
+
+def view_of(part, rows: slice | int):
+    """These rows of all tensors of an object or a list. They share their memory."""
+    if torch.is_tensor(part):
+        return part[rows]
+    if isinstance(part, list):
+        return [view_of(item, rows) for item in part]
+    if not isinstance(part, Rows | Sampling):
+        return part
+    view = copy.copy(part)
+    vars(view).update({name: view_of(value, rows) for name, value in vars(part).items()})
+    return view

@@ -1,0 +1,151 @@
+// The choice of a token, which megakernel.cu and batched.cu share: `sample` of cudagraph_talker.py for one row,
+// by one block. Each thread has N scores of the vocabulary.
+
+constexpr int TOKEN_BITS = 12;                        // of the highest token, see `rank` below
+
+struct Sampling {
+    float temperature;
+    u64 topk_rank;                                    // rank of the k-th best score, counted from the worst
+    float one_minus_top_p;
+};
+
+// For the values that the warps exchange. Two sets, used in turn, so that each reduction needs only one
+// barrier.
+template <int WARPS>
+struct alignas(16) SamplerShared {
+    u64 of_warp[2][WARPS];
+};
+
+// Repetition penalty of a token that was chosen before, then suppression.
+__device__ float apply_rules(float score, bool is_seen, float repetition_penalty, bool is_suppressed) {
+    if (is_seen) {
+        score = score < 0 ? score * repetition_penalty : score / repetition_penalty;
+    }
+    return is_suppressed ? __uint_as_float(0xff800000) : score;             // -infinity
+}
+
+// Floats as unsigned integers of the same order, and back. Add 0 first: it makes -0, which equals 0, the same.
+__device__ u32 ordered_bits(float x) {
+    const u32 bits = __float_as_uint(x + 0.0f);
+    return bits >> 31 ? ~bits : bits | 1u << 31;
+}
+
+__device__ float from_ordered_bits(u32 ordered) {
+    return __uint_as_float(ordered >> 31 ? ordered & ~(1u << 31) : ~ordered);
+}
+
+// Sum over a warp of integers below 2^51: the upper and the lower bits, each by one instruction.
+__device__ u64 warp_sum_wide(u64 x) {
+    constexpr u32 LOW_BITS = 24;
+    const u64 high = __reduce_add_sync(~0u, (u32)(x >> LOW_BITS));
+    const u32 low = __reduce_add_sync(~0u, (u32)x & ((1u << LOW_BITS) - 1));
+    return (high << LOW_BITS) + low;
+}
+
+// Top-k, top-p, and the largest weight / noise. Instead of sorting, it finds both thresholds bit by bit.
+//
+// Score i of this thread is that of the token token_of(i), and so is its noise, which is exponentially
+// distributed, or 1 for a greedy choice. SCORE_BITS is how many of the ordered bits of the scores differ: 16
+// for scores that are bfloat16, else 32. barrier() waits for all threads that take part. A NaN leads to some
+// token of the vocabulary.
+//
+// Ranks are in the order of a stable sort: 32 bits of the score, divided by the temperature, then those of the
+// token, so that no two are equal. Torch's sort is stable on a GPU for this many scores, but does not promise
+// it.
+template <int SCORE_BITS, int WARPS, int N, class TokenOf, class Barrier>
+__device__ int sample_scores(const float (&score)[N], const float (&noise)[N], Sampling sampling,
+                             SamplerShared<WARPS> &in_shared, TokenOf token_of, Barrier barrier) {
+    int reductions = 0;
+    const auto over_warps = [&](auto x, auto combine) {
+        using T = decltype(x);
+        ++reductions;
+        T(&of_warp)[WARPS] = (T(&)[WARPS])in_shared.of_warp[reductions % 2];
+        return combine_warps(x, of_warp, lane_index() == 0, combine, barrier);
+    };
+    const auto add = [](auto a, auto b) { return a + b; };
+    const auto larger = [](u32 a, u32 b) { return max(a, b); };
+    const auto smaller = [](u64 a, u64 b) { return min(a, b); };
+
+    // Top-k: the k-th best score is the highest number with at most `topk_rank` scores below it. Scores that
+    // equal it stay.
+    u32 key[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        key[i] = ordered_bits(score[i]) >> (32 - SCORE_BITS);
+    }
+    u32 threshold = 0;
+    for (int bit = SCORE_BITS - 1; bit >= 0; --bit) {
+        const u32 candidate = threshold | 1u << bit;
+        u32 below = 0;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            below += key[i] < candidate;
+        }
+        if (over_warps(__reduce_add_sync(~0u, below), add) <= sampling.topk_rank) {
+            threshold = candidate;
+        }
+    }
+    if (SCORE_BITS == 16) {                           // ordered_bits inverts a negative score's zeros
+        threshold = threshold << 16 | (threshold >> 15 ? 0 : 0xffff);
+    }
+    const float threshold_score = from_ordered_bits(threshold) / sampling.temperature;
+
+    u32 ordered[N];
+    u32 best = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        ordered[i] = ordered_bits(score[i] / sampling.temperature);
+        best = max(best, ordered[i]);
+    }
+    const float best_score = from_ordered_bits(over_warps(__reduce_max_sync(~0u, best), larger));
+    float weight[N];                                  // softmax without its denominator
+    u32 ratio[N];                                     // weight / noise: bits of floats from 0 on have their order
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float this_score = from_ordered_bits(ordered[i]);
+        weight[i] = this_score < threshold_score ? 0 : expf(this_score - best_score);
+        ratio[i] = __float_as_uint(weight[i] / noise[i]);
+    }
+    const auto rank = [&](int i) {
+        return (u64)ordered[i] << TOKEN_BITS | token_of(i);
+    };
+
+    // Top-p drops the lowest ranks, as many as have at most 1 - p of the weight together. Weights are summed as
+    // integers, 2^40 for the best, so that every order of summation gives the same sum.
+    u64 first_kept = 0;
+    if (sampling.one_minus_top_p > 0) {
+        const auto weight_below = [&](u64 candidate) {
+            u64 sum = 0;
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                sum += rank(i) < candidate ? (u64)(weight[i] * (1ull << 40)) : 0;
+            }
+            return over_warps(warp_sum_wide(sum), add);
+        };
+        const u64 limit = sampling.one_minus_top_p * (float)weight_below(~0ull);
+        for (int bit = 32 + TOKEN_BITS - 1; bit >= 0; --bit) {
+            const u64 candidate = first_kept | 1ull << bit;
+            if (weight_below(candidate) <= limit) {
+                first_kept = candidate;
+            }
+        }
+    }
+
+    // The largest ratio, and of equals the lowest rank.
+    u32 best_ratio = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        ratio[i] = rank(i) < first_kept ? 0 : ratio[i];
+        best_ratio = max(best_ratio, ratio[i]);
+    }
+    best_ratio = over_warps(__reduce_max_sync(~0u, best_ratio), larger);
+    u64 winner = ~0ull;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        winner = ratio[i] == best_ratio ? min(winner, rank(i)) : winner;
+    }
+    for (int distance = 16; distance > 0; distance /= 2) {
+        winner = min(winner, __shfl_xor_sync(~0u, winner, distance));
+    }
+    return over_warps(winner, smaller) % (1 << TOKEN_BITS);
+}
