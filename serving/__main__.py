@@ -8,14 +8,13 @@ import ipaddress
 import os
 import socket
 import warnings
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from cli.checkpoints import MODELS
-from cli.options import check_speaker_file
-from cli.scripts import Parser, check_device_name, cli_errors, heavy_imports
-from serving.settings import API_KEY_VARIABLE, Settings, check_model, check_origin
+from common.checkpoints import MODELS, check_speaker_file
+from common.scripts import Parser, check_device_name, cli_errors, heavy_imports
+from serving.settings import API_KEY_VARIABLE, LIMITS, Settings, check_model, check_origin
 
 PACKAGES = "fastapi", "uvicorn", "websockets", "prometheus_client", "python_multipart"
 
@@ -55,11 +54,10 @@ def parse_arguments() -> argparse.Namespace:
         "--speaker", type=Path, action="append", default=[], help="a speaker.pt; its voice has the file's name"
     )
     limits = parser.add_argument_group("limits")
-    for item in fields(Settings):
-        if "help" in item.metadata:
-            option = "--" + item.name.replace("_", "-")
-            help_text = f"{item.metadata['help']} ({item.default:g})"
-            limits.add_argument(option, type=type(item.default), default=item.default, help=help_text)
+    for item in LIMITS:
+        option = "--" + item.name.replace("_", "-")
+        help_text = f"{item.metadata['help']} ({item.default:g})"
+        limits.add_argument(option, type=type(item.default), default=item.default, help=help_text)
     args = parser.parse_args()
     check_device_name(args.device)
     if not 0 <= args.port < 65536:
@@ -68,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_settings(args: argparse.Namespace) -> Settings:
-    limits = {item.name: getattr(args, item.name) for item in fields(Settings) if "help" in item.metadata}
+    limits = {item.name: getattr(args, item.name) for item in LIMITS}
     api_key = os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key
     origins = tuple(map(check_origin, args.cors_origin))
     return Settings(api_key, origins, voices=args.voices, **limits)

@@ -11,9 +11,9 @@ import anyio.to_thread
 import numpy as np
 import soundfile
 
-from cli import audio_files
-from cli.audio_files import Chunk, check_recording, to_int16, wav_header
-from cli.output_files import FORMATS
+from common import audio_files
+from common.audio_files import Chunk, check_recording, to_int16, wav_header
+from common.output_files import FORMATS
 from serving.errors import ApiError
 from serving.settings import Settings
 

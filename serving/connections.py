@@ -27,13 +27,17 @@ def uvicorn_config(app: FastAPI, settings: Settings, **options) -> uvicorn.Confi
         **options,
     )
     config.head_seconds = settings.body_seconds
-    logging.getLogger("uvicorn.error").addFilter(is_no_refusal)
+    logging.getLogger("uvicorn.error").addFilter(is_news)
     return config
 
 
-def is_no_refusal(record: logging.LogRecord) -> bool:
-    """uvicorn logs an error for each WebSocket that is refused with an HTTP response. That is the client's mistake."""
-    return record.msg != "ASGI callable returned without completing handshake."
+def is_news(record: logging.LogRecord) -> bool:
+    """uvicorn logs an error for each WebSocket that is refused with an HTTP response, which is the client's mistake,
+    and for each response that ends early, for which server.py logs the reason."""
+    return record.msg not in (
+        "ASGI callable returned without completing handshake.",
+        "ASGI callable returned without completing response.",
+    )
 
 
 class TimedH11Protocol(H11Protocol):

@@ -5,7 +5,8 @@ import logging
 
 from starlette.responses import Response
 
-from serving.stream import CutOff, QueueFull, StreamTimeout
+from speech.request import QueueFull, StreamTimeout
+from speech.utterance import CutOff
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
 

@@ -158,11 +158,8 @@ def key_of(authorization: str) -> bytes:
 
 def key_of_subprotocols(offered: list[str]) -> bytes:
     """The WebSockets of browsers cannot send an Authorization header, but they can offer subprotocols."""
-    for name in offered:
-        if name.startswith("bearer."):
-            value = name.removeprefix("bearer.")
-            try:
-                return base64.urlsafe_b64decode(value + "=" * (-len(value) % 4))
-            except (binascii.Error, ValueError):
-                return b""
-    return b""
+    value = next((name.removeprefix("bearer.") for name in offered if name.startswith("bearer.")), "")
+    try:
+        return base64.urlsafe_b64decode(value + "=" * (-len(value) % 4))
+    except (binascii.Error, ValueError):
+        return b""

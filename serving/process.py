@@ -13,7 +13,7 @@ import time
 import torch
 import uvicorn
 
-from cli.loading import model_errors
+from common.loading import model_errors
 from serving.connections import uvicorn_config
 from serving.server import create_app
 from serving.settings import Settings

@@ -14,7 +14,6 @@ Who reaches Ray's own ports (dashboard, cluster) can run code: keep them in a pr
 import asyncio
 import gc
 import os
-from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
@@ -28,16 +27,14 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 from ray.serve.metrics import Gauge
 
-from cli import checkpoints
+from common import checkpoints
 from serving.errors import ApiError
 from serving.requests import parse
 from serving.server import create_app
-from serving.settings import API_KEY_VARIABLE, Settings, check_origin
+from serving.settings import API_KEY_VARIABLE, LIMITS, Settings, check_origin
 from serving.speech import Speech, load_speakers
 
 SECONDS_BETWEEN_METRICS = 5.0
-
-LIMITS = [item for item in fields(Settings) if "help" in item.metadata]
 
 
 class Placement(BaseModel):

@@ -11,7 +11,6 @@ first chunk of audio decides the status: whatever fails before it gets an error 
 import base64
 import contextlib
 import logging
-from pathlib import Path
 
 import anyio
 import prometheus_client
@@ -25,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
-from cli import checkpoints
+from common import checkpoints
 from serving.audio_formats import CONTENT_TYPES, STREAMABLE, encode_stream
 from serving.errors import ApiError, as_api_error, to_json
 from serving.guard import Guard
@@ -86,7 +85,7 @@ def create_app(speech: Speech) -> FastAPI:
         return JSONResponse({"success": True, "deleted": name.lower()})
 
     def the_model() -> dict:
-        model = {"id": Path(speech.model).name, "object": "model", "created": 0, "owned_by": "qwen"}
+        model = {"id": checkpoints.display_name(speech.model), "object": "model", "created": 0, "owned_by": "qwen"}
         return model | {"kind": speech.kind, "languages": checkpoints.languages(speech.config)}  # for the page
 
     @app.get("/v1/models")
@@ -155,7 +154,7 @@ async def read_voice(request: Request, settings: Settings) -> tuple[str, bytes, 
             form = await request.form(max_files=1, max_fields=10)
         except (MultiPartException, HTTPException) as error:
             raise ApiError(f"the form cannot be read: {getattr(error, 'detail', error)}") from None
-    async with contextlib.aclosing(FormFiles(form)):
+    try:
         name, sample, ref_text = (form.get(field) for field in ("name", "audio_sample", "ref_text"))
         if not isinstance(name, str):
             raise ApiError("name is missing: give the voice a name", param="name")
@@ -166,13 +165,8 @@ async def read_voice(request: Request, settings: Settings) -> tuple[str, bytes, 
         if (sample.size or 0) > settings.max_upload:
             raise ApiError(f"audio_sample has more than {settings.max_upload} bytes: give a shorter recording", 413)
         return name, await sample.read(), (ref_text or "").strip() or None
-
-
-class FormFiles:
-    """Closes the temporary files of a form."""
-
-    def __init__(self, form):
-        self.aclose = form.close
+    finally:
+        await form.close()  # its temporary files
 
 
 @contextlib.contextmanager
@@ -224,8 +218,8 @@ class SpeechResponse(Response):
             if not has_begun:
                 await error.response()(scope, receive, send)
                 return
-            # The response stays incomplete, so that the client sees an error and not a short file. Events are no
-            # exception: some clients ignore those of an unknown type.
+            # The response stays incomplete and the connection is closed, so that the client sees an error and not a
+            # short file: HTTP has no other sign. Events are no exception: some clients ignore those of an unknown type.
             log.warning("request %s was broken off: %s", scope["request_id"], error.message)
             if self.is_sse:
                 with anyio.move_on_after(self.settings.send_seconds):

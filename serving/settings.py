@@ -5,8 +5,7 @@ import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from cli.checkpoints import base_config, read_config
-from cli.options import check_number
+from common.checkpoints import base_config, check_number, read_config
 
 API_KEY_VARIABLE = "QWEN3_TTS_API_KEY"
 MB = 1_000_000
@@ -53,6 +52,9 @@ class Settings:
                 raise ValueError(f"{option} is {value}, it must be above 0")
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError(f"--api-key or ${API_KEY_VARIABLE} is empty: give a key, or leave it out")
+
+
+LIMITS = [item for item in fields(Settings) if "help" in item.metadata]
 
 
 def check_origin(origin: str) -> str:

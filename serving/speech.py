@@ -14,19 +14,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cli import checkpoints, options
-from cli.audio_files import Chunk
-from cli.loading import choose_device
-from cli.voices import clone_prompt, load_speaker, speaker_prompt
-from fast.prompts import check_encodable, check_text
+from common import checkpoints
+from common.audio_files import Chunk
+from common.loading import choose_device
+from common.voices import clone_prompt, load_speaker, speaker_prompt
 from generate import load
 from serving.audio_formats import decode_base64, decode_recording
-from serving.engine import CutOff, Engine, QueueFull
 from serving.errors import ApiError
 from serving.metrics import Metrics
 from serving.requests import Style
 from serving.settings import Settings, check_model
 from serving.voices import RegisteredVoice, VoiceFolder, as_stored, check_name
+from speech.engine import Engine
+from speech.prompts import check_encodable, check_text
+from speech.request import QueueFull
+from speech.utterance import CutOff
 
 # Names that OpenAI's clients send, whatever the server has.
 OPENAI_VOICES = "alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse".split()
@@ -58,7 +60,7 @@ class Speech:
         self.kind = self.config["tts_model_type"]
         self.device = choose_device(device)
         self.dtype = dtype
-        self.ranges = options.number_ranges(self.config)
+        self.ranges = checkpoints.number_ranges(self.config)
         positions = self.config["talker_config"]["max_position_embeddings"]
         self.ranges["max_new_tokens"] = (lambda x: 2 <= x <= positions, f"from 2 to {positions}")
         check_model(self.settings, model, bool(speakers))
@@ -84,9 +86,10 @@ class Speech:
 
     def load(self) -> None:
         """Load the weights, capture all graphs and speak once, so that the first client need not wait."""
-        self.tts = load(self.model, self.device, self.dtype, max_seq_len=self.settings.max_seq_len)
+        limits = self.settings
+        self.tts = load(self.model, self.device, self.dtype, max_seq_len=limits.max_seq_len, rows=limits.max_streams)
         # Requests are counted in Utterance.speak: the engine's own limit is out of reach.
-        engine = Engine(self.tts, self.settings.max_streams, max_waiting=self.max_in_flight, cut_off_is_error=True)
+        engine = Engine(self.tts, max_waiting=self.max_in_flight, cut_off_is_error=True)
         self.warm_up(engine)
         self.engine = engine
 
@@ -147,7 +150,7 @@ class Speech:
                 param="voice",
                 code="unknown_voice",
             )
-        nearest = options.nearest(wanted, names)
+        nearest = checkpoints.nearest(wanted, names)
         raise ApiError(f"there is no voice {name!r}: choose {nearest}", param="voice", code="unknown_voice")
 
     async def register(self, name: str, data: bytes, ref_text: str | None) -> dict:
@@ -191,7 +194,7 @@ class Speech:
             self.check_field(name, getattr(style, name))
         languages = checkpoints.languages(self.config)
         if style.language and style.language.lower() not in languages:
-            nearest = options.nearest(style.language, languages)
+            nearest = checkpoints.nearest(style.language, languages)
             raise ApiError(f"there is no language {style.language!r}: choose {nearest}", param="language")
         if style.instructions and self.kind == "base":
             raise ApiError(

@@ -15,8 +15,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from cli.audio_files import Chunk, to_int16
-from cli.output_files import replacement_for
+from common.audio_files import Chunk, to_int16
+from common.output_files import replacement_for
 from serving.settings import Settings
 
 log = logging.getLogger("qwen3_tts_cudagraphs")

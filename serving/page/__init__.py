@@ -1,4 +1,4 @@
-"""The page at `/`: one HTML file, and headers that let it run its own script and call its own server, nothing else."""
+"""The page at `/`: index.html, and headers that let it run its own script and call its own server, nothing else."""
 
 import base64
 import hashlib

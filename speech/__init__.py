@@ -1,0 +1,71 @@
+"""Text in, sound out. `generate.accelerate` calls `plug_in`; the reference runs without this folder.
+
+prompts.py      requests: upstream's prompts, checked
+text_table.py, prompt_templates.py
+                prompts are built on the host, and like earlier ones
+arriving_text.py, incremental_tokenizer.py
+                a request whose text is still being written, and its tokens that can no longer change
+utterance.py    one request in the runner: what to decode, and how far it is
+runner.py       rows of one model: admit, advance, hand over sound, release; prefill.py reads prompts into rows
+turns.py        one caller of the runner at a time, also when a stream is paused
+model.py        what `plug_in` builds: the runner, and upstream's methods on its rows
+streaming.py    one text, with its audio while it is generated
+long_text.py    texts of any length, and speech that does not end
+engine.py       many listeners: the runner in a thread of its own; schedule.py decides who is next
+intake.py       their prompts and texts, in another thread; request.py is one of them
+warm_up.py      one request, made when the model is loaded, so that a user's first is as fast as the others
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from fast import codec_kernels
+from fast.layers import bypass_config_getattr, replace_layers
+from fast.paths import check_torch, compile_ahead
+from speech.model import Speech
+from speech.runner import Runner
+from speech.text_table import use_text_table
+from speech.warm_up import warm_up
+
+
+def plug_in(tts, decoder, rows: int, fused: bool | None) -> None:
+    """Build `tts.speech`, and let upstream's methods use it. `decoder` is the reference's."""
+    talker = tts.model.talker
+    on_gpu = talker.device.type == "cuda"
+    check_torch(talker.device)
+    codec_kernels.compile_ahead(tts.model.speech_tokenizer.model.decoder)
+    if fused is not False:
+        compile_ahead(talker)
+    bypass_config_getattr(tts.model.config, talker.config)
+    complete_speakers(talker.config)
+    with ThreadPoolExecutor(1) as thread:  # the table is copied to the host meanwhile
+        table = thread.submit(use_text_table, talker) if on_gpu else None
+        keepalive = replace_layers(talker, decoder.max_seq_len)
+        runner = Runner(talker, tts.model.speech_tokenizer, rows, decoder.max_seq_len, fused, keepalive)
+    if on_gpu:
+        torch._C._cuda_clearCublasWorkspaces()  # torch would keep those of the graphs' pools longer than the graphs
+    tts.speech = Speech(tts, decoder, runner, table and table.result())
+    tts.speech.take_over()
+    if on_gpu:
+        warm_up(tts)
+
+
+def complete_speakers(config) -> None:
+    """Upstream looks speakers up in lower case, and each in both tables. Those of a finetuned model may have capitals
+    and no dialect."""
+    ids, dialects = (
+        {speaker.lower(): value for speaker, value in (table or {}).items()}
+        for table in (config.spk_id, getattr(config, "spk_is_dialect", None))
+    )
+    for speaker, number in ids.items():
+        dialect = dialects.setdefault(speaker, False)
+        if not 0 <= number < config.vocab_size:
+            raise ValueError(
+                f"speaker {speaker!r} has the id {number}, beyond the {config.vocab_size} of the embedding"
+            )
+        if dialect and dialect not in config.codec_language_id:
+            known = ", ".join(config.codec_language_id)
+            raise ValueError(f"speaker {speaker!r} has the dialect {dialect!r}, which is none of {known}")
+    config.spk_id = ids
+    config.spk_is_dialect = dialects

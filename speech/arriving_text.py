@@ -1,0 +1,209 @@
+"""A request whose text is still being written: which of its tokens are known, and what a frame must wait for.
+
+In upstream's streaming layout (`non_streaming_mode=False`) the prompt holds the first token of the text, each frame
+adds one more, then comes an end token, then padding. With an in-context reference, its transcript and the text share
+the prompt with the reference's codes. So frame k can be computed as soon as the text's row k is known.
+
+`ArrivingText` has no threads and does no GPU work before `begin`. Its owner calls `push` and `finish` as the text
+comes, `begin` once `can_begin`, and before frame k it asks `has_row(k)` and hands the rows of `take_rows` to the
+runner. `TextReader` is such an owner, for an iterator of strings.
+"""
+
+import contextvars
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from speech.incremental_tokenizer import IncrementalTokenizer
+from speech.prompt_templates import CLOSING_TOKENS, ROLE_TOKENS
+from speech.prompts import (
+    check_encodable,
+    check_text,
+    prepare_request,
+    request_for,
+    to_device,
+    with_voice_clone_prompt,
+)
+
+TRANSCRIPT_CLOSING_TOKENS = 2  # after a reference's transcript: <|im_end|>, newline
+END = None
+
+
+class ArrivingText:
+    """One text, and the request that speaks it."""
+
+    def __init__(self, speech, method: Callable, **kwargs):
+        """method: a method of upstream's model that generates speech; kwargs: its arguments but the text
+
+        Mistakes in them raise an error here, before there is any text.
+        """
+        if kwargs.setdefault("non_streaming_mode", False):
+            raise ValueError(
+                "non_streaming_mode=True puts the whole text into the prompt: text that arrives needs False"
+            )
+        self.speech = speech
+        self.method = method
+        self.kwargs = with_voice_clone_prompt(method, kwargs)
+        _, self.max_frames, self.reference = prepare_request(speech, method, "a", **self.kwargs)
+
+        tts = method.__self__
+        opening, _, _ = tts._build_assistant_text("\0").partition("\0")
+        self.tokenizer = IncrementalTokenizer(tts.processor.tokenizer, opening)
+        self.end_id = tts.model.config.tts_eos_token_id
+        self.tokens_to_begin = tokens_to_begin(tts, self.kwargs.get("voice_clone_prompt"), self.reference)
+        self.text = ""
+        self.ids = []  # known tokens of the text; with the end token once the text is finished
+        self.is_finished = False
+        self.taken = 0  # ids that are in the request or have been taken
+        self.rows = 0  # text rows that they make
+
+    def push(self, piece: str) -> None:
+        if not isinstance(piece, str):
+            raise ValueError(f"a piece of the text is a {type(piece).__name__}, it must be a string")
+        check_encodable(piece)
+        self.text += piece
+        self.tokenizer.push(piece)
+        self.ids = self.tokenizer.ids[ROLE_TOKENS:]
+
+    def finish(self) -> None:
+        """No more text. Raises an error if there was none."""
+        known = self.ids
+        tts = self.method.__self__
+        check_text(self.text)
+        ids = tokenize(tts, tts._build_assistant_text(self.text))
+        self.ids = ids[ROLE_TOKENS:-CLOSING_TOKENS] + [self.end_id]
+        self.is_finished = True
+        if self.ids[: len(known)] != known:
+            raise RuntimeError(f"the tokens of {self.text[:40]!r}... have changed while it arrived")
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether there is enough text for the prompt and the first frame."""
+        return self.is_finished or len(self.ids) >= self.tokens_to_begin
+
+    def begin(self) -> dict:
+        """The arguments of talker.generate, with the text rows that are known by now."""
+        self.taken = len(self.ids)
+        if self.is_finished:
+            return request_for(self.speech, self.method, self.text, self.kwargs)
+        closing = [0] * CLOSING_TOKENS  # upstream cuts them off
+        token_ids = self.tokenizer.ids + closing
+        request = request_for(self.speech, self.method, self.text, self.kwargs, token_ids)
+        later = request["trailing_text_hidden"][:, :-1]  # without the end
+        self.rows = later.shape[1]
+        return request | {"trailing_text_hidden": later}
+
+    def has_row(self, frame: int) -> bool:
+        """After `begin`: whether it is known what this frame adds."""
+        return self.is_finished or frame < self.rows + len(self.ids) - self.taken
+
+    @property
+    def frames_with_text(self) -> float:
+        """After `begin`: frames whose rows have been taken."""
+        return math.inf if self.is_finished else self.rows
+
+    def take_rows(self) -> tuple | None:
+        """After `begin`: rows that have become known since the last call, for `Utterance.new_text`."""
+        first, ids = self.rows, self.ids[self.taken :]
+        if not ids:  # the middle of a word
+            return None
+        self.taken += len(ids)
+        self.rows += len(ids)
+        return first, text_rows(self.speech, ids), self.frames_with_text, self.speech.runner.record_event()
+
+
+def tokens_to_begin(tts, voice_clone_prompt, reference: torch.Tensor | None) -> int:
+    """Tokens of the text that the prompt and the first frame take, at least one each."""
+    if reference is None or not voice_clone_prompt[0].icl_mode:
+        return 2
+    transcript = tokenize(tts, tts._build_ref_text(voice_clone_prompt[0].ref_text))
+    transcript = transcript[ROLE_TOKENS:-TRANSCRIPT_CLOSING_TOKENS]
+    positions = 1 + len(reference)  # codec_bos and the codes
+    return max(1, positions + 1 - len(transcript))
+
+
+def tokenize(tts, text: str) -> list[int]:
+    """As upstream does, but the ids stay on the host."""
+    return tts.processor.tokenizer(text).input_ids
+
+
+@torch.no_grad()
+def text_rows(speech, ids: list[int]) -> torch.Tensor:
+    """What frames add for these tokens. -> (T, H)"""
+    talker = speech.host_talker or speech.talker
+    rows = talker.text_projection(
+        talker.get_text_embeddings()(torch.tensor(ids, dtype=torch.long, device=talker.device))
+    )
+    return to_device(rows, speech.talker.device)
+
+
+class TextReader:
+    """Reads an iterator of strings into an ArrivingText.
+
+    The iterator runs in a thread of its own, so that it can be late while speech goes on, and given up if it never
+    returns. Everything else happens in the caller's thread.
+    """
+
+    def __init__(self, text: ArrivingText, pieces: Iterable[str], timeout: float):
+        self.text = text
+        self.pieces = pieces
+        self.timeout = timeout
+        self.queue = queue.Queue(maxsize=256)
+        self.error = None
+        self.is_closed = False
+
+    def start(self) -> None:
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=[self.read], name="text reader", daemon=True).start()
+
+    def read(self) -> None:
+        last = END
+        try:
+            for piece in self.pieces:
+                self.queue.put(piece)
+                if self.is_closed:
+                    return
+        except BaseException as error:  # raised again where the speech is read
+            last = error
+        self.queue.put(last)
+
+    def is_ready(self, condition: Callable[[], bool]) -> bool:
+        """Whether the condition holds with the text that has come."""
+        while not condition() and not self.error and not self.queue.empty():
+            self.take(self.queue.get())
+        return condition()
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for text. Raises the error of the iterator, or of its text, once all text before it is used up."""
+        deadline = time.monotonic() + self.timeout
+        while not condition():
+            if self.error:
+                raise self.error
+            try:
+                piece = self.queue.get(timeout=max(0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise TimeoutError(f"no text has come for {self.timeout:g} s, and it has not ended") from None
+            self.take(piece)
+            if piece:
+                deadline = time.monotonic() + self.timeout
+
+    def take(self, piece: str | BaseException | None) -> None:
+        try:
+            if isinstance(piece, BaseException):
+                raise piece
+            if piece is END:
+                self.text.finish()
+            else:
+                self.text.push(piece)
+        except BaseException as error:
+            self.error = error
+
+    def close(self) -> None:
+        """Let the thread end after the piece that it waits for."""
+        self.is_closed = True
+        while not self.queue.empty():
+            self.queue.get()

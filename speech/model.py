@@ -1,0 +1,230 @@
+"""What `accelerate` stores as `tts.speech`: the runner, what prompts are built with, and whose turn it is.
+
+On a GPU upstream's three methods speak with the runner's rows: a list of texts is spoken as many at a time as there are
+rows, and the next text joins when a row is free. On a CPU they stay upstream's, over the reference's loop, which gives
+upstream's tokens for lists too. Streams and the engine use the runner on either.
+"""
+
+import collections
+import functools
+import inspect
+import itertools
+import types
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import torch
+
+from fast.codec import BATCH_CHUNK_SIZES, CHUNK_SIZES, PendingAudio
+from speech.prompt_templates import PromptTemplates
+from speech.prompts import check_finite, pin, reference_codes, request_for, with_voice_clone_prompt
+from speech.runner import HandOver, Runner
+from speech.turns import Turns
+from speech.utterance import Utterance
+
+METHODS = ("generate_voice_clone", "generate_custom_voice", "generate_voice_design")
+MAX_NEW = 16  # texts of a list whose prompts are built between two frames
+MAX_PENDING = 8  # chunks of a list that are on their way to the host
+
+
+class Speech:
+    def __init__(self, tts, decoder, runner: Runner, host_talker):
+        """decoder: the reference's; host_talker: builds prompts on the host of a GPU, or None"""
+        codec = tts.model.speech_tokenizer
+        self.tts = tts
+        self.decoder = decoder
+        self.talker = tts.model.talker
+        self.device = self.talker.device
+        self.on_gpu = self.device.type == "cuda"
+        self.max_seq_len = decoder.max_seq_len
+        self.host_talker = host_talker
+        self.prompt_templates = PromptTemplates()
+        self.turns = Turns()
+        self.runner = runner
+        self.rate = codec.get_output_sample_rate()
+        self.seconds_per_frame = codec.get_decode_upsample_rate() / self.rate
+
+    @property
+    def path(self) -> str:
+        """What makes a frame, in words."""
+        return self.runner.frames.path
+
+    def take_over(self) -> None:
+        """Replace what upstream calls, and on a GPU its methods."""
+        self.tts.model.speech_tokenizer.decode = self.decode
+        self.talker.generate = self.generate
+        if self.on_gpu:
+            for name in METHODS:
+                setattr(self.tts, name, types.MethodType(whole_call(name, type(self.tts)), self.tts))
+
+    def utterance(self, request: dict, reference=None, chunk_sizes: Iterator[int] | None = None) -> Utterance:
+        """A request for the runner, with a generator of its own."""
+        utterance = Utterance(chunk_sizes)
+        utterance.reference = reference
+        utterance.generator = self.seeded_generator()
+        self.load(utterance, request)
+        return utterance
+
+    def load(self, utterance: Utterance, request: dict) -> None:
+        """Set the request of an utterance."""
+        if request["inputs_embeds"].is_cuda:  # with a reference recording
+            utterance.prompt_ready = self.runner.record_event()
+        if self.on_gpu:
+            request = pin(request)
+        utterance.load(request, self.runner.settings.row(request), self.decoder.frame_limit(**request))
+
+    def seeded_generator(self, seed: int | None = None) -> torch.Generator:
+        """A generator in the state that a call has after torch.manual_seed(seed), or without it, now.
+
+        On a GPU it is seeded by one draw from torch's default one: other threads may draw from that meanwhile.
+        """
+        default = None if seed is None else torch.Generator(self.device).manual_seed(int(seed))
+        if not self.on_gpu:
+            return default or torch.default_generator
+        drawn = torch.randint(1 << 62, (), device=self.device, generator=default)
+        return torch.Generator(self.device).manual_seed(int(drawn))
+
+    # ---- Whole calls
+
+    def run(
+        self, utterances: Iterable[Utterance], hand_over: HandOver, before_frame: Callable[[list[Utterance]], None]
+    ) -> Iterator[Utterance]:
+        """Decode all of them, as many at a time as there are free rows. Yields each when it is complete."""
+        waiting = iter(utterances)
+        active = []
+        with self.turns:
+            self.runner.enter()
+            self.runner.require_row()
+            try:
+                while active := active + self.admit(waiting):
+                    before_frame(active)
+                    self.runner.step(active, hand_over)
+                    complete = [utterance for utterance in active if utterance.is_complete()]
+                    yield from complete
+                    for utterance in complete:
+                        active.remove(utterance)
+                        self.runner.release(utterance)
+            finally:
+                for utterance in active:
+                    self.runner.release(utterance)
+
+    def admit(self, waiting: Iterator[Utterance]) -> list[Utterance]:
+        new = [*itertools.islice(waiting, min(len(self.runner.free), MAX_NEW))]
+        if failed := self.runner.admit(new):
+            for utterance in new:
+                self.runner.release(utterance)
+            raise failed[0][1]
+        return new
+
+    def speak(self, utterances: Iterable[Utterance]) -> list[np.ndarray]:
+        """The samples of each, in order. Warns of those that were cut off."""
+        audio: dict[Utterance, list[np.ndarray]] = {}
+        pending = collections.deque()
+
+        def hand_over(of: list[Utterance], chunk: PendingAudio) -> None:
+            pending.append((of, chunk))
+
+        def receive(most: int) -> None:
+            while len(pending) > most:
+                of, chunk = pending.popleft()
+                for utterance, samples in zip(of, chunk.wait()):
+                    audio[utterance].append(samples)
+
+        def before_frame(active: list[Utterance]) -> None:
+            for utterance in active:
+                audio.setdefault(utterance, [])
+            receive(MAX_PENDING)
+
+        for utterance in self.run(utterances, hand_over, before_frame):
+            utterance.warn_if_cut_off()
+        receive(0)
+        return [np.concatenate(chunks) for chunks in audio.values()]
+
+    def generate(self, **request):
+        """Stands in for talker.generate: codes and hidden states, without audio."""
+        check_finite(request)
+        if self.on_gpu:
+            return self.generate_on_rows(request)
+        with self.turns:
+            return self.decoder.generate(**request)
+
+    def generate_on_rows(self, request: dict):
+        codes, hiddens = {}, collections.defaultdict(list)
+
+        def keep_hidden(active: list[Utterance]) -> None:
+            for utterance in active:
+                if utterance.may_advance():
+                    hiddens[utterance].append(self.runner.slots.hidden[utterance.row, 0].clone())
+
+        utterances = [self.utterance(own) for own in requests_of(request)]
+        for utterance in self.run(utterances, hand_over=None, before_frame=keep_hidden):
+            codes[utterance] = self.runner.slots.codes[utterance.row, : utterance.valid].clone()
+            utterance.warn_if_cut_off()
+        frames = [(codes[utterance], torch.stack(hiddens[utterance][: utterance.valid])) for utterance in utterances]
+        return self.decoder.output(*map(list, zip(*frames)))
+
+    @torch.no_grad()
+    def decode(self, encoded) -> tuple[list[np.ndarray], int]:
+        """Stands in for the speech tokenizer's decode: whole utterances, one after another."""
+        codes = encoded.audio_codes if hasattr(encoded, "audio_codes") else encoded
+        if isinstance(codes, dict):
+            codes = codes["audio_codes"]
+        if torch.is_tensor(codes) and codes.dim() == 2:
+            codes = [codes]
+        chunks = []
+        with self.turns:
+            self.runner.enter()
+            row = self.runner.require_row()
+            for utterance in codes:
+                utterance = torch.as_tensor(utterance["audio_codes"] if isinstance(utterance, dict) else utterance)
+                self.runner.codec.reset(row)
+                chunks.append(self.runner.codec.feed([row], utterance[utterance[:, 0] >= 0][None]))  # padding is -1
+            return [chunk.wait()[0] for chunk in chunks], self.rate
+
+
+def whole_call(name: str, model_class: type) -> Callable:
+    """One of upstream's methods that generate speech, on the runner's rows."""
+    upstream = getattr(model_class, name)
+    signature = inspect.signature(upstream)
+
+    @functools.wraps(upstream)
+    def speak(tts, *args, **kwargs) -> tuple[list[np.ndarray], int]:
+        given = signature.bind(tts, *args, **kwargs).arguments
+        arguments = {**given, **given.get("kwargs", {})}
+        text = arguments.pop("text")
+        for other in ("self", "kwargs"):
+            arguments.pop(other, None)
+        method = getattr(tts, name)
+        texts = text if isinstance(text, list) else [text]
+        arguments = with_voice_clone_prompt(method, arguments)
+        chunk_frames = max(CHUNK_SIZES if len(texts) == 1 else BATCH_CHUNK_SIZES)
+
+        def utterance(number: int) -> Utterance:
+            own = {key: value_for(number, len(texts), key, value) for key, value in arguments.items()}
+            request = request_for(tts.speech, method, texts[number], own)
+            reference = reference_codes(own.get("voice_clone_prompt"))
+            return tts.speech.utterance(request, reference, itertools.repeat(chunk_frames))
+
+        return tts.speech.speak(map(utterance, range(len(texts)))), tts.speech.rate
+
+    return speak
+
+
+def value_for(number: int, texts: int, name: str, value):
+    """The argument of one text out of several. Upstream's voice_clone_prompt has lists inside, of one voice or more."""
+    if isinstance(value, dict):
+        return {key: column[number : number + 1] if len(column or ()) > 1 else column for key, column in value.items()}
+    if not (isinstance(value, list) and len(value) == texts):
+        return value
+    return value[number : number + 1] if name == "voice_clone_prompt" else value[number]
+
+
+def requests_of(request: dict) -> Iterator[dict]:
+    """The requests of the single texts. Upstream pads prompts on the left."""
+    for row, mask in enumerate(request["attention_mask"]):
+        length = int(mask.sum())
+        yield request | dict(
+            inputs_embeds=request["inputs_embeds"][row : row + 1, -length:],
+            attention_mask=mask[None, -length:],
+            trailing_text_hidden=request["trailing_text_hidden"][row : row + 1],
+        )

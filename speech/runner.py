@@ -1,0 +1,266 @@
+"""Rows of one model: requests are admitted into rows, advance together, hand over their sound, and are released.
+
+    runner.admit(utterances)              prefill their prompts
+    runner.step(utterances, hand_over)    a frame of each; full chunks go to the codec, and their audio to `hand_over`
+    runner.release(utterance)             also before its end
+
+No threads and no locks: one caller at a time (turns.py). Whole calls, lists of texts, streams and the engine differ in
+which utterances they let advance, and in what they do with the audio.
+
+On a GPU the host runs one frame behind, so that the GPU never waits for it: that a speech has ended is known when the
+frame after its last one is running, which is then dropped.
+"""
+
+import collections
+import heapq
+import logging
+from collections.abc import Callable
+
+import torch
+
+from cudagraph_talker import draw_noise, round_up
+from fast.codec import MAX_BATCH, Codec, PendingAudio
+from fast.frame_set import FrameSet
+from fast.paths import MegakernelStopped
+from fast.rows import Slots, copy_row
+from speech.prefill import HostSettings, Prefills, copy_to_device
+from speech.utterance import Utterance
+
+log = logging.getLogger("qwen3_tts_cudagraphs")
+
+HandOver = Callable[[list[Utterance], PendingAudio], None]
+
+
+class Runner:
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be written outside of it
+    @torch.no_grad()
+    def __init__(
+        self,
+        talker,
+        speech_tokenizer,
+        rows: int,
+        max_seq_len: int,
+        fused: bool | None,
+        keepalive: list[torch.Tensor],
+    ):
+        """Capture what decodes up to `rows` requests at once.
+
+        fused: as in `accelerate`
+        keepalive: tensors that the captured graphs read, besides the weights
+        """
+        self.device = talker.device
+        self.on_gpu = self.device.type == "cuda"
+        self.rows = rows
+        self.keepalive = keepalive
+        self.settings = HostSettings(talker.config)
+        has_spare = rows > 1  # padding of a prefill is read into a row that belongs to no request
+        self.slots = Slots(talker.config, rows + has_spare, round_up(max_seq_len), talker.dtype, self.device)
+        self.slots.advance.fill_(False)
+        self.views = [self.slots[row] for row in range(rows)]
+        log.info("capturing the codec")
+        self.codec = Codec(speech_tokenizer, rows)
+        self.frames = FrameSet(talker, self.slots, rows, fused)
+        log.info("capturing prefills")
+        self.prefills = Prefills(talker, self.slots, rows, self.frames.pool)
+
+        self.active = []  # admitted utterances, each in its row
+        self.free = list(range(rows))  # a heap
+        self.launched = collections.deque()  # frames whose `ended` flags the host has not read yet
+        self.mask = None  # host copy of slots.advance
+        self.last_stream = None  # the CUDA stream of the last caller
+        self.shared_generator = torch.Generator(self.device)  # of all utterances without a generator of their own
+        self.shared_generator.seed()
+
+    def record_event(self) -> torch.cuda.Event | None:
+        return torch.cuda.current_stream(self.device).record_event() if self.on_gpu else None
+
+    def enter(self) -> None:
+        """Call this when it is another caller's turn: what the last one has launched comes first."""
+        for utterance in [utterance for utterance in self.active if utterance.is_abandoned]:
+            self.release(utterance)
+        if self.on_gpu:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_stream(self.last_stream or stream)
+            self.last_stream = stream
+
+    # ---- In and out
+
+    def require_row(self) -> int:
+        """A free row."""
+        if not self.free:
+            raise RuntimeError(
+                f"all {self.rows} rows of this model are taken by paused streams: close some, or load it with more rows"
+            )
+        return self.free[0]
+
+    def admit(self, utterances: list[Utterance]) -> list[tuple[Utterance, Exception]]:
+        """Prefill prompts, at most as many as there are free rows. Returns those that failed, with their errors."""
+        failed = []
+        while utterances:
+            count = self.prefills.count_that_fit([utterance.prompt_length for utterance in utterances])
+            failed += self.prefill(utterances[:count])
+            utterances = utterances[count:]
+        return failed
+
+    def prefill(self, utterances: list[Utterance]) -> list[tuple[Utterance, Exception]]:
+        states = [utterance.generator and utterance.generator.get_state() for utterance in utterances]
+        for utterance in utterances:
+            utterance.row = heapq.heappop(self.free)
+        try:
+            self.read_prompts(utterances)
+            for utterance in utterances:
+                self.codec.reset(utterance.row)
+                if utterance.reference is not None:  # prime the codec with the reference and discard that audio
+                    self.codec.feed([utterance.row], utterance.reference[None])
+        except Exception as error:
+            for utterance, state in zip(utterances, states):
+                heapq.heappush(self.free, utterance.row)
+                if state is not None:
+                    utterance.generator.set_state(state)
+            if len(utterances) == 1:
+                return [(utterances[0], error)]
+            return [failed for utterance in utterances for failed in self.prefill([utterance])]  # which one is it?
+        for utterance in utterances:
+            utterance.request = utterance.settings = None
+            self.active.append(utterance)
+        return []
+
+    @torch.no_grad()
+    def read_prompts(self, utterances: list[Utterance]) -> None:
+        for utterance in utterances:
+            self.wait_for_prompt(utterance)
+            if self.frames.reads_masked_positions():
+                torch._foreach_zero_(self.views[utterance.row].cache())
+        columns = zip(*((utterance.row, utterance.request, utterance.settings) for utterance in utterances))
+        graph = self.prefills.load(*map(list, columns))
+        sampling = [utterance for utterance in utterances if utterance.samples_token]
+        self.draw(graph.new.noise, sampling, [utterances.index(utterance) for utterance in sampling])
+        graph.replay()
+
+    def wait_for_prompt(self, utterance: Utterance) -> None:
+        """Order this CUDA stream behind the one that the prompt was built on."""
+        if utterance.prompt_ready:
+            utterance.prompt_ready.wait()
+            for value in utterance.request.values():
+                if torch.is_tensor(value) and value.is_cuda:
+                    value.record_stream(torch.cuda.current_stream(self.device))
+
+    def release(self, utterance: Utterance) -> None:
+        if utterance in self.active:
+            self.active.remove(utterance)
+            heapq.heappush(self.free, utterance.row)
+
+    # ---- Frames
+
+    @torch.no_grad()
+    def step(self, utterances: list[Utterance], hand_over: HandOver, advancing: list[Utterance] | None = None) -> None:
+        """Launch a frame; learn who has ended; start to decode full chunks.
+
+        utterances: all of this caller's
+        advancing: those of them that the frame is for. Default: all that may advance.
+        """
+        if advancing is None:
+            advancing = [utterance for utterance in utterances if utterance.may_advance()]
+        if advancing:
+            self.launch(advancing, hand_over)
+        self.check(keep=1 if advancing and self.on_gpu else 0)
+        self.decode(utterances, hand_over)
+
+    def launch(self, utterances: list[Utterance], hand_over: HandOver) -> None:
+        for utterance in utterances:
+            self.write_text(utterance)
+        self.close_gaps()
+        frame = self.frames.of(1 + max(utterance.row for utterance in self.active))
+        rows = [utterance.row for utterance in utterances]
+        mask = [row in rows for row in range(len(self.slots.advance))]
+        if mask != self.mask:
+            copy_to_device(torch.tensor(mask), self.slots.advance)
+            self.mask = mask
+
+        self.draw(self.slots.code_noise, [utterance for utterance in utterances if utterance.samples_codes])
+        frame.predict()
+        for utterance in utterances:
+            utterance.launched += 1
+        if frame.launches:
+            # The first sound: its codes are complete. The talker's step would take all multiprocessors from the codec.
+            if without_sound := [utterance for utterance in utterances if utterance.decoded == 0]:
+                self.decode(without_sound, hand_over)
+                self.codec.wait()
+        self.draw(self.slots.noise, [utterance for utterance in utterances if utterance.samples_token])
+        frame.step()
+
+        ended = torch.empty(len(frame.rows.ended), dtype=torch.bool, pin_memory=self.on_gpu)
+        ended.copy_(frame.rows.ended, non_blocking=True)
+        self.launched.append((self.record_event(), ended, [*zip(utterances, rows)]))
+
+    def draw(self, noise: torch.Tensor, utterances: list[Utterance], rows: list[int] | None = None) -> None:
+        """Noise (B, N, V) of the next choices. Who has a generator draws as it would alone, the others together."""
+        if rows is None:
+            rows = [utterance.row for utterance in utterances]
+        if any(utterance.generator is None for utterance in utterances):
+            draw_noise(noise[: max(rows) + 1], self.shared_generator)
+        for utterance, row in zip(utterances, rows):
+            if utterance.generator is not None:
+                draw_noise(noise[row], utterance.generator)
+
+    def write_text(self, utterance: Utterance) -> None:
+        """Put text that has arrived where the frames read it. There may be more of it than they can reach."""
+        text = self.slots.text[utterance.row]
+        while utterance.new_text:
+            first, rows, utterance.frames_with_text, ready = utterance.new_text.popleft()
+            if ready:
+                ready.wait()
+                rows.record_stream(torch.cuda.current_stream(self.device))
+            rows = rows[: max(0, len(text) - first)]
+            text[first : first + len(rows)] = rows
+
+    def close_gaps(self) -> None:
+        """Move utterances to lower rows where a smaller frame is enough for them."""
+        enough = next(size for size in self.frames.sizes if size >= len(self.active))
+        for utterance in self.active:
+            if utterance.row >= enough:
+                row = heapq.heappushpop(self.free, utterance.row)
+                clear = self.frames.reads_masked_positions()
+                copy_row(self.views[utterance.row], self.views[row], utterance.length, clear)
+                self.codec.move(utterance.row, row)
+                utterance.row = row
+
+    def check(self, keep: int = 0) -> None:
+        """Learn which utterances have ended after the frames launched so far. The last `keep` may still be running."""
+        while len(self.launched) > keep:
+            event, ended, utterances = self.launched.popleft()
+            if event:
+                event.synchronize()
+            if reason := self.frames.why_stopped():  # the state of all who have taken part in a frame since is lost
+                later = [pair for _, _, pairs in self.launched for pair in pairs]
+                self.launched.clear()
+                lost = {utterance for utterance, _ in [*utterances, *later] if utterance in self.active}
+                if lost:
+                    raise MegakernelStopped(reason, lost)
+                return
+            ended = ended.tolist()
+            for utterance, row in utterances:
+                utterance.learn(ended[row])
+
+    def decode(self, utterances: list[Utterance], hand_over: HandOver) -> None:
+        """Hand complete chunks to the codec: one of each utterance at a time, as they must be decoded in order."""
+        while True:
+            by_size = collections.defaultdict(list)
+            for utterance in utterances:
+                if size := utterance.next_chunk():
+                    by_size[size].append(utterance)
+            if not by_size:
+                return
+            # Small chunks first: they are those of utterances with little audio ahead of their playback.
+            for size, ready in sorted(by_size.items()):
+                for first in range(0, len(ready), MAX_BATCH):
+                    self.decode_chunk(ready[first : first + MAX_BATCH], size, hand_over)
+
+    def decode_chunk(self, utterances: list[Utterance], size: int, hand_over: HandOver) -> None:
+        codes = [
+            self.slots.codes[utterance.row, utterance.decoded : utterance.decoded + size] for utterance in utterances
+        ]
+        audio = self.codec.feed([utterance.row for utterance in utterances], torch.stack(codes))
+        for utterance in utterances:
+            utterance.take_chunk(size)
+        hand_over(utterances, audio)

@@ -1,0 +1,74 @@
+"""Who is admitted, held back or evicted: values in, a decision out. No threads, no clock, no GPU.
+
+A listener plays from the first chunk on. `lead` is how many seconds of audio it has ahead of its playback; at 0 it runs
+dry. A prefill delays the next frame of everybody, and a frame takes as long for one row as for several.
+"""
+
+from typing import NamedTuple
+
+MAX_ADMISSIONS = 32  # prompts that are prefilled between two frames
+LEAD_TO_KEEP = 0.1  # seconds of audio ahead of playback; if all have more, they wait for those without first audio
+LONGEST_HOLD = 5.0  # seconds that a request waits at most for streams that would run dry
+
+
+class Listener(NamedTuple):
+    """What decisions about a stream that has a row depend on."""
+
+    lead: float = 0.0
+    may_advance: bool = True
+    has_heard: bool = False  # its first audio has been delivered
+    has_sound: bool = False  # its first audio is at least being decoded
+    paused_for: float | None = None  # seconds for which nobody has read its audio, with all its room full
+
+
+class Situation(NamedTuple):
+    listeners: list[Listener]
+    rows: int
+    preparing: int = 0  # requests whose prompts are being built
+    waiting: int = 0  # requests that could be admitted
+    longest_wait: float = 0.0  # seconds, of the first of them
+    time_of_pass: float = 0.0  # seconds that one of the last passes has taken at most
+
+    @property
+    def can_admit(self) -> bool:
+        return self.waiting > 0 and len(self.listeners) < self.rows
+
+    @property
+    def has_newcomers(self) -> bool:
+        """Whether a listener who has heard nothing yet is on the way or has been admitted."""
+        return bool(self.preparing or self.can_admit or not all(listener.has_heard for listener in self.listeners))
+
+    @property
+    def lead_to_admit(self) -> float:
+        """Seconds of audio with which a listener can wait for a pass that admits others, and for the one after it."""
+        return 2 * self.time_of_pass
+
+
+def admissions(now: Situation) -> int:
+    """How many requests to admit: none if a listener would run dry meanwhile, unless the first has waited long."""
+    would_run_dry = any(
+        0 < listener.lead < now.lead_to_admit
+        for listener in now.listeners
+        if listener.has_heard and listener.may_advance and listener.paused_for is None
+    )
+    if would_run_dry and now.longest_wait <= LONGEST_HOLD:
+        return 0
+    return max(0, min(now.waiting, now.rows - len(now.listeners), MAX_ADMISSIONS))
+
+
+def holds_back(now: Situation) -> bool:
+    """Whether all listeners can wait for those without first audio. All or none."""
+    advancing = [listener for listener in now.listeners if listener.may_advance and listener.paused_for is None]
+    if not advancing or not now.has_newcomers:
+        return False
+    lead_to_keep = LEAD_TO_KEEP + now.lead_to_admit
+    return all(listener.has_sound and listener.lead > lead_to_keep for listener in advancing)
+
+
+def evictions(now: Situation, patience: float) -> list[int]:
+    """Which listeners lose their row to waiting requests: those that nobody has read for `patience`, longest first."""
+    if len(now.listeners) < now.rows:
+        return []
+    paused = [(listener.paused_for, i) for i, listener in enumerate(now.listeners) if listener.paused_for is not None]
+    overdue = [i for paused_for, i in sorted(paused, reverse=True) if paused_for > patience]
+    return overdue[: now.waiting]

@@ -1,0 +1,59 @@
+"""Prompts built on the host, from a table of what the talker makes of each text token.
+
+Upstream embeds a text token and projects it to the talker's width. The result depends on the token alone, so it is
+computed once for the whole vocabulary, on the GPU, and kept on the host: the large embedding leaves the GPU. All other
+steps of a prompt are lookups and sums of two embeddings, which give the same bits on a CPU. `HostTalker` lets
+upstream's prompt code run there. On the GPU it takes a hundred small kernels and a dozen synchronizations, which would
+wait for the frames of other streams.
+"""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+ROWS_AT_ONCE = 4096  # text_projection's intermediate results are as wide as the embedding
+
+
+class TextTable(nn.Module):
+    """Takes the place of the text embedding and its projection. The table is not a parameter: it stays on the host."""
+
+    @torch.no_grad()
+    def __init__(self, talker):
+        super().__init__()
+        weight = talker.get_text_embeddings().weight
+        if weight.is_cuda:
+            torch.cuda.current_stream(weight.device).synchronize()  # CUDA starts in this thread: cuBLAS would warn
+        self.table = torch.empty(len(weight), talker.config.hidden_size, dtype=weight.dtype, device="cpu")
+        for rows, embedded in zip(self.table.split(ROWS_AT_ONCE), weight.split(ROWS_AT_ONCE)):
+            rows.copy_(talker.text_projection(embedded))
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(token_ids.cpu(), self.table).to(token_ids.device)
+
+
+class HostTalker(nn.Module):
+    """What upstream's prompt code reads of a talker, on the host. `generate` is set by the caller."""
+
+    def __init__(self, talker):
+        super().__init__()
+        self.device = torch.device("cpu")
+        self.dtype = talker.dtype
+        self.text_projection = talker.text_projection
+        self.text_embedding = talker.get_text_embeddings()
+        self.codec_embedding = copy.deepcopy(talker.get_input_embeddings()).cpu()
+
+    def get_text_embeddings(self) -> nn.Module:
+        return self.text_embedding
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.codec_embedding
+
+
+def use_text_table(talker) -> HostTalker:
+    """Replace the talker's text embedding and its projection, in place."""
+    if not isinstance(talker.get_text_embeddings(), TextTable):
+        talker.model.text_embedding = TextTable(talker)
+        talker.text_projection = nn.Identity()
+    return HostTalker(talker)

@@ -1,0 +1,111 @@
+"""One request in the runner: what to decode, how far it is, and which of its frames are to be heard next."""
+
+import collections
+import itertools
+import math
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+
+class CutOff(UserWarning):
+    """The speech ended at a limit instead of by itself."""
+
+
+def growing_chunks() -> Iterator[int]:
+    """Frames per chunk: an early start, then fewer chunks."""
+    return itertools.chain((1, 1, 2, 4), itertools.repeat(8))
+
+
+def warn_each_time(warning: str | Warning) -> None:
+    """`warnings.warn` shows the same text once per line of code, but no speech may be cut short silently."""
+    warnings.warn_explicit(warning, UserWarning, __file__, 1)
+
+
+class Utterance:
+    def __init__(self, chunk_sizes: Iterator[int] | None = None):
+        """chunk_sizes: frames of each chunk of audio; None: only codes are wanted"""
+        # the request
+        self.request = None  # arguments of talker.generate, until it is admitted
+        self.settings = None  # the same as tensors
+        self.prompt_ready = None  # a CUDA event after the kernels that built the prompt, if it was built on the GPU
+        self.prompt_length = 0
+        self.max_frames = 0
+        self.max_new_tokens = 0
+        self.samples_token = self.samples_codes = True  # or chooses the best
+        self.reference = None  # codes that precede the speech, for the codec
+        self.generator = None  # of its own if it is seeded; the others of a batch share one draw
+        self.row = None
+        # a text that is still arriving
+        self.new_text = collections.deque()  # (first frame, rows (T, H), frames with text then, CUDA event)
+        self.frames_with_text = math.inf  # frames whose text is known
+        # how far it is, in frames
+        self.launched = 0  # on the GPU
+        self.checked = 0  # frames whose `ended` flag the host has read
+        self.decoded = 0  # handed to the codec
+        self.finished = False  # no further frame will be launched
+        self.was_cut_off = False
+        self.is_abandoned = False  # whoever drives the runner next is to release it
+        self.chunk_sizes = chunk_sizes
+        self.chunk_size = next(chunk_sizes) if chunk_sizes else 0
+
+    def load(self, request: dict, settings: list[torch.Tensor], max_frames: int) -> None:
+        self.request = request
+        self.settings = settings
+        self.prompt_length = request["attention_mask"].shape[1]
+        self.max_frames = max_frames
+        self.max_new_tokens = request["max_new_tokens"]
+        self.samples_token = request["do_sample"]
+        self.samples_codes = request["subtalker_dosample"]
+
+    @property
+    def length(self) -> int:
+        """Positions of the cache in use."""
+        return self.prompt_length + self.launched
+
+    @property
+    def valid(self) -> int:
+        """Frames known to belong to the speech. The flag after frame k tells whether there is a frame k + 1."""
+        return self.checked if self.finished else min(self.launched, self.checked + 1)
+
+    def lacks_text(self) -> bool:
+        return self.launched >= self.frames_with_text and not self.new_text
+
+    def may_advance(self) -> bool:
+        return self.launched < self.max_frames and not self.lacks_text() and not self.finished
+
+    def is_complete(self) -> bool:
+        """Whether all of it has been decoded."""
+        return self.finished and (self.chunk_sizes is None or self.decoded >= self.valid)
+
+    def next_chunk(self) -> int:
+        """Frames of the chunk to decode next, 0 if it is not complete."""
+        available = self.valid - self.decoded
+        if self.chunk_sizes is None or available <= 0:
+            return 0
+        if self.finished or self.lacks_text():
+            return min(available, self.chunk_size)
+        return self.chunk_size if self.chunk_size <= available else 0
+
+    def take_chunk(self, size: int) -> None:
+        self.decoded += size
+        if not self.finished:
+            self.chunk_size = next(self.chunk_sizes)
+
+    def learn(self, has_ended: bool) -> None:
+        """The `ended` flag after the next frame."""
+        if not self.finished:
+            self.checked += 1
+            self.was_cut_off = self.checked == self.max_frames and not has_ended
+            self.finished = has_ended or self.was_cut_off
+
+    def warn_if_cut_off(self, is_error: bool = False) -> None:
+        """Tell the listener of a speech that ended at a limit, by a warning or an error."""
+        if not self.was_cut_off:
+            return
+        name = "max_seq_len" if self.max_frames + 1 < self.max_new_tokens else "max_new_tokens"
+        warning = CutOff(f"the speech was cut off after {self.max_frames} frames, before its end: raise {name}")
+        if is_error:
+            raise warning
+        warn_each_time(warning)
