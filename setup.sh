@@ -103,7 +103,7 @@ echo "environment ready: $venv"
 
 # The weights.
 for size in $sizes; do
-  if ! $venv/bin/python -m cli.checkpoints "$size"; then
+  if ! $venv/bin/python -m common.checkpoints "$size"; then
     echo "The environment is complete. For the weights, try again later with" >&2
     options="${system_torch:+ --system-torch}${transformers5:+ --transformers5}${with_server:+ --server}"
     echo "    ./setup.sh $size$options${with_ray:+ --ray}${with_tests:+ --test}" >&2

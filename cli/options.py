@@ -5,29 +5,30 @@ takes. speaking.py does the rest. A mistake ends the script with one line that s
 """
 
 import argparse
-import difflib
 import itertools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
-from cli.checkpoints import FRAME_RATE, KINDS, MODELS, MODELS_OF_KIND, languages, read_config
-from cli.output_files import check_format, check_writable, is_special
-from cli.scripts import Parser, check_device_name, cli_errors, heavy_imports
 from cli.text_files import Pipe
+from common.checkpoints import (
+    FRAME_RATE,
+    KINDS,
+    MODELS,
+    MODELS_OF_KIND,
+    REFERENCE_SILENCE,
+    check_number,
+    check_speaker_file,
+    languages,
+    nearest,
+    number_ranges,
+    read_config,
+)
+from common.output_files import check_format, check_writable, is_special
+from common.scripts import Parser, check_device_name
 
-REFERENCE_SILENCE = 0.5  # seconds between an in-context reference and the speech
-# For --help. fast/long_text.py has the same, and importing it takes seconds.
+# For --help. speech/long_text.py has the same, and importing it takes seconds.
 PAUSE, MIN_FRAME_LIMIT, FRAMES_PER_TOKEN = 0.4, 192, 12
-
-
-def main() -> None:
-    with cli_errors():
-        args = parse_arguments()
-        with heavy_imports(args.device):
-            from cli.speaking import run
-
-        run(args)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -105,7 +106,6 @@ def parse_arguments() -> argparse.Namespace:
         print_lists(args)
         sys.exit()
     check_device_name(args.device)
-    check_limits(args)
     check_text_source(args)
     check_output(args)
     args.texts = None if args.text == "-" else read_texts(args)
@@ -113,7 +113,8 @@ def parse_arguments() -> argparse.Namespace:
         check_number_of_files(args)
 
     args.config = read_config(args.model)
-    check_numbers(args)
+    for name in number_ranges(args.config):
+        check_number(args.config, name, getattr(args, name))
     args.voice = None
     check_voice(args)
     return args
@@ -128,41 +129,6 @@ def print_lists(args: argparse.Namespace) -> None:
         print(*sorted(speakers), sep="\n")
     if args.list_languages:
         print(*sorted(languages(args.config)), sep="\n")
-
-
-def number_ranges(config: dict) -> dict[str, tuple[Callable, str]]:
-    """Numbers that a user may set -> whether a value is good, and what it must be in words."""
-    talker = config["talker_config"]
-    vocab, positions = talker["vocab_size"], talker["max_position_embeddings"]
-    return {
-        "temperature": (lambda x: 0 < x <= 1e6, "above 0 and at most 1e6"),  # larger ones overflow float32
-        "top_k": (lambda x: 1 <= x <= vocab, f"from 1 to {vocab}"),
-        "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
-        "repetition_penalty": (lambda x: 1e-6 <= x <= 1e6, "from 1e-6 to 1e6, 1.0 for none"),
-        "max_seq_len": (lambda x: 32 <= x <= positions, f"from 32 to {positions}"),
-        "pause": (lambda x: 0 <= x <= 60, "from 0 to 60"),
-        "retry": (lambda x: 0 <= x <= 100, "from 0 to 100"),
-        "seed": (lambda x: 0 <= x < 2**63, "from 0 to 2**63 - 1"),
-    }
-
-
-def check_numbers(args: argparse.Namespace) -> None:
-    for name in number_ranges(args.config):
-        check_number(args.config, name, getattr(args, name))
-
-
-def check_number(config: dict, name: str, value: float | None) -> None:
-    is_good, wanted = number_ranges(config)[name]
-    if value is not None and not is_good(value):
-        option = "--" + name.replace("_", "-")
-        raise ValueError(f"{option} is {value}, it must be {wanted}")
-
-
-def check_limits(args: argparse.Namespace) -> None:
-    if args.retry and not args.limit_speech:
-        raise ValueError("--retry speaks again what --limit-speech has stopped: leave out --no-limit-speech")
-    if args.retry and args.text == "-" and args.stream:
-        raise ValueError("--retry needs the whole text: leave it out, or leave out --stream")
 
 
 def check_voice(args: argparse.Namespace) -> None:
@@ -202,29 +168,18 @@ def check_cloning(args: argparse.Namespace) -> None:
         raise ValueError("--ref-text is the transcript of --ref-audio: give both, or neither with --speaker")
     if args.ref_text is not None and not args.ref_text.strip():
         raise ValueError("--ref-text is empty: give the transcript of --ref-audio, or leave it out")
-    if args.ref_audio:
-        args.voice = read_recording(args)
-    else:
+    if args.ref_audio is None:
         check_speaker_file(args.speaker)
+        return
+    from common.audio_files import read_audio  # which imports numpy
 
-
-def read_recording(args: argparse.Namespace) -> tuple:
-    """The samples and the rate of --ref-audio. With a transcript it takes one position of the cache per frame."""
-    from cli.audio_files import read_audio  # which imports numpy
-
-    audio, rate = read_audio(args.ref_audio)
+    audio, rate = args.voice = read_audio(args.ref_audio)
     frames = int(len(audio) / rate * FRAME_RATE)
-    if args.ref_text and frames >= args.max_seq_len:
+    if args.ref_text and frames >= args.max_seq_len:  # with a transcript it takes one position of the cache per frame
         raise ValueError(
             f"{args.ref_audio} takes {frames} positions, the cache has {args.max_seq_len}: give a shorter recording, "
             "or a larger --max-seq-len"
         )
-    return audio, rate
-
-
-def check_speaker_file(path: str | Path) -> None:
-    if not Path(path).is_file():
-        raise ValueError(f"there is no speaker file {path}: make one with extract_speaker.py")
 
 
 def check_choice(what: str, word: str | None, known: Iterable[str]) -> None:
@@ -234,22 +189,19 @@ def check_choice(what: str, word: str | None, known: Iterable[str]) -> None:
         raise ValueError(f"{found}: choose {nearest(word, known)} (--list-{what}s shows all)")
 
 
-def nearest(word: str | None, known: Iterable[str]) -> str:
-    """The known words that look like this one; if there are none, all."""
-    return ", ".join(difflib.get_close_matches(str(word).lower(), known) or sorted(known))
-
-
 def check_text_source(args: argparse.Namespace) -> None:
+    if args.retry and not args.limit_speech:
+        raise ValueError("--retry speaks again what --limit-speech has stopped: leave out --no-limit-speech")
     if (args.text is None) == (args.text_file is None):
         raise ValueError("give what to say as --text, --text-file, or --text - for stdin, one of them")
     if str(args.text_file) == "-":
         raise ValueError("--text-file - is no file: use --text - for stdin")
     if args.text == "-" and sys.stdin is None:
         raise ValueError("--text - reads stdin, which is closed: pipe a text into it")
-    if args.text == "-" and args.stream and args.paragraphs:
-        raise ValueError("--paragraphs needs the whole text at once: leave it out, or leave out --stream")
-    if args.text == "-" and args.stream and args.non_streaming_mode:
-        raise ValueError("--non-streaming-mode needs the whole text at once: leave it out, or leave out --stream")
+    for option in ("paragraphs", "non_streaming_mode", "retry"):
+        if args.text == "-" and args.stream and getattr(args, option):
+            name = "--" + option.replace("_", "-")
+            raise ValueError(f"{name} needs the whole text at once: leave it out, or leave out --stream")
 
 
 def read_texts(args: argparse.Namespace) -> list[str] | Pipe:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import soundfile
 
-from cli.audio_files import Chunk
-from cli.output_files import check_writable, replacement_for, write_errors
+from common.audio_files import Chunk
+from common.output_files import check_writable, replacement_for, write_errors
 
 BLOCK = 1 << 16  # samples that are copied at a time
 

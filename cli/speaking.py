@@ -18,18 +18,20 @@ from pathlib import Path
 import torch
 import transformers
 
-from cli.audio_files import Chunk, write_audio
-from cli.checkpoints import FRAME_RATE, hub_name
-from cli.loading import choose_device, model_errors
-from cli.options import REFERENCE_SILENCE, check_number_of_files, has_parts, read_texts
-from cli.output_files import check_writable
+from cli.options import check_number_of_files, has_parts, read_texts
 from cli.parts import Parts
-from cli.scripts import show_progress, show_warning
 from cli.text_files import Line, Pipe
-from cli.voices import load_speaker, voice_request
-from fast.long_text import speak, split_text, tokens_that_fit, with_pauses
-from fast.prompts import decoder_of
+from common.audio_files import Chunk, write_audio
+from common.checkpoints import FRAME_RATE, REFERENCE_SILENCE, local_folder
+from common.loading import choose_device, model_errors
+from common.output_files import check_writable
+from common.scripts import show_progress, show_warning
+from common.voices import clone_prompt, load_speaker
 from generate import load, stream
+from speech.long_text import speak, split_text, tokens_that_fit, with_pauses
+
+SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
+PIPE_TIMEOUT = 600.0  # seconds that a line on stdin may stay unfinished
 
 
 def run(args: argparse.Namespace) -> None:
@@ -39,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
         tts = load(args.model, args.device, args.dtype, max_seq_len=args.max_seq_len, fused=args.fused)
         show_progress("")
         method, request = voice_request(args, tts)
-        path = decoder_of(tts).path
+        path = tts.speech.path
         utterance = partial(speak if args.limit_speech else stream_seeded, method, **request)
         if args.retry:
             utterance = partial(utterance, retries=args.retry)
@@ -92,6 +94,27 @@ def finish_checks(args: argparse.Namespace) -> None:
     args.outputs = plan_outputs(args)
 
 
+def voice_request(args: argparse.Namespace, tts) -> tuple[Callable, dict]:
+    """Upstream's method for this voice, and its arguments except the text."""
+    kind = args.config["tts_model_type"]
+    request = {name: getattr(args, name) for name in ("language", *SAMPLING)}
+    if args.non_streaming_mode is not None:
+        request["non_streaming_mode"] = args.non_streaming_mode
+    if isinstance(args.texts, Pipe):
+        request["text_timeout"] = PIPE_TIMEOUT
+    if kind == "custom_voice":
+        return tts.generate_custom_voice, request | {"speaker": args.speaker, "instruct": args.instruct}
+    if kind == "voice_design":
+        return tts.generate_voice_design, request | {"instruct": args.instruct}
+
+    prompt = args.voice
+    if args.ref_audio:
+        prompt = clone_prompt(
+            tts, *args.voice, args.ref_text, silence=0 if args.no_append_silence else REFERENCE_SILENCE
+        )
+    return tts.generate_voice_clone, request | {"voice_clone_prompt": prompt}
+
+
 def seed_of(args: argparse.Namespace, number: int) -> int | None:
     """Each utterance has a seed of its own, so that --resume gives what an uninterrupted run does."""
     return None if args.seed is None else args.seed + number
@@ -122,10 +145,8 @@ def check_lengths(args: argparse.Namespace) -> None:
         args.texts = split_texts(args)
         return
     room = args.max_seq_len
-    long = [text for text in args.texts if len(text.encode()) >= room]  # a text has at most a token per byte
-    for text in long:
-        tokens = count_tokens(args.model, text)
-        if tokens >= room:
+    for text in args.texts:  # a text has at most a token per byte
+        if len(text.encode()) >= room and (tokens := count_tokens(args.model, text)) >= room:
             raise ValueError(
                 f"the text {text[:20]!r}... takes {tokens} positions, the cache has {room}: put it on several lines, "
                 "or give a larger --max-seq-len"
@@ -152,7 +173,8 @@ def count_tokens(model: str, text: str) -> int:
 
 @functools.cache
 def text_tokenizer(model: str):
-    return transformers.AutoTokenizer.from_pretrained(hub_name(model))
+    """The model's own tokenizer, before its weights are there."""
+    return transformers.Qwen2TokenizerFast.from_pretrained(local_folder(model), fix_mistral_regex=False)
 
 
 def plan_outputs(args: argparse.Namespace) -> list[tuple[Path, Iterable[tuple[int, str | Line]]]]:

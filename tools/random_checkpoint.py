@@ -11,15 +11,17 @@ here: every byte is a token, and so are the special tokens and words of upstream
 
 import argparse
 import json
+import string
 import sys
+from itertools import chain, islice, product
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python tools/random_checkpoint.py`
 import generate  # noqa: F401  must come before qwen_tts
-from cli.loading import model_errors
-from cli.scripts import Parser, cli_errors
+from common.loading import model_errors
+from common.scripts import Parser, cli_errors
 
 # isort: split
 from qwen_tts.core import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model
@@ -57,34 +59,32 @@ CODEC_IDS = dict(
 
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>"]
 
+# What is not here is the default of the config's class, which is that of the published checkpoints.
+ROPE_SCALING = dict(interleaved=True, rope_type="default", type="default")
 TALKER = dict(
     num_hidden_layers=28,
-    num_attention_heads=16,
     num_key_value_heads=8,
     head_dim=128,
     vocab_size=3072,
     text_vocab_size=151936,
-    text_hidden_size=2048,
     num_code_groups=16,
     max_position_embeddings=32768,
     rope_theta=1000000,
     position_id_per_seconds=13,
-    sliding_window=None,
-    use_sliding_window=False,
-    rope_scaling=dict(interleaved=True, mrope_section=[24, 20, 20], rope_type="default", type="default"),
+    rope_scaling=ROPE_SCALING | dict(mrope_section=[24, 20, 20]),
 )
-PREDICTOR = dict(
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=5,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=2048,
-    num_code_groups=16,
-    max_position_embeddings=65536,
-    rope_theta=1000000,
+PREDICTOR = dict(num_code_groups=16, max_position_embeddings=65536, rope_theta=1000000)
+CODEC_DECODER = dict(
+    codebook_dim=512,
+    hidden_size=512,
+    intermediate_size=1024,
+    head_dim=64,
+    num_semantic_quantizers=1,
+    semantic_codebook_size=4096,
+    vector_quantization_hidden_dimension=512,
 )
+
+TINY_HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 TALKER_SIZES = {
     "0.6B": dict(hidden_size=1024, intermediate_size=3072),
     "1.7B": dict(hidden_size=2048, intermediate_size=6144),
@@ -92,100 +92,27 @@ TALKER_SIZES = {
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
         text_vocab_size=512,
         text_hidden_size=48,
-        rope_scaling=dict(interleaved=True, mrope_section=[4, 2, 2], rope_type="default", type="default"),
+        rope_scaling=ROPE_SCALING | dict(mrope_section=[4, 2, 2]),
+        **TINY_HEADS,
     ),
 }
-TINY_PREDICTOR = dict(
-    hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16
-)
+TINY_PREDICTOR = dict(hidden_size=48, intermediate_size=96, num_hidden_layers=1, **TINY_HEADS)
 TINY_SPEAKER_ENCODER = dict(
     enc_channels=[16, 16, 16, 16, 48], enc_attention_channels=8, enc_se_channels=8, enc_res2net_scale=4
 )
-
-CODEC_DECODER = dict(
-    latent_dim=1024,
-    codebook_dim=512,
-    codebook_size=2048,
-    decoder_dim=1536,
-    hidden_size=512,
-    intermediate_size=1024,
-    head_dim=64,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    num_hidden_layers=8,
-    num_quantizers=16,
-    num_semantic_quantizers=1,
-    semantic_codebook_size=4096,
-    vector_quantization_hidden_dimension=512,
-    sliding_window=72,
-    rope_theta=10000,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=8000,
-    layer_scale_initial_scale=0.01,
-    upsample_rates=[8, 5, 4, 3],
-    upsampling_ratios=[2, 2],
+TINY_LAYERS = dict(
+    hidden_size=32, intermediate_size=64, head_dim=16, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2
 )
-CODEC_ENCODER = dict(
-    num_quantizers=32,
-    num_semantic_quantizers=1,
-    codebook_size=2048,
-    codebook_dim=256,
-    vector_quantization_hidden_dimension=256,
-    hidden_size=512,
-    intermediate_size=2048,
-    head_dim=64,
-    num_attention_heads=8,
-    num_key_value_heads=8,
-    num_hidden_layers=8,
-    num_filters=64,
-    upsampling_ratios=[8, 6, 5, 4],
-    sampling_rate=24000,
-    sliding_window=250,
-    use_streaming=False,
-    max_position_embeddings=8000,
-    upsample_groups=512,
-)
-TINY_DECODER = dict(
-    latent_dim=64,
-    codebook_dim=32,
-    decoder_dim=48,
-    hidden_size=32,
-    intermediate_size=64,
-    head_dim=16,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    num_hidden_layers=2,
-)
+TINY_DECODER = dict(latent_dim=64, codebook_dim=32, decoder_dim=48, **TINY_LAYERS)
 TINY_ENCODER = dict(
-    hidden_size=32,
-    intermediate_size=64,
-    head_dim=16,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    num_hidden_layers=2,
-    num_filters=4,
-    codebook_dim=16,
-    vector_quantization_hidden_dimension=16,
-    upsample_groups=32,
+    num_filters=4, codebook_dim=16, vector_quantization_hidden_dimension=16, upsample_groups=32, **TINY_LAYERS
 )
 
-GENERATION = dict(
-    do_sample=True,
-    temperature=0.9,
-    top_k=50,
-    top_p=1.0,
-    repetition_penalty=1.05,
-    max_new_tokens=8192,
-    subtalker_dosample=True,
-    subtalker_temperature=0.9,
-    subtalker_top_k=50,
-    subtalker_top_p=1.0,
-)
+SAMPLING = dict(temperature=0.9, top_k=50, top_p=1.0)
+GENERATION = dict(do_sample=True, subtalker_dosample=True, repetition_penalty=1.05, max_new_tokens=8192)
+GENERATION |= SAMPLING | {f"subtalker_{name}": value for name, value in SAMPLING.items()}
 
 
 def main() -> None:
@@ -202,19 +129,27 @@ def main() -> None:
 
 @torch.no_grad()
 def write_checkpoint(
-    out: Path, size: str, kind: str = "base", seed: int = 0, gain: float = 1.0, ends: bool | None = None
+    out: Path,
+    size: str,
+    kind: str = "base",
+    seed: int = 0,
+    gain: float = 1.0,
+    ends: bool | None = None,
+    merges: int = 0,
 ) -> int:
     """Write a checkpoint folder, with a speaker.pt for a Base model. Returns the number of weights of the main model.
 
     ends: whether the model ends its speech by itself, after some seconds, or speaks for as long as it is asked to.
     Default: tiny models end; those of the published sizes are for timing and do not.
+    merges: further entries of the vocabulary, made of two or three bytes. Above 100,000 entries transformers treats a
+    tokenizer in other ways.
     """
     if ends is None:
         ends = size == "tiny"
     codec_folder = out / "speech_tokenizer"
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    tokenizer = text_tokenizer(out)
+    tokenizer = text_tokenizer(out, merges)
     config = model_config(size, kind, tokenizer)
     codec_settings = codec_config(size)
 
@@ -244,7 +179,7 @@ def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2))
 
 
-def text_tokenizer(folder: Path) -> Qwen2TokenizerFast:
+def text_tokenizer(folder: Path, further_merges: int) -> Qwen2TokenizerFast:
     """A byte-level tokenizer. Upstream's prompts rely on `<|im_start|>assistant` and a newline being three tokens."""
     vocab = dict.fromkeys(sorted(ByteLevel.alphabet()))
     merges = []
@@ -252,6 +187,14 @@ def text_tokenizer(folder: Path) -> Qwen2TokenizerFast:
         for end in range(2, len(word) + 1):
             merges.append(f"{word[: end - 1]} {word[end - 1]}")
             vocab[word[:end]] = None
+    syllables = map("".join, product(string.ascii_lowercase, repeat=2))
+    pairs = chain(
+        product(sorted(ByteLevel.alphabet(), reverse=True), repeat=2), product(syllables, sorted(ByteLevel.alphabet()))
+    )
+    for first, second in islice(pairs, further_merges):
+        if first + second not in vocab:
+            merges.append(f"{first} {second}")
+            vocab[first + second] = None
     (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocab)}))
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
     tokenizer = Qwen2TokenizerFast.from_pretrained(folder)
@@ -265,6 +208,7 @@ def model_config(size: str, kind: str, tokenizer: Qwen2TokenizerFast) -> dict:
     has_speakers = kind == "custom_voice"
     speakers = SPEAKERS if has_speakers else {}
     talker = TALKER | TALKER_SIZES[size] | CODEC_IDS
+    talker["text_vocab_size"] = max(talker["text_vocab_size"], len(tokenizer))
     talker["code_predictor_config"] = PREDICTOR | (TINY_PREDICTOR if is_tiny else {})
     talker["codec_language_id"] = LANGUAGES | (DIALECTS if has_speakers else {})
     talker["spk_id"] = speakers
@@ -296,13 +240,8 @@ def codec_config(size: str) -> dict:
     return dict(
         architectures=["Qwen3TTSTokenizerV2Model"],
         model_type="qwen3_tts_tokenizer_12hz",
-        encoder_valid_num_quantizers=16,
-        input_sample_rate=24000,
-        output_sample_rate=24000,
-        decode_upsample_rate=1920,
-        encode_downsample_rate=1920,
         decoder_config=CODEC_DECODER | (TINY_DECODER if is_tiny else {}),
-        encoder_config=CODEC_ENCODER | (TINY_ENCODER if is_tiny else {}),
+        encoder_config=TINY_ENCODER if is_tiny else {},
     )
 
 

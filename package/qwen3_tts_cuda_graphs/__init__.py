@@ -1,4 +1,5 @@
-"""The project as an installed package, with the interface of faster-qwen3-tts: `pip install -e .` in a checkout.
+"""The project as an installed package, with the interface of faster-qwen3-tts (model.py): `pip install -e .` in a
+checkout.
 
 The project's files are flat and import each other by plain names such as `generate` or `fast`, which would be visible
 to, and could hide modules of, every other program in the environment. So only this folder is put on the path. It loads
@@ -15,7 +16,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 if not (CHECKOUT / "generate.py").is_file():
     raise ImportError(f"{CHECKOUT} has no generate.py: install this package from a checkout with `pip install -e .`")
 
-PROJECT_MODULES = {"cudagraph_talker", "cudagraph_predictor", "generate", "cli", "fast", "serving"}
+PROJECT_MODULES = {"cudagraph_talker", "cudagraph_predictor", "generate", "common", "fast", "speech", "serving"}
 
 
 class ProjectLoader(SourceFileLoader):

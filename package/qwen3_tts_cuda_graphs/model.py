@@ -6,8 +6,11 @@ difference here are accepted: `attn_implementation` and `parity_mode` (the kerne
 """
 
 import dataclasses
+import functools
+import inspect
+import itertools
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,9 @@ import numpy as np
 import soundfile
 import torch
 
-from qwen3_tts_cuda_graphs.fast.streaming import audio_chunks, check_chunk_frames, decoder_of, prepare_request
 from qwen3_tts_cuda_graphs.generate import Qwen3TTSModel, load
+from qwen3_tts_cuda_graphs.speech.prompts import prepare_request
+from qwen3_tts_cuda_graphs.speech.streaming import audio_chunks, check_chunk_frames
 
 # isort: split
 from qwen_tts import VoiceClonePromptItem  # after generate, which imports qwen_tts without its 25 Hz tokenizer
@@ -30,6 +34,24 @@ TORCH_ONLY = "this package runs on torch only; for GGML use faster-qwen3-tts"
 Chunks = Generator[tuple[np.ndarray, int, dict], None, None]
 
 
+def whole(streaming: Callable) -> Callable:
+    """The method that returns a streaming method's audio in one piece: ([float32 samples], sample rate)."""
+    signature = inspect.signature(streaming)
+    kept = [item for name, item in signature.parameters.items() if name not in ("chunk_size", "parity_mode")]
+    signature = signature.replace(parameters=kept, return_annotation=tuple[list, int])
+
+    def speak(*args, **kwargs):
+        arguments = signature.bind(*args, **kwargs).arguments
+        chunks = [audio for audio, _, _ in streaming(**arguments, chunk_size=WHOLE_CALL_FRAMES)]
+        audio = np.concatenate(chunks) if chunks else np.zeros(1, dtype=np.float32)
+        return [audio], arguments["self"].sample_rate
+
+    speak.__name__ = streaming.__name__.removesuffix("_streaming")
+    speak.__doc__ = f"`{streaming.__name__}` in one piece: returns ([float32 samples], sample rate)."
+    speak.__signature__ = signature
+    return speak
+
+
 class FasterQwen3TTS:
     """Qwen3-TTS in real time. Make it with `from_pretrained`."""
 
@@ -39,7 +61,7 @@ class FasterQwen3TTS:
         self.dtype = dtype
         self.max_seq_len = max_seq_len
         self.sample_rate = int(model.model.speech_tokenizer.get_output_sample_rate())
-        self.voices = {}  # of a recording, its text and settings -> prompt
+        self.encode = functools.lru_cache(MAX_VOICES)(functools.partial(encode_recording, model))
 
     @classmethod
     def from_pretrained(
@@ -105,42 +127,6 @@ class FasterQwen3TTS:
     ) -> tuple[list, int]:
         raise NotImplementedError("the models have no default voice: use generate_voice_clone with ref_audio")
 
-    def generate_voice_clone(
-        self,
-        text: str,
-        language: str,
-        ref_audio: str | Path | None = None,
-        ref_text: str = "",
-        max_new_tokens: int = 2048,
-        min_new_tokens: int = 2,
-        temperature: float = 0.9,
-        top_k: int = 50,
-        top_p: float = 1.0,
-        do_sample: bool = True,
-        repetition_penalty: float = 1.05,
-        xvec_only: bool = False,
-        non_streaming_mode: bool | None = None,
-        append_silence: bool = True,
-        instruct: str | None = None,
-        ref_spk: str | Path | None = None,
-        ref_rvq: str | Path | None = None,
-        ref_spk_emb: np.ndarray | None = None,
-        ref_codes: np.ndarray | None = None,
-        voice_clone_prompt: dict[str, Any] | list[Any] | None = None,
-    ) -> tuple[list, int]:
-        """Speak with the voice of a recording. Returns ([float32 samples], sample rate).
-
-        ref_audio, ref_text: the recording and what it says.
-        max_new_tokens, min_new_tokens: limits for the number of frames.
-        xvec_only: take the speaker's embedding only, without the recording in the prompt.
-        non_streaming_mode: True puts the whole text into the prompt; None is upstream's default.
-        append_silence: after a recording that is in the prompt.
-        instruct: how to speak.
-        voice_clone_prompt: from upstream's create_voice_clone_prompt, or a dict with ref_spk_embedding. Replaces
-            ref_audio and xvec_only; ref_text is needed for a dict with ref_code.
-        """
-        return self.speak(**self.clone_request(locals()))
-
     def generate_voice_clone_streaming(
         self,
         text: str,
@@ -166,26 +152,19 @@ class FasterQwen3TTS:
         ref_codes: np.ndarray | None = None,
         voice_clone_prompt: dict[str, Any] | list[Any] | None = None,
     ) -> Chunks:
-        """The same, in chunks of `chunk_size` frames. Yields (float32 samples, sample rate, timing)."""
-        return self.stream(**self.clone_request(locals()))
+        """Speak with the voice of a recording. Yields (float32 samples, sample rate, timing).
 
-    def generate_custom_voice(
-        self,
-        text: str,
-        speaker: str,
-        language: str,
-        instruct: str | None = None,
-        non_streaming_mode: bool | None = None,
-        max_new_tokens: int = 2048,
-        min_new_tokens: int = 2,
-        temperature: float = 0.9,
-        top_k: int = 50,
-        top_p: float = 1.0,
-        do_sample: bool = True,
-        repetition_penalty: float = 1.05,
-    ) -> tuple[list, int]:
-        """Speak with a voice of a CustomVoice model. Returns ([float32 samples], sample rate)."""
-        return self.speak(self.model.generate_custom_voice, **without_self(locals()))
+        ref_audio, ref_text: the recording and what it says.
+        max_new_tokens, min_new_tokens: limits for the number of frames.
+        chunk_size: frames of a chunk.
+        xvec_only: take the speaker's embedding only, without the recording in the prompt.
+        non_streaming_mode: True puts the whole text into the prompt; None is upstream's default.
+        append_silence: after a recording that is in the prompt.
+        instruct: how to speak.
+        voice_clone_prompt: from upstream's create_voice_clone_prompt, or a dict with ref_spk_embedding. Replaces
+            ref_audio and xvec_only; ref_text is needed for a dict with ref_code.
+        """
+        return self.stream(**self.clone_request(**without_self(locals())))
 
     def generate_custom_voice_streaming(
         self,
@@ -203,25 +182,8 @@ class FasterQwen3TTS:
         repetition_penalty: float = 1.05,
         chunk_size: int = 12,
     ) -> Chunks:
-        """The same, in chunks of `chunk_size` frames. Yields (float32 samples, sample rate, timing)."""
+        """Speak with a voice of a CustomVoice model. Yields (float32 samples, sample rate, timing)."""
         return self.stream(self.model.generate_custom_voice, **without_self(locals()))
-
-    def generate_voice_design(
-        self,
-        text: str,
-        instruct: str,
-        language: str,
-        non_streaming_mode: bool | None = None,
-        max_new_tokens: int = 2048,
-        min_new_tokens: int = 2,
-        temperature: float = 0.9,
-        top_k: int = 50,
-        top_p: float = 1.0,
-        do_sample: bool = True,
-        repetition_penalty: float = 1.05,
-    ) -> tuple[list, int]:
-        """Speak with a voice that `instruct` describes. Returns ([float32 samples], sample rate)."""
-        return self.speak(self.model.generate_voice_design, **without_self(locals()))
 
     def generate_voice_design_streaming(
         self,
@@ -238,34 +200,31 @@ class FasterQwen3TTS:
         repetition_penalty: float = 1.05,
         chunk_size: int = 12,
     ) -> Chunks:
-        """The same, in chunks of `chunk_size` frames. Yields (float32 samples, sample rate, timing)."""
+        """Speak with a voice that `instruct` describes. Yields (float32 samples, sample rate, timing)."""
         return self.stream(self.model.generate_voice_design, **without_self(locals()))
 
-    def speak(self, method, **arguments) -> tuple[list, int]:
-        chunks = [audio for audio, _ in self.chunks(method, chunk_size=WHOLE_CALL_FRAMES, **arguments)]
-        return [np.concatenate(chunks) if chunks else np.zeros(1, dtype=np.float32)], self.sample_rate
+    generate_voice_clone = whole(generate_voice_clone_streaming)
+    generate_custom_voice = whole(generate_custom_voice_streaming)
+    generate_voice_design = whole(generate_voice_design_streaming)
 
-    def stream(self, method, chunk_size: int, **arguments) -> Chunks:
-        """Check and build the request now, so that mistakes raise an error here; generate while being read."""
+    def stream(
+        self, method, text: str, chunk_size: int, max_new_tokens: int, min_new_tokens: int, **arguments
+    ) -> Chunks:
+        """Check and build a request of upstream's `method` now, so that mistakes raise an error here; generate while
+        being read."""
         check_chunk_frames("chunk_size", chunk_size)
         start = time.perf_counter()
-        chunks = self.chunks(method, chunk_size, **arguments)
-        prompt_ms = (time.perf_counter() - start) * 1000
-        return self.timed(chunks, chunk_size, prompt_ms)
-
-    def chunks(
-        self, method, chunk_size: int, text: str, max_new_tokens: int, min_new_tokens: int, **arguments
-    ) -> Iterable[tuple[np.ndarray, int]]:
-        """Build and check a request of upstream's `method`; the chunks of its audio."""
         if arguments["non_streaming_mode"] is None:
             del arguments["non_streaming_mode"]  # upstream's default
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 1")
-        decoder = decoder_of(self.model)
+        speech = self.model.speech
         # Upstream's last token has no frame.
-        request, _, reference = prepare_request(decoder, method, text, max_new_tokens=max_new_tokens + 1, **arguments)
+        request, _, reference = prepare_request(speech, method, text, max_new_tokens=max_new_tokens + 1, **arguments)
         request["min_new_tokens"] = min_new_tokens
-        return audio_chunks(self.model, decoder, request, reference, chunk_size)
+        chunks = audio_chunks(speech, request, reference, itertools.repeat(chunk_size))
+        prompt_ms = (time.perf_counter() - start) * 1000
+        return self.timed(chunks, chunk_size, prompt_ms)
 
     def timed(self, chunks: Iterable[tuple[np.ndarray, int]], chunk_size: int, prompt_ms: float) -> Chunks:
         """Add faster-qwen3-tts' timing. The first decode_ms includes the prefill; prefill_ms is for the prompt.
@@ -279,39 +238,32 @@ class FasterQwen3TTS:
             decode_ms = (time.perf_counter() - start) * 1000
             steps = len(audio) // samples_per_frame
             frames += steps
-            yield (
-                audio,
-                rate,
-                {
-                    "chunk_index": index,
-                    "chunk_steps": steps,
-                    "prefill_ms": prompt_ms if index == 0 else 0,
-                    "decode_ms": decode_ms,
-                    "total_steps_so_far": frames,
-                    "is_final": steps < chunk_size,
-                },
-            )
+            timing = {
+                "chunk_index": index,
+                "chunk_steps": steps,
+                "prefill_ms": prompt_ms if index == 0 else 0,
+                "decode_ms": decode_ms,
+                "total_steps_so_far": frames,
+                "is_final": steps < chunk_size,
+            }
+            yield audio, rate, timing
             start = time.perf_counter()
 
-    def clone_request(self, arguments: dict) -> dict:
-        """The arguments of a clone method -> those of `speak` or `stream`."""
-        request = without_self(arguments)
-        ggml = {name: request.pop(name) for name in ("ref_spk", "ref_rvq", "ref_spk_emb", "ref_codes")}
-        given = [name for name, value in ggml.items() if value is not None]
-        if given:
-            raise ValueError(f"{given[0]} is for the GGML backend: pass voice_clone_prompt instead")
-        request.pop("parity_mode", None)
-        voice = {name: request.pop(name) for name in ("ref_audio", "ref_text", "xvec_only", "append_silence")}
-        prompt = request["voice_clone_prompt"]
-        if prompt is None:
-            request["voice_clone_prompt"] = self.voice_of_recording(**voice)
+    def clone_request(
+        self, ref_audio, ref_text, xvec_only, append_silence, voice_clone_prompt, instruct, parity_mode, **request
+    ) -> dict:
+        """The arguments of a clone method -> those of `stream`."""
+        for name in ("ref_spk", "ref_rvq", "ref_spk_emb", "ref_codes"):
+            if request.pop(name) is not None:
+                raise ValueError(f"{name} is for the GGML backend: pass voice_clone_prompt instead")
+        if voice_clone_prompt is None:
+            prompt = self.voice_of_recording(ref_audio, ref_text, xvec_only, append_silence)
         else:
-            request["voice_clone_prompt"] = [prompt_item(prompt, voice["ref_text"])]
-        instruct = request.pop("instruct")
+            prompt = [prompt_item(voice_clone_prompt, ref_text)]
         if instruct:
             text = self.model._build_instruct_text(instruct)
             request["instruct_ids"] = self.model._tokenize_texts([text])
-        return request | {"method": self.model.generate_voice_clone}
+        return request | {"method": self.model.generate_voice_clone, "voice_clone_prompt": prompt}
 
     def voice_of_recording(self, ref_audio, ref_text: str, xvec_only: bool, append_silence: bool) -> list:
         """Encode a recording, once for each file."""
@@ -324,22 +276,8 @@ class FasterQwen3TTS:
         if not (ref_text or xvec_only):
             raise ValueError("ref_text is missing: give what the recording says, or xvec_only=True")
         status = Path(ref_audio).stat()
-        key = str(ref_audio), status.st_mtime_ns, status.st_size, ref_text, xvec_only, append_silence
-        if key not in self.voices:
-            try:
-                audio, rate = soundfile.read(ref_audio, dtype="float32", always_2d=True)
-            except soundfile.LibsndfileError as error:
-                raise ValueError(f"ref_audio: {error}") from None
-            audio = audio.mean(axis=1)
-            if len(audio) < rate or not np.abs(audio).max() > 1e-4:
-                raise ValueError("ref_audio is silent, broken or shorter than 1 s: give 3 to 30 s of the voice")
-            if append_silence and not xvec_only:
-                audio = np.append(audio, np.zeros(int(REFERENCE_SILENCE * rate), dtype=np.float32))
-            prompt = self.model.create_voice_clone_prompt((audio, rate), ref_text, x_vector_only_mode=xvec_only)
-            for oldest in list(self.voices)[: len(self.voices) - MAX_VOICES + 1]:
-                self.voices.pop(oldest, None)
-            self.voices[key] = prompt
-        return self.voices[key]
+        file = str(ref_audio), status.st_mtime_ns, status.st_size
+        return self.encode(file, None if xvec_only else ref_text, REFERENCE_SILENCE if append_silence else 0)
 
 
 class GGMLQwen3TTS:
@@ -348,6 +286,20 @@ class GGMLQwen3TTS:
     @classmethod
     def from_pretrained(cls, *_, **__):
         raise ValueError(f"GGMLQwen3TTS: {TORCH_ONLY}")
+
+
+def encode_recording(model: Qwen3TTSModel, file: tuple[str, int, int], ref_text: str | None, silence: float) -> list:
+    """The prompt of a recording. file: its path, time of change and size, so that a new file is another one."""
+    try:
+        audio, rate = soundfile.read(file[0], dtype="float32", always_2d=True)
+    except soundfile.LibsndfileError as error:
+        raise ValueError(f"ref_audio: {error}") from None
+    audio = audio.mean(axis=1)
+    if len(audio) < rate or not np.abs(audio).max() > 1e-4:
+        raise ValueError("ref_audio is silent, broken or shorter than 1 s: give 3 to 30 s of the voice")
+    if ref_text:
+        audio = np.append(audio, np.zeros(int(silence * rate), dtype=np.float32))
+    return model.create_voice_clone_prompt((audio, rate), ref_text, x_vector_only_mode=not ref_text)
 
 
 def without_self(arguments: dict) -> dict:

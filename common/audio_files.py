@@ -15,7 +15,7 @@ from typing import BinaryIO
 import numpy as np
 import soundfile
 
-from cli.output_files import FORMATS, is_special, is_wav, open_stdout, replacement_for, write_errors
+from common.output_files import FORMATS, is_special, is_wav, open_stdout, replacement_for, write_errors
 
 Chunk = tuple[np.ndarray, int]  # float samples from -1 to 1, sample rate
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast a frame can be at most: the bytes that it must read, over the memory bandwidth. A bound, not a measurement.
 
-    python tools/bounds.py     # prints the table of the README
+    python benchmarks/bounds.py     # prints the table of the README
 
 A frame reads the talker's layers once and the predictor's 15 times, once for each code but the first: 157 MB, more than
 the caches of these GPUs hold. The heads are read once, and the keys and values of all positions so far. Embeddings and
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python tools/bounds.py`
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python benchmarks/bounds.py`
 from tools.random_checkpoint import PREDICTOR, TALKER, TALKER_SIZES  # imports generate, which must come before qwen_tts
 
 # isort: split
@@ -109,6 +109,22 @@ def bound_ms(talker, gigabytes_per_second: float) -> float:
     return bytes_per_frame(talker) / gigabytes_per_second / 1e6
 
 
+def memory_bound(talker, frame_ms: float) -> dict[str, float]:
+    """A row of the benchmark: the bound of this GPU, and the share of it that was reached. Empty if the bandwidth is
+    unknown."""
+    bandwidth = bandwidth_of(talker.device)
+    if bandwidth is None:
+        return {}
+    bound = bound_ms(talker, bandwidth)
+    return {
+        "GB per frame": bytes_per_frame(talker) / 1e9,
+        "GB per second": bandwidth,
+        "bound in ms": bound,
+        "measured in ms": frame_ms,
+        "share of the bound": bound / frame_ms,
+    }
+
+
 def short_name(gpu: str) -> str:
     """The name that torch gives, without the maker's."""
     return re.sub(r"^NVIDIA (GeForce )?", "", gpu)
@@ -121,6 +137,8 @@ def file_stem(gpu: str) -> str:
 
 def bandwidth_of(device: torch.device) -> float | None:
     """GB/s from the table, else from what the driver says of the memory, if it says so."""
+    if device.type != "cuda":
+        return None
     gpu = torch.cuda.get_device_properties(device)
     name = short_name(gpu.name)
     if name == "Orin" and gpu.multi_processor_count >= 14:  # an NX and a Nano have 8 or fewer

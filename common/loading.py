@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from cli.scripts import check_device_name
+from common.scripts import check_device_name
 from fast.paths import MegakernelStopped
 
 

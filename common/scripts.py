@@ -89,13 +89,6 @@ def show_progress(line: str) -> None:
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
 
-class ProgressHandler(logging.Handler):
-    """Shows what the library logs while it loads."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        show_progress(record.getMessage())
-
-
 def show_warning(message: Warning | str, *_) -> None:
     print(f"warning: {with_option_names(str(message).splitlines()[0])}", file=sys.stderr)
 
@@ -112,7 +105,8 @@ def cli_errors() -> Iterator[None]:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when huggingface_hub is imported
     log = logging.getLogger("qwen3_tts_cudagraphs")
     log.setLevel(logging.INFO)
-    log.handlers = [ProgressHandler()]
+    log.handlers = [logging.Handler()]  # shows what the library logs while it loads
+    log.handlers[0].emit = lambda record: show_progress(record.getMessage())
     try:
         yield
     except KeyboardInterrupt:

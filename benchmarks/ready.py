@@ -5,7 +5,7 @@ makes ten requests. The second is `generate.py --stream`; it is timed from its s
 same files, so the disk's cache is as warm for one as for the other. Before them, one process of the first kind starts
 with an empty cache of compiled kernels.
 
-python tools/ready.py MODEL speaker.pt    is the first of these processes
+python benchmarks/ready.py MODEL speaker.pt    is the first of these processes
 """
 
 import json
@@ -19,54 +19,40 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tools.load import ROOT, TEXT
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for that process, whose first heavy import must be upstream
+from benchmarks.listeners import TEXT, listen
 
+ROOT = Path(__file__).parents[1]
 REQUESTS = 10
 LIMIT = 300.0  # seconds that a process may take
 WAV_HEADER = 44  # bytes
 
 
-def time_ready(model: str, speaker_file: Path, runs: int) -> Iterator[tuple[str, dict]]:
+def time_ready(checkpoint, effort) -> Iterator[tuple[str, dict]]:
     """A row of the benchmark, after every run again: medians of the runs so far, and the one with an empty cache."""
-    library, shell = [], []
+    runs = []
     with tempfile.TemporaryDirectory() as kernels:
         environment = os.environ | {"QWEN3_TTS_KERNEL_CACHE": kernels}
-        cold = run_library(model, speaker_file, environment)
-        for _ in range(runs):
-            library.append(run_library(model, speaker_file, environment))
-            shell.append(run_shell(model, speaker_file, environment))
-            yield "ready", medians(library, shell) | dict(accelerate_empty_cache_s=cold["accelerate_s"])
+        empty_cache = run_library(checkpoint, environment)
+        for _ in range(effort.processes):
+            library = run_library(checkpoint, environment)
+            runs.append(library | dict(shell_to_first_audio_s=run_shell(checkpoint, environment)))
+            row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+            yield "ready", row | dict(runs=len(runs), accelerate_empty_cache_s=empty_cache["accelerate_s"])
 
 
-def medians(library: list[dict], shell: list[float]) -> dict:
-    median = statistics.median
-    upstream = [run["imported_and_loaded_s"] for run in library]
-    first = [run["first_audio_ms"][0] for run in library]
-    tenth = [run["first_audio_ms"][-1] for run in library]
-    return dict(
-        upstream_imported_and_loaded_s=median(upstream),
-        accelerate_s=median(run["accelerate_s"] for run in library),
-        shell_to_first_audio_s=median(shell),
-        shell_to_first_audio_per_upstream=median(map(float.__truediv__, shell, upstream)),
-        first_request_ms=median(first),
-        tenth_request_ms=median(tenth),
-        first_per_tenth=median(map(float.__truediv__, first, tenth)),
-        runs=len(library),
-    )
-
-
-def run_library(model: str, speaker_file: Path, environment: dict) -> dict:
+def run_library(checkpoint, environment: dict) -> dict:
     start = time.monotonic()
-    output = first_output([__file__, model, str(speaker_file)], None, environment)
+    output = first_output([__file__, checkpoint.model, str(checkpoint.speaker_file)], None, environment)
     times = json.loads(output.splitlines()[-1])
-    return times | dict(imported_and_loaded_s=times["loaded_at"] - start)
+    return dict(upstream_imported_and_loaded_s=times.pop("loaded_at") - start) | times
 
 
-def run_shell(model: str, speaker_file: Path, environment: dict) -> float:
-    options = ["--model", model, "--speaker", str(speaker_file), "--text", TEXT, "--stream", "--output", "-"]
+def run_shell(checkpoint, environment: dict) -> float:
+    voice = ["--model", checkpoint.model, "--speaker", str(checkpoint.speaker_file)]
     start = time.monotonic()
-    first_output([str(ROOT / "generate.py"), *options], WAV_HEADER + 1, environment)
+    program = [str(ROOT / "generate.py"), *voice, "--text", TEXT, "--stream", "--output", "-"]
+    first_output(program, WAV_HEADER + 1, environment)
     return time.monotonic() - start
 
 
@@ -100,18 +86,14 @@ def main(model: str, speaker_file: str) -> None:
     accelerate(tts)
     accelerate_s = time.monotonic() - loaded_at
 
-    from cli.voices import speaker_prompt
+    from common.voices import speaker_prompt
     from generate import stream
 
-    voice = dict(language="English", voice_clone_prompt=speaker_prompt(torch.load(speaker_file, weights_only=True)))
-    first_audio_ms = []
-    for _ in range(REQUESTS):
-        start = time.perf_counter()
-        chunks = stream(tts.generate_voice_clone, text=TEXT, max_new_tokens=40, **voice)
-        next(chunks)
-        first_audio_ms.append((time.perf_counter() - start) * 1e3)
-        chunks.close()
-    print(json.dumps(dict(loaded_at=loaded_at, accelerate_s=accelerate_s, first_audio_ms=first_audio_ms)))
+    voice = speaker_prompt(torch.load(speaker_file, weights_only=True))
+    arguments = dict(text=TEXT, language="English", voice_clone_prompt=voice, max_new_tokens=40)
+    requests = [listen(lambda: stream(tts.generate_voice_clone, **arguments), leave_after=0) for _ in range(REQUESTS)]
+    times = dict(first_request_ms=requests[0].first_audio_ms, tenth_request_ms=requests[-1].first_audio_ms)
+    print(json.dumps(dict(loaded_at=loaded_at, accelerate_s=accelerate_s, **times)))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from generate import suffix
-
 
 def machine_card(weights: str) -> dict[str, Any]:
     """What the figures depend on: machine, versions, weights."""
@@ -20,7 +18,8 @@ def machine_card(weights: str) -> dict[str, Any]:
         cpu = platform.processor() or platform.machine()
         machine = dict(gpu="none", cpu=cpu, threads=torch.get_num_threads(), dtype="float32")
     machine["python"] = platform.python_version()
-    for package in ("torch", "transformers", f"qwen-tts{suffix}"):
+    upstream, *_ = importlib.metadata.packages_distributions()["qwen_tts"]  # qwen-tts or qwen-tts-hf
+    for package in ("torch", "transformers", upstream):
         machine[package] = importlib.metadata.version(package)
     commit = first_line("git", "describe", "--always", "--dirty")
     return machine | dict(commit=commit, weights=weights)

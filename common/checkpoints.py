@@ -1,0 +1,195 @@
+"""The checkpoints that run here: their names and files, what config.json says; checks of numbers and speaker files.
+
+Imports nothing that takes time.
+"""
+
+import contextlib
+import difflib
+import functools
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import huggingface_hub
+
+from common.scripts import show_progress
+
+MODELS = {  # short name -> hub id; generate.py, which runs without this file, has the same
+    "0.6B": "Qwen/Qwen3-TTS-12Hz-0.6B-Base",
+    "1.7B": "Qwen/Qwen3-TTS-12Hz-1.7B-Base",
+    "0.6B-CustomVoice": "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice",
+    "1.7B-CustomVoice": "Qwen/Qwen3-TTS-12Hz-1.7B-CustomVoice",
+    "1.7B-VoiceDesign": "Qwen/Qwen3-TTS-12Hz-1.7B-VoiceDesign",
+}
+KINDS = {
+    "base": "a Base model, which clones voices",
+    "custom_voice": "a CustomVoice model, which has speakers of its own",
+    "voice_design": "a VoiceDesign model, which makes voices from descriptions",
+}
+MODELS_OF_KIND = {"base": "0.6B or 1.7B", "custom_voice": "1.7B-CustomVoice", "voice_design": "1.7B-VoiceDesign"}
+CHECKPOINT_FILES = (  # besides the weights and the vocabulary, which may be stored in two ways
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "speech_tokenizer/config.json",
+    "speech_tokenizer/preprocessor_config.json",
+)
+SMALL_FILES = ("*.json", "*.txt")  # all but the weights
+HUB_TIMEOUT = 10.0  # seconds
+TALKER_KEYS = {"hidden_size", "vocab_size", "max_position_embeddings", "spk_id", "codec_language_id"}
+FRAME_RATE = 12.5  # of the 12 Hz models
+REFERENCE_SILENCE = 0.5  # seconds between an in-context reference and the speech
+
+
+@functools.cache
+def read_config(model: str) -> dict:
+    """The config.json of a Qwen3-TTS 12 Hz checkpoint: a folder, a hub id or a short name."""
+    if not model:
+        raise ValueError("the name of the model is empty: give --model a folder, a hub id or a short name")
+    if Path(model).is_file():
+        raise ValueError(f"{model} is a file: give --model the folder that it is in")
+    if Path(model).is_dir() and (missing := missing_files(Path(model))):
+        raise ValueError(
+            f"{model} is not a complete checkpoint, it has no {', '.join(missing)}: give another folder, or download "
+            "it again"
+        )
+    folder = local_folder(model)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        kind, tokenizer = config["tts_model_type"], config["tokenizer_type"]
+        if TALKER_KEYS - set(config["talker_config"]):
+            raise KeyError
+    except (ValueError, KeyError, TypeError, OSError):
+        raise ValueError(f"the config.json of {model} does not describe a Qwen3-TTS model: give another one") from None
+    if tokenizer != "qwen3_tts_tokenizer_12hz" or kind not in KINDS:
+        raise ValueError(
+            f"{model} is a {kind} model with the tokenizer {tokenizer}: only the 12 Hz models run here, "
+            f"{', '.join(MODELS)}"
+        )
+    return config
+
+
+def base_config(model: str) -> dict:
+    """The config of a model that clones voices."""
+    config = read_config(model)
+    if config["tts_model_type"] != "base":
+        raise ValueError(f"{model} has no speaker encoder to clone a voice with: give a Base model, 0.6B or 1.7B")
+    return config
+
+
+def number_ranges(config: dict) -> dict[str, tuple[Callable, str]]:
+    """Numbers that a user may set -> whether a value is good, and what it must be in words."""
+    talker = config["talker_config"]
+    vocab, positions = talker["vocab_size"], talker["max_position_embeddings"]
+    return {
+        "temperature": (lambda x: 0 < x <= 1e6, "above 0 and at most 1e6"),  # larger ones overflow float32
+        "top_k": (lambda x: 1 <= x <= vocab, f"from 1 to {vocab}"),
+        "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+        "repetition_penalty": (lambda x: 1e-6 <= x <= 1e6, "from 1e-6 to 1e6, 1.0 for none"),
+        "max_seq_len": (lambda x: 32 <= x <= positions, f"from 32 to {positions}"),
+        "pause": (lambda x: 0 <= x <= 60, "from 0 to 60"),
+        "retry": (lambda x: 0 <= x <= 100, "from 0 to 100"),
+        "seed": (lambda x: 0 <= x < 2**63, "from 0 to 2**63 - 1"),
+    }
+
+
+def check_number(config: dict, name: str, value: float | None) -> None:
+    is_good, wanted = number_ranges(config)[name]
+    if value is not None and not is_good(value):
+        option = "--" + name.replace("_", "-")
+        raise ValueError(f"{option} is {value}, it must be {wanted}")
+
+
+def nearest(word: str | None, known: Iterable[str]) -> str:
+    """The known words that look like this one; if there are none, all."""
+    return ", ".join(difflib.get_close_matches(str(word).lower(), known) or sorted(known))
+
+
+def check_speaker_file(path: str | Path) -> None:
+    if not Path(path).is_file():
+        raise ValueError(f"there is no speaker file {path}: make one with extract_speaker.py")
+
+
+def languages(config: dict) -> list[str]:
+    return ["auto", *(name for name in config["talker_config"]["codec_language_id"] if "dialect" not in name)]
+
+
+def display_name(model: str) -> str:
+    """A model's name without its owner or its place. A snapshot in the hub's cache has the name of its repository."""
+    if not Path(model).is_dir():
+        return Path(model).name
+    path = Path(os.path.abspath(model))
+    is_snapshot = path.parent.name == "snapshots" and path.parents[1].name.startswith("models--")
+    return path.parents[1].name.split("--")[-1] if is_snapshot else path.name
+
+
+def hub_name(model: str) -> str:
+    return model if Path(model).is_dir() else MODELS.get(model, model)
+
+
+def local_folder(model: str) -> Path:
+    """The model's folder, or the one in the hub's cache. All but the weights is downloaded if need be."""
+    if Path(model).is_dir():
+        return Path(model)
+    name = MODELS.get(model, model)
+    if not re.fullmatch(r"[\w-]+/[\w.-]+", name):
+        known = ", ".join(MODELS)
+        raise ValueError(f"there is no folder {model}: give a folder, a hub id like owner/name, or one of {known}")
+    with contextlib.suppress(OSError, ValueError):
+        folder = Path(huggingface_hub.snapshot_download(name, local_files_only=True))
+        if not missing_files(folder):
+            return folder
+    show_progress(f"fetching {name} from the model hub")
+    try:
+        huggingface_hub.model_info(name, timeout=HUB_TIMEOUT)  # snapshot_download is content with half a cache
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=SMALL_FILES))
+    except hub_errors():
+        raise ValueError(
+            f"{name} cannot be downloaded from the model hub: check the name and the network, or give --model a folder"
+        ) from None
+    finally:
+        show_progress("")
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What a checkpoint needs and this folder has not."""
+    needed = [*CHECKPOINT_FILES]
+    if not (folder / "tokenizer.json").is_file():
+        needed += "vocab.json", "merges.txt"
+    for part in ("", "speech_tokenizer/"):
+        needed += weight_files(folder / part, part)
+    return [file for file in needed if not (folder / file).is_file()]
+
+
+def weight_files(folder: Path, prefix: str) -> list[str]:
+    """One file, or an index and the shards that it names."""
+    whole, index = "model.safetensors", "model.safetensors.index.json"
+    if (folder / whole).is_file() or not (any(folder.glob("*.safetensors")) or (folder / index).is_file()):
+        return [prefix + whole]
+    if not (folder / index).is_file():
+        return [prefix + index]
+    try:
+        shards = {str(shard) for shard in json.loads((folder / index).read_text())["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{folder / index} does not say which weights are where: download it again") from None
+    return [prefix + shard for shard in sorted(shards)]
+
+
+def download(model: str) -> None:
+    """For setup.sh: all files of a model, with the hub's own progress bars."""
+    try:
+        huggingface_hub.snapshot_download(MODELS[model])
+    except hub_errors():
+        sys.exit(f"error: {MODELS[model]} cannot be downloaded from the model hub: check the network")
+
+
+def hub_errors() -> tuple[type[Exception], ...]:
+    """What a download can raise. A function, because the last one imports much of huggingface_hub."""
+    return OSError, ValueError, huggingface_hub.errors.HfHubHTTPError
+
+
+if __name__ == "__main__":
+    download(sys.argv[1])
