@@ -1,41 +1,100 @@
-"""Fixtures: tiny checkpoints with random weights, a recording, and every kind of voice."""
+"""Fixtures: tiny checkpoints with random weights, a recording, and every kind of voice.
+
+Tests may run in any order, and on several workers: random numbers begin anew in each test, and nothing that one leaves
+behind is seen by the next.
+"""
 
 import functools
 import os
 import sys
+import tempfile
+import threading
+import zlib
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
+from filelock import FileLock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the project's modules are not installed
 
-from helpers import Voice
+# torch and the project are imported in functions: the process that only starts the workers needs neither.
 
-from tools.random_checkpoint import write_checkpoint
+SHARED_FOLDER = "QWEN3_TTS_TESTS"  # names the folder that all workers share
 
-# Tiny tensors, and the other cores run other tests. The variable is for the tests' subprocesses.
-torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"
+
+def pytest_configure(config):
+    """Checkpoints of the published sizes take 15 GB, so one set is shared by all workers, and removed at the end."""
+    if not hasattr(config, "workerinput"):
+        config.shared_folder = tempfile.TemporaryDirectory(prefix="qwen3-tts-tests-", ignore_cleanup_errors=True)
+        os.environ[SHARED_FOLDER] = config.shared_folder.name
+
+
+def pytest_unconfigure(config):
+    if not hasattr(config, "workerinput"):
+        config.shared_folder.cleanup()
+
+
+def seed(name):
+    import torch
+
+    torch.manual_seed(zlib.crc32(name.encode()))
+
+
+def pytest_fixture_setup(fixturedef):
+    if fixturedef.scope != "function":
+        seed(fixturedef.argname)
+
+
+@pytest.fixture(autouse=True)
+def own_state(request):
+    """A test has random numbers of its own, whatever ran before, and leaves torch's defaults as they were."""
+    import torch
+
+    seed(request.node.nodeid)
+    yield
+    assert torch.get_default_dtype() == torch.float32 and torch.get_default_device().type == "cpu"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_engine_is_left():
+    """An engine that a module's tests did not close would go on beside those of the next."""
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("speech engine")] == []
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernel_cache(tmp_path_factory):
+def one_thread():
+    """Tensors are tiny, and the other cores run other tests. The variable is for the tests' subprocesses."""
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernel_cache():
     """What the tests compile, wrong kernels among it, is not kept in the user's own cache."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QWEN3_TTS_KERNEL_CACHE", str(tmp_path_factory.mktemp("kernels")))
+        patch.setenv("QWEN3_TTS_KERNEL_CACHE", str(Path(os.environ[SHARED_FOLDER]) / "kernels"))
         yield
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    """checkpoint(kind, size, gain) -> folder, written when first asked for."""
+def checkpoint():
+    """checkpoint(kind, size, gain) -> folder, written by the first worker that asks for it. Nobody may change it."""
+    import torch
+
+    from tools.random_checkpoint import write_checkpoint
 
     @functools.cache
     def write(kind="base", size="tiny", gain=1.0):
-        folder = tmp_path_factory.mktemp(f"{size}-{kind}")
-        write_checkpoint(folder, size, kind, gain=gain)
+        name = f"{size}-{kind}" if gain == 1 else f"{size}-{kind}-{gain}"
+        folder = Path(os.environ[SHARED_FOLDER]) / name
+        with FileLock(f"{folder}.lock"), torch.random.fork_rng():
+            if not folder.exists():
+                unfinished = folder.with_name(f"{name}-unfinished")
+                write_checkpoint(unfinished, size, kind, gain=gain)
+                unfinished.rename(folder)
         return folder
 
     return write
@@ -44,6 +103,8 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="session")
 def recording():
     """Two seconds of something with a pitch, at a rate that the models must resample."""
+    import numpy as np
+
     time = np.arange(2 * 16000) / 16000
     noise = np.random.default_rng(0).normal(size=len(time))
     return (0.3 * np.sin(2 * np.pi * 180 * time) + 0.02 * noise).astype(np.float32), 16000
@@ -52,7 +113,15 @@ def recording():
 @pytest.fixture(scope="session")
 def voices(checkpoint, recording):
     """voices(name) -> Voice"""
-    return functools.cache(lambda name: Voice(name, checkpoint, recording))
+    import torch
+    from helpers import Voice
+
+    @functools.cache
+    def load(name):
+        with torch.random.fork_rng():
+            return Voice(name, checkpoint, recording)
+
+    return load
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 // As much of a GPU as fast/megakernel.cu, fast/batched.cu and fast/codec_kernels.cu need, on a CPU (x86_64 or
-// aarch64, Linux). To be included before one of them, with MEGAKERNEL_ON_CPU, BATCHED_ON_CPU or
-// CODEC_KERNELS_ON_CPU defined.
+// aarch64, Linux). To be included before one of them.
 //
 // Every GPU thread is a fiber on one CPU thread. A fiber runs until it waits for something - a barrier, the
 // other lanes of its warp, a value of another block - and then yields to the next. So this shows what the
@@ -87,6 +86,7 @@ void Rendezvous::wait(int size) {
 
 // ---- CUDA's keywords, types and functions
 
+#define ON_CPU
 #define __device__
 #define __global__
 #define __grid_constant__
@@ -212,8 +212,14 @@ void __syncwarp() {
 
 // ---- The functions that are PTX instructions in the kernels
 
-char *dynamic_shared_memory() {
-    return running->block->shared_memory.data();
+template <class T>
+T &dynamic_shared() {
+    return *(T *)running->block->shared_memory.data();
+}
+
+template <class T>
+T &static_shared() {
+    return dynamic_shared<T>();
 }
 
 unsigned bits_of_bf16(float value) {                  // to nearest even
@@ -389,15 +395,23 @@ void mma_m16n8k16(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned
 }
 
 
-// ---- A launch: 0 if all threads came to their end, 1 if they still wait after `max_turns` each
+// ---- A launch: 0 if all threads came to their end, 1 if they still wait after MAX_TURNS each
 
+constexpr int MAX_TURNS = 200000;
+
+struct BlockPosition {
+    int x, y;
+};
+
+// These blocks at once. Shared memory begins as NaN.
 template <class Arguments>
-int launch(void (*kernel)(Arguments), const void *arguments, int grid, int threads, int shared_bytes,
-           int max_turns = 200000) {
+int run_blocks(void (*kernel)(Arguments), const void *arguments, const std::vector<BlockPosition> &positions,
+               int threads, int shared_bytes) {
     constexpr size_t STACK_BYTES = 48 << 10;
     constexpr int TURNS = 4;                          // of a block's fibers in a row: their stacks stay in the cache
     static void (*the_kernel)(Arguments);
     static Arguments the_arguments;
+    static std::vector<char> stacks;
     the_kernel = kernel;
     the_arguments = *(const Arguments *)arguments;
     void (*entry)() = [] {
@@ -406,25 +420,29 @@ int launch(void (*kernel)(Arguments), const void *arguments, int grid, int threa
         yield();
     };
 
+    const int grid = positions.size();
     std::vector<Block> blocks(grid);
     for (Block &block : blocks) {
-        block.shared_memory.resize(shared_bytes);
+        block.shared_memory.assign(shared_bytes, 0xff);
         block.threads = threads;
     }
     std::vector<Fiber> fibers(grid * threads);
-    std::vector<char> stacks(STACK_BYTES * fibers.size());
+    if (stacks.size() < STACK_BYTES * fibers.size()) {
+        stacks.resize(STACK_BYTES * fibers.size());
+    }
     for (size_t i = 0; i < fibers.size(); ++i) {
         Fiber &fiber = fibers[i];
         fiber.thread = i % threads;
-        fiber.block_index = i / threads;
-        fiber.block = &blocks[fiber.block_index];
+        fiber.block_index = positions[i / threads].x;
+        fiber.block_index_y = positions[i / threads].y;
+        fiber.block = &blocks[i / threads];
         getcontext(&fiber.entry);
         fiber.entry.uc_stack.ss_sp = &stacks[STACK_BYTES * i];
         fiber.entry.uc_stack.ss_size = STACK_BYTES;
         makecontext(&fiber.entry, entry, 0);
     }
 
-    for (int turn = 0; turn < max_turns; turn += TURNS) {
+    for (int turn = 0; turn < MAX_TURNS; turn += TURNS) {
         turns_so_far += TURNS;
         bool all_done = true;
         for (int block = 0; block < grid; ++block) {
@@ -443,59 +461,30 @@ int launch(void (*kernel)(Arguments), const void *arguments, int grid, int threa
     return 1;
 }
 
+// Blocks that wait for each other
+template <class Arguments>
+int launch(void (*kernel)(Arguments), const void *arguments, int grid, int threads, int shared_bytes) {
+    std::vector<BlockPosition> positions;
+    for (int x = 0; x < grid; ++x) {
+        positions.push_back({x, 0});
+    }
+    return run_blocks(kernel, arguments, positions, threads, shared_bytes);
+}
 
-// ---- A launch of blocks that do not wait for each other, one after the other
-
-// In an order that is not that of their indices. Shared memory begins as NaN.
+// Blocks that do not, one after the other, in an order that is not that of their indices
 template <class Arguments>
 int launch_in_turn(void (*kernel)(Arguments), const void *arguments, int grid_x, int grid_y, int threads,
-                   int shared_bytes, int max_turns = 20000) {
-    constexpr size_t STACK_BYTES = 48 << 10;
+                   int shared_bytes) {
     constexpr long long STRIDE = 7919;                // prime, so that every block has its turn
-    static void (*the_kernel)(Arguments);
-    static Arguments the_arguments;
-    the_kernel = kernel;
-    the_arguments = *(const Arguments *)arguments;
-    void (*entry)() = [] {
-        the_kernel(the_arguments);
-        running->done = true;
-        yield();
-    };
-
     const int blocks = grid_x * grid_y;
     if (blocks % STRIDE == 0) {
         return 1;
     }
-    std::vector<char> stacks(STACK_BYTES * threads);
-    for (int i = 0; i < blocks; ++i) {
-        const int index = (i + 1) * STRIDE % blocks;
-        Block block;
-        block.shared_memory.assign(shared_bytes, 0xff);
-        block.threads = threads;
-        std::vector<Fiber> fibers(threads);
-        for (int t = 0; t < threads; ++t) {
-            Fiber &fiber = fibers[t];
-            fiber.thread = t;
-            fiber.block_index = index % grid_x;
-            fiber.block_index_y = index / grid_x;
-            fiber.block = &block;
-            getcontext(&fiber.entry);
-            fiber.entry.uc_stack.ss_sp = &stacks[STACK_BYTES * t];
-            fiber.entry.uc_stack.ss_size = STACK_BYTES;
-            makecontext(&fiber.entry, entry, 0);
-        }
-        int turns = 0;
-        for (bool all_done = false; !all_done; ++turns) {
-            if (turns == max_turns) {
-                return 1;
-            }
-            all_done = true;
-            for (Fiber &fiber : fibers) {
-                if (!fiber.done) {
-                    resume(fiber);
-                    all_done = all_done && fiber.done;
-                }
-            }
+    for (int i = 1; i <= blocks; ++i) {
+        const int index = i * STRIDE % blocks;
+        const std::vector<BlockPosition> positions = {{index % grid_x, index / grid_x}};
+        if (run_blocks(kernel, arguments, positions, threads, shared_bytes)) {
+            return 1;
         }
     }
     return 0;

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fast import batched
+from fast import batched, kernels
 from fast.megakernel import KERNEL_NAME, Gpu, Sizes
 
 HEADER = Path(__file__).with_suffix(".h")
@@ -29,6 +29,11 @@ extern "C" [[gnu::visibility("default")]] int run_{0}(const void *arguments, int
     return launch_in_turn({0}, arguments, grid_x, grid_y, threads, 48 << 10);
 }}
 """
+
+
+def whole_source(module: Any) -> str:
+    """The .cu file of a module of fast/ with its headers, for tests to change a part of it."""
+    return kernels.include_headers(module.SOURCE.read_text(), module.SOURCE.name)
 
 
 libraries: dict[str, ctypes.CDLL] = {}  # what was compiled in this process, by its source
@@ -63,7 +68,7 @@ class CpuKernel:
     def __init__(self, source: str, sizes: Sizes, folder: Path) -> None:
         """`source` is megakernel.complete_source(sizes). A RuntimeError has the compiler's messages."""
         self.sizes = sizes
-        code = f'#define MEGAKERNEL_ON_CPU\n#include "{HEADER}"\n{source}{RUN}'
+        code = f'#include "{HEADER}"\n{source}{RUN}'
         self.run: Any = compile_library(code, folder).run
         self.run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
 
@@ -80,8 +85,7 @@ class CpuKernels:
     def __init__(self, source: str, folder: Path, names: Iterable[str] = batched.KERNELS) -> None:
         """`source` is complete_source(sizes) of either. A RuntimeError has the compiler's messages."""
         entries = "".join(RUN_BATCHED.format(name) for name in names)
-        on_cpu = "#define BATCHED_ON_CPU\n#define CODEC_KERNELS_ON_CPU\n"
-        code = f'{on_cpu}#include "{HEADER}"\n{source}{entries}'
+        code = f'#include "{HEADER}"\n{source}{entries}'
         self.library = compile_library(code, folder, "-O1")  # compiles faster than -O2
 
     def launch(self, name: str, grid: tuple[int, int], block: int, fields: Sequence[int]) -> None:

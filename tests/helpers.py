@@ -1,13 +1,17 @@
-"""What several test modules use: every kind of voice, on upstream's model and on the same model accelerated."""
+"""What several test modules use: every kind of voice, on upstream's model and on the same model accelerated; and
+products of bfloat16 tensors that are the same on every CPU."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
-from cli.voices import speaker_prompt
+from common.voices import speaker_prompt
 from generate import accelerate, load_upstream
+from speech.engine import Engine
 
 ROOT = Path(__file__).parents[1]
 GREEDY = dict(do_sample=False, subtalker_dosample=False)
@@ -48,7 +52,7 @@ class Voice:
         kind, self.method, make_arguments = VOICES[name]
         self.folder = checkpoint(kind)
         self.upstream, self.fast = (load_upstream(str(self.folder), "cpu") for _ in range(2))
-        accelerate(self.fast, max_seq_len=384, max_batch=4)
+        accelerate(self.fast, max_seq_len=384, rows=8)
         self.arguments = make_arguments(self.upstream, self.folder, recording)
         self.end_token = self.upstream.model.config.talker_config.codec_eos_token_id
         self.end_row = self.upstream.model.talker.codec_head.weight[self.end_token].clone()
@@ -79,6 +83,25 @@ class Voice:
         return expected
 
 
+class engine_of(Engine):
+    """An engine on the first rows of a model."""
+
+    def __init__(self, tts, rows, **options):
+        self.all_rows = tts.speech.runner.rows
+        use_rows(tts.speech.runner, rows)
+        super().__init__(tts, **options)
+
+    def close(self):
+        super().close()
+        use_rows(self.runner, self.all_rows)
+
+
+def use_rows(runner, rows):
+    """Let a runner use its first rows only, or all of them again."""
+    taken = {utterance.row for utterance in runner.active}
+    runner.rows, runner.free = rows, [row for row in range(rows) if row not in taken]
+
+
 def joined(chunks):
     """The samples of (samples, rate) chunks in one array."""
     return np.concatenate([audio for audio, _ in chunks])
@@ -91,3 +114,32 @@ def assert_the_same_together(jobs):
         together = [job.result() for job in [threads.submit(speak, text) for speak, text in jobs]]
     for audio, expected in zip(together, alone, strict=True):
         np.testing.assert_array_equal(audio, expected)
+
+
+CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv_transpose1d}
+PRODUCTS = {F.linear, F.scaled_dot_product_attention} | CONVOLUTIONS
+
+
+class ExactProducts(TorchFunctionMode):
+    """In this context, matrix products, convolutions and attention of bfloat16 tensors are computed in float64 and
+    rounded once.
+
+    PyTorch multiplies bfloat16 in several ways, which sum and round differently. CPU, shapes and layout decide which it
+    takes. As on a GPU, the result of a convolution is rounded before its bias is added, unless it is depthwise.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function not in PRODUCTS or args[0].dtype != torch.bfloat16:
+            return function(*args, **kwargs)
+        x, weight, *rest = args
+        bias = None
+        if function in CONVOLUTIONS and rest and weight.shape[1] > 1:
+            bias, rest[0] = rest[0], None
+        wide_kwargs = {name: to_float64(value) for name, value in kwargs.items()}
+        result = function(*map(to_float64, (x, weight, *rest)), **wide_kwargs).bfloat16()
+        return result if bias is None else result + bias[:, None]
+
+
+def to_float64(value):
+    return value.double() if torch.is_tensor(value) and value.dtype == torch.bfloat16 else value

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from pytest import MonkeyPatch
+from gpu_on_cpu import whole_source
 from torch import Tensor
 
-from cudagraph_talker import Sampling, sample
+from cudagraph_talker import Sampling, apply_rules, sample
 from fast import megakernel
 from fast.megakernel import FusedStep, Launchable, Sizes, table
-from serving.batch import SAMPLING
+from fast.rows import tensors_of, view_of
 
 TALKER_VOCAB = 3072
 CODE_VOCAB = 2048
@@ -87,7 +87,7 @@ def stack(layers: int, hidden: int, inner: int, length: int) -> tuple[SimpleName
 
 
 def sampling(vocab: int) -> Sampling:
-    settings = Sampling(vocab)
+    settings = Sampling(vocab, 1)
     settings.set(True, 0.9, 50, 0.2)  # top_p so low that without it most draws end elsewhere
     return settings
 
@@ -103,12 +103,27 @@ class SomeTalker:
     graph: SimpleNamespace
     step: FusedStep
 
+    def launch(self) -> None:
+        """With new noise."""
+        self.step.noise.exponential_()
+        self.step()
+
+
+def fused_step(sizes, kernel, model, cache, heads, settings, noise, graph, arguments) -> FusedStep:
+    keys, values = zip(*((layer.keys, layer.values) for layer in cache.layers))
+    return FusedStep(sizes, kernel, model, keys, values, heads, settings, noise, graph, arguments)
+
+
+def new_noise(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.float32).exponential_()
+
 
 def some_talker(kernel_for: KernelFor, hidden: int, length: int, layers: int = 2) -> SomeTalker:
     settings = sampling(TALKER_VOCAB)
     model, cache = stack(layers, hidden, 3 * hidden, length)
     head = linear(TALKER_VOCAB, hidden)
     graph = SimpleNamespace(
+        advance=torch.ones(1, dtype=torch.bool),
         token=number(5),
         frame=number(0),
         hidden=linear(hidden).weight,
@@ -120,11 +135,11 @@ def some_talker(kernel_for: KernelFor, hidden: int, length: int, layers: int = 2
         end_token=number(END_TOKEN),
         min_tokens=number(2),
         ended=torch.zeros(1, dtype=torch.bool),
-        ended_on_host=torch.ones(1, dtype=torch.bool),
     )
     sizes, kernel = kernel_for(model, [head], hidden)
     arguments = {name: getattr(graph, name) for name in megakernel.TALKER_ARGUMENTS}
-    step = FusedStep(sizes, kernel, model, cache, [head], settings, graph, arguments)
+    noise = new_noise(1, TALKER_VOCAB)
+    step = fused_step(sizes, kernel, model, cache, [head], settings, noise, graph, arguments)
     return SomeTalker(model, cache, head, settings, graph, step)
 
 
@@ -140,24 +155,22 @@ class SomePredictor:
     inputs: list[Tensor]
     first_input: Tensor
     text: Tensor
-    hiddens: Tensor
     codes: Tensor
     graph: SimpleNamespace  # the talker's
     step: FusedStep = field(init=False)
 
-    def make_step(self, kernel_for: KernelFor, noise: Tensor | None = None) -> None:
+    def make_step(self, kernel_for: KernelFor, noise: Tensor) -> None:
         arguments = {
             "first_input": self.first_input,
             "code_inputs": table([self.inputs], self.model.device),
             "code_embeddings": table([self.embeddings], self.model.device),
             "frames": self.text.shape[-2],
             "text": self.text,
-            "hiddens": self.hiddens,
             "codes": self.codes,
         }
         sizes, kernel = kernel_for(self.model, self.heads, self.text.shape[-1])
-        self.step = FusedStep(
-            sizes, kernel, self.model, self.cache, self.heads, self.sampling, self.graph, arguments, noise
+        self.step = fused_step(
+            sizes, kernel, self.model, self.cache, self.heads, self.sampling, noise, self.graph, arguments
         )
 
 
@@ -166,7 +179,7 @@ def some_predictor(kernel_for: KernelFor, graph: SimpleNamespace, layers: int, l
     talker_hidden = len(graph.hidden)
     model, cache = stack(layers, hidden, 3072, 16)
     vocabs = (TALKER_VOCAB, CODE_VOCAB, CODE_VOCAB, CODE_VOCAB)
-    text, hiddens = torch.randn(2, length, talker_hidden).bfloat16()
+    text = torch.randn(length, talker_hidden).bfloat16()
     predictor = SomePredictor(
         model=model,
         cache=cache,
@@ -176,11 +189,10 @@ def some_predictor(kernel_for: KernelFor, graph: SimpleNamespace, layers: int, l
         inputs=[torch.randn(vocab, hidden).bfloat16() for vocab in vocabs],
         first_input=linear(hidden).weight,
         text=text,
-        hiddens=hiddens,
         codes=torch.zeros(length, 4, dtype=torch.long),
         graph=graph,
     )
-    predictor.make_step(kernel_for)
+    predictor.make_step(kernel_for, new_noise(3, CODE_VOCAB))
     return predictor
 
 
@@ -189,6 +201,7 @@ def predictor_of_streams(single: SomePredictor, kernel_for: KernelFor, streams: 
     hidden = single.model.config.hidden_size
     length, talker_hidden = single.text.shape
     graph = SimpleNamespace(
+        advance=torch.ones(streams, dtype=torch.bool),
         token=torch.arange(5, 5 + streams),
         frame=torch.arange(streams),
         hidden=torch.randn(streams, talker_hidden).bfloat16(),
@@ -198,9 +211,8 @@ def predictor_of_streams(single: SomePredictor, kernel_for: KernelFor, streams: 
         SimpleNamespace(keys=layer.keys.repeat(streams, 1, 1), values=layer.values.repeat(streams, 1, 1))
         for layer in single.cache.layers
     ]
-    settings = SimpleNamespace(**{name: getattr(single.sampling, name).flatten().repeat(streams) for name in SAMPLING})
-    settings.temperature *= torch.arange(1, streams + 1)
-    settings.noise = torch.rand(streams, len(single.heads), CODE_VOCAB) + 0.1
+    settings = view_of(single.sampling, [0] * streams)
+    settings.temperature *= torch.arange(1, streams + 1)[:, None]
     text = torch.randn(streams, length, talker_hidden).bfloat16()
     several = replace(
         single,
@@ -208,11 +220,10 @@ def predictor_of_streams(single: SomePredictor, kernel_for: KernelFor, streams: 
         sampling=settings,
         first_input=torch.randn(streams, hidden).bfloat16(),
         text=text,
-        hiddens=torch.zeros_like(text),
         codes=torch.zeros(streams, length, len(single.heads) + 1, dtype=torch.long),
         graph=graph,
     )
-    several.make_step(kernel_for, settings.noise)
+    several.make_step(kernel_for, new_noise(streams, len(single.heads), CODE_VOCAB))
     return several
 
 
@@ -230,14 +241,12 @@ def talker_of_streams(it: SomeTalker, kernel_for: KernelFor, streams: int) -> So
         for _ in it.model.layers
     ]
     cache = SimpleNamespace(length=length, layers=layers)
-    each = [sampling(TALKER_VOCAB) for _ in range(streams)]
-    for stream, settings in enumerate(each):
-        settings.set(stream != 3, 5.0 - stream, 50 - 10 * stream, 1.0 - 0.2 * stream)
-    settings = SimpleNamespace(
-        noise=torch.rand(streams, 1, TALKER_VOCAB) + 0.1,
-        each=each,
-        **{name: torch.stack([getattr(one, name).flatten() for one in each]) for name in SAMPLING},
-    )
+    settings = view_of(sampling(TALKER_VOCAB), [0] * streams)
+    for stream in range(streams):
+        own = sampling(TALKER_VOCAB)
+        own.set(stream != 3, 5.0 - stream, 50 - 10 * stream, 1.0 - 0.2 * stream)
+        for all_rows, row in zip(tensors_of(settings), tensors_of(own)):
+            all_rows[stream] = row[0]
     graph = SimpleNamespace(
         advance=stacked(lambda stream: stream != 1 or streams < 4),
         token=stacked(lambda stream: 5 + stream),
@@ -251,19 +260,25 @@ def talker_of_streams(it: SomeTalker, kernel_for: KernelFor, streams: int) -> So
         end_token=stacked(lambda stream: END_TOKEN + stream),
         min_tokens=stacked(lambda stream: 2),
         ended=torch.zeros(streams, dtype=torch.bool),
-        ended_on_host=torch.ones(streams, dtype=torch.bool),
     )
     sizes, kernel = kernel_for(it.model, [it.head], hidden)
     arguments = {name: getattr(graph, name) for name in megakernel.TALKER_ARGUMENTS}
-    step = FusedStep(sizes, kernel, it.model, cache, [it.head], settings, graph, arguments, settings.noise)
+    noise = new_noise(streams, 1, TALKER_VOCAB)
+    step = fused_step(sizes, kernel, it.model, cache, [it.head], settings, noise, graph, arguments)
     return SomeTalker(it.model, cache, it.head, settings, graph, step)
 
 
-def reference_choice(scores: Tensor, settings: Sampling, noise: Tensor, monkeypatch: MonkeyPatch) -> Tensor:
-    """The choice of cudagraph_talker.sample with this noise. (B, V) -> (B)"""
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "exponential_", lambda tensor, generator=None: noise)
-        return sample(scores, settings)[:, 0]
+def reference_choice(scores: Tensor, settings: Sampling, noise: Tensor, row: int = 0) -> Tensor:
+    """The choices of `sample` with the settings of one row. (B, V), (B, V) -> (B)"""
+    return sample(scores, view_of(settings, [row] * len(scores)), noise)[:, 0]
+
+
+def talker_scores(logits: Tensor, seen: Tensor, suppressed: Tensor, penalty: float, forbidden: int | None) -> Tensor:
+    """The talker's rules. `forbidden` is the end token as long as it would come too early."""
+    suppressed = suppressed.clone()
+    if forbidden is not None:
+        suppressed[..., forbidden] = True
+    return apply_rules(logits, seen, penalty, suppressed)
 
 
 @dataclass(frozen=True)
@@ -279,14 +294,13 @@ class Fault:
 FAULTS = {
     "one rounding left out, of the norm": Fault(
         "return multiply(pack(y), weight);",
-        "const Quad w = unpack(weight);"
-        "return pack({y.v[0] * w.v[0], y.v[1] * w.v[1], y.v[2] * w.v[2], y.v[3] * w.v[3]});",
+        "const auto w = unpack(weight);"
+        "for (int i = 0; i < sizeof(Vector) / 2; ++i) { y.v[i] *= w.v[i]; }"
+        "return pack(y);",
         True,
         "first keys",
     ),
-    "one rounding left out, of silu": Fault(
-        "round_to_bf16(gate / (1 + expf(-gate)))", "gate / (1 + expf(-gate))", False, "MLP"
-    ),
+    "one rounding left out, of silu": Fault("round_to_bf16(silu(gate))", "silu(gate)", False, "MLP"),
     "epsilon times ten": Fault("squares / HIDDEN + EPSILON", "squares / HIDDEN + 10 * EPSILON", True, "first keys"),
     "one key too few": Fault(
         "this_position <= position ? product", "this_position < position ? product", True, "attention"
@@ -310,31 +324,23 @@ FAULTS = {
         "attention",
     ),
     "a middle layer without its MLP": Fault(
-        "place_of(row)], silu * up, epoch);",
-        "place_of(row)], layer == arguments.layers + LAYERS / 2 ? 0 : silu * up, epoch);",
+        "place_of(row)], activated * up, epoch);",
+        "place_of(row)], layer == arguments.layers + LAYERS / 2 ? 0 : activated * up, epoch);",
         False,
         "logits of the codes",
     ),
     "the last layer adds nothing to the second token": Fault(
         "residual = round_to_bf16(residual + sum);",
-        "residual = round_to_bf16(residual + (epoch % LAYERS || threadIdx.x < MOST_ROWS<HIDDEN> ? sum : 0));",
+        "residual = round_to_bf16(residual + (epoch % LAYERS || threadIdx.x < MAX_ROWS<HIDDEN> ? sum : 0));",
         False,
         "logits of the first predicted code",
     ),
-    "top-k off by one": Fault(
-        "threshold(arguments.topk_rank[stream], LAST_BIT)",
-        "threshold(arguments.topk_rank[stream] - 1, LAST_BIT)",
-        False,
-        "of the codes",
-    ),
+    "top-k off by one": Fault("<= sampling.topk_rank", "< sampling.topk_rank", False, "of the codes"),
     "top-p left out": Fault(
-        "if (arguments.one_minus_top_p[stream] > 0) {",
-        "if (arguments.one_minus_top_p[stream] > 1) {",
-        False,
-        "of the codes",
+        "if (sampling.one_minus_top_p > 0) {", "if (sampling.one_minus_top_p > 1) {", False, "of the codes"
     ),
     "penalty on the wrong sign": Fault(
-        "score[i] = score[i] < 0 ? score", "score[i] = score[i] > 0 ? score", True, "of the first codes"
+        "score = score < 0 ? score", "score = score > 0 ? score", True, "of the first codes"
     ),
     "text one row late": Fault(
         "low_half(arguments.text[place])",
@@ -346,8 +352,8 @@ FAULTS = {
 
 
 def changed_source(right: str, wrong: str) -> str:
-    """megakernel.cu with another text in one place."""
-    source = megakernel.SOURCE.read_text()
+    """megakernel.cu and its headers with another text in one place."""
+    source = whole_source(megakernel)
     assert source.count(right) == 1, right
     return source.replace(right, wrong)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import uvicorn
 
-from cli.voices import speaker_prompt
+from common.voices import speaker_prompt
 from serving.connections import uvicorn_config
 from serving.server import create_app
 from serving.settings import Settings

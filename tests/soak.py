@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from cli.voices import speaker_prompt
+from common.voices import speaker_prompt
 from generate import load, stream
 
 WORDS = "the first sound of a voice arrives before you notice that anything was asked".split()
@@ -72,7 +72,7 @@ def main():
     parser.add_argument("--only", type=json.loads, help="a list of numbers: print their digests")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message="the speech was cut off")
-    tts = load(args.checkpoint, max_seq_len=256, max_batch=4)
+    tts = load(args.checkpoint, max_seq_len=256, rows=4)
     generator = torch.Generator().manual_seed(0)
     recording = torch.randn(48000, generator=generator).numpy() * 0.1, 24000
     speaker = torch.load(Path(args.checkpoint) / "speaker.pt", weights_only=True)

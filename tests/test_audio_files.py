@@ -12,9 +12,9 @@ import pytest
 import soundfile
 from helpers import ROOT
 
-from cli import audio_files
-from cli.audio_files import write_audio
-from cli.output_files import check_format, write_bytes
+from common import audio_files
+from common.audio_files import write_audio
+from common.output_files import check_format, write_bytes
 
 RATE = 24000
 FRAME = 1920
@@ -130,8 +130,8 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
     program = """
         from pathlib import Path
         import numpy as np
-        from cli.audio_files import write_audio
-        from cli.output_files import write_bytes
+        from common.audio_files import write_audio
+        from common.output_files import write_bytes
         noise = np.random.default_rng(0).normal(scale=0.3, size=(200, 1920))
         chunks = [(chunk, 24000) for chunk in noise]
         for name, playable in (
@@ -167,8 +167,8 @@ def test_a_read_only_folder_is_refused_before_the_work(tmp_path):
         import os
         from pathlib import Path
         import numpy as np
-        from cli.audio_files import write_audio
-        from cli.output_files import check_writable
+        from common.audio_files import write_audio
+        from common.output_files import check_writable
         if os.geteuid() == 0:  # root may write everywhere: become nobody
             os.setgid(65534)
             os.setuid(65534)
@@ -198,7 +198,7 @@ def test_a_player_that_was_closed(tmp_path, playable, unbuffered):
         import os
         from pathlib import Path
         import numpy as np
-        from cli.audio_files import write_audio
+        from common.audio_files import write_audio
         try:
             write_audio(Path("-"), iter([(np.zeros(1920), 24000)] * 1000), {playable})
         except BrokenPipeError:
@@ -271,7 +271,7 @@ def test_bytes_to_a_file_and_to_stdout(tmp_path):
     assert (tmp_path / "speaker.pt").read_bytes() == b"content"
     program = """
         from pathlib import Path
-        from cli.output_files import write_bytes
+        from common.output_files import write_bytes
         write_bytes(Path("-"), bytes(200_000))
     """
     result = run(program, cwd=tmp_path)

@@ -15,14 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_on_cpu import CpuKernels
+from gpu_on_cpu import CpuKernels, whole_source
+from helpers import ExactProducts
 from torch import Tensor
 
-from cudagraph_talker import GraphCache, Sampling, TalkerGraph, additive_mask, capture, round_up, sample
+from cudagraph_talker import RowCache, Rows, Sampling, additive_mask, capture, round_up, sample, static_cache
 from fast import batched, nvrtc
 from fast import batched_reference as reference
+from fast import layer_kernels_reference as layer_reference
 from fast.batched import BatchedStack, complete_source, kernel_sizes
 from fast.layers import replace_layers
+from fast.rows import view_of
 from tools.random_checkpoint import PREDICTOR, TALKER
 
 # isort: split
@@ -77,16 +80,20 @@ def predictor_kernels(talker, tmp_path_factory) -> CpuKernels:
 
 def filled_cache(model: Any, slots: int, length: int) -> Any:
     """A cache in which every position has something that would be heard."""
-    cache = GraphCache(model, slots, length)
-    for layer in cache.layers:
-        layer.keys.normal_()
-        layer.values.normal_()
-    return cache
+    keys, values = static_cache(model.config, slots, length, model.dtype, model.device)
+    for tensor in (*keys, *values):
+        tensor.normal_()
+    return SimpleNamespace(layers=[SimpleNamespace(keys=key, values=value) for key, value in zip(keys, values)])
+
+
+def stack_of(model: Any, cache: Any, rows: int, kernels: Any = None) -> BatchedStack:
+    keys, values = zip(*((layer.keys, layer.values) for layer in cache.layers))
+    return BatchedStack(model, keys, values, rows, kernels)
 
 
 def talker_stack(fused: Any, kernels: CpuKernels) -> BatchedStack:
     """For 10 slots, of which the rows use 8."""
-    return BatchedStack(fused.model, filled_cache(fused.model, 10, LENGTH).layers, 10, kernels)
+    return stack_of(fused.model, filled_cache(fused.model, 10, LENGTH), 10, kernels)
 
 
 def positions_and_slots(stack: BatchedStack) -> tuple[Tensor, Tensor]:
@@ -109,9 +116,9 @@ def check_norms(stack: BatchedStack) -> None:
     x = (torch.randn(3, 1024) * scales).bfloat16()
     residual = (torch.randn(3, 1024) * scales).bfloat16()
     weight = stack.layers[0].post_norm
-    assert_same(stack.first_norm(x, weight), reference.first_norm(x, weight, EPSILON))
+    assert_same(stack.norm(x, weight), layer_reference.norm(x, weight, EPSILON))
     total, normalized = stack.add_and_norm(x, residual, weight)
-    expected_total, expected = reference.add_and_norm(x, residual, weight, EPSILON)
+    expected_total, expected = layer_reference.add_and_norm(x, residual, weight, EPSILON)
     assert torch.equal(total, expected_total)
     assert_same(normalized, expected)
 
@@ -154,7 +161,7 @@ def check_attention(stack: BatchedStack) -> None:
 def check_silu_and_multiply(stack: BatchedStack) -> None:
     for rows in (1, 3):
         gate_up = (torch.randn(rows, 1024) * 4).bfloat16()
-        assert_same(stack.silu_and_multiply(gate_up), reference.silu_and_multiply(gate_up))
+        assert_same(stack.silu_and_multiply(gate_up), layer_reference.silu_and_multiply(gate_up))
 
 
 @needs_compiler
@@ -172,14 +179,15 @@ def test_each_kernel_computes_what_the_reference_says(check, fused, kernels):
 
 def forward_of_model(model: Any, embeds: Tensor, cache: Any, position: int) -> Tensor:
     """Upstream's own forward for one row at one position. (H) -> (H)"""
-    visible = torch.arange(cache.length) <= position
+    keys, values = ([getattr(layer, name) for layer in cache.layers] for name in ("keys", "values"))
+    visible = torch.arange(keys[0].shape[2]) <= position
     mask = additive_mask(visible, model.dtype)[None, None, None]
     return model(
         inputs_embeds=embeds[None, None].to(model.dtype),
         attention_mask=mask,
         position_ids=torch.tensor([[position]]),
         cache_position=torch.tensor([position]),
-        past_key_values=cache,
+        past_key_values=RowCache(keys, values, torch.tensor([[position]])),
     ).last_hidden_state[0, 0]
 
 
@@ -191,11 +199,23 @@ def row_of(cache: Any, slot: int, dtype: torch.dtype) -> Any:
     return row
 
 
-@torch.no_grad()
-def compare_with_upstream(talker: Any, fused: Any, kernels: CpuKernels | None, rows: int) -> None:
-    """Hidden states and cache are as near to a float32 run of the same weights as upstream's bfloat16 forward."""
+def compare_with_upstream(talker: Any, fused: Any, kernels: CpuKernels | None) -> None:
+    """Hidden states and cache are as near to a float32 run of the same weights as upstream's bfloat16 forward.
+
+    The errors of 12 rows are summed, for the hidden states and for each layer's keys and values. With exact products,
+    nine of ten rows are upstream's bit by bit, and the ratio of the errors has a standard deviation of 0.004. If every
+    row had roundings of its own it would be 0.017: even then, a false alarm is rarer than one in ten million.
+    """
+    with torch.no_grad(), ExactProducts():
+        errors = sum(squared_errors(talker, fused, kernels, rows) for rows in (1, 3, 8))
+    ours, upstreams = errors.sqrt().unbind(1)
+    assert (ours < 1.1 * upstreams).all()
+
+
+def squared_errors(talker: Any, fused: Any, kernels: CpuKernels | None, rows: int) -> Tensor:
+    """(tensors, 2): hidden states, keys and values of each layer; our error and upstream's, summed over the rows"""
     cache = filled_cache(fused.model, 10, LENGTH)
-    stack = BatchedStack(fused.model, cache.layers, rows, kernels)
+    stack = stack_of(fused.model, cache, rows, kernels)
     positions, slots = (tensor[:rows] for tensor in positions_and_slots(stack))
     embeds = torch.randn(rows, 1024).bfloat16()
     before = copy.deepcopy((embeds, cache))
@@ -211,12 +231,13 @@ def compare_with_upstream(talker: Any, fused: Any, kernels: CpuKernels | None, r
             expected.append([result.float() for result in results])
 
     hidden = stack.forward(embeds, positions, slots)
+    errors = []
     for row in range(rows):
         ours = [hidden[row]]
         for layer in cache.layers:
             ours += [layer.keys[slots[row], :, positions[row]], layer.values[slots[row], :, positions[row]]]
         for x, y, z in zip(ours, *expected[2 * row : 2 * row + 2], strict=True):
-            assert (x.float() - y).norm() < 1.1 * (z - y).norm()
+            errors.append(torch.stack([(x.float() - y).square().sum(), (z - y).square().sum()]))
 
     # Nothing else was written.
     assert torch.equal(embeds, before[0])
@@ -224,30 +245,44 @@ def compare_with_upstream(talker: Any, fused: Any, kernels: CpuKernels | None, r
         for tensor, old_tensor in ((layer.keys, old.keys), (layer.values, old.values)):
             tensor[slots, :, positions] = old_tensor[slots, :, positions]
             assert torch.equal(tensor, old_tensor)
+    return torch.stack(errors).unflatten(0, (rows, -1)).sum(0)
 
 
 @needs_compiler
-@pytest.mark.parametrize("rows", [1, 3, 8])
-def test_rows_compute_upstreams_forward(rows, talker, fused, kernels):
-    compare_with_upstream(talker, fused, kernels, rows)
+def test_rows_compute_upstreams_forward(talker, fused, kernels):
+    compare_with_upstream(talker, fused, kernels)
+
+
+@needs_compiler
+def test_a_layer_with_a_wrong_norm_is_detected(talker, kernels):
+    """A norm that is too large by 1% makes the error of the hidden states 1.6 times upstream's."""
+    wrong = copy.deepcopy(talker)
+    wrong.model.layers[1].post_attention_layernorm.weight.data *= 1.01
+    replace_layers(wrong, LENGTH)
+    with pytest.raises(AssertionError):
+        compare_with_upstream(talker, wrong, kernels)
 
 
 @needs_compiler
 @torch.no_grad()
 def test_two_positions_of_a_slot_can_be_two_rows(fused, predictor_kernels):
-    """The predictor's first two positions, which do not depend on each other's codes, are one call of 2 B rows."""
+    """The predictor's first two positions, which do not depend on each other's codes, are one call of 2 B rows.
+
+    With exact products, both give the same bits.
+    """
     model = fused.code_predictor.model
     caches = [filled_cache(model, 3, 16) for _ in range(2)]
     embeds = torch.randn(6, 1024).bfloat16()
-    at_once = BatchedStack(model, caches[0].layers, 6, predictor_kernels)
-    in_turn = BatchedStack(model, caches[1].layers, 3, predictor_kernels)
+    at_once = stack_of(model, caches[0], 6, predictor_kernels)
+    in_turn = stack_of(model, caches[1], 3, predictor_kernels)
     slots = torch.arange(3).repeat(2)
-    hidden = at_once.forward(embeds, torch.tensor([0, 0, 0, 1, 1, 1]), slots)[3:]
-    in_turn.forward(embeds[:3], torch.zeros(3, dtype=torch.long))
-    expected = in_turn.forward(embeds[3:], torch.ones(3, dtype=torch.long))
-    assert (hidden.float() - expected.float()).abs().max() < 0.05
+    with ExactProducts():
+        hidden = at_once.forward(embeds, torch.tensor([0, 0, 0, 1, 1, 1]), slots)[3:]
+        in_turn.forward(embeds[:3], torch.zeros(3, dtype=torch.long))
+        expected = in_turn.forward(embeds[3:], torch.ones(3, dtype=torch.long))
+    assert torch.equal(hidden, expected)
     for one, other in zip(caches[0].layers, caches[1].layers):
-        assert (one.keys[:, :, :2].float() - other.keys[:, :, :2].float()).abs().max() < 0.05
+        assert torch.equal(one.keys[:, :, :2], other.keys[:, :, :2])
 
 
 def test_splits_fit_the_batch_and_the_cache(fused):
@@ -261,7 +296,7 @@ def test_splits_fit_the_batch_and_the_cache(fused):
 # ---- Choices
 
 
-def row_settings(vocab: int, rows: int) -> SimpleNamespace:
+def row_settings(vocab: int, rows: int) -> Sampling:
     """Settings of every kind, a row each."""
     kinds = []
     for temperature in (1e-3, 0.9, 20.0):
@@ -270,13 +305,10 @@ def row_settings(vocab: int, rows: int) -> SimpleNamespace:
                 kinds.append((True, temperature, top_k, top_p))
     greedy = (False, 0.9, 50, 0.2)
     order = torch.randperm(len(kinds)).tolist()  # neighbours have little in common
-    rows_of = {name: [] for name in ("temperature", "topk_rank", "one_minus_top_p", "greedy")}
-    settings = Sampling(vocab)
+    settings = Sampling(vocab, rows)
     for row in range(rows):
-        settings.set(*greedy if row % 9 == 0 else kinds[order[row % len(kinds)]])
-        for name, values in rows_of.items():
-            values.append(getattr(settings, name).reshape(1).clone())
-    return SimpleNamespace(**{name: torch.stack(values) for name, values in rows_of.items()})  # (B, 1)
+        view_of(settings, slice(row, row + 1)).set(*greedy if row % 9 == 0 else kinds[order[row % len(kinds)]])
+    return settings
 
 
 def some_logits(rows: int, vocab: int) -> Tensor:
@@ -301,9 +333,8 @@ def check_sample(stack: BatchedStack, vocab: int = 3072, rows: int = 96) -> None
     logits = some_logits(rows, vocab)
     noise = torch.empty(rows, 2, vocab).exponential_()[:, 1]  # with a stride, as one draw of several
     noise[::4] = noise[::4].ceil()  # equal weights with equal noise
-    sampling.draw_noise = lambda like: noise
     with stable_sort():
-        expected = sample(logits.float(), sampling)
+        expected = sample(logits.float(), sampling, noise)
     assert torch.equal(stack.sample_rows(logits, sampling, noise), expected)
     assert len(expected.unique()) > rows / 2
 
@@ -312,12 +343,10 @@ def check_choose(stack: BatchedStack, vocab: int = 3072, rows: int = 96) -> None
     sampling = row_settings(vocab, rows)
     logits = some_logits(rows, vocab)
     noise = torch.empty(rows, vocab).exponential_()
-    sampling.draw_noise = lambda like: noise
     state = SimpleNamespace(
-        head=lambda hidden: logits,
         hidden=torch.zeros(rows, 1, 1),
         sampling=sampling,
-        token_ids=torch.arange(vocab),
+        noise=noise[:, None],
         repetition_penalty=torch.tensor([1.0, 1.05, 1.5, 0.8]).repeat(rows)[:rows, None].contiguous(),
         suppressed=torch.rand(rows, vocab) < 0.3,
         end_token=torch.randint(vocab, (rows, 1)),
@@ -326,7 +355,6 @@ def check_choose(stack: BatchedStack, vocab: int = 3072, rows: int = 96) -> None
         seen=torch.rand(rows, vocab) < 0.5,
         token=torch.zeros(rows, 1, dtype=torch.long),
         ended=torch.rand(rows) < 0.1,
-        ended_on_host=torch.zeros(rows, dtype=torch.bool),
         advance=torch.arange(rows) % 5 > 0,
     )
     logits.scatter_(1, state.end_token, 30)  # it would be chosen wherever it may be
@@ -334,7 +362,8 @@ def check_choose(stack: BatchedStack, vocab: int = 3072, rows: int = 96) -> None
     names = ("token", "frame", "seen", "ended")
     expected = copy.deepcopy(state)
     with stable_sort():
-        TalkerGraph.choose_token(expected)
+        expected.frame += 1
+        Rows.choose_token(expected, lambda hidden: logits)
     for name in names:  # rows that may not advance stay as they were
         getattr(expected, name)[~state.advance] = getattr(state, name)[~state.advance]
 
@@ -355,7 +384,7 @@ def test_talker_chooses_as_torch_does(fused, kernels):
 @needs_compiler
 def test_predictor_chooses_as_torch_does(fused, predictor_kernels):
     cache = filled_cache(fused.code_predictor.model, 1, 16)
-    stack = BatchedStack(fused.code_predictor.model, cache.layers, 1, predictor_kernels)
+    stack = stack_of(fused.code_predictor.model, cache, 1, predictor_kernels)
     check_sample(stack, vocab=2048, rows=240)
 
 
@@ -364,13 +393,15 @@ def test_predictor_chooses_as_torch_does(fused, predictor_kernels):
 Check = Callable[[BatchedStack], None]
 FAULTS: dict[str, tuple[str, str, Check]] = {
     "a norm without the addition": (
-        "arguments.normalized[vector] = norm_of_row(sum, weight)",
-        "arguments.normalized[vector] = norm_of_row(x, weight)",
+        "arguments.normalized[vector] = normalize(sum,",
+        "arguments.normalized[vector] = normalize(arguments.x[vector],",
         check_norms,
     ),
     "a norm rounded once": (
-        "round_to_bf16(x.v[i] * factor) * w.v[i]",
-        "x.v[i] * factor * w.v[i]",
+        "return multiply(pack(y), weight);",
+        "const auto w = unpack(weight);"
+        "for (int i = 0; i < sizeof(Vector) / 2; ++i) { y.v[i] *= w.v[i]; }"
+        "return pack(y);",
         check_norms,
     ),
     "the position of another row": (
@@ -383,7 +414,7 @@ FAULTS: dict[str, tuple[str, str, Check]] = {
         "arguments.q_norm[lane]",
         check_qk_norm_rope_store,
     ),
-    "RoPE of neighbours": ("VECTORS_OF_HEAD / 2)", "VECTORS_OF_HEAD / 4)", check_qk_norm_rope_store),
+    "RoPE of neighbours": ("pair, LANES / 2)", "pair, LANES / 4)", check_qk_norm_rope_store),
     "another slot": (
         "const u64 slot = arguments.slots[row]",
         "const u64 slot = row",
@@ -405,8 +436,8 @@ FAULTS: dict[str, tuple[str, str, Check]] = {
         check_attention,
     ),
     "one split forgotten": (
-        "for (int s = 0; s < splits_in_use; ++s) {\n            const float rescale",
-        "for (int s = 1; s < splits_in_use; ++s) {\n            const float rescale",
+        "const u64 index = first_split + s;",
+        "const u64 index = first_split + max(s, 1);",
         check_attention,
     ),
     "merged one block too early": (
@@ -415,16 +446,16 @@ FAULTS: dict[str, tuple[str, str, Check]] = {
         check_attention,
     ),
     "sigmoid for silu": (
-        "gate.v[i] / (1 + expf(-gate.v[i]))",
-        "1 / (1 + expf(-gate.v[i]))",
+        "return x / (1 + expf(-x));",
+        "return 1 / (1 + expf(-x));",
         check_silu_and_multiply,
     ),
     "silu not rounded": (
-        "round_to_bf16(gate.v[i] / (1 + expf(-gate.v[i])))",
-        "gate.v[i] / (1 + expf(-gate.v[i]))",
+        "arguments.inner[vector] = multiply(pack(gate), up);",
+        "for (int i = 0; i < 8; ++i) { gate.v[i] *= unpack(up).v[i]; } arguments.inner[vector] = pack(gate);",
         check_silu_and_multiply,
     ),
-    "top-k off by one": ("sum_of_block(below) <= topk_rank", "sum_of_block(below) < topk_rank", check_sample),
+    "top-k off by one": ("<= sampling.topk_rank", "< sampling.topk_rank", check_sample),
     "ties at the k-th score dropped": (
         "this_score < threshold_score ?",
         "this_score <= threshold_score ?",
@@ -432,20 +463,20 @@ FAULTS: dict[str, tuple[str, str, Check]] = {
     ),
     "top-p off by one": ("rank(i) < first_kept ? 0", "rank(i) <= first_kept ? 0", check_sample),
     "noise of a greedy row": ("greedy ? 1 :", "false ? 1 :", check_sample),
-    "the highest of equals": (
-        "<< TOKEN_BITS | token_of_score(i)",
-        "<< TOKEN_BITS | (VOCAB - 1 - token_of_score(i))",
+    "not the lowest of equals": (
+        "ratio[i] == best_ratio ? min(winner, rank(i)) : winner",
+        "ratio[i] == best_ratio ? rank(i) : winner",
         check_sample,
     ),
     "two zeros": ("__float_as_uint(x + 0.0f)", "__float_as_uint(x)", check_sample),
     "the settings of another row": (
-        "settings.temperature[row]",
-        "settings.temperature[max(0, row - 1)]",
+        "arguments.temperature[row]",
+        "arguments.temperature[max(0, row - 1)]",
         check_sample,
     ),
     "the penalty on the wrong sign": (
-        "score[i] < 0 ? score[i] * penalty",
-        "score[i] > 0 ? score[i] * penalty",
+        "score < 0 ? score * repetition_penalty",
+        "score > 0 ? score * repetition_penalty",
         check_choose,
     ),
     "the end one frame too early": (
@@ -473,7 +504,7 @@ def wrong_kernels(fused, tmp_path_factory) -> Callable[[str], CpuKernels]:
 
     @functools.cache
     def compile_library(number: int) -> CpuKernels:
-        source = batched.SOURCE.read_text()
+        source = whole_source(batched)
         for family in families:
             for fault in family[number : number + 1]:
                 right, wrong, _ = FAULTS[fault]
@@ -536,19 +567,19 @@ def test_unsupported_models_are_refused_in_words(talker, fused):
 def test_tensors_of_another_type_are_refused(fused):
     """A pointer has no type: int32 positions or a transposed matrix would be read as something else."""
     never = SimpleNamespace(launch=None)
-    stack = BatchedStack(fused.model, filled_cache(fused.model, 1, 16).layers, 1, never)
+    stack = stack_of(fused.model, filled_cache(fused.model, 1, 16), 1, never)
     embeds = torch.zeros(1, 1024, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="reads x as torch.bfloat16, it is torch.float32"):
-        stack.first_norm(embeds.float(), stack.final_norm)
+        stack.norm(embeds.float(), stack.final_norm)
     with pytest.raises(ValueError, match="reads positions as torch.int64, it is torch.int32"):
         query = torch.zeros(1, 2048, dtype=torch.bfloat16)
         stack.attention(query, stack.layers[0], torch.zeros(1, dtype=torch.int32), stack.slots)
     with pytest.raises(ValueError, match="2 embeddings, 2 positions, 1 slots: they must be equal, and at most 1"):
         stack.forward(embeds.repeat(2, 1), torch.zeros(2, dtype=torch.long))
     with pytest.raises(ValueError, match="x does not begin at a multiple"):
-        stack.first_norm(torch.zeros(1025, dtype=torch.bfloat16)[1:][None], stack.final_norm)
+        stack.norm(torch.zeros(1025, dtype=torch.bfloat16)[1:][None], stack.final_norm)
     with pytest.raises(ValueError, match="x has strides"):
-        stack.first_norm(torch.zeros(1024, 2, dtype=torch.bfloat16).T, stack.final_norm)
+        stack.norm(torch.zeros(1024, 2, dtype=torch.bfloat16).T, stack.final_norm)
 
 
 @needs_compiler
@@ -556,14 +587,14 @@ def test_tensors_of_another_type_are_refused(fused):
     "original, changed, message",
     [
         ("    u64 splits; ", "    u64 more;\n    u64 splits; ", "Attention.splits is not field 6"),
-        ("    u64 rows;\n", "    u32 rows;\n    u32 more[3];\n", "SiluAndMultiply.inner is not field 2"),
+        ("    uint4 *query; ", "    u32 more[4];\n    uint4 *query; ", "QkNormRopeStore.query is not field 8"),
         ("    bool *ended; ", "    bool *ended;\n    int *more; ", "Choose does not have the 16 fields"),
     ],
-    ids=["inserted", "another type", "at the end"],
+    ids=["inserted", "another size", "at the end"],
 )
 def test_struct_mismatch_does_not_compile(original, changed, message, fused, tmp_path):
     """A struct whose fields are not those of batched.py is a compile error, not a wrong pointer."""
-    source = batched.SOURCE.read_text()
+    source = whole_source(batched)
     assert source.count(original) == 1
     with pytest.raises(RuntimeError) as caught:
         sizes = kernel_sizes(fused.model.config)
@@ -640,7 +671,7 @@ def test_kernels_compute_the_same_on_a_gpu(talker, fused_on_gpu, gpu):
         check(stack)
     check_sample(stack, rows=2400)
     check_choose(stack, rows=2400)
-    compare_with_upstream(copy.deepcopy(talker).to(gpu), fused_on_gpu, None, 8)
+    compare_with_upstream(copy.deepcopy(talker).to(gpu), fused_on_gpu, None)
 
 
 @on_gpu
@@ -650,7 +681,7 @@ def test_rows_of_any_length_attend_on_a_gpu(rows, fused_on_gpu):
     """All lengths up to 2,048 in one batch, several times over: the splits of a row meet in any order."""
     cache = filled_cache(fused_on_gpu.model, rows, 2048)
     replace_layers(fused_on_gpu, 2048)
-    stack = BatchedStack(fused_on_gpu.model, cache.layers, rows)
+    stack = stack_of(fused_on_gpu.model, cache, rows)
     layer = stack.layers[0]
     for _ in range(20):
         positions = torch.randint(2048, (rows,))

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from fast.codec import CodecGraph
-from fast.turns import Turns
-from generate import load_upstream
+from fast.codec import Codec
+from generate import accelerate, load_upstream
 from tools.random_checkpoint import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model, codec_config, randomize, soften
 
-SIZES = {
-    "default": lambda: itertools.chain([1, 1, 2, 4], itertools.repeat(8)),
-    "mixed": lambda: itertools.cycle([3, 1, 70, 8, 2, 33]),
+SIZES = {  # name: frames of the chunks, frames that are decoded
+    "1": (lambda: itertools.repeat(1), 120),
+    "3": (lambda: itertools.repeat(3), 120),
+    "growing": (lambda: itertools.chain([1, 1, 2, 4], itertools.repeat(8)), 400),
+    "mixed": (lambda: itertools.cycle([3, 1, 70, 8, 2, 33]), 400),
 }
 
 
@@ -25,7 +26,7 @@ def tokenizer(checkpoint):
 
 @pytest.fixture(scope="module")
 def codec(tokenizer):
-    return CodecGraph(tokenizer, Turns())
+    return Codec(tokenizer, 3)
 
 
 def one_pass(tokenizer, codes):
@@ -33,23 +34,31 @@ def one_pass(tokenizer, codes):
         return tokenizer.model.decoder(codes.T[None])[0, 0].numpy()
 
 
-def decode_in_chunks(codec, codes, sizes):
-    codec.reset()
+@pytest.fixture(scope="module")
+def whole(tokenizer):
+    """400 frames, beyond upstream's chunks of 300, and their audio in one pass."""
+    codes = torch.randint(2048, (400, 16))
+    return codes, one_pass(tokenizer, codes)
+
+
+def decode_in_chunks(codec, codes, sizes, slot=0):
+    codec.reset(slot)
     chunks, first = [], 0
     for size in sizes:
         if first >= len(codes):
             break
-        chunks.append(codec.feed(codes[first : first + size])())
+        chunks.append(codec.feed([slot], codes[None, first : first + size]).wait()[0])
         first += size
     return np.concatenate(chunks)
 
 
-@pytest.mark.parametrize("sizes", [1, 2, 3, 8, "default", "mixed"])
-def test_chunks_joined_are_one_pass(tokenizer, codec, sizes):
-    """State that is lost at a chunk's edge. 400 frames: beyond the attention window and upstream's chunks of 300."""
-    codes = torch.randint(2048, (400, 16), generator=torch.Generator().manual_seed(1))
-    sizes = SIZES[sizes]() if sizes in SIZES else itertools.repeat(sizes)
-    np.testing.assert_allclose(decode_in_chunks(codec, codes, sizes), one_pass(tokenizer, codes), rtol=0, atol=1e-5)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_chunks_joined_are_one_pass(codec, whole, sizes):
+    """State that is lost at a chunk's edge, or that is of another slot. The attention window is 72 frames."""
+    sizes, frames = SIZES[sizes]
+    codes, expected = whole
+    audio = decode_in_chunks(codec, codes[:frames], sizes(), slot=1)
+    np.testing.assert_allclose(audio, expected[: frames * codec.samples_per_frame], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
@@ -59,7 +68,7 @@ def test_samples_are_float32_whatever_the_default(tokenizer, default):
     expected = one_pass(tokenizer, codes)
     torch.set_default_dtype(default)
     try:
-        audio = decode_in_chunks(CodecGraph(tokenizer, Turns()), codes, [1, 2])
+        audio = decode_in_chunks(Codec(tokenizer, 1), codes, [1, 2])
     finally:
         torch.set_default_dtype(torch.float32)
     assert audio.dtype == np.float32
@@ -75,8 +84,9 @@ def test_upstream_decoder_is_left_as_it_was(tokenizer, codec):
     assert all(weight.data_ptr() == weights[name].data_ptr() for name, weight in codec.decoder.named_parameters())
 
 
-def test_decode_takes_what_upstream_takes(tokenizer, codec):
+def test_decode_takes_what_upstream_takes(tokenizer, checkpoint):
     """A list of dicts, a dict, an encoding, a padded batch: padding that is decoded would lengthen the audio."""
+    codec = accelerate(load_upstream(str(checkpoint()), "cpu"), max_seq_len=64).model.speech_tokenizer
     first, second = (torch.randint(2048, (length, 16)) for length in (5, 9))
     padded = torch.full((2, 9, 16), -1)
     padded[0, :5], padded[1] = first, second
@@ -111,5 +121,5 @@ def test_published_shapes():
 
     tokenizer = Tokenizer()
     codes = torch.randint(2048, (10, 16))
-    audio = decode_in_chunks(CodecGraph(tokenizer, Turns()), codes, [1, 2, 4, 3])
+    audio = decode_in_chunks(Codec(tokenizer, 1), codes, [1, 2, 4, 3])
     np.testing.assert_allclose(audio, one_pass(tokenizer, codes), rtol=0, atol=1e-5)

@@ -12,33 +12,33 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_on_cpu import CpuKernels
+from gpu_on_cpu import CpuKernels, whole_source
+from helpers import ExactProducts
 from torch import Tensor
 
 from fast import codec as codec_module
-from fast import codec_kernels, kernel_cache, nvrtc
+from fast import codec_kernels, kernel_cache, kernels, nvrtc
 from fast import codec_kernels_reference as reference
-from fast.codec import CodecGraph
+from fast import layer_kernels_reference as layer_reference
+from fast.codec import Codec
 from fast.codec_kernels import CodecKernels, PendingSum, Snake, complete_source, kernel_sizes
-from fast.turns import Turns
-from serving.codec import BatchCodec
 from tools.random_checkpoint import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model, codec_config, randomize, soften
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 EPSILON = 1e-6
-SMALL_DECODER = dict(latent_dim=256, hidden_size=256, head_dim=64, decoder_dim=128, upsample_rates=[4, 3, 2, 2])
+SMALL_DECODER = dict(latent_dim=256, hidden_size=256, head_dim=64, decoder_dim=128, upsample_rates=(4, 3, 2, 2))
 SLOTS = torch.tensor([3, 0, 1])
 PUBLISHED = codec_kernels.Sizes(
     codebook=2048,
     code_dim=256,
     hidden=512,
     inner=1024,
-    norm_epsilon="1e-5f",
+    epsilon="1e-5f",
     heads=16,
     window=72,
     ring=80,
     latent=1024,
-    epsilon="1e-6f",
+    latent_epsilon="1e-6f",
     last=96,
 )
 
@@ -128,23 +128,22 @@ def check_embed_codes(kernels: CodecKernels) -> None:
 
 def check_add_and_norm(kernels: CodecKernels) -> None:
     hidden = kernels.sizes.hidden
-    epsilon = float(kernels.sizes.norm_epsilon[:-1])
+    epsilon = float(kernels.sizes.epsilon[:-1])
     random = functools.partial(random_bf16, kernels)
     for size in (1, 3e-3):  # epsilon counts for the small one
         x, residual = (random(3, 5, hidden) * size for _ in range(2))
         scale, weight = random(hidden), random(hidden)
-        total, normalized = kernels.add_and_norm(x, scale, residual, weight)
-        expected_total, expected = reference.add_and_norm(x, scale, residual, weight, epsilon)
+        total, normalized = kernels.add_and_norm(x, residual, weight, scale)
+        expected_total, expected = layer_reference.add_and_norm(x, residual, weight, epsilon, scale)
         assert torch.equal(total, expected_total)
         assert_nearly_same(normalized, expected)
-        _, expected = reference.add_and_norm(x, torch.zeros_like(scale), x, weight, epsilon)
-        assert_nearly_same(kernels.norm(x, weight), expected)
+        assert_nearly_same(kernels.norm(x, weight), layer_reference.norm(x, weight, epsilon))
 
 
 def check_silu_and_multiply(kernels: CodecKernels) -> None:
     for rows, frames in ((1, 1), (3, 5)):
         gate_up = random_bf16(kernels, rows, frames, 2 * kernels.sizes.inner) * 4
-        assert_nearly_same(kernels.silu_and_multiply(gate_up), reference.silu_and_multiply(gate_up))
+        assert_nearly_same(kernels.silu_and_multiply(gate_up), layer_reference.silu_and_multiply(gate_up))
 
 
 def check_window_attention(kernels: CodecKernels) -> None:
@@ -280,10 +279,10 @@ def test_constants_have_upstreams_roundings(tokenizer):
 
 FAULTS = {  # name: what is right, what is wrong, the check that must fail
     "the semantic sum goes on": ("book == 0 || book == arguments.semantic_codebooks", "book == 0", check_embed_codes),
-    "the norm of another epsilon": ("/ HIDDEN + NORM_EPSILON", "/ HIDDEN + 10 * NORM_EPSILON", check_add_and_norm),
+    "the norm of another epsilon": ("/ HIDDEN + EPSILON", "/ HIDDEN + 10 * EPSILON", check_add_and_norm),
     "no layer scale": (
-        "if (arguments.scale) {\n        total = multiply(total, arguments.scale[threadIdx.x]",
-        "if (false) {\n        total = multiply(total, arguments.scale[threadIdx.x]",
+        "if (arguments.scale) {\n        sum = multiply(sum, arguments.scale[threadIdx.x]",
+        "if (false) {\n        sum = multiply(sum, arguments.scale[threadIdx.x]",
         check_add_and_norm,
     ),
     "a window that is one frame too long": (
@@ -303,8 +302,8 @@ FAULTS = {  # name: what is right, what is wrong, the check that must fail
     ),
     "scores of another scale": ("rsqrtf(HEAD_DIM)", "rsqrtf(HEAD_DIM + 1)", check_window_attention),
     "a silu that is half a step too large": (
-        "const uint4 silu = rounded([&](int i) { return gate.v[i] /",
-        "const uint4 silu = rounded([&](int i) { return 1.004f * gate.v[i] /",
+        "value = silu(value);",
+        "value = 1.004f * silu(value);",
         check_silu_and_multiply,
     ),
     "a sine of another angle": ("sinf(angle.v[i])", "sinf(angle.v[i] * 1.004f)", check_activate),
@@ -336,7 +335,7 @@ FAULTS = {  # name: what is right, what is wrong, the check that must fail
         "for (int tap = 1; tap < TAPS; ++tap) {\n        const Eight x",
         check_depthwise_norm,
     ),
-    "no epsilon": ("/ LATENT + EPSILON", "/ LATENT", check_depthwise_norm),
+    "no epsilon": ("/ LATENT + LATENT_EPSILON", "/ LATENT", check_depthwise_norm),
     "the mean forgotten": ("return (x.v[i] - mean) * factor", "return x.v[i] * factor", check_depthwise_norm),
     "half of the channels": ("sum += __shfl_xor_sync(~0u, sum, 1)", "sum += sum", check_to_samples),
     "no bias": ("round_to_bf16(sum) + low_half(arguments.bias[0])", "round_to_bf16(sum)", check_to_samples),
@@ -362,7 +361,7 @@ def wrong_kernels(tokenizer, tmp_path_factory) -> Callable[[str], CpuKernels]:
 
     @functools.cache
     def compile_library(number: int) -> CpuKernels:
-        source = codec_kernels.SOURCE.read_text()
+        source = whole_source(codec_kernels)
         for family in families:
             for fault in family[number : number + 1]:
                 right, wrong, _ = FAULTS[fault]
@@ -395,11 +394,11 @@ def one_pass(tokenizer: Tokenizer, codes: Tensor) -> Tensor:
     return tokenizer.model.decoder(codes.transpose(1, 2))[:, 0].float()
 
 
-def decode_in_chunks(codec: BatchCodec, slots: list[int], codes: Tensor, sizes: list[int]) -> Tensor:
+def decode_in_chunks(codec: Codec, slots: list[int], codes: Tensor, sizes: list[int]) -> Tensor:
     chunks = []
     first = 0
     for size in sizes:
-        audio = codec.feed_rows(slots, codes[:, first : first + size]).wait()
+        audio = codec.feed(slots, codes[:, first : first + size]).wait()
         chunks.append(torch.stack([torch.from_numpy(samples) for samples in audio]))
         first += size
     assert first == codes.shape[1]
@@ -408,21 +407,33 @@ def decode_in_chunks(codec: BatchCodec, slots: list[int], codes: Tensor, sizes: 
 
 @needs_compiler
 def test_audio_is_as_near_to_float32_as_that_of_upstreams_modules(tokenizer, compiled, monkeypatch):
-    """All of it on a CPU: rows in any slots, in chunks of any size, and a single stream."""
+    """All of it on a CPU: rows in any slots, in chunks of any size, and a single stream.
+
+    With exact products, the ratio of the two errors is 1.00 with a standard deviation of 0.006 over weights and codes:
+    the limit is eight of them. A stream that is alone is then its row of the batch bit by bit. A bias that is wrong by
+    5% is detected.
+    """
     monkeypatch.setattr(codec_kernels, "why_not", lambda decoder: None)
     monkeypatch.setattr(codec_kernels, "compile_for", lambda device, sizes: compiled)
     monkeypatch.setattr(codec_module, "CHUNK_SIZES", (8, 4, 2, 1))
-    codec = BatchCodec(tokenizer, 4, [1, 3])
     codes = torch.randint(2048, (3, 15, 16))
-    ours = decode_in_chunks(codec, [2, 0, 3], codes, [1, 2, 4, 8])
     exact = one_pass(Tokenizer("tiny", torch.float32, **SMALL_DECODER), codes)
-    limit = 1.25 * error_of(one_pass(tokenizer, codes), exact)  # 1.05 of a GPU's modules: oneDNN adds biases unrounded
-    assert error_of(ours, exact) < limit
-    assert exact.std() > 10 * limit
-    alone = CodecGraph(tokenizer, Turns())
-    for _ in range(2):  # what the first left behind must be gone
-        alone.reset()
-        assert error_of(torch.from_numpy(alone.feed(codes[1])()), exact[1]) < limit
+    with ExactProducts():
+        codec = Codec(tokenizer, 4)
+        ours = decode_in_chunks(codec, [2, 0, 3], codes, [1, 2, 4, 8])
+        limit = 1.05 * error_of(one_pass(tokenizer, codes), exact)
+        alone = Codec(tokenizer, 1)
+        assert error_of(ours, exact) < limit
+        assert exact.std() > 10 * limit
+        for _ in range(2):  # what the first left behind must be gone
+            alone.reset(0)
+            assert torch.equal(torch.from_numpy(alone.feed([0], codes[1:2]).wait()[0]), ours[1])
+
+        unit = codec.decoder.blocks[1].units[0]
+        unit.bias2 = 1.05 * unit.bias2
+        for slot in (2, 0, 3):
+            codec.reset(slot)
+        assert error_of(decode_in_chunks(codec, [2, 0, 3], codes, [1, 2, 4, 8]), exact) > limit
 
 
 @needs_compiler
@@ -433,9 +444,10 @@ def test_weights_are_shared_with_upstreams_modules(compiled, monkeypatch):
     tokenizer = Tokenizer("tiny", torch.bfloat16, **SMALL_DECODER)
     model = tokenizer.model.decoder
     codes = torch.randint(2048, (1, 5, 16))
-    audio = one_pass(tokenizer, codes)
+    with ExactProducts():
+        audio = one_pass(tokenizer, codes)
 
-    first, second = (CodecGraph(tokenizer, Turns()).decoder for _ in range(2))
+    first, second = (Codec(tokenizer, 1).decoder for _ in range(2))
     for layer, same, original in zip(first.transformer.layers, second.transformer.layers, model.pre_transformer.layers):
         attn, mlp = original.self_attn, original.mlp
         assert layer.qkv.data_ptr() == same.qkv.data_ptr() == attn.q_proj.weight.data_ptr()
@@ -449,7 +461,8 @@ def test_weights_are_shared_with_upstreams_modules(compiled, monkeypatch):
         assert conv.weight.data_ptr() == same.weight.data_ptr() == original.conv.weight.data_ptr()
         assert conv.weight.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(conv.weight[:, :, 0], original.conv.weight)
-    assert error_of(one_pass(tokenizer, codes), audio) < 1e-2 * audio.std()
+    with ExactProducts():
+        assert torch.equal(one_pass(tokenizer, codes), audio)
 
 
 # ---- What is refused
@@ -481,7 +494,7 @@ def pretended_on_gpu(tokenizer, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(kernel_cache, "started", {})
     monkeypatch.setenv(kernel_cache.VARIABLE, "off")
-    codec_kernels.compile_for.cache_clear()
+    kernels.load.cache_clear()
     decoder = tokenizer.model.decoder
     yield SimpleNamespace(
         device=torch.device("cuda", 0),
@@ -491,7 +504,7 @@ def pretended_on_gpu(tokenizer, monkeypatch):
         upsample=decoder.upsample,
         decoder=decoder.decoder,
     )
-    codec_kernels.compile_for.cache_clear()
+    kernels.load.cache_clear()
 
 
 def test_a_failing_compiler_is_a_reason(pretended_on_gpu, monkeypatch):
@@ -586,13 +599,13 @@ def test_audio_on_a_gpu_is_as_near_to_float32(rows, published, monkeypatch):
     slots = list(reversed(range(rows)))
     exact = one_pass(Tokenizer("0.6B", torch.float32, "cuda"), codes).cpu()
     ours = {}
-    codec = BatchCodec(published, rows, [rows])
+    codec = Codec(published, rows)
     for sizes in ([1, 2, 4, 8], [8, 4, 2, 1], [1] * 15):
         for slot in slots:
-            codec.reset_row(slot)
+            codec.reset(slot)
         ours[len(sizes), sizes[0]] = decode_in_chunks(codec, slots, codes, sizes)
     monkeypatch.setattr(codec_kernels, "why_not", lambda decoder: "not in this test")
-    modules = decode_in_chunks(BatchCodec(published, rows, [rows]), slots, codes, [1, 2, 4, 8])
+    modules = decode_in_chunks(Codec(published, rows), slots, codes, [1, 2, 4, 8])
     limit = 1.05 * error_of(modules, exact)
     errors = [error_of(audio, exact) for audio in ours.values()]
     print(f"{rows} rows: error of upstream's modules {limit / 1.05:.6f}, ours {errors}")

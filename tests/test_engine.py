@@ -13,15 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from helpers import GREEDY, joined
+from helpers import GREEDY, engine_of, joined
 
-import serving.engine
-from cli.voices import speaker_prompt
-from fast.long_text import speak
+import speech.runner
+import speech.schedule
+from common.voices import speaker_prompt
+from fast.codec import PendingAudio
 from generate import accelerate, load, load_upstream, stream
-from serving.codec import PendingAudio
-from serving.engine import Engine
-from serving.stream import QueueFull, Stream, StreamTimeout
+from speech.engine import Engine
+from speech.long_text import speak
+from speech.request import QueueFull, StreamTimeout
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 LIMIT = 300  # seconds that any wait may take
@@ -30,7 +31,7 @@ LIMIT = 300  # seconds that any wait may take
 @pytest.fixture(autouse=True)
 def admit_at_once(monkeypatch):
     """On a CPU frames may be slower than playback: requests would wait for streams that run dry."""
-    monkeypatch.setattr(serving.engine, "LONGEST_HOLD", 0.0)
+    monkeypatch.setattr(speech.schedule, "LONGEST_HOLD", 0.0)
 
 
 def requests_of(voice, count: int) -> list[dict]:
@@ -61,17 +62,18 @@ def assert_same(audio: np.ndarray, expected: np.ndarray) -> None:
 def wait_until_idle(engine: Engine) -> None:
     """Every place must become free again."""
     end = time.monotonic() + LIMIT
-    while engine.active or engine.waiting or len(engine.free_slots) < engine.max_streams:
-        assert time.monotonic() < end, "a place was never freed"
+    runner = engine.runner
+    while engine.active or engine.intake.waiting or len(runner.free) < runner.rows:
+        assert time.monotonic() < end, "a row was never freed"
         time.sleep(0.01)
-    assert sorted(engine.free_slots) == list(range(engine.max_streams))
+    assert sorted(runner.free) == list(range(runner.rows)) and not runner.active
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu(checkpoint):
     """A seed alone gives the speech of a call alone; streams together are of the right length, and finite."""
-    tts = load(str(checkpoint("base", "0.6B")), max_seq_len=256)
+    tts = load(str(checkpoint("base", "0.6B")), max_seq_len=256, rows=6)
     prompt = speaker_prompt(torch.randn(1024, generator=torch.Generator().manual_seed(0)))
     request = dict(text="Hello there.", language="English", voice_clone_prompt=prompt)
     torch.manual_seed(7)
@@ -80,7 +82,7 @@ def test_on_a_gpu(checkpoint):
     def speak(number):
         return joined(engine.stream(tts.generate_voice_clone, seed=number, max_new_tokens=20 + number, **request))
 
-    with Engine(tts, max_streams=6) as engine, ThreadPoolExecutor(12) as threads:
+    with Engine(tts) as engine, ThreadPoolExecutor(12) as threads:
         again = joined(engine.stream(tts.generate_voice_clone, seed=7, max_new_tokens=31, **request))
         np.testing.assert_array_equal(again, expected)
         for number, audio in enumerate(threads.map(speak, range(12))):
@@ -94,8 +96,8 @@ def voice(voices):
 
 @pytest.mark.parametrize("name", ["x-vector", "in-context", pytest.param("preset", marks=pytest.mark.slow)])
 def test_streams_that_join_and_leave_are_as_alone(voices, name):
-    """More requests than slots, started one after another: prefill, copies between slots, other rows' settings and
-    noise must not leak, and a stream that is alone again goes back to the graphs of a single row."""
+    """More requests than rows, started one after another: prefill, copies between rows, other rows' settings and noise
+    must not leak, and a stream that is alone again goes back to the frame of a single row."""
     voice = voices(name).end_comes_up(True)
     method = getattr(voice.fast, voice.method)
     requests = requests_of(voice, 8)
@@ -105,25 +107,23 @@ def test_streams_that_join_and_leave_are_as_alone(voices, name):
         time.sleep(0.03 * number)
         return joined(engine.stream(method, **requests[number]))
 
-    with Engine(voice.fast, max_streams=3) as engine, ThreadPoolExecutor(8) as threads:
+    with engine_of(voice.fast, 3) as engine, ThreadPoolExecutor(8) as threads:
         jobs = [threads.submit(speak, engine, number) for number in range(8)]
         for job, audio in zip(jobs, expected, strict=True):
             assert_same(job.result(LIMIT), audio)
 
 
 def test_prompts_that_wait_together_are_prefilled_together(voice, monkeypatch):
-    """Prompts of different lengths in one batch, then gaps between the slots: no padding may leak."""
+    """Prompts of different lengths in one batch, then gaps between the rows: no padding may leak."""
     method = voice.fast.generate_voice_clone
     requests = requests_of(voice, 7)
     expected = [alone(voice, **request) for request in requests]
-    with Engine(voice.fast, max_streams=8) as engine:
+    with engine_of(voice.fast, 8) as engine:
         together, moves = [], []
-        load, move = engine.prefills.load, engine.slots.move
-        monkeypatch.setattr(
-            engine.prefills, "load", lambda slots, *rest: together.append(len(slots)) or load(slots, *rest)
-        )
-        monkeypatch.setattr(engine.slots, "move", lambda *slots: moves.append(slots) or move(*slots))
-        with engine.decoder.lock:  # the engine waits for it
+        prefills, load, copy_row = engine.runner.prefills, engine.runner.prefills.load, speech.runner.copy_row
+        monkeypatch.setattr(prefills, "load", lambda rows, *rest: together.append(len(rows)) or load(rows, *rest))
+        monkeypatch.setattr(speech.runner, "copy_row", lambda *rows: moves.append(rows) or copy_row(*rows))
+        with engine.speech.turns:  # the engine waits for it
             streams = [engine.stream(method, **request) for request in requests]
         for chunks, audio in zip(streams, expected, strict=True):
             assert_same(joined(chunks), audio)
@@ -132,13 +132,13 @@ def test_prompts_that_wait_together_are_prefilled_together(voice, monkeypatch):
 
 @pytest.mark.parametrize("name", ["x-vector", "in-context", "preset"])
 def test_a_list_of_texts(voices, name):
-    """More texts than slots, with an argument for each text, and prompts with a row for each."""
+    """More texts than rows, with an argument for each text, and prompts with a row for each."""
     voice = voices(name).end_comes_up(True)
     method, texts = getattr(voice.fast, voice.method), ["Hello there.", "Hi", "One, two, three."]
     lists = dict(language=["English", "German", "Auto"])
     if name == "in-context":
         lists["voice_clone_prompt"] = voice.arguments["voice_clone_prompt"] * 3
-    with Engine(voice.fast, max_streams=2) as engine:
+    with engine_of(voice.fast, 2) as engine:
         wavs, rate = engine.generate(method, text=texts, seed=5, max_new_tokens=12, **voice.arguments | lists)
     assert rate == 24000 and len(wavs) == 3
     for number, text in enumerate(texts):
@@ -150,7 +150,7 @@ def test_a_listener_who_leaves_early_disturbs_nobody(voice):
     method = voice.fast.generate_voice_clone
     requests = requests_of(voice, 4)
     expected = [alone(voice, **request) for request in requests]
-    with Engine(voice.fast, max_streams=3) as engine, ThreadPoolExecutor(4) as threads:
+    with engine_of(voice.fast, 3) as engine, ThreadPoolExecutor(4) as threads:
         leaving = [engine.stream(method, **request) for request in requests_of(voice, 3)]
         for chunks in leaving:
             next(chunks)
@@ -168,7 +168,7 @@ def test_a_slow_reader_pauses_and_hears_the_same(voice):
     slow, quick = requests_of(voice, 2)
     slow["max_new_tokens"] = 60
     expected = alone(voice, **slow), alone(voice, **quick)
-    with Engine(voice.fast, max_streams=2, max_unread=1) as engine:
+    with engine_of(voice.fast, 2, max_unread=1) as engine:
         chunks = engine.stream(method, **slow)
         heard = [next(chunks)[0]]
         assert_same(joined(engine.stream(method, **quick)), expected[1])
@@ -182,7 +182,7 @@ def test_a_place_that_nobody_reads_from_is_given_away(voices):
     voice = voices("x-vector").end_comes_up(False)
     method = voice.fast.generate_voice_clone
     request = dict(text="Hello.", max_new_tokens=100, **voice.arguments)
-    with Engine(voice.fast, max_streams=1, max_unread=1, patience=0.05) as engine:
+    with engine_of(voice.fast, 1, max_unread=1, patience=0.05) as engine:
         abandoned = engine.stream(method, seed=0, **request)
         next(abandoned)
         audio = joined(engine.stream(method, seed=1, **request | dict(max_new_tokens=5)))
@@ -191,10 +191,27 @@ def test_a_place_that_nobody_reads_from_is_given_away(voices):
             list(abandoned)
 
 
+def test_a_request_that_has_gone_takes_no_place(voices):
+    """It waited for a moment: a stream that had been paused for long lost its row to nobody."""
+    voice = voices("x-vector").end_comes_up(False)
+    method = voice.fast.generate_voice_clone
+    request = dict(text="Hello.", max_new_tokens=20, **voice.arguments)
+    with engine_of(voice.fast, 1, max_unread=1, patience=0.05) as engine:
+        paused = engine.stream(method, **request)
+        heard = [next(paused)]
+        time.sleep(0.3)
+        with engine.speech.turns:  # the engine waits for it
+            engine.stream(method, **request).close()
+        while engine.intake.waiting:
+            time.sleep(0.01)
+        heard += paused
+        assert len(joined(heard)) == 19 * 1920
+
+
 def test_bad_input_fails_alone_and_at_the_call(voice):
     method = voice.fast.generate_voice_clone
     (request,) = requests_of(voice, 1)
-    with Engine(voice.fast, max_streams=2) as engine:
+    with engine_of(voice.fast, 2) as engine:
         with pytest.raises(ValueError, match="empty"):
             engine.stream(method, **request | dict(text=" "))
         with pytest.raises(ValueError, match="the text is a NoneType"):  # None is how the engine marks one to come
@@ -228,11 +245,11 @@ def test_an_error_in_one_prompt_leaves_the_others_speaking(voice, monkeypatch):
     good, bad = requests_of(voice, 2)
     good["max_new_tokens"] = 40
     expected = alone(voice, **good)
-    with Engine(voice.fast, max_streams=2, max_unread=1) as engine:  # the good one waits for its listener
+    with engine_of(voice.fast, 2, max_unread=1) as engine:  # the good one waits for its listener
         chunks = engine.stream(method, **good)
         heard = [next(chunks)[0]]
         with monkeypatch.context() as broken:
-            broken.setattr(engine.prefills, "load", lambda *_: 1 / 0)
+            broken.setattr(engine.runner.prefills, "load", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 list(engine.stream(method, **bad))
         heard += [audio for audio, _ in chunks]
@@ -242,7 +259,7 @@ def test_an_error_in_one_prompt_leaves_the_others_speaking(voice, monkeypatch):
 def test_a_stream_closed_before_its_first_chunk_frees_its_place(voice):
     """A generator that has not started does not run its `finally` when it is closed."""
     (request,) = requests_of(voice, 1)
-    with Engine(voice.fast, max_streams=1) as engine:
+    with engine_of(voice.fast, 1) as engine:
         engine.stream(voice.fast.generate_voice_clone, **request).close()
         wait_until_idle(engine)
         assert_same(joined(engine.stream(voice.fast.generate_voice_clone, **request)), alone(voice, **request))
@@ -253,7 +270,7 @@ def test_a_paused_stream_does_not_hold_up_other_calls(voice):
     slow, other = requests_of(voice, 2)
     slow["max_new_tokens"] = 60
     expected = alone(voice, **slow), alone(voice, **other)
-    with Engine(voice.fast, max_streams=2, max_unread=1) as engine:
+    with engine_of(voice.fast, 2, max_unread=1) as engine:
         chunks = engine.stream(voice.fast.generate_voice_clone, **slow)
         heard = [next(chunks)[0]]
         assert_same(alone(voice, **other), expected[1])
@@ -261,48 +278,28 @@ def test_a_paused_stream_does_not_hold_up_other_calls(voice):
         assert_same(np.concatenate(heard), expected[0])
 
 
-def test_the_last_chunks_of_a_stream_are_decoded_in_order(voice, monkeypatch):
-    """A stream that ends with 7 frames left has chunks of 4, 2 and 1, beside another one with a chunk of 1."""
-    with Engine(voice.fast, max_streams=2) as engine:
-        beside, ending = Stream(print), Stream(print)
-        beside.launched = 1
-        ending.checked, ending.finished = 7, True
-        engine.slots.codes[1, :, 0] = torch.arange(len(engine.slots.codes[1]))
-        beside.slot, ending.slot = 0, 1
-        fed = []
-        monkeypatch.setattr(
-            engine.codec, "feed_rows", lambda slots, codes: fed.extend(zip(slots, codes[..., 0].tolist()))
-        )
-        with engine.decoder.lock:  # keeps the engine's thread out
-            monkeypatch.setattr(engine, "active", [beside, ending])
-            engine.decode_chunks(engine.active)
-            engine.active.clear()
-        frames = [frame for slot, codes in fed if slot == 1 for frame in codes]
-        assert frames == list(range(7))
-
-
 def test_closing_delivers_the_audio_there_is_and_then_an_error(voices, monkeypatch):
     """Closed after 8 frames, with chunks of 1, 2 and 4 frames in the codec. A second stream waits for a place."""
     voice = voices("x-vector").end_comes_up(False)
     request = dict(text="Hello.", seed=1, max_new_tokens=300, **voice.arguments)
     expected = alone(voice, **request | dict(max_new_tokens=9))
-    engine = Engine(voice.fast, max_streams=1)
-    launch, wait = engine.launch, PendingAudio.wait
+    engine = engine_of(voice.fast, 1)
+    step, wait = engine.runner.step, PendingAudio.wait
     waits = iter(range(100))
 
-    def launch_or_close() -> bool:
-        if engine.active and engine.active[0].launched == 8:
+    def close_and_step(streams, *rest) -> None:
+        if streams and streams[0].launched == 8:
             threading.Thread(target=engine.close).start()
             while engine.is_running:
                 time.sleep(0.001)
-        return launch()
+        step(streams, *rest)
 
     def wait_late(audio: PendingAudio) -> list[np.ndarray]:
         if next(waits) > 0:  # all but the first chunk are late
             engine.thread.join(LIMIT)
         return wait(audio)
 
-    monkeypatch.setattr(engine, "launch", launch_or_close)
+    monkeypatch.setattr(engine.runner, "step", close_and_step)
     monkeypatch.setattr(PendingAudio, "wait", wait_late)
     chunks, waiting = (engine.stream(voice.fast.generate_voice_clone, **request) for _ in range(2))
     heard = []
@@ -316,11 +313,11 @@ def test_closing_delivers_the_audio_there_is_and_then_an_error(voices, monkeypat
 
 
 def test_other_calls_on_the_model_wait_their_turn(voice):
-    """Streams and upstream's methods use the same single-row graphs as the engine."""
+    """Streams and upstream's methods use the same rows as the engine."""
     method = voice.fast.generate_voice_clone
     first, second, third = requests_of(voice, 3)
     expected = alone(voice, **first), alone(voice, **second)
-    with Engine(voice.fast, max_streams=2) as engine:
+    with engine_of(voice.fast, 2) as engine:
         state = torch.get_rng_state()
         joined(engine.stream(method, **third | dict(seed=None)))
         assert torch.equal(torch.get_rng_state(), state)  # a call beside it may have set a seed
@@ -339,7 +336,7 @@ def test_other_calls_on_the_model_wait_their_turn(voice):
 @pytest.mark.slow
 def test_a_stream_that_fills_the_cache(voice):
     """Its row stays in the batch while its last chunk is decoded, at a position behind the cache."""
-    tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=64)
+    tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=64, rows=2)
     tts.model.talker.codec_head.weight.data[voice.end_token] = 0  # it never ends
     full = dict(text="Hello.", seed=1, max_new_tokens=10_000, **voice.arguments)
     other = dict(text="Hi.", seed=2, max_new_tokens=58, **voice.arguments)
@@ -348,34 +345,13 @@ def test_a_stream_that_fills_the_cache(voice):
         torch.manual_seed(request["seed"])
         arguments = {name: value for name, value in request.items() if name != "seed"}
         expected.append(joined(stream(tts.generate_voice_clone, **arguments)))
-    with Engine(tts, max_streams=2) as engine, ThreadPoolExecutor(2) as threads:
+    with Engine(tts) as engine, ThreadPoolExecutor(2) as threads:
         speak = engine.stream
         jobs = [
             threads.submit(lambda request: joined(speak(tts.generate_voice_clone, **request)), r) for r in (full, other)
         ]
         for job, audio in zip(jobs, expected, strict=True):
             assert_same(job.result(LIMIT), audio)
-
-
-def test_a_nan_of_an_ended_stream_stays_behind(voice):
-    """Masked positions are read, and 0 x NaN is NaN: a copy must clear what the row held before."""
-    (request,) = requests_of(voice, 1)
-    with Engine(voice.fast, max_streams=2) as engine:
-        single = engine.single
-        poisoned = [tensor for layer in engine.slots.cache.layers for tensor in (layer.keys, layer.values)]
-        for copy in (
-            lambda: engine.slots.copy_from_single(0, *single, 10),
-            lambda: engine.slots.move(1, 0, 10),
-        ):
-            for tensor in poisoned:
-                tensor[0].fill_(float("nan"))
-            copy()
-            assert all(tensor[0].isfinite().all() for tensor in poisoned)
-        for layer in single[0].cache.layers:
-            layer.keys.fill_(float("nan"))
-        engine.slots.copy_to_single(0, *single, 10)
-        assert all(layer.keys.isfinite().all() for layer in single[0].cache.layers)
-        assert_same(joined(engine.stream(voice.fast.generate_voice_clone, **request)), alone(voice, **request))
 
 
 def test_asyncio(voice):
@@ -388,7 +364,7 @@ def test_asyncio(voice):
         return np.concatenate([audio async for audio, _ in engine.astream(method, **request)])
 
     async def main():
-        with Engine(voice.fast, max_streams=2) as engine:
+        with engine_of(voice.fast, 2) as engine:
             cancelled = asyncio.create_task(speak(engine, requests[0] | dict(max_new_tokens=300)))
             await asyncio.sleep(0.05)
             cancelled.cancel()
@@ -435,7 +411,7 @@ def test_texts_that_arrive_are_spoken_as_if_they_were_whole(voices, name):
 
         return joined(asyncio.run(collect()))
 
-    with Engine(voice.fast, max_streams=4) as engine, ThreadPoolExecutor(6) as threads:
+    with engine_of(voice.fast, 4) as engine, ThreadPoolExecutor(6) as threads:
         jobs = [threads.submit(speak, engine, number) for number in range(6)]
         for job, audio in zip(jobs, expected, strict=True):
             assert_same(job.result(LIMIT), audio)
@@ -459,7 +435,7 @@ def test_a_stream_whose_text_is_late_waits_and_others_go_on(voices):
 
     request = dict(seed=3, max_new_tokens=30, non_streaming_mode=False, **voice.arguments)
     expected = alone(voice, text=text, **request)
-    with Engine(voice.fast, max_streams=2) as engine:
+    with engine_of(voice.fast, 2) as engine:
         chunks = engine.stream(method, text=pieces(), **request)
         heard = [next(chunks)[0]]
         assert_same(joined(engine.stream(method, text=text, **request)), expected)
@@ -482,7 +458,7 @@ def test_an_iterator_that_fails_or_stops_ends_its_stream_only(voices):
         yield start
         time.sleep(3)
 
-    with Engine(voice.fast, max_streams=1) as engine:
+    with engine_of(voice.fast, 1) as engine:
         for start in ("", "one two three four"):
             with pytest.raises(KeyError, match="gone"):
                 list(engine.stream(method, **request | dict(text=failing(start))))
@@ -503,7 +479,7 @@ def test_an_iterator_that_fails_or_stops_ends_its_stream_only(voices):
         assert len(joined(heard)) < 20 * 1920  # nothing after the bad piece, which would take all 39 frames
         assert next(pieces).startswith("five")  # nor is it read
         assert_same(joined(engine.stream(method, **request)), alone(voice, **request))
-        engine.max_characters = 5
+        engine.intake.max_characters = 5
         with pytest.raises(ValueError, match="never fit"):
             list(engine.stream(method, **request | dict(text=itertools.repeat("a "))))
 
@@ -513,14 +489,14 @@ def test_a_piece_without_a_new_token(voice, pieces):
     """In the middle of a word no token may be known yet."""
     request = dict(seed=1, max_new_tokens=30, non_streaming_mode=False, **voice.arguments)
     expected = alone(voice, text="".join(pieces), **request)
-    with Engine(voice.fast, max_streams=2) as engine:
+    with engine_of(voice.fast, 2) as engine:
         assert_same(joined(engine.stream(voice.fast.generate_voice_clone, text=iter(pieces), **request)), expected)
 
 
 def test_too_many_requests(voice):
     """A burst that finds places free is not refused: only what waits beyond them counts."""
-    with Engine(voice.fast, max_streams=3, max_waiting=1) as engine:
-        with engine.decoder.lock:  # nobody is admitted yet
+    with engine_of(voice.fast, 3, max_waiting=1) as engine:
+        with engine.speech.turns:  # nobody is admitted yet
             streams = [engine.stream(voice.fast.generate_voice_clone, **request) for request in requests_of(voice, 4)]
             with pytest.raises(QueueFull, match="1 requests are waiting"):
                 engine.stream(voice.fast.generate_voice_clone, **requests_of(voice, 1)[0])
@@ -532,33 +508,32 @@ def test_cancelled_while_its_prompt_is_queued(voice):
     """A prompt that is never built must not count as one that is being built."""
 
     async def main():
-        with Engine(voice.fast, max_streams=2) as engine:
+        with engine_of(voice.fast, 2) as engine:
             release = threading.Event()
-            engine.prompt_thread.submit(release.wait, LIMIT)
+            engine.intake.thread.submit(release.wait, LIMIT)
             chunks = engine.astream(voice.fast.generate_voice_clone, **requests_of(voice, 1)[0])
             task = asyncio.create_task(anext(chunks))
             await asyncio.sleep(0.05)
-            assert engine.preparing == 1
+            assert engine.intake.preparing == 1
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
             release.set()
-            assert engine.preparing == 0 and not engine.open
+            assert engine.intake.preparing == 0 and not engine.open
 
     asyncio.run(main())
 
 
-def test_a_bad_reference_fails_alone(voices):
+def test_a_bad_reference_fails_alone(voices, monkeypatch):
     """Whatever fails while a stream is admitted, its listener must hear of it, and the engine speaks on. Those admitted
     with it are prefilled again, from the same random numbers."""
     voice = voices("in-context").end_comes_up(True)
     method = voice.fast.generate_voice_clone
     bad, request = requests_of(voice, 2)
-    with Engine(voice.fast, max_streams=2) as engine:
-        prime = engine.codec.prime
-        primed = iter(range(10))
-        engine.codec.prime = lambda *reference: 1 / 0 if next(primed) < 2 else prime(*reference)  # the retry fails, too
-        with engine.decoder.lock:  # both are admitted together
+    with engine_of(voice.fast, 2) as engine:
+        codec, feed, calls = engine.runner.codec, engine.runner.codec.feed, itertools.count()
+        monkeypatch.setattr(codec, "feed", lambda *codes: 1 / 0 if next(calls) < 2 else feed(*codes))  # the retry, too
+        with engine.speech.turns:  # both are admitted together
             streams = [engine.stream(method, **bad), engine.stream(method, **request)]
         with pytest.raises(ZeroDivisionError):
             list(streams[0])
@@ -571,7 +546,7 @@ def test_reference_codes_beyond_the_codebook_are_refused_at_the_call(voices):
     voice = voices("in-context")
     method = voice.fast.generate_voice_clone
     (item,) = voice.arguments["voice_clone_prompt"]
-    with Engine(voice.fast, max_streams=1) as engine:
+    with engine_of(voice.fast, 1) as engine:
         for bad in (2048, -1):
             codes = item.ref_code.clone()
             codes[3, 0] = bad
@@ -585,7 +560,7 @@ def test_reference_codes_beyond_the_codebook_are_refused_at_the_call(voices):
 
 
 def test_closing_ends_streams_whose_text_has_not_come(voice):
-    engine = Engine(voice.fast, max_streams=1)
+    engine = engine_of(voice.fast, 1)
     never = threading.Event()
 
     def pieces():
@@ -604,12 +579,12 @@ def test_every_speech_that_is_cut_short_warns(voices, monkeypatch):
     """Python's own filter shows a text once per line of code: the second speech was cut off silently."""
     voice = voices("x-vector").end_comes_up(False)
     method, request = voice.fast.generate_voice_clone, dict(text="Hi", **voice.arguments)
-    with Engine(voice.fast, max_streams=1) as engine, warnings.catch_warnings(record=True) as warned:
+    with engine_of(voice.fast, 1) as engine, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("default")
         for _ in range(2):
             list(engine.stream(method, max_new_tokens=3, **request))
-        monkeypatch.setattr("fast.long_text.MIN_FRAME_LIMIT", 1)
-        monkeypatch.setattr("fast.long_text.FRAMES_PER_TOKEN", 0)
+        monkeypatch.setattr("speech.long_text.MIN_FRAME_LIMIT", 1)
+        monkeypatch.setattr("speech.long_text.FRAMES_PER_TOKEN", 0)
         for _ in range(2):
             list(speak(method, **request))
     texts = [str(warning.message) for warning in warned]
@@ -628,7 +603,7 @@ def test_a_plain_stream_that_is_paused(voice, monkeypatch):
     method = voice.fast.generate_voice_clone
     (request,) = requests_of(voice, 1)
     plain = {name: value for name, value in request.items() if name != "seed"}
-    engine = Engine(voice.fast, max_streams=1)
+    engine = engine_of(voice.fast, 1)
     paused = stream(method, **plain)
     next(paused)
     chunks = engine.stream(method, **request)
@@ -639,8 +614,8 @@ def test_a_plain_stream_that_is_paused(voice, monkeypatch):
         next(chunks)
     list(paused)
 
-    with Engine(voice.fast, max_streams=1) as engine:
-        monkeypatch.setattr(engine.decoder.lock, "patience", 0.1)
+    with engine_of(voice.fast, 1) as engine:
+        monkeypatch.setattr(engine.speech.turns, "patience", 0.1)
         paused = stream(method, **plain)
         next(paused)
         assert_same(joined(engine.stream(method, **request)), alone(voice, **request))
@@ -651,41 +626,7 @@ def test_a_plain_stream_that_is_paused(voice, monkeypatch):
 def test_audio_that_cannot_be_delivered_is_not_left_out(voice, monkeypatch):
     """A chunk that is lost must not be followed by a normal end."""
     (request,) = requests_of(voice, 1)
-    with Engine(voice.fast, max_streams=1) as engine:
+    with engine_of(voice.fast, 1) as engine:
         monkeypatch.setattr(PendingAudio, "wait", lambda *_: 1 / 0)
         with pytest.raises(RuntimeError, match="stopped"):
             list(engine.stream(voice.fast.generate_voice_clone, **request))
-
-
-def test_who_goes_first(monkeypatch):
-    """A prefill must not let a listener run dry: 400 who asked at once had 536 underruns. Streams far ahead wait."""
-    monkeypatch.setattr(serving.engine, "LONGEST_HOLD", 5.0)
-    engine = object.__new__(Engine)  # without its threads
-    engine.seconds_per_frame, engine.time_of_pass = 0.08, 0.04
-    engine.max_streams, engine.preparing = 8, 0
-
-    def stream_with(lead: float | None, waits: float = 0.0) -> Stream:
-        it = Stream(None)
-        it.max_frames = 100
-        it.queued_at = time.monotonic() - waits
-        if lead is not None:  # 2 s of audio were delivered
-            it.decoded = it.delivered = 25
-            it.first_delivered_at = time.monotonic() - 2 + lead
-        return it
-
-    def streams(*leads: float | None, waits: float = 0.0) -> list[Stream]:
-        engine.active = [stream_with(lead) for lead in leads]
-        engine.waiting = [stream_with(None, waits)]
-        return engine.active
-
-    for leads, waits, expected in [
-        ((), 0.0, True),
-        ((9.0, None), 0.0, True),
-        ((9.0, 0.06), 0.0, False),  # it would run dry
-        ((9.0, 0.06), 60.0, True),
-        ((9.0, -5.0), 0.0, True),  # it already is: the machine is too slow for all
-    ]:
-        streams(*leads, waits=waits)
-        assert engine.may_admit() == expected, leads
-    for leads, expected in [((9.0, 5.0), True), ((9.0, 0.15), False), ((9.0, None), False), ((), False)]:
-        assert engine.may_hold_back(streams(*leads)) == expected, leads

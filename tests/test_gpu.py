@@ -1,5 +1,6 @@
 """What only a GPU can show, on random weights of the published shapes. Skipped without one."""
 
+import gc
 import subprocess
 import sys
 import threading
@@ -11,11 +12,12 @@ import pytest
 import torch
 from helpers import GREEDY, assert_the_same_together, joined
 
-import cudagraph_predictor
 import cudagraph_talker
-from cli.voices import speaker_prompt
-from fast.prompts import build_request, decoder_of
+from common.voices import speaker_prompt
+from fast.paths import MEGAKERNEL
+from fast.rows import new_pool
 from generate import accelerate, load_upstream, stream
+from speech.prompts import build_request
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,8 +51,8 @@ def no_capture(monkeypatch):
     """no_capture() -> from now on, accelerate runs what it would capture."""
 
     def patch():
-        for module in (cudagraph_talker, cudagraph_predictor):
-            monkeypatch.setattr(module, "capture", lambda fn, *_: fn)
+        for module in ("fast.codec", "fast.frames", "speech.prefill"):
+            monkeypatch.setattr(f"{module}.capture", lambda fn, *_: fn)
 
     return patch
 
@@ -60,7 +62,7 @@ def rows_of(text):
 
 
 def codes(tts, text, seed=0, frames=24, **settings):
-    """The codes (B, T, 16) of the decoder's frames. seed None: go on with the generator's state."""
+    """The codes (B, T, 16) of the runner's frames. seed None: the generator's state stays as it is."""
     request = build_request(
         tts.generate_voice_clone,
         text=text,
@@ -71,7 +73,8 @@ def codes(tts, text, seed=0, frames=24, **settings):
     )
     if seed is not None:
         torch.manual_seed(seed)
-    return torch.stack([codes.clone() for codes, _ in decoder_of(tts).frames(**request)], dim=1).cpu()
+    _, *steps = tts.speech.generate(**request).hidden_states  # the first is the prompt
+    return torch.stack([codes for _, codes in steps], dim=1).cpu()
 
 
 def whole(tts, text, frames=20, **settings):
@@ -116,10 +119,10 @@ def test_captured_frames_are_the_uncaptured_ones(tts, fused, no_capture):
             (1, {}),
         )
     ]
-    accelerate(tts, max_seq_len=256, max_batch=4, fused=fused)
+    accelerate(tts, max_seq_len=256, rows=4, fused=fused)
     captured = [codes(tts, **request) for request in requests]
     no_capture()
-    accelerate(tts, max_seq_len=256, max_batch=4, fused=fused)
+    accelerate(tts, max_seq_len=256, rows=4, fused=fused)
     uncaptured = [codes(tts, **request) for request in requests]
     for request, a, b in zip(requests, captured, uncaptured):
         assert torch.equal(a, b), request
@@ -139,7 +142,7 @@ def test_streamed_audio_is_the_whole(fast, chunk_frames):
 
 
 def test_the_end_on_captured_graphs(tts, monkeypatch, no_capture):
-    """The surplus frame is dropped, its random numbers put back: two requests after one seed, captured or not."""
+    """The host learns of the end one frame late, and the surplus frame is dropped: two requests, captured or not."""
     head = tts.model.talker.codec_head.weight
     monkeypatch.setattr(head, "data", head.data.clone())
     end = tts.model.config.talker_config.codec_eos_token_id
@@ -170,19 +173,10 @@ def test_requests_continue_the_generator(fast):
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def test_a_padded_row_alone(tts):
-    """The last of a long list may be alone in its group, and padded: it must be spoken as it would be by itself."""
-    accelerate(tts, max_seq_len=256, max_batch=1)
-    request = dict(language="English", non_streaming_mode=True, max_new_tokens=21, **GREEDY)
-    (_, last), _ = tts.generate_voice_clone(TEXTS[2:0:-1], voice_clone_prompt=speaker_prompt(tts.speaker, 2), **request)
-    (alone,), _ = tts.generate_voice_clone(TEXTS[1], voice_clone_prompt=speaker_prompt(tts.speaker), **request)
-    np.testing.assert_array_equal(last, alone)
-
-
-@pytest.mark.parametrize("fused, max_batch", [(None, None), (None, 8), (False, 4)])
-def test_requests_capture_nothing(tts, monkeypatch, fused, max_batch):
+@pytest.mark.parametrize("fused, rows", [(None, 1), (None, 8), (False, 4)])
+def test_requests_capture_nothing(tts, monkeypatch, fused, rows):
     """A capture takes seconds, and makes other threads fail that draw random numbers meanwhile."""
-    accelerate(tts, max_seq_len=256, max_batch=max_batch, fused=fused)
+    accelerate(tts, max_seq_len=256, rows=rows, fused=fused)
 
     def refuse(*_, **__):
         raise AssertionError("a request captures a graph")
@@ -190,27 +184,24 @@ def test_requests_capture_nothing(tts, monkeypatch, fused, max_batch):
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", refuse)
     with torch.cuda.stream(torch.cuda.current_stream()), pytest.raises(AssertionError, match="captures a graph"):
         cudagraph_talker.capture(lambda: None, tts.model.talker.device)  # the patch works
-    graphs = dict(decoder_of(tts).graphs)
     for texts in (TEXTS[0], TEXTS[:2], TEXTS, TEXTS * 3):
         assert len(whole(tts, texts)) > 0
     assert len(streamed(tts, TEXTS[0])) == 20 * 1920
-    assert decoder_of(tts).graphs == graphs
 
 
-def test_lists_on_the_megakernel_are_its_single_texts(fast):
-    """Without max_batch, a list gives what its texts give one after another."""
-    if decoder_of(fast).path != "megakernel":
-        pytest.skip(decoder_of(fast).path)
+def test_a_list_on_one_row_is_its_single_texts(fast):
+    """Each text of a list is spoken as it would be by itself, whatever the lengths of the others."""
+    if fast.speech.path != MEGAKERNEL:
+        pytest.skip(fast.speech.path)
     request = dict(non_streaming_mode=True, **GREEDY)
-    expected = np.concatenate([whole(fast, text, **request) for text in TEXTS])
-    np.testing.assert_array_equal(whole(fast, TEXTS, **request), expected)
+    assert torch.equal(codes(fast, TEXTS, **request), torch.cat([codes(fast, text, **request) for text in TEXTS]))
 
 
 def test_captures_beside_threads_that_build_prompts(tts, recording):
     """Memory that another thread allocates must not make a capture fail, nor a request read freed memory."""
     done = threading.Event()
     request = dict(language="English", max_new_tokens=9, **GREEDY)
-    accelerate(tts, max_seq_len=256, max_batch=4, fused=False)
+    accelerate(tts, max_seq_len=256, rows=4, fused=False)
 
     def build_prompts():
         built = 0
@@ -224,12 +215,11 @@ def test_captures_beside_threads_that_build_prompts(tts, recording):
     with ThreadPoolExecutor(2) as threads:
         building = [threads.submit(build_prompts) for _ in range(2)]
         try:
-            accelerate(tts, max_seq_len=256, max_batch=4, fused=False)  # captures for one row and for four
+            accelerate(tts, max_seq_len=256, rows=4, fused=False)
             beside = [whole(tts, (TEXTS * 2)[:rows], frames=8, **GREEDY) for rows in (1, 2, 3, 4)]
         finally:
             done.set()
         assert all(job.result() > 0 for job in building)
-    assert decoder_of(tts).graphs.keys() == {1, 4}
     for rows, audio in zip((1, 2, 3, 4), beside, strict=True):
         np.testing.assert_array_equal(audio, whole(tts, (TEXTS * 2)[:rows], frames=8, **GREEDY))
 
@@ -321,15 +311,14 @@ def test_text_that_arrives_is_where_the_frames_read_it(fast):
 
     audio = joined(stream(method, text=pieces(), max_new_tokens=len(rows) + 11, **voice))
     assert len(audio) == (len(rows) + 10) * 1920
-    _, predictor = decoder_of(fast).graphs_for(1)
     padding = request["tts_pad_embed"][0].expand(10, -1)
-    written = predictor.text[0, : len(rows) + 10]
+    written = fast.speech.runner.slots.text[0, : len(rows) + 10]
     assert torch.equal(written.cpu(), torch.cat([rows, padding]).cpu())
 
 
 PEAK = """
 import sys, torch
-from cli.voices import speaker_prompt
+from common.voices import speaker_prompt
 from generate import load, stream
 tts = load(sys.argv[1])
 speaker = torch.randn(tts.model.config.talker_config.hidden_size)
@@ -358,7 +347,8 @@ def test_graphs_of_a_pool_share_one_workspace():
     right = torch.randn(8192, 64, device=device, dtype=torch.bfloat16)  # long sums: split over blocks, in the workspace
     out = torch.zeros(64, 64, device=device, dtype=torch.bfloat16)
     expected = left @ right
-    pool = cudagraph_talker.new_pool(device)
+    pool = new_pool(device)
+    gc.collect()  # what other tests have left must not be freed between two looks at the memory
 
     def multiply():
         torch.mm(left, right, out=out)

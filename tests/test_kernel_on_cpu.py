@@ -26,11 +26,12 @@ from megakernel_cases import (
     some_predictor,
     some_talker,
     talker_of_streams,
+    talker_scores,
 )
 
 from fast import megakernel
 from fast.megakernel import Sizes, complete_source, kernel_sizes
-from fast.megakernel_reference import apply_talker_rules, choose, linear, run_layers
+from fast.megakernel_reference import linear, run_layers
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 LENGTH = 40
@@ -59,7 +60,7 @@ def error_at(it: SomeTalker, position: int) -> float:
     (hidden,) = run_layers(it.model, caches, it.graph.embedding.float()[None], position)
     it.graph.prompt_length.fill_(position)
     it.graph.frame.zero_()
-    it.step()
+    it.launch()
     pairs = [(it.graph.hidden, hidden), (it.step.logits()[0], linear(hidden, it.head))]
     for layer, (keys, values) in zip(it.cache.layers, caches, strict=True):
         pairs += [(layer.keys, keys), (layer.values, values)]
@@ -67,7 +68,7 @@ def error_at(it: SomeTalker, position: int) -> float:
 
 
 @torch.no_grad()
-def test_talker_step_matches_the_reference(tmp_path, monkeypatch):
+def test_talker_step_matches_the_reference(tmp_path):
     """Layers, head, penalties, sampling and bookkeeping of a token, up to the last position of the cache."""
     it = some_talker(cpu_kernel_for(tmp_path), HIDDEN, LENGTH)
     for position, top_k, top_p in ((0, 50, 0.2), (17, 1, 1.0), (LENGTH - 1, 50, 0.2)):
@@ -75,11 +76,10 @@ def test_talker_step_matches_the_reference(tmp_path, monkeypatch):
         seen = it.graph.seen.clone()
         assert error_at(it, position) < TOLERANCE
         logits = it.step.logits()
-        scores = apply_talker_rules(logits, seen, it.graph.suppressed, REPETITION_PENALTY, END_TOKEN)
-        assert it.graph.token == reference_choice(scores, it.sampling, it.step.noise, monkeypatch)
-        assert it.graph.token == choose(scores, it.sampling, it.step.noise)
+        scores = talker_scores(logits, seen, it.graph.suppressed, REPETITION_PENALTY, END_TOKEN)
+        assert it.graph.token == reference_choice(scores, it.sampling, it.step.noise)
         assert it.graph.frame == 1
-        assert not it.graph.ended and not it.graph.ended_on_host
+        assert not it.graph.ended
         seen[it.graph.token] = True
         assert torch.equal(it.graph.seen, seen)
 
@@ -113,15 +113,15 @@ def test_a_wide_talker_on_few_blocks(tmp_path):
 @pytest.mark.slow
 @torch.no_grad()
 def test_end_token_ends_the_row(tmp_path):
-    """Once the end token is allowed and chosen, `ended` is set, on the host, too, and stays set."""
+    """Once the end token is allowed and chosen, `ended` is set and stays set."""
     it = some_talker(cpu_kernel_for(tmp_path), HIDDEN, LENGTH, layers=1)
     it.graph.min_tokens.fill_(0)
     for end_is_allowed in (True, False):
         it.graph.suppressed.fill_(end_is_allowed)
         it.graph.suppressed[END_TOKEN] = not end_is_allowed
-        it.step()
+        it.launch()
         assert (it.graph.token == END_TOKEN) == end_is_allowed
-        assert it.graph.ended and it.graph.ended_on_host
+        assert it.graph.ended
 
 
 @torch.no_grad()
@@ -132,10 +132,10 @@ def test_wrong_kernel_is_detected(tmp_path):
 
 
 @torch.no_grad()
-def test_predictor_step_matches_the_reference(tmp_path, monkeypatch):
-    """A frame's codes, the next embedding and the recorded hidden state; the talker is wider than the
-    predictor."""
+def test_predictor_step_matches_the_reference(tmp_path):
+    """A frame's codes and the next embedding; the talker is wider than the predictor."""
     graph = SimpleNamespace(
+        advance=torch.ones(1, dtype=torch.bool),
         token=number(5),
         frame=number(3),
         hidden=torch.randn(2048).bfloat16(),
@@ -146,8 +146,7 @@ def test_predictor_step_matches_the_reference(tmp_path, monkeypatch):
     codes = it.codes[3]
     caches = [(layer.keys.float(), layer.values.float()) for layer in it.cache.layers]
     assert codes[0] == 5
-    assert torch.equal(codes[1:], reference_choice(it.step.logits(), it.sampling, it.step.noise, monkeypatch))
-    assert torch.equal(codes[1:], choose(it.step.logits(), it.sampling, it.step.noise))
+    assert torch.equal(codes[1:], reference_choice(it.step.logits(), it.sampling, it.step.noise))
 
     run_layers(it.model, caches, it.first_input.float()[None], 0)
     for i, (head, code) in enumerate(zip(it.heads, codes)):
@@ -156,7 +155,6 @@ def test_predictor_step_matches_the_reference(tmp_path, monkeypatch):
 
     summed = sum(weight[code].float() for weight, code in zip(it.embeddings, codes)).bfloat16()
     assert torch.equal(graph.embedding, summed + it.text[3])
-    assert torch.equal(it.hiddens[3], graph.hidden)
 
 
 @pytest.mark.parametrize("streams", [pytest.param(2, marks=pytest.mark.slow), 4])
@@ -184,16 +182,16 @@ def test_a_talker_of_several_streams(streams, tmp_path):
             continue
         assert (graph.hidden[stream, 0].float() - hidden).abs().max() < TOLERANCE
         is_early = stream + 1 < 2
-        scores = apply_talker_rules(
+        scores = talker_scores(
             logits,
             before.seen[stream],
             graph.suppressed[stream],
             float(graph.repetition_penalty[stream]),
             END_TOKEN + stream if is_early else None,
         )
-        assert graph.token[stream] == choose(scores, it.sampling.each[stream], it.sampling.noise[stream])
+        assert graph.token[stream] == reference_choice(scores, it.sampling, it.step.noise[stream], stream)
         assert graph.frame[stream] == stream + 1 and graph.seen[stream, graph.token[stream]]
-        assert not graph.ended_on_host[stream]
+        assert not graph.ended[stream]
 
 
 @pytest.mark.slow
@@ -202,6 +200,7 @@ def test_a_talker_of_several_streams(streams, tmp_path):
 def test_a_predictor_of_several_streams(streams, tmp_path):
     """It computes the same as that of a single stream, to the last bit."""
     one = SimpleNamespace(token=number(0), frame=number(0), hidden=torch.randn(HIDDEN).bfloat16())
+    one.advance = torch.ones(1, dtype=torch.bool)
     one.embedding = torch.zeros(HIDDEN).bfloat16()
     single = some_predictor(cpu_kernel_for(tmp_path), one, 1, LENGTH)
 
@@ -215,11 +214,10 @@ def test_a_predictor_of_several_streams(streams, tmp_path):
         single.sampling.temperature.copy_(several.sampling.temperature[stream])
         single.first_input.copy_(several.first_input[stream])
         single.text.copy_(several.text[stream])
-        single.step.noise.copy_(several.sampling.noise[stream])
-        single.step(draw_noise=False)
+        single.step.noise.copy_(several.step.noise[stream])
+        single.step()
         assert torch.equal(several.step.logits()[stream], single.step.logits())
         assert torch.equal(several.codes[stream, stream], single.codes[stream])
-        assert torch.equal(several.hiddens[stream, stream], single.hiddens[stream])
         assert torch.equal(graph.embedding[stream], one.embedding)
         for layer, own in zip(several.cache.layers, single.cache.layers):
             rows = slice(8 * stream, 8 * stream + 8)
@@ -282,7 +280,7 @@ def test_unsupported_sizes_do_not_compile(sizes, message, tmp_path):
             "    const float *noise;\n    const bool *greedy; ",
             "",
         ),
-        ("    bool *ended; ", "    bool *ended;\n    int *more; ", "Arguments.ended_on_host is not field"),
+        ("    bool *ended; ", "    bool *ended;\n    int *more; ", "Arguments does not have the"),
         ("    uint2 *values; ", "    uint2 *values;\n    int *more; ", "Layer does not have the 6 fields"),
         (
             "    u64 row_bytes;\n",

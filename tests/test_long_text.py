@@ -13,8 +13,8 @@ from helpers import GREEDY, joined
 
 import cli.options
 from cli import speaking
-from fast.long_text import frame_limit, speak, split_text, stream_long
-from fast.streaming import stream
+from speech.long_text import frame_limit, speak, split_text, stream_long
+from speech.streaming import stream
 
 SENTENCES = "Dr. Smith paid $3.50 to J. R. Jones. Really? Yes! ", "今天天气真好。我们去公园吧！", "Это тест. Да, так. "
 
@@ -39,10 +39,25 @@ def test_texts_are_cut_at_sentence_ends():
 @pytest.mark.parametrize("limit", [1, 7, 30, 400])
 def test_nothing_is_lost_and_everything_fits(limit):
     """Sentences and words that are too long are cut, too: no text is dropped, repeated or too long."""
-    paragraphs = ["".join(SENTENCES) * 3, "a" * 100, "word " * 50, "x"]
+    gap = "\u2009" * 200  # "not enough values to unpack"
+    paragraphs = ["".join(SENTENCES) * 3, "a" * 100, "word " * 50, "x", f"One.{gap}Two{gap}three. {gap}Four."]
     utterances = split_text(paragraphs, no_longer_than(limit))
     assert max(map(len, utterances)) <= limit
     assert re.sub(r"\s", "", "".join(utterances)) == re.sub(r"\s", "", "".join(paragraphs))
+
+
+def test_the_largest_seed(voice):
+    """The second utterance, or the second attempt, had a seed that torch does not take: it failed midway."""
+    for retries in (0, 1):
+        chunks = stream_long(
+            voice.fast.generate_voice_clone,
+            text="One.\nTwo.",
+            seed=2**64 - 1,
+            retries=retries,
+            max_new_tokens=4,
+            **voice.arguments,
+        )
+        assert len(joined(chunks)) > 0
 
 
 @pytest.mark.slow
@@ -56,7 +71,7 @@ def test_200_000_characters(voice, monkeypatch):
         spoken.append(text)
         return stream(method, text=text, **kwargs)
 
-    monkeypatch.setattr("fast.long_text.stream", recorded_stream)
+    monkeypatch.setattr("speech.long_text.stream", recorded_stream)
     chunks = stream_long(
         voice.fast.generate_voice_clone, text=text, max_tokens=2000, max_new_tokens=2, **voice.arguments, **GREEDY
     )
@@ -76,8 +91,8 @@ def test_200_000_characters(voice, monkeypatch):
 def low_limits(monkeypatch):
     """So that the tests need not wait: 12 frames for "Hi"."""
     assert frame_limit(16) == 192 and frame_limit(100) == 1200
-    monkeypatch.setattr("fast.long_text.MIN_FRAME_LIMIT", 10)
-    monkeypatch.setattr("fast.long_text.FRAMES_PER_TOKEN", 6)
+    monkeypatch.setattr("speech.long_text.MIN_FRAME_LIMIT", 10)
+    monkeypatch.setattr("speech.long_text.FRAMES_PER_TOKEN", 6)
 
 
 @pytest.mark.parametrize("make_text", [str, iter], ids=["whole", "arriving"])
@@ -105,13 +120,13 @@ def test_a_retry_speaks_with_another_seed(voice, monkeypatch):
     """The first attempt does not end and must not be heard; the second must not repeat its random numbers."""
     seeds = []
     original = torch.manual_seed
-    monkeypatch.setattr("fast.long_text.MIN_FRAME_LIMIT", 1)
-    monkeypatch.setattr("fast.long_text.FRAMES_PER_TOKEN", 0)
+    monkeypatch.setattr("speech.long_text.MIN_FRAME_LIMIT", 1)
+    monkeypatch.setattr("speech.long_text.FRAMES_PER_TOKEN", 0)
 
     def manual_seed(seed):
         seeds.append(seed)
         if len(seeds) == 2:
-            monkeypatch.setattr("fast.long_text.MIN_FRAME_LIMIT", 192)
+            monkeypatch.setattr("speech.long_text.MIN_FRAME_LIMIT", 192)
         return original(seed)
 
     monkeypatch.setattr(torch, "manual_seed", manual_seed)

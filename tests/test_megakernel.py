@@ -10,17 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from megakernel_cases import PLAIN_COPIES, config, faulty_source, reference_choice
+from megakernel_cases import PLAIN_COPIES, config, faulty_source, reference_choice, talker_scores
 from torch import Tensor
 
-from cudagraph_predictor import PredictorGraph
-from cudagraph_talker import Sampling, TalkerGraph
+from benchmarks.parity import MARGIN, Forced, Megakernel, error, random_request, verdict
+from cudagraph_talker import Sampling
 from fast import megakernel, nvrtc, paths
-from fast.layers import replace_layers
-from fast.megakernel_reference import apply_talker_rules
 from generate import accelerate, load_upstream
-from tools.check import check
-from tools.parity import MARGIN, Forced, Megakernel, error, random_request, verdict
 
 LENGTH = 512
 FRAMES = 200
@@ -118,32 +114,20 @@ def fused(checkpoint) -> Megakernel:
         return Megakernel(load_upstream(str(checkpoint("base", "0.6B"))).model.talker, LENGTH)
 
 
-def configure_talker(talker: TalkerGraph, penalty: float, suppressed: list[int], min_tokens: int) -> None:
-    talker.configure(
-        repetition_penalty=penalty,
-        suppress_tokens=suppressed,
-        eos_token_id=END_TOKEN,
-        min_new_tokens=min_tokens,
-        do_sample=True,
-        temperature=0.9,
-        top_k=50,
-        top_p=1.0,
-    )
-
-
-def begin(*routes: Any) -> None:
-    """The same random prompt and text for all, and the same in every run."""
+def begin(fused: Megakernel) -> None:
+    """A random prompt, the same in every run."""
     torch.manual_seed(0)
-    request = random_request(routes[0].talker.prompt.shape[-1], "cuda")
-    for route in routes:
-        configure_talker(route.talker, 1.05, list(range(2048, 3072)), 2)
-        route.begin(**request)
+    fused.rows.advance.fill_(True)
+    fused.prefill(0, **random_request(fused.rows.text.shape[-1], "cuda"))
 
 
-def cached(graph: Any, positions: slice) -> Tensor:
+def cached(keys: list[Tensor], values: list[Tensor], positions: slice) -> Tensor:
     """Keys and values of all layers at these positions, in one row."""
-    tensors = [tensor for layer in graph.cache.layers for tensor in (layer.keys, layer.values)]
-    return torch.cat([tensor[:, :, positions].float().flatten() for tensor in tensors])
+    return torch.cat([tensor[:, :, positions].float().flatten() for tensor in (*keys, *values)])
+
+
+def talker_cache(route: Forced, positions: slice) -> Tensor:
+    return cached(route.rows.keys, route.rows.values, positions)
 
 
 def assert_no_worse(what: str, fused: Tensor, own: Tensor, exact: Tensor) -> None:
@@ -157,64 +141,52 @@ def assert_no_worse(what: str, fused: Tensor, own: Tensor, exact: Tensor) -> Non
 @torch.no_grad()
 def test_logits_and_cache_with_forced_tokens(routes):
     """200 frames: logits of all 16 codes, the talker's cache and the predictor's caches."""
-    begin(*routes)
-    prompt = int(routes[0].talker.prompt_length)
+    torch.manual_seed(0)
+    request = random_request(routes[0].rows.text.shape[-1], "cuda")
     tokens = torch.randint(2048, (FRAMES, 16), device="cuda")
-    rows: dict[str, list[Tensor]] = {"predictor_logits": [], "talker_logits": []}
-    caches = []
-    for codes in tokens:
-        for route in routes:
-            route.codes.copy_(codes)
-            route.step()
-        for name, kept in rows.items():
-            kept.append(torch.stack([getattr(route, name).clone() for route in routes]))
-        caches.append(torch.stack([cached(route.predictor, slice(16)) for route in routes]))
+    code_caches = [[] for _ in routes]
 
-    assert torch.equal(routes[0].predictor.codes[0, :FRAMES], tokens)
-    for name, kept in rows.items():
-        good, figures = verdict(*torch.cat(kept, dim=1))
+    def keep_cache() -> None:
+        kept.append(cached(route.rows.code_keys, route.rows.code_values, slice(16)))
+
+    logits = []
+    for route, kept in zip(routes, code_caches):  # noqa: B007
+        logits.append(route.logits(tokens, keep_cache, **request))
+    assert torch.equal(routes[0].rows.codes[0, :FRAMES], tokens)
+    for name, of_routes in zip(("codes 1 to 15", "first codes"), zip(*logits)):
+        good, figures = verdict(*of_routes)
         print(name, figures)
         assert good, (name, figures)
-    assert_no_worse("talker's cache", *(cached(route.talker, slice(prompt + FRAMES)) for route in routes))
-    assert_no_worse("predictor's caches", *torch.cat(caches, dim=1))
-
-    # The captured step computes the same. It chooses other codes: the first logits do not depend on them.
-    predictor = routes[0].predictor
-    predictor.step()
-    launched = predictor.step.logits()[0].clone()
-    predictor.replay()
-    difference = (predictor.step.logits()[0] - launched).abs().median() / launched.abs().median()
-    assert difference < 0.05
+    end = request["inputs_embeds"].shape[1] + FRAMES
+    assert_no_worse("talker's cache", *(talker_cache(route, slice(end)) for route in routes))
+    assert_no_worse("predictor's caches", *map(torch.cat, code_caches))
 
 
 @on_gpu
 @torch.no_grad()
 def test_positions(routes):
     """A random cache, a random embedding, one step; the cache changes at the step's position only."""
-    begin(*routes)
+    torch.manual_seed(0)
     fused = routes[0]
     hidden = []
     new = []
     for position in [0, 1, 15, 16, 17, 255, 256, 257, LENGTH - 2, LENGTH - 1] * 4:
-        for layers in zip(*(route.talker.cache.layers for route in routes)):
-            for first, *others in ([layer.keys for layer in layers], [layer.values for layer in layers]):
-                first.normal_()
-                for tensor in others:
-                    tensor.copy_(first)
-        before = cached(fused.talker, slice(None))
-        embedding = torch.randn_like(fused.talker.embedding)
+        for first, *others in zip(*(route.rows.cache() for route in routes)):
+            first.normal_()
+            for tensor in others:
+                tensor.copy_(first)
+        before = talker_cache(fused, slice(None))
+        embedding = torch.randn_like(fused.rows.embedding)
         for route in routes:
-            talker = route.talker
-            talker.prompt_length.fill_(position)
-            talker.frame.zero_()
-            talker.embedding.copy_(embedding)
-            if route is fused:
-                talker.replay()
-            else:
-                talker.hidden.copy_(talker.forward(talker.embedding, talker.prompt_length[None], talker.cache))
-        hidden.append(torch.stack([route.talker.hidden.float().flatten() for route in routes]))
-        new.append(torch.stack([cached(route.talker, slice(position, position + 1)) for route in routes]))
-        changed = (cached(fused.talker, slice(None)) != before).view(-1, LENGTH, 128).any(-1).any(0)
+            rows = route.rows
+            rows.advance.fill_(True)
+            rows.prompt_length.fill_(position)
+            rows.frame.zero_()
+            rows.embedding.copy_(embedding)
+            route.frame.step()
+        hidden.append(torch.stack([route.rows.hidden.float().flatten() for route in routes]))
+        new.append(torch.stack([talker_cache(route, slice(position, position + 1)) for route in routes]))
+        changed = (talker_cache(fused, slice(None)) != before).view(-1, LENGTH, 128).any(-1).any(0)
         assert changed.nonzero().flatten().tolist() == [position]
     assert_no_worse("hidden states", *torch.cat(hidden, dim=1))
     assert_no_worse("new rows of the cache", *torch.cat(new, dim=1))
@@ -222,57 +194,59 @@ def test_positions(routes):
 
 @on_gpu
 @torch.no_grad()
-def test_the_same_choice_with_the_same_noise(fused, monkeypatch):
+def test_the_same_choice_with_the_same_noise(fused):
     """The predictor's 15 choices per step, over a grid of settings: more than 10,000 in all."""
     ties = 0
-    rows = 0
+    choices = 0
     begin(fused)
-    talker = fused.talker
-    predictor = fused.predictor
+    rows = fused.rows
     for top_k in (1, 20, 50, 2048):
         for top_p in (0.8, 1.0):
             for temperature in (0.5, 0.9, 1.5):
-                predictor.sampling.set(True, temperature, top_k, top_p)
+                rows.code_sampling.set(True, temperature, top_k, top_p)
                 for _ in range(30):
-                    talker.frame.zero_()
-                    talker.hidden.normal_()
-                    talker.token.random_(2048)
-                    predictor.replay()
-                    scores = predictor.step.logits()
-                    noise = predictor.step.noise
-                    expected = reference_choice(scores, predictor.sampling, noise, monkeypatch)
-                    assert torch.equal(predictor.codes[0, 0, 1:], expected), (top_k, top_p, temperature)
+                    rows.frame.zero_()
+                    rows.hidden.normal_()
+                    rows.token.random_(2048)
+                    rows.code_noise.exponential_()
+                    fused.frame.predict()
+                    (scores,) = fused.launches[0].logits()
+                    expected = reference_choice(scores, rows.code_sampling, rows.code_noise[0])
+                    assert torch.equal(rows.codes[0, 0, 1:], expected), (top_k, top_p, temperature)
                     ranked = scores.sort(-1, descending=True).values
                     ties += int((ranked[:, top_k - 1] == ranked[:, min(top_k, 2047)]).sum())
-                    rows += len(scores)
-    assert rows >= 10_000 and ties > 100
+                    choices += len(scores)
+    assert choices >= 10_000 and ties > 100
 
 
 @on_gpu
 @torch.no_grad()
-def test_the_talkers_choice_and_rules(fused, monkeypatch):
+def test_the_talkers_choice_and_rules(fused):
     """Repetition penalty, suppressed tokens and the earliest end, greedy and sampled."""
     begin(fused)
-    talker = fused.talker
+    rows = fused.rows
     for trial in range(200):
         penalty = (1.0, 1.05, 1.5)[trial % 3]
         top_k = (1, 50, 3072)[trial % 5 % 3]
         top_p = (0.8, 1.0)[trial % 2]
         early = trial % 7 < 3
-        configure_talker(talker, penalty, torch.randint(3072, (1000,)).tolist(), 100 if early else 2)
-        talker.sampling.set(trial % 4 > 0, 0.9, top_k, top_p)
-        talker.embedding.normal_()
-        talker.frame.fill_(3)
-        talker.seen.bernoulli_(0.3)
-        seen = talker.seen.clone()
-        talker.replay()
+        rows.repetition_penalty.fill_(penalty)
+        rows.suppressed.zero_()[0, torch.randint(3072, (1000,), device="cuda")] = True
+        rows.end_token.fill_(END_TOKEN)
+        rows.min_tokens.fill_(100 if early else 2)
+        rows.sampling.set(trial % 4 > 0, 0.9, top_k, top_p)
+        rows.embedding.normal_()
+        rows.frame.fill_(3)
+        rows.seen.bernoulli_(0.3)
+        rows.noise.exponential_()
+        seen = rows.seen.clone()
+        fused.frame.step()
         forbidden = END_TOKEN if early else None
-        scores = apply_talker_rules(talker.step.logits(), seen, talker.suppressed, penalty, forbidden)
-        expected = reference_choice(scores, talker.sampling, talker.step.noise, monkeypatch)
-        assert torch.equal(talker.token[0], expected)
-        seen[0, talker.token[0]] = True
-        assert torch.equal(talker.seen, seen)
-        assert talker.frame.item() == 4
+        scores = talker_scores(fused.launches[1].logits()[0], seen, rows.suppressed, penalty, forbidden)
+        assert torch.equal(rows.token[0], reference_choice(scores, rows.sampling, rows.noise[0]))
+        seen[0, rows.token[0]] = True
+        assert torch.equal(rows.seen, seen)
+        assert rows.frame.item() == 4
 
 
 @on_gpu
@@ -282,14 +256,15 @@ def test_choices_have_the_right_odds(fused):
     distribution. A right sampler fails once in 10^8 seeds."""
     draws, best = 4000, 20
     begin(fused)
-    fused.talker.generator.manual_seed(0)
-    fused.predictor.sampling.set(True, 0.9, best, 1.0)
+    rows = fused.rows
+    rows.code_sampling.set(True, 0.9, best, 1.0)
     counts = torch.zeros(2048, device="cuda", dtype=torch.long)
     for _ in range(draws):
-        fused.talker.frame.zero_()
-        fused.predictor.replay()
-        counts[fused.predictor.codes[0, 0, 1]] += 1
-    logits = fused.predictor.step.logits()[0]
+        rows.frame.zero_()
+        rows.code_noise.exponential_()
+        fused.frame.predict()
+        counts[rows.codes[0, 0, 1]] += 1
+    logits = fused.launches[0].logits()[0, 0]
     odds = logits.masked_fill(logits < logits.topk(best).values[-1], float("-inf")).div(0.9).softmax(-1)
     for count, probability in zip(counts.tolist(), odds.double().tolist()):
         assert binomial_tail(count, draws, probability) > 1e-8 / (2 * best), (count, draws * probability)
@@ -314,24 +289,20 @@ def test_binomial_tail():
     assert binomial_tail(1, 10, 0.0) == 0
 
 
-@pytest.fixture
-def wrong_kernel(monkeypatch, tmp_path) -> Iterator[None]:
-    """megakernel.py compiles a kernel with the RoPE angles of another position."""
+@on_gpu
+@torch.no_grad()
+def test_a_wrong_kernel_is_found(routes, monkeypatch, tmp_path):
+    """RoPE with other angles: the comparison that `bench.py --check` makes finds it."""
     wrong = tmp_path / "megakernel.cu"
     wrong.write_text(faulty_source("RoPE of another position"))
     monkeypatch.setattr(megakernel, "SOURCE", wrong)
-    megakernel.compile_once.cache_clear()
-    yield
-    megakernel.compile_once.cache_clear()
-
-
-@on_gpu
-def test_a_wrong_kernel_is_found(wrong_kernel, checkpoint):
-    """RoPE with other angles: `bench.py --check` reports it, for that path alone."""
-    folder = str(checkpoint("base", "0.6B"))
-    verdicts = {name: good for name, good, _ in check(folder, torch.randn(1024), 40)}
-    assert not verdicts["megakernel: codes 1 to 15"]
-    assert verdicts["separate kernels: codes 1 to 15"]
+    right, own, exact = routes
+    torch.manual_seed(0)
+    request = random_request(right.rows.text.shape[-1], "cuda")
+    tokens = torch.randint(2048, (40, 16), device="cuda")
+    logits = Megakernel(right.talker, LENGTH).logits(tokens, **request)
+    for found, reference, truth in zip(logits, own.logits(tokens, **request), exact.logits(tokens, **request)):
+        assert not verdict(found, reference, truth)[0]
 
 
 @torch.no_grad()
@@ -344,17 +315,15 @@ def test_calibration_projects_new_embeddings(checkpoint, monkeypatch):
         return megakernel.kernel_sizes(model, heads, talker_hidden, gpu), None
 
     monkeypatch.setattr(megakernel, "compile_for", no_kernel)
-    route = Megakernel.__new__(Megakernel)
-    route.keepalive = replace_layers(talker, 64)
-    route.predictor = PredictorGraph(talker, TalkerGraph(talker, 1, 64))
-    step = route.predictor.step = megakernel.predictor_step(route.predictor)
+    route = Megakernel(talker, 64)
+    step = route.launches[0]
     looked_up = [projected.data_ptr() for projected in step.inputs]
     for weight in step.embeddings:
         weight.normal_()
     route.refresh()
     assert len(step.inputs) == 16 and [projected.data_ptr() for projected in step.inputs] == looked_up
     for projected, weight in zip(step.inputs, step.embeddings):
-        assert torch.equal(projected, route.predictor.project(weight))
+        assert torch.equal(projected, step.project(weight))
 
 
 # ---- Where it cannot run
@@ -366,7 +335,7 @@ def test_where_it_cannot_run_it_says_why(checkpoint):
     with pytest.raises(ValueError, match="sizes"):
         accelerate(tts, max_seq_len=64, fused=True)
     accelerate(tts, max_seq_len=64)
-    assert "sizes" in tts.model.talker.generate.__self__.path
+    assert "sizes" in tts.speech.path
 
 
 def test_on_a_cpu_it_says_why(checkpoint):
@@ -374,14 +343,14 @@ def test_on_a_cpu_it_says_why(checkpoint):
     with pytest.raises(ValueError, match="not on an NVIDIA GPU"):
         accelerate(tts, max_seq_len=64, fused=True)
     accelerate(tts, max_seq_len=64)
-    assert tts.model.talker.generate.__self__.path.startswith("separate kernels")
+    assert tts.speech.path.startswith("separate kernels")
 
 
 def test_the_settings_are_float32_whatever_the_default():
     """The kernel reads them as float32."""
     torch.set_default_dtype(torch.float64)
     try:
-        sampling = Sampling(2048)
+        sampling = Sampling(2048, 1)
     finally:
         torch.set_default_dtype(torch.float32)
     assert sampling.temperature.dtype == torch.float32
@@ -414,7 +383,7 @@ def test_a_torch_that_tells_less_of_the_gpu(monkeypatch):
 @on_gpu
 def test_the_driver_tells_what_torch_tells(monkeypatch):
     told = torch.cuda.get_device_properties(0)
-    less = SimpleNamespace(**{name: getattr(told, name) for name in nvrtc.TOLD_BY_TORCH})
+    less = SimpleNamespace(**{name: getattr(told, name) for name in nvrtc.TORCH_PROPERTIES})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: less)
     gpu = nvrtc.gpu_properties(torch.device("cuda"))
     assert all(getattr(gpu, name) == getattr(told, name) for name in nvrtc.DEVICE_ATTRIBUTES)

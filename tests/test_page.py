@@ -21,8 +21,8 @@ from serving_helpers import RunningServer, load_speech, pcm, wait_until, wait_un
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from serving.engine import Engine
 from serving.page import HEADERS
+from speech.engine import Engine
 
 try:
     from playwright.sync_api import expect, sync_playwright

@@ -14,10 +14,10 @@ import torch
 from megakernel_cases import config
 from test_megakernel import on_gpu
 
+from benchmarks.parity import Forced, Megakernel, one_pass, random_request, verdict
 from fast import megakernel, nvrtc
 from fast.megakernel import Sizes, complete_source, kernel_sizes
 from generate import load_upstream
-from tools.parity import Forced, Megakernel, one_pass, random_request, verdict
 
 LENGTH = 512
 FRAMES = 120
@@ -143,17 +143,17 @@ def test_a_profile_is_the_same_model(profile, case, monkeypatch):
     monkeypatch.setattr(megakernel, "compile_for", kernel_of_profile(profile, 10 * here.major + here.minor))
     fused = Megakernel(case.talker, LENGTH)
     fused_logits = fused.logits(case.tokens, **case.prompt)
-    assert torch.equal(fused.predictor.codes[0, :FRAMES], case.tokens)
-    assert fused.talker.step.why_failed() == "" and fused.predictor.step.why_failed() == ""
+    assert torch.equal(fused.rows.codes[0, :FRAMES], case.tokens)
+    assert not any(launch.why_failed() for launch in fused.launches)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(20):
-        fused.predictor.replay()
-        fused.talker.replay()
+        fused.frame.predict()
+        fused.frame.step()
     end.record()
     end.synchronize()
-    grids = fused.talker.step.kernel.grid, fused.predictor.step.kernel.grid
-    print(f"\n{profile}: {grids[0]} and {grids[1]} blocks, {start.elapsed_time(end) / 20:.2f} ms per frame here")
+    grids = [launch.kernel.grid for launch in fused.launches]
+    print(f"\n{profile}: {grids[1]} and {grids[0]} blocks, {start.elapsed_time(end) / 20:.2f} ms per frame here")
     for name, logits in zip(("codes 1 to 15", "first codes"), zip(fused_logits, *case.logits)):
         good, figures = verdict(*logits)
         print(" ", name, figures)

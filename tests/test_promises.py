@@ -1,28 +1,35 @@
 """What the project promises about its own files: a small core, imports in one direction, a quiet import."""
 
 import ast
+import re
 import subprocess
 import sys
 import textwrap
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 from helpers import ROOT
 
 REFERENCE = {"cudagraph_talker", "cudagraph_predictor", "generate"}
 COMMANDS = {"cli", "extract_speaker"}
-ANYTHING = REFERENCE | COMMANDS | {"fast", "tools", "bench", "serving"}
+SPEECH = REFERENCE | {"fast", "speech"}
+ANYTHING = SPEECH | COMMANDS | {"common", "tools", "bench", "benchmarks", "serving"}
+SERVER_PACKAGES = "fastapi starlette uvicorn websockets prometheus_client multipart anyio pydantic".split()
 UNUSED_TOKENIZER = "qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1"
 
 # What a part of the project may import of the project. Nothing imports extract_speaker or bench.
 ALLOWED = {
     "reference": REFERENCE,
-    "fast": REFERENCE | {"fast"},
-    "commands": (REFERENCE | COMMANDS | {"fast"}) - {"extract_speaker"},
-    "tools": ANYTHING - {"extract_speaker", "bench"},
-    "bench": ANYTHING - {"extract_speaker", "bench"},
-    "serving": ANYTHING - {"extract_speaker", "bench"},
+    "fast": REFERENCE - {"generate"} | {"fast"},
+    "speech": SPEECH - {"generate"},
+    "common": SPEECH | {"common"},
+    "commands": SPEECH | {"common", "cli"},
+    "tools": SPEECH | {"common", "tools", "benchmarks", "serving"},
+    "benchmarks": SPEECH | {"common", "tools", "benchmarks"},
+    "bench": SPEECH | {"common", "tools", "benchmarks"},
+    "serving": SPEECH | {"common", "serving"},
     "examples": set(),  # programs that talk to the server from outside
-    "package": REFERENCE | {"fast", "serving"},
+    "package": SPEECH,
 }
 
 
@@ -61,16 +68,16 @@ def test_the_core_is_short():
 
 def test_every_part_of_the_project_is_there():
     """The next test must not pass because it looks at nothing."""
-    assert {part_of(path) for path in python_files()} >= {"reference", "fast", "commands", "tools", "bench"}
+    assert {part_of(path) for path in python_files()} >= {"reference", "fast", "speech", "commands", "tools", "bench"}
 
 
 @pytest.mark.parametrize("path", [*python_files()], ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_run_one_way(path):
-    """serving -> fast -> reference. Inside its functions, generate.py may look for fast/ and cli/."""
+    """serving -> fast -> reference. Inside its functions, generate.py may look for speech/ and cli/."""
     part, tree = part_of(path), ast.parse(path.read_text())
     assert set(imports_of(tree, path, only_at_import=part == "reference")) & ANYTHING <= ALLOWED[part]
     if part == "reference":
-        inside_functions = {"fast", "cli"} if path.name == "generate.py" else set()
+        inside_functions = {"speech", "cli"} if path.name == "generate.py" else set()
         assert set(imports_of(tree, path, only_at_import=False)) & ANYTHING <= REFERENCE | inside_functions
 
 
@@ -79,7 +86,7 @@ def test_imports_run_one_way(path):
     [
         ("import bench", {"bench"}, {"bench"}),
         ("def f():\n    from fast.codec import CodecGraph", set(), {"fast"}),
-        ("class A:\n    import tools.parity", {"tools"}, {"tools"}),
+        ("class A:\n    import tools.calibrate", {"tools"}, {"tools"}),
         ("try:\n    import cli\nexcept ImportError:\n    pass", {"cli"}, {"cli"}),
         ("if __name__ == '__main__' and is_there:\n    from cli.options import main", set(), {"cli"}),
         ("from . import codec", {"fast"}, {"fast"}),
@@ -93,16 +100,111 @@ def test_the_import_test_sees_every_kind_of_import(source, at_import, anywhere):
     assert set(imports_of(ast.parse(source), path, only_at_import=False)) == anywhere
 
 
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] == "package" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(name, tree, modules):
+    """The project's modules that a module imports anywhere in it: at its top, in functions, in `if`."""
+    names = []
+    is_package = any(module.startswith(f"{name}.") for module in modules)
+    folder = name if is_package else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = ".".join(filter(None, [folder if node.level else "", node.module]))
+            submodules = [f"{module}.{alias.name}" for alias in node.names]
+            names += [it if without_package(it) in modules else module for it in submodules]
+    return {without_package(it) for it in names} & set(modules)
+
+
+def without_package(name):
+    """The package has another name for each of the project's files."""
+    plain = name.removeprefix("qwen3_tts_cuda_graphs.")
+    return name if plain == "model" else plain
+
+
+def circle_in(sources):
+    """`sources`: {module: its code}. -> a list of modules that import each other in a circle, or []"""
+    graph = {name: imported_modules(name, ast.parse(source), sources) - {name} for name, source in sources.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_circle_of_imports():
+    """Files that import each other cannot be read one after another. An import in a function counts, too."""
+    assert circle_in({module_name(path): path.read_text() for path in python_files()}) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fast.layers": "import speech.engine"},
+        {"fast.layers": "def f():\n    from speech import engine"},
+        {"fast": "from .engine import x", "fast.engine": "from fast import y"},
+        {"generate": "if __name__ == '__main__':\n    from fast.layers import z"},
+        {
+            "qwen3_tts_cuda_graphs.model": "from qwen3_tts_cuda_graphs.speech.engine import Engine",
+            "generate": "import qwen3_tts_cuda_graphs.model",
+        },
+    ],
+)
+def test_every_kind_of_circle_is_found(changes):
+    sources = {"generate": "", "fast": "", "fast.layers": "import generate", "speech.engine": "from fast import layers"}
+    assert circle_in(sources) == []
+    assert circle_in(sources | changes) != []
+
+
+FOLDERS = sorted({path.parent for path in python_files() if path.name == "__init__.py"})
+
+
+def wrong_names(docstring, folder):
+    """Files of the folder that its description does not name, and names in it that are no files."""
+    described = set(re.findall(r"[\w/]+(?:\.(?:py|cu|h|html)\b|/(?!\w))", docstring))
+    files = {path.name + "/" * path.is_dir() for path in folder.iterdir()} - {"__init__.py", "__pycache__/"}
+    return sorted(files - described), sorted(it for it in described - files if not (ROOT / it).exists())
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_a_folder_lists_what_is_in_it(folder):
+    """Every file, by its name, and none that is not there. It may name files of other folders, from the root on."""
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    missing, gone = wrong_names(docstring, folder)
+    assert not missing and not gone, f"{folder.name}/__init__.py leaves out {missing}, and names {gone}"
+
+
+def test_a_stale_list_is_found(tmp_path):
+    for name in ("one.py", "two.py", "three.cu", "__init__.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "page").mkdir()
+    assert wrong_names("one.py and two.py (three.cu); page/ for generate.py and tools/load.py", tmp_path) == ([], [])
+    assert wrong_names("one.py, twelve.py, three.cu; page/", tmp_path) == (["two.py"], ["twelve.py"])
+    assert wrong_names("one.py, two.py, tools/nothing.py", tmp_path) == (["page/", "three.cu"], ["tools/nothing.py"])
+
+
+def test_no_file_is_long():
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in python_files()}
+    assert {name: length for name, length in lengths.items() if length > 500} == {}
+
+
 def test_importing_and_loading_are_silent(checkpoint):
     """A library must not print: what it has to say while it loads are log records. Nor must it touch the garbage
     collector, as a script does while it imports.
 
-    Without the 25 Hz tokenizer's packages, none of them is loaded, and no module stands in their place afterwards.
+    Without the 25 Hz tokenizer's packages, none of them is loaded, and no module stands in their place afterwards. The
+    engine is for programs that have none of the server's packages.
     """
     program = f"""
         import gc, logging, sys
+        sys.modules.update(dict.fromkeys({SERVER_PACKAGES!r}))  # cannot be imported
         frozen = gc.get_freeze_count()
-        import cli.speaking, generate
+        import benchmarks.listeners, cli.speaking, common.voices, generate, speech.engine
         assert gc.isenabled() and gc.get_freeze_count() == frozen
 
         unwanted = {{"torchaudio", "sox", "onnxruntime", "gradio", "flash_attn", {UNUSED_TOKENIZER!r}}}

@@ -1,146 +1,128 @@
-"""Every number in the README's tables is one that bench.py wrote."""
+"""README.md, CONTRIBUTING.md and docs/: every measured number is one that a results file has, links lead somewhere, and
+what the examples import exists."""
 
-import json
+import ast
+import importlib
 import re
-from pathlib import Path
+from collections.abc import Iterator
 
-from tools.bounds import table
+from helpers import ROOT
+from numbers_in_docs import NOT_MEASURED, NUMBER, compare, corrected, differences, read_pages, tables
 
-ROOT = Path(__file__).parents[1]
-FUSED = "megakernel"
-THREE_FILES = "the three files alone"
-PEER = "faster-qwen3-tts"
-FIRST_AUDIO = "megakernel, first audio's parts in ms"
-GROWING = "1, 1, 2, 4, 8, ..."
-
-# A row of the README's tables -> row and key of the results, and the digits shown. Labels are without what stands in
-# brackets, without ** and without their unit at the end.
-ROWS = {
-    "upstream qwen-tts": ("upstream", "ms_per_frame", 0),
-    "faster-qwen3-tts": (PEER, "ms_per_frame", 1),
-    "the three files alone": (THREE_FILES, "ms_per_frame", 1),
-    "separate kernels": ("separate kernels", "ms_per_frame", 1),
-    "megakernel": (FUSED, "ms_per_frame", 2),
-    "times as fast as upstream": (f"{FUSED}, times as fast", "than upstream", 0),
-    "times as fast as faster-qwen3-tts": (f"{FUSED}, times as fast", f"than {PEER}", 1),
-    "times as fast as upstream, the three files alone": (f"{THREE_FILES}, times as fast", "than upstream", 1),
-    "times as fast as faster-qwen3-tts, the three files alone": (f"{THREE_FILES}, times as fast", f"than {PEER}", 1),
-    "a frame alone at position 200": (f"{FUSED}, a frame's parts in ms", "frame at position 200", 2),
-    "a frame alone at position 1500": (f"{FUSED}, a frame's parts in ms", "frame at position 1500", 2),
-    "x real time, whole call": (FUSED, "x_real_time", 0),
-    "x real time, whole call, the three files alone": (THREE_FILES, "x_real_time", 1),
-    "x real time, whole call, separate kernels": ("separate kernels", "x_real_time", 1),
-    "x real time, whole call, faster-qwen3-tts": (PEER, "x_real_time", 1),
-    "x real time, whole call, upstream": ("upstream", "x_real_time", 2),
-    "first audio": (f"{FUSED}, chunks of 1", "first_audio_ms", 1),
-    "first audio, preset voice": ("voice: preset voice", "first_audio_ms", 1),
-    "first audio, in-context": ("voice: in-context", "first_audio_ms", 1),
-    "first audio, separate kernels": ("separate kernels, chunks of 1", "first_audio_ms", 1),
-    "first audio, faster-qwen3-tts": (f"{PEER}, chunks of 1", "first_audio_ms", 0),
-    "x real time, stream in chunks of 1": (f"{FUSED}, chunks of 1", "x_real_time", 1),
-    "x real time, stream in chunks of 1, faster-qwen3-tts": (f"{PEER}, chunks of 1", "x_real_time", 1),
-    "x real time, stream in chunks of 8": (f"{FUSED}, chunks of 8", "x_real_time", 0),
-    "x real time, stream in chunks of 8, faster-qwen3-tts": (f"{PEER}, chunks of 8", "x_real_time", 1),
-    f"x real time, stream in chunks of {GROWING}": (f"{FUSED}, chunks of {GROWING}", "x_real_time", 0),
-    "list of 4 texts": ("list of 4 texts", "audio_seconds_per_second", 0),
-    "list of 16 texts": ("list of 16 texts", "audio_seconds_per_second", 0),
-    "list of 16 texts, max_batch=16": ("list of 16 texts, max_batch=16", "audio_seconds_per_second", 0),
-    "batch of 4": ("separate kernels, batch of 4", "audio_seconds_per_second", 0),
-    "batch of 16": ("separate kernels, batch of 16", "audio_seconds_per_second", 0),
-    "batch of 64": ("separate kernels, batch of 64", "audio_seconds_per_second", 0),
-    "peak memory": (FUSED, "peak_gib", 1),
-    "peak memory, batch of 16": ("separate kernels, batch of 16", "peak_gib", 1),
-    "tokenizing and upstream's prompt": (FIRST_AUDIO, "tokenize and prompt", 1),
-    "prefill": (FIRST_AUDIO, "prefill", 1),
-    "the first frame's codes": (FIRST_AUDIO, "first codes", 1),
-    "codec and copy to the host": (FIRST_AUDIO, "codec and copy", 1),
-}
+# ---- Numbers
 
 
-def read() -> tuple[dict, str]:
-    return json.loads((ROOT / "results/h200.json").read_text()), (ROOT / "README.md").read_text()
+def test_every_number_is_what_was_measured():
+    assert differences(read_pages()) == []
 
 
-def plain(label: str) -> str:
-    """Without bold, brackets and unit."""
-    label = label.replace("*", "").replace("`", "")
-    return re.sub(r" \([^)]*\)|, (ms|GiB)( per frame)?$|, audio seconds per second$", "", label)
+def alter(text: str, start: int, end: int) -> str:
+    """Another digit in place of the last one."""
+    place = max(match.start() for match in re.finditer(r"\d", text[start:end])) + start
+    return text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :]
 
 
-def test_the_tables_are_what_was_measured():
-    """Every row shows the measured figure, and every row of ROWS that was measured is shown."""
-    results, readme = read()
-    models = results["models"]
-    seen = set()
-    for label, *cells in re.findall(r"^\| ([^|]+?) +\| +\**([\d.]+)\** +\| +\**([\d.]+)\** +\|$", readme, re.MULTILINE):
-        label = plain(label)
-        name, key, digits = ROWS[label]
-        for size, cell in zip(("0.6B", "1.7B"), cells, strict=True):
-            assert cell == f"{models[size][name][key]:.{digits}f}", (label, size)
-        seen.add(label)
-    measured = {label for label, (name, _, _) in ROWS.items() if all(name in rows for rows in models.values())}
-    assert seen == measured
-    assert models.keys() == {"0.6B", "1.7B"}
-    assert {"upstream", PEER, "separate kernels", FUSED} <= models["0.6B"].keys()
+def numbers_in_tables(text: str) -> Iterator[tuple[int, int]]:
+    """Where the measured tables have their numbers: not in the first column."""
+    for table in tables(text):
+        if table.header not in NOT_MEASURED:
+            for cells in table.rows:
+                for start, end in cells[1:]:
+                    for number in re.finditer(NUMBER, text[start:end]):
+                        yield start + number.start(), start + number.end()
 
 
-def test_the_text_is_what_was_measured():
-    results, readme = read()
-    models, card = results["models"], results["card"]
-    text = " ".join(readme.split())
-    differences = []
-    for size, model in models.items():
-        low, high = model["upstream"]["ms_per_frame_spread"]
-        assert f"{low:.0f} to {high:.0f} ms for {size}" in text
-        same_stream = (f"{FUSED}, chunks of 1", f"{FUSED}, chunks of {GROWING}", "voice: x-vector")
-        first_audio = [model[row]["first_audio_ms"] for row in same_stream]
-        differences.append(max(first_audio) - min(first_audio))
-        assert f"{PEER} ({model[PEER]['version']})" in text
-        for chunks in ("1", GROWING):
-            assert model[f"{FUSED}, chunks of {chunks}"]["late_chunks"] == 0
-    assert f"differs by up to {max(differences):.1f} ms" in text
-    assert f"{card['gpu']}, {card['dtype']}, **{card['weights']} weights**" in text
-    assert f"torch {card['torch'].split('+')[0]}, transformers {card['transformers']}" in text
-    assert f"upstream qwen-tts ({card['qwen-tts']})" in text
+def test_an_altered_number_is_found():
+    """In every table and every sentence that has figures, and it is put right again."""
+    pages = read_pages()
+    places = {(page, *span) for page, text in pages.items() for span in numbers_in_tables(text)}
+    places |= {
+        (figure.page, figure.start, figure.end)
+        for figure in compare(pages)[0]
+        if re.fullmatch(NUMBER, pages[figure.page][figure.start : figure.end])
+    }
+    assert len(places) > 200
+    for page, start, end in places:
+        altered = pages | {page: alter(pages[page], start, end)}
+        assert differences(altered), f"{page}: {pages[page][start - 40 : end]!r} can be altered"
+        assert corrected(altered) == pages
 
 
-def test_the_table_of_listeners_is_what_was_measured():
-    _, readme = read()
-    results = json.loads((ROOT / "results/h200_streams.json").read_text())["models"]
-    for name, row in results["0.6B"].items():
-        cells = [name]
-        for measured in (row, results["1.7B"][name]):
-            cells.append(f"{measured['audio_seconds_per_second']:.0f}")
-            cells.append(f"{measured['first_audio_ms']:.0f} / {measured['first_audio_p95_ms']:.0f}")
-        assert f"| {' | '.join(cells)} |" in readme
-    underruns = sum(row["underruns"] for rows in results.values() for row in rows.values())
-    few, many = (results["1.7B"][f"{count} listeners for 60 s"]["underruns"] for count in (320, 400))
-    text = " ".join(readme.split())
-    assert f"had {underruns} underruns (chunks that came too late) in this run" in text
-    assert f"all of them with 1.7B: {few} with 320 listeners and {many} with 400" in text
-    assert f"with 1.7B, 320 had {few} underruns" in text
-    assert results["0.6B"]["400 listeners for 60 s"]["underruns"] == 0
+def test_a_lost_or_unknown_row_is_found():
+    pages = read_pages()
+    page = pages["docs/results.md"]
+    row = next(line for line in page.splitlines() if line.startswith("| peak memory"))
+    other = "| a row of my own | 1 | 2 |"
+    assert differences(pages | {"docs/results.md": page.replace(row + "\n", "")})
+    assert differences(pages | {"docs/results.md": page.replace(row, f"{row}\n{other}")})
+    assert differences(pages | {"docs/results.md": page + "\n| a | table |\n|---|---|\n| of mine | 3 ms |\n"})
+    assert differences(pages | {"docs/results.md": re.sub(r"^\| 64 streams at once.*\n", "", page, flags=re.MULTILINE)})
+    assert differences(pages | {"docs/other_gpus.md": ""})
 
 
-def test_the_times_of_a_new_process_are_what_was_measured():
-    _, readme = read()
-    row = json.loads((ROOT / "results/h200_ready.json").read_text())["models"]["0.6B"]["ready"]
-    text = " ".join(readme.split())
-    assert f"medians of {row['runs']}, in [results/h200_ready.json]" in text
-    assert f"takes {row['accelerate_s']:.1f} s, {row['accelerate_empty_cache_s']:.1f} s where no kernels" in text
-    assert f"after {row['first_request_ms']:.1f} ms, the tenth after {row['tenth_request_ms']:.1f} ms" in text
-    assert f"`generate.py` takes {row['shell_to_first_audio_s']:.1f} s" in text
-    assert f"alone take {row['upstream_imported_and_loaded_s']:.1f} s" in text
+# ---- Links, files and code
 
 
-def test_the_text_of_arriving_text_is_what_was_measured():
-    results, readme = read()
-    rows = [model[f"{FUSED}, text at 50 tokens per second"] for model in results["models"].values()]
-    small, large = (f"{row['first_audio_ms']:.1f} ms" for row in rows)
-    assert f"(medians of {rows[0]['runs']}): the first audio comes {small} (1.7B: {large})" in " ".join(readme.split())
-    assert not any(row["underruns"] for row in rows)
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def test_the_table_of_bounds_is_what_the_command_prints():
-    _, readme = read()
-    assert "\n".join(table()) in readme
+def broken_links(page: str, text: str, pages: dict[str, str]) -> Iterator[str]:
+    without_code = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)]+)\)", without_code):
+        if link.startswith("https://"):
+            continue
+        target, _, anchor = re.sub(r"\s", "", link).partition("#")
+        path = ((ROOT / page).parent / target).resolve() if target else ROOT / page
+        if not path.exists() or not path.is_relative_to(ROOT):
+            yield f"{page}: {link}: there is no such file"
+        elif anchor:
+            linked = pages[str(path.relative_to(ROOT))] if path.suffix == ".md" else ""
+            if anchor not in map(slug, re.findall(r"^#+ (.+)$", linked, re.MULTILINE)):
+                yield f"{page}: {link}: there is no such heading"
+
+
+def missing_files(page: str, text: str) -> Iterator[str]:
+    """Files and folders of the project that a page names between backticks."""
+    folders = "benchmarks|cli|common|docs|examples|fast|package|results|serving|speech|tests|tools"
+    for name in re.findall(rf"`(?:python )?((?:(?:{folders})/[\w./*-]*|[\w-]+\.(?:py|sh|md)))[ `]", text):
+        if "that_file" not in name and not any(ROOT.glob(name.rstrip("/"))):
+            yield f"{page}: there is no {name}"
+
+
+def test_links_and_files_are_there():
+    pages = read_pages()
+    assert [*pages][0] == "README.md" and len(pages) >= 7
+    for page, text in pages.items():
+        assert [*broken_links(page, text, pages), *missing_files(page, text)] == []
+
+
+def test_a_broken_link_is_found():
+    pages = read_pages()
+    for link in ("docs/none.md", "docs/results.md#none", "#none", "../README.md"):
+        assert [*broken_links("README.md", f"a [link]({link})", pages)], link
+    assert not [*broken_links("docs/usage.md", "a [link](../README.md#how-it-works)", pages)]
+    assert [*missing_files("README.md", "in `speech/none.py`, `none.py`")] == [
+        "README.md: there is no speech/none.py",
+        "README.md: there is no none.py",
+    ]
+
+
+def test_the_code_imports_what_there_is():
+    """Every name that a Python example imports from the project exists."""
+    blocks = [
+        code for text in read_pages().values() for code in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    ]
+    imports = [node for code in blocks for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    names = [(node.module, name.name) for node in imports for name in node.names]
+    own = [(module, name) for module, name in names if module.split(".")[0] in ("generate", "speech")]
+    assert {"stream", "Engine", "stream_long"} <= {name for _, name in own}
+    for module, name in own:
+        assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
+
+
+def test_the_readme_is_short_and_says_how_to_test():
+    readme = read_pages()["README.md"]
+    assert len(readme.splitlines()) <= 230
+    assert ".venv/bin/python -m pytest -q -n 2 tests" in readme

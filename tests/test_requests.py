@@ -1,9 +1,11 @@
 """One request after another: nothing of the one before shows, and nothing is cut short silently."""
 
 import copy
+import dataclasses
 import gc
 import pickle
 import threading
+import types
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from helpers import GREEDY, assert_the_same_together, joined
+from helpers import GREEDY, assert_the_same_together, joined, use_rows
 
-from fast import batch_sizes
-from fast.prompts import build_request, decoder_of, speaker_prompt
 from generate import accelerate, load, load_upstream, stream
+from speech.model import whole_call
+from speech.prompts import build_request, speaker_prompt
 
 TEXT = "Hello there."
 cut_off_on_purpose = pytest.mark.filterwarnings("ignore:the speech was cut off")
@@ -26,40 +28,58 @@ def voice(voices):
     return voices("x-vector").end_comes_up(True)
 
 
+def assert_same_audio(audios, expected):
+    """Upstream cuts off the reference, rounded down by a sample."""
+    for audio, whole in zip(audios, expected, strict=True):
+        assert 0 <= len(whole) - len(audio) <= 1
+        np.testing.assert_allclose(audio, whole[len(whole) - len(audio) :], rtol=0, atol=1e-5)
+
+
 @pytest.fixture
-def fresh_codes(voice):
-    """fresh_codes(request) -> what a request gives on a model that has served no other."""
+def assert_as_fresh(voice):
+    """assert_as_fresh(**settings): a whole call and a stream, which are two loops on a CPU, are upstream's speech."""
 
-    def codes(**request):
-        tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=384, max_batch=4)
-        return voice.codes(tts, text=TEXT, **request)[0][0]
+    def check(**settings):
+        audios = []
+        for tts in (voice.upstream, voice.fast):
+            torch.manual_seed(5)
+            audios += tts.generate_voice_clone(TEXT, **voice.arguments, **settings)[0]
+        torch.manual_seed(5)
+        audios.append(joined(stream(voice.fast.generate_voice_clone, text=TEXT, **voice.arguments, **settings)))
+        assert_same_audio(audios[1:], audios[:1] * 2)
+        runner = voice.fast.speech.runner
+        assert sorted(runner.free) == list(range(runner.rows)) and not runner.active
 
-    return codes
+    return check
 
 
-def test_after_an_abandoned_stream(voice, fresh_codes):
-    """A stream that is dropped halfway must not leave its lock, its cache or its repetition penalty behind."""
+def test_after_an_abandoned_stream(voice, assert_as_fresh):
+    """A stream that is dropped halfway must not leave its turn, its row or its repetition penalty behind."""
     for _ in stream(voice.fast.generate_voice_clone, chunk_frames=2, text="Never mind.", **voice.arguments):
         break
-    assert torch.equal(voice.codes(voice.fast, text=TEXT, seed=5)[0][0], fresh_codes(seed=5))
+    assert_as_fresh()
 
 
-def test_after_an_exception(voice, fresh_codes, monkeypatch):
-    """An error in the middle of a request must not leave its lock or its state behind."""
-    talker, _ = decoder_of(voice.fast).graphs_for(1)
+def test_after_an_exception(voice, assert_as_fresh, monkeypatch):
+    """An error in the middle of a request must not leave its turn, its row or its state behind."""
+    speech = voice.fast.speech
+    *graphs, _, predictor = speech.decoder.graphs_for(1)
     with monkeypatch.context() as broken:
-        broken.setattr(talker, "replay", lambda: 1 / 0)
+        broken.setattr(speech.decoder, "graphs", (*graphs, lambda: 1 / 0, predictor))
+        broken.setattr(speech.runner.frames.of(1), "step", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            voice.codes(voice.fast, text="Never mind.")
-    assert torch.equal(voice.codes(voice.fast, text=TEXT, seed=5)[0][0], fresh_codes(seed=5))
+            voice.fast.generate_voice_clone("Never mind.", **voice.arguments)
+        with pytest.raises(ZeroDivisionError):
+            list(stream(voice.fast.generate_voice_clone, text="Never mind.", **voice.arguments))
+    assert_as_fresh()
 
 
-def test_after_other_settings(voice, fresh_codes):
+def test_after_other_settings(voice, assert_as_fresh):
     """Settings are tensors that stay: each request must set all of them."""
-    settings = dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.3, subtalker_top_k=3, seed=5)
     voice.codes(voice.fast, text="A longer one, by far.", **GREEDY)
-    assert torch.equal(voice.codes(voice.fast, text=TEXT, **settings)[0][0], fresh_codes(**settings))
-    assert torch.equal(voice.codes(voice.fast, text=TEXT, seed=5)[0][0], fresh_codes(seed=5))
+    list(stream(voice.fast.generate_voice_clone, text="A longer one, by far.", **voice.arguments, **GREEDY))
+    assert_as_fresh(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.3, subtalker_top_k=3)
+    assert_as_fresh()
 
 
 def test_another_end_token(voice):
@@ -83,7 +103,7 @@ def test_two_requests_share_one_seed(voice):
 @pytest.fixture
 def patience(voice, monkeypatch):
     def set(seconds):
-        monkeypatch.setattr(decoder_of(voice.fast).lock, "patience", seconds)
+        monkeypatch.setattr(voice.fast.speech.turns, "patience", seconds)
 
     return set
 
@@ -125,29 +145,28 @@ def test_a_stream_may_be_resumed_in_any_thread(voices):
             np.testing.assert_array_equal(np.concatenate(heard), expected)
 
 
-def test_a_stream_that_nobody_resumes(voice, patience, fresh_codes, caplog):
+def test_a_stream_that_nobody_resumes(voice, patience, assert_as_fresh, caplog):
     """It is kept, but its thread has ended: the next request waits for a while, and not for ever."""
     kept = stream(voice.fast.generate_voice_clone, chunk_frames=1, text="Never mind.", **voice.arguments)
     with ThreadPoolExecutor(1) as thread:
         thread.submit(next, kept).result()
     patience(0.1)
-    codes = voice.codes(voice.fast, text=TEXT, seed=5)[0][0]
+    assert_as_fresh()
     assert "neither finished nor closed" in caplog.text
-    assert torch.equal(codes, fresh_codes(seed=5))
     with pytest.raises(RuntimeError, match="another request"):
         next(kept)
 
 
-def test_numbers_that_are_not_finite(voice, fresh_codes):
+def test_numbers_that_are_not_finite(voice, assert_as_fresh):
     """NaN in a prompt is refused; and if one got into the cache, it must not reach the next request: 0 x NaN is NaN."""
     speaker = voice.arguments["voice_clone_prompt"]["ref_spk_embedding"][0].clone()
     speaker[3] = float("nan")
     prompt = voice.arguments["voice_clone_prompt"] | dict(ref_spk_embedding=[speaker])
     with pytest.raises(ValueError, match="NaN or infinite"):
         voice.codes(voice.fast, text=TEXT, voice_clone_prompt=prompt)
-    for graph in decoder_of(voice.fast).graphs_for(1):
-        graph.cache.layers[0].values.fill_(float("nan"))
-    assert torch.equal(voice.codes(voice.fast, text=TEXT, seed=5)[0][0], fresh_codes(seed=5))
+    for rows in (voice.fast.speech.decoder.graphs_for(1)[0], voice.fast.speech.runner.slots):
+        rows.values[0].fill_(float("nan"))
+    assert_as_fresh()
 
 
 @cut_off_on_purpose
@@ -158,6 +177,7 @@ def test_inference_mode_leaves_nothing_behind(voice):
         voice.codes(tts, text=["a", "b"], language="English", max_new_tokens=3)
     voice.codes(tts, text=["a", "b"], language="English", max_new_tokens=3)
     voice.codes(tts, text="a", max_new_tokens=3)
+    list(stream(tts.generate_voice_clone, text="a", max_new_tokens=3, **voice.arguments))
 
 
 def test_threads_take_turns(voice):
@@ -213,50 +233,37 @@ def test_building_a_request_leaves_the_model_alone(voices):
 
     assert tts.model._modules == modules
     assert vars(tts.model) == before["model"] and vars(tts.model.talker) == before["talker"]
-    assert decoder_of(tts).talker is tts.model.talker
+    assert tts.speech.talker is tts.model.talker
 
 
 @pytest.mark.parametrize("name", ["x-vector", "in-context", "preset", pytest.param("designed", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("chunk_frames", [None, pytest.param(1, marks=pytest.mark.slow), 5])
-def test_chunks_joined_are_the_whole(voices, name, chunk_frames):
+def test_chunks_joined_are_the_whole(voices, name):
     """A chunk that is lost, repeated or decoded from the wrong state; and chunks of other sizes than promised."""
     voice = voices(name).end_comes_up(True)
     method = getattr(voice.fast, voice.method)
     torch.manual_seed(2)
-    (whole,), rate = method(text=TEXT, **voice.arguments)
-    torch.manual_seed(2)
-    chunks, rates = zip(*stream(method, chunk_frames=chunk_frames, text=TEXT, **voice.arguments))
-    sizes = [len(chunk) // 1920 for chunk in chunks]
-    expected = [1, 1, 2, 4, *[8] * len(sizes)] if chunk_frames is None else [chunk_frames] * len(sizes)
-    assert set(rates) == {rate} and sizes[:-1] == expected[: len(sizes) - 1] and sizes[-1] <= expected[len(sizes) - 1]
-    audio = np.concatenate(chunks)
-    assert 0 <= len(whole) - len(audio) <= 1  # upstream cuts off the reference, rounded down by a sample
-    np.testing.assert_allclose(audio, whole[len(whole) - len(audio) :], rtol=0, atol=1e-5)
+    whole, rate = method(text=TEXT, **voice.arguments)
+    for chunk_frames in (None, 1, 5) if name == "x-vector" else (None, 5):
+        torch.manual_seed(2)
+        chunks, rates = zip(*stream(method, chunk_frames=chunk_frames, text=TEXT, **voice.arguments))
+        *sizes, last = [len(chunk) // 1920 for chunk in chunks]
+        expected = [1, 1, 2, 4, *[8] * len(sizes)] if chunk_frames is None else [chunk_frames] * len(chunks)
+        assert set(rates) == {rate} and sizes == expected[: len(sizes)] and last <= expected[len(sizes)]
+        assert_same_audio([np.concatenate(chunks)], whole)
 
 
 def test_stream_makes_the_prompt_from_a_recording(voice, recording):
     """With ref_audio instead of a prompt, the reference's codes must prime the codec, too."""
     request = dict(text=TEXT, ref_audio=recording, ref_text="what it says")
     torch.manual_seed(2)
-    (whole,), _ = voice.fast.generate_voice_clone(**request)
+    whole, _ = voice.fast.generate_voice_clone(**request)
     torch.manual_seed(2)
-    audio = joined(stream(voice.fast.generate_voice_clone, **request))
-    np.testing.assert_allclose(audio, whole[len(whole) - len(audio) :], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("settings", [GREEDY, dict()], ids=["greedy", "seeded"])
-def test_more_texts_than_fit_a_batch(voice, settings):
-    """Groups of max_batch=4: greedy rows are those of one big batch, seeded ones are reproducible."""
-    texts = ["One.", "Two, longer.", "Three, quite a bit longer.", "Four.", "Five!"]  # one alone, padded
-    request = dict(text=texts, language="English", max_new_tokens=100, seed=3, **settings)
-    codes, _ = voice.codes(voice.fast, **request)
-    expected, _ = voice.codes(voice.upstream if settings else voice.fast, **request)
-    assert len(codes) == 5 and all(torch.equal(row, other) for row, other in zip(codes, expected))
+    assert_same_audio([joined(stream(voice.fast.generate_voice_clone, **request))], whole)
 
 
 @cut_off_on_purpose
 def test_a_list_is_one_batch_on_a_cpu(voice):
-    """Without max_batch a list of any length has upstream's seeded tokens, which groups would not have."""
+    """A list of any length has upstream's seeded tokens, however many rows the runner has."""
     tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=100)
     request = dict(text=["One.", "Two!", "3", "Four?", "V"], language="English", max_new_tokens=12, seed=3)
     (expected, after), (codes, after_ours) = (voice.codes(model, **request) for model in (voice.upstream, tts))
@@ -266,31 +273,103 @@ def test_a_list_is_one_batch_on_a_cpu(voice):
 
 
 @cut_off_on_purpose
-def test_graphs_of_two_sizes_are_kept(voice):
+def test_graphs_of_the_last_size_are_kept(voice):
     """Graphs for every length of list would fill the memory; built anew for each request, they would take its time."""
-    decoder = decoder_of(voice.fast)
 
-    def speak(*texts, **settings):
+    def graphs_after(*texts, **settings):
         voice.codes(voice.fast, text=[*texts], language="English", max_new_tokens=3, **settings)
+        return voice.fast.speech.decoder.graphs
 
-    speak("a", "b")
-    one, two = decoder.graphs_for(1), decoder.graphs_for(2)
-    speak("d", "e", temperature=0.5)
-    speak("f")
-    assert decoder.graphs == {1: one, 2: two}
-    speak("a", "b", "c")
-    assert decoder.graphs.keys() == {1, 3} and decoder.graphs_for(1) is one
+    two = graphs_after("a", "b")
+    assert graphs_after("c", "d", temperature=0.5) is two
+    assert graphs_after("e") is not two
 
 
-def test_lists_on_the_megakernel():
-    """A frame of the batched graphs takes as long as several of the megakernel: short lists run one by one there."""
-    for rows in range(1, 6):
-        assert batch_sizes(rows, max_batch=16) == [1] * rows
-    assert batch_sizes(16, max_batch=16) == [16]
-    assert batch_sizes(20, max_batch=16) == [16, 1, 1, 1, 1]
-    assert batch_sizes(22, max_batch=16) == [16, 6]
-    assert batch_sizes(9, max_batch=4) == batch_sizes(9, max_batch=1) == [1] * 9
-    assert all(sum(batch_sizes(rows, limit)) == rows for rows in range(1, 50) for limit in (1, 5, 6, 7, 16, 64))
+# ---- Upstream's methods on the runner's rows, as on a GPU. Here they are upstream's own, to compare with.
+
+
+@pytest.fixture
+def two_rows():
+    """two_rows(voice) -> its method on two rows, which the test leaves free."""
+    runners = []
+
+    def method(voice):
+        use_rows(voice.fast.speech.runner, 2)
+        runners.append((voice.fast.speech.runner, 8))
+        return types.MethodType(whole_call(voice.method, type(voice.fast)), voice.fast)
+
+    yield method
+    for runner, rows in runners:
+        assert sorted(runner.free) == [0, 1] and not runner.active
+        use_rows(runner, rows)
+
+
+def different_voices(voice):
+    """A voice for each of four texts."""
+    if voice.method == "generate_custom_voice":
+        return dict(speaker=["dylan", "aiden", "Dylan", "aiden"], instruct=["whisper", "", "shout", ""])
+    if voice.method == "generate_voice_design":
+        return dict(instruct=["a warm narrator", "a child", "", "an old man"])
+    prompt = voice.arguments["voice_clone_prompt"]
+    if isinstance(prompt, dict):  # more voices than texts
+        return dict(
+            voice_clone_prompt=prompt | dict(ref_spk_embedding=[k * prompt["ref_spk_embedding"][0] for k in range(8)])
+        )
+    (item,) = prompt
+    shorter = dataclasses.replace(item, ref_code=item.ref_code[:7], ref_text="another")
+    return dict(voice_clone_prompt=[item, shorter, shorter, item])
+
+
+@pytest.mark.parametrize("name", ["x-vector", "in-context", "preset", pytest.param("designed", marks=pytest.mark.slow)])
+def test_a_list_on_rows(voices, two_rows, name):
+    """More texts than rows, which end apart, with a language and a voice for each: in order, each with its own."""
+    voice = voices(name).end_comes_up(True)
+    texts = ["Hello there.", "Hi", "A sentence that is a good deal longer than the others.", "Four!"]
+    lists = dict(language=["German", "English", "Auto", "Chinese"]) | different_voices(voice)
+    request = voice.arguments | lists | dict(text=texts, max_new_tokens=60) | GREEDY
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the speech was cut off")
+        audios, rate = two_rows(voice)(**request)
+        expected, _ = getattr(voice.fast, voice.method)(**request)
+    assert rate == 24000 and len({len(audio) for audio in audios}) > 1
+    assert_same_audio(audios, expected)
+
+
+def test_one_text_on_rows(voice, two_rows):
+    """A seed gives the speech that it gives upstream, and leaves the same random numbers to the next."""
+    method = two_rows(voice)
+    results = []
+    for speak in (method, voice.fast.generate_voice_clone):
+        torch.manual_seed(3)
+        results.append((*speak(TEXT, **voice.arguments)[0], torch.rand(1)))
+    (audio, after), (expected, after_expected) = results
+    assert after == after_expected
+    assert_same_audio([audio], [expected])
+
+
+def test_mistakes_in_a_list_on_rows(voice, two_rows, monkeypatch):
+    """An error among several texts must leave all rows free, whatever has been admitted with it."""
+    method = two_rows(voice)
+    request = dict(text=["One.", "Two."], max_new_tokens=4, **voice.arguments)
+    for mistake in (
+        dict(language=["English", "Klingon"]),
+        dict(language=["English"] * 3),
+        dict(temperature=-1.0),
+        dict(max_new_tokens=1),
+        dict(text=["x" * 500, "Two."], non_streaming_mode=True),
+    ):
+        with pytest.raises(ValueError):
+            method(**request | mistake)
+    codec, feed = voice.fast.speech.runner.codec, voice.fast.speech.runner.codec.reset
+    with monkeypatch.context() as broken:
+        broken.setattr(codec, "reset", lambda row: 1 / 0 if row == 1 else feed(row))
+        with pytest.raises(ZeroDivisionError):
+            method(**request)
+    assert sorted(voice.fast.speech.runner.free) == [0, 1]
+    request["voice_clone_prompt"] = speaker_prompt(request["voice_clone_prompt"]["ref_spk_embedding"][0])  # for both
+    with pytest.warns(UserWarning, match="cut off after 3 frames") as warned:
+        assert [len(audio) for audio in method(**request)[0]] == [3 * 1920] * 2
+    assert len(warned) == 2  # each text of its own
 
 
 def test_max_new_tokens_before_the_end_warns(voice):
@@ -396,11 +475,12 @@ def test_stream_needs_an_accelerated_model(voice):
 
 
 @cut_off_on_purpose
-def test_a_model_can_be_accelerated_again(voice, fresh_codes):
+def test_a_model_can_be_accelerated_again(voice):
     """What the first call replaced must not be replaced twice."""
     tts = load(str(voice.folder), max_seq_len=100, device="cpu")
     accelerate(tts, max_seq_len=300)
-    assert torch.equal(voice.codes(tts, text=TEXT, seed=5)[0][0], fresh_codes(seed=5))
+    codes, expected = (voice.codes(model, text=TEXT, seed=5)[0][0] for model in (tts, voice.upstream))
+    assert torch.equal(codes, expected)
 
 
 @cut_off_on_purpose

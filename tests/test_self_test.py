@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 from gpu_on_cpu import CpuKernel, PretendedGpu
-from megakernel_cases import FAULTS, faulty_source
+from megakernel_cases import FAULTS, changed_source, faulty_source
 from test_megakernel import on_gpu
 
-from cudagraph_predictor import PredictorGraph
-from cudagraph_talker import TalkerGraph
 from fast import kernel_cache, megakernel, self_test
+from fast.frames import Frame, MegakernelFrame
 from fast.layers import replace_layers
 from fast.megakernel import complete_source, kernel_sizes
-from fast.prompts import decoder_of
+from fast.rows import Slots
 from generate import accelerate, load_upstream
 from tools.random_checkpoint import CODEC_IDS, PREDICTOR, TALKER, randomize
 
@@ -44,7 +43,7 @@ def vary_norms(talker: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def graphs() -> tuple[TalkerGraph, PredictorGraph]:
+def small_talker() -> Any:
     """A layer each, as small as the megakernel can, and three codes per frame."""
     small = dict(hidden_size=1024, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4)
     small |= dict(num_hidden_layers=1, vocab_size=1024, num_code_groups=3)
@@ -56,14 +55,15 @@ def graphs() -> tuple[TalkerGraph, PredictorGraph]:
         model = randomize(model).to(torch.bfloat16).eval()
         vary_norms(model)
         model.keepalive = replace_layers(model, 48)
-        talker_graph = TalkerGraph(model, 1, 48)
-        talker_graph.upstream = model
-        return talker_graph, PredictorGraph(model, talker_graph)
+    return model
 
 
-def use_kernel(graphs: Any, folder: Path, fault: str | None, monkeypatch: Any) -> None:
-    """Steps on 8 blocks of fibers. A fault is compiled into the stack that it is for."""
-    talker, predictor = graphs
+def slots_of(talker: Any, rows: int = 1) -> Slots:
+    return Slots(talker.config, rows, 48, talker.dtype, talker.device)
+
+
+def cpu_frame(talker: Any, folder: Path, fault: str | None, monkeypatch: Any) -> MegakernelFrame:
+    """A frame of one row on 8 blocks of fibers. A fault is compiled into the stack that it is for."""
 
     def compile_for(model: Any, heads: Any, talker_hidden: int, _: int) -> tuple[megakernel.Sizes, CpuKernel]:
         is_talker = len(heads) == 1
@@ -74,8 +74,7 @@ def use_kernel(graphs: Any, folder: Path, fault: str | None, monkeypatch: Any) -
 
     monkeypatch.setattr(megakernel, "compile_for", compile_for)
     with torch.no_grad():
-        monkeypatch.setattr(talker, "step", megakernel.talker_step(talker.upstream, talker), raising=False)
-        monkeypatch.setattr(predictor, "step", megakernel.predictor_step(predictor), raising=False)
+        return MegakernelFrame(talker, slots_of(talker))
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
@@ -83,23 +82,48 @@ def use_kernel(graphs: Any, folder: Path, fault: str | None, monkeypatch: Any) -
     "fault",
     [None, "penalty on the wrong sign", pytest.param("one rounding left out, of the norm", marks=pytest.mark.slow)],
 )
-def test_faults_on_a_cpu(fault, graphs, tmp_path, monkeypatch):
+def test_faults_on_a_cpu(fault, small_talker, tmp_path, monkeypatch):
     """The kernel as it is passes, each fault is found, and the reason says by which comparison."""
-    use_kernel(graphs, tmp_path, fault, monkeypatch)
-    torch.manual_seed(0)  # of the noise: so few choices do not show every fault
-    reason = self_test.why_wrong(*graphs, **CPU_FAULTS[fault])
+    frame = cpu_frame(small_talker, tmp_path, fault, monkeypatch)
+    before = state_of(frame.rows)
+    reason = self_test.why_wrong(frame, **CPU_FAULTS[fault])
     print(f"{fault}: {reason}")
     if fault is None:
         assert reason == ""
-        with torch.no_grad():
-            run_like_capture(*graphs)
+        assert_same_state(frame.rows, before)
     else:
         assert FAULTS[fault].found_by in reason
 
 
-def test_logits_far_from_float32_are_found(graphs):
+def state_of(rows: Slots) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in (*rows.state(), rows.advance, rows.noise, rows.text, *rows.cache())]
+
+
+def assert_same_state(rows: Slots, before: list[torch.Tensor]) -> None:
+    for tensor, old in zip(state_of(rows), before, strict=True):
+        assert torch.equal(tensor, old)
+
+
+class NoKernel:
+    """Stands in for a launch."""
+
+    def __init__(self, error: type[Exception] = RuntimeError) -> None:
+        self.error = error
+        self.noise = torch.ones(1, 2, 1024)
+
+    def __call__(self) -> None:
+        raise self.error
+
+
+def frame_without_kernel(talker: Any, error: type[Exception] = RuntimeError) -> Any:
+    frame = Frame(talker, slots_of(talker))
+    frame.launches = NoKernel(error), NoKernel(error)
+    return frame
+
+
+def test_logits_far_from_float32_are_found(small_talker):
     """Whatever the layers between the first and the last do wrong shows only there."""
-    test = self_test.SelfTest(*graphs, **{name: SMALL[name] for name in ("prompt", "frames")})
+    test = self_test.SelfTest(frame_without_kernel(small_talker), SMALL["prompt"], SMALL["frames"])
     exact = torch.randn(30, 1024, generator=torch.Generator().manual_seed(1))
     separate, fused = (exact + 0.01 * torch.randn(30, 1024, generator=torch.Generator().manual_seed(i)) for i in (2, 3))
     test.check_logits("codes", fused, separate, exact)
@@ -107,54 +131,80 @@ def test_logits_far_from_float32_are_found(graphs):
         test.check_logits("codes", exact + 1.6 * (fused - exact), separate, exact)
 
 
-def run_like_capture(talker: TalkerGraph, predictor: PredictorGraph) -> None:
-    """Capturing runs each step and each prefill once before any request."""
-    talker.step()
-    for bucket in (16, 32, 48):
-        talker.prefill(bucket)
-    predictor.step()
-
-
 @pytest.mark.parametrize("error", [self_test.Wrong, RuntimeError, torch.OutOfMemoryError])
 @torch.no_grad()
-def test_the_graphs_can_be_captured_after_a_test_that_failed(error, graphs, monkeypatch):
-    """The test's `prompt_length` was left behind: capturing a prefill then read past its end, and loading failed."""
+def test_the_frame_can_be_captured_after_a_test_that_failed(error, small_talker):
+    """The test's `prompt_length` was left behind: capturing then read past its end, and loading failed."""
+    frame = frame_without_kernel(small_talker, error)
+    before = state_of(frame.rows)
+    if error is torch.OutOfMemoryError:
+        with pytest.raises(error):
+            self_test.why_wrong(frame, **SMALL)
+    else:
+        assert self_test.why_wrong(frame, **SMALL) == error.__name__
+    assert_same_state(frame.rows, before)
 
-    def fail() -> None:
-        raise error
 
-    talker, predictor = graphs
-    before = {name: value.clone() for name, value in vars(talker).items() if isinstance(value, torch.Tensor)}
-    with monkeypatch.context() as patch:
-        patch.setattr(predictor, "step", fail)
-        if error is torch.OutOfMemoryError:
-            with pytest.raises(error):
-                self_test.why_wrong(*graphs, **SMALL)
-        else:
-            self_test.why_wrong(*graphs, **SMALL)
-    for name, value in before.items():
-        assert torch.equal(getattr(talker, name), value), name
-    run_like_capture(talker, predictor)
+# ---- Several rows
+
+ROW_FAULTS = {  # what one row may take from another: the right text, the wrong one, and a part of the reason
+    "position": ("prompt_length[attended]", "prompt_length[0]", "the cache, tensor"),
+    "cache": ("(stream * KV_HEADS + kv_head)", "(0 * KV_HEADS + kv_head)", "the logits of the codes"),
+    "projected hidden state": ("first_input + stream * HIDDEN", "first_input", "the logits of the codes"),
+    "hidden state": ("arguments.hidden + stream * (HIDDEN / 2) + ", "arguments.hidden + ", "the hidden state"),
+    "code": ("code_of(stream) * HIDDEN", "code_of(0) * HIDDEN", "the logits of the codes"),
+    "noise": ("(stream * CODES + head) * VOCAB", "head * VOCAB", "the codes"),
+    "top-k": ("arguments.topk_rank[stream]", "arguments.topk_rank[0]", "the codes"),
+    "text": ("u64 frame = element_stream * arguments.frames +", "u64 frame =", "the cache, tensor"),
+}
+
+
+def row_fault(fault: str) -> str:
+    right, wrong, _ = ROW_FAULTS[fault]
+    return changed_source(right, wrong)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@pytest.mark.parametrize("fault", [None, *ROW_FAULTS])
+@torch.no_grad()
+@pytest.mark.slow
+def test_faults_of_two_rows_on_a_cpu(fault, small_talker, tmp_path, monkeypatch):
+    """A fault is compiled into the kernels of several rows."""
+
+    def compile_for(model: Any, heads: Any, talker_hidden: int, rows: int) -> tuple[megakernel.Sizes, CpuKernel]:
+        source = row_fault(fault) if fault and rows > 1 else None
+        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu(), rows), grid=16)
+        return sizes, CpuKernel(complete_source(sizes, source), sizes, tmp_path)
+
+    monkeypatch.setattr(megakernel, "compile_for", compile_for)
+    slots = slots_of(small_talker, 2)
+    before = state_of(slots)
+    alone = MegakernelFrame(small_talker, slots[:1])
+    reason = self_test.why_rows_wrong(MegakernelFrame(small_talker, slots, alone), alone)
+    print(f"{fault}: {reason}")
+    assert bool(reason) == bool(fault)
+    assert fault is None or ROW_FAULTS[fault][2] in reason
+    assert_same_state(slots, before)
 
 
 def test_every_fault_can_be_made():
     """Each replaces a part of the kernel; only the tests on a GPU need all of them."""
     for fault in FAULTS:
         faulty_source(fault)
+    for fault in ROW_FAULTS:
+        row_fault(fault)
 
 
 # ---- On a GPU
 
 
 @pytest.fixture(scope="module")
-def gpu_graphs(checkpoint) -> tuple[TalkerGraph, PredictorGraph]:
+def gpu_talker(checkpoint) -> Any:
     with torch.no_grad():
         talker = load_upstream(str(checkpoint("base", "0.6B")), dtype=torch.bfloat16).model.talker
         vary_norms(talker)
         talker.keepalive = replace_layers(talker, 512)
-        talker_graph = TalkerGraph(talker, 1, 512)
-        talker_graph.upstream = talker
-        return talker_graph, PredictorGraph(talker, talker_graph)
+    return talker
 
 
 @pytest.fixture(scope="module")
@@ -167,42 +217,40 @@ def reasons() -> Iterator[dict[str | None, str]]:
         print(f"{fault or 'no fault':36} {f'caught by the self-test: {reason}' if reason else 'passes'}")
 
 
-def faulty_kernel_source(fault: str, graphs: Any) -> tuple[megakernel.Sizes, str]:
+def faulty_kernel_source(fault: str, talker: Any) -> tuple[megakernel.Sizes, str]:
     """For the stack that the fault is for."""
-    talker, predictor = graphs
-    model, heads = (talker.model, [talker.head]) if FAULTS[fault].of_talker else (predictor.model, predictor.heads)
+    predictor = talker.code_predictor
+    stacks = {True: (talker.model, [talker.codec_head]), False: (predictor.model, list(predictor.lm_head))}
     gpu = torch.cuda.get_device_properties(talker.device)
-    sizes = kernel_sizes(model, heads, talker.hidden.shape[-1], gpu)
+    sizes = kernel_sizes(*stacks[FAULTS[fault].of_talker], talker.config.hidden_size, gpu)
     return sizes, complete_source(sizes, faulty_source(fault))
 
 
 @pytest.fixture(scope="module")
-def compiled_ahead(gpu_graphs) -> None:
+def compiled_ahead(gpu_talker) -> None:
     """All faults at once, in threads."""
-    major, minor = torch.cuda.get_device_capability(gpu_graphs[0].device)
+    major, minor = torch.cuda.get_device_capability(gpu_talker.device)
     for fault in FAULTS:
-        _, source = faulty_kernel_source(fault, gpu_graphs)
+        _, source = faulty_kernel_source(fault, gpu_talker)
         kernel_cache.compile_ahead(source, f"sm_{major}{minor}")
 
 
 @on_gpu
 @torch.no_grad()
 @pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_faults_on_a_gpu(fault, gpu_graphs, compiled_ahead, reasons, monkeypatch):
+def test_faults_on_a_gpu(fault, gpu_talker, compiled_ahead, reasons, monkeypatch):
     """As on a CPU, with all layers of a published size."""
     compile_right = megakernel.compile_for
 
-    def compile_for(model: Any, heads: Any, talker_hidden: int, _: int) -> tuple[megakernel.Sizes, Any]:
+    def compile_for(model: Any, heads: Any, talker_hidden: int, rows: int) -> tuple[megakernel.Sizes, Any]:
         if fault is None or FAULTS[fault].of_talker != (len(heads) == 1):
-            return compile_right(model, heads, talker_hidden)
-        sizes, source = faulty_kernel_source(fault, gpu_graphs)
+            return compile_right(model, heads, talker_hidden, rows)
+        sizes, source = faulty_kernel_source(fault, gpu_talker)
         return sizes, megakernel.compile_kernel(model.device, sizes, source)
 
-    talker, predictor = gpu_graphs
     monkeypatch.setattr(megakernel, "compile_for", compile_for)
-    monkeypatch.setattr(talker, "step", megakernel.talker_step(talker.upstream, talker), raising=False)
-    monkeypatch.setattr(predictor, "step", megakernel.predictor_step(predictor), raising=False)
-    reason = self_test.why_wrong(talker, predictor)
+    slots = Slots(gpu_talker.config, 1, 512, gpu_talker.dtype, gpu_talker.device)
+    reason = self_test.why_wrong(MegakernelFrame(gpu_talker, slots))
     reasons[fault] = reason
     if fault is None:
         assert reason == ""
@@ -216,12 +264,8 @@ def test_a_wrong_kernel_is_not_used(checkpoint, monkeypatch, tmp_path):
     wrong = tmp_path / "megakernel.cu"
     wrong.write_text(faulty_source("the wrong KV head"))
     monkeypatch.setattr(megakernel, "SOURCE", wrong)
-    megakernel.compile_once.cache_clear()
-    try:
-        folder = str(checkpoint("base", "0.6B"))
-        tts = accelerate(load_upstream(folder), max_seq_len=256)
-        assert decoder_of(tts).path.startswith("separate kernels") and "failed its test" in decoder_of(tts).path
-        with pytest.raises(ValueError, match="failed its test"):
-            accelerate(load_upstream(folder), max_seq_len=256, fused=True)
-    finally:
-        megakernel.compile_once.cache_clear()
+    folder = str(checkpoint("base", "0.6B"))
+    tts = accelerate(load_upstream(folder), max_seq_len=256)
+    assert tts.speech.path.startswith("separate kernels") and "failed its test" in tts.speech.path
+    with pytest.raises(ValueError, match="failed its test"):
+        accelerate(load_upstream(folder), max_seq_len=256, fused=True)

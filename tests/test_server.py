@@ -7,10 +7,9 @@ import http.client
 import io
 import json
 import logging
+import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import wave
 from concurrent.futures import ThreadPoolExecutor
@@ -21,19 +20,18 @@ import openai
 import pytest
 import soundfile
 import torch
-from helpers import ROOT
-from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, wait_until, wait_until_free
+from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, never_end, wait_until, wait_until_free
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from cli.audio_files import to_int16
+from common.audio_files import to_int16
 from serving import process
-from serving.engine import Engine
 from serving.errors import as_api_error
 from serving.requests import SpeechRequest
 from serving.server import SpeechResponse
 from serving.settings import Settings
 from serving.speech import OPENAI_VOICES, Speech
+from speech.runner import Runner
 
 
 @pytest.fixture(scope="module")
@@ -121,14 +119,14 @@ def test_server_sent_events(server, name):
 def test_bytes_leave_when_the_first_chunk_exists(server, speech, monkeypatch):
     """The first frame must be with the client while the second is not made yet."""
     may_go_on = threading.Event()
-    original = Engine.launch
+    original = Runner.launch
 
-    def launch(engine):
-        if engine.active and engine.active[0].launched == 2:
+    def launch(runner, utterances, hand_over):
+        if utterances[0].launched == 1:
             assert may_go_on.wait(LIMIT)
-        return original(engine)
+        return original(runner, utterances, hand_over)
 
-    monkeypatch.setattr(Engine, "launch", launch)
+    monkeypatch.setattr(Runner, "launch", launch)
     connection = server.connect()
     body = json.dumps({"input": "Hello there.", "response_format": "pcm", **SHORT})
     connection.request("POST", "/v1/audio/speech", body, {"Content-Type": "application/json"})
@@ -562,14 +560,14 @@ def test_a_full_queue(speech):
 @pytest.mark.parametrize("when", ["before its first chunk", "after its first chunk"])
 def test_a_client_that_goes_away_frees_its_place(server, speech, when, monkeypatch):
     frames = 0
-    original = Engine.launch
+    original = Runner.launch
 
-    def launch(engine):
+    def launch(*arguments):
         nonlocal frames
         frames += 1
-        return original(engine)
+        return original(*arguments)
 
-    monkeypatch.setattr(Engine, "launch", launch)
+    monkeypatch.setattr(Runner, "launch", launch)
     connection = server.connect()
     body = json.dumps({"input": "Hello.", "max_new_tokens": 450, "response_format": "pcm"})
     connection.request("POST", "/v1/audio/speech", body, {"Content-Type": "application/json"})
@@ -584,11 +582,28 @@ def test_a_client_that_goes_away_frees_its_place(server, speech, when, monkeypat
     assert server.speak().status == 200
 
 
-def test_speech_that_is_cut_off_is_not_a_short_file(server):
-    """Without max_new_tokens a speech may reach the end of the cache: the client must not take it for complete."""
+@pytest.mark.parametrize("response_format", ["wav", "pcm", "mp3"])
+def test_text_that_can_never_fit(server, speech, response_format):
+    """Every frame takes a token: 600 of them were spoken into 512 positions, and then the response broke off."""
+    frames = speech.metrics.audio._value.get()
+    fields = {"input": "a b " * 150, "non_streaming_mode": False, "response_format": response_format}
+    answer = server.speak(**fields, max_new_tokens=None)
+    assert answer.status == 400 and answer.error["type"] == "invalid_request_error"
+    assert re.search(r"takes at least 6\d\d of 512 positions: shorten input", answer.error["message"])
+    assert speech.metrics.audio._value.get() == frames
+    assert server.speak(**fields).status == 200  # the client's own max_new_tokens ends it before
+
+
+def test_speech_that_is_cut_off_is_not_a_short_file(server, caplog):
+    """Without max_new_tokens a speech may reach the end of the cache: the client must not take it for complete.
+
+    uvicorn's own words for it, "ASGI callable returned without completing response", were an error in the log.
+    """
     fields = {"input": "a" * 480, "max_new_tokens": None, "non_streaming_mode": True, "response_format": "pcm"}
     with pytest.raises(http.client.IncompleteRead):
         server.speak(**fields)
+    wait_until(lambda: caplog.messages)
+    assert all("was broken off: the speech was cut off after" in message for message in caplog.messages)
     with pytest.raises(http.client.IncompleteRead) as broken_off:  # some clients ignore an event with an error
         server.speak(**fields, stream_format="sse")
     *_, last = events_of(broken_off.value.partial)
@@ -682,17 +697,6 @@ def test_openai_streamed(client, server):
     assert b"".join(base64.b64decode(event["audio"]) for event in events[:-1]) == audio
 
 
-def test_the_example(preset_server, tmp_path):
-    """examples/openai_client.py writes a file, and streams."""
-    url = f"http://127.0.0.1:{preset_server.port}/v1"
-    for output in ("hello.flac", "-"):
-        command = [sys.executable, ROOT / "examples/openai_client.py", "Hello there.", output, "--url", url]
-        run = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=LIMIT)
-        assert run.returncode == 0, run.stderr
-    assert soundfile.info(tmp_path / "hello.flac").samplerate == 24000
-    assert run.stdout and len(run.stdout) % FRAME == 0
-
-
 def test_openai_errors(client):
     with pytest.raises(openai.BadRequestError, match="there is no voice 'nobody'") as caught:
         client.audio.speech.create(model="tts-1", voice="nobody", input="Hello.")
@@ -700,16 +704,17 @@ def test_openai_errors(client):
     assert [model.id for model in client.models.list()]
 
 
-def test_servers_that_share_a_folder_share_its_voices(checkpoint, tmp_path, wav):
+def test_servers_that_share_a_folder_share_its_voices(server, speech, checkpoint, wav):
     """A voice registered at one replica must not be unknown to the next, nor one that was removed live on there."""
-    speeches = [load_speech(checkpoint(), tmp_path / "voices") for _ in range(2)]
-    with RunningServer(speeches[0]) as first, RunningServer(speeches[1]) as second:
-        assert first.register("me", wav).status == 200
-        assert second.speak(voice="me").body == first.speak(voice="me").body
+    other = load_speech(checkpoint(), speech.settings.voices)
+    never_end(other)
+    with RunningServer(other) as second:
+        assert server.register("me", wav).status == 200
+        assert second.speak(voice="me").body == server.speak(voice="me").body
         assert second.register("me", wav).status == 400
         assert second.ask("DELETE", "/v1/audio/voices/me").status == 200
-        assert first.speak(voice="me").status == second.speak(voice="me").status == 400
-        assert first.register("me", wav, ref_text="what it says").status == 200
-        assert second.speak(voice="me").body == first.speak(voice="me").body
-    for speech in speeches:
-        speech.close()
+        assert server.speak(voice="me").status == second.speak(voice="me").status == 400
+        assert server.register("me", wav, ref_text="what it says").status == 200
+        assert second.speak(voice="me").body == server.speak(voice="me").body
+        assert server.ask("DELETE", "/v1/audio/voices/me").status == 200
+    other.close()

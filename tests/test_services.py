@@ -7,18 +7,16 @@ import sys
 import textwrap
 import warnings
 import weakref
-from functools import partial
 
 import pytest
 import torch
 from helpers import ROOT
 
-from cli.voices import speaker_prompt
-from fast.prompts import decoder_of
-from fast.text_table import use_text_table
-from fast.warm_up import warm_up
+from common.voices import speaker_prompt
 from generate import load, stream
-from serving.engine import Engine
+from speech.engine import Engine
+from speech.text_table import use_text_table
+from speech.warm_up import warm_up
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 
@@ -65,7 +63,7 @@ def test_global_state_is_left_alone(checkpoint):
             sys.stdout = io.StringIO()
             before = state()
             import generate
-            import serving.engine
+            import speech.engine
             after_import = state()
             tts = generate.load({folder}, "cpu", max_seq_len=64)
             after_load = state()
@@ -93,7 +91,7 @@ def test_a_fork(checkpoint):
         import os, sys
         import torch
         from generate import load, stream
-        from serving.engine import Engine
+        from speech.engine import Engine
 
         torch.set_num_threads(1)
         request = dict(text="Hi", speaker="aiden", language="Auto", max_new_tokens=3)
@@ -122,7 +120,7 @@ def test_a_fork(checkpoint):
 
         in_a_fork(speaks)
         tts = load({folder}, "cpu", max_seq_len=64)
-        engine = Engine(tts, max_streams=2)
+        engine = Engine(tts)
         in_a_fork(lambda: fails(lambda: tts.generate_custom_voice(**request)))
         in_a_fork(lambda: fails(lambda: list(stream(tts.generate_custom_voice, **request))))
         in_a_fork(lambda: fails(lambda: list(engine.stream(tts.generate_custom_voice, **request))))
@@ -139,25 +137,19 @@ def test_a_fork(checkpoint):
 def test_the_first_request_is_made_at_load(checkpoint, kind, monkeypatch, caplog):
     """It must not change what a user's seed gives, nor stay among the prompts. On a CPU nobody makes it."""
     tts = load(str(checkpoint(kind)), "cpu", max_seq_len=64)
-    decoder = decoder_of(tts)
-    decoder.host_talker = use_text_table(tts.model.talker)  # as on a GPU: prompts are made like earlier ones
+    speech = tts.speech
+    speech.host_talker = use_text_table(tts.model.talker)  # as on a GPU: prompts are made like earlier ones
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    lengths = []
-    monkeypatch.setattr(decoder, "frames", partial(note_lengths, lengths, decoder.frames))
+    launched = []
+    launch = speech.runner.launch
+    monkeypatch.setattr(speech.runner, "launch", lambda *arguments: launched.append(1) or launch(*arguments))
     with caplog.at_level("INFO"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        warm_up(tts, decoder)
-    assert lengths == [1, 1] and "slower" not in caplog.text
+        warm_up(tts)
+    assert len(launched) == 2 and "slower" not in caplog.text  # two requests of one frame each
     assert torch.equal(torch.get_rng_state(), before)
-    assert not decoder.prompt_templates.templates
-
-
-def note_lengths(lengths, frames, **request):
-    lengths.append(0)
-    for frame in frames(**request):
-        lengths[-1] += 1
-        yield frame
+    assert not speech.prompt_templates.templates and len(speech.runner.free) == 1
 
 
 def test_a_model_that_cannot_be_warmed_up_is_loaded(checkpoint, caplog):
@@ -165,40 +157,32 @@ def test_a_model_that_cannot_be_warmed_up_is_loaded(checkpoint, caplog):
     tts = load(str(checkpoint("custom_voice")), "cpu", max_seq_len=64)
     tts.generate_defaults["temperature"] = 0.0
     with caplog.at_level("INFO"):
-        warm_up(tts, decoder_of(tts))
+        warm_up(tts)
     assert "the first request will be slower than the others: temperature 0.0" in caplog.text
 
 
 def owners(tts) -> list[weakref.ref]:
     """References to what holds the memory of an accelerated model: weights, caches, buffers, the codec."""
-    decoder = tts.model.talker.generate.__self__
-    talker, predictor = decoder.graphs[1]
-    codec = tts.model.speech_tokenizer.decode.__self__
-    objects = [tts, tts.model, tts.model.talker, decoder, talker, predictor, talker.cache, codec, codec.samples]
-    objects += [talker.cache.layers[0].keys, tts.model.talker.codec_head.weight, *decoder.keepalive]
+    speech = tts.speech
+    runner = speech.runner
+    objects = [tts, tts.model, tts.model.talker, speech, speech.decoder, runner, runner.slots, runner.codec]
+    objects += [runner.slots.keys[0], runner.codec.samples, tts.model.talker.codec_head.weight, *runner.keepalive]
     return [weakref.ref(thing) for thing in objects]
 
 
-@pytest.mark.parametrize("use", ["whole call", "stream", "closed stream", "asyncio", "engine"])
-def test_a_model_can_be_freed(checkpoint, use):
+def test_a_model_can_be_freed(checkpoint):
     """A cache, a thread or a callback that keeps a model alive: the next one does not fit into the memory."""
-    folder = str(checkpoint("custom_voice"))
     request = dict(text="Hello.", speaker="aiden", language="Auto", max_new_tokens=6)
 
     def speak():
-        tts = load(folder, "cpu", max_seq_len=64)
+        tts = load(str(checkpoint("custom_voice")), "cpu", max_seq_len=64)
         method = tts.generate_custom_voice
-        if use == "whole call":
-            method(**request)
-        elif use == "stream":
-            list(stream(method, **request))
-        elif use == "closed stream":
-            next(stream(method, **request, chunk_frames=1))
-        elif use == "asyncio":
-            asyncio.run(asyncio.to_thread(lambda: list(stream(method, **request))))
-        else:
-            with Engine(tts, max_streams=2) as engine:
-                list(engine.stream(method, **request))
+        method(**request)
+        list(stream(method, **request))
+        next(stream(method, **request, chunk_frames=1))  # and left open
+        asyncio.run(asyncio.to_thread(lambda: list(stream(method, **request))))
+        with Engine(tts) as engine:
+            list(engine.stream(method, **request))
         return owners(tts)
 
     kept = speak()
@@ -212,20 +196,23 @@ def test_a_model_can_be_freed(checkpoint, use):
 def test_the_memory_of_a_gpu_comes_back(checkpoint):
     """Graphs, their pools and weights: what is left after the first model must not grow with the next."""
     folder = str(checkpoint("base", "0.6B"))
+    gc.collect()  # what other tests have left
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     left = []
     for _ in range(3):
-        tts = load(folder, max_seq_len=512)
+        tts = load(folder, max_seq_len=512, rows=4)
         speaker = torch.randn(tts.model.config.talker_config.hidden_size)
         request = dict(text="Hello.", voice_clone_prompt=speaker_prompt(speaker), max_new_tokens=20)
         tts.generate_voice_clone(**request)
         list(stream(tts.generate_voice_clone, **request))
-        with Engine(tts, max_streams=4) as engine:
+        with Engine(tts) as engine:
             list(engine.stream(tts.generate_voice_clone, **request))
         used = torch.cuda.memory_allocated()
         del tts, engine
         gc.collect()
         torch.cuda.empty_cache()
-        left.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+        left.append((torch.cuda.memory_allocated() - before[0], torch.cuda.memory_reserved() - before[1]))
         print(f"used {used / 2**20:.0f} MiB, left {left[-1][0] / 2**20:.1f}, reserved {left[-1][1] / 2**20:.1f}")
     assert used > 2**30
     for allocated, reserved in left:

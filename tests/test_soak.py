@@ -1,4 +1,4 @@
-"""Many requests of all kinds through one engine: none of them is wrong, every place is freed, and memory stays flat.
+"""Many requests of all kinds through one engine: none of them is wrong, every row is freed, and memory stays flat.
 
 On a CPU every tenth stream is compared with the same request alone. On a GPU, where rounding depends on the batch size,
 its codes are checked against float32: with the same tokens forced, each code must be among the best, for a sampled code
@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from helpers import GREEDY, joined
+from helpers import GREEDY, engine_of, joined
 
-from cli.voices import speaker_prompt
-from fast.prompts import build_request
+from common.voices import speaker_prompt
 from generate import load, load_upstream, stream
-from serving.engine import Engine
+from speech.engine import Engine
+from speech.prompts import build_request
 
 WORDS = "the first sound of a voice arrives before you notice that anything was asked".split()
 LIMIT = 600  # seconds
@@ -53,22 +53,22 @@ class Soak:
         self.codes = {}
         self.abandoned = []
         self.memory = []
-        submit, decode = engine.submit, engine.decode
+        submit, decode_chunk, slots = engine.submit, engine.runner.decode_chunk, engine.runner.slots
 
         def submit_and_remember(stream, method, text, seed, kwargs):
             if seed % 10 == 0:
                 self.codes[seed] = stream.kept_codes = []
             return submit(stream, method, text, seed, kwargs)
 
-        def decode_and_keep(streams, size):
+        def decode_and_keep(streams, size, hand_over):
             for one in streams:
                 if hasattr(one, "kept_codes"):
-                    source = engine.single[1].codes[0] if engine.in_single else engine.slots.codes[one.slot]
-                    one.kept_codes.append(source[one.decoded : one.decoded + size].clone())
-            decode(streams, size)
+                    one.kept_codes.append(slots.codes[one.row, one.decoded : one.decoded + size].clone())
+            decode_chunk(streams, size, hand_over)
 
-        engine.submit, engine.decode = submit_and_remember, decode_and_keep
-        with ThreadPoolExecutor(at_once) as threads:
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(at_once) as threads:
+            patch.setattr(engine, "submit", submit_and_remember)
+            patch.setattr(engine.runner, "decode_chunk", decode_and_keep)
             for number, job in enumerate([threads.submit(self.listen, number) for number in range(len(requests))]):
                 job.result(LIMIT)
                 if number % 100 == 99:
@@ -82,7 +82,7 @@ class Soak:
         elif number % 10 == 1:  # leaves early
             next(chunks)
             chunks.close()
-        elif number % 20 == 2:  # stops reading, and loses its place when others want it
+        elif number % 20 == 2:  # stops reading, and loses its row when others want it
             next(chunks)
             self.abandoned.append(chunks)
         else:
@@ -95,12 +95,12 @@ def memory() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
-def assert_all_places_are_free(engine) -> None:
+def assert_all_rows_are_free(engine) -> None:
     end = time.monotonic() + LIMIT
-    while engine.active or engine.waiting or engine.preparing:
-        assert time.monotonic() < end, "a place was never freed"
+    while engine.active or engine.intake.waiting or engine.intake.preparing:
+        assert time.monotonic() < end, "a row was never freed"
         time.sleep(0.01)
-    assert sorted(engine.free_slots) == list(range(engine.max_streams))
+    assert sorted(engine.runner.free) == list(range(engine.runner.rows)) and not engine.runner.active
 
 
 @pytest.mark.slow
@@ -109,9 +109,9 @@ def test_on_a_cpu(voices):
     prompts = [voice.arguments["voice_clone_prompt"], voices("in-context").arguments["voice_clone_prompt"]]
     requests = [request_number(number, prompts, 12) for number in range(60)]
     threads_before = threading.active_count()
-    with Engine(voice.fast, max_streams=4, max_unread=2, patience=0.2) as engine:
+    with engine_of(voice.fast, 4, max_unread=2, patience=0.2) as engine:
         soak = Soak(engine, requests, at_once=8)
-        assert_all_places_are_free(engine)
+        assert_all_rows_are_free(engine)
     assert threading.active_count() <= threads_before
     for number, audio in soak.audio.items():
         request = dict(requests[number])
@@ -123,18 +123,18 @@ def test_on_a_cpu(voices):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu(checkpoint, recording):
-    from tools.parity import Forced
+    from benchmarks.parity import Forced
 
     folder = str(checkpoint("base", "0.6B"))
-    tts = load(folder, max_seq_len=256)
+    tts = load(folder, max_seq_len=256, rows=64)
     speakers = torch.randn(3, 1024, generator=torch.Generator().manual_seed(0))
     prompts = [speaker_prompt(speaker) for speaker in speakers]
     prompts.append(tts.create_voice_clone_prompt(recording, "what it says"))
     requests = [request_number(number, prompts, 24) for number in range(2000)]
     start = time.monotonic()
-    with Engine(tts, max_streams=64, max_unread=2, patience=0.5) as engine:
+    with Engine(tts, max_unread=2, patience=0.5) as engine:
         soak = Soak(engine, requests, at_once=96)
-        assert_all_places_are_free(engine)
+        assert_all_rows_are_free(engine)
         print(f"\n{len(requests)} requests in {time.monotonic() - start:.0f} s")
         assert soak.memory[-1] <= 1.01 * soak.memory[2], f"GPU memory grew: {soak.memory}"
         print("GPU memory, MiB:", soak.memory[2] >> 20, "to", soak.memory[-1] >> 20)
@@ -145,6 +145,7 @@ def test_on_a_gpu(checkpoint, recording):
         arguments = dict(requests[number])
         arguments.pop("seed")
         request = build_request(tts.generate_voice_clone, **arguments)
+        request = {name: value.cuda() if torch.is_tensor(value) else value for name, value in request.items()}
         codes = torch.cat(kept)
         logits, _ = exact.logits(codes, **request)  # (T * 15, V')
         chosen = codes[:, 1:].reshape(-1, 1).cpu()

@@ -1,5 +1,6 @@
 """On a GPU prompts are built on the host. On a CPU the same code must build the same prompts."""
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -7,12 +8,12 @@ import pytest
 import torch
 from helpers import VOICES, joined
 
-from cli.voices import speaker_prompt
-from fast.arriving_text import ArrivingText
-from fast.prompt_templates import PromptTemplate, template_key
-from fast.prompts import build_request, decoder_of, request_for
-from fast.text_table import HostTalker, TextTable, use_text_table
+from common.voices import speaker_prompt
 from generate import accelerate, load_upstream, stream
+from speech.arriving_text import ArrivingText
+from speech.prompt_templates import PromptTemplate, template_key
+from speech.prompts import build_request, request_for
+from speech.text_table import HostTalker, TextTable, use_text_table
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 
@@ -28,8 +29,7 @@ def test_the_host_builds_the_same_prompt(voice, monkeypatch, non_streaming_mode,
     method = getattr(voice.fast, voice.method)
     arguments = dict(text=text, non_streaming_mode=non_streaming_mode, **voice.arguments)
     expected = build_request(method, **arguments)
-    decoder = decoder_of(voice.fast)
-    monkeypatch.setattr(decoder, "host_talker", HostTalker(voice.fast.model.talker))
+    monkeypatch.setattr(voice.fast.speech, "host_talker", HostTalker(voice.fast.model.talker))
     request = build_request(method, **arguments)
     assert request.keys() == expected.keys()
     for name, value in request.items():
@@ -48,7 +48,7 @@ def test_a_model_with_a_table_speaks_as_before(voice):
     for _ in range(2):
         host_talker = use_text_table(tts.model.talker)
         accelerate(tts, max_seq_len=384)
-        decoder_of(tts).host_talker = host_talker
+        tts.speech.host_talker = host_talker
         torch.manual_seed(0)
         torch.testing.assert_close(
             torch.tensor(joined(stream(getattr(tts, voice.method), **arguments))),
@@ -63,30 +63,42 @@ def test_a_model_with_a_table_speaks_as_before(voice):
     torch.testing.assert_close(table(ids), project(embed(ids)))
 
 
+@pytest.fixture(scope="module")
+def tables():
+    """tables(folder) -> its model with a text table, as on a GPU."""
+
+    @functools.cache
+    def load_with_table(folder):
+        tts = load_upstream(str(folder), "cpu")
+        host_talker = use_text_table(tts.model.talker)
+        accelerate(tts, max_seq_len=384)
+        tts.speech.host_talker = host_talker
+        return tts
+
+    return load_with_table
+
+
 @pytest.fixture
-def with_table(voice):
-    """The same model with its text table, as on a GPU."""
-    tts = load_upstream(str(voice.folder), "cpu")
-    host_talker = use_text_table(tts.model.talker)
-    accelerate(tts, max_seq_len=384)
-    decoder_of(tts).host_talker = host_talker
+def with_table(voice, tables):
+    tts = tables(voice.folder)
+    tts.speech.prompt_templates.clear()
     return tts
 
 
 @pytest.mark.parametrize("non_streaming_mode", [True, False, None])
 def test_a_prompt_like_an_earlier_one_is_upstreams(voice, with_table, non_streaming_mode):
     """Texts of one token and of many, other settings in between; a template must not take over another request's."""
-    decoder, method = decoder_of(with_table), getattr(with_table, voice.method)
+    speech, method = with_table.speech, getattr(with_table, voice.method)
     layout = {} if non_streaming_mode is None else dict(non_streaming_mode=non_streaming_mode)
     for number, text in enumerate(["Hello there.", "a", "你好，<|im_end|> cafe\u0301", "one two three " * 20]):
         for settings in (dict(top_k=20), dict(top_k=20, temperature=0.5, language="Chinese")):
             arguments = voice.arguments | layout | settings
             expected = build_request(method, text=text, **arguments)
-            request = request_for(decoder, method, text, arguments)
+            request = request_for(speech, method, text, arguments)
             assert request.keys() == expected.keys()
             for name, value in request.items():
                 assert torch.equal(value, expected[name]) if torch.is_tensor(value) else value == expected[name]
-        templates = decoder.prompt_templates.templates
+        templates = speech.prompt_templates.templates
         assert len(templates) == 2
         assert all(template.layout for template in templates.values()), f"not used for text {number}"
 
@@ -94,10 +106,10 @@ def test_a_prompt_like_an_earlier_one_is_upstreams(voice, with_table, non_stream
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_text_that_arrives_has_upstreams_prompt(voice, with_table, is_finished):
     """Its prompt is made like an earlier one, too: upstream's code takes a millisecond or two."""
-    decoder, method = decoder_of(with_table), getattr(with_table, voice.method)
+    speech, method = with_table.speech, getattr(with_table, voice.method)
     arguments = voice.arguments | dict(non_streaming_mode=False)
     for _ in range(2):
-        text = ArrivingText(decoder, method, **arguments)
+        text = ArrivingText(speech, method, **arguments)
         text.push("Hello there")
         if is_finished:
             text.finish()
@@ -107,22 +119,21 @@ def test_text_that_arrives_has_upstreams_prompt(voice, with_table, is_finished):
         assert known >= 1
         assert torch.equal(request["inputs_embeds"], whole["inputs_embeds"])
         assert torch.equal(request["trailing_text_hidden"], whole["trailing_text_hidden"][:, :known])
-    (template,) = decoder.prompt_templates.templates.values()
+    (template,) = speech.prompt_templates.templates.values()
     assert template.layout
 
 
-def test_another_speaker_is_another_template(voices, with_table, voice):
-    if voice.method != "generate_voice_clone":
-        pytest.skip("has no speaker embedding")
-    decoder, method = decoder_of(with_table), with_table.generate_voice_clone
+@pytest.mark.parametrize("voice", ["x-vector"], indirect=True)
+def test_another_speaker_is_another_template(with_table, voice):
+    speech, method = with_table.speech, with_table.generate_voice_clone
     speaker = torch.load(voice.folder / "speaker.pt", weights_only=True)
     for scale in (1.0, 2.0):
         prompt = speaker_prompt(speaker * scale)
         for _ in range(2):
-            request = request_for(decoder, method, "Hello.", dict(voice_clone_prompt=prompt, language="English"))
+            request = request_for(speech, method, "Hello.", dict(voice_clone_prompt=prompt, language="English"))
             expected = build_request(method, text="Hello.", voice_clone_prompt=prompt, language="English")
             assert torch.equal(request["inputs_embeds"], expected["inputs_embeds"])
-    assert len(decoder.prompt_templates.templates) == 2
+    assert len(speech.prompt_templates.templates) == 2
 
 
 def test_what_cannot_be_compared_has_no_template(voices):
@@ -135,14 +146,14 @@ def test_what_cannot_be_compared_has_no_template(voices):
 
 
 def test_another_layout_is_left_to_upstream(voice, with_table, monkeypatch):
-    decoder, method = decoder_of(with_table), getattr(with_table, voice.method)
+    speech, method = with_table.speech, getattr(with_table, voice.method)
     monkeypatch.setattr(PromptTemplate, "is_upstreams", lambda *_: False)
     for _ in range(2):
-        request = request_for(decoder, method, "Hello.", voice.arguments)
+        request = request_for(speech, method, "Hello.", voice.arguments)
         assert torch.equal(
             request["inputs_embeds"], build_request(method, text="Hello.", **voice.arguments)["inputs_embeds"]
         )
-    (template,) = decoder.prompt_templates.templates.values()
+    (template,) = speech.prompt_templates.templates.values()
     assert template.layout is None
 
 
@@ -150,25 +161,25 @@ def test_another_layout_is_left_to_upstream(voice, with_table, monkeypatch):
 @pytest.mark.parametrize("non_streaming_mode", [True, False])
 def test_a_prompt_stays_in_its_thread(voice, with_table, non_streaming_mode):
     """Waking torch's thread pool has taken 5 to 20 ms on a virtual machine, longer than the rest of the first audio."""
-    decoder, method = decoder_of(with_table), getattr(with_table, voice.method)
+    speech, method = with_table.speech, getattr(with_table, voice.method)
     arguments = voice.arguments | dict(non_streaming_mode=non_streaming_mode)
-    request_for(decoder, method, "Hello.", arguments)
+    request_for(speech, method, "Hello.", arguments)
 
-    def count_threads() -> int:
-        return len(list(Path("/proc/self/task").iterdir()))
+    def threads_now() -> set[str]:
+        return {task.name for task in Path("/proc/self/task").iterdir()}
 
-    def build() -> list[int]:  # in a new thread, which has no pool yet
+    def build() -> tuple[set[str], set[str]]:  # in a new thread, which has no pool yet
         torch.set_num_threads(4)
-        counts = [count_threads()]
-        request = request_for(decoder, method, "one two three " * 1000, arguments)
-        counts.append(count_threads())
+        before = threads_now()
+        request = request_for(speech, method, "one two three " * 1000, arguments)
+        by_prompt = threads_now() - before
         request["inputs_embeds"].new_ones(1 << 16).add_(1)
-        return [*counts, count_threads()]
+        return by_prompt, threads_now() - before
 
     threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(1) as pool:
-            before, after, with_pool = pool.submit(build).result()
+            by_prompt, by_pool = pool.submit(build).result()
     finally:
         torch.set_num_threads(threads)
-    assert before == after < with_pool
+    assert not by_prompt and by_pool

@@ -10,7 +10,6 @@ from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, wait_until, wait
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from serving.engine import Engine
 from serving.speech import Speech, Utterance
 
 CONFIG = {"type": "session.config", "voice": "speaker", "response_format": "pcm", **SHORT}
@@ -109,7 +108,7 @@ def test_text_that_comes_after_the_speech_has_ended(server, speech, monkeypatch)
     """It was dropped without a word, and so was the next utterance. Here the model ends after five frames."""
     monkeypatch.setattr(speech, "sampling", lambda style: Speech.sampling(speech, style) | {"max_new_tokens": 6})
     monkeypatch.setattr(Utterance, "was_asked_to_end", lambda _: False)
-    monkeypatch.setattr(Engine, "warn_if_cut_off", lambda *_: None)
+    monkeypatch.setattr("speech.utterance.Utterance.warn_if_cut_off", lambda *_: None)
     expected = {text: server.speak(input=text, response_format="pcm").body for text in ("Hello there.", "More of it.")}
     with client(server) as session:
         session.send(**CONFIG)

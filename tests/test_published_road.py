@@ -1,0 +1,291 @@
+"""The files as they are published: a vocabulary above 100,000 entries, in folders and in the hub's cache, offline.
+
+transformers treats a tokenizer of that size in other ways than a small one, and a folder in other ways than a hub id.
+"""
+
+import functools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import huggingface_hub
+import pytest
+import transformers
+from helpers import GREEDY, ROOT, Voice, joined
+from safetensors.torch import load_file, save_file
+
+from cli.speaking import count_tokens, text_tokenizer
+from common import checkpoints
+from common.checkpoints import display_name, missing_files, read_config
+from generate import MODELS, QWEN_PATTERN, Qwen3TTSModel, load_upstream, stream
+from speech import incremental_tokenizer
+from tools.random_checkpoint import write_checkpoint
+
+TEXT = "iPhone and McDonald's YouTube: 12 <|im_end|>\n\n  naïve CAFÉs, 今天天气真好 🎉"
+NOT_PUBLISHED = "tokenizer.json", "added_tokens.json", "special_tokens_map.json"
+NEEDED = ("config.json", "vocab.json", "merges.txt", "model.safetensors", "speech_tokenizer/model.safetensors")
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory):
+    """published(kind) -> a folder with the files of the published models, and speaker.pt for a Base model."""
+
+    @functools.cache
+    def write(kind):
+        folder = tmp_path_factory.mktemp("published") / f"Qwen3-TTS-{kind}"
+        write_checkpoint(folder, "tiny", kind, merges=105_000)
+        for name in NOT_PUBLISHED:
+            (folder / name).unlink()
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"transformers_version": "4.57.3"}))
+        processor = {"padding_side": "left", "padding_value": 0.0, "processor_class": "Qwen3TTSProcessor"}
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def hub_cache(published, tmp_path_factory):
+    """The hub's cache after a download of 0.6B: refs, snapshots, and links to blobs."""
+    folder, home = published("base"), tmp_path_factory.mktemp("huggingface")
+    repository = home / "hub" / ("models--" + MODELS["0.6B"].replace("/", "--"))
+    snapshot = repository / "snapshots" / ("0123456789" * 4)
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(snapshot.name)
+    (repository / "blobs").mkdir()
+    for number, file in enumerate(file for file in sorted(folder.rglob("*")) if file.is_file()):
+        blob = repository / "blobs" / f"{number:040x}"
+        shutil.copyfile(file, blob)
+        link = snapshot / file.relative_to(folder)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    return home
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """The names that are looked up, none of which is found."""
+    asked = []
+
+    def look_up(host, *_, **__):
+        asked.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, "no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return asked
+
+
+def use_cache(monkeypatch, home):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(home / "hub"))
+    read_config.cache_clear()
+    text_tokenizer.cache_clear()
+
+
+@functools.cache
+def qwen_tokens(folder):
+    """What upstream has by hub id: a tokenizer that nobody has given another pattern."""
+    return transformers.Qwen2TokenizerFast.from_pretrained(folder, fix_mistral_regex=False)(TEXT).input_ids
+
+
+def tokens(tts):
+    return tts.processor.tokenizer(TEXT).input_ids
+
+
+# ---- One tokenization
+
+
+def test_both_places_have_the_same_pattern():
+    """generate.py stands alone and speech/ does not import it, so each has a copy."""
+    assert QWEN_PATTERN == incremental_tokenizer.PRE_TOKENS
+
+
+def test_the_pattern_is_the_one_of_training(published):
+    """From a folder, words like iPhone were cut as Mistral does, into tokens that the model was not trained on."""
+    folder = published("base")
+    assert tokens(load_upstream(str(folder), "cpu")) == qwen_tokens(folder)
+    if transformers.__version__.startswith("4."):  # else this test shows nothing
+        assert tokens(Qwen3TTSModel.from_pretrained(str(folder))) != qwen_tokens(folder)
+
+
+def test_tokens_are_counted_by_the_models_own_tokenizer(published):
+    folder = published("base")
+    assert count_tokens(str(folder), TEXT) == len(qwen_tokens(folder))
+
+
+@pytest.mark.parametrize("name", ["in-context", "preset", "designed"])
+def test_every_voice_has_upstreams_tokens(published, recording, name):
+    """Whole, streamed, and from text that is still arriving, which was refused for published models in a folder."""
+    voice = Voice(name, published, recording).end_comes_up(False)
+    voice.assert_same_tokens(text=TEXT, max_new_tokens=9)
+    method = getattr(voice.fast, voice.method)
+    arguments = voice.arguments | GREEDY | dict(max_new_tokens=9, non_streaming_mode=False)
+    pieces = (TEXT[start : start + 3] for start in range(0, len(TEXT), 3))
+    arriving = joined(stream(method, text=pieces, **arguments))
+    whole = joined(stream(method, text=TEXT, **arguments))
+    assert len(arriving) == len(whole) and abs(arriving - whole).max() < 1e-5
+
+
+# ---- Folders
+
+
+def test_ways_to_name_a_folder(published, tmp_path, monkeypatch):
+    """Relative, by a link, with a slash at the end, and one that nobody may write to."""
+    folder = published("base")
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    read_only = tmp_path / "read-only"
+    shutil.copytree(folder, read_only)
+    for path in (*read_only.rglob("*"), read_only):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    monkeypatch.chdir(folder.parent)
+    names = {f"./{folder.name}": folder.name, f"{folder}/": folder.name, str(link): "link", str(read_only): "read-only"}
+    before = sorted(read_only.rglob("*"))
+    for model, name in names.items():
+        assert read_config(model)["tts_model_type"] == "base"
+        assert display_name(model) == name
+    for model in (f"./{folder.name}", str(read_only)):
+        assert tokens(load_upstream(model, "cpu")) == qwen_tokens(folder)
+    assert sorted(read_only.rglob("*")) == before
+    monkeypatch.chdir(folder)
+    assert display_name(".") == folder.name
+
+
+def copy_with_links(folder, to, without=()):
+    to.mkdir(exist_ok=True)
+    for file in folder.rglob("*"):
+        name = str(file.relative_to(folder))
+        if file.is_file() and name not in without:
+            (to / name).parent.mkdir(exist_ok=True)
+            (to / name).symlink_to(file)
+    return to
+
+
+@pytest.mark.parametrize("file", NEEDED)
+def test_a_missing_file_is_named(published, tmp_path, file):
+    """Without merges.txt the error was that protobuf is not installed."""
+    folder = copy_with_links(published("base"), tmp_path / "model", without=[file])
+    with pytest.raises(ValueError, match=f"it has no {file}: "):
+        read_config(str(folder))
+
+
+def test_optional_files(published, tmp_path):
+    """The vocabulary may be in tokenizer.json alone, and then has its pattern in it, which may be Mistral's."""
+    original = published("base")
+    folder = copy_with_links(original, tmp_path / "model", ("vocab.json", "merges.txt", "preprocessor_config.json"))
+    upstreams = transformers.Qwen2TokenizerFast.from_pretrained(original, fix_mistral_regex=True)
+    upstreams.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    read_config(str(folder))
+    assert tokens(load_upstream(str(folder), "cpu")) == qwen_tokens(original)
+
+
+def in_shards(folder, to):
+    """A copy of a checkpoint whose weights are in two files with an index."""
+    copy_with_links(folder, to, without=["model.safetensors"])
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights)
+    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for shard, part in shards.items():
+        save_file({name: weights[name] for name in part}, to / shard, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: shard for shard, part in shards.items() for name in part}}
+    (to / "model.safetensors.index.json").write_text(json.dumps(index))
+    return to
+
+
+def test_shards(published, tmp_path):
+    """A missing shard or index was a bare "No such file"."""
+    folder = in_shards(published("base"), tmp_path / "model")
+    assert read_config(str(folder))
+    weights = load_upstream(str(folder), "cpu").model.state_dict()
+    for name, expected in load_file(published("base") / "model.safetensors").items():
+        assert weights[name].equal(expected.float()), name
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    assert missing_files(folder) == ["model-00002-of-00002.safetensors"]
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="index.json .* download it again"):
+        missing_files(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    assert missing_files(folder) == ["model.safetensors.index.json"]
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    assert missing_files(folder) == ["model.safetensors"]
+
+
+# ---- The hub's cache
+
+
+@pytest.mark.parametrize("offline", [False, True], ids=["no network", "HF_HUB_OFFLINE"])
+def test_what_is_in_the_cache_needs_no_network(published, hub_cache, no_network, monkeypatch, offline):
+    """With a hub id, transformers 4.57 asks the hub about the model's tags: without network for six minutes."""
+    use_cache(monkeypatch, hub_cache)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    for name in ("0.6B", MODELS["0.6B"]):
+        assert read_config(name)["tts_model_type"] == "base"
+        assert count_tokens(name, TEXT) == len(qwen_tokens(published("base")))
+    assert tokens(load_upstream("0.6B", "cpu")) == qwen_tokens(published("base"))
+    assert no_network == []
+
+
+def test_a_snapshot_given_as_a_folder(published, hub_cache):
+    """The server called it by its hash."""
+    (snapshot,) = hub_cache.glob("hub/*/snapshots/*")
+    assert display_name(str(snapshot)) == display_name(f"{snapshot}/") == "Qwen3-TTS-12Hz-0.6B-Base"
+    assert display_name("0.6B") == "0.6B" and display_name("owner/name") == "name"
+    assert read_config(str(snapshot)) == read_config(str(published("base")))
+
+
+@pytest.mark.parametrize("cached", ["nothing", "not the weights"])
+def test_no_network_and_no_weights(hub_cache, no_network, monkeypatch, tmp_path, cached):
+    home = tmp_path / "huggingface"
+    if cached == "not the weights":
+        shutil.copytree(hub_cache, home, symlinks=True)
+        next(home.glob("hub/*/snapshots/*/model.safetensors")).unlink()
+    use_cache(monkeypatch, home)
+    with pytest.raises(ValueError, match=r"0\.6B-Base cannot be downloaded .* check the name and the network"):
+        read_config("0.6B")
+    assert set(no_network) == {"huggingface.co"}
+
+
+def test_half_a_cache_is_completed(published, hub_cache, monkeypatch, tmp_path):
+    """An interrupted download leaves a snapshot without its weights."""
+    home = tmp_path / "huggingface"
+    shutil.copytree(hub_cache, home, symlinks=True)
+    (weights,) = home.glob("hub/*/snapshots/*/model.safetensors")
+    blob = weights.readlink()
+    weights.unlink()
+    use_cache(monkeypatch, home)
+    downloads = []
+
+    def download(name, local_files_only=False, **_):
+        if not local_files_only:
+            downloads.append(name)
+            weights.symlink_to(blob)
+        return str(weights.parent)
+
+    monkeypatch.setattr("generate.snapshot_download", download)
+    assert tokens(load_upstream("0.6B", "cpu")) == qwen_tokens(published("base"))
+    assert downloads == [MODELS["0.6B"]]
+
+
+@pytest.mark.slow
+def test_generate_speaks_offline(hub_cache, published, tmp_path):
+    """The whole program, as after `./setup.sh 0.6B`, on a mixed-case text that comes through a pipe."""
+    speaker = published("base") / "speaker.pt"
+    command = [sys.executable, ROOT / "generate.py", "--text", "-", "--stream", "--speaker", speaker]
+    result = subprocess.run(
+        [*command, "--output", tmp_path / "out.wav", "--max-seq-len", "64"],
+        input="The iPhone.",
+        env=os.environ | {"HF_HOME": str(hub_cache), "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub_cache / "hub")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0 and (tmp_path / "out.wav").is_file(), result.stderr
+    assert "s of audio" in result.stdout
+
+
+def test_the_configs_of_both_have_the_same_models():
+    assert checkpoints.MODELS == MODELS
