@@ -11,7 +11,7 @@ import soundfile
 import torch
 from helpers import GREEDY, joined
 
-import cli.options
+import cli.__main__
 from cli import speaking
 from speech.long_text import frame_limit, speak, split_text, stream_long
 from speech.streaming import stream
@@ -172,7 +172,7 @@ def test_resume(checkpoint, tmp_path, monkeypatch, capsys, join):
     def speak_to(name, *more):
         monkeypatch.setattr(sys, "argv", ["generate.py", *arguments, "--output", str(tmp_path / name), *more])
         with warnings.catch_warnings():
-            cli.options.main()
+            cli.__main__.main()
         return {path.name: path.read_bytes() for path in sorted(tmp_path.glob(f"{name.split('.')[0]}*.wav"))}
 
     whole = speak_to("whole.wav")
@@ -220,7 +220,7 @@ def test_paragraphs_and_pauses(checkpoint, tmp_path, monkeypatch, capsys):
     )
     monkeypatch.setattr(sys, "argv", ["generate.py", *words, "--pause", "1"])
     with warnings.catch_warnings():
-        cli.options.main()
+        cli.__main__.main()
     assert texts == ["One two.", "Three."]
     audio, rate = soundfile.read(out)
     silent = np.convolve(audio == 0, np.ones(rate), "valid").max()
