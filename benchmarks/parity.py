@@ -7,8 +7,10 @@ compared with the error of the model's own bfloat16 forward.
 Shapes: T frames, 16 codes per frame, V vocabulary of the talker, V' of the predictor, H hidden size.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -31,19 +33,25 @@ class Forced:
         self.rows = Slots(talker.config, rows, round_up(length), talker.dtype, talker.device)
         self.frame = kind(talker, self.rows)
         self.launches = self.frame.launches
-        heads = [*talker.code_predictor.lm_head, talker.codec_head]
-        self.head_outputs = [head.weight.new_zeros(len(head.weight)) for head in heads]  # of the last row
-        hooks = [] if self.launches else [*map(self.keep_output, heads, self.head_outputs)]
-        self.frame.capture(None)
-        if talker.device.type == "cuda":  # the graphs have captured what the hooks do
-            for hook in hooks:
-                hook.remove()
+        self.heads = [*talker.code_predictor.lm_head, talker.codec_head]
+        self.head_outputs = [head.weight.new_zeros(len(head.weight)) for head in self.heads]  # of the last row
+        with self.keep_head_outputs():
+            self.frame.capture(None)
 
-    def keep_output(self, head, output: torch.Tensor):
-        def keep(head, inputs, logits) -> None:
+    @contextlib.contextmanager
+    def keep_head_outputs(self) -> Iterator[None]:
+        """Hooks that copy each head's logits. A CUDA graph captures the copies; without one they run with the frame."""
+
+        def keep(output: torch.Tensor, head, inputs, logits: torch.Tensor) -> None:
             output.copy_(logits[-1])
 
-        return head.register_forward_hook(keep)
+        outputs = [] if self.launches else self.head_outputs
+        hooks = [head.register_forward_hook(partial(keep, output)) for head, output in zip(self.heads, outputs)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def prefill(self, row: int, inputs_embeds, trailing_text_hidden, tts_pad_embed, **_) -> None:
         """Takes the arguments of talker.generate, in any dtype."""
@@ -79,8 +87,9 @@ class Forced:
             codes = tokens[frame.clamp(0, len(tokens) - 1)]  # (B, 16)
             rows.token.copy_(codes[:, :1])
             rows.code_noise.fill_(1e30).scatter_(-1, codes[:, 1:, None], 1e-30)  # the sampler chooses these
-            self.frame.predict()
-            self.frame.step()
+            with self.keep_head_outputs():
+                self.frame.predict()
+                self.frame.step()
             after_frame()
             if self.launches:
                 of_codes, of_token = (launch.logits()[-1] for launch in self.launches)
