@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.checkpoints import MODELS, check_speaker_file
 from common.scripts import Parser, check_device_name, cli_errors, heavy_imports
-from serving.settings import API_KEY_VARIABLE, LIMITS, Settings, check_model, check_origin
+from serving.settings import API_KEY_VARIABLE, LIMITS, Settings, check_host, check_model, check_origin
 
 PACKAGES = "fastapi", "uvicorn", "websockets", "prometheus_client", "python_multipart"
 
@@ -49,6 +49,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--cors-origin", action="append", default=[], help="web pages of this origin may call the server, or *"
     )
+    parser.add_argument(
+        "--allow-host", action="append", default=[], help="another name of this machine, for containers and proxies"
+    )
+    parser.add_argument("--open-lists", action="store_true", help="list voices and models without the key")
     parser.add_argument("--voices", type=Path, default=Settings.voices, help="folder of the registered voices")
     parser.add_argument(
         "--speaker", type=Path, action="append", default=[], help="a speaker.pt; its voice has the file's name"
@@ -69,7 +73,8 @@ def make_settings(args: argparse.Namespace) -> Settings:
     limits = {item.name: getattr(args, item.name) for item in LIMITS}
     api_key = os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key
     origins = tuple(map(check_origin, args.cors_origin))
-    return Settings(api_key, origins, voices=args.voices, **limits)
+    hosts = tuple(map(check_host, args.allow_host))
+    return Settings(api_key, origins, hosts=hosts, open_lists=args.open_lists, voices=args.voices, **limits)
 
 
 def check_folder(folder: Path) -> None:

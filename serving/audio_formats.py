@@ -1,21 +1,29 @@
-"""Audio as bytes on the wire: speech encoded for clients, and their recordings decoded with limits."""
+"""Audio as bytes on the wire: speech encoded for clients, and their recordings decoded with limits.
 
+PyAV, which brings FFmpeg's libraries, encodes and changes the tempo while the speech is made. wav and pcm need neither.
+"""
+
+import asyncio
 import base64
 import binascii
 import contextlib
 import io
 import re
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterator
+from fractions import Fraction
 
-import anyio.to_thread
 import numpy as np
 import soundfile
 
-from common import audio_files
-from common.audio_files import Chunk, check_recording, to_int16, wav_header
-from common.output_files import FORMATS
+from common.audio_files import UNKNOWN_LENGTH, Chunk, check_recording, to_int16, wav_header
 from serving.errors import ApiError
+from serving.requests import Style
 from serving.settings import Settings
+
+try:
+    import av
+except ImportError:  # check_encoding says so
+    av = None
 
 CONTENT_TYPES = {
     "wav": "audio/wav",
@@ -23,38 +31,153 @@ CONTENT_TYPES = {
     "flac": "audio/flac",
     "mp3": "audio/mpeg",
     "opus": "audio/ogg",
+    "aac": "audio/aac",
 }
-STREAMABLE = {"wav", "pcm"}  # the others are sent when they are complete
+# FFmpeg's container, codec, bits per second and options. mp3 has no header with its length, which is unknown; a page of
+# Ogg is one frame of speech, as it leaves when it is full.
+COMPRESSED = {
+    "flac": ("flac", "flac", None, {}),
+    "mp3": ("mp3", "libmp3lame", 96_000, {"write_xing": "0"}),
+    "opus": ("ogg", "libopus", 64_000, {"page_duration": "80000"}),
+    "aac": ("adts", "aac", 96_000, {}),
+}
+SLOWEST_STEP = 0.5  # of FFmpeg's atempo: a slower tempo takes two of them
 
 READABLE = {"WAV", "WAVEX", "FLAC", "OGG", "MP3"}  # soundfile's names of the formats that clients may upload
 MAX_CHANNELS = 2
 SAMPLE_RATES = range(8000, 96001)
 
 
-async def encode_stream(chunks: AsyncIterable[Chunk], name: str, whole: bool) -> AsyncIterator[bytes]:
-    """Audio in the format `name`, as it is made or, if `whole`, in one piece."""
-    async with contextlib.aclosing(aiter(chunks)) as chunks:  # closing this ends the speech, too
-        if whole:
-            pieces = [chunk async for chunk in chunks]
-            yield await anyio.to_thread.run_sync(encode, *audio_files.join(pieces), name)
-            return
-        is_first = True
+def check_encoding(style: Style) -> None:
+    """Whether this server can encode what is asked for."""
+    if av is None and (style.response_format in COMPRESSED or style.speed != 1):
+        what = style.response_format if style.response_format in COMPRESSED else "speed"
+        raise ApiError(
+            f"{what} needs PyAV, which this server lacks: run pip install av there, or ask for wav or pcm at speed 1",
+            param="response_format" if what == style.response_format else "speed",
+            code="not_installed",
+        )
+
+
+async def encode_stream(utterance, style: Style) -> AsyncIterator[bytes]:
+    """Audio in the format and tempo of `style`, as it is made. Closing this ends the speech, too."""
+    encoder = None
+    async with contextlib.aclosing(aiter(utterance)) as chunks:
         async for samples, rate in chunks:
-            data = to_int16(samples).tobytes()
-            if is_first and name == "wav":
-                data = wav_header(rate, audio_files.UNKNOWN_LENGTH) + data
-            is_first = False
-            yield data
+            encoder = encoder or Encoder(style.response_format, rate, style.speed)
+            if data := await encoder.run(encoder.add, to_int16(samples)):
+                yield data
+    if encoder and (data := await encoder.run(encoder.finish)):
+        yield data
 
 
-def encode(samples: np.ndarray, rate: int, name: str) -> bytes:
-    """A complete file."""
-    if name == "pcm":
-        return to_int16(samples).tobytes()
-    sound_format, subtype = FORMATS[f".{name}"]
-    file = io.BytesIO()
-    soundfile.write(file, to_int16(samples), rate, subtype, format=sound_format)
-    return file.getvalue()
+async def as_one(pieces: AsyncIterator[bytes], name: str) -> AsyncIterator[bytes]:
+    """A complete file instead of pieces. A WAV then knows its length."""
+    data = b"".join([piece async for piece in pieces])
+    if name == "wav":
+        size = len(wav_header(0, 0))
+        data = wav_header(int.from_bytes(data[24:28], "little"), len(data) - size) + data[size:]
+    yield data
+
+
+class Encoder:
+    """One stream: `add` its samples as they come, then `finish`. An encoder that is not finished is just dropped."""
+
+    def __init__(self, name: str, rate: int, speed: float = 1.0):
+        self.tempo = None if speed == 1 else Tempo(rate, speed)
+        self.file = CompressedFile(rate, *COMPRESSED[name]) if name in COMPRESSED else None
+        self.header = wav_header(rate, UNKNOWN_LENGTH) if name == "wav" else b""
+
+    async def run(self, function, *arguments) -> bytes:
+        """80 ms of mp3, opus or aac take 1 to 2 ms, and 640 ms take 10: too long for the event loop. FFmpeg works
+        without the GIL. Plain samples are quicker than a thread."""
+        if self.file or self.tempo:
+            return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+        return function(*arguments)
+
+    def add(self, samples: np.ndarray) -> bytes:
+        return self.encode(self.tempo.add(samples) if self.tempo else samples)
+
+    def encode(self, samples: np.ndarray) -> bytes:
+        if self.file:
+            return self.file.add(samples)
+        header, self.header = self.header, b""
+        return header + samples.tobytes()
+
+    def finish(self) -> bytes:
+        rest = self.encode(self.tempo.finish()) if self.tempo else b""
+        return rest + (self.file.finish() if self.file else b"")
+
+
+class CompressedFile:
+    def __init__(self, rate: int, container: str, codec: str, bit_rate: int | None, options: dict):
+        self.written = []
+        self.rate = rate
+        self.samples = 0
+        self.container = av.open(self, "w", format=container, options={"flush_packets": "1", **options})
+        self.stream = self.container.add_stream(codec, rate=rate, layout="mono")
+        if bit_rate:
+            self.stream.bit_rate = bit_rate
+
+    def write(self, data: bytes) -> int:
+        """PyAV calls this."""
+        self.written.append(bytes(data))
+        return len(data)
+
+    def add(self, samples: np.ndarray) -> bytes:
+        if len(samples):
+            self.container.mux(self.stream.encode(audio_frame(samples, self.rate, self.samples)))
+            self.samples += len(samples)
+        return self.take()
+
+    def finish(self) -> bytes:
+        self.container.mux(self.stream.encode(None))
+        self.container.close()
+        return self.take()
+
+    def take(self) -> bytes:
+        data = b"".join(self.written)
+        self.written.clear()
+        return data
+
+
+class Tempo:
+    """Speaks faster or slower and keeps the pitch."""
+
+    def __init__(self, rate: int, speed: float):
+        self.rate = rate
+        self.samples = 0
+        self.graph = av.filter.Graph()
+        steps = [SLOWEST_STEP, speed / SLOWEST_STEP] if speed < SLOWEST_STEP else [speed]
+        self.graph.link_nodes(
+            self.graph.add_abuffer(sample_rate=rate, format="s16", layout="mono", time_base=Fraction(1, rate)),
+            *(self.graph.add("atempo", repr(float(step))) for step in steps),
+            self.graph.add("abuffersink"),
+        ).configure()
+
+    def add(self, samples: np.ndarray) -> np.ndarray:
+        self.graph.push(audio_frame(samples, self.rate, self.samples))
+        self.samples += len(samples)
+        return self.take()
+
+    def finish(self) -> np.ndarray:
+        self.graph.push(None)
+        return self.take()
+
+    def take(self) -> np.ndarray:
+        pieces = [np.empty(0, np.int16)]
+        with contextlib.suppress(av.BlockingIOError, av.EOFError):
+            while True:
+                pieces.append(self.graph.pull().to_ndarray()[0])
+        return np.concatenate(pieces)
+
+
+def audio_frame(samples: np.ndarray, rate: int, position: int):
+    frame = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
+    frame.sample_rate = rate
+    frame.time_base = Fraction(1, rate)
+    frame.pts = position
+    return frame
 
 
 def decode_base64(text: str, settings: Settings) -> bytes:

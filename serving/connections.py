@@ -1,16 +1,22 @@
-"""uvicorn with the server's limits, and with a time limit on a request's head, which it lacks.
+"""uvicorn with the server's limits, and with time limits that it lacks: on a request's head, and on unread audio.
 
-The number of connections in use is limited in guard.py: uvicorn's own limit answers in plain text, /health too.
+The number of connections is limited in guard.py: uvicorn's own limit answers in plain text, /health too.
 """
 
 import logging
+import socket
+import struct
 
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from serving.settings import Settings
 
+log = logging.getLogger("qwen3_tts_cudagraphs")
+
+SPARE_CONNECTIONS = 256  # beyond the limit, which get a 503 rather than nothing
 SECONDS_TO_CLOSE = 5  # for connections to close when the server ends
 
 
@@ -18,7 +24,7 @@ def uvicorn_config(app: FastAPI, settings: Settings, **options) -> uvicorn.Confi
     config = uvicorn.Config(
         app,
         http=TimedH11Protocol,
-        ws="websockets-sansio",
+        ws=TimedWebSocketProtocol,
         ws_max_size=settings.max_body,
         ws_per_message_deflate=False,  # audio does not compress
         timeout_graceful_shutdown=SECONDS_TO_CLOSE,
@@ -26,28 +32,76 @@ def uvicorn_config(app: FastAPI, settings: Settings, **options) -> uvicorn.Confi
         server_header=False,
         **options,
     )
-    config.head_seconds = settings.body_seconds
+    config.settings = settings
     logging.getLogger("uvicorn.error").addFilter(is_news)
     return config
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """uvicorn logs an error for each WebSocket that is refused with an HTTP response, which is the client's mistake,
-    and for each response that ends early, for which server.py logs the reason."""
-    return record.msg not in (
-        "ASGI callable returned without completing handshake.",
-        "ASGI callable returned without completing response.",
-    )
+    """uvicorn logs an error for each WebSocket that is refused with an HTTP response: the client's mistake."""
+    return record.msg != "ASGI callable returned without completing handshake."
 
 
-class TimedH11Protocol(H11Protocol):
-    """Closes a connection on which the head of a request does not arrive in time."""
+class Unread:
+    """Gives a client up that leaves audio unread: a connection that is closed still waits for it, without a limit.
+
+    Writing is paused whenever something is unsent, so one timer, which runs only then, covers all of it.
+    """
+
+    unread_timer = None
+
+    def connection_made(self, transport) -> None:
+        transport.set_write_buffer_limits(0)
+        super().connection_made(transport)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.unread_timer = self.loop.call_later(self.config.settings.send_seconds, self.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.stop_unread_timer()
+
+    def connection_lost(self, error) -> None:
+        self.stop_unread_timer()
+        super().connection_lost(error)
+
+    def stop_unread_timer(self) -> None:
+        if self.unread_timer:
+            self.unread_timer.cancel()
+            self.unread_timer = None
+
+    def abort(self) -> None:
+        if self.transport.get_protocol() is self:  # it is another one after an upgrade to a WebSocket
+            log.warning("a client has not read for %g s: its connection was closed", self.config.settings.send_seconds)
+            self.transport.abort()
+
+
+class TimedWebSocketProtocol(Unread, WebSocketsSansIOProtocol):
+    pass
+
+
+class TimedH11Protocol(Unread, H11Protocol):
+    """Also closes a connection on which the head of a request does not arrive in time."""
 
     timer = None
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
+        self.app_state = self.app_state | {"connection": self}  # in the scope of each request
+        if len(self.connections) > self.config.settings.max_connections + SPARE_CONNECTIONS:
+            transport.abort()
+            return
         self.watch()
+
+    def break_off(self) -> None:
+        """End a response before it is complete, so that the client notices: its last chunk is missing. HTTP/1.0 has no
+        chunks, and only a reset tells a response that was broken off from one that has ended."""
+        if self.scope["http_version"] == "1.0":
+            reset = struct.pack("ii", 1, 0)  # linger for 0 s
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            self.transport.abort()
+        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -66,7 +120,7 @@ class TimedH11Protocol(H11Protocol):
         if not self.is_waiting():
             self.stop()
         elif self.timer is None:
-            self.timer = self.loop.call_later(self.config.head_seconds, self.give_up)
+            self.timer = self.loop.call_later(self.config.settings.body_seconds, self.give_up)
 
     def stop(self) -> None:
         if self.timer:

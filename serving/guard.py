@@ -19,6 +19,7 @@ from serving.page import page_response
 from serving.settings import Settings
 
 OPEN_TO_ALL = "/health"
+LISTS = {"/v1/models", "/v1/audio/models", "/v1/audio/voices"}
 SUBPROTOCOL = "speech"  # of WebSockets that send their key as a second subprotocol, "bearer." + base64url(KEY)
 
 
@@ -28,6 +29,7 @@ class Guard:
         self.settings = settings
         self.key = settings.api_key and settings.api_key.strip().encode()  # as `key_of` reads it
         self.open = 0  # requests and WebSockets
+        self.held = 0  # bytes of what they have sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -41,10 +43,12 @@ class Guard:
             await self.refusal(scope, error)(scope, receive, send)
             return
         self.open += 1
+        received = Received(self, receive)
         try:
-            await self.app(scope, self.limited(receive) if scope["type"] == "http" else receive, send)
+            await self.app(scope, received.http if scope["type"] == "http" else received.websocket, send)
         finally:
             self.open -= 1
+            self.held -= received.size
 
     def check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -52,8 +56,10 @@ class Guard:
             self.check_host(headers)
             self.check_origin(headers)
             self.check_key(scope, headers)
-            if self.open >= self.settings.max_connections:
-                raise ApiError(f"{self.open} connections are in use already: try again later", 503, code="too_many")
+            connection = scope.get("state", {}).get("connection")
+            others = len(connection.connections) - 1 if connection else self.open
+            if others >= self.settings.max_connections:
+                raise ApiError(f"{others} connections are in use already: try again later", 503, code="too_many")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self.settings.max_body:
             raise self.too_large()
@@ -61,13 +67,21 @@ class Guard:
     def check_host(self, headers: Headers) -> None:
         """A web page whose host's name is made to lead to this machine (DNS rebinding) would count as our own page."""
         host = headers.get("host", "localhost")
-        if self.settings.only_this_machine and not is_this_machine(host):
+        if self.settings.only_this_machine and not self.is_known(host):
             raise ApiError(
                 f"the host is {host[:100]!r}, and without a key this server is for this machine only: ask localhost, "
-                "or start it with --api-key",
+                "or start it with --allow-host or --api-key",
                 403,
                 code="host",
             )
+
+    def is_known(self, host: str) -> bool:
+        """Whether a Host header names this machine, with any port: localhost, a loopback address or an allowed name."""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            return name in ("localhost", *self.settings.hosts) or ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            return False
 
     def check_origin(self, headers: Headers) -> None:
         """Browsers let any web page send requests to this server and open WebSockets, so look where it came from."""
@@ -86,7 +100,8 @@ class Guard:
             )
 
     def check_key(self, scope: Scope, headers: Headers) -> None:
-        if self.key is None:
+        is_list = scope["path"] in LISTS and scope.get("method") in ("GET", "HEAD")
+        if self.key is None or (self.settings.open_lists and is_list):
             return
         given = key_of(headers.get("authorization", "")) or key_of_subprotocols(scope.get("subprotocols", ()))
         if not hmac.compare_digest(given, self.key):
@@ -105,24 +120,40 @@ class Guard:
             response.headers["WWW-Authenticate"] = "Bearer"
         return response
 
-    def limited(self, receive: Receive) -> Receive:
-        """A body without a Content-Length is counted while it arrives."""
-        size = 0
-
-        async def receive_limited() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self.settings.max_body:
-                raise self.too_large()
-            return message
-
-        return receive_limited
-
     def too_large(self) -> ApiError:
         return ApiError(
             f"the request has more than {self.settings.max_body} bytes: send less", 413, code="request_too_large"
         )
+
+
+class Received:
+    """What a client sends, counted while it arrives: a body may have no Content-Length."""
+
+    def __init__(self, guard: Guard, receive: Receive):
+        self.guard = guard
+        self.receive = receive
+        self.size = 0
+
+    async def http(self) -> Message:
+        message = await self.receive()
+        if arrived := len(message.get("body", b"")):
+            self.hold(self.size + arrived)
+            if self.size > self.guard.settings.max_body:
+                raise self.guard.too_large()
+        return message
+
+    async def websocket(self) -> Message:
+        """A session keeps little besides its configuration, which may have a recording: count its largest message."""
+        message = await self.receive()
+        self.hold(max(self.size, len(message.get("text") or "")))
+        return message
+
+    def hold(self, size: int) -> None:
+        guard = self.guard
+        if size > self.size and guard.held + size - self.size > guard.settings.max_held:
+            raise ApiError("the server holds too many large requests: try again later", 503, code="too_many")
+        guard.held += size - self.size
+        self.size = size
 
 
 def with_request_id(scope: Scope, send: Send) -> Send:
@@ -134,15 +165,6 @@ def with_request_id(scope: Scope, send: Send) -> Send:
         await send(message)
 
     return send_with_id
-
-
-def is_this_machine(host: str) -> bool:
-    """Whether a Host header names this machine: localhost or a loopback address, with any port."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def key_of(authorization: str) -> bytes:

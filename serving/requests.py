@@ -5,12 +5,14 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from common.checkpoints import language_name
 from serving.errors import ApiError
 
 MAX_VALUES = 50_000  # of a JSON object
 MAX_DIGITS = 1000
 
-Format = Literal["wav", "pcm", "flac", "mp3", "opus"]
+Format = Literal["wav", "pcm", "flac", "mp3", "opus", "aac"]
+SLOWEST, FASTEST = 0.25, 4.0  # as OpenAI's
 
 
 class Style(BaseModel):
@@ -22,7 +24,7 @@ class Style(BaseModel):
     instructions: str | None = None
     language: str | None = None
     response_format: Format = "wav"
-    speed: float | None = None
+    speed: float = 1.0
 
     # Cloning within the request
     ref_audio: str | None = None  # base64 or a data URL
@@ -45,16 +47,28 @@ class Style(BaseModel):
         """OpenAI's clients may send {"id": name}."""
         return value["id"] if isinstance(value, dict) and "id" in value else value
 
+    @field_validator("language")
+    @classmethod
+    def name_of_language(cls, value: str | None) -> str | None:
+        return value and language_name(value)
+
     @field_validator("response_format", mode="before")
     @classmethod
-    def default_format(cls, value: Any) -> Any:
-        return "wav" if value is None else value
+    def format_in_lower_case(cls, value: Any) -> Any:
+        """Clients may send "WAV", null or an empty string."""
+        value = value.strip().lower() if isinstance(value, str) else value
+        return cls.model_fields["response_format"].default if value in (None, "") else value
+
+    @field_validator("speed", mode="before")
+    @classmethod
+    def default_speed(cls, value: Any) -> Any:
+        return 1.0 if value is None else value
 
     @field_validator("speed")
     @classmethod
-    def only_natural_speed(cls, value: float | None) -> float | None:
-        if value not in (None, 1.0):
-            raise ValueError(f"speed is {value:g}, only 1.0 is possible: change the speed where you play the audio")
+    def possible_speed(cls, value: float) -> float:
+        if not SLOWEST <= value <= FASTEST:
+            raise ValueError(f"speed is {value:g}, it must be from {SLOWEST:g} to {FASTEST:g}")
         return value
 
 
@@ -62,6 +76,7 @@ class SpeechRequest(Style):
     """The body of POST /v1/audio/speech. `model` may be any string: there is one model."""
 
     input: str
+    response_format: Format = "mp3"  # OpenAI's default, which some programs rely on
     model: str | None = None
     stream: bool | None = None
     stream_format: Literal["audio", "sse"] | None = None

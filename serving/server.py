@@ -25,7 +25,7 @@ from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from common import checkpoints
-from serving.audio_formats import CONTENT_TYPES, STREAMABLE, encode_stream
+from serving.audio_formats import CONTENT_TYPES, as_one, check_encoding, encode_stream
 from serving.errors import ApiError, as_api_error, to_json
 from serving.guard import Guard
 from serving.page import page_response
@@ -36,11 +36,21 @@ from serving.websocket import Session
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
+MAX_REGISTRATIONS = 16  # that are being made or wait for a thread, each with its recording
+
+
+class App(FastAPI):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Keep the server's own `send`. Each middleware has one around it, for the start of a response only."""
+        scope["send"] = send
+        await super().__call__(scope, receive, send)
+
 
 def create_app(speech: Speech) -> FastAPI:
     """The application. Until `speech.load` has returned, requests get 503."""
     settings = speech.settings
-    app = FastAPI(title="Qwen3-TTS", docs_url=None, redoc_url=None, openapi_url=None)
+    registrations = 0
+    app = App(title="Qwen3-TTS", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.speech = speech
     app.add_middleware(Guard, settings=settings)
     if settings.cors_origins:
@@ -49,7 +59,7 @@ def create_app(speech: Speech) -> FastAPI:
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # OpenAI's client sends headers of its own
-            expose_headers=["X-Sample-Rate", "X-Request-Id"],
+            expose_headers=["X-Sample-Rate", "X-Request-Id", "X-Ignored"],
         )
 
     @app.post("/v1/audio/speech")
@@ -58,11 +68,12 @@ def create_app(speech: Speech) -> FastAPI:
         try:
             wanted = parse(SpeechRequest, await read_json(request, settings))
             speech.check(wanted)
+            check_encoding(wanted)
             text = speech.check_text(wanted.input)
         except ApiError:
             speech.metrics.requests.labels("invalid").inc()
             raise
-        return SpeechResponse(speech.say(wanted, text), wanted, settings)
+        return SpeechResponse(speech.say(wanted, text), wanted, settings, speech.ignored(wanted))
 
     @app.websocket("/v1/audio/speech/stream")
     async def stream_speech(websocket: WebSocket) -> None:
@@ -70,25 +81,32 @@ def create_app(speech: Speech) -> FastAPI:
 
     @app.get("/v1/audio/voices")
     async def list_voices() -> Response:
-        return JSONResponse({"voices": speech.voice_names(), "details": speech.voices()})
+        return JSONResponse({"voices": speech.voices()})
 
     @app.post("/v1/audio/voices")
     async def register_voice(request: Request) -> Response:
+        nonlocal registrations
         speech.check_ready()
-        name, data, ref_text = await read_voice(request, settings)
-        voice = await speech.register(name, data, ref_text)
-        return JSONResponse({"success": True, "voice": voice})
+        if registrations >= MAX_REGISTRATIONS:
+            raise ApiError(f"{registrations} voices are being registered already: try again later", 429)
+        registrations += 1
+        try:
+            name, data, ref_text = await read_voice(request, settings)
+            return JSONResponse(await speech.register(name, data, ref_text))
+        finally:
+            registrations -= 1
 
     @app.delete("/v1/audio/voices/{name}")
     async def remove_voice(name: str) -> Response:
         await speech.unregister(name)
-        return JSONResponse({"success": True, "deleted": name.lower()})
+        return JSONResponse({"id": name.lower(), "object": "audio.voice.deleted", "deleted": True})
 
     def the_model() -> dict:
         model = {"id": checkpoints.display_name(speech.model), "object": "model", "created": 0, "owned_by": "qwen"}
         return model | {"kind": speech.kind, "languages": checkpoints.languages(speech.config)}  # for the page
 
     @app.get("/v1/models")
+    @app.get("/v1/audio/models")
     async def list_models() -> Response:
         return JSONResponse({"object": "list", "data": [the_model()]})
 
@@ -102,6 +120,11 @@ def create_app(speech: Speech) -> FastAPI:
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         speech.check_ready()
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/v1/test")
+    async def test() -> Response:
+        """wyoming-openai asks this to learn whether it may list our voices."""
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
@@ -181,52 +204,59 @@ def time_limit(settings: Settings):
 class SpeechResponse(Response):
     """Speech that is sent while it is made. It stops when the client goes away."""
 
-    def __init__(self, utterance: Utterance, wanted: SpeechRequest, settings: Settings):
+    def __init__(self, utterance: Utterance, wanted: SpeechRequest, settings: Settings, ignored: tuple[str, ...] = ()):
         self.utterance = utterance
+        self.wanted = wanted
         self.settings = settings
+        self.ignored = ignored  # fields that this model cannot use
         self.is_sse = wanted.stream_format == "sse"
-        self.format = wanted.response_format
-        self.whole = self.format not in STREAMABLE or (wanted.stream is False and not self.is_sse)
+        self.is_whole = wanted.stream is False and not self.is_sse
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.cancel_when_gone, receive, tasks.cancel_scope)
-            await self.respond(scope, receive, send)
-            tasks.cancel_scope.cancel()
+            is_complete = await self.respond(scope, receive, send)
+            if is_complete or not break_off(scope):
+                tasks.cancel_scope.cancel()
 
     async def cancel_when_gone(self, receive: Receive, speaking: anyio.CancelScope) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         speaking.cancel()
 
-    async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def respond(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Returns whether the response is complete."""
         has_begun = False
         try:
             with anyio.fail_after(self.settings.request_seconds):
-                pieces = encode_stream(self.utterance, self.format, self.whole)
+                pieces = encode_stream(self.utterance, self.wanted)
                 async with contextlib.aclosing(pieces):
-                    async for data in pieces:
+                    async for data in as_one(pieces, self.wanted.response_format) if self.is_whole else pieces:
                         if not has_begun:
-                            await send(self.start(None if self.is_sse or not self.whole else len(data)))
+                            await send(self.start(len(data) if self.is_whole else None))
                             has_begun = True
-                        with anyio.fail_after(self.settings.send_seconds):
-                            await send(body(self.delta(data) if self.is_sse else data))
+                            send = scope.get("send", send)
+                        await send(body(self.delta(data) if self.is_sse else data))
+                if not has_begun:
+                    raise ApiError("the model said nothing: change the text or the seed", 500)
                 await send(body(self.done() if self.is_sse else b"", more=False))
         except Exception as error:
             error = as_api_error(error, scope["request_id"])
             if not has_begun:
                 await error.response()(scope, receive, send)
-                return
+                return True
             # The response stays incomplete and the connection is closed, so that the client sees an error and not a
             # short file: HTTP has no other sign. Events are no exception: some clients ignore those of an unknown type.
             log.warning("request %s was broken off: %s", scope["request_id"], error.message)
             if self.is_sse:
                 with anyio.move_on_after(self.settings.send_seconds):
                     await send(body(event({"type": "error", **error.content()})))
+            return False
+        return True
 
     def start(self, length: int | None) -> dict:
-        content_type = "text/event-stream" if self.is_sse else CONTENT_TYPES[self.format]
+        content_type = "text/event-stream" if self.is_sse else CONTENT_TYPES[self.wanted.response_format]
         headers = {
             "content-type": content_type,
             "cache-control": "no-store",
@@ -235,6 +265,8 @@ class SpeechResponse(Response):
         }
         if length is not None:
             headers["content-length"] = str(length)
+        if self.ignored:
+            headers["x-ignored"] = ", ".join(self.ignored)
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         return {"type": "http.response.start", "status": 200, "headers": raw}
 
@@ -245,6 +277,14 @@ class SpeechResponse(Response):
         text, audio = self.utterance.text_tokens(), self.utterance.frames
         usage = {"input_tokens": text, "output_tokens": audio, "total_tokens": text + audio}
         return event({"type": "speech.audio.done", "usage": usage})
+
+
+def break_off(scope: Scope) -> bool:
+    """Close the connection in the middle of a response. False if the server has to do it."""
+    connection = scope.get("state", {}).get("connection")
+    if connection:
+        connection.break_off()
+    return connection is not None
 
 
 def body(data: bytes, more: bool = True) -> dict:

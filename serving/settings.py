@@ -21,6 +21,8 @@ class Settings:
     api_key: str | None = None
     cors_origins: tuple[str, ...] = ()  # origins of web pages on other hosts that may call this server
     only_this_machine: bool = False  # refuse requests whose Host header names another
+    hosts: tuple[str, ...] = ()  # names by which this machine is asked besides localhost, in lower case
+    open_lists: bool = False  # the lists of voices and models need no key
     voices: Path = Path("voices")  # folder of the registered voices
 
     # How much at once
@@ -32,6 +34,7 @@ class Settings:
     # How much in one request
     max_text: int = limit(4096, "characters of a text, a transcript or an instruction")
     max_body: int = limit(16 * MB, "bytes of a request")
+    max_held: int = limit(256 * MB, "bytes of all requests that are in progress")
     max_upload: int = limit(10 * MB, "bytes of a recording")
     max_reference_seconds: float = limit(60.0, "seconds of a recording")
     max_voices: int = limit(256, "registered voices")
@@ -64,6 +67,14 @@ def check_origin(origin: str) -> str:
         raise ValueError(
             f"--cors-origin is {origin!r}, it must be like https://example.com or http://localhost:3000, or *"
         )
+    return wanted
+
+
+def check_host(name: str) -> str:
+    """A host's name as in the address of the server, without a port."""
+    wanted = name.strip().lower()
+    if not re.fullmatch(r"[a-z0-9._-]+", wanted):
+        raise ValueError(f"--allow-host is {name!r}, it must be a name like host.docker.internal, without a port")
     return wanted
 
 

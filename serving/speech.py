@@ -25,8 +25,9 @@ from serving.metrics import Metrics
 from serving.requests import Style
 from serving.settings import Settings, check_model
 from serving.voices import RegisteredVoice, VoiceFolder, as_stored, check_name
+from speech.arriving_text import tokens_to_begin
 from speech.engine import Engine
-from speech.prompts import check_encodable, check_text
+from speech.prompts import check_encodable, check_text, reference_codes
 from speech.request import QueueFull
 from speech.utterance import CutOff
 
@@ -125,7 +126,7 @@ class Speech:
     # ---- Voices
 
     def voices(self) -> list[dict]:
-        presets = [{"name": name, "kind": "preset"} for name in (*self.presets, *self.speakers)]
+        presets = [{"id": name, "name": name, "kind": "preset"} for name in (*self.presets, *self.speakers)]
         return presets + [describe_voice(voice) for voice in (self.folder.voices.values() if self.folder else ())]
 
     def voice_names(self) -> list[str]:
@@ -196,13 +197,12 @@ class Speech:
         if style.language and style.language.lower() not in languages:
             nearest = checkpoints.nearest(style.language, languages)
             raise ApiError(f"there is no language {style.language!r}: choose {nearest}", param="language")
-        if style.instructions and self.kind == "base":
-            raise ApiError(
-                f"instructions are not for {checkpoints.KINDS[self.kind]}: leave them out", param="instructions"
-            )
-        if style.instructions and self.kind == "custom_voice" and self.config.get("tts_model_size") == "0b6":
-            raise ApiError("the speakers of this model take no instructions: leave them out", param="instructions")
         self.check_reference(style)
+
+    def ignored(self, style: Style) -> tuple[str, ...]:
+        """Fields that this model cannot use. Programs send them to any model."""
+        is_small = self.kind == "custom_voice" and self.config.get("tts_model_size") == "0b6"
+        return ("instructions",) if style.instructions and (self.kind == "base" or is_small) else ()
 
     def check_number(self, name: str, value: float | None) -> None:
         is_good, wanted = self.ranges[name]
@@ -283,7 +283,8 @@ class Speech:
     def preset_arguments(self, style: Style) -> tuple[Callable, dict]:
         name = self.resolve_voice(style.voice)
         if self.kind == "custom_voice":
-            return self.tts.generate_custom_voice, {"speaker": name, "instruct": style.instructions}
+            instruct = None if self.ignored(style) else style.instructions
+            return self.tts.generate_custom_voice, {"speaker": name, "instruct": instruct}
         return self.tts.generate_voice_design, {"instruct": style.instructions or DESIGNED_VOICES[name]}
 
     def make_prompt(self, name: str, recording: Chunk, ref_text: str | None) -> list:
@@ -337,6 +338,7 @@ class Utterance:
         self.asked = time.perf_counter()
         self.seconds = 0.0  # of audio so far
         self.blocked = 0.0  # seconds that the client took to read it
+        self.prompt_tokens = 1  # of the text, before the first frame
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         outcome = "failed"
@@ -364,6 +366,8 @@ class Utterance:
         speech.in_flight += 1
         try:
             method, arguments = await speech.arguments(self.style)
+            if not isinstance(self.text, str) and (prompt := arguments.get("voice_clone_prompt")):
+                self.prompt_tokens = tokens_to_begin(speech.tts, prompt, reference_codes(prompt)) - 1
             arguments |= speech.sampling(self.style)
             stream = speech.engine.astream(method, text=self.text, seed=self.style.seed, **arguments)
             async with contextlib.aclosing(stream) as chunks:
@@ -399,14 +403,25 @@ class Utterance:
     def text_tokens(self) -> int:
         return len(self.speech.tts.processor.tokenizer(self.text).input_ids)
 
+    def characters_read(self, text: str) -> int:
+        """Of a text that came in pieces: the speech may end before its frames, a token each, have read all of it."""
+        tokenizer = self.speech.tts.processor.tokenizer
+        tokens = tokenizer(text).input_ids
+        read = self.prompt_tokens + self.frames
+        return len(text) if read >= len(tokens) else len(tokenizer.decode(tokens[:read]))
+
     def was_asked_to_end(self) -> bool:
         """Whether the client's own max_new_tokens has ended the speech."""
         return self.style.max_new_tokens is not None and self.frames == self.style.max_new_tokens - 1
 
 
 def describe_voice(voice: RegisteredVoice) -> dict:
+    """With the fields of OpenAI's Voice."""
     return {
+        "id": voice.name,
+        "object": "audio.voice",
         "name": voice.name,
+        "type": "audio_sample",
         "kind": "registered",
         "ref_text": voice.ref_text,
         "created_at": voice.created,

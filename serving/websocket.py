@@ -5,7 +5,8 @@
 
 Messages are read at all times, so that input.cancel takes effect at once. Utterances are spoken one after another by a
 task beside the reader; the next may be written while the last is still spoken. session.done answers input.done or
-input.cancel: an error or an early end of the speech does not end the utterance, whose text may still be arriving.
+input.cancel: an error or an early end of the speech does not end the utterance, whose text may still be arriving. Text
+that the speech ended before is spoken as a further sentence.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 import anyio
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from serving.audio_formats import STREAMABLE, encode_stream
+from serving.audio_formats import check_encoding, encode_stream
 from serving.errors import ApiError, as_api_error, to_json
 from serving.guard import SUBPROTOCOL
 from serving.requests import Style, describe, parse, parse_json
@@ -185,6 +186,7 @@ class Session:
             raise ApiError("session.config came within an utterance: send input.done or input.cancel first")
         style = parse(Style, message)
         self.speech.check(style)
+        check_encoding(style)
         self.style = style
 
     async def add_text(self, message: dict) -> None:
@@ -287,7 +289,6 @@ class Session:
     async def speak_sentence(self, incoming: Incoming, index: int) -> int:
         """Returns how many sentences there were: one, or none."""
         place = dict(utterance_index=incoming.index, sentence_index=index)
-        sound_format = incoming.style.response_format
         total_bytes = 0
         start = incoming.taken
         error = None
@@ -295,16 +296,14 @@ class Session:
             try:
                 with anyio.fail_after(self.settings.request_seconds):
                     utterance = self.speech.say(incoming.style, incoming.pieces())
-                    pieces = encode_stream(utterance, sound_format, whole=sound_format not in STREAMABLE)
+                    pieces = encode_stream(utterance, incoming.style)
                     async with contextlib.aclosing(pieces):
                         async for data in pieces:
                             if total_bytes == 0:
-                                rate = self.speech.engine.rate
-                                about = dict(sentence_text=incoming.text[start:], format=sound_format, sample_rate=rate)
-                                await self.send(type="audio.start", **place, **about)
-                            with anyio.fail_after(self.settings.send_seconds):
-                                await self.websocket.send_bytes(data)
+                                await self.send(type="audio.start", **place, **self.about(incoming, start))
+                            await self.send_audio(data)
                             total_bytes += len(data)
+                incoming.taken = start + utterance.characters_read(incoming.text[start : incoming.taken])
                 if utterance.was_asked_to_end():
                     incoming.is_over = True
             except WebSocketDisconnect:
@@ -318,12 +317,24 @@ class Session:
             await self.send(type="audio.done", **place, total_bytes=total_bytes, **incoming.how)
         return 1 if total_bytes else 0
 
+    def about(self, incoming: Incoming, start: int) -> dict:
+        about = {
+            "sentence_text": incoming.text[start:],
+            "format": incoming.style.response_format,
+            "sample_rate": self.speech.engine.rate,
+        }
+        ignored = self.speech.ignored(incoming.style)
+        return about | {"ignored": ignored} if ignored else about
+
     async def send_error(self, error: ApiError, **about) -> None:
         await self.send(type="error", message=error.message, code=error.code, param=error.param, **about)
 
     async def send(self, **message) -> None:
+        await self.websocket.send_text(to_json(message))
+
+    async def send_audio(self, data: bytes) -> None:
+        """Past the middlewares, as in server.py."""
         try:
-            with anyio.fail_after(self.settings.send_seconds):
-                await self.websocket.send_text(to_json(message))
-        except TimeoutError:  # the client does not read
+            await self.websocket.scope["send"]({"type": "websocket.send", "bytes": data})
+        except OSError:
             raise WebSocketDisconnect(GONE) from None
