@@ -34,11 +34,11 @@ CONTENT_TYPES = {
     "aac": "audio/aac",
 }
 # FFmpeg's container, codec, bits per second and options. mp3 has no header with its length, which is unknown; a page of
-# Ogg is one frame of speech, as it leaves when it is full.
+# Ogg has one packet, as FFmpeg sends a page when the next one is full: the first 80 ms would give no audio otherwise.
 COMPRESSED = {
     "flac": ("flac", "flac", None, {}),
     "mp3": ("mp3", "libmp3lame", 96_000, {"write_xing": "0"}),
-    "opus": ("ogg", "libopus", 64_000, {"page_duration": "80000"}),
+    "opus": ("ogg", "libopus", 64_000, {"page_duration": "20000"}),
     "aac": ("adts", "aac", 96_000, {}),
 }
 SLOWEST_STEP = 0.5  # of FFmpeg's atempo: a slower tempo takes two of them

@@ -1,6 +1,5 @@
 """The HTTP server: what clients send, what they get, and what happens when they make mistakes or go away."""
 
-import asyncio
 import base64
 import dataclasses
 import http.client
@@ -29,8 +28,6 @@ from common.audio_files import to_int16
 from serving import process
 from serving.audio_formats import COMPRESSED, CONTENT_TYPES, Encoder
 from serving.errors import as_api_error
-from serving.requests import SpeechRequest
-from serving.server import SpeechResponse
 from serving.settings import Settings
 from serving.speech import OPENAI_VOICES, Speech
 from speech.runner import Runner
@@ -93,9 +90,10 @@ def decoded(audio: bytes) -> np.ndarray:
 
 
 def likeness(audio: np.ndarray, expected: np.ndarray) -> float:
-    """The highest correlation at any delay up to 0.1 s."""
-    lags = range(min(2400, len(audio) - len(expected)) + 1)
-    return max(np.corrcoef(audio[lag : lag + len(expected)], expected)[0, 1] for lag in lags)
+    """The correlation at the best delay."""
+    size = len(audio) + len(expected)
+    product = np.fft.irfft(np.fft.rfft(audio, size) * np.fft.rfft(expected, size).conj(), size)
+    return product.max() / np.linalg.norm(audio.astype(float)) / np.linalg.norm(expected.astype(float))
 
 
 @pytest.mark.parametrize("name", [*CONTENT_TYPES, "WAV", "", None])
@@ -126,8 +124,9 @@ def test_compressed_formats_leave_at_once(name, frames):
     tone = (12000 * np.sin(2 * np.pi * (200 + 150 * time) * time)).astype(np.int16)
     encoder = Encoder(name, 24000)
     pieces = [encoder.add(chunk) for chunk in np.split(tone, range(1920 * frames, len(tone), 1920 * frames))]
-    assert pieces[0] if name in ("mp3", "opus") or frames > 1 else pieces[1]
-    assert all(pieces[2:])
+    at_once = 0 if name in ("mp3", "opus") or frames > 1 else 1
+    assert len(b"".join(pieces[: at_once + 1])) > 150  # more than a header
+    assert all(map(bytes.__add__, pieces[1:], pieces[2:]))  # no two without any
     audio = decoded(b"".join([*pieces, encoder.finish()]))
     if name == "flac":
         np.testing.assert_array_equal(audio, tone)
@@ -438,6 +437,9 @@ def test_models_health_metrics(server, checkpoint):
     (model,) = server.ask("GET", "/v1/models").json["data"]
     assert model["id"] == checkpoint().name and "/" not in model["id"]
     assert server.ask("GET", f"/v1/models/{model['id']}").json == model
+    assert server.ask("GET", "/v1/audio/models").json["data"] == [model]
+    assert server.ask("GET", "/v1/test").json == {"status": "ok"}  # wyoming-openai then lists the voices;
+    assert server.ask("GET", "/v1/readyz").status == 404  # with this it would take the model for the only one
     other = server.ask("GET", "/v1/models/tts-1")
     assert other.status == 404 and model["id"] in other.error["message"]
     server.speak(), server.speak(temperature=-1)
@@ -497,6 +499,11 @@ def test_a_key_guards_every_route_but_health(speech):
         for wrong in ("Bearer", "Bearer k", "Basic !", "Basic a2V5", b"Bearer \xff\xfe"):
             assert server.ask("GET", "/v1/models", headers={"Authorization": wrong}).status == 401
         assert server.ask("GET", "/").headers["WWW-Authenticate"] == "Bearer"
+    with RunningServer(speech, api_key=key, open_lists=True) as server:  # Open WebUI asks for these without it
+        for path in ("/v1/models", "/v1/audio/models", "/v1/audio/voices"):
+            assert server.ask("GET", path).status == 200
+            assert server.ask("POST", path).status == 401
+        assert server.ask("GET", "/metrics").status == server.speak().status == 401
 
 
 def test_web_pages_of_other_hosts_are_refused(server, speech):
@@ -527,6 +534,11 @@ def test_a_name_that_is_made_to_lead_here_is_refused(speech):
             answer = server.ask("GET", "/v1/models", headers=headers)
             assert answer.status == 403 and "--api-key" in answer.error["message"], host
         assert server.ask("GET", "/health", headers={"Host": "evil.example"}).status == 200
+        named = {"Host": "Host.docker.internal:8000"}
+        assert server.ask("GET", "/v1/models", headers=named).status == 403
+        with RunningServer(speech, only_this_machine=True, hosts=("host.docker.internal",)) as other:
+            assert other.ask("GET", "/v1/models", headers=named).status == 200
+            assert other.ask("GET", "/v1/models", headers={"Host": "evil.example"}).status == 403
         with pytest.raises(InvalidStatus), connect(server.websocket_address.replace("127.0.0.1", "0.0.0.0")):
             pass
         assert server.speak().status == 200
@@ -646,8 +658,11 @@ def test_a_full_queue(speech):
         assert server.speak().status == 200
 
 
-@pytest.mark.parametrize("when", ["before its first chunk", "after its first chunk"])
-def test_a_client_that_goes_away_frees_its_place(server, speech, when, monkeypatch):
+@pytest.mark.parametrize(
+    "when, name",
+    [("before its first chunk", "pcm"), ("after its first chunk", "pcm"), ("after its first chunk", "mp3")],
+)
+def test_a_client_that_goes_away_frees_its_place(server, speech, when, name, monkeypatch):
     frames = 0
     original = Runner.launch
 
@@ -658,10 +673,10 @@ def test_a_client_that_goes_away_frees_its_place(server, speech, when, monkeypat
 
     monkeypatch.setattr(Runner, "launch", launch)
     connection = server.connect()
-    body = json.dumps({"input": "Hello.", "max_new_tokens": 450, "response_format": "pcm"})
+    body = json.dumps({"input": "Hello.", "max_new_tokens": 450, "response_format": name})
     connection.request("POST", "/v1/audio/speech", body, {"Content-Type": "application/json"})
     if when == "after its first chunk":
-        assert connection.getresponse().read(FRAME)
+        assert connection.getresponse().read(100)
     else:
         wait_until(lambda: speech.in_flight == 1)
     before = frames
@@ -704,21 +719,87 @@ def test_speech_that_is_cut_off_is_not_a_short_file(server, caplog):
     assert answer.status == 400 and "positions" in answer.error["message"]
 
 
-def test_a_listener_who_does_not_read_is_given_up(speech):
-    """Neither the audio nor the event with the error may be waited for without a limit."""
-    settings = dataclasses.replace(speech.settings, send_seconds=0.2)
-    wanted = SpeechRequest(input="Hello.", response_format="pcm", stream_format="sse", **SHORT)
+def unread_request(server, **fields) -> socket.socket:
+    """A client that asks and never reads. Small buffers of the system, so that the server is left with the audio."""
+    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # accepted connections have the same
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    body = json.dumps({"input": "Hello.", "response_format": "pcm", **SHORT, **fields}).encode()
+    head = f"POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    connection.sendall(head.encode() + b"\r\n\r\n" + body)
+    return connection
 
-    async def send(message: dict) -> None:
-        if message["type"] == "http.response.body":
-            await asyncio.sleep(LIMIT)
 
-    async def main() -> None:
-        response = SpeechResponse(speech.say(wanted, wanted.input), wanted, settings)
-        await asyncio.wait_for(response.respond({"request_id": "x"}, None, send), 5)
+def open_connections(server) -> int:
+    return len(server.server.server_state.connections)
 
-    asyncio.run(main())
-    wait_until_free(speech)
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"max_new_tokens": 300}, {"max_new_tokens": 300, "stream_format": "sse"}, {"max_new_tokens": 60, "stream": False}],
+    ids=["while it is made", "events", "when it is complete"],
+)
+def test_a_listener_who_does_not_read_is_given_up(speech, fields):
+    """A connection that was closed kept its socket and the audio for good, as closing waits for the client."""
+    with RunningServer(speech, send_seconds=0.3) as server, unread_request(server, **fields):
+        wait_until(lambda: speech.in_flight)
+        wait_until_free(speech)
+        wait_until(lambda: not open_connections(server))
+
+
+def test_connections_that_do_nothing_are_counted(speech, monkeypatch):
+    """Only requests in progress were: not those whose answer is unread, nor those that never ask."""
+    monkeypatch.setattr("serving.connections.SPARE_CONNECTIONS", 2)
+    with RunningServer(speech, max_connections=1) as server:
+        with unread_request(server, max_new_tokens=60, stream=False) as unread:
+            wait_until(lambda: speech.in_flight)
+            wait_until_free(speech)
+            assert server.ask("GET", "/v1/models").error["code"] == "too_many"
+            assert server.ask("GET", "/health").status == 200
+            unread.shutdown(socket.SHUT_RDWR)
+        wait_until(lambda: not open_connections(server))
+        idle = [socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) for _ in range(4)]
+        try:
+            assert idle[-1].recv(1) == b""
+        except ConnectionResetError:
+            pass
+        wait_until(lambda: open_connections(server) == 3)
+        for connection in idle:
+            connection.close()
+
+
+def test_large_requests_share_a_limit(speech, monkeypatch):
+    """Each may have 16 MB, and there may be a thousand of them."""
+    monkeypatch.setattr("serving.server.MAX_REGISTRATIONS", 1)
+    with RunningServer(speech, max_held=50_000) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as slow:
+            kind = b"multipart/form-data; boundary=x"
+            head = (
+                b"POST /v1/audio/voices HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\nContent-Length: 40000\r\n\r\n" % kind
+            )
+            slow.sendall(head + b"--x\r\nContent-Disposition: form-data; name=a; filename=b\r\n\r\n" + b"x" * 30_000)
+            wait_until(lambda: server.speak(input="x" * 30_000).status == 503)
+            answer = server.register("me", b"")  # one that is being received is one
+            assert answer.status == 429 and "later" in answer.error["message"]
+            with connect(server.websocket_address, open_timeout=LIMIT) as session:
+                session.send(json.dumps({"type": "session.config", "ref_audio": "x" * 30_000}))
+                assert "too many large requests" in session.recv(timeout=LIMIT)
+        wait_until(lambda: server.speak(input="x" * 30_000).status == 400)  # too long for a text
+
+
+def test_speech_that_is_cut_off_over_http_1_0(server):
+    """It has no chunks: a proxy took the end of the connection for the end of the speech and passed a short file on."""
+    fields = {"input": "a" * 480, "non_streaming_mode": True, "response_format": "pcm"}
+    body = json.dumps(fields).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
+        head = (
+            f"POST /v1/audio/speech HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        connection.sendall(head.encode() + body)
+        with pytest.raises(ConnectionResetError):
+            while connection.recv(100_000):
+                pass
 
 
 def test_an_error_inside_leaks_nothing(server, speech, monkeypatch, caplog):
