@@ -26,7 +26,7 @@ from serving.requests import Style
 from serving.settings import Settings, check_model
 from serving.voices import RegisteredVoice, VoiceFolder, as_stored, check_name
 from speech.engine import Engine
-from speech.prompts import check_encodable, check_text
+from speech.prompts import check_encodable, check_text, tokenize
 from speech.request import QueueFull
 from speech.utterance import CutOff
 
@@ -397,7 +397,7 @@ class Utterance:
         return round(self.seconds * checkpoints.FRAME_RATE)
 
     def text_tokens(self) -> int:
-        return len(self.speech.tts.processor.tokenizer(self.text).input_ids)
+        return len(tokenize(self.speech.tts, self.text))
 
     def was_asked_to_end(self) -> bool:
         """Whether the client's own max_new_tokens has ended the speech."""
