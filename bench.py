@@ -6,6 +6,7 @@
     python bench.py 0.6B --streams               # many listeners and lists of texts
     python bench.py 0.6B --ready                 # how long until a new process speaks
     python bench.py 0.6B --check                 # is it the same model? compares with upstream or float32
+    python bench.py 0.6B --listen --speaker speaker.pt   # does each path speak as well as upstream?
     python bench.py --plot                       # draws results/*.svg from results/*.json; needs matplotlib
 
 All rows speak the same text with the same voice and settings. "x real time" is seconds of audio per second. A whole
@@ -22,6 +23,7 @@ import tempfile
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from benchmarks.plot import plot
@@ -48,7 +50,17 @@ MANY_LISTENERS = {
     "underruns": ("underruns", 0),
     "seconds_to_capture": ("capture s", 1),
 }
-COLUMNS = ONE_LISTENER | MANY_LISTENERS
+QUALITY = {
+    "word_errors_percent": ("word errors %", 1),
+    "word_errors_low": ("from", 1),
+    "word_errors_high": ("to", 1),
+    "change_low": ("change from", 1),
+    "change_high": ("to", 1),
+    "similarity": ("similarity", 3),
+    "seconds": ("seconds", 1),
+    "runaways": ("runaways", 0),
+}
+COLUMNS = ONE_LISTENER | MANY_LISTENERS | QUALITY
 
 
 def main() -> None:
@@ -75,11 +87,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--streams", action="store_true", help="time many listeners at once, and nothing else")
     parser.add_argument("--ready", action="store_true", help="time how long a new process takes to speak, nothing else")
     parser.add_argument("--check", action="store_true", help="compare, do not time; exit code 1 if anything is wrong")
+    parser.add_argument(
+        "--listen", action="store_true", help="word errors, speaker similarity and runaways of each path, do not time"
+    )
+    parser.add_argument(
+        "--recognizer", default="openai/whisper-large-v3", help="for --listen: a hub id or a folder (%(default)s)"
+    )
     parser.add_argument("--plot", action="store_true", help="draw results/*.svg, do not time")
     parser.add_argument(
         "--output",
         type=Path,
-        help="the JSON file; default: bench_results_<GPU>.json, ..._streams.json or ..._ready.json",
+        help="the JSON file; default: bench_results_<GPU>.json, or ..._streams, ..._ready, ..._listen.json",
     )
     args = parser.parse_args()
 
@@ -107,15 +125,18 @@ def run(args: argparse.Namespace, folder: Path) -> None:
         )
         args.models = ["tiny"]
     are_random = args.random_weights or args.models == ["tiny"]
-    with_custom_voice = not (args.quick or args.streams or args.ready or args.check)
-    checkpoints = find_checkpoints(args.models, are_random, with_custom_voice, args.speaker, folder)
+    if args.listen and not args.speaker and not are_random:
+        raise ValueError("--listen needs a voice: make one with extract_speaker.py, and give it as --speaker")
+    kind = next((f"_{name}" for name in ("streams", "ready", "listen", "check") if getattr(args, name)), "")
+    with_custom_voice = not (args.quick or kind)
+    ends = args.listen  # the speech of a random model: for a figure of speed it must not
+    checkpoints = find_checkpoints(args.models, are_random, with_custom_voice, args.speaker, folder, ends)
     card = machine_card("random" if are_random else "published, or of the folder given")
     print_wrapped("  ".join(f"{name}: {value}" for name, value in card.items()))
     if args.check:
         wrong = sum(not good for checkpoint in checkpoints for good in check_one(checkpoint, ON_GPU))
         sys.exit(f"{wrong} wrong" if wrong else 0)
 
-    kind = "_streams" if args.streams else "_ready" if args.ready else ""
     device = card["gpu"] if ON_GPU else "CPU"
     output = args.output or Path(f"bench_results_{device.replace(' ', '_')}{kind}.json")
     check_writable(output)
@@ -141,8 +162,15 @@ def time_all(checkpoints: Iterable, args: argparse.Namespace, card: dict, output
     from benchmarks.streams import time_streams
     from benchmarks.timing import choose_effort
 
-    measure = time_streams if args.streams else time_ready if args.ready else time_one_listener
-    columns = MANY_LISTENERS if args.streams else {} if args.ready else ONE_LISTENER
+    measure, columns = time_one_listener, ONE_LISTENER
+    if args.streams:
+        measure, columns = time_streams, MANY_LISTENERS
+    elif args.ready:
+        measure, columns = time_ready, {}
+    elif args.listen:
+        from benchmarks.quality import measure_quality
+
+        measure, columns = partial(measure_quality, recognizer=args.recognizer), QUALITY
     results = dict(card=card, models={})
     for checkpoint in checkpoints:
         rows = results["models"][checkpoint.name] = {}

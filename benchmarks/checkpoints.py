@@ -25,14 +25,22 @@ class Checkpoint:
 
 
 def find_checkpoints(
-    names: list[str], are_random: bool, with_custom_voice: bool, speaker_file: Path | None, folder: Path
+    names: list[str],
+    are_random: bool,
+    with_custom_voice: bool,
+    speaker_file: Path | None,
+    folder: Path,
+    ends: bool = False,
 ) -> Iterator[Checkpoint]:
-    """Sizes and folders by their names. What has to be made is written into `folder`, each when its turn comes."""
+    """Sizes and folders by their names. What has to be made is written into `folder`, each when its turn comes.
+
+    ends: whether a random model's speech ends by itself
+    """
     for name in names:
         model, custom_voice = name, None
         if name == "tiny" or are_random and not Path(name).is_dir():
             model = str(folder / f"{name}-base")
-            write_checkpoint(Path(model), name, "base", ends=False)
+            write_checkpoint(Path(model), name, "base", ends=ends)
             if with_custom_voice:
                 custom_voice = str(folder / f"{name}-custom_voice")
                 write_checkpoint(Path(custom_voice), name, "custom_voice", ends=False)

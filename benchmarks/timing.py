@@ -45,6 +45,7 @@ class Effort:
     poisson_seconds: float = 60
     lists: tuple[int, ...] = (4, 16, 64)  # texts
     processes: int = 5  # started by --ready
+    sentences: int | None = None  # of each language, spoken by --listen; None: all
 
 
 SMALL = Effort(
@@ -58,6 +59,7 @@ SMALL = Effort(
     poisson_seconds=0,
     lists=(2,),
     processes=1,
+    sentences=1,
 )
 
 

@@ -27,7 +27,7 @@ from serving.settings import Settings, check_model
 from serving.voices import RegisteredVoice, VoiceFolder, as_stored, check_name
 from speech.arriving_text import tokens_to_begin
 from speech.engine import Engine
-from speech.prompts import check_encodable, check_text, reference_codes
+from speech.prompts import check_encodable, check_text, reference_codes, tokenize
 from speech.request import QueueFull
 from speech.utterance import CutOff
 
@@ -401,14 +401,13 @@ class Utterance:
         return round(self.seconds * checkpoints.FRAME_RATE)
 
     def text_tokens(self) -> int:
-        return len(self.speech.tts.processor.tokenizer(self.text).input_ids)
+        return len(tokenize(self.speech.tts, self.text))
 
     def characters_read(self, text: str) -> int:
         """Of a text that came in pieces: the speech may end before its frames, a token each, have read all of it."""
-        tokenizer = self.speech.tts.processor.tokenizer
-        tokens = tokenizer(text).input_ids
+        tokens = tokenize(self.speech.tts, text)
         read = self.prompt_tokens + self.frames
-        return len(text) if read >= len(tokens) else len(tokenizer.decode(tokens[:read]))
+        return len(text) if read >= len(tokens) else len(self.speech.tts.processor.tokenizer.decode(tokens[:read]))
 
     def was_asked_to_end(self) -> bool:
         """Whether the client's own max_new_tokens has ended the speech."""

@@ -39,6 +39,7 @@ def plug_in(tts, decoder, rows: int, fused: bool | None) -> None:
         compile_ahead(talker)
     bypass_config_getattr(tts.model.config, talker.config)
     complete_speakers(talker.config)
+    tts._tokenize_texts([""])  # sets the tokenizer's padding, which must not change while another thread tokenizes
     with ThreadPoolExecutor(1) as thread:  # the table is copied to the host meanwhile
         table = thread.submit(use_text_table, talker) if on_gpu else None
         keepalive = replace_layers(talker, decoder.max_seq_len)

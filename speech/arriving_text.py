@@ -26,6 +26,7 @@ from speech.prompts import (
     prepare_request,
     request_for,
     to_device,
+    tokenize,
     with_voice_clone_prompt,
 )
 
@@ -124,11 +125,6 @@ def tokens_to_begin(tts, voice_clone_prompt, reference: torch.Tensor | None) -> 
     transcript = transcript[ROLE_TOKENS:-TRANSCRIPT_CLOSING_TOKENS]
     positions = 1 + len(reference)  # codec_bos and the codes
     return max(1, positions + 1 - len(transcript))
-
-
-def tokenize(tts, text: str) -> list[int]:
-    """As upstream does, but the ids stay on the host."""
-    return tts.processor.tokenizer(text).input_ids
 
 
 @torch.no_grad()

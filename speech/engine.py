@@ -137,12 +137,13 @@ class Engine:
             self.cancel(stream)
 
     def next_item(self, stream: Stream, audio: queue.SimpleQueue):
-        while True:
+        while stream.state is State.PREPARING:  # later the engine's thread looks after it
             try:
                 return audio.get(timeout=stream.seconds_for_text())
             except queue.Empty:
                 if error := stream.text_timed_out():
                     raise error from None
+        return audio.get()
 
     async def astream(
         self,
@@ -190,12 +191,17 @@ class Engine:
                 reader.cancel()
 
     async def anext_item(self, stream: Stream, audio: asyncio.Queue):
-        while True:
-            try:
-                return await asyncio.wait_for(audio.get(), stream.seconds_for_text())
-            except asyncio.TimeoutError:
-                if error := stream.text_timed_out():
-                    raise error from None
+        if stream.state is not State.PREPARING:  # the engine's thread looks after it
+            return await audio.get()
+        item = asyncio.ensure_future(audio.get())
+        try:
+            while not item.done():  # asyncio.wait_for may lose a cancellation, before Python 3.12
+                await asyncio.wait([item], timeout=stream.seconds_for_text())
+                if not item.done() and (error := stream.text_timed_out()):
+                    raise error
+            return item.result()
+        finally:
+            item.cancel()
 
     def generate(
         self, method: Callable, *, text: list[str], seed: int | None = None, **kwargs
@@ -350,7 +356,8 @@ class Engine:
     def drop_overdue(self, now: Situation) -> None:
         """Drop streams that lose their row, and end those whose text does not come."""
         for i in evictions(now, self.patience):
-            message = f"nobody has read this stream for {self.patience:g} s: its place was given away"
+            reason = "its text came too slowly" if now.listeners[i].lacks_text else "nobody has read it"
+            message = f"others were waiting and {reason} for {self.patience:g} s: its place was given away"
             self.active[i].end(StreamTimeout(message))
         for stream in self.active:
             if error := stream.text_timed_out():  # its listener may have stopped reading

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import torch
 
-from speech.prompts import check_text, speech_of
+from speech.prompts import check_text, speech_of, tokenize
 from speech.streaming import Chunk, check_seed, is_arriving, stream
 from speech.utterance import warn_each_time
 
@@ -159,7 +159,7 @@ def tokens_that_fit(max_seq_len: int, request: dict, reference_positions: int = 
 
 
 def token_counter(tts) -> Callable[[str], int]:
-    return lambda text: len(tts.processor.tokenizer(text).input_ids)
+    return lambda text: len(tokenize(tts, text))
 
 
 class Recorded:

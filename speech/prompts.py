@@ -149,7 +149,7 @@ def request_for(speech, method: Callable, text: str, kwargs: dict, token_ids: li
 def request_like_earlier(speech, key, method: Callable, text: str, kwargs: dict, token_ids: list[int] | None) -> dict:
     tts = method.__self__
     if token_ids is None:
-        token_ids = tts.processor.tokenizer.backend_tokenizer.encode(tts._build_assistant_text(text)).ids
+        token_ids = tokenize(tts, tts._build_assistant_text(text))
     ids = token_ids[ROLE_TOKENS:-CLOSING_TOKENS]
     template = speech.prompt_templates.find(key)
     if template and (request := template.fill(ids)):
@@ -192,13 +192,13 @@ def build_request(method: Callable, *, text: str, token_ids: list[int] | None = 
     else:
         tts.model.talker = copy.copy(host_talker)
         tts.device = host_talker.device
-        tts._tokenize_texts = partial(tokenize_directly, tts.processor.tokenizer.backend_tokenizer)
+        tts._tokenize_texts = partial(tokenize_texts, tts)
     tts.model.talker.generate = raise_request
     if token_ids is not None:
         templated = tts._build_assistant_text(text)
-        tokenize = tts._tokenize_texts
+        tokenize_others = tts._tokenize_texts
         ids = torch.tensor([token_ids], device=tts.device)
-        tts._tokenize_texts = lambda texts: [ids] if texts == [templated] else tokenize(texts)
+        tts._tokenize_texts = lambda texts: [ids] if texts == [templated] else tokenize_others(texts)
     try:
         with one_thread() if host_talker else contextlib.nullcontext():
             getattr(type(tts), method.__name__)(tts, text=text, **kwargs)
@@ -208,9 +208,14 @@ def build_request(method: Callable, *, text: str, token_ids: list[int] | None = 
     raise ValueError(f"{method.__name__} does not generate speech")
 
 
-def tokenize_directly(backend, texts: list[str]) -> list[torch.Tensor]:
+def tokenize(tts, text: str) -> list[int]:
+    """The ids that upstream has. `tokenizer(text)` is not safe beside another thread: it may change the padding."""
+    return tts.processor.tokenizer.backend_tokenizer.encode(text).ids
+
+
+def tokenize_texts(tts, texts: list[str]) -> list[torch.Tensor]:
     """What upstream's _tokenize_texts returns, without the layers in between, which take a third of a prompt's time."""
-    return [torch.tensor([backend.encode(text).ids], device="cpu") for text in texts]
+    return [torch.tensor([tokenize(tts, text)], device="cpu") for text in texts]
 
 
 def pin(request: dict) -> dict:

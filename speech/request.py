@@ -70,6 +70,7 @@ class Stream(Utterance):
             has_heard=self.first_delivered_at is not None,
             has_sound=self.decoded > 0,
             paused_for=None if self.paused_at is None else now - self.paused_at,
+            lacks_text=self.lacks_text() and not self.finished,
         )
 
     def text_has_failed(self) -> bool:
@@ -77,15 +78,14 @@ class Stream(Utterance):
         return self.text_error is not None and self.lacks_text() and self.checked == self.launched
 
     def seconds_for_text(self) -> float | None:
-        """How long to wait for audio before `text_timed_out`. None: as long as it takes."""
+        """How long its text may still take. None: it is not what this stream waits for."""
         if self.text is None or self.text.is_finished:
             return None
-        return max(0.01, self.text_came_at + self.text_timeout - time.monotonic())
+        waits_for_text = self.state is State.PREPARING or self.lacks_text()
+        return max(0.0, self.text_came_at + self.text_timeout - time.monotonic()) if waits_for_text else None
 
     def text_timed_out(self) -> StreamTimeout | None:
         """The error of a stream that has waited too long for its text."""
-        limit = self.seconds_for_text()
-        waits_for_text = self.state is State.PREPARING or self.lacks_text()
-        if limit is None or limit > 0.01 or not waits_for_text:
+        if self.seconds_for_text() != 0:
             return None
         return StreamTimeout(f"no text has come for {self.text_timeout:g} s, and it has not ended")

@@ -19,6 +19,12 @@ class Listener(NamedTuple):
     has_heard: bool = False  # its first audio has been delivered
     has_sound: bool = False  # its first audio is at least being decoded
     paused_for: float | None = None  # seconds for which nobody has read its audio, with all its room full
+    lacks_text: bool = False  # it can only advance when more of its text has come
+
+    @property
+    def idle_for(self) -> float:
+        """Seconds for which it has kept its row unused: nobody reads, or its text comes more slowly than its speech."""
+        return max(self.paused_for or 0.0, -self.lead if self.lacks_text else 0.0)
 
 
 class Situation(NamedTuple):
@@ -66,9 +72,8 @@ def holds_back(now: Situation) -> bool:
 
 
 def evictions(now: Situation, patience: float) -> list[int]:
-    """Which listeners lose their row to waiting requests: those that nobody has read for `patience`, longest first."""
+    """Which listeners lose their row to waiting requests: those idle for longer than `patience`, longest first."""
     if len(now.listeners) < now.rows:
         return []
-    paused = [(listener.paused_for, i) for i, listener in enumerate(now.listeners) if listener.paused_for is not None]
-    overdue = [i for paused_for, i in sorted(paused, reverse=True) if paused_for > patience]
-    return overdue[: now.waiting]
+    idle = sorted(((listener.idle_for, i) for i, listener in enumerate(now.listeners)), reverse=True)
+    return [i for idle_for, i in idle if idle_for > patience][: now.waiting]

@@ -169,9 +169,8 @@ def audio_chunks(
                     before_frame -= 1
                     with turn.paused():
                         yield pending.popleft().wait()[0], speech.rate
-                if is_late:
-                    with turn.paused():
-                        reader.wait_until(lambda: reader.text.has_row(utterance.launched))
+                if is_late:  # this keeps its turn: `text_timeout` is the limit
+                    reader.wait_until(lambda: reader.text.has_row(utterance.launched))
         finally:
             if turn.is_current():
                 runner.release(utterance)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from generate import astream, stream
 from speech import incremental_tokenizer
 from speech.arriving_text import ArrivingText, text_rows
 from speech.incremental_tokenizer import IncrementalTokenizer, last_nfc_boundary, may_combine
+from speech.prompts import tokenize
 
 OPENING = "<|im_start|>assistant\n"
 CLOSING = "<|im_end|>\n<|im_start|>assistant\n"
@@ -255,6 +257,39 @@ def test_an_iterator_that_never_yields_is_given_up(voice, first):
     assert time.monotonic() - start < 10
     closed.set()
     assert len(joined(speak(voice, "Hi"))) > 0
+
+
+@pytest.mark.filterwarnings("ignore:the speech was cut off")
+def test_late_text_does_not_lose_its_turn(voice, monkeypatch):
+    """Its limit is text_timeout. Another request took over after the 10 s that a paused listener has."""
+    monkeypatch.setattr(voice.fast.speech.turns, "patience", 0.05)
+    is_speaking, is_late = threading.Event(), threading.Event()
+
+    def pieces():
+        yield "Hello there, "
+        is_late.wait(10)
+        yield "you."
+
+    def speak_another() -> np.ndarray:
+        chunks = speak(voice, "Hi", max_new_tokens=4)
+        is_speaking.wait(10)
+        threading.Timer(0.5, is_late.set).start()
+        return joined(chunks)
+
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(speak_another)
+        for _ in speak(voice.end_comes_up(False), pieces(), max_new_tokens=30):
+            is_speaking.set()
+        assert len(other.result()) > 0
+
+
+def test_threads_share_the_tokenizer(voice):
+    """Another padding than upstream's, in another thread: RuntimeError: Already borrowed."""
+    tts = voice.fast
+    with ThreadPoolExecutor(2) as threads:
+        upstream = threads.submit(lambda: [tts._tokenize_texts(["Hello there. " * 50]) for _ in range(300)])
+        ours = threads.submit(lambda: [tokenize(tts, "Hello there. " * 50) for _ in range(300)])
+        assert upstream.result()[-1][0][0].tolist() == ours.result()[-1]
 
 
 def test_a_closed_stream_stops_reading(voice):

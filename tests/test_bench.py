@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import soundfile
 import torch
+import transformers
 
 import bench
-from benchmarks import check, listeners, ready, single, timing
+from benchmarks import check, listeners, quality, ready, single, timing
 from benchmarks.checkpoints import Checkpoint
 from benchmarks.parity import Forced, one_pass
 from benchmarks.peer import run_peer
@@ -74,6 +75,54 @@ def test_many_listeners_and_lists(short, tmp_path, monkeypatch, capsys):
     assert rows["lists"].keys() == {"2"} and rows["lists"]["2"].keys() == {"upstream_method", "engine"}
     assert all(speed > 0 for speed in rows["lists"]["2"].values())
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
+
+
+def write_recognizer(folder) -> None:
+    """A speech recognizer of random weights: it hears letters in anything."""
+    folder.mkdir()
+    letters = ["[PAD]", "[UNK]", "|", *"abcdefghijklmnopqrstuvwxyz"]
+    (folder / "vocab.json").write_text(json.dumps({letter: number for number, letter in enumerate(letters)}))
+    transformers.Wav2Vec2CTCTokenizer(str(folder / "vocab.json")).save_pretrained(folder)
+    transformers.Wav2Vec2FeatureExtractor().save_pretrained(folder)
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    convolutions = dict(conv_dim=(8, 8), conv_kernel=(10, 8), conv_stride=(5, 8), num_conv_pos_embeddings=4)
+    config = transformers.Wav2Vec2Config(
+        vocab_size=len(letters), num_conv_pos_embedding_groups=2, **sizes, **convolutions
+    )
+    transformers.Wav2Vec2ForCTC(config).save_pretrained(folder)
+
+
+def test_each_path_is_heard(tmp_path, monkeypatch, capsys):
+    """Random weights prove only that it runs: the same audio must be judged the same, on every path."""
+    write_recognizer(tmp_path / "recognizer")
+    monkeypatch.setattr(quality, "RESAMPLES", 40)
+    run(monkeypatch, tmp_path, "--listen", "--recognizer", str(tmp_path / "recognizer"))
+    rows = json.loads((tmp_path / "bench_results_CPU_listen.json").read_text())["models"]["tiny"]
+    assert [*rows] == ["upstream", "separate kernels", "separate kernels, streamed", "16 at once"]
+    upstream, ours, streamed, together = rows.values()
+    assert [one["text"][:3] for one in upstream["sentences"]] == ["The", "Der", "去海边"]
+    assert upstream["word_errors_percent"] > 0 and upstream["seconds"] > 0
+    for row in (ours, streamed):  # on a CPU the tokens are upstream's
+        assert row["seconds"] == upstream["seconds"]
+        assert abs(row["similarity"] - upstream["similarity"]) < 1e-3
+    assert together["sentences"][0]["seconds"] == upstream["sentences"][0]["seconds"]  # of the same seed
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
+
+
+def test_word_errors():
+    for expected, heard, errors in [
+        ("Hello, world!", "hello world", 0),
+        ("Don't go.", "dont  GO", 0),
+        ("one two three", "one three", 1),
+        ("one two three", "", 3),
+        ("one two", "zero one too two", 2),
+    ]:
+        assert quality.edit_distance(*(quality.words_of(text, "English") for text in (expected, heard))) == errors
+    assert quality.words_of("你好，世界。", "Chinese") == ["你", "好", "世", "界"]
+    judged = [quality.Judged("", "", 10, errors, 0.5, 1.0, False) for errors in (0, 1, 2, 5)]
+    row = quality.summary(judged, judged)
+    assert row["word_errors_percent"] == 20 and (row["change_low"], row["change_high"]) == (0, 0)
+    assert 0 <= row["word_errors_low"] < 20 < row["word_errors_high"] <= 50
 
 
 def test_what_a_listener_counts(monkeypatch):

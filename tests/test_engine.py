@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from fast.codec import PendingAudio
 from generate import accelerate, load, load_upstream, stream
 from speech.engine import Engine
 from speech.long_text import speak
-from speech.request import QueueFull, StreamTimeout
+from speech.request import QueueFull, State, Stream, StreamTimeout
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 LIMIT = 300  # seconds that any wait may take
@@ -189,6 +190,58 @@ def test_a_place_that_nobody_reads_from_is_given_away(voices):
         assert len(audio) == 4 * 1920
         with pytest.raises(StreamTimeout, match="given away"):
             list(abandoned)
+
+
+def test_a_place_whose_text_comes_slowly_is_given_away(voices):
+    """Listeners who send a word now and then kept all places for as long as they liked."""
+    voice = voices("x-vector").end_comes_up(False)
+    method = voice.fast.generate_voice_clone
+    request = dict(text="Hello.", max_new_tokens=5, **voice.arguments)
+    is_over = threading.Event()
+
+    def pieces():
+        yield "one two three four "
+        while not is_over.wait(0.3):
+            yield "5 "  # 160 ms of speech
+
+    with engine_of(voice.fast, 1, patience=0.5) as engine:
+        slow = engine.stream(method, **request | dict(text=pieces(), max_new_tokens=500))
+        next(slow)
+        listening = ThreadPoolExecutor(1).submit(list, slow)
+        assert len(joined(engine.stream(method, seed=1, **request))) == 4 * 1920
+        with pytest.raises(StreamTimeout, match="text came too slowly .* given away"):
+            listening.result(LIMIT)
+        is_over.set()
+
+
+def test_a_cancelled_task_stops_waiting_for_text():
+    """asyncio.wait_for returns a result that comes together with a cancellation, before Python 3.12."""
+    stream = Stream(put=None)
+    stream.text = SimpleNamespace(is_finished=False)
+
+    async def cancel_when_audio_comes():
+        audio = asyncio.Queue()
+        listening = asyncio.create_task(Engine.anext_item(None, stream, audio))
+        await asyncio.sleep(0.01)
+        audio.put_nowait("audio")
+        await asyncio.sleep(0)
+        listening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await listening
+
+    asyncio.run(cancel_when_audio_comes())
+
+
+def test_nobody_waits_for_text_that_is_not_needed_yet():
+    """A listener woke up 100 times a second when the text was late and the speech was not."""
+    stream = Stream(put=None, text_timeout=1e-9)
+    stream.text = SimpleNamespace(is_finished=False)
+    assert stream.seconds_for_text() == 0 and stream.text_timed_out()
+    stream.state = State.SPEAKING
+    stream.frames_with_text = 3
+    assert stream.seconds_for_text() is None and not stream.text_timed_out()
+    stream.launched = 3
+    assert stream.seconds_for_text() == 0 and stream.text_timed_out()
 
 
 def test_a_request_that_has_gone_takes_no_place(voices):
@@ -456,8 +509,9 @@ def test_an_iterator_that_fails_or_stops_ends_its_stream_only(voices):
 
     def stopping(start):
         yield start
-        time.sleep(3)
+        is_over.wait(LIMIT)
 
+    is_over = threading.Event()
     with engine_of(voice.fast, 1) as engine:
         for start in ("", "one two three four"):
             with pytest.raises(KeyError, match="gone"):
@@ -482,6 +536,7 @@ def test_an_iterator_that_fails_or_stops_ends_its_stream_only(voices):
         engine.intake.max_characters = 5
         with pytest.raises(ValueError, match="never fit"):
             list(engine.stream(method, **request | dict(text=itertools.repeat("a "))))
+    is_over.set()
 
 
 @pytest.mark.parametrize("pieces", [["Hi th", "<", " a"], ["Hi th", "", " a"]], ids=str)

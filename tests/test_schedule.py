@@ -88,17 +88,21 @@ def check_for_whom_they_wait(rules):
 
 
 def check_evictions(rules):
-    """Nobody loses a row that no request needs, or within `patience`."""
-    paused = [listener(rules, paused_for=seconds) for seconds in (20.0, 30.0, 10.0)]
+    """Nobody loses a row that no request needs, or within `patience`. A text that comes slowly is idle, too."""
+    paused = [
+        listener(rules, paused_for=20.0),
+        listener(rules, -30.0, lacks_text=True),
+        listener(rules, -10.0, paused_for=10.0),
+    ]
     for details, patience, expected in [
         (dict(waiting=1), 10.0, [1]),
         (dict(waiting=5), 10.0, [1, 0]),
         (dict(waiting=5), 25.0, [1]),
         (dict(waiting=5), 40.0, []),
         (dict(waiting=0), 10.0, []),
-        (dict(waiting=5, rows=5), 10.0, []),
+        (dict(waiting=5, rows=6), 10.0, []),
     ]:
-        now = situation(rules, *paused, 9.0, **dict(rows=4) | details)
+        now = situation(rules, *paused, 9.0, -50.0, **dict(rows=5) | details)
         assert rules.evictions(now, patience) == expected, (details, patience)
 
 
@@ -143,9 +147,11 @@ MUTATIONS = [
     ("self.can_admit or not all(listener.has_heard for listener in self.listeners)", "self.can_admit"),
     ("self.waiting > 0 and len(self.listeners) < self.rows", "self.waiting > 0"),
     ("if len(now.listeners) < now.rows", "if False"),
-    ("sorted(paused, reverse=True)", "sorted(paused)"),
-    ("if paused_for > patience", "if paused_for >= patience"),
-    ("overdue[: now.waiting]", "overdue"),
+    ("enumerate(now.listeners)), reverse=True)", "enumerate(now.listeners)))"),
+    ("if idle_for > patience", "if idle_for >= patience"),
+    ("patience][: now.waiting]", "patience]"),
+    ("-self.lead if self.lacks_text else 0.0", "0.0"),
+    ("-self.lead if self.lacks_text else 0.0", "-self.lead"),
 ]
 
 
