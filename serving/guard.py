@@ -18,7 +18,7 @@ from serving.errors import ApiError
 from serving.page import page_response
 from serving.settings import Settings
 
-OPEN_TO_ALL = "/health"
+OPEN_TO_ALL = "/health", "/docs"
 LISTS = {"/v1/models", "/v1/audio/models", "/v1/audio/voices"}
 SUBPROTOCOL = "speech"  # of WebSockets that send their key as a second subprotocol, "bearer." + base64url(KEY)
 
@@ -52,7 +52,7 @@ class Guard:
 
     def check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        if scope["path"] != OPEN_TO_ALL:
+        if scope["path"] not in OPEN_TO_ALL:
             self.check_host(headers)
             self.check_origin(headers)
             self.check_key(scope, headers)
@@ -113,7 +113,7 @@ class Guard:
         """A browser that asks for `/` without the key gets the page with its 401: the page asks for the key."""
         is_browser = "text/html" in Headers(scope=scope).get("accept", "")
         if error.status == 401 and scope["path"] == "/" and is_browser:
-            response = page_response(401)
+            response = page_response(status=401)
         else:
             response = error.response()
         if error.status == 401:

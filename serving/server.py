@@ -16,6 +16,7 @@ import anyio
 import prometheus_client
 from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
@@ -25,11 +26,11 @@ from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from common import checkpoints
-from serving.audio_formats import CONTENT_TYPES, as_one, check_encoding, encode_stream
+from serving.audio_formats import CONTENT_TYPES, as_one, check_encoding, convert, encode_stream
 from serving.errors import ApiError, as_api_error, to_json
 from serving.guard import Guard
 from serving.page import page_response
-from serving.requests import SpeechRequest, parse, parse_json
+from serving.requests import SpeechRequest, Style, parse, parse_json
 from serving.settings import Settings
 from serving.speech import Speech, Utterance
 from serving.websocket import Session
@@ -101,9 +102,20 @@ def create_app(speech: Speech) -> FastAPI:
         await speech.unregister(name)
         return JSONResponse({"id": name.lower(), "object": "audio.voice.deleted", "deleted": True})
 
+    @app.post("/v1/audio/convert")
+    async def convert_speech(request: Request, response_format: str = "mp3") -> Response:
+        """For the page, which saves what was spoken."""
+        style = parse(Style, {"response_format": response_format})
+        check_encoding(style)
+        with time_limit(settings):
+            wav = await request.body()
+        data = await run_in_threadpool(convert, wav, style.response_format)
+        return Response(data, media_type=CONTENT_TYPES[style.response_format])
+
     def the_model() -> dict:
         model = {"id": checkpoints.display_name(speech.model), "object": "model", "created": 0, "owned_by": "qwen"}
-        return model | {"kind": speech.kind, "languages": checkpoints.languages(speech.config)}  # for the page
+        about = {"kind": speech.kind, "languages": checkpoints.languages(speech.config)}  # for the page
+        return model | about | {"random_weights": bool(speech.config.get("random_weights"))}
 
     @app.get("/v1/models")
     @app.get("/v1/audio/models")
@@ -133,8 +145,9 @@ def create_app(speech: Speech) -> FastAPI:
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     @app.get("/")
-    async def page() -> Response:
-        return page_response()
+    @app.get("/docs")
+    async def page(request: Request) -> Response:
+        return page_response(request.url.path)
 
     @app.exception_handler(ApiError)
     @app.exception_handler(ValueError)

@@ -141,7 +141,18 @@ def wait_for_sound(page):
 
 
 def wait_for_end(page):
-    expect(page.locator("#save")).to_be_visible()
+    expect(page.locator("#status")).to_have_text(re.compile("s of speech"))
+
+
+def alert(page):
+    """Where a mistake is shown: next to its field, or above all."""
+    return page.locator("[role=alert]:not(:empty)")
+
+
+def save(page, name, item=0):
+    with page.expect_download() as download:
+        page.locator("#spoken li").nth(item).get_by_role("button", name=name).click()
+    return soundfile.read(download.value.path(), dtype="int16")
 
 
 # ---- Hearing a text
@@ -152,7 +163,7 @@ def test_it_is_heard_while_it_is_made(page, speech):
     page.click("#speak")
     wait_for_sound(page)
     assert speech.in_flight == 1  # 40 s of speech: the response is far from its end
-    assert page.get_attribute("#stop", "aria-disabled") == "false"
+    expect(page.locator("#speak")).to_contain_text("Stop")
     expect(page.locator("#first-audio")).to_have_text(re.compile(r"^\d+ms$"))
     before = page.inner_text("#seconds")
     expect(page.locator("#seconds")).not_to_have_text(before)
@@ -177,14 +188,43 @@ def test_what_is_heard_is_what_the_server_made(page, server):
     assert "1.0 s of speech" in page.inner_text("#status")
     assert page.get_attribute("#waveform", "aria-label") == "Waveform of 1.0 seconds of speech"
 
-    with page.expect_download() as download:
-        page.click("#save")
-    audio, rate = soundfile.read(download.value.path(), dtype="int16")
+    audio, rate = save(page, "Save WAV")
     assert rate == 24000 and np.array_equal(audio, np.round(expected * 32767).astype(np.int16))
 
-    count = chunks(page)
-    page.click("#replay")
-    wait_until(lambda: chunks(page) == 2 * count)
+
+def test_what_was_spoken_is_kept(page):
+    """Over a reload, too: its text, its sound, and files of it."""
+    set_fields(page, max_new_tokens=13)
+    for text in ("First.", "Second."):
+        page.fill("#text", text)
+        page.click("#speak")
+        expect(page.locator("#spoken li p").first).to_have_text(text)
+        expect(page.locator("#speak")).to_contain_text("Speak")
+    page.reload()
+    expect(page.locator("#spoken li p")).to_have_text(["Second.", "First."])
+    page.wait_for_function("document.querySelector('#spoken audio').duration > 0.9")  # can be played, and sought in
+    wav, rate = save(page, "Save WAV", item=1)
+    mp3, mp3_rate = save(page, "Save MP3", item=1)
+    assert rate == mp3_rate == 24000 and len(wav) == 12 * 1920 and abs(len(mp3) - len(wav)) < 2500
+    page.locator("#spoken li").first.get_by_role("button", name="Forget").click()
+    page.reload()
+    expect(page.locator("#spoken li p")).to_have_text(["First."])
+
+
+def test_slower_than_real_time_is_said_in_words(page):
+    summary = """(seconds) => {
+        Object.assign(speech, { asked: 0, lastChunk: 2000, firstAudio: 300, hasSpeed: true });
+        speech.player.seconds = seconds;
+        return speech.summary();
+    }"""
+    assert page.evaluate(summary, 4) == "4.0 s of speech, the first after 300 ms, made at 2.0 times real time."
+    slowly = "0.5 s of speech, the first after 300 ms, made more slowly than it is heard: 4.0 s for each second."
+    assert page.evaluate(summary, 0.5) == slowly
+
+
+def test_random_weights_are_named(page):
+    expect(page.locator("#noise")).to_contain_text("random weights: it can only make noise")
+    expect(page.locator("#noise")).to_be_visible()
 
 
 def test_a_sample_may_be_cut_in_two_by_the_network(page):
@@ -215,19 +255,23 @@ def test_the_waveform_grows(page):
     assert sizes[0] < sizes[1] < sizes[2]
 
 
-@pytest.mark.parametrize("how", ["button", "escape", "again"])
+@pytest.mark.parametrize("how", ["button", "escape", "again", "play"])
 def test_stop_stops(page, speech, how):
     """The sound ends at once, and the server does not go on for nobody."""
     page.click("#speak")
     wait_for_sound(page)
     silenced = page.evaluate("heard.silenced")
     if how == "button":
-        page.click("#stop")
+        page.click("#speak")
     elif how == "escape":
         page.keyboard.press("Escape")
+    elif how == "play":  # something that was spoken before
+        page.evaluate("spoken.add('Before.', wavFile([new Int16Array(24000)], 24000))")
+        page.evaluate("document.querySelector('#spoken audio').play()")
     else:
         set_fields(page, max_new_tokens=3)
-        page.click("#speak")
+        page.locator("#text").focus()
+        page.keyboard.press("Control+Enter")
         wait_for_end(page)
     assert page.evaluate("heard.silenced") > silenced
     stopped = time.monotonic()
@@ -238,7 +282,7 @@ def test_stop_stops(page, speech, how):
         count = chunks(page)
         page.wait_for_timeout(300)
         assert chunks(page) == count
-    wait_until(lambda: page.get_attribute("#stop", "aria-disabled") == "true")
+    expect(page.locator("#speak")).to_contain_text("Speak")
     expect(page.locator("#error")).to_be_empty()
 
 
@@ -264,14 +308,15 @@ def test_mistakes_are_shown_as_a_sentence(page, server, speech):
         before = page.input_value(f"#{field}")
         set_fields(page, **{field: value})
         page.click("#speak")
-        expect(page.get_by_role("alert")).to_have_text(as_sentence(server.speak(**request)))
-        assert page.locator("#error *").count() == 0
-        assert page.get_attribute("#stop", "aria-disabled") == "true"
+        expect(page.locator(f"#{field} + .mistake")).to_have_text(as_sentence(server.speak(**request)))
+        assert page.locator(".mistake *").count() == 0
+        expect(page.locator(f"#{field}")).to_be_focused()
+        expect(page.locator("#speak")).to_contain_text("Speak")
         set_fields(page, **{field: before})
     set_fields(page, max_new_tokens=3)
     page.click("#speak")
     wait_for_end(page)
-    expect(page.get_by_role("alert")).to_be_empty()
+    expect(alert(page)).to_have_count(0)
     wait_until_free(speech)
 
 
@@ -286,14 +331,14 @@ def test_a_speech_that_breaks_off_is_an_error(page, speech, monkeypatch):
     astream = Engine.astream
     monkeypatch.setattr(Engine, "astream", break_off)
     page.click("#speak")
-    expect(page.get_by_role("alert")).to_have_text("The server broke off this speech: its log says why.")
+    expect(alert(page)).to_have_text("The server broke off this speech: its log says why.")
     wait_until_free(speech)
 
 
 def test_a_server_that_is_gone_is_an_error(page):
     page.route("**/v1/audio/speech", lambda route: route.abort("connectionaborted"))
     page.click("#speak")
-    expect(page.get_by_role("alert")).to_have_text("The server cannot be reached: is it running?")
+    expect(alert(page)).to_have_text("The server cannot be reached: is it running?")
 
 
 def test_a_page_that_is_opened_too_early_waits(open_page, server, speech, monkeypatch):
@@ -319,7 +364,7 @@ def test_a_file_becomes_a_voice(page, server, speech, wav):
     page.set_input_files("#file", {"name": "me.wav", "mimeType": "audio/wav", "buffer": wav})
     page.fill("#transcript", "what it says")
     add_voice(page, "uploaded")
-    details = {voice["name"]: voice for voice in server.ask("GET", "/v1/audio/voices").json["details"]}
+    details = {voice["name"]: voice for voice in server.ask("GET", "/v1/audio/voices").json["voices"]}
     assert details["uploaded"]["ref_text"] == "what it says" and details["uploaded"]["seconds"] == 2.0
 
     set_fields(page, seed=1, max_new_tokens=3)
@@ -349,22 +394,22 @@ def test_a_recording_becomes_a_voice(page, server, speech):
 
 
 def test_a_voice_needs_a_recording_and_a_name(page, wav):
-    alert, add = page.get_by_role("alert"), page.get_by_role("button", name="Add this voice")
+    add = page.get_by_role("button", name="Add this voice")
     page.click("#add-voice summary")
     add.click()
-    expect(alert).to_have_text("There is no recording yet: record one, or choose a file.")
+    expect(alert(page)).to_have_text("There is no recording yet: record one, or choose a file.")
     page.set_input_files("#file", {"name": "me.wav", "mimeType": "audio/wav", "buffer": wav})
     add.click()
-    expect(alert).to_have_text("The voice has no name yet: give it one.")
+    expect(alert(page)).to_have_text("The voice has no name yet: give it one.")
     page.fill("#voice-name", "../me")
     add.click()
-    expect(alert).to_contain_text("The name '../me' cannot be used")
+    expect(alert(page)).to_contain_text("The name '../me' cannot be used")
     page.fill("#voice-name", "me")
     page.set_input_files("#file", {"name": "me.wav", "mimeType": "audio/wav", "buffer": b"not audio"})
     add.click()
-    expect(alert).to_contain_text("This file is not audio that can be read")
+    expect(alert(page)).to_contain_text("This file is not audio that can be read")
     page.set_input_files("#file", {"name": "me.m4a", "mimeType": "audio/mp4", "buffer": b"not audio"})
-    expect(alert).to_contain_text("This file is not audio that the browser can read")
+    expect(alert(page)).to_contain_text("This file is not audio that the browser can read")
 
 
 def test_without_a_microphone_there_is_a_sentence(open_page):
@@ -373,7 +418,7 @@ def test_without_a_microphone_there_is_a_sentence(open_page):
     page.evaluate("Object.defineProperty(navigator, 'mediaDevices', { value: undefined })")
     page.click("#add-voice summary")
     page.click("#record")
-    expect(page.get_by_role("alert")).to_contain_text("Browsers record only on pages over HTTPS")
+    expect(alert(page)).to_contain_text("Browsers record only on pages over HTTPS")
 
 
 def test_the_page_follows_the_model(open_page, checkpoint, tmp_path):
@@ -393,7 +438,7 @@ def test_the_page_follows_the_model(open_page, checkpoint, tmp_path):
     speech.close()
 
 
-# ---- Type as you speak
+# ---- Speak as you type
 
 
 def test_words_are_sent_while_they_are_typed(page, speech):
@@ -420,7 +465,7 @@ def test_words_are_sent_while_they_are_typed(page, speech):
     assert text == "Hello there, world." and sent[-1]["type"] == "input.done"
     assert len(samples(page)) == 3 * 1920
     assert page.inner_text("#speed") == "–"  # it would be the speed of the fingers
-    expect(page.get_by_role("alert")).to_contain_text("characters of the text were not spoken")
+    expect(alert(page)).to_contain_text("characters of the text were not spoken")
 
     page.evaluate("speech.player.isPlaying = () => true")  # as after a longer sentence
     silenced = page.evaluate("heard.silenced")
@@ -450,8 +495,8 @@ def test_mistakes_over_the_websocket_are_shown(page, server, speech):
     set_fields(page, temperature="-1")
     page.click("#live")
     page.keyboard.type("Hello there. ")
-    expect(page.get_by_role("alert")).to_have_text(as_sentence(server.speak(temperature=-1)))
-    assert page.get_attribute("#stop", "aria-disabled") == "true"
+    expect(alert(page)).to_have_text(as_sentence(server.speak(temperature=-1)))
+    expect(page.locator("#speak")).to_contain_text("Speak")
     wait_until_free(speech)
 
 
@@ -464,11 +509,11 @@ def test_a_key_is_asked_for_and_used(open_page, speech):
     with RunningServer(speech, api_key=key) as server:
         assert server.ask("GET", "/", headers={"Accept": "text/html"}).status == 401
         page = open_page(server, is_ready=False)
-        expect(page.get_by_role("alert")).to_contain_text("The API key is missing or wrong")
+        expect(alert(page)).to_contain_text("The API key is missing or wrong")
         expect(page.locator("#key")).to_be_focused()
         page.keyboard.type("wrong")
         page.keyboard.press("Enter")
-        expect(page.get_by_role("alert")).to_contain_text("The API key is missing or wrong")
+        expect(alert(page)).to_contain_text("The API key is missing or wrong")
         page.fill("#key", key)
         page.keyboard.press("Enter")
         expect(page.locator("#status")).to_have_text("Ready.")
@@ -491,7 +536,7 @@ def test_a_key_is_asked_for_and_used(open_page, speech):
         page.click("#live")
         page.keyboard.type("Hello.")
         page.keyboard.press("Enter")
-        expect(page.get_by_role("alert")).to_contain_text("The API key is missing or wrong")
+        expect(alert(page)).to_contain_text("The API key is missing or wrong")
         expect(page.locator("#key-form")).to_be_visible()
 
 
@@ -523,7 +568,9 @@ def test_the_request_can_be_run(open_page, server, tmp_path, kind):
     program = ["bash", "-c", request] if kind == "curl" else [sys.executable, "-c", request]
     run = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
     assert run.returncode == 0, run.stderr
-    audio = server.speak(input=text, voice="speaker", max_new_tokens=4, top_p=0.9, language="english").body
+    audio = server.speak(
+        input=text, voice="speaker", max_new_tokens=4, top_p=0.9, language="english", response_format="wav"
+    ).body
     assert audio[:4] == b"RIFF" and (tmp_path / "speech.wav").read_bytes() == audio
 
 
@@ -545,30 +592,16 @@ def test_it_can_be_used_with_the_keyboard_alone(page, speech):
         assert len(order) < 60, order
     assert all(name for _, name in order), order
     ids = [element for element, _ in order]
-    wanted = [
-        "text",
-        "voice",
-        "speak",
-        "stop",
-        "seed",
-        "max_new_tokens",
-        "live",
-        "record",
-        "file",
-        "voice-name",
-        "copy",
-    ]
+    wanted = ["text", "voice", "record", "file", "voice-name", "speak", "seed", "max_new_tokens", "live", "copy"]
     assert [element for element in ids if element in wanted] == wanted, ids
 
     page.locator("#text").focus()
     page.keyboard.press("Control+Enter")
     wait_for_sound(page)
-    for _ in range(3):
-        page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.id") == "stop"
+    page.locator("#speak").focus()
     page.keyboard.press("Enter")
     wait_until_free(speech)
-    assert page.evaluate("document.activeElement.id") == "stop"  # the place is kept
+    assert page.evaluate("document.activeElement.id") == "speak"  # the place is kept
     page.locator("input[value=curl]").focus()
     page.keyboard.press("ArrowRight")
     expect(page.locator("#request")).to_contain_text("from openai import OpenAI")
@@ -581,13 +614,23 @@ def test_it_fits_a_phone(open_page):
     set_fields(page, text="word" * 200, temperature="-" + "9" * 300)
     page.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
     page.tap("#speak")
-    expect(page.get_by_role("alert")).not_to_be_empty()
+    expect(alert(page)).to_have_count(1)
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     sizes = """() => [...document.querySelectorAll("button, input, select, textarea, summary, .segments label")]
         .filter((element) => element.offsetParent && element.type !== "radio")
         .map((element) => [element.id || element.textContent, element.getBoundingClientRect().height])"""
     for name, height in page.evaluate(sizes):
         assert height >= 44, name
+
+    page.reload()
+    set_fields(page, max_new_tokens=3)
+    page.evaluate("document.getElementById('settings').open = false")
+    page.tap("#speak")
+    wait_for_end(page)
+    page.evaluate("scrollTo(0, 0)")
+    for part in (page.locator("#spoken audio"), page.get_by_role("button", name="Save WAV")):
+        box = part.bounding_box()
+        assert box["y"] + box["height"] <= 740, box
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -638,6 +681,7 @@ def test_the_page_comes_with_a_strict_policy(server):
     answer = server.ask("GET", "/")
     assert answer.status == 200 and answer.headers["Content-Type"] == "text/html; charset=utf-8"
     assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+    assert "for programs" in server.ask("GET", "/docs").body.decode()
     policy = answer.headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
 

@@ -216,6 +216,7 @@ def model_config(size: str, kind: str, tokenizer: Qwen2TokenizerFast) -> dict:
     token_id = tokenizer.convert_tokens_to_ids
     config = dict(
         architectures=["Qwen3TTSForConditionalGeneration"],
+        random_weights=True,  # for the server's page
         model_type="qwen3_tts",
         tts_model_type=kind,
         tokenizer_type="qwen3_tts_tokenizer_12hz",
