@@ -4,8 +4,8 @@
     pip install livekit-agents livekit-plugins-openai
     python examples/livekit_openai.py http://127.0.0.1:8000/v1
 
-response_format="pcm" matters: the plugin asks for MP3 otherwise, which is sent only when it is complete. Writes
-livekit.wav; in an agent it is AgentSession(tts=speech, ...). Run with livekit-agents and livekit-plugins-openai 1.8.9.
+With response_format="pcm" nothing is encoded and decoded again: the plugin asks for MP3 otherwise. Writes livekit.wav;
+in an agent it is AgentSession(tts=speech, ...). Run with livekit-agents and livekit-plugins-openai 1.8.9.
 """
 
 import asyncio

@@ -19,7 +19,7 @@ import openai
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("text")
-parser.add_argument("output", help="an audio file: .wav, .flac, .mp3 or .opus; - streams PCM to stdout")
+parser.add_argument("output", help="an audio file: .wav, .flac, .mp3, .opus or .aac; - streams PCM to stdout")
 parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
 parser.add_argument("--voice", default="alloy", help="GET /v1/audio/voices lists those of the server")
 parser.add_argument("--sse", action="store_true", help="with -: ask for server-sent events")

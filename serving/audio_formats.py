@@ -34,11 +34,11 @@ CONTENT_TYPES = {
     "opus": "audio/ogg",
     "aac": "audio/aac",
 }
-# FFmpeg's container, codec, bits per second and options. mp3 has no header with its length, which is unknown; a page of
+# FFmpeg's container, codec, bits per second and options. mp3 has frames only, so answers can be joined; a page of
 # Ogg has one packet, as FFmpeg sends a page when the next one is full: the first 80 ms would give no audio otherwise.
 COMPRESSED = {
     "flac": ("flac", "flac", None, {}),
-    "mp3": ("mp3", "libmp3lame", 96_000, {"write_xing": "0"}),
+    "mp3": ("mp3", "libmp3lame", 96_000, {"write_xing": "0", "id3v2_version": "0"}),
     "opus": ("ogg", "libopus", 64_000, {"page_duration": "20000"}),
     "aac": ("adts", "aac", 96_000, {}),
 }

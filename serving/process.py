@@ -100,7 +100,7 @@ def greeting(speech: Speech, address: str) -> str:
         lines.append(f"voices: none yet. Register one from a recording{instead}:")
         lines.append(f"  curl{key} -F name=me -F audio_sample=@voice.wav {address}/v1/audio/voices")
         voice = "me"
-    request = f'{{"input": "Hello!", "voice": "{voice}"}}'
+    request = f'{{"input": "Hello!", "voice": "{voice}", "response_format": "wav"}}'
     header = '-H "Content-Type: application/json"'
     lines.append(f"try it{instead}:\n  curl{key} {header} -d '{request}' -o hello.wav {address}/v1/audio/speech")
     return "\n".join(lines)

@@ -274,7 +274,7 @@ class SpeechResponse(Response):
             "content-type": content_type,
             "cache-control": "no-store",
             "x-accel-buffering": "no",  # nginx must not collect the stream
-            "x-sample-rate": str(self.utterance.speech.engine.rate),
+            "x-sample-rate": str(self.utterance.rate),
         }
         if length is not None:
             headers["content-length"] = str(length)

@@ -340,6 +340,10 @@ class Utterance:
         self.blocked = 0.0  # seconds that the client took to read it
         self.prompt_tokens = 1  # of the text, before the first frame
 
+    @property
+    def rate(self) -> int:
+        return self.speech.engine.rate
+
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         outcome = "failed"
         try:

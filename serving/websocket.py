@@ -300,7 +300,8 @@ class Session:
                     async with contextlib.aclosing(pieces):
                         async for data in pieces:
                             if total_bytes == 0:
-                                await self.send(type="audio.start", **place, **self.about(incoming, start))
+                                about = dict(sentence_text=incoming.text[start:], sample_rate=utterance.rate)
+                                await self.send(type="audio.start", **place, **about, **self.answer(incoming.style))
                             await self.send_audio(data)
                             total_bytes += len(data)
                 incoming.taken = start + utterance.characters_read(incoming.text[start : incoming.taken])
@@ -317,14 +318,10 @@ class Session:
             await self.send(type="audio.done", **place, total_bytes=total_bytes, **incoming.how)
         return 1 if total_bytes else 0
 
-    def about(self, incoming: Incoming, start: int) -> dict:
-        about = {
-            "sentence_text": incoming.text[start:],
-            "format": incoming.style.response_format,
-            "sample_rate": self.speech.engine.rate,
-        }
-        ignored = self.speech.ignored(incoming.style)
-        return about | {"ignored": ignored} if ignored else about
+    def answer(self, style: Style) -> dict:
+        """To a session.config: the format, and fields that the model cannot use."""
+        ignored = self.speech.ignored(style)
+        return {"format": style.response_format} | ({"ignored": ignored} if ignored else {})
 
     async def send_error(self, error: ApiError, **about) -> None:
         await self.send(type="error", message=error.message, code=error.code, param=error.param, **about)

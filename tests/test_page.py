@@ -364,8 +364,8 @@ def test_a_file_becomes_a_voice(page, server, speech, wav):
     page.set_input_files("#file", {"name": "me.wav", "mimeType": "audio/wav", "buffer": wav})
     page.fill("#transcript", "what it says")
     add_voice(page, "uploaded")
-    details = {voice["name"]: voice for voice in server.ask("GET", "/v1/audio/voices").json["voices"]}
-    assert details["uploaded"]["ref_text"] == "what it says" and details["uploaded"]["seconds"] == 2.0
+    [voice] = [voice for voice in server.ask("GET", "/v1/audio/voices").json["voices"] if voice["id"] == "uploaded"]
+    assert voice["ref_text"] == "what it says" and voice["seconds"] == 2.0
 
     set_fields(page, seed=1, max_new_tokens=3)
     page.click("#speak")
@@ -568,9 +568,8 @@ def test_the_request_can_be_run(open_page, server, tmp_path, kind):
     program = ["bash", "-c", request] if kind == "curl" else [sys.executable, "-c", request]
     run = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
     assert run.returncode == 0, run.stderr
-    audio = server.speak(
-        input=text, voice="speaker", max_new_tokens=4, top_p=0.9, language="english", response_format="wav"
-    ).body
+    asked = dict(voice="speaker", max_new_tokens=4, top_p=0.9, language="english", response_format="wav")
+    audio = server.speak(input=text, **asked).body
     assert audio[:4] == b"RIFF" and (tmp_path / "speech.wav").read_bytes() == audio
 
 

@@ -737,7 +737,7 @@ def open_connections(server) -> int:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"max_new_tokens": 300}, {"max_new_tokens": 300, "stream_format": "sse"}, {"max_new_tokens": 60, "stream": False}],
+    [{"max_new_tokens": 300}, {"max_new_tokens": 300, "stream_format": "sse"}, {"max_new_tokens": 20, "stream": False}],
     ids=["while it is made", "events", "when it is complete"],
 )
 def test_a_listener_who_does_not_read_is_given_up(speech, fields):
@@ -752,7 +752,7 @@ def test_connections_that_do_nothing_are_counted(speech, monkeypatch):
     """Only requests in progress were: not those whose answer is unread, nor those that never ask."""
     monkeypatch.setattr("serving.connections.SPARE_CONNECTIONS", 2)
     with RunningServer(speech, max_connections=1) as server:
-        with unread_request(server, max_new_tokens=60, stream=False) as unread:
+        with unread_request(server, max_new_tokens=20, stream=False) as unread:
             wait_until(lambda: speech.in_flight)
             wait_until_free(speech)
             assert server.ask("GET", "/v1/models").error["code"] == "too_many"

@@ -105,28 +105,39 @@ def test_keep_alive(server):
 
 
 def test_text_that_comes_after_the_speech_has_ended(server, speech, monkeypatch):
-    """It was dropped without a word, and so was the next utterance. Here the model ends after five frames."""
+    """It was dropped without a word, and so was text that the model had, but had not read: a token for each frame.
+
+    Here the model ends after five frames, and a character is a token.
+    """
     monkeypatch.setattr(speech, "sampling", lambda style: Speech.sampling(speech, style) | {"max_new_tokens": 6})
     monkeypatch.setattr(Utterance, "was_asked_to_end", lambda _: False)
     monkeypatch.setattr("speech.utterance.Utterance.warn_if_cut_off", lambda *_: None)
-    expected = {text: server.speak(input=text, response_format="pcm").body for text in ("Hello there.", "More of it.")}
+    sentences = ["Hello there.", "there.", " More of it.", "of it."]
+    expected = {text: server.speak(input=text, response_format="pcm").body for text in sentences}
     with client(server) as session:
         session.send(**CONFIG)
-        for index, text in enumerate(expected):
+        for index, text in enumerate(sentences[::2]):
             session.send("input.text", text=text)
-            messages, audio = session.until("audio.done")
-            assert [message["sentence_index"] for message in messages] == [index, index]
-            assert messages[0]["sentence_text"] == text and audio == expected[text]
+            session.send("input.done")
+            for number, sentence in enumerate(sentences[2 * index : 2 * index + 2]):
+                messages, audio = session.until("audio.done")
+                assert [message["sentence_index"] for message in messages] == [number, number]
+                assert messages[0]["sentence_text"] == sentence and audio == expected[sentence]
+            assert session.receive() == {"type": "session.done", "utterance_index": index, "total_sentences": 2}
+        session.send("input.text", text=sentences[0])
+        session.until("audio.done")
+        session.send("input.text", text=sentences[2])  # after the first sentence
         session.send("input.text", text=' "')  # nothing to say
         session.send("input.done")
-        assert session.receive() == {"type": "session.done", "utterance_index": 0, "total_sentences": 2}
+        messages, audio = session.until("session.done")
+        assert messages[-1]["total_sentences"] == 4 and len(audio) == 3 * 5 * FRAME
 
         monkeypatch.undo()  # the client's own max_new_tokens is the end, but what was left out is counted
         session.send("input.text", text="Hello there.")
         session.until("audio.done")
         session.send("input.text", text=" More.")
         session.send("input.done")
-        done = {"type": "session.done", "utterance_index": 1, "total_sentences": 1, "unspoken_characters": 6}
+        done = {"type": "session.done", "utterance_index": 3, "total_sentences": 1, "unspoken_characters": 12}
         assert session.receive() == done
         session.send("input.text", text="Hello there.")
         session.send("input.done")
@@ -148,6 +159,39 @@ def test_a_surrogate_pair_may_be_cut_in_two(server):
             messages, _ = session.until("session.done")
             assert any(message["type"] == "error" and "UTF-8" in message["message"] for message in messages)
             assert messages[-1]["error"]
+
+
+def test_formats_speed_and_instructions(server):
+    """As over HTTP. The default stays wav, vLLM-Omni's own."""
+    for fields in ({"response_format": "MP3"}, {"response_format": "pcm", "speed": 0.5}, {"response_format": None}):
+        asked = {"instructions": "whisper", **SHORT, **fields}
+        with client(server) as session:
+            session.send("session.config", **asked)
+            session.send("input.text", text="Hello there.")
+            session.send("input.done")
+            (start, *_), audio = session.until("session.done")
+            name = (fields["response_format"] or "wav").lower()
+            assert start["format"] == name and start["ignored"] == ["instructions"]
+            assert audio == server.speak(**asked | {"response_format": name}).body
+
+
+@pytest.mark.parametrize("when", ["while it is spoken", "at its end"])
+def test_a_client_that_does_not_read_is_given_up(speech, when):
+    """Its socket and what was left to send were kept for good."""
+    with RunningServer(speech, send_seconds=0.3) as server:
+        server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", server.port))
+            session = connect(server.websocket_address, sock=connection, ping_interval=None, max_queue=1)
+            frames = 300 if when == "while it is spoken" else 30
+            session.send(json.dumps(CONFIG | {"max_new_tokens": frames}))
+            session.send('{"type": "input.text", "text": "Hello."}')
+            session.send('{"type": "input.done"}')
+            session.send('{"type": "session.close"}')
+            wait_until(lambda: speech.in_flight)
+            wait_until_free(speech)
+            wait_until(lambda: not server.server.server_state.connections)
 
 
 def test_cancel(server, speech):
@@ -237,7 +281,7 @@ def test_text_that_grows_too_long_ends_its_utterance(server, speech):
 
 
 @pytest.mark.parametrize(
-    "first", ['{"type": "input.text", "text": "Hello."}', '{"type": "session.config", "speed": 2}', "garbage", b"\x00"]
+    "first", ['{"type": "input.text", "text": "Hello."}', '{"type": "session.config", "speed": 5}', "garbage", b"\x00"]
 )
 def test_a_session_begins_with_a_configuration(server, first):
     with client(server) as session:
