@@ -12,7 +12,7 @@ import numpy as np
 import soundfile
 
 from common import audio_files
-from common.audio_files import Chunk, check_recording, to_int16, wav_header
+from common.audio_files import Chunk, check_recording, wav_header
 from common.output_files import FORMATS
 from serving.errors import ApiError
 from serving.settings import Settings
@@ -40,7 +40,7 @@ async def encode_stream(chunks: AsyncIterable[Chunk], name: str, whole: bool) ->
             return
         is_first = True
         async for samples, rate in chunks:
-            data = to_int16(samples).tobytes()
+            data = samples.tobytes()  # int16
             if is_first and name == "wav":
                 data = wav_header(rate, audio_files.UNKNOWN_LENGTH) + data
             is_first = False
@@ -48,12 +48,12 @@ async def encode_stream(chunks: AsyncIterable[Chunk], name: str, whole: bool) ->
 
 
 def encode(samples: np.ndarray, rate: int, name: str) -> bytes:
-    """A complete file."""
+    """A complete file from int16 samples."""
     if name == "pcm":
-        return to_int16(samples).tobytes()
+        return samples.tobytes()
     sound_format, subtype = FORMATS[f".{name}"]
     file = io.BytesIO()
-    soundfile.write(file, to_int16(samples), rate, subtype, format=sound_format)
+    soundfile.write(file, samples, rate, subtype, format=sound_format)
     return file.getvalue()
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
@@ -12,8 +14,8 @@ FRAME_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.008, 0.012, 0.02, 0.03, 0.05, 0.0
 class Metrics:
     """A registry of its own, so that several servers fit into one process."""
 
-    def __init__(self, counts):
-        """counts: returns how many streams are active and waiting."""
+    def __init__(self, engines: Callable[[], list]):
+        """engines: returns what has counts (active, waiting), restarts and memory."""
         self.registry = CollectorRegistry()
 
         def add(kind, name, text, *labels, **options):
@@ -28,8 +30,14 @@ class Metrics:
         )
         self.underruns = add(Counter, "underruns", "Chunks later than a player that began with the first needs them")
         self.audio = add(Counter, "audio_seconds", "Audio made")
-        add(Gauge, "streams_active", "Streams that share the GPU").set_function(lambda: counts()[0])
-        add(Gauge, "streams_waiting", "Requests that wait for a place").set_function(lambda: counts()[1])
+
+        def total(name, text, value) -> None:
+            add(Gauge, name, text).set_function(lambda: sum(map(value, engines())))
+
+        total("streams_active", "Streams that share the GPU", lambda engine: engine.counts[0])
+        total("streams_waiting", "Requests that wait for a place", lambda engine: engine.counts[1])
+        total("worker_restarts", "Workers that were started in place of one that had ended", attrgetter("restarts"))
+        total("worker_memory_bytes", "Resident memory of the workers", attrgetter("memory"))
         add(Gauge, "tasks", "Tasks of the event loop").set_function(count_tasks)
         add(Gauge, "threads", "Threads of the process").set_function(threading.active_count)
         ProcessCollector(registry=self.registry)  # memory, CPU time, open files

@@ -18,6 +18,7 @@ class Style(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
+    model: str | None = None  # any string; one of several models by its name
     voice: str | None = Field(None, validation_alias=AliasChoices("voice", "speaker"))
     instructions: str | None = None
     language: str | None = None
@@ -59,10 +60,9 @@ class Style(BaseModel):
 
 
 class SpeechRequest(Style):
-    """The body of POST /v1/audio/speech. `model` may be any string: there is one model."""
+    """The body of POST /v1/audio/speech."""
 
     input: str
-    model: str | None = None
     stream: bool | None = None
     stream_format: Literal["audio", "sse"] | None = None
 

@@ -1,8 +1,8 @@
 """The HTTP server: OpenAI's speech interface, voices to register, health and metrics; websocket.py is the other half.
 
     speech = Speech("0.6B")
-    speech.load()
-    uvicorn.run(create_app(speech))
+    await speech.start()  # in the server's event loop: see process.py
+    app = create_app(speech)
 
 A speech request is read, checked against the model, and answered by a SpeechResponse, which speaks while it sends. The
 first chunk of audio decides the status: whatever fails before it gets an error with a status of its own.
@@ -24,7 +24,6 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
-from common import checkpoints
 from serving.audio_formats import CONTENT_TYPES, STREAMABLE, encode_stream
 from serving.errors import ApiError, as_api_error, to_json
 from serving.guard import Guard
@@ -38,7 +37,7 @@ log = logging.getLogger("qwen3_tts_cudagraphs")
 
 
 def create_app(speech: Speech) -> FastAPI:
-    """The application. Until `speech.load` has returned, requests get 503."""
+    """The application. Until `speech.start` has returned, requests get 503."""
     settings = speech.settings
     app = FastAPI(title="Qwen3-TTS", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.speech = speech
@@ -57,6 +56,7 @@ def create_app(speech: Speech) -> FastAPI:
         speech.check_ready()
         try:
             wanted = parse(SpeechRequest, await read_json(request, settings))
+            await speech.refresh(wanted.voice)
             speech.check(wanted)
             text = speech.check_text(wanted.input)
         except ApiError:
@@ -70,6 +70,7 @@ def create_app(speech: Speech) -> FastAPI:
 
     @app.get("/v1/audio/voices")
     async def list_voices() -> Response:
+        await speech.refresh()
         return JSONResponse({"voices": speech.voice_names(), "details": speech.voices()})
 
     @app.post("/v1/audio/voices")
@@ -84,24 +85,22 @@ def create_app(speech: Speech) -> FastAPI:
         await speech.unregister(name)
         return JSONResponse({"success": True, "deleted": name.lower()})
 
-    def the_model() -> dict:
-        model = {"id": checkpoints.display_name(speech.model), "object": "model", "created": 0, "owned_by": "qwen"}
-        return model | {"kind": speech.kind, "languages": checkpoints.languages(speech.config)}  # for the page
-
     @app.get("/v1/models")
     async def list_models() -> Response:
-        return JSONResponse({"object": "list", "data": [the_model()]})
+        await speech.refresh()
+        return JSONResponse({"object": "list", "data": [model.describe(speech.registered) for model in speech.models]})
 
     @app.get("/v1/models/{name}")
     async def find_model(name: str) -> Response:
-        model = the_model()
-        if name != model["id"]:
-            raise ApiError(f"there is no model {name!r} here: it is {model['id']!r}", 404)
-        return JSONResponse(model)
+        await speech.refresh()
+        models = {model.id: model for model in speech.models}
+        if name not in models:
+            raise ApiError(f"there is no model {name!r} here: choose {', '.join(map(repr, models))}", 404)
+        return JSONResponse(models[name].describe(speech.registered))
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
-        speech.check_ready()
+        speech.check_all_ready()
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
@@ -212,7 +211,7 @@ class SpeechResponse(Response):
                             has_begun = True
                         with anyio.fail_after(self.settings.send_seconds):
                             await send(body(self.delta(data) if self.is_sse else data))
-                await send(body(self.done() if self.is_sse else b"", more=False))
+                await send(body(await self.done() if self.is_sse else b"", more=False))
         except Exception as error:
             error = as_api_error(error, scope["request_id"])
             if not has_begun:
@@ -231,7 +230,7 @@ class SpeechResponse(Response):
             "content-type": content_type,
             "cache-control": "no-store",
             "x-accel-buffering": "no",  # nginx must not collect the stream
-            "x-sample-rate": str(self.utterance.speech.engine.rate),
+            "x-sample-rate": str(self.utterance.rate),
         }
         if length is not None:
             headers["content-length"] = str(length)
@@ -241,8 +240,8 @@ class SpeechResponse(Response):
     def delta(self, data: bytes) -> bytes:
         return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
 
-    def done(self) -> bytes:
-        text, audio = self.utterance.text_tokens(), self.utterance.frames
+    async def done(self) -> bytes:
+        text, audio = await self.utterance.text_tokens(), self.utterance.frames
         usage = {"input_tokens": text, "output_tokens": audio, "total_tokens": text + audio}
         return event({"type": "speech.audio.done", "usage": usage})
 

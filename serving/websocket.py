@@ -184,6 +184,7 @@ class Session:
         if self.writing:
             raise ApiError("session.config came within an utterance: send input.done or input.cancel first")
         style = parse(Style, message)
+        await self.speech.refresh(style.voice)
         self.speech.check(style)
         self.style = style
 
@@ -299,7 +300,7 @@ class Session:
                     async with contextlib.aclosing(pieces):
                         async for data in pieces:
                             if total_bytes == 0:
-                                rate = self.speech.engine.rate
+                                rate = utterance.rate
                                 about = dict(sentence_text=incoming.text[start:], format=sound_format, sample_rate=rate)
                                 await self.send(type="audio.start", **place, **about)
                             with anyio.fail_after(self.settings.send_seconds):
