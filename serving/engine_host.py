@@ -202,7 +202,7 @@ class EngineHost:
             self.fail(number, item)
         else:
             try:
-                self.streams[number].warn_if_cut_off(is_error=True)
+                self.streams[number].warn_if_cut_off(True)
             except CutOff as error:
                 self.fail(number, error)
                 return

@@ -160,7 +160,7 @@ class EngineProcess:
         self.deaths = 0  # without enough service in between
         self.restarts = 0
         self.device, self.rate = "", 24000  # the worker says
-        self.counts, self.memory = (0, 0), 0
+        self.memory = 0  # bytes of the worker
         self.connection = None
         self.process = None
         self.task = None
@@ -223,7 +223,7 @@ class EngineProcess:
             self.connection.transport.abort()  # a worker that still lives ends by that
             self.state = "restarting" if self.state == "ready" else self.state
             status = await asyncio.shield(asyncio.to_thread(end_process, process))
-        self.counts, self.memory = (0, 0), 0
+        self.memory = 0
         self.why = self.why or how_it_ended(status)
         served = time.monotonic() - self.ready_at if self.ready_at else 0.0
         self.deaths = 1 if served > SECONDS_OF_SERVICE else self.deaths + 1
@@ -231,7 +231,7 @@ class EngineProcess:
     def take(self, event: dict) -> None:
         """What the worker says about itself."""
         if event["type"] == "beat":
-            self.counts, self.memory = (event["active"], event["waiting"]), event["memory"]
+            self.memory = event["memory"]
         elif event["type"] == "loaded":
             if self.started.is_set():  # before: as many rows as it had
                 self.connection.send(op="begin", rows=self.rows, models=1)

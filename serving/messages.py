@@ -8,7 +8,7 @@
     speak     a text, or its first words, in a voice        audio     samples as int16
     text      more of it; `last`: there is no more          end       of a call: all of it was sent
     read      so many chunks have been read                 error     of a call: as a client is told
-    voice     keep the voice of a recording                 beat      streams and memory, every second
+    voice     keep the voice of a recording                 beat      it is alive; its memory
     forget    voices that were removed                      stopped   why it ends itself
     count     the tokens of a text
     cancel    nobody listens any more

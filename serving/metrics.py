@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
 from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -14,8 +13,8 @@ FRAME_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.008, 0.012, 0.02, 0.03, 0.05, 0.0
 class Metrics:
     """A registry of its own, so that several servers fit into one process."""
 
-    def __init__(self, engines: Callable[[], list]):
-        """engines: returns what has counts (active, waiting), restarts and memory."""
+    def __init__(self, models: list):
+        """models: serving.model.Model"""
         self.registry = CollectorRegistry()
 
         def add(kind, name, text, *labels, **options):
@@ -32,12 +31,12 @@ class Metrics:
         self.audio = add(Counter, "audio_seconds", "Audio made")
 
         def total(name, text, value) -> None:
-            add(Gauge, name, text).set_function(lambda: sum(map(value, engines())))
+            add(Gauge, name, text).set_function(lambda: sum(map(value, models)))
 
-        total("streams_active", "Streams that share the GPU", lambda engine: engine.counts[0])
-        total("streams_waiting", "Requests that wait for a place", lambda engine: engine.counts[1])
-        total("worker_restarts", "Workers that were started in place of one that had ended", attrgetter("restarts"))
-        total("worker_memory_bytes", "Resident memory of the workers", attrgetter("memory"))
+        total("streams_active", "Streams that share the GPU", attrgetter("active"))
+        total("streams_waiting", "Requests that wait for a place", attrgetter("waiting"))
+        total("worker_restarts", "Workers started in place of one that had ended", attrgetter("engine.restarts"))
+        total("worker_memory_bytes", "Resident memory of the workers", attrgetter("engine.memory"))
         add(Gauge, "tasks", "Tasks of the event loop").set_function(count_tasks)
         add(Gauge, "threads", "Threads of the process").set_function(threading.active_count)
         ProcessCollector(registry=self.registry)  # memory, CPU time, open files

@@ -49,6 +49,14 @@ class Model:
             self.kind == "custom_voice" and self.config.get("tts_model_size") != "0b6"
         )
 
+    @property
+    def active(self) -> int:
+        return min(self.in_flight, self.engine.rows or 0)
+
+    @property
+    def waiting(self) -> int:
+        return self.in_flight - self.active
+
     # ---- Voices; `registered` are the names of those in the folder, oldest first
 
     def voice_names(self, registered: Iterable[str]) -> list[str]:

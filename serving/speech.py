@@ -68,7 +68,7 @@ class Speech:
         self.folder = VoiceFolder(self.settings) if cloning else None
         self.registered = self.folder.voices if cloning else {}  # as the folder was when it was last looked at
         self.threads = ThreadPoolExecutor(MAX_THREADS, "recordings")
-        self.metrics = Metrics(lambda: [model.engine for model in self.models])
+        self.metrics = Metrics(self.models)
         self.is_draining = False
 
     # ---- Lifetime

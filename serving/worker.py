@@ -169,8 +169,7 @@ class Worker:
         if self.is_draining and not self.host.streams:
             self.over.set()
         if self.beats % BEATS_PER_SIGN == 0:
-            active, waiting = self.host.engine.counts()
-            self.connection.send(type="beat", active=active, waiting=waiting, memory=resident_bytes())
+            self.connection.send(type="beat", memory=resident_bytes())
         self.beats += 1
 
     def drain(self, *_) -> None:

@@ -212,7 +212,6 @@ def test_the_line_to_try_has_a_place_for_the_key(checkpoint, tmp_path):
     """It read a variable that need not be set in the shell where the line is pasted."""
     speech = Speech(str(checkpoint()), "cpu", settings=Settings("secret", voices=tmp_path))
     lines = greeting(speech, "http://127.0.0.1:8000").splitlines()
-    speech.close()
     assert sum('curl -H "Authorization: Bearer KEY"' in line for line in lines) == 2
     assert sum("with your API key instead of KEY" in line for line in lines) == 2
     assert "secret" not in str(lines) and "$" not in str(lines)
