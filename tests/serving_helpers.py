@@ -164,6 +164,15 @@ def wait_until(condition) -> None:
         time.sleep(0.005)
 
 
+def is_running(pid: int) -> bool:
+    """Zombies, whose new parent has not reaped them yet, are not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def wait_until_free(speech: Speech) -> None:
     """Every place must become free again."""
     wait_until(lambda: speech.in_flight == 0 and speech.engine.counts() == (0, 0))

@@ -525,11 +525,12 @@ def test_draining_has_a_limit(speech, monkeypatch):
     wait_until_free(speech)
 
 
-def test_a_stopped_engine_is_started_again(checkpoint, tmp_path):
+def test_a_stopped_engine_is_started_again(checkpoint, tmp_path, wav):
     """It needed a person to restart the server."""
     speech = load_speech(checkpoint(), tmp_path)
     with RunningServer(speech) as server:
-        before = server.speak(response_format="pcm").body
+        assert server.register("me", wav).status == 200
+        before = server.speak(voice="me", response_format="pcm").body
         speech.engine.close()
         wait_until(lambda: server.ask("GET", "/health").status == 503)
         for answer in (server.ask("GET", "/health"), server.speak()):
@@ -537,7 +538,7 @@ def test_a_stopped_engine_is_started_again(checkpoint, tmp_path):
                 answer.status == 503 and answer.headers["Retry-After"] == "1" and answer.error["code"] == "restarting"
             )
         wait_until(lambda: server.ask("GET", "/health").status == 200)
-        assert server.speak(response_format="pcm").body == before
+        assert server.speak(voice="me", response_format="pcm").body == before
         assert b"qwen3_tts_worker_restarts 1.0" in server.ask("GET", "/metrics").body
     speech.close()
 
