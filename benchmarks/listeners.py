@@ -55,14 +55,21 @@ def poisson_arrivals(per_second: float, seconds: float, seed: int = 0) -> Iterat
 
 
 def crowd(start_stream: StartStream, arrivals: Iterable[float], threads: int = NO_LIMIT) -> dict:
-    """A listener in a thread of its own at each of these times. Slow answers do not delay later listeners."""
+    return summary(*listen_at(start_stream, arrivals, threads))
+
+
+def listen_at(
+    start_stream: StartStream, arrivals: Iterable[float], threads: int = NO_LIMIT
+) -> tuple[list[Listener], float]:
+    """A listener in a thread of its own at each of these times. Slow answers do not delay later listeners. Returns
+    what they heard, and how many seconds it took."""
     began = time.perf_counter()
     with ThreadPoolExecutor(threads, "listener") as pool:
         futures = []
         for arrival in arrivals:
             time.sleep(max(0.0, began + arrival - time.perf_counter()))
             futures.append(pool.submit(listen, start_stream))
-    return summary([future.result() for future in futures], time.perf_counter() - began)
+    return [future.result() for future in futures], time.perf_counter() - began
 
 
 def summary(listeners: list[Listener], wall: float) -> dict:

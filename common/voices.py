@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -11,11 +12,13 @@ from common.checkpoints import REFERENCE_SILENCE, check_speaker_file
 from speech.prompts import speaker_prompt
 
 
-def load_speaker(path: str | Path, hidden_size: int) -> dict:
-    """A speaker.pt as a voice_clone_prompt. Nothing in the file is executed."""
-    check_speaker_file(path)
+def load_speaker(file: str | Path | BinaryIO, hidden_size: int, path: str | Path | None = None) -> dict:
+    """A speaker.pt as a voice_clone_prompt. Nothing in the file is executed. `path` names it in messages."""
+    if path is None:
+        path = file
+        check_speaker_file(path)
     try:
-        speaker = torch.load(path, map_location="cpu", weights_only=True)
+        speaker = torch.load(file, map_location="cpu", weights_only=True)
     except Exception:
         raise ValueError(f"{path} is not a speaker file: make one with extract_speaker.py") from None
     dtypes = torch.float32, torch.bfloat16, torch.float16, torch.float64

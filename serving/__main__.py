@@ -1,4 +1,4 @@
-"""The command line of the server. Mistakes are answered before torch is imported.
+"""The command line of the server. Mistakes are answered before a worker is started.
 
 python -m serving --model 0.6B --port 8000
 """
@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from common.checkpoints import MODELS, check_speaker_file
-from common.scripts import Parser, check_device_name, cli_errors, heavy_imports
+from common.scripts import Parser, check_device_name, cli_errors
 from serving.settings import API_KEY_VARIABLE, LIMITS, Settings, check_host, check_model, check_origin
 
 PACKAGES = "fastapi", "uvicorn", "websockets", "prometheus_client", "python_multipart"
@@ -26,21 +26,23 @@ def main() -> None:
             if find_spec(name) is None:
                 raise ValueError(f"the server needs {name}, which is not installed: run ./setup.sh --server")
         settings = make_settings(args)
-        check_model(settings, args.model, bool(args.speaker))
+        for model in args.model:
+            check_model(settings, model, bool(args.speaker) and len(args.model) == 1)
         for path in args.speaker:
             check_speaker_file(path)
         check_folder(args.voices)
         with listen(args.host, args.port) as listening:
             settings = keep_to_this_machine(listening, settings)
-            with heavy_imports(args.device):
-                from serving.process import serve
+            from serving.process import serve
 
             serve(args, settings, listening)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(prog="python -m serving", description="Serve speech over HTTP and WebSocket.")
-    parser.add_argument("--model", default="0.6B", help=", ".join(MODELS) + ", a hub id or a folder")
+    parser.add_argument(
+        "--model", action="append", help=", ".join(MODELS) + ", a hub id or a folder; may be given several times"
+    )
     parser.add_argument("--device", help="cuda, cuda:1, cpu")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in: set --api-key, too")
@@ -55,14 +57,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--open-lists", action="store_true", help="list voices and models without the key")
     parser.add_argument("--voices", type=Path, default=Settings.voices, help="folder of the registered voices")
     parser.add_argument(
-        "--speaker", type=Path, action="append", default=[], help="a speaker.pt; its voice has the file's name"
+        "--speaker",
+        type=Path,
+        action="append",
+        default=[],
+        help="a speaker.pt of the first Base model; its voice has the file's name",
     )
     limits = parser.add_argument_group("limits")
     for item in LIMITS:
         option = "--" + item.name.replace("_", "-")
-        help_text = f"{item.metadata['help']} ({item.default:g})"
-        limits.add_argument(option, type=type(item.default), default=item.default, help=help_text)
+        kind, help_text = int, item.metadata["help"]
+        if item.default is not None:
+            kind, help_text = type(item.default), f"{help_text} ({item.default:g})"
+        limits.add_argument(option, type=kind, default=item.default, help=help_text)
     args = parser.parse_args()
+    args.model = args.model or ["0.6B"]
     check_device_name(args.device)
     if not 0 <= args.port < 65536:
         raise ValueError(f"--port is {args.port}, it must be from 0 to 65535")

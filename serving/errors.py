@@ -5,9 +5,6 @@ import logging
 
 from starlette.responses import Response
 
-from speech.request import QueueFull, StreamTimeout
-from speech.utterance import CutOff
-
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
 TYPES = {
@@ -40,6 +37,10 @@ class ApiError(Exception):
         return Response(to_json(self.content()), self.status, headers, "application/json")
 
 
+def engine_failed() -> ApiError:
+    return ApiError("the engine has failed and is started again: try again in a moment", 503, code="restarting")
+
+
 def to_json(content: dict) -> str:
     """ASCII: a message may quote half of a surrogate pair, which UTF-8 cannot encode."""
     return json.dumps(content, ensure_ascii=True)
@@ -54,16 +55,20 @@ def for_clients(message: str) -> str:
 def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
     """What a client is told about an exception. Unexpected ones are logged, and their text stays here."""
     if isinstance(error, ApiError):
+        if error.status == 500:  # the worker has logged why
+            log.error("request %s failed: %s", request_id, error.message)
         return error
-    if isinstance(error, QueueFull):
-        return ApiError(str(error), 429, code="queue_full")
-    if isinstance(error, CutOff):
-        return ApiError(for_clients(str(error)), code="cut_off")
-    if isinstance(error, StreamTimeout):
-        return ApiError(str(error), 503, code="timeout")
     if isinstance(error, TimeoutError):
         return ApiError("the request took too long: give a shorter text, or read the audio sooner", 503, code="timeout")
     if isinstance(error, ValueError):
         return ApiError(for_clients(str(error)))
     log.error("request %s failed", request_id, exc_info=error)
     return ApiError("the server failed on this request: its log says why", 500)
+
+
+def log_to_stderr() -> None:
+    """Warnings and errors with their tracebacks, beside the progress that cli_errors shows."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
@@ -12,8 +13,8 @@ FRAME_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.008, 0.012, 0.02, 0.03, 0.05, 0.0
 class Metrics:
     """A registry of its own, so that several servers fit into one process."""
 
-    def __init__(self, counts):
-        """counts: returns how many streams are active and waiting."""
+    def __init__(self, models: list):
+        """models: serving.model.Model"""
         self.registry = CollectorRegistry()
 
         def add(kind, name, text, *labels, **options):
@@ -28,8 +29,14 @@ class Metrics:
         )
         self.underruns = add(Counter, "underruns", "Chunks later than a player that began with the first needs them")
         self.audio = add(Counter, "audio_seconds", "Audio made")
-        add(Gauge, "streams_active", "Streams that share the GPU").set_function(lambda: counts()[0])
-        add(Gauge, "streams_waiting", "Requests that wait for a place").set_function(lambda: counts()[1])
+
+        def total(name, text, value) -> None:
+            add(Gauge, name, text).set_function(lambda: sum(map(value, models)))
+
+        total("streams_active", "Streams that share the GPU", attrgetter("active"))
+        total("streams_waiting", "Requests that wait for a place", attrgetter("waiting"))
+        total("worker_restarts", "Workers started in place of one that had ended", attrgetter("engine.restarts"))
+        total("worker_memory_bytes", "Resident memory of the workers", attrgetter("engine.memory"))
         add(Gauge, "tasks", "Tasks of the event loop").set_function(count_tasks)
         add(Gauge, "threads", "Threads of the process").set_function(threading.active_count)
         ProcessCollector(registry=self.registry)  # memory, CPU time, open files

@@ -1,77 +1,72 @@
-"""The server as a process: loads the model in a thread, says what it has, and drains when it is told to stop."""
+"""The server as a process: starts the workers, says what it has, and drains when it is told to stop."""
 
 import argparse
+import asyncio
+import contextlib
 import gc
-import logging
-import os
 import signal
 import socket
 import sys
-import threading
 import time
 
-import torch
 import uvicorn
 
-from common.loading import model_errors
 from serving.connections import uvicorn_config
+from serving.errors import log_to_stderr
 from serving.server import create_app
 from serving.settings import Settings
-from serving.speech import Speech, load_speakers
+from serving.speech import Speech, read_speakers
 
 
 def serve(args: argparse.Namespace, settings: Settings, listening: socket.socket) -> None:
     """Serve until a signal comes. `args` are the options of serving/__main__.py."""
-    with model_errors():
-        log_to_stderr()
-        dtype = args.dtype and getattr(torch, args.dtype)
-        speakers = load_speakers(args.speaker, args.model)
-        speech = Speech(args.model, args.device, dtype, settings, speakers)
-        host, port = listening.getsockname()[:2]
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # those cannot be asked
-        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        print(f"listening on {address}, loading {args.model}", flush=True)
-
-        server = Server(speech)
-        loading = threading.Thread(target=server.load, args=[address], name="load", daemon=True)
-        loading.start()
-        try:
-            server.run(sockets=[listening])
-        finally:
-            speech.close()
-        if server.failure:
-            raise server.failure
-        if loading.is_alive():  # stopped while loading: the thread is in torch, and Python cannot end it
-            os._exit(0)
-
-
-def log_to_stderr() -> None:
-    """Warnings and errors with their tracebacks, beside the progress that cli_errors shows."""
-    handler = logging.StreamHandler()
-    handler.setLevel(logging.WARNING)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.getLogger("qwen3_tts_cudagraphs").addHandler(handler)
+    log_to_stderr()
+    speech = Speech(args.model, args.device, args.dtype, settings, read_speakers(args.speaker))
+    host, port = listening.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # those cannot be asked
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    print(f"listening on {address}, loading {', '.join(args.model)}", flush=True)
+    server = Server(speech, address)
+    server.run(sockets=[listening])
+    if server.failure:
+        raise server.failure
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but SIGTERM first drains: new requests get 503 until the streams in flight have ended."""
+    """uvicorn with workers. SIGTERM first drains: new requests get 503 until the streams in flight have ended."""
 
-    def __init__(self, speech: Speech):
+    def __init__(self, speech: Speech, address: str | None = None):
+        """address: for the greeting; without it, `speech` has been started and is closed by others"""
         super().__init__(uvicorn_config(create_app(speech), speech.settings))
         self.speech = speech
-        self.failure = None  # why the model could not be loaded
+        self.address = address
+        self.starting = None  # a task
+        self.failure = None  # why a model could not be loaded
         self.drain_until = None
 
-    def load(self, address: str) -> None:
-        """In a thread, so that /health can be asked meanwhile."""
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.address:
+            self.starting = asyncio.create_task(self.start())
+
+    async def start(self) -> None:
+        """Beside the server, so that /health can be asked meanwhile."""
         try:
-            self.speech.load()
-        except BaseException as error:
+            await self.speech.start()
+        except Exception as error:
             self.failure = error
             self.should_exit = True
         else:
-            gc.freeze()  # all that is loaded stays; looking through it would stop the speech for a tenth of a second
-            print(greeting(self.speech, address), flush=True)
+            gc.freeze()  # all that is loaded stays
+            print(greeting(self.speech, self.address), flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.starting:
+            self.starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.starting
+            await self.speech.close()
 
     def handle_exit(self, sig: int, frame) -> None:
         if self.speech.is_draining or sig == signal.SIGINT:
@@ -92,7 +87,10 @@ def greeting(speech: Speech, address: str) -> str:
     voices = speech.voice_names()
     key = ' -H "Authorization: Bearer KEY"' if speech.settings.api_key else ""
     instead = ", with your API key instead of KEY" if key else ""
-    lines = [f"ready: {speech.model} on {speech.device}, up to {speech.settings.max_streams} listeners at once"]
+    lines = [
+        f"ready: {model.name} on {model.engine.device}, up to {model.engine.rows} listeners at once"
+        for model in speech.models
+    ]
     if voices:
         lines.append(f"voices: {', '.join(voices)}")
         voice = voices[0]

@@ -3,10 +3,11 @@
     serve run serving.ray_app:app model=0.6B max_replicas=8
     serve run serving.ray_app:app model=tiny device=cpu replicas=2
 
-Ray's proxies pass requests and WebSockets on to the less busy of two replicas. A replica that dies, or whose engine has
-stopped, is replaced; the clients it was speaking to see their connection break. The arguments are the fields of
-Arguments and the limits of `python -m serving`, with underscores; the key is $QWEN3_TTS_API_KEY. The metrics of all
-replicas are among Ray's own; /metrics has those of whichever replica answers.
+Ray's proxies pass requests and WebSockets on to the less busy of two replicas. A replica whose engine fails heals as
+`python -m serving` does; one that dies, or does not heal in time, is replaced. The clients it was speaking to see their
+connection break. The arguments are the fields of Arguments and the limits of `python -m serving`, with underscores; the
+key is $QWEN3_TTS_API_KEY. The metrics of all replicas are among Ray's own; /metrics has those of whichever replica
+answers.
 
 Who reaches Ray's own ports (dashboard, cluster) can run code: keep them in a private network, with its tokens on.
 """
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Literal
 
 import click
-import torch
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -27,12 +27,12 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 from ray.serve.metrics import Gauge
 
-from common import checkpoints
 from serving.errors import ApiError
+from serving.memory import MAX_ROWS
 from serving.requests import parse
 from serving.server import create_app
-from serving.settings import API_KEY_VARIABLE, LIMITS, Settings, check_origin
-from serving.speech import Speech, load_speakers
+from serving.settings import API_KEY_VARIABLE, LIMITS, Settings, check_model, check_origin
+from serving.speech import Speech, read_speakers
 
 SECONDS_BETWEEN_METRICS = 5.0
 
@@ -42,7 +42,7 @@ class Placement(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str = "0.6B"
+    model: str = "0.6B"  # or several
     device: Literal["cuda", "cpu"] = "cuda"  # which GPU it is, Ray decides
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
     voices: Path = Settings.voices  # with several machines, a folder that all of them see
@@ -66,13 +66,15 @@ def app(arguments: dict) -> Application:
         key = os.environ.get(API_KEY_VARIABLE) or None
         origins = tuple(map(check_origin, split(wanted.cors_origin)))
         settings = Settings(key, origins, voices=wanted.voices.absolute(), **limits)
-        speakers = load_speakers([Path(path) for path in split(wanted.speaker)], wanted.model)
-        checkpoints.read_config(wanted.model)
+        speakers = read_speakers([Path(path) for path in split(wanted.speaker)])
+        models = split(wanted.model)
+        for model in models:
+            check_model(settings, model, bool(speakers) and len(models) == 1)
         if 0 < wanted.max_replicas < wanted.replicas:
             raise ValueError(f"max_replicas is {wanted.max_replicas}, it must be at least replicas, {wanted.replicas}")
     except (ApiError, ValueError) as error:
         raise click.UsageError(str(error)) from None
-    model = str(Path(wanted.model).absolute()) if Path(wanted.model).is_dir() else wanted.model
+    models = [str(Path(model).absolute()) if Path(model).is_dir() else model for model in models]
     deployment = serve.deployment(
         Replica,
         **scaling(wanted),
@@ -84,7 +86,7 @@ def app(arguments: dict) -> Application:
         health_check_period_s=5,
         graceful_shutdown_timeout_s=settings.drain_seconds,
     )
-    return deployment.bind(model, wanted.device, wanted.dtype, settings, speakers)
+    return deployment.bind(models, wanted.device, wanted.dtype, settings, speakers)
 
 
 def split(text: str) -> tuple[str, ...]:
@@ -98,7 +100,7 @@ def scaling(wanted: Placement) -> dict:
     config = AutoscalingConfig(
         min_replicas=wanted.replicas,
         max_replicas=wanted.max_replicas,
-        target_ongoing_requests=wanted.target_streams or max(1, wanted.max_streams // 4),
+        target_ongoing_requests=wanted.target_streams or max(1, (wanted.max_streams or MAX_ROWS) // 4),
         upscale_delay_s=5,  # a replica takes half a minute to load: begin early
         downscale_delay_s=300,
     )
@@ -107,11 +109,11 @@ def scaling(wanted: Placement) -> dict:
 
 @serve.ingress()
 class Replica:
-    """One model on one GPU. Ray sends requests when the constructor has returned."""
+    """The models on one GPU. Ray sends requests when the constructor has returned."""
 
-    async def __init__(self, model: str, device: str, dtype: str | None, settings: Settings, speakers: dict):
-        self.speech = Speech(model, device, dtype and getattr(torch, dtype), settings, speakers)
-        await asyncio.to_thread(self.speech.load)
+    async def __init__(self, models: list[str], device: str, dtype: str | None, settings: Settings, speakers: dict):
+        self.speech = Speech(models, device, dtype, settings, speakers)
+        await self.speech.start()
         gc.freeze()  # as in process.py
         self.publishing = asyncio.create_task(publish(self.speech.metrics.registry))
 
@@ -119,12 +121,8 @@ class Replica:
         return create_app(self.speech)
 
     def check_health(self) -> None:
-        """Raises if the engine has stopped. After three times Ray replaces the replica."""
-        self.speech.check_ready()
-
-    def __del__(self):
-        if hasattr(self, "speech"):
-            self.speech.close()
+        """Raises while an engine is not ready. After three times Ray replaces the replica, if it has not healed."""
+        self.speech.check_all_ready()
 
 
 async def publish(registry: CollectorRegistry) -> None:

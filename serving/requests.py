@@ -20,6 +20,7 @@ class Style(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
+    model: str | None = None  # any string; one of several models by its name
     voice: str | None = Field(None, validation_alias=AliasChoices("voice", "speaker"))
     instructions: str | None = None
     language: str | None = None
@@ -73,11 +74,10 @@ class Style(BaseModel):
 
 
 class SpeechRequest(Style):
-    """The body of POST /v1/audio/speech. `model` may be any string: there is one model."""
+    """The body of POST /v1/audio/speech."""
 
     input: str
     response_format: Format = "mp3"  # OpenAI's default, which some programs rely on
-    model: str | None = None
     stream: bool | None = None
     stream_format: Literal["audio", "sse"] | None = None
 

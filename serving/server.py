@@ -1,8 +1,8 @@
 """The HTTP server: OpenAI's speech interface, voices to register, health and metrics; websocket.py is the other half.
 
     speech = Speech("0.6B")
-    speech.load()
-    uvicorn.run(create_app(speech))
+    await speech.start()  # in the server's event loop: see process.py
+    app = create_app(speech)
 
 A speech request is read, checked against the model, and answered by a SpeechResponse, which speaks while it sends. The
 first chunk of audio decides the status: whatever fails before it gets an error with a status of its own.
@@ -25,7 +25,6 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
-from common import checkpoints
 from serving.audio_formats import CONTENT_TYPES, as_one, check_encoding, convert, encode_stream
 from serving.errors import ApiError, as_api_error, to_json
 from serving.guard import Guard
@@ -48,7 +47,7 @@ class App(FastAPI):
 
 
 def create_app(speech: Speech) -> FastAPI:
-    """The application. Until `speech.load` has returned, requests get 503."""
+    """The application. Until `speech.start` has returned, requests get 503."""
     settings = speech.settings
     registrations = 0
     app = App(title="Qwen3-TTS", docs_url=None, redoc_url=None, openapi_url=None)
@@ -68,6 +67,7 @@ def create_app(speech: Speech) -> FastAPI:
         speech.check_ready()
         try:
             wanted = parse(SpeechRequest, await read_json(request, settings))
+            await speech.refresh(wanted.voice)
             speech.check(wanted)
             check_encoding(wanted)
             text = speech.check_text(wanted.input)
@@ -82,6 +82,7 @@ def create_app(speech: Speech) -> FastAPI:
 
     @app.get("/v1/audio/voices")
     async def list_voices() -> Response:
+        await speech.refresh()
         return JSONResponse({"voices": speech.voices()})
 
     @app.post("/v1/audio/voices")
@@ -112,26 +113,23 @@ def create_app(speech: Speech) -> FastAPI:
         data = await run_in_threadpool(convert, wav, style.response_format)
         return Response(data, media_type=CONTENT_TYPES[style.response_format])
 
-    def the_model() -> dict:
-        model = {"id": checkpoints.display_name(speech.model), "object": "model", "created": 0, "owned_by": "qwen"}
-        about = {"kind": speech.kind, "languages": checkpoints.languages(speech.config)}  # for the page
-        return model | about | {"random_weights": bool(speech.config.get("random_weights"))}
-
     @app.get("/v1/models")
     @app.get("/v1/audio/models")
     async def list_models() -> Response:
-        return JSONResponse({"object": "list", "data": [the_model()]})
+        await speech.refresh()
+        return JSONResponse({"object": "list", "data": [model.describe(speech.registered) for model in speech.models]})
 
     @app.get("/v1/models/{name}")
     async def find_model(name: str) -> Response:
-        model = the_model()
-        if name != model["id"]:
-            raise ApiError(f"there is no model {name!r} here: it is {model['id']!r}", 404)
-        return JSONResponse(model)
+        await speech.refresh()
+        models = {model.id: model for model in speech.models}
+        if name not in models:
+            raise ApiError(f"there is no model {name!r} here: choose {', '.join(map(repr, models))}", 404)
+        return JSONResponse(models[name].describe(speech.registered))
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
-        speech.check_ready()
+        speech.check_all_ready()
         return JSONResponse({"status": "ok"})
 
     @app.get("/v1/test")
@@ -253,7 +251,7 @@ class SpeechResponse(Response):
                         await send(body(self.delta(data) if self.is_sse else data))
                 if not has_begun:
                     raise ApiError("the model said nothing: change the text or the seed", 500)
-                await send(body(self.done() if self.is_sse else b"", more=False))
+                await send(body(await self.done() if self.is_sse else b"", more=False))
         except Exception as error:
             error = as_api_error(error, scope["request_id"])
             if not has_begun:
@@ -286,8 +284,8 @@ class SpeechResponse(Response):
     def delta(self, data: bytes) -> bytes:
         return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
 
-    def done(self) -> bytes:
-        text, audio = self.utterance.text_tokens(), self.utterance.frames
+    async def done(self) -> bytes:
+        text, audio = await self.utterance.text_tokens(), self.utterance.frames
         usage = {"input_tokens": text, "output_tokens": audio, "total_tokens": text + audio}
         return event({"type": "speech.audio.done", "usage": usage})
 

@@ -185,6 +185,7 @@ class Session:
         if self.writing:
             raise ApiError("session.config came within an utterance: send input.done or input.cancel first")
         style = parse(Style, message)
+        await self.speech.refresh(style.voice)
         self.speech.check(style)
         check_encoding(style)
         self.style = style
@@ -304,7 +305,7 @@ class Session:
                                 await self.send(type="audio.start", **place, **about, **self.answer(incoming.style))
                             await self.send_audio(data)
                             total_bytes += len(data)
-                incoming.taken = start + utterance.characters_read(incoming.text[start : incoming.taken])
+                incoming.taken = start + utterance.characters_read
                 if utterance.was_asked_to_end():
                     incoming.is_over = True
             except WebSocketDisconnect:

@@ -107,6 +107,14 @@ class ArrivingText:
         """After `begin`: frames whose rows have been taken."""
         return math.inf if self.is_finished else self.rows
 
+    def characters_read(self, frames: int) -> int:
+        """Of the text: a speech may end before its frames, which read a token each, have come to the text's end."""
+        ids = self.ids[:-1] if self.is_finished else self.ids
+        read = self.tokens_to_begin - 1 + frames
+        if self.is_finished and read >= len(ids):
+            return len(self.text)
+        return len(self.method.__self__.processor.tokenizer.decode(ids[:read]))
+
     def take_rows(self) -> tuple | None:
         """After `begin`: rows that have become known since the last call, for `Utterance.new_text`."""
         first, ids = self.rows, self.ids[self.taken :]

@@ -1,32 +1,96 @@
-"""A real server in a thread, and a plain client."""
+"""A real server in this process, and a plain client."""
 
+import asyncio
 import contextlib
 import dataclasses
+import functools
 import http.client
 import json
 import secrets
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
-import torch
 import uvicorn
 
-from common.voices import speaker_prompt
 from serving.connections import uvicorn_config
 from serving.server import create_app
 from serving.settings import Settings
-from serving.speech import Speech
+from serving.speech import Speech, read_speakers
+from serving.worker import Worker
 
 LIMIT = 120  # seconds that any wait may take
 SHORT = {"max_new_tokens": 6, "seed": 1}  # five frames
 FRAME = 1920 * 2  # bytes of PCM
 
 
+class ThreadWorker:
+    """A worker in a thread of this process, over the same socket. EngineProcess takes it for a process."""
+
+    def __init__(self, theirs: socket.socket):
+        self.worker = Worker(theirs.dup())
+        self.thread = threading.Thread(target=self.run, name="worker", daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        self.worker.run()
+        if self.worker.host:
+            self.worker.host.close()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.thread.join(timeout)
+        if self.thread.is_alive():
+            raise subprocess.TimeoutExpired("worker", timeout)
+        return int(bool(self.worker.why))
+
+    def kill(self) -> None:
+        self.worker.stop("killed")
+
+
+class LocalSpeech(Speech):
+    """Speech whose workers are threads of this process, and whose event loop runs in another one."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options, spawn=ThreadWorker)
+
+    @functools.cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        self.loop_thread = threading.Thread(target=loop.run_forever, name="event loop", daemon=True)
+        self.loop_thread.start()
+        return loop
+
+    def submit(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def load(self) -> None:
+        self.submit(self.start()).result(LIMIT)
+
+    def close(self) -> None:
+        self.submit(super().close()).result(LIMIT)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.loop_thread.join(LIMIT)
+        self.loop.close()
+
+    @property
+    def host(self):
+        """The engine's side of the first model."""
+        return self.models[0].engine.process.worker.host
+
+    @property
+    def engine(self):
+        return self.host.engine
+
+    @property
+    def tts(self):
+        return self.host.tts
+
+
 class RunningServer:
-    """`with RunningServer(speech) as server`: serves on a free port of this machine, in a thread."""
+    """`with RunningServer(speech) as server`: serves on a free port of this machine, in the loop of the speech."""
 
     def __init__(self, speech: Speech, **settings):
         self.speech = speech
@@ -39,16 +103,14 @@ class RunningServer:
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         self.server = uvicorn.Server(uvicorn_config(self.app, self.settings))
-        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
-        self.thread.start()
+        self.serving = self.speech.submit(self.server.serve(sockets=[self.socket]))
         wait_until(lambda: self.server.started)
         return self
 
     def __exit__(self, *error) -> None:
         self.server.should_exit = True
-        self.thread.join(LIMIT)
+        self.serving.result(LIMIT)
         self.speech.settings = self.before
-        assert not self.thread.is_alive()
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT)
@@ -102,20 +164,26 @@ def wait_until(condition) -> None:
         time.sleep(0.005)
 
 
+def is_running(pid: int) -> bool:
+    """Zombies, whose new parent has not reaped them yet, are not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def wait_until_free(speech: Speech) -> None:
     """Every place must become free again."""
     wait_until(lambda: speech.in_flight == 0 and speech.engine.counts() == (0, 0))
 
 
-def load_speech(folder: Path, voices: Path, **settings) -> Speech:
+def load_speech(folder: Path, voices: Path, **settings) -> LocalSpeech:
     """A loaded tiny model; a Base model has the voice "speaker"."""
-    speakers = None
-    if (folder / "speaker.pt").exists() and json.loads((folder / "config.json").read_text())[
-        "tts_model_type"
-    ] == "base":
-        speakers = {"speaker": speaker_prompt(torch.load(folder / "speaker.pt", weights_only=True))}
+    is_base = json.loads((folder / "config.json").read_text())["tts_model_type"] == "base"
+    speakers = read_speakers([folder / "speaker.pt"] if is_base else [])
     limits = dict(max_streams=2, max_waiting=2, max_seq_len=512, voices=voices) | settings
-    speech = Speech(str(folder), "cpu", settings=Settings(**limits), speakers=speakers)
+    speech = LocalSpeech(str(folder), "cpu", settings=Settings(**limits), speakers=speakers)
     speech.load()
     return speech
 

@@ -22,7 +22,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from serving.page import HEADERS
-from speech.engine import Engine
+from serving.speech import Utterance
 
 try:
     from playwright.sync_api import expect, sync_playwright
@@ -323,13 +323,13 @@ def test_mistakes_are_shown_as_a_sentence(page, server, speech):
 def test_a_speech_that_breaks_off_is_an_error(page, speech, monkeypatch):
     """Half a text must not look like a whole one."""
 
-    async def break_off(self, *arguments, **options):
-        async for chunk in astream(self, *arguments, **options):
+    async def break_off(self, *arguments):
+        async for chunk in samples(self, *arguments):
             yield chunk
             raise RuntimeError("the GPU is gone")
 
-    astream = Engine.astream
-    monkeypatch.setattr(Engine, "astream", break_off)
+    samples = Utterance.samples
+    monkeypatch.setattr(Utterance, "samples", break_off)
     page.click("#speak")
     expect(alert(page)).to_have_text("The server broke off this speech: its log says why.")
     wait_until_free(speech)
@@ -342,7 +342,7 @@ def test_a_server_that_is_gone_is_an_error(page):
 
 
 def test_a_page_that_is_opened_too_early_waits(open_page, server, speech, monkeypatch):
-    monkeypatch.setattr(type(speech), "is_ready", False)
+    monkeypatch.setattr(speech.models[0].engine, "state", "starting")
     page = open_page(is_ready=False)
     expect(page.locator("#status")).to_have_text("The server is starting: try again in a moment.")
     monkeypatch.undo()
@@ -426,13 +426,13 @@ def test_the_page_follows_the_model(open_page, checkpoint, tmp_path):
     speech = load_speech(checkpoint("custom_voice"), tmp_path)
     with RunningServer(speech) as server:
         page = open_page(server)
-        assert page.locator("#voice option").all_inner_texts() == speech.presets
+        assert page.locator("#voice option").all_inner_texts() == speech.models[0].presets
         assert not page.is_visible("#add-voice")
         set_fields(page, instructions="whisper", seed=1, max_new_tokens=3)
         page.select_option("#language", "german")
         page.click("#speak")
         wait_for_end(page)
-        asked = dict(voice=speech.presets[0], instructions="whisper", language="german", max_new_tokens=3)
+        asked = dict(voice=speech.models[0].presets[0], instructions="whisper", language="german", max_new_tokens=3)
         audio = server.speak(input=page.input_value("#text"), response_format="pcm", **asked).body
         np.testing.assert_allclose(samples(page), pcm(audio), atol=1e-6)
     speech.close()

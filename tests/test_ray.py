@@ -38,8 +38,12 @@ from serving import ray_app
 class Replica(ray_app.Replica):
     def __serve_build_asgi_app__(self):
         api = super().__serve_build_asgi_app__()
-        api.post("/stop")(self.speech.engine.close)
+        api.post("/stop")(self.stop)
         return api
+
+    async def stop(self):  # as after three deaths
+        await self.speech.models[0].engine.close()
+        self.speech.models[0].engine.state = "gave up"
 
 ray_app.Replica = Replica
 ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, _metrics_export_port=int(sys.argv[2]))

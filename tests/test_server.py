@@ -1,5 +1,6 @@
 """The HTTP server: what clients send, what they get, and what happens when they make mistakes or go away."""
 
+import asyncio
 import base64
 import dataclasses
 import http.client
@@ -20,7 +21,17 @@ import openai
 import pytest
 import soundfile
 import torch
-from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, never_end, wait_until, wait_until_free
+from serving_helpers import (
+    FRAME,
+    LIMIT,
+    SHORT,
+    LocalSpeech,
+    RunningServer,
+    load_speech,
+    never_end,
+    wait_until,
+    wait_until_free,
+)
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
@@ -28,8 +39,9 @@ from common.audio_files import to_int16
 from serving import process
 from serving.audio_formats import COMPRESSED, CONTENT_TYPES, Encoder
 from serving.errors import as_api_error
+from serving.model import OPENAI_VOICES
 from serving.settings import Settings
-from serving.speech import OPENAI_VOICES, Speech
+from serving.speech import Speech, Utterance
 from speech.runner import Runner
 
 
@@ -51,7 +63,7 @@ def wav(recording):
 
 def spoken_alone(speech, **arguments) -> np.ndarray:
     """What the engine says in this process."""
-    method, voice = speech.tts.generate_voice_clone, {"voice_clone_prompt": speech.speakers["speaker"]}
+    method, voice = speech.tts.generate_voice_clone, {"voice_clone_prompt": speech.host.files["speaker"]}
     stream = speech.engine.stream(method, text="Hello there.", language="Auto", **SHORT, **voice, **arguments)
     chunks = []
     with pytest.raises(Warning):  # max_new_tokens
@@ -65,7 +77,7 @@ def spoken_alone(speech, **arguments) -> np.ndarray:
 
 def test_the_audio_is_the_engines(server, speech):
     """PCM and WAV, streamed and whole, have the same samples."""
-    expected = to_int16(spoken_alone(speech)).tobytes()
+    expected = to_int16(spoken_alone(speech)).tobytes()  # as the worker converts it
     assert len(expected) == 5 * FRAME
     answer = server.speak(response_format="pcm")
     assert answer.status == 200 and answer.body == expected
@@ -246,7 +258,8 @@ def names_of_voices(server) -> list[str]:
 def test_preset_voices(preset_server):
     names = names_of_voices(preset_server)
     assert "vivian" in names and names == sorted(names)
-    assert {preset_server.speech.resolve_voice(name) for name in OPENAI_VOICES} == set(names)  # 13 names for 9 voices
+    (model,) = preset_server.speech.models
+    assert {model.resolve_voice(name, ()) for name in OPENAI_VOICES} == set(names)  # 13 names for 9 voices
     named, mapped = (preset_server.speak(voice=name, response_format="pcm") for name in ("aiden", "alloy"))
     assert named.status == 200 and named.body == mapped.body
     assert preset_server.speak(voice="vivian", response_format="pcm").body != named.body
@@ -285,7 +298,7 @@ def test_cloning_within_the_request(server, speech, wav):
         error = server.speak(**alone).error
         assert "send ref_audio, or leave" in error["message"] and error["param"] in alone
     assert server.speak(ref_text="", x_vector_only_mode=False).status == 200  # clients that send every field
-    embedding = speech.speakers["speaker"]["ref_spk_embedding"][0].float().tolist()
+    embedding = speech.host.files["speaker"]["ref_spk_embedding"][0].float().tolist()
     assert (
         server.speak(response_format="pcm", speaker_embedding=embedding).body
         == server.speak(response_format="pcm").body
@@ -303,8 +316,7 @@ def test_a_registered_voice_is_kept(server, speech, wav, checkpoint):
     again = Speech(str(checkpoint()), "cpu", settings=speech.settings)  # after a restart
     assert again.voice_names() == ["my-voice"]
     assert again.voices()[0]["ref_text"] == "what it says"
-    again.close()
-    speech.prompts.pop(speech.folder.voices["my-voice"])  # made again from the file
+    speech.models[0].engine.connection.kept.clear()  # made again from the file
     assert server.speak(voice="my-voice", response_format="pcm").body == spoken.body
 
     with ThreadPoolExecutor() as threads:  # two at once: the second was a 500
@@ -321,19 +333,19 @@ def test_a_recording_beyond_full_scale(server, speech, recording, gain):
     soundfile.write(file, gain * recording[0], recording[1], format="WAV", subtype="FLOAT")
     answer = server.register("loud", file.getvalue())
     assert answer.status == 200, answer.body
-    (voice,) = speech.folder.voices.values()
-    (before,) = speech.prompts.pop(voice)
-    (after,) = speech.prompt_of_voice("loud")
-    assert torch.equal(before.ref_spk_embedding, after.ref_spk_embedding)
+    (before,) = [*speech.host.kept.values()][-1]
+    speech.models[0].engine.connection.kept.clear()
     assert server.speak(voice="loud").status == 200
+    (after,) = [*speech.host.kept.values()][-1]
+    assert before is not after and torch.equal(before.ref_spk_embedding, after.ref_spk_embedding)
     assert server.ask("DELETE", "/v1/audio/voices/loud").status == 200
 
 
 def test_an_embedding_that_is_not_finite(server, speech, wav, monkeypatch):
     """It is refused when the voice is registered, not when somebody wants to hear it."""
-    width = speech.config["talker_config"]["hidden_size"]
+    width = speech.models[0].config["talker_config"]["hidden_size"]
     item = SimpleNamespace(ref_spk_embedding=torch.full([width], torch.nan))
-    monkeypatch.setattr("serving.speech.clone_prompt", lambda *_: [item])
+    monkeypatch.setattr("serving.engine_host.clone_prompt", lambda *_: [item])
     for name, answer in (
         ("audio_sample", server.register("x", wav)),
         ("ref_audio", server.speak(ref_audio=base64.b64encode(wav).decode())),
@@ -346,16 +358,17 @@ def test_an_embedding_that_is_not_finite(server, speech, wav, monkeypatch):
 def test_a_base_model_without_voices_says_what_to_do(checkpoint, tmp_path):
     speech = Speech(str(checkpoint()), "cpu")
     with pytest.raises(Exception, match="none is registered: POST a recording"):
-        speech.resolve_voice("alloy")
-    speech.close()
+        speech.models[0].resolve_voice("alloy", ())
 
 
 def test_a_speaker_is_found_without_the_disk():
     """A look at the folder of voices in each request took longer than the first audio on a slow disk."""
     speech = object.__new__(Speech)
-    speech.presets, speech.speakers, speech.folder = ["aiden"], {"me": {}}, None
-    speech.voice_names = lambda: pytest.fail("it looked at the folder")
-    assert [speech.resolve_voice(name) for name in ("aiden", " ME ")] == ["aiden", "me"]
+    speech.models = [SimpleNamespace(presets=["aiden"], speakers=["me"])]
+    speech.folder = SimpleNamespace()
+    speech.run = lambda _: pytest.fail("it looked at the folder")
+    for name in ("aiden", " ME "):
+        asyncio.run(speech.refresh(name))
 
 
 @pytest.mark.parametrize(
@@ -374,7 +387,6 @@ def test_a_broken_voice_file_is_left_out(checkpoint, tmp_path, caplog):
     speech = Speech(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path))
     assert speech.voice_names() == []
     assert "broken" in caplog.text and "Bad Name" in caplog.text
-    speech.close()
 
 
 def bad_recordings(wav):
@@ -471,7 +483,7 @@ def test_every_response_has_an_id(server, speech, monkeypatch, caplog):
     """So that a client can say which request failed, and the log has the same id."""
     good = server.ask("GET", "/v1/models"), server.speak(), server.speak(stream_format="sse")
     bad = server.speak(temperature=-1), server.ask("GET", "/nothing"), server.speak(headers={"Origin": "http://x"})
-    monkeypatch.setattr(Speech, "arguments", lambda *_: 1 / 0)
+    monkeypatch.setattr(Utterance, "options", lambda *_: 1 / 0)
     monkeypatch.setattr(Speech, "voices", lambda *_: 1 / 0)
     failed = server.speak(), server.ask("GET", "/v1/audio/voices")
     assert [answer.status for answer in (*good, *bad, *failed)] == [200, 200, 200, 400, 404, 403, 500, 500]
@@ -598,8 +610,7 @@ def test_draining_has_a_limit(speech, monkeypatch):
     monkeypatch.setattr(speech, "settings", dataclasses.replace(speech.settings, drain_seconds=0.3))
     server = process.Server(speech)
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-        thread.start()
+        serving = speech.submit(server.serve(sockets=[listening]))
         wait_until(lambda: server.started)
         connection = http.client.HTTPConnection(*listening.getsockname(), timeout=LIMIT)
         body = json.dumps({"input": "Hello.", "max_new_tokens": 450, "response_format": "pcm"})
@@ -607,8 +618,7 @@ def test_draining_has_a_limit(speech, monkeypatch):
         wait_until(lambda: speech.engine.counts() == (1, 0))
         try:
             server.handle_exit(signal.SIGTERM, None)
-            thread.join(20)
-            assert not thread.is_alive()
+            serving.result(20)
             with pytest.raises((http.client.HTTPException, ConnectionError)):
                 connection.getresponse().read()
         finally:
@@ -617,13 +627,21 @@ def test_draining_has_a_limit(speech, monkeypatch):
     wait_until_free(speech)
 
 
-def test_a_stopped_engine_makes_the_server_unhealthy(checkpoint, tmp_path):
+def test_a_stopped_engine_is_started_again(checkpoint, tmp_path, wav):
+    """It needed a person to restart the server."""
     speech = load_speech(checkpoint(), tmp_path)
     with RunningServer(speech) as server:
-        assert server.ask("GET", "/health").status == 200
+        assert server.register("me", wav).status == 200
+        before = server.speak(voice="me", response_format="pcm").body
         speech.engine.close()
+        wait_until(lambda: server.ask("GET", "/health").status == 503)
         for answer in (server.ask("GET", "/health"), server.speak()):
-            assert answer.status == 503 and "stopped" in answer.error["message"]
+            assert (
+                answer.status == 503 and answer.headers["Retry-After"] == "1" and answer.error["code"] == "restarting"
+            )
+        wait_until(lambda: server.ask("GET", "/health").status == 200)
+        assert server.speak(voice="me", response_format="pcm").body == before
+        assert b"qwen3_tts_worker_restarts 1.0" in server.ask("GET", "/metrics").body
     speech.close()
 
 
@@ -808,7 +826,7 @@ def test_an_error_inside_leaks_nothing(server, speech, monkeypatch, caplog):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(speech, "sampling", fail)
+    monkeypatch.setattr(Utterance, "options", fail)
     answer = server.speak()
     assert answer.status == 500 and b"secret" not in answer.body and "log" in answer.error["message"]
     assert "/secret/path" in caplog.text
@@ -825,7 +843,7 @@ def test_an_error_inside_leaks_nothing(server, speech, monkeypatch, caplog):
 
 
 def test_while_starting_and_while_shutting_down(speech, checkpoint, tmp_path):
-    starting = Speech(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path))
+    starting = LocalSpeech(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path))
     with RunningServer(starting) as server:
         for answer in (server.ask("GET", "/health"), server.speak()):
             assert answer.status == 503 and "starting" in answer.error["message"]

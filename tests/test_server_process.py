@@ -2,8 +2,10 @@
 
 import asyncio
 import collections
+import http.client
 import json
 import math
+import os
 import random
 import runpy
 import shutil
@@ -18,11 +20,12 @@ import urllib.request
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 from helpers import ROOT
 from safetensors.torch import load_file, save_file
-from serving_helpers import FRAME, LIMIT
+from serving_helpers import FRAME, LIMIT, is_running
 
 from serving.__main__ import keep_to_this_machine
 from serving.__main__ import listen as bind
@@ -102,8 +105,18 @@ def quiet_usage(url: str) -> dict:
     }
 
 
+def worker_of(pid: int) -> int:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
+    (worker,) = map(int, found)
+    return worker
+
+
+def uses_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
 def test_from_the_start_to_the_end(endless, tmp_path):
-    """Starting, listening, a soak in small, and SIGTERM while somebody listens."""
+    """Starting, listening, a soak in small, a worker that is killed, and SIGTERM while somebody listens."""
     command = [sys.executable, "-m", "serving", "--model", str(endless), "--device", "cpu", "--port", "0"]
     command += ["--speaker", str(endless / "speaker.pt"), "--voices", str(tmp_path), "--max-streams", "3"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -133,6 +146,24 @@ def test_from_the_start_to_the_end(endless, tmp_path):
         assert after["tasks"] <= before["tasks"] and after["open_files"] <= before["open_files"] + 2, result["usage"]
         assert after["threads"] <= before["threads"] + 2, result["usage"]  # pools may still grow
 
+        worker = worker_of(process.pid)
+        assert not uses_torch(process.pid) and uses_torch(worker)
+        with urllib.request.urlopen(post(url, max_new_tokens=400, response_format="pcm"), timeout=LIMIT) as response:
+            assert response.read(FRAME)
+            os.kill(worker, signal.SIGKILL)
+            killed = time.monotonic()
+            with pytest.raises(http.client.IncompleteRead):  # not a short file
+                response.read()
+        assert time.monotonic() - killed < 2
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(post(url, max_new_tokens=3), timeout=LIMIT)
+        assert (refused.value.code, refused.value.headers["Retry-After"]) == (503, "1")
+        while status(f"{url}/health") != 200:
+            assert time.monotonic() - killed < LIMIT, "it did not heal"
+            time.sleep(0.1)
+        assert status(post(url, max_new_tokens=3, voice="speaker")) == 200
+        assert not is_running(worker) and worker_of(process.pid) != worker
+
         with urllib.request.urlopen(post(url, max_new_tokens=150, response_format="pcm"), timeout=LIMIT) as response:
             audio = response.read(FRAME)
             process.send_signal(signal.SIGTERM)
@@ -145,6 +176,7 @@ def test_from_the_start_to_the_end(endless, tmp_path):
         _, stderr = process.communicate(timeout=LIMIT)
         assert process.returncode == 0
         assert "Traceback" not in stderr and "shutting down when 1 streams" in stderr, stderr
+        assert "has ended: killed by SIGKILL" in stderr
     finally:
         killer.cancel()
         process.kill()
@@ -212,7 +244,6 @@ def test_the_line_to_try_has_a_place_for_the_key(checkpoint, tmp_path):
     """It read a variable that need not be set in the shell where the line is pasted."""
     speech = Speech(str(checkpoint()), "cpu", settings=Settings("secret", voices=tmp_path))
     lines = greeting(speech, "http://127.0.0.1:8000").splitlines()
-    speech.close()
     assert sum('curl -H "Authorization: Bearer KEY"' in line for line in lines) == 2
     assert sum("with your API key instead of KEY" in line for line in lines) == 2
     assert "secret" not in str(lines) and "$" not in str(lines)

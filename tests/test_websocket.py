@@ -10,7 +10,7 @@ from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, wait_until, wait
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from serving.speech import Speech, Utterance
+from serving.speech import Utterance
 
 CONFIG = {"type": "session.config", "voice": "speaker", "response_format": "pcm", **SHORT}
 LONG = CONFIG | {"max_new_tokens": 450}
@@ -109,9 +109,9 @@ def test_text_that_comes_after_the_speech_has_ended(server, speech, monkeypatch)
 
     Here the model ends after five frames, and a character is a token.
     """
-    monkeypatch.setattr(speech, "sampling", lambda style: Speech.sampling(speech, style) | {"max_new_tokens": 6})
+    options = Utterance.options
+    monkeypatch.setattr(Utterance, "options", lambda utterance: options(utterance) | {"max_new_tokens": 6})
     monkeypatch.setattr(Utterance, "was_asked_to_end", lambda _: False)
-    monkeypatch.setattr("speech.utterance.Utterance.warn_if_cut_off", lambda *_: None)
     sentences = ["Hello there.", "there.", " More of it.", "of it."]
     expected = {text: server.speak(input=text, response_format="pcm").body for text in sentences}
     with client(server) as session:
@@ -313,8 +313,8 @@ def test_silence_ends_a_session(speech):
 
 def test_a_client_learns_that_its_text_does_not_come(server, speech, monkeypatch):
     """The engine's own sentence, not one about requests that take too long."""
-    sampling = speech.sampling
-    monkeypatch.setattr(speech, "sampling", lambda style: sampling(style) | {"text_timeout": 0.3})
+    options = Utterance.options
+    monkeypatch.setattr(Utterance, "options", lambda utterance: options(utterance) | {"text_timeout": 0.3})
     with client(server) as session:
         session.send(**CONFIG)
         session.send("input.text", text="H")
@@ -356,11 +356,12 @@ def test_keys_origins_and_the_number_of_connections(speech, capsys):
 def test_a_full_queue_and_shutting_down(server, speech):
     with client(server) as session:
         session.send(**CONFIG)
-        speech.in_flight += speech.max_in_flight
+        (model,) = speech.models
+        model.in_flight += 4  # two places, and two that wait
         session.send("input.text", text="Hello.")
         session.send("input.done")
         messages, _ = session.until("session.done")
-        speech.in_flight -= speech.max_in_flight
+        model.in_flight -= 4
         assert messages[0]["type"] == "error" and messages[0]["code"] == "queue_full"
         speech.is_draining = True
         try:

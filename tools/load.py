@@ -4,6 +4,7 @@
     python tools/load.py --rate 20 --seconds 60                  independent (Poisson) arrivals
     python tools/load.py --at-once 64                            requests in the same instant
     python tools/load.py --one-by-one 100                        one request at a time
+    python tools/load.py --compare MODEL --speaker speaker.pt    starts a server: what does it add to the engine?
 
 A listener plays from the first chunk on. An underrun is audio that arrives later than the player needs it. Requests are
 sent when they are due, whether or not earlier ones were answered, so a slow server cannot slow down its own load.
@@ -70,6 +71,17 @@ def drive(start_stream: StartStream, args: argparse.Namespace) -> dict:
     return row | dict(errors=dict(errors))
 
 
+def print_comparison(result: dict) -> None:
+    columns = ["first_audio_ms", "first_audio_p95_ms", "first_audio_p99_ms", "audio_seconds_per_second", "underruns"]
+    print(" " * 40 + "  p50 ms   p95 ms   p99 ms  audio s/s  underruns")
+    for name in result["engine"]:
+        for who in ("engine", "server"):
+            row = result[who][name]
+            figures = [f"{row[column]:9.1f}" if row[column] is not None else "        -" for column in columns]
+            errors = f"   {len(row['errors'])} errors: {row['errors'][0]}" if row.get("errors") else ""
+            print(f"{f'{who}, {name}':38} {''.join(figures)}{errors}")
+
+
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
@@ -82,10 +94,28 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, metavar="N")
     parser.add_argument("--one-by-one", type=int, metavar="N")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    starts = parser.add_argument_group("with --compare")
+    starts.add_argument("--compare", metavar="MODEL")
+    starts.add_argument("--speaker", type=Path, help="a speaker.pt, for a Base model")
+    starts.add_argument("--device")
+    starts.add_argument("--weights", default="random", help="whose they are, for the results' card")
+    starts.add_argument("--max-streams", type=int, default=64)
+    starts.add_argument("--crowds", type=int, nargs="*", default=[16, 64], help="listeners at once")
+    starts.add_argument("--clients", type=int, default=1, help="processes of listeners")
+    starts.add_argument("--idle-websockets", type=int, default=0)
     args = parser.parse_args()
 
     request = dict(input=args.text, voice=args.voice, response_format="pcm")
     request["max_new_tokens"] = round(args.audio_seconds * FRAME_RATE) + 1
+    if args.compare:
+        from tools.compare import compare
+
+        args.one_by_one = args.one_by_one or 50
+        result = compare(args, speak, request)
+        print_comparison(result)
+        if args.json:
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
+        sys.exit(1 if any(row["errors"] for row in result["server"].values()) else 0)
     result = drive(partial(speak, args.url, args.api_key, **request), args)
     for name, value in result.items():
         print(f"{name.replace('_', ' '):32} {f'{value:.1f}' if isinstance(value, float) else value}")

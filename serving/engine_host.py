@@ -1,0 +1,255 @@
+"""A model with its engine and its voices, in the worker: what the server asks for becomes streams of the engine."""
+
+import contextlib
+import functools
+import io
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from common import checkpoints
+from common.loading import choose_device
+from common.voices import clone_prompt, load_speaker, speaker_prompt
+from fast.paths import MegakernelStopped
+from generate import accelerate, load_upstream
+from serving import memory
+from serving.errors import ApiError, as_api_error, engine_failed, for_clients
+from speech.arriving_text import END
+from speech.engine import Engine
+from speech.prompts import tokenize
+from speech.request import QueueFull, Stream, StreamTimeout
+from speech.utterance import CutOff
+
+log = logging.getLogger("qwen3_tts_cudagraphs")
+
+MAX_REFERENCE_THREADS = 2
+MAX_UNREAD = 64  # chunks of a stream that the server may leave unread before it pauses
+
+
+class EngineHost:
+    def __init__(self, spec: dict, files: dict[str, bytes], connection, stop: Callable[[str], None]):
+        """Load the weights.
+
+        spec: model, kind, device, dtype, max_seq_len
+        files: name of a voice -> a speaker.pt
+        stop: ends the worker, and says why
+        """
+        self.spec = spec
+        self.connection = connection
+        self.stop = stop
+        self.device = choose_device(spec["device"])
+        self.config = checkpoints.read_config(spec["model"])
+        width = self.config["talker_config"]["hidden_size"]
+        self.files = {name: load_speaker(io.BytesIO(data), width, f"{name}.pt") for name, data in files.items()}
+        self.kept = {}  # key -> prompt of a recording
+        dtype = spec["dtype"] and getattr(torch, spec["dtype"])
+        self.tts = load_upstream(spec["model"], self.device, dtype)
+        self.engine = None
+        self.streams = {}  # id of a call -> its Stream
+        self.is_draining = False
+        self.references = ThreadPoolExecutor(MAX_REFERENCE_THREADS, "references")
+
+    def begin(self, rows: int | None, models: int) -> None:
+        """Capture all graphs and speak once, so that the first client need not wait.
+
+        rows: None for as many as fit beside those of the other `models` - 1 models
+        """
+        rows = rows or self.rows_that_fit(models)
+        accelerate(self.tts, max_seq_len=self.spec["max_seq_len"], rows=rows)
+        # Requests are counted in the server: the engine's own limit is out of reach.
+        self.engine = Engine(self.tts, MAX_UNREAD, max_waiting=1 << 30, cut_off_is_error=True)
+        self.warm_up()
+
+    def rows_that_fit(self, models: int) -> int:
+        if self.device.type != "cuda":
+            return memory.ROWS_ON_A_CPU
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        element_size = self.tts.model.talker.dtype.itemsize
+        per_row = memory.bytes_per_row(self.config["talker_config"], self.spec["max_seq_len"], element_size)
+        return memory.rows_that_fit(free, per_row, models)
+
+    def warm_up(self) -> None:
+        voice = {"instruct": None}
+        if self.spec["kind"] == "base":
+            noise = np.random.default_rng(0).normal(0, 0.1, 24000).astype(np.float32)
+            voice = {"voice_clone_prompt": clone_prompt(self.tts, noise, 24000, "warm up")}
+        if self.spec["kind"] == "custom_voice":
+            voice["speaker"] = next(iter(self.config["talker_config"]["spk_id"])).lower()
+        if self.spec["kind"] == "voice_design":
+            voice["instruct"] = "a warm and clear narrator"
+        with contextlib.suppress(CutOff):
+            for _ in self.engine.stream(self.method, text="Warm up.", language="Auto", max_new_tokens=5, **voice):
+                pass
+
+    @property
+    def method(self) -> Callable:
+        names = {"base": "voice_clone", "custom_voice": "custom_voice", "voice_design": "voice_design"}
+        return getattr(self.tts, f"generate_{names[self.spec['kind']]}")
+
+    def card(self) -> dict:
+        runner = self.tts.speech.runner
+        return {"device": str(self.device), "rows": runner.rows, "rate": self.engine.rate}
+
+    def close(self) -> None:
+        if self.engine:
+            self.engine.close()
+        self.references.shutdown(wait=False, cancel_futures=True)
+
+    # ---- What the server asks for, in the reader's thread
+
+    def take(self, header: dict, payload: bytes) -> None:
+        try:
+            self.HANDLERS[header["op"]](self, header, payload)
+        except Exception as error:
+            self.fail(header.get("id"), error)
+
+    def speak(self, header: dict, payload: bytes) -> None:
+        if self.is_draining:
+            raise ApiError("the engine is shutting down: try again in a moment", 503, code="shutting_down")
+        number, options = header["id"], header["options"]
+        put = functools.partial(self.put, number, options["max_new_tokens"])
+        stream = Stream(put, options.pop("text_timeout", 60.0))
+        self.streams[number] = stream
+        arguments = self.voice_arguments(header["voice"], payload)
+        prompt = self.engine.submit(stream, self.method, header["text"], header["seed"], options | arguments)
+        prompt.add_done_callback(functools.partial(self.prompt_is_done, number))
+
+    def prompt_is_done(self, number: int, prompt: Future) -> None:
+        if prompt.cancelled():
+            self.fail(number, RuntimeError(self.engine.intake.why_closed))
+        elif error := prompt.exception():
+            self.fail(number, error)
+
+    def voice_arguments(self, voice: dict, payload: bytes) -> dict:
+        """As upstream's method takes it."""
+        if self.spec["kind"] != "base":
+            return voice
+        if "file" in voice:
+            return {"voice_clone_prompt": self.files[voice["file"]]}
+        if "key" in voice:
+            return {"voice_clone_prompt": self.kept[voice["key"]]}
+        embedding = torch.frombuffer(bytearray(payload), dtype=torch.float32)
+        self.check_embedding("speaker_embedding", embedding)
+        return {"voice_clone_prompt": speaker_prompt(embedding)}
+
+    def check_embedding(self, name: str, embedding: torch.Tensor) -> None:
+        if not embedding.to(self.tts.model.talker.dtype).isfinite().all():
+            raise ApiError(
+                f"{name} makes a speaker embedding with NaN or infinite values: give another one", param=name
+            )
+
+    def add_text(self, header: dict, payload: bytes) -> None:
+        if stream := self.streams.get(header["id"]):
+            for piece in [*filter(None, [header["text"]]), *([END] if header["last"] else [])]:
+                self.engine.intake.thread.submit(self.engine.intake.take_piece, stream, piece)
+
+    def count_read(self, header: dict, payload: bytes) -> None:
+        if stream := self.streams.get(header["id"]):
+            with self.engine.changed:
+                stream.unread -= header["chunks"]
+                self.engine.changed.notify_all()
+
+    def cancel(self, header: dict, payload: bytes) -> None:
+        if stream := self.streams.pop(header["id"], None):
+            self.engine.cancel(stream)
+
+    def keep_voice(self, header: dict, payload: bytes) -> None:
+        self.references.submit(self.make_voice, header, np.frombuffer(payload, np.float32))
+
+    def make_voice(self, header: dict, samples: np.ndarray) -> None:
+        try:
+            prompt = clone_prompt(self.tts, samples, header["rate"], header["ref_text"])
+            self.check_embedding(header["name"], prompt[0].ref_spk_embedding)
+            self.kept[header["key"]] = prompt
+            self.connection.send(type="end", id=header["id"])
+        except Exception as error:
+            self.fail(header["id"], error)
+
+    def forget(self, header: dict, payload: bytes) -> None:
+        for key in header["keys"]:
+            self.kept.pop(key, None)
+
+    def count_tokens(self, header: dict, payload: bytes) -> None:
+        """In the thread that tokenizes: two at once are an error of the tokenizer."""
+
+        def count() -> None:
+            tokens = len(tokenize(self.tts, header["text"]))
+            self.connection.send(type="end", id=header["id"], tokens=tokens)
+
+        self.engine.intake.thread.submit(count)
+
+    HANDLERS = {
+        "speak": speak,
+        "text": add_text,
+        "read": count_read,
+        "cancel": cancel,
+        "voice": keep_voice,
+        "forget": forget,
+        "count": count_tokens,
+    }
+
+    # ---- What it gets, from any thread
+
+    def put(self, number: int, max_new_tokens: int | None, item) -> None:
+        """Audio of a stream, its end, or an error.
+
+        max_new_tokens: what the client asked for. A speech that ends there is complete.
+        """
+        stream = self.streams.get(number)
+        if stream is None:
+            return
+        if isinstance(item, np.ndarray):
+            self.connection.send(item, type="audio", id=number)
+        elif isinstance(item, BaseException):
+            self.fail(number, item)
+        else:
+            try:
+                if stream.max_frames + 1 != max_new_tokens:
+                    stream.warn_if_cut_off(is_error=True)
+            except CutOff as error:
+                self.fail(number, error)
+                return
+            read = stream.text and stream.text.characters_read(stream.valid)
+            self.connection.send(type="end", id=number, characters_read=read)
+            self.cancel({"id": number}, b"")
+
+    def fail(self, number: int, error: BaseException) -> None:
+        if not self.engine.is_running or is_fatal(error):
+            log.error("the engine cannot go on", exc_info=error)
+            self.stop(f"{type(error).__name__}: {error}")
+            error = engine_failed()
+        told = as_told(error)
+        content = dict(message=told.message, status=told.status, param=told.param, code=told.code)
+        self.connection.send(type="error", id=number, error=content)
+        self.cancel({"id": number}, b"")
+
+    def look_after_streams(self) -> None:
+        if not self.engine.is_running:
+            self.stop(self.engine.intake.why_closed)
+        for number, stream in [*self.streams.items()]:
+            if error := stream.text_timed_out():
+                self.fail(number, error)
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Whether no later request can succeed in this process. Full memory is none of these: others may fit."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, MegakernelStopped) or "CUDA error" in str(error)
+
+
+def as_told(error: BaseException) -> ApiError:
+    """What a client is told about the engine's errors."""
+    if isinstance(error, QueueFull):
+        return ApiError(str(error), 429, code="queue_full")
+    if isinstance(error, CutOff):
+        return ApiError(for_clients(str(error)), code="cut_off")
+    if isinstance(error, StreamTimeout):
+        return ApiError(str(error), 503, code="timeout")
+    if isinstance(error, torch.OutOfMemoryError):
+        return ApiError("the GPU's memory is full: try again later", 503, code="out_of_memory")
+    return as_api_error(error)

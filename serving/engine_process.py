@@ -1,0 +1,281 @@
+"""The worker of one model, as the server's event loop sees it: calls over a socket, and a process that heals.
+
+    starting -> ready -> restarting -> ready ...        a worker that ends is replaced
+                              \\-> gave up               it ended three times without a minute of service in between
+
+When a worker ends, its socket is closed by the system. All calls in flight get an error at that moment.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from serving.errors import ApiError, engine_failed
+from serving.messages import Message, Unpacker, pack
+
+log = logging.getLogger("qwen3_tts_cudagraphs")
+
+MAX_DEATHS = 3
+SECONDS_OF_SERVICE = 60.0  # after which earlier deaths no longer count
+SECONDS_WITHOUT_SIGN = 30.0  # after which a worker that owes something is replaced
+SECONDS_TO_END = 5.0
+CHUNKS_PER_RECEIPT = 8  # fewer messages; a stream pauses after many more chunks
+
+
+def start_worker(theirs: socket.socket) -> subprocess.Popen:
+    """A fresh interpreter, whose only tie to this one is the socket."""
+    folder = Path(__file__).parents[len(__package__.split("."))]
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", f"{__package__}.worker", str(theirs.fileno())]
+    options = dict(stdin=subprocess.DEVNULL, stdout=2, env=os.environ | {"PYTHONPATH": path})
+    return subprocess.Popen(command, pass_fds=[theirs.fileno()], **options)
+
+
+class Call:
+    """A question to the worker, and its answers."""
+
+    def __init__(self, connection: "Connection", number: int):
+        self.connection = connection
+        self.number = number
+        self.answers = asyncio.Queue()
+        self.is_open = True
+        self.owes_text = False  # the rest of the text is still being written
+        self.chunks_read = 0
+
+    def send(self, op: str, payload: bytes = b"", **fields) -> None:
+        self.connection.send(payload, op=op, id=self.number, **fields)
+
+    async def answer(self) -> Message:
+        answer = await self.answers.get()
+        if isinstance(answer, Exception):
+            raise answer
+        header, payload = answer
+        if header["type"] == "audio":
+            self.chunks_read += 1
+            if self.chunks_read == CHUNKS_PER_RECEIPT:
+                self.send("read", chunks=self.chunks_read)
+                self.chunks_read = 0
+        return header, payload
+
+    def put(self, answer: Message | Exception) -> None:
+        self.is_open = isinstance(answer, tuple) and answer[0]["type"] == "audio"
+        self.answers.put_nowait(answer)
+
+    def is_owed(self) -> bool:
+        """Whether the worker must send something next."""
+        return self.is_open and not self.owes_text and self.answers.qsize() < CHUNKS_PER_RECEIPT
+
+
+class Connection(asyncio.Protocol):
+    """The server's end of the socket, for the life of one worker."""
+
+    def __init__(self, on_event: Callable[[dict], None]):
+        """on_event: takes what is not the answer to a call"""
+        self.on_event = on_event
+        self.unpacker = Unpacker()
+        self.numbers = itertools.count()
+        self.calls = {}
+        self.kept = {}  # RegisteredVoice that the worker has -> its key there
+        self.is_over = asyncio.Event()
+        self.sign = self.progress = time.monotonic()  # when the worker last spoke, when there was something to do
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.sign = time.monotonic()
+        for header, payload in self.unpacker.feed(data):
+            if "id" not in header:
+                self.on_event(header)
+                continue
+            self.progress = self.sign
+            if call := self.calls.get(header["id"]):
+                is_error = header["type"] == "error"
+                call.put(ApiError(**header["error"]) if is_error else (header, payload))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        for call in self.calls.values():
+            if call.is_open:
+                call.answers = (
+                    asyncio.Queue() if call.answers.qsize() else call.answers
+                )  # what is unread is not complete
+                call.put(engine_failed())
+        self.is_over.set()
+
+    def send(self, payload: bytes = b"", **header) -> None:
+        self.progress = time.monotonic()
+        if not self.is_over.is_set():
+            self.transport.write(pack(header, payload))
+
+    @contextlib.contextmanager
+    def call(self, op: str, payload: bytes = b"", **fields) -> Iterator[Call]:
+        """Leaving it before its end cancels it."""
+        call = Call(self, next(self.numbers))
+        self.calls[call.number] = call
+        if self.is_over.is_set():
+            raise engine_failed()
+        call.send(op, payload, **fields)
+        try:
+            yield call
+        finally:
+            del self.calls[call.number]
+            if call.is_open:
+                call.send("cancel")
+
+    async def ask(self, op: str, payload: bytes = b"", **fields) -> dict:
+        """A call with one answer."""
+        with self.call(op, payload, **fields) as call:
+            return (await call.answer())[0]
+
+    def hangs(self) -> bool:
+        now = time.monotonic()
+        is_owed = any(call.is_owed() for call in self.calls.values())
+        return max(now - self.sign, is_owed and now - self.progress) > SECONDS_WITHOUT_SIGN
+
+
+class EngineProcess:
+    """`await load()` and `await begin()`; from then on it is kept running until `close`."""
+
+    def __init__(self, spec: dict, files: dict[str, bytes], rows: int | None, spawn: Callable = start_worker):
+        """spec: what EngineHost takes
+        files: name of a voice -> the content of its speaker.pt
+        rows: None for as many as fit
+        spawn: starts a worker with the other end of a socket; returns what has poll, wait and kill
+        """
+        self.spec = spec | {"files": len(files)}
+        self.files = files
+        self.rows = rows
+        self.spawn = spawn
+        self.state = "starting"
+        self.why = ""  # the last worker has ended
+        self.deaths = 0  # without enough service in between
+        self.restarts = 0
+        self.device, self.rate = "", 24000  # the worker says
+        self.memory = 0  # bytes of the worker
+        self.connection = None
+        self.process = None
+        self.task = None
+
+    # ---- Lifetime
+
+    async def load(self) -> None:
+        """Until the weights are loaded. Raises ValueError if they cannot be."""
+        self.loaded, self.started = asyncio.Event(), asyncio.Event()
+        self.task = asyncio.create_task(self.keep_running())
+        await self.until(self.loaded)
+
+    async def begin(self, models: int = 1) -> None:
+        """Until it speaks. models: those that still have to share the GPU's memory, with this one"""
+        self.connection.send(op="begin", rows=self.rows, models=models)
+        await self.until(self.started)
+
+    async def until(self, event: asyncio.Event) -> None:
+        await event.wait()
+        if self.state == "gave up":
+            raise ValueError(self.why)
+
+    async def keep_running(self) -> None:
+        while self.state != "gave up":
+            await self.run_once()
+            has_served = self.started.is_set()
+            log.warning("the engine of %s has ended: %s", self.spec["model"], self.why)
+            if not has_served or self.deaths >= MAX_DEATHS:
+                self.state = "gave up"
+                self.loaded.set()
+                self.started.set()
+                if has_served:
+                    log.error("the engine of %s is not started again: restart the server", self.spec["model"])
+            else:
+                self.state = "restarting"
+                self.restarts += 1
+                await asyncio.sleep(0.5 * self.deaths)  # memory of a killed process is free after a moment
+
+    async def run_once(self) -> None:
+        """One worker, from its start to its end."""
+        self.ready_at = None
+        self.why = ""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = process = self.spawn(theirs)
+        loop = asyncio.get_running_loop()
+        _, self.connection = await loop.create_connection(lambda: Connection(self.take), sock=ours)
+        try:
+            self.connection.send(op="load", **self.spec)
+            for name, content in self.files.items():
+                self.connection.send(content, op="file", name=name)
+            while not self.connection.is_over.is_set():
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self.connection.is_over.wait(), 1.0)
+                if self.state == "ready" and self.connection.hangs():
+                    self.why = f"it did not answer for {SECONDS_WITHOUT_SIGN:g} s"
+                    process.kill()
+                    break
+        finally:
+            self.connection.transport.abort()  # a worker that still lives ends by that
+            self.state = "restarting" if self.state == "ready" else self.state
+            status = await asyncio.shield(asyncio.to_thread(end_process, process))
+        self.memory = 0
+        self.why = self.why or how_it_ended(status)
+        served = time.monotonic() - self.ready_at if self.ready_at else 0.0
+        self.deaths = 1 if served > SECONDS_OF_SERVICE else self.deaths + 1
+
+    def take(self, event: dict) -> None:
+        """What the worker says about itself."""
+        if event["type"] == "beat":
+            self.memory = event["memory"]
+        elif event["type"] == "loaded":
+            if self.started.is_set():  # before: as many rows as it had
+                self.connection.send(op="begin", rows=self.rows, models=1)
+            self.loaded.set()
+        elif event["type"] == "ready":
+            self.device, self.rows, self.rate = event["device"], event["rows"], event["rate"]
+            self.ready_at = time.monotonic()
+            self.state = "ready"
+            self.started.set()
+        elif event["type"] == "draining":
+            self.state = "restarting"
+            self.why = "it was told to"
+        elif event["type"] == "stopped":
+            self.state = "restarting" if self.state == "ready" else self.state
+            self.why = event["message"]
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == "ready"
+
+    def check_ready(self) -> None:
+        if self.state == "starting":
+            raise ApiError("the server is starting: try again in a moment", 503, code="starting")
+        if self.state == "restarting":
+            raise engine_failed()
+        if self.state == "gave up":
+            problem = f"the engine has stopped {MAX_DEATHS} times ({self.why}): restart the server, its log says more"
+            raise ApiError(problem, 503, code="stopped")
+
+    async def close(self) -> None:
+        if self.task:
+            self.task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.task
+
+
+def end_process(process) -> int:
+    """Wait for it, and reap it. Returns its exit status."""
+    try:
+        return process.wait(SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def how_it_ended(status: int) -> str:
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with status {status}"

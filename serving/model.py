@@ -1,0 +1,170 @@
+"""One of the models that are served: what its config allows, which voices it has, and its engine."""
+
+from collections.abc import Iterable
+
+from common import checkpoints
+from serving.engine_process import EngineProcess
+from serving.errors import ApiError
+from serving.requests import Style
+
+# Names that OpenAI's clients send, whatever the server has.
+OPENAI_VOICES = "alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse".split()
+DESIGNED_VOICES = {"narrator": "a warm and clear narrator"}  # for a VoiceDesign model without `instructions`
+NUMBERS = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")
+
+
+class Model:
+    def __init__(self, name: str, engine: EngineProcess, speakers: Iterable[str] = ()):
+        """speakers: names of voices from --speaker files"""
+        self.name = name
+        self.engine = engine
+        self.config = checkpoints.read_config(name)
+        self.kind = self.config["tts_model_type"]
+        self.ranges = checkpoints.number_ranges(self.config)
+        positions = self.config["talker_config"]["max_position_embeddings"]
+        self.ranges["max_new_tokens"] = (lambda x: 2 <= x <= positions, f"from 2 to {positions}")
+        self.presets = []
+        if self.kind == "custom_voice":
+            self.presets = sorted(map(str.lower, self.config["talker_config"]["spk_id"]))
+        if self.kind == "voice_design":
+            self.presets = list(DESIGNED_VOICES)
+        self.speakers = list(speakers)
+        self.in_flight = 0  # utterances that have a place or wait for one
+
+    @property
+    def id(self) -> str:
+        return checkpoints.display_name(self.name)
+
+    def is_named(self, name: str) -> bool:
+        known = {self.id, self.name, checkpoints.hub_name(self.name), checkpoints.hub_name(self.name).split("/")[-1]}
+        return name.strip().lower() in {name.lower() for name in known}
+
+    @property
+    def clones(self) -> bool:
+        return self.kind == "base"
+
+    @property
+    def takes_instructions(self) -> bool:
+        return self.kind == "voice_design" or (
+            self.kind == "custom_voice" and self.config.get("tts_model_size") != "0b6"
+        )
+
+    @property
+    def active(self) -> int:
+        return min(self.in_flight, self.engine.rows or 0)
+
+    @property
+    def waiting(self) -> int:
+        return self.in_flight - self.active
+
+    # ---- Voices; `registered` are the names of those in the folder, oldest first
+
+    def voice_names(self, registered: Iterable[str]) -> list[str]:
+        return [*self.presets, *self.speakers, *(registered if self.clones else ())]
+
+    def can_do(self, style: Style, registered: Iterable[str]) -> bool:
+        """Whether it has the voice, and takes what else describes it. For a request that names no model."""
+        if style.ref_audio is not None or style.speaker_embedding is not None:
+            return self.clones
+        if style.instructions and not self.takes_instructions:
+            return False
+        names = self.voice_names(registered)
+        wanted = (style.voice or OPENAI_VOICES[0]).strip().lower()
+        return bool(names) if wanted in OPENAI_VOICES else wanted in names
+
+    def resolve_voice(self, name: str | None, registered: Iterable[str]) -> str:
+        """The voice for a name. Without one, and for OpenAI's names, one that exists, the same each time."""
+        wanted = (name or OPENAI_VOICES[0]).strip().lower()
+        names = self.voice_names(registered)
+        if wanted in names:
+            return wanted
+        if wanted in OPENAI_VOICES and self.presets:
+            return self.presets[OPENAI_VOICES.index(wanted) % len(self.presets)]
+        if wanted in OPENAI_VOICES and names:
+            return names[0]  # the oldest: it stays the same when voices are added
+        if not names:
+            raise ApiError(
+                "this model clones voices and none is registered: POST a recording to /v1/audio/voices, or send "
+                "ref_audio with the request",
+                param="voice",
+                code="unknown_voice",
+            )
+        nearest = checkpoints.nearest(wanted, names)
+        raise ApiError(f"there is no voice {name!r}: choose {nearest}", param="voice", code="unknown_voice")
+
+    # ---- Checks
+
+    def check(self, style: Style, registered: Iterable[str]) -> None:
+        """Refuse what this model cannot do, before any work starts."""
+        for name in (*NUMBERS, "seed"):
+            self.check_number(name, getattr(style, name))
+        languages = checkpoints.languages(self.config)
+        if style.language and style.language.lower() not in languages:
+            nearest = checkpoints.nearest(style.language, languages)
+            raise ApiError(f"there is no language {style.language!r}: choose {nearest}", param="language")
+        self.check_reference(style, registered)
+
+    def check_number(self, name: str, value: float | None) -> None:
+        is_good, wanted = self.ranges[name]
+        if value is not None and not is_good(value):
+            raise ApiError(f"{name} is {value}, it must be {wanted}", param=name, code="invalid_value")
+
+    def check_reference(self, style: Style, registered: Iterable[str]) -> None:
+        """Whether the fields describe one voice."""
+        if style.ref_audio is not None and style.speaker_embedding is not None:
+            raise ApiError("ref_audio and speaker_embedding are two voices: give one of them", param="ref_audio")
+        if style.ref_audio is None:
+            check_no_reference(style)
+        if style.ref_audio is None and style.speaker_embedding is None:
+            self.resolve_voice(style.voice, registered)
+            return
+        self.check_cloning("ref_audio" if style.ref_audio is not None else "speaker_embedding")
+        has_text = bool(style.ref_text and style.ref_text.strip())
+        if style.x_vector_only_mode is False and style.ref_audio is not None and not has_text:
+            raise ApiError("ref_text is missing: give what the recording says", param="ref_text")
+        width = self.config["talker_config"]["hidden_size"]
+        if style.speaker_embedding is not None and len(style.speaker_embedding) != width:
+            raise ApiError(
+                f"speaker_embedding has {len(style.speaker_embedding)} numbers, this model takes {width}: extract it "
+                "with the model you speak with",
+                param="speaker_embedding",
+            )
+
+    def check_cloning(self, what: str) -> None:
+        if not self.clones:
+            raise ApiError(f"{what} is not for {checkpoints.KINDS[self.kind]}: choose one of its voices", param=what)
+
+    # ---- Arguments of upstream's method
+
+    def preset_voice(self, style: Style) -> dict:
+        name = self.resolve_voice(style.voice, ())
+        if self.kind == "custom_voice":
+            return {"speaker": name, "instruct": style.instructions if self.takes_instructions else None}
+        return {"instruct": style.instructions or DESIGNED_VOICES[name]}
+
+    def describe(self, registered: Iterable[str]) -> dict:
+        """As /v1/models lists it."""
+        model = {"id": self.id, "object": "model", "created": 0, "owned_by": "qwen"}
+        about = {"kind": self.kind, "languages": checkpoints.languages(self.config)}  # for the page
+        about["random_weights"] = bool(self.config.get("random_weights"))
+        return model | about | {"voices": self.voice_names(registered)}
+
+
+def sampling(style: Style) -> dict:
+    """Settings as upstream's arguments; what was not given is the model's own."""
+    arguments = {name: getattr(style, name) for name in NUMBERS}
+    arguments["language"] = style.language or "Auto"
+    if style.non_streaming_mode is not None:
+        arguments["non_streaming_mode"] = style.non_streaming_mode
+    return arguments
+
+
+def check_no_reference(style: Style) -> None:
+    """A registered voice has its own transcript."""
+    if style.ref_text:
+        name, meaning = "ref_text", "what ref_audio says"
+    elif style.x_vector_only_mode and style.speaker_embedding is None:
+        name, meaning = "x_vector_only_mode", "how ref_audio is used"
+    else:
+        return
+    raise ApiError(f"{name} is {meaning}, which is missing: send ref_audio, or leave {name} out", param=name)

@@ -1,0 +1,203 @@
+"""The process of one model: python -m serving.worker FD. The server starts it, and again when it has ended.
+
+    reader          what the server asks for             -> the engine
+    engine's own    prompts, frames, delivery            -> outbox
+    writer          all that is in the outbox, as int16  -> the socket, in one write
+    main            loads; then every BEAT seconds: is the engine alive, whose text does not come, a sign of life
+
+It ends when the socket is closed, also while it loads: the server is gone. It ends itself when the engine has stopped,
+or after an error that leaves CUDA unusable, and the server starts another one. SIGTERM drains it.
+"""
+
+import gc
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+from common.scripts import cli_errors, heavy_imports
+from serving.errors import log_to_stderr
+from serving.messages import Unpacker, pack
+
+log = logging.getLogger("qwen3_tts_cudagraphs")
+
+BEAT = 0.25  # seconds
+BEATS_PER_SIGN = 4
+SECONDS_TO_SAY_WHY = 2.0
+
+
+class Connection:
+    """The socket, with a thread that reads and one that writes."""
+
+    def __init__(self, socket: socket.socket, on_close: Callable[[], None]):
+        self.socket = socket
+        self.on_close = on_close
+        self.inbox = queue.SimpleQueue()
+        self.take = lambda *message: self.inbox.put(message)  # until the model is loaded
+        self.outbox = queue.SimpleQueue()
+        self.reader = threading.Thread(target=self.read, name="worker reads", daemon=True)
+        self.writer = threading.Thread(target=self.write, name="worker writes", daemon=True)
+        self.reader.start()
+        self.writer.start()
+
+    def read(self) -> None:
+        unpacker = Unpacker()
+        try:
+            while data := self.socket.recv(1 << 16):
+                for message in unpacker.feed(data):
+                    self.take(*message)
+        except OSError:
+            pass
+        except Exception:
+            log.exception("the server's message cannot be read")
+        self.on_close()
+
+    def send(self, payload=b"", **header) -> None:
+        """payload: bytes, or samples. Never blocks."""
+        self.outbox.put((header, payload))
+
+    def write(self) -> None:
+        """The audio of all streams that one pass has made goes into one write."""
+        is_open = True
+        while is_open:
+            messages = [self.outbox.get()]
+            while not self.outbox.empty():
+                messages.append(self.outbox.get())
+            if None in messages:
+                messages = messages[: messages.index(None)]
+                is_open = False
+            try:
+                self.socket.sendall(b"".join(pack(header, as_bytes(payload)) for header, payload in messages))
+            except OSError:  # the reader notices, too
+                return
+
+    def close(self) -> None:
+        """After all that is in the outbox."""
+        self.outbox.put(None)
+        self.writer.join(SECONDS_TO_SAY_WHY)
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self.socket.close()
+
+
+def as_bytes(payload) -> bytes:
+    if isinstance(payload, bytes):
+        return payload
+    from common.audio_files import to_int16
+
+    return to_int16(payload).tobytes()
+
+
+class Worker:
+    def __init__(
+        self,
+        socket: socket.socket,
+        on_close: Callable[[], None] | None = None,
+        on_ready: Callable[[], None] = lambda: None,
+    ):
+        """on_close: called when the server has gone; without it, `run` returns"""
+        self.on_ready = on_ready
+        self.host = None
+        self.over = threading.Event()
+        self.why = ""  # it has stopped
+        self.is_draining = False
+        self.connection = Connection(socket, on_close or self.over.set)
+
+    def run(self) -> None:
+        try:
+            self.load()
+            while not self.over.wait(BEAT):
+                self.beat()
+        except BaseException as error:
+            if not isinstance(error, (ValueError, OSError, ImportError)):
+                log.exception("the worker has failed")
+            self.stop(" ".join(f"{error}".split()) or type(error).__name__)
+        finally:
+            if self.why:
+                self.connection.send(type="stopped", message=self.why)
+            self.connection.close()
+
+    def load(self) -> None:
+        spec, _ = self.next_message("load")
+        files = dict(self.next_file() for _ in range(spec["files"]))
+        with heavy_imports(spec["device"]):
+            from common.loading import model_errors
+            from serving.engine_host import EngineHost
+        with model_errors():
+            host = EngineHost(spec, files, self.connection, self.stop)
+            self.connection.send(type="loaded")
+            begin, _ = self.next_message("begin")
+            host.begin(begin["rows"], begin["models"])
+        self.host = host
+        self.beats = 0
+        self.on_ready()
+        self.connection.take = host.take
+        self.connection.send(type="ready", **host.card())
+
+    def next_message(self, op: str) -> tuple[dict, bytes]:
+        """While nothing is loaded, the server sends messages in a known order."""
+        while not self.over.is_set():
+            try:
+                message = self.connection.inbox.get(timeout=1)
+            except queue.Empty:
+                continue
+            if message[0]["op"] != op:
+                raise ValueError(f"{op} should have come, not {message[0]['op']}")
+            return message
+        raise OSError("the server has gone")
+
+    def next_file(self) -> tuple[str, bytes]:
+        header, content = self.next_message("file")
+        return header["name"], content
+
+    def stop(self, why: str) -> None:
+        """From any thread: end soon, so that the server starts another worker."""
+        self.why = self.why or why
+        self.over.set()
+
+    def beat(self) -> None:
+        self.host.look_after_streams()
+        if self.is_draining and not self.host.is_draining:
+            self.host.is_draining = True
+            self.connection.send(type="draining")
+        if self.is_draining and not self.host.streams:
+            self.over.set()
+        if self.beats % BEATS_PER_SIGN == 0:
+            self.connection.send(type="beat", memory=resident_bytes())
+        self.beats += 1
+
+    def drain(self, *_) -> None:
+        self.is_draining = True
+
+
+def resident_bytes() -> int:
+    """Of this process; 0 where /proc is missing."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the server, too, which then closes the socket
+    inherited = socket.socket(fileno=int(sys.argv[1]))
+    inherited.set_inheritable(False)  # not to a compiler: it must not stay open
+    with cli_errors():
+        log_to_stderr()
+        # All that is loaded stays: looking through it for garbage would stop the speech for a tenth of a second.
+        worker = Worker(inherited, on_close=lambda: os._exit(0), on_ready=gc.freeze)
+        signal.signal(signal.SIGTERM, worker.drain)
+        worker.run()
+    sys.stderr.flush()
+    os._exit(1 if worker.why else 0)  # torch need not tidy up
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""Workers: messages; processes that die, hang or lose their server; slow listeners; several models at one address."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from helpers import ROOT
+from serving_helpers import (
+    FRAME,
+    LIMIT,
+    SHORT,
+    LocalSpeech,
+    RunningServer,
+    is_running,
+    never_end,
+    wait_until,
+    wait_until_free,
+)
+
+from serving import engine_process, memory
+from serving.engine_process import EngineProcess
+from serving.errors import ApiError
+from serving.messages import LENGTHS, Unpacker, pack
+from serving.requests import Style
+from serving.settings import Settings
+from serving.speech import Speech, read_speakers
+
+
+@pytest.fixture(scope="module")
+def speech(checkpoint, tmp_path_factory):
+    """Two models: one that clones, and never ends by itself, and one with speakers of its own."""
+    folders = checkpoint(), checkpoint("custom_voice")
+    limits = dict(max_streams=2, max_waiting=2, max_seq_len=512, voices=tmp_path_factory.mktemp("voices"))
+    speakers = read_speakers([folders[0] / "speaker.pt"])
+    speech = LocalSpeech([*map(str, folders)], "cpu", settings=Settings(**limits), speakers=speakers)
+    speech.load()
+    never_end(speech)
+    yield speech
+    speech.close()
+
+
+@pytest.fixture(scope="module")
+def server(speech):
+    with RunningServer(speech) as server:
+        yield server
+
+
+# ---- Messages
+
+
+def test_messages_arrive_as_they_were_sent():
+    """However the socket cuts them."""
+    messages = [({"id": 1, "text": "\ud83d Grüße"}, b""), ({}, bytes(range(256))), ({"id": 2}, b"x")]
+    data = b"".join(pack(*message) for message in messages)
+    for size in (1, 7, 1000):
+        unpacker = Unpacker()
+        pieces = [data[start : start + size] for start in range(0, len(data), size)]
+        assert [message for piece in pieces for message in unpacker.feed(piece)] == messages
+        assert not unpacker.data
+    with pytest.raises(ValueError, match="a message of"):
+        [*Unpacker().feed(LENGTHS.pack(2, 1 << 31))]
+
+
+# ---- Processes that end
+
+
+class FakeWorker:
+    """Ready at once. Then it does what `then` does with its socket."""
+
+    def __init__(self, theirs, then):
+        self.socket = theirs.dup()
+        for message in (dict(type="loaded"), dict(type="ready", device="cpu", rows=1, rate=24000)):
+            self.socket.sendall(pack(message))
+        self.was_killed = False
+        threading.Thread(target=then, args=[self.socket], daemon=True).start()
+
+    def wait(self, timeout=None):
+        return -signal.SIGKILL if self.was_killed else 1
+
+    def kill(self):
+        self.was_killed = True
+        self.socket.shutdown(socket.SHUT_RDWR)
+
+
+def engine_with(*lives) -> EngineProcess:
+    lives = iter(lives)
+    return EngineProcess(dict(model="x"), {}, 1, lambda theirs: FakeWorker(theirs, next(lives)))
+
+
+def end(socket):
+    socket.recv(10)
+    socket.close()
+
+
+def live(socket):
+    while socket.recv(10_000):
+        pass
+
+
+async def started(engine) -> None:
+    await engine.load()
+    await engine.begin()
+
+
+async def wait_for_state(engine, state) -> None:
+    while engine.state != state:
+        await asyncio.sleep(0.01)
+
+
+def test_after_three_deaths_it_gives_up_and_says_why(caplog):
+    async def main():
+        engine = engine_with(end, end, end, live)
+        await started(engine)
+        await asyncio.wait_for(wait_for_state(engine, "gave up"), LIMIT)
+        with pytest.raises(
+            ApiError, match=r"stopped 3 times \(it exited with status 1\): restart the server"
+        ) as refused:
+            engine.check_ready()
+        assert (refused.value.status, refused.value.code, engine.restarts) == (503, "stopped", 2)
+        await engine.close()
+
+    asyncio.run(main())
+    assert "is not started again" in caplog.text
+
+
+def test_deaths_long_ago_do_not_count(monkeypatch):
+    monkeypatch.setattr(engine_process, "SECONDS_OF_SERVICE", -1.0)
+
+    async def main():
+        engine = engine_with(end, end, end, end, live)
+        await started(engine)
+        while engine.restarts < 4 or not engine.is_ready:
+            await asyncio.sleep(0.01)
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT))
+
+
+def test_a_worker_that_hangs_while_it_owes_something_is_replaced(monkeypatch):
+    monkeypatch.setattr(engine_process, "SECONDS_WITHOUT_SIGN", 0.2)
+
+    def beat(socket):
+        with contextlib.suppress(OSError):
+            while True:  # it lives, but answers nothing
+                socket.sendall(pack(dict(type="beat", memory=1)))
+                time.sleep(0.05)
+
+    async def main():
+        engine = engine_with(beat, live)
+        await started(engine)
+        await asyncio.sleep(0.5)
+        assert engine.restarts == 0  # it owes nothing
+        with pytest.raises(ApiError) as failed:
+            await engine.connection.ask("count", text="Hello.")
+        assert failed.value.status == 503
+        while engine.restarts < 1:
+            await asyncio.sleep(0.01)
+        assert "did not answer" in engine.why or engine.is_ready
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT))
+
+
+def test_a_model_that_cannot_be_loaded_is_not_tried_again(checkpoint, tmp_path):
+    """At the start it is the user's mistake, and the server ends with one line."""
+    (tmp_path / "me.pt").write_bytes(b"no speaker")
+    settings = Settings(max_streams=1, voices=tmp_path)
+    speech = LocalSpeech(str(checkpoint()), "cpu", settings=settings, speakers=read_speakers([tmp_path / "me.pt"]))
+    with pytest.raises(ValueError, match="me.pt is not a speaker file: make one"):
+        speech.load()
+    speech.close()
+
+
+def test_a_worker_ends_with_its_server():
+    """Also while it loads, whatever kills the server."""
+    program = """
+        import socket, time
+        from serving.engine_process import start_worker
+        ours, theirs = socket.socketpair()
+        print(start_worker(theirs).pid, flush=True)
+        theirs.close()
+        time.sleep(600)
+    """
+    program = "\n".join(map(str.strip, program.splitlines()))
+    server = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    worker = int(server.stdout.readline())
+    assert is_running(worker)
+    server.kill()
+    server.communicate()
+    try:
+        wait_until(lambda: not is_running(worker))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+
+
+# ---- Listeners
+
+
+def test_a_slow_listener_does_not_stop_others(speech, monkeypatch):
+    """Its stream pauses, and only its own. What it reads later is complete."""
+    monkeypatch.setattr(speech.engine, "max_unread", 4)
+    monkeypatch.setattr(engine_process, "CHUNKS_PER_RECEIPT", 2)
+    style = Style(max_new_tokens=49, seed=1)
+
+    async def main():
+        slow = aiter(speech.say(style, "Hello there."))
+        chunks = [await anext(slow)]
+        while not any(stream.unread >= 4 for stream in speech.engine.active):
+            await asyncio.sleep(0.01)
+        (stream,) = speech.engine.active
+        delivered = stream.delivered
+        others = [chunk async for chunk in speech.say(Style(**SHORT), "Hello there.")]
+        assert sum(len(samples) for samples, _ in others) == 5 * FRAME // 2
+        assert stream.delivered == delivered < 40  # it waited meanwhile
+        chunks += [chunk async for chunk in slow]
+        assert {samples.dtype for samples, _ in chunks} == {np.dtype("<i2")}
+        assert sum(len(samples) for samples, _ in chunks) == 48 * FRAME // 2
+
+    speech.submit(main()).result(LIMIT)
+    wait_until_free(speech)
+
+
+def test_a_folder_of_voices_that_hangs_stops_nobody(server, speech, monkeypatch):
+    """A slow network disk stopped every listener."""
+    may_go_on = threading.Event()
+    monkeypatch.setattr(type(speech.folder), "voices", property(lambda _: may_go_on.wait(LIMIT) and {}))
+    answers = []
+    waiting = threading.Thread(target=lambda: answers.append(server.speak(voice="somebody")))
+    waiting.start()
+    assert server.speak(voice="speaker").status == 200 and server.ask("GET", "/health").status == 200
+    assert not answers
+    may_go_on.set()
+    waiting.join(LIMIT)
+    assert answers[0].error["code"] == "unknown_voice"
+
+
+# ---- Several models
+
+
+def test_the_request_chooses_its_model(server, speech):
+    base, custom = (model.id for model in speech.models)
+    listed = server.ask("GET", "/v1/models").json["data"]
+    assert [(model["id"], model["kind"]) for model in listed] == [(base, "base"), (custom, "custom_voice")]
+    assert listed[0]["voices"] == ["speaker"] and "vivian" in listed[1]["voices"]
+    assert server.ask("GET", f"/v1/models/{custom}").json == listed[1]
+
+    def speak(**fields) -> bytes:
+        answer = server.speak(response_format="pcm", **fields)
+        assert answer.status == 200, (fields, answer.body)
+        return answer.body
+
+    cloned, preset = speak(model=base), speak(model=custom)
+    assert cloned != preset
+    assert speak() == speak(model="tts-1") == speak(voice="speaker") == cloned  # the first one can do it
+    assert speak(model=custom.upper()) == preset
+    assert speak(voice="vivian") == speak(voice="vivian", model=custom)  # only the second has this voice
+    assert speak(model="tts-1", instructions="whisper") == speak(model=custom, instructions="whisper")
+    assert "there is no voice 'vivian'" in server.speak(model=base, voice="vivian").error["message"]
+    assert server.speak(model="tts-1", voice="nobody").error["code"] == "unknown_voice"
+
+
+def test_one_model_fails_and_the_others_speak(server, speech):
+    base, custom = (model.id for model in speech.models)
+    engine = speech.models[1].engine
+    engine.process.worker.drain()  # as SIGTERM does
+    wait_until(lambda: not engine.is_ready)
+    assert server.speak(model=base).status == 200
+    refused = server.speak(model=custom)
+    assert (refused.status, refused.error["code"]) == (503, "restarting")
+    assert server.ask("GET", "/health").error["message"].startswith(f"{custom}: the engine has failed")
+    wait_until(lambda: server.ask("GET", "/health").status == 200)
+    assert server.speak(model=custom).status == 200
+
+
+def test_a_model_is_given_once(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="two models would have the name"):
+        Speech([str(checkpoint())] * 2, settings=Settings(voices=tmp_path))
+
+
+# ---- Memory
+
+
+def test_how_many_rows_fit():
+    """A row of 0.6B takes 0.2276 GiB on an H200, one of 1.7B 0.2316 (results/h200_streams.json)."""
+    talker = dict(num_hidden_layers=28, num_key_value_heads=8, head_dim=128, num_attention_heads=16)
+    talker |= dict(hidden_size=1024, num_code_groups=16)
+    keys_and_values = 28 * 2 * 8 * 128 * 2 * 2048
+    per_row = memory.bytes_per_row(talker, 2048, 2)
+    assert per_row == keys_and_values + 2048 * (2 * 1024 + 8 * 16) + memory.OTHER_BYTES_PER_ROW
+    for hidden_size, measured in ((1024, 0.2276), (2048, 0.2316)):
+        estimated = memory.bytes_per_row(talker | {"hidden_size": hidden_size}, 2048, 2) / memory.GIB
+        assert measured < estimated < 1.03 * measured
+    assert memory.rows_that_fit(130 * memory.GIB, per_row) == 64
+    assert 20 <= memory.rows_that_fit(8 * memory.GIB, per_row) <= 8 * memory.GIB // per_row
+    assert memory.rows_that_fit(16 * memory.GIB, per_row, models=2) == memory.rows_that_fit(8 * memory.GIB, per_row)
+    with pytest.raises(ValueError, match=r"the GPU has 1.0 GiB free with the weights loaded, 0.8 GiB too little"):
+        memory.rows_that_fit(memory.GIB, per_row)

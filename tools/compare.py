@@ -1,0 +1,179 @@
+"""What the server adds: the same listeners with the engine alone and with a server, each in a process of its own.
+
+    python tools/load.py --compare 0.6B --speaker speaker.pt --json results/server.json
+
+Listeners of the server are in processes of their own, too, as real ones are: one, or --clients of them.
+"""
+
+import argparse
+import base64
+import contextlib
+import json
+import os
+import resource
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+from benchmarks.listeners import Listener, listen_at, poisson_arrivals, summary
+
+ROOT = Path(__file__).parents[1]
+SECONDS_TO_START = 1.0  # of the processes of listeners
+MASKED_TEXT = b"\x81"  # first byte of a WebSocket's message
+
+
+def measurements(args: argparse.Namespace) -> dict[str, tuple[list[float], bool]]:
+    """Name -> when listeners come, and whether each waits for the one before."""
+    return {
+        f"{args.one_by_one} one by one": ([0.0] * args.one_by_one, True),
+        f"{args.rate:g} requests per second for {args.seconds:g} s": (
+            [*poisson_arrivals(args.rate, args.seconds)],
+            False,
+        ),
+    } | {f"{count} at once": ([0.0] * count, False) for count in args.crowds}
+
+
+def compare(args: argparse.Namespace, speak: Callable, request: dict) -> dict:
+    """speak: tools.load.speak; request: what listeners ask for"""
+    from benchmarks.machine import machine_card  # imports torch
+
+    result = {"card": machine_card(args.weights), "model": args.compare, "max_streams": args.max_streams}
+    result |= {"clients": args.clients, "idle_websockets": args.idle_websockets, "engine": {}, "server": {}}
+    with tempfile.NamedTemporaryFile() as output:
+        command = [sys.executable, "-m", "tools.compare", json.dumps(vars(args) | {"request": request}, default=str)]
+        subprocess.run([*command, output.name], check=True, cwd=ROOT, stdout=2)
+        result["engine"] = json.loads(Path(output.name).read_text())
+    raise_limit_of_files()
+    with running_server(args) as url, contextlib.ExitStack() as idle:
+        for _ in range(args.idle_websockets):
+            idle.enter_context(idle_websocket(url))
+        start = partial(speak, url, None, **request)
+        drive_server(start, [0.0], True, 1)  # warm-up
+        for name, (arrivals, one_by_one) in measurements(args).items():
+            result["server"][name] = drive_server(start, arrivals, one_by_one, args.clients)
+    return result
+
+
+def drive_server(start: Callable, arrivals: list[float], one_by_one: bool, clients: int) -> dict:
+    """The listeners divided between processes, which begin at the same time."""
+    clients = 1 if one_by_one else min(clients, len(arrivals))
+    begin_at = time.time() + SECONDS_TO_START
+    with ProcessPoolExecutor(clients, get_context("spawn")) as processes:
+        parts = [
+            processes.submit(drive_part, start, arrivals[number::clients], one_by_one, begin_at)
+            for number in range(clients)
+        ]
+        results = [part.result() for part in parts]
+    listeners = [listener for part, _, _ in results for listener in part]
+    errors = [error for _, errors, _ in results for error in errors]
+    return summary(listeners, max(wall for _, _, wall in results)) | {"errors": errors}
+
+
+def drive_part(start, arrivals, one_by_one, begin_at) -> tuple[list[Listener], list[str], float]:
+    """In a process of its own."""
+    errors = []
+
+    def noting_errors() -> Iterator:
+        try:
+            yield from start()
+        except OSError as error:
+            errors.append(str(error))
+
+    time.sleep(max(0.0, begin_at - time.time()))
+    listeners, wall = listen_at(noting_errors, arrivals, *([1] if one_by_one else []))
+    return listeners, errors, wall
+
+
+@contextlib.contextmanager
+def running_server(args: argparse.Namespace) -> Iterator[str]:
+    """Its address, once it is ready."""
+    with tempfile.TemporaryDirectory() as voices:
+        command = [sys.executable, "-m", "serving", "--model", args.compare, "--port", "0", "--voices", voices]
+        command += ["--max-streams", str(args.max_streams), "--max-connections", "10000", "--idle-seconds", "3600"]
+        command += ["--device", args.device] if args.device else []
+        command += ["--speaker", str(args.speaker)] if args.speaker else []
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        try:
+            url = None
+            for line in process.stdout:
+                url = line.split()[2].rstrip(",") if line.startswith("listening on") else url
+                if line.startswith("try it"):
+                    break
+            else:
+                raise ValueError("the server did not start: it says why above")
+            yield url
+        finally:
+            process.terminate()
+            process.communicate(timeout=120)
+
+
+@contextlib.contextmanager
+def idle_websocket(url: str) -> Iterator[None]:
+    """A session that is configured and then says nothing."""
+    address = urllib.parse.urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+        lines = ["GET /v1/audio/speech/stream HTTP/1.1", f"Host: {address.netloc}", "Upgrade: websocket"]
+        lines += ["Connection: Upgrade", "Sec-WebSocket-Version: 13"]
+        lines += [f"Sec-WebSocket-Key: {base64.b64encode(secrets.token_bytes(16)).decode()}", "", ""]
+        connection.sendall("\r\n".join(lines).encode())
+        if not connection.recv(4096).startswith(b"HTTP/1.1 101"):
+            raise ValueError(f"{url} takes no WebSocket")
+        message = b'{"type": "session.config"}'
+        connection.sendall(MASKED_TEXT + bytes([0x80 | len(message)]) + bytes(4) + message)  # a mask of zeros
+        yield
+
+
+def raise_limit_of_files() -> None:
+    """For many connections, here and in the processes that are started from here."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+# ---- The engine alone, in its process
+
+
+def measure_engine(args: argparse.Namespace) -> dict:
+    from common import checkpoints
+    from serving.engine_host import EngineHost
+    from serving.model import DESIGNED_VOICES
+
+    config = checkpoints.read_config(args.compare)
+    kind = config["tts_model_type"]
+    files = {"speaker": Path(args.speaker).read_bytes()} if args.speaker and kind == "base" else {}
+    spec = dict(model=args.compare, kind=kind, device=args.device, dtype=None, max_seq_len=2048)
+    host = EngineHost(spec, files, connection=None, stop=None)
+    host.begin(args.max_streams, 1)
+    presets = {
+        "base": {"file": "speaker"},
+        "custom_voice": {"speaker": min(config["talker_config"]["spk_id"], default="").lower()},
+        "voice_design": {"instruct": next(iter(DESIGNED_VOICES.values()))},
+    }
+    arguments = host.voice_arguments(presets[kind], b"") | {"language": "Auto"}
+    arguments |= {"text": args.request["input"], "max_new_tokens": args.request["max_new_tokens"]}
+
+    def start() -> Iterator:
+        with contextlib.suppress(UserWarning):  # the speech ends at max_new_tokens
+            yield from host.engine.stream(host.method, **arguments)
+
+    listen_at(start, [0.0])  # warm-up
+    rows = {}
+    for name, (arrivals, one_by_one) in measurements(args).items():
+        rows[name] = summary(*listen_at(start, arrivals, *([1] if one_by_one else [])))
+    host.close()
+    return rows
+
+
+if __name__ == "__main__":
+    options = argparse.Namespace(**json.loads(sys.argv[1]))
+    Path(sys.argv[2]).write_text(json.dumps(measure_engine(options)))
+    sys.stdout.flush()
+    os._exit(0)  # torch need not tidy up
