@@ -471,7 +471,7 @@ def test_unknown_routes_and_methods(server):
         ("GET", "/v1/nothing", 404, None),
         ("PUT", "/v1/audio/speech", 405, "POST"),
         ("PUT", "/v1/audio/voices", 405, "GET, POST"),
-        ("GET", "/docs", 404, None),
+        ("GET", "/redoc", 404, None),
     ):
         answer = server.ask(method, path)
         assert answer.status == status and answer.error["message"]
