@@ -19,6 +19,7 @@ from common.checkpoints import (
     REFERENCE_SILENCE,
     check_number,
     check_speaker_file,
+    language_name,
     languages,
     nearest,
     number_ranges,
@@ -149,6 +150,7 @@ def check_voice(args: argparse.Namespace) -> None:
             )
     elif not args.instruct:
         raise ValueError(f'{args.model} makes a voice from a description: give it --instruct "a warm narrator"')
+    args.language = language_name(args.language)
     check_choice("language", args.language, languages(args.config))
 
 

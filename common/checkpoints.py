@@ -37,6 +37,18 @@ CHECKPOINT_FILES = (  # besides the weights and the vocabulary, which may be sto
     "speech_tokenizer/config.json",
     "speech_tokenizer/preprocessor_config.json",
 )
+LANGUAGES = {  # ISO 639-1 code -> the models' name; speech/long_text.py has the same
+    "zh": "chinese",
+    "en": "english",
+    "de": "german",
+    "it": "italian",
+    "pt": "portuguese",
+    "es": "spanish",
+    "ja": "japanese",
+    "ko": "korean",
+    "fr": "french",
+    "ru": "russian",
+}
 SMALL_FILES = ("*.json", "*.txt")  # all but the weights
 HUB_TIMEOUT = 10.0  # seconds
 TALKER_KEYS = {"hidden_size", "vocab_size", "max_position_embeddings", "spk_id", "codec_language_id"}
@@ -115,6 +127,11 @@ def check_speaker_file(path: str | Path) -> None:
 
 def languages(config: dict) -> list[str]:
     return ["auto", *(name for name in config["talker_config"]["codec_language_id"] if "dialect" not in name)]
+
+
+def language_name(code_or_name: str) -> str:
+    """The models' name of a language that was given as a code: "en" or "en-US" is english. All else stays as it is."""
+    return LANGUAGES.get(code_or_name.lower().partition("-")[0], code_or_name)
 
 
 def display_name(model: str) -> str:

@@ -356,6 +356,19 @@ def test_lists(call, checkpoint):
     assert code in (0, None) and speakers.split() == sorted(speakers.split()) and "ono_anna" in speakers.split()
     code, languages, _ = call(main, "--model", checkpoint("base"), "--list-languages")
     assert code in (0, None) and "auto" in languages.split() and "beijing_dialect" not in languages
+    assert {checkpoints.language_name(code) for code in checkpoints.LANGUAGES} <= {*languages.split()}
+
+
+def test_codes_of_languages(spoken):
+    """As other services name them: --language en was "there is no language"."""
+    voice = "custom_voice", "--speaker", "aiden", "--text", "Hello!", "--language"
+    assert spoken(*voice, "de") == spoken(*voice, "German") != spoken(*voice, "English")
+    assert [checkpoints.language_name(word) for word in ("EN-us", "zh", "Auto", "xx")] == [
+        "english",
+        "chinese",
+        "Auto",
+        "xx",
+    ]
 
 
 class Boom:
@@ -579,6 +592,7 @@ def test_the_scripts_themselves_import_nothing_slow_first(script, option, slow):
 def test_what_is_written_twice_is_the_same():
     """options.py cannot import these from generate.py and fast/, which import torch."""
     assert checkpoints.MODELS == MODELS
+    assert checkpoints.LANGUAGES == {code: name for name, code in long_text.LANGUAGE_CODES.items()}
     limits = long_text.PAUSE, long_text.MIN_FRAME_LIMIT, long_text.FRAMES_PER_TOKEN
     assert (cli.options.PAUSE, cli.options.MIN_FRAME_LIMIT, cli.options.FRAMES_PER_TOKEN) == limits
 
