@@ -14,7 +14,7 @@ from pathlib import Path
 from common.audio_files import read_audio
 from common.checkpoints import base_config
 from common.output_files import check_writable, write_bytes
-from common.scripts import Parser, check_device_name, cli_errors, heavy_imports
+from common.scripts import Parser, check_device_name, cli_errors, heavy_imports, show_progress
 
 
 def main() -> None:
@@ -39,6 +39,7 @@ def main() -> None:
         check_writable(args.output)
         base_config(args.model)
 
+        show_progress(f"loading {args.model}")
         with heavy_imports(args.device):  # a mistake is answered without them
             import librosa
             import torch
