@@ -18,6 +18,8 @@ from collections.abc import Iterator
 
 CUDA_TIMEOUT = 60.0  # seconds to wait for CUDA's start
 
+FOLDERS = "fast", "speech", "common", "cli", "serving", "tools", "benchmarks"  # of the project
+
 # Packages that take long to import where they are installed, and that nobody calls here: onnxruntime is for the 25 Hz
 # tokenizer, which generate.py then leaves out with all it imports, the others for parts of transformers.
 UNUSED = ("jax", "onnxruntime", "sklearn", "tensorflow")
@@ -139,7 +141,10 @@ def cli_errors() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
         sys.exit(141)
     except ModuleNotFoundError as error:
-        end(2, f"error: {error}: use the environment of setup.sh, and copy all folders")
+        name = str(error.name).partition(".")[0]
+        if name in FOLDERS:
+            end(2, f"error: the folder {name} is missing: copy it, too")
+        end(2, f"error: {name} is not installed in this Python: run ./setup.sh none, and use .venv/bin/python")
     except (ValueError, OSError, ImportError) as error:
         end(2, f"error: {with_option_names(' '.join(str(error).split()))}")
     finally:
