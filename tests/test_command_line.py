@@ -353,19 +353,36 @@ def test_a_player_that_was_closed(tmp_path):
     assert (result.returncode, result.stderr, (tmp_path / "audio").stat().st_size) == (141, b"", 100)
 
 
-def test_nothing_but_a_text(spoken, call, checkpoint, tmp_path):
+@pytest.fixture
+def requests(monkeypatch):
+    """What reaches the model, which is not asked: two short chunks are its answer to each text."""
+    requests = []
+
+    def speak(method, *, text, **request):
+        requests.append(request | {"text": "".join(text)})
+        yield from [(np.full(1920, len(requests) / 8), 24000)] * 2
+
+    monkeypatch.setattr(speaking, "speak", speak)
+    return requests
+
+
+def test_nothing_but_a_text(call, checkpoint, requests, tmp_path, monkeypatch):
     """Without a voice the first speaker, a description, or the folder's own speaker.pt; without --output a new name."""
-    text = "--text", "Hello!"
-    assert spoken("custom_voice", *text) == spoken("custom_voice", *text, "--speaker", "aiden")
-    assert spoken("voice_design", *text) == spoken("voice_design", *text, "--instruct", cli.options.DESCRIPTION)
-    (expected,) = spoken("base", *text, "--speaker", checkpoint() / "speaker.pt").values()
-    words = "--model", checkpoint(), "--device", "cpu", "--max-seq-len", 300, "--seed", 3
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "speech.wav").write_bytes(b"somebody's file")
     (tmp_path / "speech-2-001.wav").write_bytes(b"somebody's file")
-    code, stdout, _ = call(main, *words, *text)
-    assert code == 0 and stdout.startswith("speech-3.wav: ")
-    assert (tmp_path / "speech-3.wav").read_bytes() == expected
-    assert {path.read_bytes() for path in tmp_path.glob("speech*") if "3" not in path.name} == {b"somebody's file"}
+    for number, kind in enumerate(("custom_voice", "voice_design", "base"), 3):
+        words = "--model", checkpoint(kind), "--device", "cpu", "--max-seq-len", 300, "--text", "Hello!"
+        code, stdout, _ = call(main, *words)
+        assert code == 0 and stdout.startswith(f"speech-{number}.wav: 0.16 s of audio")
+        assert soundfile.info(f"speech-{number}.wav").frames == 2 * 1920
+    assert (tmp_path / "speech.wav").read_bytes() == b"somebody's file"
+    preset, designed, cloned = requests
+    assert preset["speaker"] == "aiden" and designed["instruct"] == cli.options.DESCRIPTION
+    assert torch.equal(
+        cloned["voice_clone_prompt"]["ref_spk_embedding"][0],
+        torch.load(checkpoint() / "speaker.pt", weights_only=True),
+    )
 
 
 def test_the_model_follows_the_voice(monkeypatch):
@@ -408,27 +425,23 @@ class FakeSoundDevice:
         return lambda: self.calls.append(name)
 
 
-def test_play(spoken, call, checkpoint, recording_file, tmp_path, monkeypatch):
+def test_play(call, checkpoint, requests, tmp_path, monkeypatch):
     """All that is generated is heard, also of text from a pipe; without --output no file is written."""
-    device = FakeSoundDevice()
-    monkeypatch.setitem(sys.modules, "sounddevice", device)
-    voice = "custom_voice", "--speaker", "aiden", "--no-non-streaming-mode"
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "lines.txt").write_text("One.\nTwo.\n")
-    (whole,) = spoken(*voice, "--text-file", tmp_path / "lines.txt", "--join").values()
-    (played,) = spoken(*voice, "--text-file", tmp_path / "lines.txt", "--join", "--play").values()
-    assert played == whole and "first audio after" in spoken.stdout
-    samples = np.concatenate(device.heard)
-    np.testing.assert_allclose(samples, np.frombuffer(whole[44:], "<i2") / 32767, rtol=0, atol=1e-4)
-    assert device.calls == [(24000, 1, "float32"), "start", "stop", "abort", "close"]
-
-    (tmp_path / "out.wav").unlink()
-    device.heard.clear()
-    with (tmp_path / "lines.txt").open() as file:
-        monkeypatch.setattr(sys, "stdin", file)
-        words = "--model", checkpoint(voice[0]), *voice[1:], "--device", "cpu", "--max-seq-len", 300, "--seed", 3
-        code, stdout, _ = call(main, *words, "--text", "-", "--play")
-    assert code == 0 and stdout.startswith("played: ") and not [*tmp_path.glob("*.wav")]
-    np.testing.assert_allclose(np.concatenate(device.heard), samples, rtol=0, atol=1e-4)
+    words = "--model", checkpoint("custom_voice"), "--device", "cpu", "--max-seq-len", 300, "--play", "--pause", 0.1
+    for more in (("--text-file", "lines.txt", "--join", "--output", "out.wav"), ("--text", "-")):
+        device = FakeSoundDevice()
+        monkeypatch.setitem(sys.modules, "sounddevice", device)
+        with open("lines.txt") as file:
+            monkeypatch.setattr(sys, "stdin", file)
+            code, stdout, stderr = call(main, *words, *more)
+        assert (code, stderr) == (0, "") and stdout.startswith(f"{'out.wav' if '--join' in more else 'played'}: 0.42 s")
+        assert device.calls == [(24000, 1, "float32"), "start", "stop", "abort", "close"]
+        heard = np.concatenate(device.heard)
+        np.testing.assert_allclose(heard, soundfile.read("out.wav")[0], rtol=0, atol=1e-4)
+        requests.clear()
+    assert [path.name for path in tmp_path.glob("*.wav")] == ["out.wav"]
 
 
 @pytest.mark.parametrize(
@@ -440,18 +453,17 @@ def test_play(spoken, call, checkpoint, recording_file, tmp_path, monkeypatch):
     ],
     ids=["no package", "no device", "unplugged"],
 )
-def test_play_without_a_device(call, checkpoint, monkeypatch, device, words):
+def test_play_without_a_device(call, checkpoint, requests, monkeypatch, device, words):
     """One line, and before the model is loaded where that is possible."""
     monkeypatch.setitem(sys.modules, "sounddevice", device)
     if device is None or device.fails_after == 0:
         monkeypatch.setattr(speaking, "load", None)
-    words_given = options(checkpoint(), output="-", max_seq_len=300)
-    words_given = [word.replace("_", "-") if isinstance(word, str) else word for word in words_given]
-    code, _, stderr = call(main, *words_given[:6], *words_given[8:], "--play")
+    voice = "--model", checkpoint(), "--device", "cpu", "--max-seq-len", 300
+    code, _, stderr = call(main, *voice, "--text", "Hello!", "--play")
     assert code == 2 and words in stderr and len(stderr.splitlines()) == 1
 
 
-def test_text_as_it_is_written_with_a_transcript(call, checkpoint, recording_file, tmp_path, monkeypatch):
+def test_text_as_it_is_written_with_a_transcript(call, checkpoint, recording_file, requests, tmp_path, monkeypatch):
     """Nothing was heard for as long as the reference was not covered by text, and nothing said why."""
     (tmp_path / "line.txt").write_text("Hello!\n")
     words = "--model", checkpoint(), "--device", "cpu", "--ref-audio", recording_file, "--text", "-", "--stream"
@@ -508,16 +520,12 @@ def test_lists(call, checkpoint):
     assert {checkpoints.language_name(code) for code in checkpoints.LANGUAGES} <= {*languages.split()}
 
 
-def test_codes_of_languages(spoken):
+def test_codes_of_languages(call, checkpoint, requests):
     """As other services name them: --language en was "there is no language"."""
-    voice = "custom_voice", "--speaker", "aiden", "--text", "Hello!", "--language"
-    assert spoken(*voice, "de") == spoken(*voice, "German") != spoken(*voice, "English")
-    assert [checkpoints.language_name(word) for word in ("EN-us", "zh", "Auto", "xx")] == [
-        "english",
-        "chinese",
-        "Auto",
-        "xx",
-    ]
+    code, *_ = call(main, *options(checkpoint(), output=os.devnull, language="de"), "--max-seq-len", 300)
+    assert code == 0 and requests[0]["language"] == "german"
+    names = {word: checkpoints.language_name(word) for word in ("EN-us", "zh", "Auto", "xx")}
+    assert names == {"EN-us": "english", "zh": "chinese", "Auto": "Auto", "xx": "xx"}
 
 
 class Boom:
@@ -575,7 +583,7 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(speaker=None, ref_audio="silent.wav"), "silent"),
     (dict(instruct="whisper"), "use it with --model 1.7B-CustomVoice or 1.7B-VoiceDesign"),
     (dict(model="custom_voice", speaker="aidan"), "choose aiden"),
-    (dict(model="custom_voice", speaker=""), "no --speaker was given: choose aiden"),
+    ({"model": "custom_voice", "speaker": None, "speaker=": ""}, "no --speaker was given: choose aiden"),
     (dict(model="custom_voice", speaker="aiden", ref_audio="a.wav"), "use it with --model 0.6B or 1.7B"),
     (dict(model="voice_design", instruct="warm"), "--speaker is not for"),
     (dict(list_speakers=""), "no speakers of its own"),
