@@ -6,19 +6,19 @@
 The vector belongs to the model that made it: 0.6B and 1.7B have different widths.
 """
 
-import contextlib
 import io
 import sys
 from pathlib import Path
 
-from common.audio_files import read_audio
-from common.checkpoints import base_config
 from common.output_files import check_writable, write_bytes
-from common.scripts import Parser, check_device_name, cli_errors, heavy_imports
+from common.scripts import Parser, check_device_name, cli_errors, heavy_imports, show_progress
 
 
 def main() -> None:
-    with cli_errors():
+    with cli_errors():  # also of imports: this may be a Python without the packages
+        from common.audio_files import read_audio
+        from common.checkpoints import base_config
+
         parser = Parser(description=__doc__.splitlines()[0])
         parser.add_argument(
             "--ref_audio",
@@ -39,20 +39,22 @@ def main() -> None:
         check_writable(args.output)
         base_config(args.model)
 
+        show_progress(f"loading {args.model}")
         with heavy_imports(args.device):  # a mistake is answered without them
             import librosa
             import torch
 
             from common.loading import choose_device, model_errors
+            from common.voices import keep_stdout_clean
             from generate import load_upstream
 
         with model_errors():
             model = load_upstream(args.model, choose_device(args.device)).model
+            keep_stdout_clean(model)
             speakers = []
             for audio, rate in recordings:
                 audio = librosa.resample(audio, orig_sr=rate, target_sr=model.speaker_encoder_sample_rate)
-                with contextlib.redirect_stdout(sys.stderr):  # upstream prints warnings
-                    speakers.append(model.extract_speaker_embedding(audio, model.speaker_encoder_sample_rate))
+                speakers.append(model.extract_speaker_embedding(audio, model.speaker_encoder_sample_rate))
         speaker = torch.stack(speakers).float().mean(0).bfloat16().cpu()
 
         content = io.BytesIO()

@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import RowCache, Rows, TalkerGraph, capture, draw_noise, round_up
 
-SPEECH = Path(__file__).with_name("speech")
+HAS_SPEECH = all(Path(__file__).with_name(folder).is_dir() for folder in ("speech", "fast"))
 VARIANTS = "0.6B-Base", "1.7B-Base", "0.6B-CustomVoice", "1.7B-CustomVoice", "1.7B-VoiceDesign"
 MODELS = {name.removesuffix("-Base"): f"Qwen/Qwen3-TTS-12Hz-{name}" for name in VARIANTS}  # short name -> hub id
 QWEN_PATTERN = (  # how the model's training texts were cut into words, in which byte pairs are merged
@@ -72,12 +72,12 @@ def accelerate(tts, max_seq_len: int = 2048, rows: int = 1, fused: bool | None =
     """
     decoder = Decoder(tts.model.talker, max_seq_len)
     tts.model.talker.generate = decoder.generate
-    if SPEECH.is_dir():
+    if HAS_SPEECH:
         from speech import plug_in
 
         plug_in(tts, decoder, rows, fused)
     elif fused:
-        raise ValueError(f"fused=True needs the folders {SPEECH} and fast")
+        raise ValueError("fused=True needs the folders speech and fast beside generate.py: copy them, too")
     else:
         decoder.graphs_for(1)
     return tts
@@ -200,8 +200,8 @@ def __getattr__(name: str):
     """`stream` and `astream` are in speech/."""
     if name not in ("stream", "astream"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if not SPEECH.is_dir():
-        raise ImportError(f"{name} needs the folders {SPEECH} and fast: copy them, too")
+    if not HAS_SPEECH:
+        raise ImportError(f"{name} needs the folders speech and fast beside generate.py: copy them, too")
     from speech import streaming
 
     return getattr(streaming, name)

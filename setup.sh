@@ -1,22 +1,35 @@
 #!/usr/bin/env bash
-# Make .venv with everything the 12 Hz models need, and download weights.
-#
-#   ./setup.sh [0.6B|1.7B|both|none] [--system-torch] [--transformers5] [--server] [--ray] [--test]
-#
-# --system-torch   use the torch of the active python3 (Jetson, custom builds) instead of installing one
-# --transformers5  make .venv5 instead, with transformers 5 and qwen-tts-hf, the fork of qwen-tts for it
-# --server         also install what the server needs (python -m serving)
-# --ray            also install Ray Serve, for many GPUs or machines (serve run serving.ray_app:app)
-# --test           also install what the tests need, the server included
+# Make .venv with everything the 12 Hz models need, and download weights, try it, or run the tests: ./setup.sh --help
 set -euo pipefail
 cd "$(dirname "$0")"
 
-usage() {
-  echo "usage: ./setup.sh [0.6B|1.7B|both|none] [--system-torch] [--transformers5] [--server] [--ray] [--test]" >&2
-  exit 2
+show_help() {
+  cat << 'END'
+usage: ./setup.sh [WHAT ...] [OPTION ...]
+
+Makes .venv (Python 3.10 or newer) with what is missing in it, and then:
+
+  0.6B-CustomVoice  downloads a model with preset voices; the default, and the shortest way to speech
+  0.6B, 1.7B        download models that clone a voice from a recording; both: the two of them
+  1.7B-CustomVoice  downloads the larger model with preset voices, which takes instructions
+  1.7B-VoiceDesign  downloads a model that makes a voice from a description
+  none              downloads nothing
+  demo              downloads no weights: speaks noise to hello.wav with a tiny random model, also without a GPU
+  test              downloads no weights: runs the tests
+
+options:
+  --server          also install what the server needs (python -m serving)
+  --ray             also install Ray Serve, for many GPUs or machines (serve run serving.ray_app:app)
+  --test            also install what the tests need, the server included
+  --system-torch    use the torch of the active python3 (Jetson, custom builds) instead of installing one
+  --transformers5   make .venv5 instead, with transformers 5 and qwen-tts-hf, the fork of qwen-tts for it
+  --help            show this
+END
 }
 
-sizes="0.6B"
+models=""
+download=yes
+then=""
 system_torch=""
 transformers5=""
 with_server=""
@@ -27,17 +40,23 @@ packages=$(cat requirements.txt)
 qwen_tts="qwen-tts==0.1.1"
 for word in "$@"; do
   case $word in
-    0.6B|1.7B) sizes=$word ;;
-    both) sizes="0.6B 1.7B" ;;
-    none) sizes="" ;;
+    0.6B|1.7B|0.6B-CustomVoice|1.7B-CustomVoice|1.7B-VoiceDesign) models="$models $word" ;;
+    both) models="$models 0.6B 1.7B" ;;
+    none) download="" ;;
+    demo) download="" then=demo ;;
+    test) download="" then=test with_tests=yes ;;
     --system-torch) system_torch=yes ;;
     --transformers5) transformers5=yes ;;
     --server) with_server=yes ;;
     --ray) with_ray=yes ;;
     --test) with_tests=yes ;;
-    *) usage ;;
+    -h|--help) show_help; exit 0 ;;
+    *) echo "error: setup.sh does not know $word: see ./setup.sh --help" >&2; exit 2 ;;
   esac
 done
+if [ -n "$download" ]; then
+  models=${models:-0.6B-CustomVoice}
+fi
 
 # 5.16.1 is the newest transformers that this release of qwen-tts-hf works with.
 if [ -n "$transformers5" ]; then
@@ -54,9 +73,10 @@ if [ -d $venv ] && [ "$linked" != "$system_torch" ]; then
 fi
 
 # The environment. torch.pth makes the packages of the active environment visible, behind those installed here.
+[ -d $venv ] || echo "making $venv"
 if [ -n "$system_torch" ]; then
   torch_folder=$(python3 -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))') || {
-    echo "--system-torch: the active python3 has no torch that can be imported" >&2
+    echo "error: --system-torch: the active python3 has no torch that can be imported" >&2
     exit 2
   }
   packages=$(grep -v '^torch==' <<< "$packages")
@@ -71,44 +91,74 @@ fi
 if [ -z "$system_torch" ] && command -v uv > /dev/null; then
   install="uv pip install --quiet --python $venv/bin/python"
   uninstall="uv pip uninstall --quiet --python $venv/bin/python"
-else
-  install="$venv/bin/python -m pip install --quiet"
+else  # what qwen-tts and librosa miss is left out on purpose
+  install="$venv/bin/python -m pip install --quiet --no-warn-conflicts --disable-pip-version-check"
   uninstall="$venv/bin/python -m pip uninstall --quiet --yes"
 fi
 
 # The packages. qwen-tts comes without its dependencies: torchaudio, sox, onnxruntime and gradio are for the 25 Hz
 # models and the demo.
+echo "installing into $venv what is missing of" $packages "$qwen_tts" "(minutes, the first time)"
 $install $packages
 $install --no-deps "$qwen_tts"
 # librosa brings scikit-learn, for functions that nobody calls here. transformers imports it where it is installed, which
 # takes a sixth of the time to start.
 $uninstall scikit-learn
 if [ -n "$with_server" ]; then
+  echo "installing what the server needs"
   $install -r requirements-server.txt
 fi
 if [ -n "$with_ray" ]; then
+  echo "installing Ray Serve"
   $install -r requirements-ray.txt
 fi
 # What the tests compare with, in a folder that only they look into: the interface of faster-qwen3-tts, and the handler
 # of speech-to-speech, which wants transformers 5.
 if [ -n "$with_tests" ]; then
+  echo "installing what the tests need"
   $install -r requirements-test.txt
-  $install --no-deps --target $venv/peers faster-qwen3-tts==0.5.4
+  $install --no-deps --upgrade --target $venv/peers faster-qwen3-tts==0.5.4
   if [ -n "$transformers5" ]; then
-    $install --no-deps --target $venv/peers speech-to-speech==1.1.0 openai==2.28.0 jiter distro sniffio
+    $install --no-deps --upgrade --target $venv/peers speech-to-speech==1.1.0 openai==2.28.0 jiter distro sniffio
   fi
 fi
 $venv/bin/python -c 'import generate'
 echo "environment ready: $venv"
 
 # The weights.
-for size in $sizes; do
-  if ! $venv/bin/python -m common.checkpoints "$size"; then
+for model in $models; do
+  echo "downloading the weights of $model, if they are not there yet"
+  if ! $venv/bin/python -m common.checkpoints "$model"; then
     echo "The environment is complete. For the weights, try again later with" >&2
     options="${system_torch:+ --system-torch}${transformers5:+ --transformers5}${with_server:+ --server}"
-    echo "    ./setup.sh $size$options${with_ray:+ --ray}${with_tests:+ --test}" >&2
-    echo "or try it without them, on random ones: $venv/bin/python tools/random_checkpoint.py tiny tiny" >&2
+    echo "    ./setup.sh $model$options${with_ray:+ --ray}${with_tests:+ --test}" >&2
+    echo "or try it without them, on random ones: ./setup.sh demo" >&2
     exit 3
   fi
-  echo "weights ready: $size"
+  echo "weights ready: $model"
 done
+
+# What comes next.
+case $then in
+  demo)
+    echo "making a tiny model with random weights"
+    $venv/bin/python tools/random_checkpoint.py tiny tiny
+    echo "speaking with it"
+    $venv/bin/python generate.py --model tiny --text "Hello!" --output hello.wav
+    echo "Everything runs here; hello.wav is noise. For speech, where there is a GPU and the model hub can be reached:"
+    echo "    $venv/bin/python generate.py --text \"Hello!\"      # downloads 0.6B-CustomVoice the first time"
+    ;;
+  test)
+    echo "running the tests (minutes)"
+    exec $venv/bin/python -m pytest -q -n 2 tests
+    ;;
+  *)
+    speak="$venv/bin/python generate.py"
+    case ${models##* } in
+      ""|0.6B-CustomVoice) ;;
+      *-*) speak="$speak --model ${models##* }" ;;
+      *) speak="$speak --model ${models##* } --ref-audio voice.wav" ;;  # a Base model clones the voice of a recording
+    esac
+    echo "To speak: $speak --text \"Hello!\""
+    ;;
+esac

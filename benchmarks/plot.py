@@ -1,5 +1,6 @@
 """`bench.py --plot`: the figures in the README, from the results files. The same results give the same files."""
 
+import io
 import json
 import re
 from collections.abc import Callable
@@ -37,8 +38,12 @@ def plot(folder: Path) -> list[Path]:
             with matplotlib.rc_context(STYLE):
                 figure = draw(models_of(chosen))
                 figure.supxlabel("; ".join(machines(chosen)), color=GRAY, fontsize="small", x=0.01, ha="left")
-                figure.savefig(folder / name, transparent=True, metadata={"Creator": None, "Date": None})
-            drawn.append(folder / name)
+                drawing = io.BytesIO()
+                figure.savefig(drawing, format="svg", transparent=True, metadata={"Creator": None, "Date": None})
+            path = folder / name
+            if not path.is_file() or path.read_bytes() != drawing.getvalue():
+                path.write_bytes(drawing.getvalue())
+            drawn.append(path)
     if not drawn:
         raise ValueError(f"{folder} has no figures to draw: run bench.py first")
     return drawn

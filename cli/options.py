@@ -6,10 +6,12 @@ takes. speaking.py does the rest. A mistake ends the script with one line that s
 
 import argparse
 import itertools
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from cli.player import sound_device
 from cli.text_files import Pipe
 from common.checkpoints import (
     FRAME_RATE,
@@ -19,6 +21,7 @@ from common.checkpoints import (
     REFERENCE_SILENCE,
     check_number,
     check_speaker_file,
+    language_name,
     languages,
     nearest,
     number_ranges,
@@ -29,14 +32,37 @@ from common.scripts import Parser, check_device_name
 
 # For --help. speech/long_text.py has the same, and importing it takes seconds.
 PAUSE, MIN_FRAME_LIMIT, FRAMES_PER_TOKEN = 0.4, 192, 12
+OUTPUT = Path("speech.wav")
+PLAYED_ONLY = Path(os.devnull)
+DESCRIPTION = "a warm, clear narrator"  # for a VoiceDesign model
+EXAMPLES = """examples:
+  python generate.py --text "Hello!"                                     a preset voice, to speech.wav
+  python generate.py --text "Hello!" --speaker ryan --play               another one, heard at once
+  python generate.py --text "Hello!" --ref-audio voice.wav               the voice of a recording
+  python generate.py --text "Hello!" --model 1.7B-VoiceDesign --instruct "an old sailor"
+  python generate.py --text-file book.txt --join --output book.mp3       a text of any length
+  llm | python generate.py --text - --play                               a text that is still being written
+"""
 
 
 def parse_arguments() -> argparse.Namespace:
     """The options of generate.py. Adds `config`, `texts` (None: on stdin) and `voice`, a recording or None."""
-    parser = Parser(prog="generate.py", description="Speak with Qwen3-TTS.")
+    parser = Parser(
+        prog="generate.py",
+        description="Speak with Qwen3-TTS.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     voice = parser.add_argument_group("voice")
-    voice.add_argument("--model", default="0.6B", help=", ".join(MODELS) + ", a hub id or a folder")
-    voice.add_argument("--speaker", help="Base: a speaker.pt; CustomVoice: a name")
+    voice.add_argument(
+        "--model",
+        help=", ".join(MODELS) + ", a hub id or a folder; default: 0.6B to clone a voice, else 0.6B-CustomVoice",
+    )
+    voice.add_argument(
+        "--speaker",
+        help="Base: a speaker.pt, default: the one in the model's folder; CustomVoice: a name, default: the first of "
+        "--list-speakers",
+    )
     voice.add_argument("--ref-audio", "--ref_audio", type=Path, help="Base: a recording to clone")
     voice.add_argument("--ref-text", "--ref_text", help="its transcript: clones the manner of speaking, too")
     voice.add_argument(
@@ -44,9 +70,9 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help=f"do not add {REFERENCE_SILENCE} s of silence between the recording and the speech",
     )
-    voice.add_argument("--instruct", help="CustomVoice: how to speak; VoiceDesign: the voice")
-    voice.add_argument("--list-speakers", action="store_true")
-    voice.add_argument("--list-languages", action="store_true")
+    voice.add_argument("--instruct", help=f"CustomVoice: how to speak; VoiceDesign: the voice, default: {DESCRIPTION}")
+    voice.add_argument("--list-speakers", action="store_true", help="print the names for --speaker, and end")
+    voice.add_argument("--list-languages", action="store_true", help="print the names for --language, and end")
 
     text = parser.add_argument_group("text")
     text.add_argument(
@@ -56,7 +82,7 @@ def parse_arguments() -> argparse.Namespace:
     text.add_argument(
         "--paragraphs", action="store_true", help="utterances end at empty lines, as in books with wrapped lines"
     )
-    text.add_argument("--language", default="Auto")
+    text.add_argument("--language", default="Auto", help="a name or a code like en; default: %(default)s")
     text.add_argument(
         "--non-streaming-mode",
         action=argparse.BooleanOptionalAction,
@@ -64,7 +90,12 @@ def parse_arguments() -> argparse.Namespace:
     )
 
     audio = parser.add_argument_group("audio")
-    audio.add_argument("--output", type=Path, help="the file to write: .wav, .flac, .ogg, .opus or .mp3; - for stdout")
+    audio.add_argument(
+        "--output",
+        type=Path,
+        help=f"the file to write: .wav, .flac, .ogg, .opus or .mp3; - for stdout; default: {OUTPUT}, or if that is "
+        "there speech-2.wav and so on; with --play none",
+    )
     audio.add_argument("--join", action="store_true", help="several utterances in one file")
     audio.add_argument("--pause", type=float, default=PAUSE, help="seconds between them; default: %(default)s")
     audio.add_argument(
@@ -76,8 +107,11 @@ def parse_arguments() -> argparse.Namespace:
         default=True,
         help=f"stop speech that does not end: after {MIN_FRAME_LIMIT} frames, or {FRAMES_PER_TOKEN} per token of text",
     )
-    audio.add_argument("--retry", type=int, default=0, help="speak it again, with another seed, at most so often")
+    audio.add_argument(
+        "--retry", type=int, default=0, help="speak it again, with another seed, at most so often; default: 0"
+    )
     audio.add_argument("--stream", action="store_true", help="write the audio while it is generated")
+    audio.add_argument("--play", action="store_true", help="play it, too, while it is generated; implies --stream")
 
     sampling = parser.add_argument_group(
         "sampling of the first code; the other 15 keep the model's settings (default: its generation_config.json)"
@@ -90,10 +124,15 @@ def parse_arguments() -> argparse.Namespace:
 
     machine = parser.add_argument_group("machine")
     machine.add_argument(
-        "--max-seq-len", default=2048, type=int, help="positions for prompt and speech, 12.5 per second"
+        "--max-seq-len",
+        default=2048,
+        type=int,
+        help="positions for prompt and speech, 12.5 per second; default: %(default)s",
     )
-    machine.add_argument("--device", help="cuda, cuda:1, cpu")
-    machine.add_argument("--dtype", choices=["bfloat16", "float16", "float32"])
+    machine.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda where there is one")
+    machine.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16, on a CPU float32"
+    )
     machine.add_argument(
         "--fused",
         action=argparse.BooleanOptionalAction,
@@ -101,13 +140,14 @@ def parse_arguments() -> argparse.Namespace:
     )
 
     args = parser.parse_args()
+    args.model = default_model(args) if args.model is None else args.model
     if args.list_speakers or args.list_languages:
         args.config = read_config(args.model)
         print_lists(args)
         sys.exit()
     check_device_name(args.device)
-    check_text_source(args)
     check_output(args)
+    check_text_source(args)
     args.texts = None if args.text == "-" else read_texts(args)
     if args.texts and (not args.text_file or len(args.texts) > 1):  # long lines of a file will be cut: only more
         check_number_of_files(args)
@@ -118,6 +158,12 @@ def parse_arguments() -> argparse.Namespace:
     args.voice = None
     check_voice(args)
     return args
+
+
+def default_model(args: argparse.Namespace) -> str:
+    """Without a voice to clone, one that has voices of its own."""
+    is_file = args.speaker is not None and (args.speaker.endswith(".pt") or Path(args.speaker).is_file())
+    return "0.6B" if is_file or args.ref_audio or args.ref_text else "0.6B-CustomVoice"
 
 
 def print_lists(args: argparse.Namespace) -> None:
@@ -134,6 +180,7 @@ def print_lists(args: argparse.Namespace) -> None:
 def check_voice(args: argparse.Namespace) -> None:
     """Whether the options describe a voice that this model can speak with."""
     kind = args.config["tts_model_type"]
+    speakers = args.config["talker_config"]["spk_id"]
     check_kind(args, "--ref-audio", args.ref_audio, "base")
     check_kind(args, "--ref-text", args.ref_text, "base")
     check_kind(args, "--instruct", args.instruct, "custom_voice", "voice_design")
@@ -141,14 +188,16 @@ def check_voice(args: argparse.Namespace) -> None:
     if kind == "base":
         check_cloning(args)
     elif kind == "custom_voice":
-        check_choice("speaker", args.speaker, args.config["talker_config"]["spk_id"])
+        args.speaker = min(speakers, default=None) if args.speaker is None else args.speaker
+        check_choice("speaker", args.speaker, speakers)
         if args.instruct and args.config.get("tts_model_size") == "0b6":
             raise ValueError(
                 f"--instruct is not for {args.model}, whose speakers take no instruction: use it with --model "
                 "1.7B-CustomVoice"
             )
-    elif not args.instruct:
-        raise ValueError(f'{args.model} makes a voice from a description: give it --instruct "a warm narrator"')
+    else:
+        args.instruct = args.instruct or DESCRIPTION
+    args.language = language_name(args.language)
     check_choice("language", args.language, languages(args.config))
 
 
@@ -160,9 +209,13 @@ def check_kind(args: argparse.Namespace, option: str, value, *kinds: str) -> Non
 
 
 def check_cloning(args: argparse.Namespace) -> None:
+    own = Path(args.model) / "speaker.pt"
+    if args.speaker is None and args.ref_audio is None and args.ref_text is None and own.is_file():
+        args.speaker = str(own)
     if (args.speaker is None) == (args.ref_audio is None):
         raise ValueError(
-            f"{args.model} clones a voice: give it --speaker speaker.pt or --ref-audio voice.wav, one of the two"
+            f"{args.model} clones a voice: give it --ref-audio voice.wav or --speaker speaker.pt (made by "
+            "extract_speaker.py), one of the two, or use --model 0.6B-CustomVoice, which has voices"
         )
     if args.ref_text is not None and args.ref_audio is None:
         raise ValueError("--ref-text is the transcript of --ref-audio: give both, or neither with --speaker")
@@ -229,8 +282,15 @@ def read_texts(args: argparse.Namespace) -> list[str] | Pipe:
 
 
 def check_output(args: argparse.Namespace) -> None:
+    if args.play:
+        sound_device()
+        args.stream = True
+        if args.output is None:
+            args.output, args.join = PLAYED_ONLY, True
+    if args.output is None and args.resume:
+        raise ValueError("--resume needs the --output of the run that was interrupted: give it")
     if args.output is None:
-        raise ValueError("give --output, an audio file to write, or - for stdout")
+        args.output = free_name(OUTPUT)
     if args.resume and (args.stream or not goes_to_file(args.output)):
         raise ValueError("--resume keeps the finished utterances of a file: leave it out with --stream and --output -")
     if str(args.output) == "-" and sys.stdout is None:
@@ -238,6 +298,16 @@ def check_output(args: argparse.Namespace) -> None:
     if str(args.output) != "-":
         check_writable(args.output)
         check_format(args.output)
+
+
+def free_name(path: Path) -> Path:
+    """This name or, if there are files of it, one with a number: the file, its parts, or its numbered utterances."""
+
+    def is_taken(name: Path) -> bool:
+        return any([*path.parent.glob(f"{name.name}*"), *path.parent.glob(f"{name.stem}-[0-9][0-9][0-9]{name.suffix}")])
+
+    names = itertools.chain([path], (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2)))
+    return next(name for name in names if not is_taken(name))
 
 
 def check_number_of_files(args: argparse.Namespace) -> None:

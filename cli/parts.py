@@ -30,10 +30,14 @@ class Parts:
     def check(self, resume: bool) -> None:
         """Raise an error now if --resume cannot work."""
         check_writable(self.folder.with_suffix(""))
-        if resume and self.label.is_file() and self.label.read_text() != self.fingerprint:
+        if resume and self.label.is_file() and not self.are_own():
             raise ValueError(
                 f"{self.folder} is from another text or other options: give the same again, or leave out --resume"
             )
+
+    def are_own(self) -> bool:
+        """Whether those in the folder are of this text and these options."""
+        return self.label.is_file() and self.label.read_text() == self.fingerprint
 
     def open(self, resume: bool) -> None:
         """Make the folder. Without --resume, forget what an earlier run has left in it."""
@@ -62,12 +66,17 @@ class Parts:
         parts = [soundfile.info(part) for part in self.folder.glob("[0-9]*.wav")]
         return sum(part.frames + math.ceil(pause * part.samplerate) for part in parts)
 
+    def finished(self) -> int:
+        """How many utterances are complete."""
+        return len([*self.folder.glob("[0-9]*")]) if self.are_own() else 0
+
     def remove(self) -> None:
-        """Only files that this class has made."""
+        """Only files that this class has made, those included that a killed process has left unfinished."""
         if not self.label.is_file():
             return
-        for part in [*self.folder.glob("[0-9]*.wav"), *self.folder.glob("[0-9]*.done")]:
-            part.unlink()
+        for pattern in ("[0-9]*.wav", "[0-9]*.done", ".[0-9]*.wav.*", ".fingerprint.*"):
+            for part in self.folder.glob(pattern):
+                part.unlink()
         self.label.unlink()
         with contextlib.suppress(OSError):  # something else is in it
             self.folder.rmdir()

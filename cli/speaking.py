@@ -4,6 +4,7 @@ Here are also the checks that need torch or the tokenizer. They come before the 
 """
 
 import argparse
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -18,16 +19,18 @@ from pathlib import Path
 import torch
 import transformers
 
-from cli.options import check_number_of_files, has_parts, read_texts
+from cli.options import PLAYED_ONLY, check_number_of_files, goes_to_file, has_parts, read_texts
 from cli.parts import Parts
+from cli.player import Player
 from cli.text_files import Line, Pipe
 from common.audio_files import Chunk, write_audio
 from common.checkpoints import FRAME_RATE, REFERENCE_SILENCE, local_folder
 from common.loading import choose_device, model_errors
-from common.output_files import check_writable
-from common.scripts import show_progress, show_warning
+from common.output_files import check_writable, is_wav
+from common.scripts import show_note, show_progress, show_warning
 from common.voices import clone_prompt, load_speaker
 from generate import load, stream
+from speech.arriving_text import tokens_to_begin
 from speech.long_text import speak, split_text, tokens_that_fit, with_pauses
 
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
@@ -38,48 +41,76 @@ def run(args: argparse.Namespace) -> None:
     """Speak as the options of generate.py say."""
     with model_errors():
         finish_checks(args)
-        tts = load(args.model, args.device, args.dtype, max_seq_len=args.max_seq_len, fused=args.fused)
-        show_progress("")
-        method, request = voice_request(args, tts)
-        path = tts.speech.path
-        utterance = partial(speak if args.limit_speech else stream_seeded, method, **request)
-        if args.retry:
-            utterance = partial(utterance, retries=args.retry)
-
         progress = Progress(args)
-        warnings.showwarning = progress.show_warning
-        if args.parts:
-            args.parts.open(args.resume)
-        if args.parts and args.join:
-            speak_parts(args, utterance, progress)
-        for output, texts in args.outputs:
-            is_spoken = args.parts and not args.join and args.parts.mark(texts[0][0]).is_file()
-            if is_spoken and output.is_file():  # it may have been moved away since
-                progress.skip(texts[0][1])
-                continue
-            start = time.perf_counter()
-            if args.parts and args.join:
-                start = progress.start
-                spoken = (args.parts.read(number) for number, _ in texts)
-            else:
-                spoken = (progress.follow(utterance(text=text, seed=seed_of(args, n)), text) for n, text in texts)
-            chunks = with_pauses(spoken, args.pause)
-            first = next(chunks, None)
-            if first is None:
-                raise ValueError("the text is empty: give something to say")
-            first_ms = (time.perf_counter() - start) * 1e3
-            samples = args.parts.samples(args.pause) if args.parts and args.join else 0
-            seconds = write_audio(output, itertools.chain([first], chunks), args.stream, samples)
-            show_progress("")
-            wall = time.perf_counter() - start
-            summary = f"{output}: {seconds:.2f} s of audio in {wall:.2f} s, {seconds / wall:.2f} x real time"
-            if args.stream and not isinstance(args.texts, Pipe):
-                summary += f", first audio after {first_ms:.0f} ms"
-            print(f"{summary}; {path}", file=sys.stderr if str(output) == "-" else sys.stdout)
-            if args.parts and not args.join:
-                args.parts.mark(texts[0][0]).touch()
+        try:
+            with Player() if args.play else contextlib.nullcontext() as player:
+                speak_all(args, progress, player)
+        except KeyboardInterrupt as stop:
+            stop.args = (what_is_kept(args, progress.seconds),)
+            raise
         if args.parts:
             args.parts.remove()
+
+
+def speak_all(args: argparse.Namespace, progress: "Progress", player: Player | None) -> None:
+    tts = load(args.model, args.device, args.dtype, max_seq_len=args.max_seq_len, fused=args.fused)
+    show_progress("")
+    method, request = voice_request(args, tts)
+    utterance = partial(speak if args.limit_speech else stream_seeded, method, **request)
+    if args.retry:
+        utterance = partial(utterance, retries=args.retry)
+    path = f"; {tts.speech.path}"
+
+    progress.begin()
+    warnings.showwarning = progress.show_warning
+    if args.parts:
+        args.parts.open(args.resume)
+    for output, texts in args.outputs:
+        is_spoken = args.parts and not args.join and args.parts.mark(texts[0][0]).is_file()
+        if is_spoken and output.is_file():  # it may have been moved away since
+            progress.skip(texts[0][1])
+            continue
+        start, spoken_before = time.perf_counter(), progress.seconds
+        if args.parts and args.join:
+            speak_parts(args, texts, utterance, progress)
+            spoken = (args.parts.read(number) for number, _ in texts)
+        else:
+            spoken = (progress.follow(utterance(text=text, seed=seed_of(args, n)), text) for n, text in texts)
+        chunks = with_pauses(spoken, args.pause)
+        if player:
+            chunks = player.follow(chunks)
+        first = next(chunks, None)
+        if first is None:
+            raise ValueError("the text is empty: give something to say")
+        first_ms = (time.perf_counter() - start) * 1e3
+        samples = args.parts.samples(args.pause) if args.parts and args.join else 0
+        seconds = write_audio(output, itertools.chain([first], chunks), args.stream, samples)
+        show_progress("")
+        wall = time.perf_counter() - start
+        now = progress.seconds - spoken_before  # without pauses and without what --resume has kept
+        summary = f"{'played' if output == PLAYED_ONLY else output}: {seconds:.2f} s of audio"
+        if args.join and progress.skipped:
+            summary += f", {now:.2f} s of it now"
+        summary += f" in {wall:.2f} s, {now / wall:.2f} x real time"
+        if args.stream and not isinstance(args.texts, Pipe):
+            summary += f", first audio after {first_ms:.0f} ms"
+        print(f"{summary}{path}", file=sys.stderr if str(output) == "-" else sys.stdout, flush=True)
+        path = ""  # it is the same for all files
+        if args.parts and not args.join:
+            args.parts.mark(texts[0][0]).touch()
+
+
+def what_is_kept(args: argparse.Namespace, seconds: float) -> str:
+    """For somebody who has interrupted the command."""
+    kept = args.parts.finished() if args.parts else 0
+    if kept:
+        option = f"--output {args.output} --resume"
+        return f"stopped: {kept} of {len(args.texts)} utterances are kept; the same command with {option} continues"
+    if args.parts and args.parts.are_own():
+        args.parts.remove()
+    if args.stream and seconds and goes_to_file(args.output) and is_wav(args.output):
+        return f"stopped: the first {seconds:.2f} s of audio are kept"
+    return "stopped: nothing was written"
 
 
 def finish_checks(args: argparse.Namespace) -> None:
@@ -112,6 +143,12 @@ def voice_request(args: argparse.Namespace, tts) -> tuple[Callable, dict]:
         prompt = clone_prompt(
             tts, *args.voice, args.ref_text, silence=0 if args.no_append_silence else REFERENCE_SILENCE
         )
+        if args.ref_text and isinstance(args.texts, Pipe):
+            tokens = tokens_to_begin(tts, prompt, prompt[0].ref_code)
+            show_note(
+                f"with --ref-text a line is spoken once it has {tokens} tokens or has ended; without --ref-text from "
+                "its second token on"
+            )
     return tts.generate_voice_clone, request | {"voice_clone_prompt": prompt}
 
 
@@ -126,9 +163,8 @@ def stream_seeded(method: Callable, *, seed: int | None, **request) -> Iterator[
     yield from stream(method, **request)
 
 
-def speak_parts(args: argparse.Namespace, utterance: Callable, progress: "Progress") -> None:
+def speak_parts(args: argparse.Namespace, texts: list, utterance: Callable, progress: "Progress") -> None:
     """Speak what is not there yet, each utterance into a file of its own."""
-    ((_, texts),) = args.outputs
     for number, text in texts:
         part = args.parts.path(number)
         if part.is_file():
@@ -211,11 +247,14 @@ class Progress:
 
     def __init__(self, args: argparse.Namespace):
         self.texts = [] if isinstance(args.texts, Pipe) else args.texts
-        self.start = time.perf_counter()
         self.seconds = 0.0  # of audio
         self.spoken = 0  # characters of finished utterances
         self.skipped = 0
         self.finished = 0  # utterances
+
+    def begin(self) -> None:
+        """The model is loaded."""
+        self.start = time.perf_counter()
 
     def skip(self, text: str) -> None:
         self.skipped += len(text)
@@ -232,7 +271,6 @@ class Progress:
 
     def show_warning(self, message: Warning, *_) -> None:
         """It is about the utterance that is being spoken."""
-        show_progress("")
         show_warning(message if len(self.texts) == 1 else f"utterance {self.finished + 1}: {message}")
 
     def line(self) -> str:

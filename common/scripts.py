@@ -5,6 +5,7 @@ Imports nothing that takes time, so that --help and mistakes are answered at onc
 
 import argparse
 import contextlib
+import difflib
 import gc
 import logging
 import os
@@ -17,14 +18,28 @@ from collections.abc import Iterator
 
 CUDA_TIMEOUT = 60.0  # seconds to wait for CUDA's start
 
+FOLDERS = "fast", "speech", "common", "cli", "serving", "tools", "benchmarks"  # of the project
+
 # Packages that take long to import where they are installed, and that nobody calls here: onnxruntime is for the 25 Hz
 # tokenizer, which generate.py then leaves out with all it imports, the others for parts of transformers.
 UNUSED = ("jax", "onnxruntime", "sklearn", "tensorflow")
 
 
 class Parser(argparse.ArgumentParser):
+    """A mistake is a ValueError, and a mistyped option is answered with the one that it looks like."""
+
     def error(self, message: str):
+        known = self._option_string_actions
+        given = [word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--")]
+        for word in given:
+            nearest = difflib.get_close_matches(word, known, 1)
+            if nearest and not any(option.startswith(word) for option in known):  # it may be cut short
+                raise ValueError(f"there is no {word}: did you mean {nearest[0]}?")
         raise ValueError(f"{message}: see --help")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: as Ctrl-C, all that is unfinished is removed."""
 
 
 def check_device_name(name: str | None) -> None:
@@ -42,9 +57,11 @@ def heavy_imports(device: str | None) -> Iterator[None]:
     if "torch" in sys.modules:
         yield
         return
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:  # Ctrl-C ends the process: an exception is taken for a missing module
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # A signal ends the process: packages take an exception for a missing module.
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in handlers.items():
+        if handler in (signal.default_int_handler, raise_terminated):
+            signal.signal(number, signal.SIG_DFL)
     gc.disable()  # imports make many objects and little garbage
     cuda = None
     try:
@@ -60,7 +77,8 @@ def heavy_imports(device: str | None) -> Iterator[None]:
             cuda.join(CUDA_TIMEOUT)
         gc.freeze()  # what is imported stays: later collections skip it
         gc.enable()
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -90,7 +108,12 @@ def show_progress(line: str) -> None:
 
 
 def show_warning(message: Warning | str, *_) -> None:
-    print(f"warning: {with_option_names(str(message).splitlines()[0])}", file=sys.stderr)
+    show_note(f"warning: {with_option_names(str(message).splitlines()[0])}")
+
+
+def show_note(line: str) -> None:
+    show_progress("")
+    print(line, file=sys.stderr)
 
 
 def with_option_names(message: str) -> str:
@@ -107,17 +130,32 @@ def cli_errors() -> Iterator[None]:
     log.setLevel(logging.INFO)
     log.handlers = [logging.Handler()]  # shows what the library logs while it loads
     log.handlers[0].emit = lambda record: show_progress(record.getMessage())
+    terminate = signal.getsignal(signal.SIGTERM)
+    if terminate is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, raise_terminated)
     try:
         yield
-    except KeyboardInterrupt:
-        show_progress("")
-        sys.exit(130)
+    except KeyboardInterrupt as stop:
+        end(128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT), str(stop) or "stopped")
     except BrokenPipeError:  # the player was closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
         sys.exit(141)
     except ModuleNotFoundError as error:
-        print(f"error: {error}: use the environment of setup.sh, and copy all folders", file=sys.stderr)
-        sys.exit(2)
+        name = str(error.name).partition(".")[0]
+        if name in FOLDERS:
+            end(2, f"error: the folder {name} is missing: copy it, too")
+        end(2, f"error: {name} is not installed in this Python: run ./setup.sh none, and use .venv/bin/python")
     except (ValueError, OSError, ImportError) as error:
-        print(f"error: {with_option_names(' '.join(str(error).split()))}", file=sys.stderr)
-        sys.exit(2)
+        end(2, f"error: {with_option_names(' '.join(str(error).split()))}")
+    finally:
+        if signal.getsignal(signal.SIGTERM) is raise_terminated:
+            signal.signal(signal.SIGTERM, terminate)
+
+
+def raise_terminated(*_) -> None:
+    raise Terminated
+
+
+def end(code: int, message: str) -> None:
+    show_note(message)
+    sys.exit(code)

@@ -1,6 +1,5 @@
 """Voices as upstream's methods take them: speaker embeddings, recordings, names of speakers, descriptions."""
 
-import contextlib
 import sys
 from pathlib import Path
 from typing import BinaryIO
@@ -39,5 +38,15 @@ def clone_prompt(tts, audio: np.ndarray, rate: int, ref_text: str | None, silenc
     """Upstream's voice_clone_prompt for a recording: in-context with a transcript, else its speaker embedding alone."""
     if ref_text:  # silence keeps the last phoneme of the recording out of the speech
         audio = np.append(audio, np.zeros(int(silence * rate), dtype=audio.dtype))
-    with contextlib.redirect_stdout(sys.stderr):  # upstream prints warnings, and stdout may be the audio
-        return tts.create_voice_clone_prompt((audio, rate), ref_text, x_vector_only_mode=not ref_text)
+    keep_stdout_clean(tts.model)
+    return tts.create_voice_clone_prompt((audio, rate), ref_text, x_vector_only_mode=not ref_text)
+
+
+def keep_stdout_clean(model) -> None:
+    """Upstream's model prints warnings about recordings, and stdout may be the audio. To redirect sys.stdout would not
+    do: it is the same for all threads."""
+    sys.modules[type(model).__module__].print = print_to_stderr
+
+
+def print_to_stderr(*words) -> None:
+    print(*words, file=sys.stderr)

@@ -24,7 +24,7 @@ def main() -> None:
         args = parse_arguments()
         for name in PACKAGES:
             if find_spec(name) is None:
-                raise ValueError(f"the server needs {name}, which is not installed: run ./setup.sh --server")
+                raise ValueError(f"the server needs {name}, which is not installed: run ./setup.sh none --server")
         settings = make_settings(args)
         for model in args.model:
             check_model(settings, model, bool(args.speaker) and len(args.model) == 1)

@@ -122,6 +122,27 @@ def test_speech_that_fails_leaves_the_old_file(tmp_path, name, error):
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
+def test_a_terminated_process_leaves_nothing_unfinished(tmp_path):
+    """SIGTERM, as timeout and docker stop send it, left hidden files beside the output."""
+    program = """
+        from pathlib import Path
+        import time
+        import numpy as np
+        from common.audio_files import write_audio
+        from common.scripts import cli_errors
+        def chunks():
+            yield np.zeros(1920), 24000
+            print("writing", flush=True)
+            time.sleep(60)
+        with cli_errors():
+            write_audio(Path("out.wav"), chunks())
+    """
+    shell = '"$0" -c "$1" > started & until [ -s started ]; do sleep 0.05; done; ls -A; kill $!; wait $!'
+    result = run(program, shell, text=True, cwd=tmp_path, timeout=60)
+    assert (result.returncode, result.stderr) == (143, "stopped\n") and ".out.wav." in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["started"]
+
+
 def test_a_full_disk_leaves_the_old_file(tmp_path):
     """A whole file is complete or not there, with what was there before; a stream's plays as far as it goes."""
     old = {name: f"the old {name}".encode() for name in ("whole.wav", "whole.flac", "whole.mp3", "speaker.pt")}

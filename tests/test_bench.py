@@ -293,8 +293,17 @@ def test_the_figure_is_drawn_from_the_results(tmp_path, monkeypatch, capsys):
     drawn = figure.read_text()
     assert ">this project: megakernel<" in drawn and "93 x (1.58 ms)" in drawn
     assert capsys.readouterr().out.strip() == str(figure)
+    written = figure.stat().st_mtime_ns  # what has not changed is not written again
     run(monkeypatch, tmp_path, "--plot")
-    assert figure.read_text() == drawn
+    assert figure.read_text() == drawn and figure.stat().st_mtime_ns == written
+
+
+def test_the_figure_needs_matplotlib(tmp_path, monkeypatch):
+    """Which setup.sh does not install: one line, before anything is read or written."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(bench, "ROOT", tmp_path / "missing")
+    with pytest.raises(ValueError, match="pip install matplotlib"):
+        run(monkeypatch, tmp_path, "--plot")
 
 
 def test_the_peer_runs_with_a_python_of_its_own(tmp_path, capsys):

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import types
 import warnings
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from cli import speaking
 from cli.__main__ import main
 from common import checkpoints
 from common.audio_files import read_audio
-from common.voices import load_speaker
+from common.voices import clone_prompt, load_speaker
 from generate import MODELS, load
 from speech import long_text
 from tools import random_checkpoint
@@ -184,6 +185,7 @@ def spoken(call, checkpoint, tmp_path, monkeypatch):
             *arguments,
         )
         assert code == 0, stderr
+        spoken.stdout = stdout
         for path in tmp_path.glob("*.wav"):
             info = soundfile.info(path)
             assert (info.samplerate, info.channels, info.subtype, info.frames % 1920) == (24000, 1, "PCM_16", 0)
@@ -227,6 +229,7 @@ def test_several_lines(spoken, tmp_path, monkeypatch):
     (tmp_path / "lines.txt").write_text("One.\n\n  Two, zwei, \u4e8c.\n")
     files = spoken(*voice, "--text-file", tmp_path / "lines.txt")
     assert list(files) == ["out-001.wav", "out-002.wav"]
+    assert spoken.stdout.count("out-00") == 2 and spoken.stdout.count("no megakernel") == 1  # the path is said once
     assert files["out-001.wav"] == spoken(*voice, "--text", "One.")["out.wav"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("One.\nTwo, zwei, \u4e8c.\n"))
     (joined,) = spoken(*voice, "--text", "-", "--join", "--pause", 0).values()
@@ -350,12 +353,179 @@ def test_a_player_that_was_closed(tmp_path):
     assert (result.returncode, result.stderr, (tmp_path / "audio").stat().st_size) == (141, b"", 100)
 
 
+@pytest.fixture
+def requests(monkeypatch):
+    """What reaches the model, which is not asked: two short chunks are its answer to each text."""
+    requests = []
+
+    def speak(method, *, text, **request):
+        requests.append(request | {"text": "".join(text)})
+        yield from [(np.full(1920, len(requests) / 8), 24000)] * 2
+
+    monkeypatch.setattr(speaking, "speak", speak)
+    return requests
+
+
+def test_nothing_but_a_text(call, checkpoint, requests, tmp_path, monkeypatch):
+    """Without a voice the first speaker, a description, or the folder's own speaker.pt; without --output a new name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "speech.wav").write_bytes(b"somebody's file")
+    (tmp_path / "speech-2-001.wav").write_bytes(b"somebody's file")
+    for number, kind in enumerate(("custom_voice", "voice_design", "base"), 3):
+        words = "--model", checkpoint(kind), "--device", "cpu", "--max-seq-len", 300, "--text", "Hello!"
+        code, stdout, _ = call(main, *words)
+        assert code == 0 and stdout.startswith(f"speech-{number}.wav: 0.16 s of audio")
+        assert soundfile.info(f"speech-{number}.wav").frames == 2 * 1920
+    assert (tmp_path / "speech.wav").read_bytes() == b"somebody's file"
+    preset, designed, cloned = requests
+    assert preset["speaker"] == "aiden" and designed["instruct"] == cli.options.DESCRIPTION
+    assert torch.equal(
+        cloned["voice_clone_prompt"]["ref_spk_embedding"][0],
+        torch.load(checkpoint() / "speaker.pt", weights_only=True),
+    )
+
+
+def test_the_model_follows_the_voice(monkeypatch):
+    """Only a voice to clone needs a Base model, which has none of its own."""
+    chosen = []
+    monkeypatch.setattr(cli.options, "read_config", lambda model: chosen.append(model) or sys.exit())
+    for voice in ((), ("--speaker", "ryan"), ("--speaker", "my.pt"), ("--ref-audio", "voice.wav")):
+        monkeypatch.setattr(sys, "argv", ["generate.py", "--text", "Hello!", "--output", "-", *voice])
+        with pytest.raises(SystemExit):
+            cli.options.parse_arguments()
+    assert chosen == ["0.6B-CustomVoice", "0.6B-CustomVoice", "0.6B", "0.6B"]
+
+
+class FakeSoundDevice:
+    """Stands in for the package sounddevice."""
+
+    class PortAudioError(Exception):
+        pass
+
+    def __init__(self, fails_after=None):
+        self.heard = []
+        self.calls = []
+        self.fails_after = fails_after  # chunks
+
+    def query_devices(self, kind):
+        if self.fails_after == 0:
+            raise self.PortAudioError("no default device")
+
+    def OutputStream(self, samplerate, channels, dtype):
+        self.calls.append((samplerate, channels, dtype))
+        return self
+
+    def write(self, audio):
+        if len(self.heard) == self.fails_after:
+            raise self.PortAudioError("unplugged")
+        assert audio.dtype == np.float32 and audio.ndim == 1
+        self.heard.append(audio)
+
+    def __getattr__(self, name):  # start, stop, abort, close
+        return lambda: self.calls.append(name)
+
+
+def test_play(call, checkpoint, requests, tmp_path, monkeypatch):
+    """All that is generated is heard, also of text from a pipe; without --output no file is written."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lines.txt").write_text("One.\nTwo.\n")
+    words = "--model", checkpoint("custom_voice"), "--device", "cpu", "--max-seq-len", 300, "--play", "--pause", 0.1
+    for more in (("--text-file", "lines.txt", "--join", "--output", "out.wav"), ("--text", "-")):
+        device = FakeSoundDevice()
+        monkeypatch.setitem(sys.modules, "sounddevice", device)
+        with open("lines.txt") as file:
+            monkeypatch.setattr(sys, "stdin", file)
+            code, stdout, stderr = call(main, *words, *more)
+        assert (code, stderr) == (0, "") and stdout.startswith(f"{'out.wav' if '--join' in more else 'played'}: 0.42 s")
+        assert device.calls == [(24000, 1, "float32"), "start", "stop", "abort", "close"]
+        heard = np.concatenate(device.heard)
+        np.testing.assert_allclose(heard, soundfile.read("out.wav")[0], rtol=0, atol=1e-4)
+        requests.clear()
+    assert [path.name for path in tmp_path.glob("*.wav")] == ["out.wav"]
+
+
+@pytest.mark.parametrize(
+    "device, words",
+    [
+        (None, "pip install sounddevice"),
+        (FakeSoundDevice(fails_after=0), "finds no sound device"),
+        (FakeSoundDevice(fails_after=1), "the sound device has stopped: unplugged"),
+    ],
+    ids=["no package", "no device", "unplugged"],
+)
+def test_play_without_a_device(call, checkpoint, requests, monkeypatch, device, words):
+    """One line, and before the model is loaded where that is possible."""
+    monkeypatch.setitem(sys.modules, "sounddevice", device)
+    if device is None or device.fails_after == 0:
+        monkeypatch.setattr(speaking, "load", None)
+    voice = "--model", checkpoint(), "--device", "cpu", "--max-seq-len", 300
+    code, _, stderr = call(main, *voice, "--text", "Hello!", "--play")
+    assert code == 2 and words in stderr and len(stderr.splitlines()) == 1
+
+
+def test_text_as_it_is_written_with_a_transcript(call, checkpoint, recording_file, requests, tmp_path, monkeypatch):
+    """Nothing was heard for as long as the reference was not covered by text, and nothing said why."""
+    (tmp_path / "line.txt").write_text("Hello!\n")
+    words = "--model", checkpoint(), "--device", "cpu", "--ref-audio", recording_file, "--text", "-", "--stream"
+    with (tmp_path / "line.txt").open() as file, warnings.catch_warnings():
+        monkeypatch.setattr(sys, "stdin", file)
+        code, _, stderr = call(
+            main, *words, "--ref-text", "what it says", "--output", tmp_path / "out.wav", "--max-seq-len", 300
+        )
+    frames = 32  # of the recording and the silence behind it: 2.5 s
+    tokens = 1 + frames + 1 - len("what it says")  # every byte is a token here
+    assert code == 0 and f"once it has {tokens} tokens or has ended; without --ref-text" in stderr
+
+
+def test_a_python_without_the_packages():
+    """`python generate.py` outside of .venv was a traceback."""
+    for script, package in (("cli.__main__", "huggingface_hub"), ("extract_speaker", "soundfile")):
+        program = f"""
+            sys.modules["{package}"] = None
+            from {script} import main
+            main()
+        """
+        result = run_program(program, ROOT)
+        message = f"error: {package} is not installed in this Python: run ./setup.sh none, and use .venv/bin/python\n"
+        assert (result.returncode, result.stderr) == (2, message)
+
+
+def test_two_recordings_at_once(monkeypatch):
+    """Two threads that redirect stdout left it redirected: what the server printed later went to stderr."""
+    monkeypatch.setitem(sys.modules, "upstream", types.ModuleType("upstream"))
+    inside, first_has_left = threading.Barrier(2), threading.Event()
+
+    def create(recording, *_, **__):
+        inside.wait(10)
+        if recording[1] == 2:
+            assert first_has_left.wait(10)
+
+    tts = types.SimpleNamespace(model=type("Model", (), {"__module__": "upstream"})(), create_voice_clone_prompt=create)
+    stdout = sys.stdout
+    threads = [threading.Thread(target=clone_prompt, args=[tts, np.zeros(9), rate, None]) for rate in (1, 2)]
+    for thread in threads:
+        thread.start()
+    threads[0].join(10)
+    first_has_left.set()
+    threads[1].join(10)
+    assert sys.stdout is stdout
+
+
 def test_lists(call, checkpoint):
     """What --speaker and --language take: sorted, and without the dialects, which only speakers choose."""
     code, speakers, _ = call(main, "--model", checkpoint("custom_voice"), "--list-speakers")
     assert code in (0, None) and speakers.split() == sorted(speakers.split()) and "ono_anna" in speakers.split()
     code, languages, _ = call(main, "--model", checkpoint("base"), "--list-languages")
     assert code in (0, None) and "auto" in languages.split() and "beijing_dialect" not in languages
+    assert {checkpoints.language_name(code) for code in checkpoints.LANGUAGES} <= {*languages.split()}
+
+
+def test_codes_of_languages(call, checkpoint, requests):
+    """As other services name them: --language en was "there is no language"."""
+    code, *_ = call(main, *options(checkpoint(), output=os.devnull, language="de"), "--max-seq-len", 300)
+    assert code == 0 and requests[0]["language"] == "german"
+    names = {word: checkpoints.language_name(word) for word in ("EN-us", "zh", "Auto", "xx")}
+    assert names == {"EN-us": "english", "zh": "chinese", "Auto": "Auto", "xx": "xx"}
 
 
 class Boom:
@@ -381,6 +551,7 @@ def wrong_files(tmp_path_factory, checkpoint):
     soundfile.write(folder / "long.wav", np.ones(25 * 8000) / 2, 8000)
     soundfile.write(folder / "silent.wav", np.zeros(32000), 16000)
     for name, change in {
+        "voiceless": lambda copy: (copy / "speaker.pt").unlink(),
         "lacks": lambda copy: (copy / "speech_tokenizer/config.json").unlink(),
         "truncated": lambda copy: os.truncate(copy / "model.safetensors", 100000),
         "25hz": lambda copy: replace(copy / "config.json", "tokenizer_12hz", "tokenizer_25hz"),
@@ -400,7 +571,7 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(speaker="missing.pt"), "no speaker file missing.pt"),
     (dict(speaker="."), "no speaker file"),
     ({"speaker": None, "speaker=": ""}, "no speaker file"),
-    (dict(speaker=None), "give it --speaker"),
+    (dict(model="voiceless", speaker=None), "give it --ref-audio voice.wav or --speaker speaker.pt"),
     (dict(ref_audio="short.wav"), "one of the two"),
     (dict(ref_text="words"), "--ref-text is the transcript of --ref-audio"),
     (dict(speaker=None, ref_audio="missing.wav"), "no file missing.wav"),
@@ -412,9 +583,8 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(speaker=None, ref_audio="silent.wav"), "silent"),
     (dict(instruct="whisper"), "use it with --model 1.7B-CustomVoice or 1.7B-VoiceDesign"),
     (dict(model="custom_voice", speaker="aidan"), "choose aiden"),
-    (dict(model="custom_voice", speaker=None), "aiden"),
+    ({"model": "custom_voice", "speaker": None, "speaker=": ""}, "no --speaker was given: choose aiden"),
     (dict(model="custom_voice", speaker="aiden", ref_audio="a.wav"), "use it with --model 0.6B or 1.7B"),
-    (dict(model="voice_design", speaker=None), "give it --instruct"),
     (dict(model="voice_design", instruct="warm"), "--speaker is not for"),
     (dict(list_speakers=""), "no speakers of its own"),
     (dict(language="Klingon"), "no language 'Klingon'"),
@@ -431,7 +601,7 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(output="."), "it is a folder"),
     (dict(text="a\nb", output="."), "it is a folder"),
     (dict(text="a\nb", output="-"), "add --join"),
-    (dict(output=None), "give --output"),
+    (dict(output=None, resume=""), "--resume needs the --output"),
     (dict(output="out.m4a"), ".m4a is not an audio format: choose one of .wav, .flac, .ogg, .opus, .mp3"),
     (dict(text="a\nb", output="out.m4a"), ".m4a is not an audio format"),
     (dict(output="out.m4a", stream=""), ".m4a is not an audio format"),
@@ -472,6 +642,7 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(model="garbled"), "does not describe"),
     (dict(model="hollow"), "does not describe"),
     (dict(unknown="x"), "unrecognized arguments"),
+    (dict(ouput="x"), "there is no --ouput: did you mean --output?"),
 ]
 LATE_MISTAKES = [  # those that take torch, the tokenizer or the model to find
     (dict(speaker="wide.pt"), "holds 128 numbers, this model takes 64"),
@@ -579,6 +750,7 @@ def test_the_scripts_themselves_import_nothing_slow_first(script, option, slow):
 def test_what_is_written_twice_is_the_same():
     """options.py cannot import these from generate.py and fast/, which import torch."""
     assert checkpoints.MODELS == MODELS
+    assert checkpoints.LANGUAGES == {code: name for name, code in long_text.LANGUAGE_CODES.items()}
     limits = long_text.PAUSE, long_text.MIN_FRAME_LIMIT, long_text.FRAMES_PER_TOKEN
     assert (cli.options.PAUSE, cli.options.MIN_FRAME_LIMIT, cli.options.FRAMES_PER_TOKEN) == limits
 
@@ -723,6 +895,7 @@ def test_interrupted_stream_stays_a_valid_file(call, checkpoint, monkeypatch, tm
     monkeypatch.setattr(speaking, "speak", interrupted)
     code, _, stderr = call(main, *options(checkpoint(), output=tmp_path / "out.wav"), "--stream", "--max-seq-len", 300)
     assert code == 130 and soundfile.info(tmp_path / "out.wav").frames == 2 * 1920
+    assert stderr == "stopped: the first 0.16 s of audio are kept\n"
 
 
 def test_broken_files_are_read_or_refused(checkpoint, recording, tmp_path):
@@ -805,7 +978,7 @@ def test_random_checkpoint_of_each_type(call, tmp_path):
 
 def test_setup_downloads_the_weights(tmp_path):
     """Nothing else runs this line of setup.sh, which calls a function of the project."""
-    (module,) = re.findall(r'bin/python -m (\S+) "\$size"', (ROOT / "setup.sh").read_text())
+    (module,) = re.findall(r'bin/python -m (\S+) "\$model"', (ROOT / "setup.sh").read_text())
     (tmp_path / "huggingface_hub.py").write_text("snapshot_download = print")
     command = [sys.executable, "-m", module, "0.6B"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
@@ -813,7 +986,11 @@ def test_setup_downloads_the_weights(tmp_path):
     assert (result.returncode, result.stdout) == (0, "Qwen/Qwen3-TTS-12Hz-0.6B-Base\n"), result.stderr
 
 
-def test_setup_refuses_what_it_does_not_know():
-    """A mistyped size must not start an installation."""
-    result = subprocess.run(["bash", ROOT / "setup.sh", "7B"], capture_output=True, text=True)
-    assert result.returncode == 2 and "usage" in result.stderr
+def test_setup_says_what_it_knows():
+    """A mistyped word must not start an installation. The help names every model, and setup.sh takes them all."""
+    run = functools.partial(subprocess.run, capture_output=True, text=True)
+    result = run(["bash", ROOT / "setup.sh", "0.6B", "7B"])
+    message = "error: setup.sh does not know 7B: see ./setup.sh --help\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", message)
+    result = run(["bash", ROOT / "setup.sh", *MODELS, "both", "none", "demo", "test", "--help"])
+    assert (result.returncode, result.stderr) == (0, "") and all(name in result.stdout for name in MODELS)

@@ -118,9 +118,10 @@ if kind == "base":
 
 @pytest.fixture
 def copy(tmp_path):
-    """A folder with nothing but the three files."""
+    """A folder with nothing but the three files, and speech/ without fast/, which it needs."""
     for name in FILES:
         shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "speech", tmp_path / "speech", ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
 
@@ -137,8 +138,8 @@ def test_the_copy_speaks_with_upstreams_tokens(kind, copy, checkpoint):
     assert result.returncode == 0, result.stderr
     spoken, fused, stream, own, others, *spoken_by_command = result.stdout.splitlines()
     assert spoken == kind
-    assert fused == f"fused: fused=True needs the folders {copy / 'speech'} and fast"
-    assert stream == f"stream: stream needs the folders {copy / 'speech'} and fast: copy them, too"
+    needed = "needs the folders speech and fast beside generate.py: copy them, too"
+    assert (fused, stream) == (f"fused: fused=True {needed}", f"stream: stream {needed}")
     assert own.split()[1:] == sorted([*FILES, "program.py"])
     assert others == "others:"
 

@@ -189,9 +189,17 @@ def test_resume(checkpoint, tmp_path, monkeypatch, capsys, join):
     with pytest.raises(SystemExit):
         speak_to("again.wav")
     assert (tmp_path / "again.wav.parts").is_dir() and not (tmp_path / "again.wav").exists()
+    kept = f"2 of 5 utterances are kept; the same command with --output {tmp_path / 'again.wav'} --resume continues"
+    assert capsys.readouterr().err.splitlines()[-1] == f"stopped: {kept}"
+    (tmp_path / "again.wav.parts/.000002.wav.0123abcd").touch()  # a killed process leaves it
     if not join:  # a finished file that is gone is spoken again
         (tmp_path / "again-001.wav").unlink()
     resumed = speak_to("again.wav", "--resume")
+    if join:  # the speed is that of what was spoken now
+        line = capsys.readouterr().out
+        found = re.search(r"([\d.]+) s of audio, ([\d.]+) s of it now in ([\d.]+) s, ([\d.]+) x real time", line)
+        whole_seconds, now, wall, speed = map(float, found.groups())
+        assert 0 < now < whole_seconds - 0.2 and speed == pytest.approx(now / wall, rel=0.1)
     rest = spoken[3:] if join else spoken[4:]
     assert spoken[:2] == ["One.", "Two."] and spoken[2] == rest[0] and not {*rest} & {"One.", "Two."}
     assert len({*rest}) == len(rest) and (join or spoken[3] == "One.")

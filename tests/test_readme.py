@@ -125,4 +125,4 @@ def test_the_code_imports_what_there_is():
 def test_the_readme_is_short_and_says_how_to_test():
     readme = read_pages()["README.md"]
     assert len(readme.splitlines()) <= 230
-    assert ".venv/bin/python -m pytest -q -n 2 tests" in readme
+    assert "./setup.sh test" in readme

@@ -254,7 +254,8 @@ def test_without_the_servers_packages(run, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     code, error = run("--model", "x")
-    assert code == 2 and error == "error: the server needs uvicorn, which is not installed: run ./setup.sh --server\n"
+    message = "the server needs uvicorn, which is not installed: run ./setup.sh none --server"
+    assert code == 2 and error == f"error: {message}\n"
 
 
 def test_load_script_counts_underruns_and_errors():
