@@ -21,10 +21,37 @@ CUDA_TIMEOUT = 60.0  # seconds to wait for CUDA's start
 # tokenizer, which generate.py then leaves out with all it imports, the others for parts of transformers.
 UNUSED = ("jax", "onnxruntime", "sklearn", "tensorflow")
 
+COMMAND = "qwen3-tts"  # installed from a wheel; its subcommands are the scripts of a checkout
+INSTALLED_NAMES = {  # what a message or a help text says in a checkout -> what an installed command says
+    "with extract_speaker.py": "with qwen3-tts clone",
+    "for generate.py": "for qwen3-tts speak",
+    "python bench.py": "qwen3-tts bench",
+    "run ./setup.sh --server": 'run pip install "qwen3-tts-cuda-graphs[server]"',
+    "use the environment of setup.sh, and copy all folders": "install the package with its dependencies",
+}
+
 
 class Parser(argparse.ArgumentParser):
+    def __init__(self, prog: str | None = None, **options):
+        super().__init__(prog=sys.argv[0] if is_installed() else prog, **options)
+
+    def format_help(self) -> str:
+        return with_installed_names(super().format_help())
+
     def error(self, message: str):
         raise ValueError(f"{message}: see --help")
+
+
+def is_installed() -> bool:
+    """Whether a subcommand of the installed command runs."""
+    return sys.argv[0].startswith(f"{COMMAND} ")
+
+
+def with_installed_names(text: str) -> str:
+    if is_installed():
+        for name, installed in INSTALLED_NAMES.items():
+            text = text.replace(name, installed)
+    return text
 
 
 def check_device_name(name: str | None) -> None:
@@ -94,8 +121,8 @@ def show_warning(message: Warning | str, *_) -> None:
 
 
 def with_option_names(message: str) -> str:
-    """The library's messages name an argument of `load`."""
-    return message.replace("raise max_seq_len", "raise --max-seq-len")
+    """The library's messages name an argument of `load`, and scripts of a checkout."""
+    return with_installed_names(message.replace("raise max_seq_len", "raise --max-seq-len"))
 
 
 @contextlib.contextmanager
@@ -116,7 +143,8 @@ def cli_errors() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
         sys.exit(141)
     except ModuleNotFoundError as error:
-        print(f"error: {error}: use the environment of setup.sh, and copy all folders", file=sys.stderr)
+        remedy = with_installed_names("use the environment of setup.sh, and copy all folders")
+        print(f"error: {error}: {remedy}", file=sys.stderr)
         sys.exit(2)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {with_option_names(' '.join(str(error).split()))}", file=sys.stderr)
