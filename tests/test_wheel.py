@@ -167,24 +167,53 @@ def test_the_changelog_begins_with_this_version(metadata):
 # ---- What it does
 
 
-def test_the_command_answers_without_torch(command, metadata, checkpoint):
+ANSWERS = """
+    import contextlib, io, json, sys
+
+    from qwen3_tts_cuda_graphs.__main__ import main
+
+    sys.modules["websockets"] = None  # not installed
+    for words in json.loads(sys.argv[1]):
+        output, errors, status = io.StringIO(), io.StringIO(), 0
+        sys.argv = ["qwen3-tts", *words]
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            try:
+                main()
+            except SystemExit as end:
+                status = end.code or 0
+        print(json.dumps([status, output.getvalue(), errors.getvalue()]))
+    assert "torch" not in sys.modules
+"""
+
+
+def test_the_command_answers_without_torch(installed, metadata, checkpoint):
     """Names of a checkout's scripts in a help text or an error would send the wheel's user to files it has not."""
-    processes = [
-        command("--version"),
-        command("spek"),
-        command("speak", "--help"),
-        command("serve", "--help"),
-        command("clone", "--ref_audio", "nowhere.wav"),
-        command("bench", "7B"),
-        command("speak", "--model", checkpoint(), "--speaker", "no.pt", "--text", "Hi", "--output", "x.wav"),
+    voice = ["--model", str(checkpoint()), "--speaker", "no.pt"]
+    questions = [
+        ["--version"],
+        [],
+        ["speak", "--help"],
+        ["clone", "--help"],
+        ["serve", "--help"],
+        ["bench", "--help"],
+        ["spek"],
+        ["clone", "--ref_audio", "nowhere.wav"],
+        ["serve"],
+        ["bench", "7B"],
+        ["speak", *voice, "--text", "Hi", "--output", "x.wav"],
     ]
-    version, unknown, speak, serve, clone, bench, speaker = map(ended, processes)
-    assert version == (0, f"qwen3-tts {metadata['Version']}\n", "")
-    assert speak[1].startswith("usage: qwen3-tts speak ") and serve[1].startswith("usage: qwen3-tts serve ")
-    for status, output, errors in (unknown, clone, bench, speaker):
+    status, output, errors = ended(installed(ANSWERS, json.dumps(questions)))
+    assert (status, errors) == (0, "")
+    version, *others = map(json.loads, output.splitlines())
+    assert version == [0, f"qwen3-tts {metadata['Version']}\n", ""]
+    for words, (status, output, errors) in zip(questions[1:6], others):
+        assert (status, errors) == (0, "") and output.startswith(f"usage: qwen3-tts {''.join(words[:1])}")
+        assert not re.search(r"python |generate\.py|extract_speaker\.py", output), output
+    for status, output, errors in others[5:]:
         assert (status, output, errors.count("\n")) == (2, "", 1) and errors.startswith("error: ")
-    assert "choose from" in unknown[2] and "speak" in unknown[2]
-    assert speaker[2] == "error: there is no speaker file no.pt: make one with qwen3-tts clone\n"
+    missing = 'run pip install "qwen3-tts-cuda-graphs[server]"'
+    assert others[7][2] == f"error: the server needs websockets, which is not installed: {missing}\n"
+    assert others[-1][2] == "error: there is no speaker file no.pt: make one with qwen3-tts clone\n"
 
 
 PROGRAM = """
