@@ -25,8 +25,9 @@ class BuildPackage(build_py):
             target.write_bytes(as_submodule(source, str(path)) if path.suffix == ".py" else source)
 
     def get_source_files(self):
-        """For a source distribution."""
-        return super().get_source_files() + [str(path.relative_to(ROOT)) for path in project_files()]
+        """For a source distribution, from which a wheel can be built as well."""
+        paths = [*project_files(), *ROOT.glob("requirements*.txt")]
+        return super().get_source_files() + [str(path.relative_to(ROOT)) for path in paths]
 
 
 def tested(name: str) -> list[str]:

@@ -15,20 +15,13 @@ import threading
 import warnings
 from collections.abc import Iterator
 
+from common.installed import is_installed, with_installed_names
+
 CUDA_TIMEOUT = 60.0  # seconds to wait for CUDA's start
 
 # Packages that take long to import where they are installed, and that nobody calls here: onnxruntime is for the 25 Hz
 # tokenizer, which generate.py then leaves out with all it imports, the others for parts of transformers.
 UNUSED = ("jax", "onnxruntime", "sklearn", "tensorflow")
-
-COMMAND = "qwen3-tts"  # installed from a wheel; its subcommands are the scripts of a checkout
-INSTALLED_NAMES = {  # what a message or a help text says in a checkout -> what an installed command says
-    "with extract_speaker.py": "with qwen3-tts clone",
-    "for generate.py": "for qwen3-tts speak",
-    "python bench.py": "qwen3-tts bench",
-    "run ./setup.sh --server": 'run pip install "qwen3-tts-cuda-graphs[server]"',
-    "use the environment of setup.sh, and copy all folders": "install the package with its dependencies",
-}
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,18 +33,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         raise ValueError(f"{message}: see --help")
-
-
-def is_installed() -> bool:
-    """Whether a subcommand of the installed command runs."""
-    return sys.argv[0].startswith(f"{COMMAND} ")
-
-
-def with_installed_names(text: str) -> str:
-    if is_installed():
-        for name, installed in INSTALLED_NAMES.items():
-            text = text.replace(name, installed)
-    return text
 
 
 def check_device_name(name: str | None) -> None:

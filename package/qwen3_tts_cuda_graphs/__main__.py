@@ -5,7 +5,8 @@ import sys
 from importlib import import_module
 from importlib.metadata import version
 
-from qwen3_tts_cuda_graphs.common.scripts import COMMAND, Parser, cli_errors
+from qwen3_tts_cuda_graphs.common.installed import COMMAND
+from qwen3_tts_cuda_graphs.common.scripts import Parser, cli_errors
 
 SUBCOMMANDS = {  # -> the module whose `main` it calls, and what that does
     "speak": ("cli.__main__", "speak a text into an audio file"),
