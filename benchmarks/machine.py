@@ -1,5 +1,6 @@
 """On what something was measured."""
 
+import contextlib
 import importlib.metadata
 import platform
 import subprocess
@@ -21,8 +22,16 @@ def machine_card(weights: str) -> dict[str, Any]:
     upstream, *_ = importlib.metadata.packages_distributions()["qwen_tts"]  # qwen-tts or qwen-tts-hf
     for package in ("torch", "transformers", upstream):
         machine[package] = importlib.metadata.version(package)
-    commit = first_line("git", "describe", "--always", "--dirty")
-    return machine | dict(commit=commit, weights=weights)
+    return machine | dict(commit=project_version(), weights=weights)
+
+
+def project_version() -> str:
+    """The checkout's commit, or the version that is installed, which may lie in somebody else's repository."""
+    if (Path(__file__).parents[1] / ".git").exists():
+        return first_line("git", "describe", "--always", "--dirty")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("qwen3-tts-cuda-graphs")
+    return "unknown"
 
 
 def first_line(*command: str) -> str:

@@ -16,6 +16,8 @@ import threading
 import warnings
 from collections.abc import Iterator
 
+from common.installed import is_installed, with_installed_names
+
 CUDA_TIMEOUT = 60.0  # seconds to wait for CUDA's start
 
 FOLDERS = "fast", "speech", "common", "cli", "serving", "tools", "benchmarks"  # of the project
@@ -27,6 +29,12 @@ UNUSED = ("jax", "onnxruntime", "sklearn", "tensorflow")
 
 class Parser(argparse.ArgumentParser):
     """A mistake is a ValueError, and a mistyped option is answered with the one that it looks like."""
+
+    def __init__(self, prog: str | None = None, **options):
+        super().__init__(prog=sys.argv[0] if is_installed() else prog, **options)
+
+    def format_help(self) -> str:
+        return with_installed_names(super().format_help())
 
     def error(self, message: str):
         known = self._option_string_actions
@@ -117,8 +125,8 @@ def show_note(line: str) -> None:
 
 
 def with_option_names(message: str) -> str:
-    """The library's messages name an argument of `load`."""
-    return message.replace("raise max_seq_len", "raise --max-seq-len")
+    """The library's messages name an argument of `load`, and scripts of a checkout."""
+    return with_installed_names(message.replace("raise max_seq_len", "raise --max-seq-len"))
 
 
 @contextlib.contextmanager
@@ -144,7 +152,8 @@ def cli_errors() -> Iterator[None]:
         name = str(error.name).partition(".")[0]
         if name in FOLDERS:
             end(2, f"error: the folder {name} is missing: copy it, too")
-        end(2, f"error: {name} is not installed in this Python: run ./setup.sh none, and use .venv/bin/python")
+        remedy = with_installed_names("run ./setup.sh none, and use .venv/bin/python")
+        end(2, f"error: {name} is not installed in this Python: {remedy}")
     except (ValueError, OSError, ImportError) as error:
         end(2, f"error: {with_option_names(' '.join(str(error).split()))}")
     finally:

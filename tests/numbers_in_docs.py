@@ -75,6 +75,7 @@ NOT_MEASURED = {
     "| program | file |",
     "| route | what it does |",
     "| field | meaning |",
+    "| command | in a checkout |",
 }
 BY_SIZE = re.compile(r"\|[^|]*\| 0\.6B \| 1\.7B \|")
 LISTENERS = "| | 0.6B: audio s/s | first audio | underruns | 1.7B: audio s/s | first audio | underruns |"

@@ -29,7 +29,8 @@ ALLOWED = {
     "bench": SPEECH | {"common", "tools", "benchmarks"},
     "serving": SPEECH | {"common", "serving"},
     "examples": set(),  # programs that talk to the server from outside
-    "package": SPEECH,
+    "package": SPEECH | {"common"},
+    "setup": set(),
 }
 
 
@@ -41,7 +42,7 @@ def part_of(path):
 
 def python_files():
     for path in sorted(ROOT.iterdir()):
-        if path.name == "tests" or path.name.startswith("."):
+        if path.name in ("tests", "build") or path.name.startswith("."):
             continue
         yield from [path] if path.suffix == ".py" else sorted(path.rglob("*.py"))
 

@@ -1,54 +1,39 @@
-"""The project as an installed package, with the interface of faster-qwen3-tts (model.py): `pip install -e .` in a
-checkout.
+"""The project as an installed package: the interface of faster-qwen3-tts, and the command qwen3-tts.
 
-The project's files are flat and import each other by plain names such as `generate` or `fast`, which would be visible
-to, and could hide modules of, every other program in the environment. So only this folder is put on the path. It loads
-the checkout's files as its own submodules: `qwen3_tts_cuda_graphs.generate` is generate.py, with `from fast import x`
-read as `from qwen3_tts_cuda_graphs.fast import x`.
+model.py      faster-qwen3-tts' class on this project's model
+__main__.py   the command
+checkout.py   the project's flat files as submodules of this package
+
+The project's files import each other by plain names such as `generate` or `fast`, which would be visible to, and could
+hide modules of, every other program in the environment. So they are submodules here: `qwen3_tts_cuda_graphs.generate`
+is generate.py, with `from fast import x` read as `from qwen3_tts_cuda_graphs.fast import x`. A wheel has such copies
+(setup.py makes them); after `pip install -e .` the checkout's own files are loaded that way.
 """
 
-import ast
 import sys
-from importlib.machinery import FileFinder, ModuleSpec, SourceFileLoader
+from importlib import import_module
 from pathlib import Path
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-if not (CHECKOUT / "generate.py").is_file():
-    raise ImportError(f"{CHECKOUT} has no generate.py: install this package from a checkout with `pip install -e .`")
+if not Path(__file__).with_name("generate.py").is_file():
+    from qwen3_tts_cuda_graphs.checkout import ProjectFinder
 
-PROJECT_MODULES = {"cudagraph_talker", "cudagraph_predictor", "generate", "common", "fast", "speech", "serving"}
+    sys.meta_path.insert(0, ProjectFinder)
 
-
-class ProjectLoader(SourceFileLoader):
-    """Loads a file with its imports of other files of the project changed to imports of this package's submodules."""
-
-    def get_code(self, name: str):
-        return self.source_to_code(self.get_data(self.path), self.path)  # bypass the cached code of the plain module
-
-    def source_to_code(self, data, path, **options):
-        tree = ast.parse(data, path)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module.split(".")[0] in PROJECT_MODULES:
-                node.module = f"{__name__}.{node.module}"
-        return super().source_to_code(tree, path, **options)
+HOMES = {  # a public name -> its module, imported when the name is used: the command must start without torch
+    "FasterQwen3TTS": "model",
+    "GGMLQwen3TTS": "model",
+    "Qwen3TTSCudaGraphs": "model",
+    "load": "generate",
+    "accelerate": "generate",
+    "stream": "generate",
+    "astream": "generate",
+    "Engine": "speech.engine",
+    "stream_long": "speech.long_text",
+}
+__all__ = [*HOMES]
 
 
-class ProjectFinder:
-    """Finds the submodules of this package that are files of the project."""
-
-    @staticmethod
-    def find_spec(name: str, path=None, target=None) -> ModuleSpec | None:
-        package, _, module = name.partition(".")
-        if package != __name__ or module.split(".")[0] not in PROJECT_MODULES:
-            return None
-        folder = CHECKOUT.joinpath(*module.split(".")[:-1])
-        return FileFinder(str(folder), (ProjectLoader, [".py"])).find_spec(name)
-
-
-sys.meta_path.insert(0, ProjectFinder)
-
-from qwen3_tts_cuda_graphs.model import FasterQwen3TTS, GGMLQwen3TTS  # noqa: E402  the finder must be there first
-
-Qwen3TTSCudaGraphs = FasterQwen3TTS  # the name in the first CUDA-graph handler of speech-to-speech
-
-__all__ = ["FasterQwen3TTS", "GGMLQwen3TTS", "Qwen3TTSCudaGraphs"]
+def __getattr__(name: str):
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)

@@ -340,3 +340,6 @@ def prompt_item(prompt: dict | list, ref_text: str) -> VoiceClonePromptItem:
     if item.icl_mode and not item.ref_text:
         raise ValueError("ref_text is missing: give what the recording says")
     return item
+
+
+Qwen3TTSCudaGraphs = FasterQwen3TTS  # the name in the first CUDA-graph handler of speech-to-speech

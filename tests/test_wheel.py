@@ -1,0 +1,292 @@
+"""The wheel: what is in it, and that it works in a folder that has no checkout but modules with our files' names."""
+
+import ast
+import configparser
+import email
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import urllib.request
+import zipfile
+
+import pytest
+import soundfile
+from helpers import ROOT
+
+sys.path.append(str(ROOT / "package"))  # what `pip install -e .` does
+
+from qwen3_tts_cuda_graphs.checkout import FILES, FOLDERS, as_submodule
+
+LIMIT = 120  # seconds that a process may take
+HOSTILE = [*FILES, *FOLDERS, "model", "checkout"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from a copy: a build writes beside the sources."""
+    project = tmp_path_factory.mktemp("project")
+    for folder in ["package", *FOLDERS]:
+        shutil.copytree(ROOT / folder, project / folder)
+    files = ["setup.py", "pyproject.toml", "README.md", "LICENSE", *(f"{name}.py" for name in FILES)]
+    for path in [*(ROOT / name for name in files), *ROOT.glob("requirements*.txt")]:
+        shutil.copy(path, project)
+    build = "from setuptools import build_meta; build_meta.build_wheel('.')"
+    result = subprocess.run([sys.executable, "-c", build], cwd=project, capture_output=True, text=True, timeout=LIMIT)
+    assert result.returncode == 0, result.stderr
+    (path,) = project.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel):
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    return email.message_from_bytes(wheel.read(name))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """installed(program, *arguments) -> a process in a folder full of hostile modules, with the wheel on its path.
+
+    The other packages are those of this environment, in which the project is not installed.
+    """
+    site, folder = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("hostile")
+    wheel.extractall(site)
+    for name in HOSTILE:
+        (folder / f"{name}.py").write_text(f"raise SystemExit('this is not the project: {name}')")
+
+    def start(program, *arguments):
+        command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
+        environment = os.environ | {"PYTHONPATH": str(site)}
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def command(wheel, installed):
+    """command(*arguments) -> the process of the wheel's one command."""
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt")]
+    entry_points = configparser.ConfigParser()
+    entry_points.read_string(wheel.read(name).decode())
+    assert dict(entry_points["console_scripts"]).keys() == {"qwen3-tts"}
+    module, function = entry_points["console_scripts"]["qwen3-tts"].split(":")
+    return lambda *arguments: installed(f"from {module} import {function}\n{function}()", *arguments)
+
+
+def ended(process):
+    stdout, stderr = process.communicate(timeout=LIMIT)
+    return process.returncode, stdout, stderr
+
+
+# ---- What is in it
+
+
+def test_one_name_at_the_top(wheel):
+    """A module called `common` or `cli` in site-packages would be found by every program of the environment."""
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"qwen3_tts_cuda_graphs"}
+
+
+def test_every_file_is_in_it(wheel):
+    """Kernel sources and the page are read at run time, from beside the module that reads them."""
+    shipped = {name.removeprefix("qwen3_tts_cuda_graphs/") for name in wheel.namelist()}
+    for folder in FOLDERS:
+        files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        assert {str(path.relative_to(ROOT)) for path in files} <= shipped
+    assert {"fast/megakernel.cu", "fast/kernels.h", "serving/page/index.html", "generate.py"} <= shipped
+
+
+def test_no_import_of_a_plain_name_is_left(wheel):
+    """A folder that checkout.py does not list would be imported from wherever a program happens to run."""
+    ours = {path.stem for path in ROOT.iterdir()} - {"setup"}
+    for name in wheel.namelist():
+        if name.endswith(".py"):
+            for node in ast.walk(ast.parse(wheel.read(name))):
+                modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                modules += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+                assert not {module.split(".")[0] for module in modules} & ours, name
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("from fast import nvrtc\n", "from PACKAGE.fast import nvrtc\n"),
+        ("if x:\n    from fast.codec import (  # y\n        a,\n    )\n", None),
+        (
+            "é = 'from fast import x'; from generate import load\n",
+            "é = 'from fast import x'; from PACKAGE.generate import load\n",
+        ),
+        ("import generate  # noqa\n", "from PACKAGE import generate  # noqa\n"),
+        ("import cli as c; import common\n", "from PACKAGE import cli as c; from PACKAGE import common\n"),
+        (
+            "from . import codec\nfrom faster import x\nimport torch.fast\n",
+            "from . import codec\nfrom faster import x\nimport torch.fast\n",
+        ),
+        ('runpy.run_module("cli", run_name="x")  # y\n', "runpy.run_module('PACKAGE.cli', run_name=\"x\")  # y\n"),
+        ("sys.path.insert(0, str(Path(__file__).parents[1]))  # y\n", "pass  # y\n"),
+    ],
+)
+def test_imports_become_the_packages(source, expected):
+    """Only in code, not in strings, after any indentation, and several on a line."""
+    expected = expected or source.replace("fast", "PACKAGE.fast")
+    changed = as_submodule(source.encode(), "x.py").decode()
+    assert changed == expected.replace("PACKAGE", "qwen3_tts_cuda_graphs")
+
+
+@pytest.mark.parametrize("source", ["import fast.codec", "import sys, generate"])
+def test_an_import_that_cannot_be_changed_stops_the_build(source):
+    with pytest.raises(SyntaxError, match=r"x\.py:1: import the project's modules alone, or with `from`"):
+        as_submodule(source.encode(), "x.py")
+
+
+def test_dependencies_and_extras(metadata):
+    """All that setup.sh installs, from the tested version on, and the pair of qwen-tts and transformers that works."""
+    declared = metadata.get_all("Requires-Dist")
+    assert metadata.get_all("Provides-Extra") == ["server", "ray"]
+    for file, extra in (("requirements", ""), ("requirements-server", "server"), ("requirements-ray", "ray")):
+        for name, tested in re.findall(r"^([\w\[\]-]+)==(.+)$", (ROOT / f"{file}.txt").read_text(), re.M):
+            wanted = "torch>=2.5" if name == "torch" else f"{name}>={tested}"
+            assert wanted + f'; extra == "{extra}"' * bool(extra) in declared
+    (qwen_tts,) = re.findall(r"\bqwen-tts==[\w.]+\b", (ROOT / "setup.sh").read_text())
+    assert qwen_tts in declared
+    assert f"pip install --no-deps {qwen_tts}" in (ROOT / "Dockerfile").read_text()
+
+
+def test_the_changelog_begins_with_this_version(metadata):
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert versions[0] == metadata["Version"]
+
+
+# ---- What it does
+
+
+ANSWERS = """
+    import contextlib, io, json, sys
+
+    from qwen3_tts_cuda_graphs.__main__ import main
+
+    sys.modules["websockets"] = None  # not installed
+    for words in json.loads(sys.argv[1]):
+        output, errors, status = io.StringIO(), io.StringIO(), 0
+        sys.argv = ["qwen3-tts", *words]
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            try:
+                main()
+            except SystemExit as end:
+                status = end.code or 0
+        print(json.dumps([status, output.getvalue(), errors.getvalue()]))
+    assert "torch" not in sys.modules
+"""
+
+
+def test_the_command_answers_without_torch(installed, metadata, checkpoint):
+    """Names of a checkout's scripts in a help text or an error would send the wheel's user to files it has not."""
+    voice = ["--model", str(checkpoint()), "--speaker", "no.pt"]
+    questions = [
+        ["--version"],
+        [],
+        ["speak", "--help"],
+        ["clone", "--help"],
+        ["serve", "--help"],
+        ["bench", "--help"],
+        ["spek"],
+        ["clone", "--ref_audio", "nowhere.wav"],
+        ["serve"],
+        ["bench", "7B"],
+        ["speak", *voice, "--text", "Hi", "--output", "x.wav"],
+    ]
+    status, output, errors = ended(installed(ANSWERS, json.dumps(questions)))
+    assert (status, errors) == (0, "")
+    version, *others = map(json.loads, output.splitlines())
+    assert version == [0, f"qwen3-tts {metadata['Version']}\n", ""]
+    for words, (status, output, errors) in zip(questions[1:6], others):
+        assert (status, errors) == (0, "") and output.startswith(f"usage: qwen3-tts {''.join(words[:1])}")
+        assert not re.search(r"python |generate\.py|extract_speaker\.py", output), output
+    for status, output, errors in others[5:]:
+        assert (status, output, errors.count("\n")) == (2, "", 1) and errors.startswith("error: ")
+    missing = 'run pip install "qwen3-tts-cuda-graphs[server]"'
+    assert others[7][2] == f"error: the server needs websockets, which is not installed: {missing}\n"
+    assert others[-1][2] == "error: there is no speaker file no.pt: make one with qwen3-tts clone\n"
+
+
+PROGRAM = """
+    import sys
+
+    path = sys.path[:]
+    from qwen3_tts_cuda_graphs import FasterQwen3TTS
+    from qwen3_tts_cuda_graphs.__main__ import main
+
+    import torch
+
+    torch.set_num_threads(1)
+    folder, recording = sys.argv[1:]
+    short = ["--max-seq-len", "64"]
+    for words in (
+        ["clone", "--model", folder, "--ref_audio", recording, "--output", "me.pt"],
+        ["speak", "--model", folder, "--speaker", "me.pt", "--text", "Hi.", "--output", "hi.wav", *short],
+    ):
+        sys.argv = ["qwen3-tts", *words]
+        main()
+    model = FasterQwen3TTS.from_pretrained(folder, device="cpu", dtype="float32", max_seq_len=64)
+    voice = dict(ref_spk_embedding=[torch.load("me.pt", weights_only=True)])
+    [audio], rate = model.generate_voice_clone("Hello.", "English", voice_clone_prompt=voice, max_new_tokens=4)
+    assert len(audio) > 0 and rate == 24000
+
+    import qwen3_tts_cuda_graphs.bench, qwen3_tts_cuda_graphs.benchmarks.ready, qwen3_tts_cuda_graphs.tools.load
+
+    assert sys.path == path  # what scripts of a checkout insert is left out
+    unwanted = {"generate", "common", "fast", "speech", "qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1"}
+    assert not unwanted & set(sys.modules)
+"""
+
+
+def test_it_speaks(installed, checkpoint, recording, tmp_path):
+    """`clone`, `speak` and the class of faster-qwen3-tts, where a module named `generate` lies in wait."""
+    soundfile.write(tmp_path / "voice.wav", *recording)
+    status, output, errors = ended(installed(PROGRAM, checkpoint(), tmp_path / "voice.wav"))
+    assert status == 0, errors
+    cloned, spoken = output.splitlines()
+    assert cloned == "me.pt: 64 numbers from 2.0 s of audio" and spoken.startswith("hi.wav: ")
+
+
+def test_it_serves(command, checkpoint, tmp_path):
+    """From the start to SIGTERM: /health, one request, the page."""
+    folder = checkpoint()
+    options = [
+        "--device",
+        "cpu",
+        "--port",
+        0,
+        "--max-streams",
+        2,
+        "--max-seq-len",
+        128,
+        "--voices",
+        tmp_path / "voices",
+    ]
+    process = command("serve", "--model", folder, "--speaker", folder / "speaker.pt", *options)
+    killer = threading.Timer(LIMIT, process.kill)
+    killer.start()
+    try:
+        address = process.stdout.readline().split()[2].rstrip(",")
+        assert process.stdout.readline().startswith("ready: ")
+        request = json.dumps(dict(input="Hi.", voice="speaker", response_format="pcm", max_new_tokens=4)).encode()
+        headers = {"Content-Type": "application/json"}
+        pages = [f"{address}/health", f"{address}/"]
+        pages.append(urllib.request.Request(f"{address}/v1/audio/speech", request, headers))
+        health, page, audio = (urllib.request.urlopen(page, timeout=LIMIT).read() for page in pages)
+        assert json.loads(health) == {"status": "ok"} and page.startswith(b"<!doctype html>") and len(audio) >= 3840
+        process.send_signal(signal.SIGTERM)
+        status, _, errors = ended(process)
+        assert (status, errors) == (0, "shutting down when 0 streams have ended\n")
+    finally:
+        killer.cancel()
+        process.kill()
+        process.wait()
