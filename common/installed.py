@@ -8,7 +8,7 @@ INSTALLED_NAMES = {  # in a message or a help text
     "for generate.py": "for qwen3-tts speak",
     "with extract_speaker.py": "with qwen3-tts clone",
     "python bench.py": "qwen3-tts bench",
-    "run ./setup.sh --server": 'run pip install "qwen3-tts-cuda-graphs[server]"',
+    "run ./setup.sh none --server": 'run pip install "qwen3-tts-cuda-graphs[server]"',
     "run ./setup.sh none, and use .venv/bin/python": "install the package with its dependencies",
 }
 

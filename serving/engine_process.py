@@ -28,6 +28,7 @@ MAX_DEATHS = 3
 SECONDS_OF_SERVICE = 60.0  # after which earlier deaths no longer count
 SECONDS_WITHOUT_SIGN = 30.0  # after which a worker that owes something is replaced
 SECONDS_TO_END = 5.0
+SECONDS_TO_DRAIN = 60.0  # of a worker that was sent SIGTERM
 CHUNKS_PER_RECEIPT = 8  # fewer messages; a stream pauses after many more chunks
 
 
@@ -119,10 +120,10 @@ class Connection(asyncio.Protocol):
     @contextlib.contextmanager
     def call(self, op: str, payload: bytes = b"", **fields) -> Iterator[Call]:
         """Leaving it before its end cancels it."""
-        call = Call(self, next(self.numbers))
-        self.calls[call.number] = call
         if self.is_over.is_set():
             raise engine_failed()
+        call = Call(self, next(self.numbers))
+        self.calls[call.number] = call
         call.send(op, payload, **fields)
         try:
             yield call
@@ -181,27 +182,31 @@ class EngineProcess:
     async def until(self, event: asyncio.Event) -> None:
         await event.wait()
         if self.state == "gave up":
-            raise ValueError(self.why)
+            raise ValueError(f"{self.spec['model']}: {self.why}")
 
     async def keep_running(self) -> None:
-        while self.state != "gave up":
-            await self.run_once()
-            has_served = self.started.is_set()
+        while True:
+            try:
+                await self.run_once()
+            except OSError as error:
+                self.why = f"no process can be started: {error}"
+                self.deaths += 1
+            if not self.started.is_set():  # a mistake of the user, or of the machine: they are told
+                break
             log.warning("the engine of %s has ended: %s", self.spec["model"], self.why)
-            if not has_served or self.deaths >= MAX_DEATHS:
-                self.state = "gave up"
-                self.loaded.set()
-                self.started.set()
-                if has_served:
-                    log.error("the engine of %s is not started again: restart the server", self.spec["model"])
-            else:
-                self.state = "restarting"
-                self.restarts += 1
-                await asyncio.sleep(0.5 * self.deaths)  # memory of a killed process is free after a moment
+            if self.deaths >= MAX_DEATHS:
+                log.error("the engine of %s is not started again: restart the server", self.spec["model"])
+                break
+            self.state = "restarting"
+            self.restarts += 1
+            await asyncio.sleep(0.5 * self.deaths)  # memory of a killed process is free after a moment
+        self.state = "gave up"
+        self.loaded.set()
+        self.started.set()
 
     async def run_once(self) -> None:
         """One worker, from its start to its end."""
-        self.ready_at = None
+        self.ready_at = self.end_by = None
         self.why = ""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -217,6 +222,8 @@ class EngineProcess:
                     await asyncio.wait_for(self.connection.is_over.wait(), 1.0)
                 if self.state == "ready" and self.connection.hangs():
                     self.why = f"it did not answer for {SECONDS_WITHOUT_SIGN:g} s"
+                    self.end_by = 0.0
+                if self.end_by is not None and time.monotonic() > self.end_by:
                     process.kill()
                     break
         finally:
@@ -244,9 +251,11 @@ class EngineProcess:
         elif event["type"] == "draining":
             self.state = "restarting"
             self.why = "it was told to"
+            self.end_by = time.monotonic() + SECONDS_TO_DRAIN
         elif event["type"] == "stopped":
             self.state = "restarting" if self.state == "ready" else self.state
             self.why = event["message"]
+            self.end_by = time.monotonic() + SECONDS_TO_END
 
     @property
     def is_ready(self) -> bool:

@@ -68,6 +68,7 @@ class Speech:
         self.folder = VoiceFolder(self.settings) if cloning else None
         self.registered = self.folder.voices if cloning else {}  # as the folder was when it was last looked at
         self.threads = ThreadPoolExecutor(MAX_THREADS, "recordings")
+        self.disk_threads = ThreadPoolExecutor(MAX_THREADS, "voices")  # a disk that hangs keeps them
         self.metrics = Metrics(self.models)
         self.is_draining = False
 
@@ -82,7 +83,8 @@ class Speech:
 
     async def close(self) -> None:
         await asyncio.gather(*(model.engine.close() for model in self.models))
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self.threads, self.disk_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def in_flight(self) -> int:
@@ -117,10 +119,7 @@ class Speech:
         wanted = (voice or "").strip().lower()
         if self.folder is None or any(wanted in (*model.presets, *model.speakers) for model in self.models):
             return
-        try:  # a disk that hangs holds up those who need it, and not for ever
-            self.registered = await asyncio.wait_for(self.run(lambda: self.folder.voices), SECONDS_FOR_A_DISK)
-        except asyncio.TimeoutError:
-            raise ApiError("the folder of voices cannot be read now: try again later", 503, code="disk") from None
+        self.registered = await self.on_disk(lambda: self.folder.voices)
         self.forget_removed_voices()
 
     def forget_removed_voices(self) -> None:
@@ -131,10 +130,10 @@ class Speech:
                 connection.send(op="forget", keys=[connection.kept.pop(voice) for voice in gone])
 
     def voices(self) -> list[dict]:
-        presets = [
-            {"id": name, "name": name, "kind": "preset"} for model in self.models for name in model.voice_names(())
+        presets = dict.fromkeys(name for model in self.models for name in model.voice_names(()))
+        return [{"id": name, "name": name, "kind": "preset"} for name in presets] + [
+            describe_voice(voice) for voice in self.registered.values()
         ]
-        return presets + [describe_voice(voice) for voice in self.registered.values()]
 
     def voice_names(self) -> list[str]:
         return [voice["name"] for voice in self.voices()]
@@ -147,12 +146,12 @@ class Speech:
         if name in model.speakers:
             raise ApiError(f"there is a voice {name} already: choose another name", param="name")
         self.check_field("ref_text", ref_text)
-        await self.run(self.folder.check_new, name)
+        await self.on_disk(self.folder.check_new, name)
         recording = await self.run(lambda: as_stored(decode_recording(data, self.settings, "audio_sample")))
         connection = model.engine.connection
         key = new_key()
         await keep_voice(connection, key, "audio_sample", recording, ref_text)
-        voice = await self.run(self.folder.add, name, recording, ref_text)
+        voice = await self.on_disk(self.folder.add, name, recording, ref_text)
         connection.kept[voice] = key
         await self.refresh(name)
         return describe_voice(voice)
@@ -162,7 +161,7 @@ class Speech:
         try:
             if self.folder is None:
                 raise KeyError(name)
-            await self.run(self.folder.remove, name)
+            await self.on_disk(self.folder.remove, name)
         except KeyError:
             raise ApiError(f"there is no registered voice {name!r}", 404, "name", "unknown_voice") from None
         await self.refresh(name)
@@ -175,6 +174,14 @@ class Speech:
 
     async def run(self, function: Callable, *arguments):
         return await asyncio.get_running_loop().run_in_executor(self.threads, function, *arguments)
+
+    async def on_disk(self, function: Callable, *arguments):
+        """A disk that hangs holds up those who need it, and them not for ever."""
+        work = asyncio.get_running_loop().run_in_executor(self.disk_threads, function, *arguments)
+        try:
+            return await asyncio.wait_for(work, SECONDS_FOR_A_DISK)
+        except asyncio.TimeoutError:
+            raise ApiError("the folder of voices does not answer: try again later", 503, code="disk") from None
 
     # ---- Requests
 
@@ -304,7 +311,7 @@ class Utterance:
             return
         key = connection.kept.get(speech.registered[name])
         if key is None:
-            voice, recording = await speech.run(speech.folder.read, name)
+            voice, recording = await speech.on_disk(speech.folder.read, name)
             key = new_key()
             await keep_voice(connection, key, "voice", recording, voice.ref_text)
             connection.kept[voice] = key

@@ -208,7 +208,8 @@ def whole_tables() -> dict[str, str]:
     for item in fields(Settings):
         if "help" in item.metadata:
             option = "--" + item.name.replace("_", "-")
-            options.append(f"| `{option}` | {item.default:.0f} | {item.metadata['help']} |")
+            default = "what fits" if item.default is None else f"{item.default:.0f}"
+            options.append(f"| `{option}` | {default} | {item.metadata['help']} |")
 
     parts = {LISTENERS: listeners, LISTS: lists, OPTIONS: options, BOUNDS: bounds.table()}
     return {start: "\n".join(lines) for start, lines in parts.items()}

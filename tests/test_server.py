@@ -366,7 +366,7 @@ def test_a_speaker_is_found_without_the_disk():
     speech = object.__new__(Speech)
     speech.models = [SimpleNamespace(presets=["aiden"], speakers=["me"])]
     speech.folder = SimpleNamespace()
-    speech.run = lambda _: pytest.fail("it looked at the folder")
+    speech.on_disk = lambda _: pytest.fail("it looked at the folder")
     for name in ("aiden", " ME "):
         asyncio.run(speech.refresh(name))
 

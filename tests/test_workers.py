@@ -268,10 +268,20 @@ def test_the_request_chooses_its_model(server, speech):
     assert server.speak(model="tts-1", voice="nobody").error["code"] == "unknown_voice"
 
 
-def test_one_model_fails_and_the_others_speak(server, speech):
+@pytest.mark.parametrize("reason", ["SIGTERM", "CUDA"])
+def test_one_model_fails_and_the_others_speak(server, speech, reason, monkeypatch):
+    """After an error of CUDA no later call of the process succeeds."""
     base, custom = (model.id for model in speech.models)
     engine = speech.models[1].engine
-    engine.process.worker.drain()  # as SIGTERM does
+
+    def fail(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    if reason == "SIGTERM":
+        engine.process.worker.drain()
+    else:
+        monkeypatch.setattr(engine.process.worker.host.engine, "submit", fail)
+        assert server.speak(model=custom).error["code"] == "restarting"
     wait_until(lambda: not engine.is_ready)
     assert server.speak(model=base).status == 200
     refused = server.speak(model=custom)

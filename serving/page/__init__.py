@@ -1,4 +1,4 @@
-"""The page at `/`, and its description of the interface at `/docs`.
+"""The page at `/` (index.html), and its description of the interface at `/docs` (docs.html).
 
 Their headers let them run their own script and call their own server, nothing else.
 """
