@@ -29,9 +29,11 @@ def main() -> None:
             action="extend",
             help="recordings of the voice; several are averaged",
         )
-        parser.add_argument("--output", default="speaker.pt", type=Path)
-        parser.add_argument("--model", default="0.6B", help="0.6B, 1.7B, a hub id or a folder of a Base model")
-        parser.add_argument("--device", help="cuda, cuda:1, cpu")
+        parser.add_argument("--output", default="speaker.pt", type=Path, help="default: %(default)s; - for stdout")
+        parser.add_argument(
+            "--model", default="0.6B", help="0.6B, 1.7B, a hub id or a folder of a Base model; default: %(default)s"
+        )
+        parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda where there is one")
         args = parser.parse_args()
 
         check_device_name(args.device)

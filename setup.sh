@@ -85,8 +85,11 @@ if [ -n "$system_torch" ]; then
   echo "$torch_folder" > "$site_packages/torch.pth"
 elif command -v uv > /dev/null; then
   uv venv --quiet --allow-existing $venv
-else
+elif python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
   python3 -m venv $venv
+else
+  echo "error: python3 is missing or older than 3.10: install a newer one, or uv" >&2
+  exit 2
 fi
 if [ -z "$system_torch" ] && command -v uv > /dev/null; then
   install="uv pip install --quiet --python $venv/bin/python"

@@ -66,10 +66,10 @@ def heavy_imports(device: str | None) -> Iterator[None]:
         yield
         return
     # A signal ends the process: packages take an exception for a missing module.
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number, handler in handlers.items():
-        if handler in (signal.default_int_handler, raise_terminated):
-            signal.signal(number, signal.SIG_DFL)
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: raise_terminated}
+    handlers = {number: handler for number, handler in handlers.items() if signal.getsignal(number) is handler}
+    for number in handlers:
+        signal.signal(number, signal.SIG_DFL)
     gc.disable()  # imports make many objects and little garbage
     cuda = None
     try:
