@@ -50,8 +50,8 @@ def project_files() -> Iterator[Path]:
     """The checkout's files that belong into a wheel."""
     yield from (CHECKOUT / f"{name}.py" for name in sorted(FILES))
     for name in sorted(FOLDERS):
-        files = sorted((CHECKOUT / name).rglob("*.*"))
-        yield from (path for path in files if path.suffix in (".py", ".cu", ".h", ".html"))
+        paths = sorted((CHECKOUT / name).rglob("*"))
+        yield from (path for path in paths if path.is_file() and path.parent.name != "__pycache__")
 
 
 class ProjectLoader(SourceFileLoader):
