@@ -106,9 +106,13 @@ def create_app(speech: Speech) -> FastAPI:
         return model | {"kind": speech.kind, "languages": checkpoints.languages(speech.config)}  # for the page
 
     @app.get("/v1/models")
-    @app.get("/v1/audio/models")
     async def list_models() -> Response:
         return JSONResponse({"object": "list", "data": [the_model()]})
+
+    @app.get("/v1/audio/models")
+    async def list_audio_models() -> Response:
+        """As Open WebUI reads it."""
+        return JSONResponse({"models": [the_model()]})
 
     @app.get("/v1/models/{name}")
     async def find_model(name: str) -> Response:
