@@ -114,10 +114,14 @@ def create_app(speech: Speech) -> FastAPI:
         return Response(data, media_type=CONTENT_TYPES[style.response_format])
 
     @app.get("/v1/models")
-    @app.get("/v1/audio/models")
     async def list_models() -> Response:
         await speech.refresh()
         return JSONResponse({"object": "list", "data": [model.describe(speech.registered) for model in speech.models]})
+
+    @app.get("/v1/audio/models")
+    async def list_audio_models() -> Response:
+        """As Open WebUI reads it."""
+        return JSONResponse({"models": [the_model()]})
 
     @app.get("/v1/models/{name}")
     async def find_model(name: str) -> Response:
