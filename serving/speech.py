@@ -131,9 +131,8 @@ class Speech:
 
     def voices(self) -> list[dict]:
         presets = dict.fromkeys(name for model in self.models for name in model.voice_names(()))
-        return [{"id": name, "name": name, "kind": "preset"} for name in presets] + [
-            describe_voice(voice) for voice in self.registered.values()
-        ]
+        registered = map(describe_voice, self.registered.values())
+        return [*({"id": name, "name": name, "kind": "preset"} for name in presets), *registered]
 
     def voice_names(self) -> list[str]:
         return [voice["name"] for voice in self.voices()]

@@ -496,11 +496,12 @@ def test_every_response_has_an_id(server, speech, monkeypatch, caplog):
 # ---- Limits
 
 
-def test_a_key_guards_every_route_but_health(speech):
+def test_a_key_guards_every_route_but_health_and_docs(speech):
     key = "k\u00e4y-1"
     with RunningServer(speech, api_key=f" {key}\n") as server:  # as from a file; clients cannot send white space
-        assert server.ask("GET", "/health").status == 200
-        routes = [route.path for route in server.app.routes if route.path not in ("/health", "/v1/audio/speech/stream")]
+        assert server.ask("GET", "/health").status == server.ask("GET", "/docs").status == 200
+        open_routes = "/health", "/docs", "/v1/audio/speech/stream"
+        routes = [route.path for route in server.app.routes if route.path not in open_routes]
         assert len(routes) >= 7
         for path in routes:
             answer = server.ask("GET", path)

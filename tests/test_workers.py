@@ -135,9 +135,9 @@ def test_deaths_long_ago_do_not_count(monkeypatch):
     monkeypatch.setattr(engine_process, "SECONDS_OF_SERVICE", -1.0)
 
     async def main():
-        engine = engine_with(end, end, end, end, live)
+        engine = engine_with(end, end, end, live)
         await started(engine)
-        while engine.restarts < 4 or not engine.is_ready:
+        while engine.restarts < 3 or not engine.is_ready:
             await asyncio.sleep(0.01)
         await engine.close()
 
