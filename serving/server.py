@@ -113,15 +113,18 @@ def create_app(speech: Speech) -> FastAPI:
         data = await run_in_threadpool(convert, wav, style.response_format)
         return Response(data, media_type=CONTENT_TYPES[style.response_format])
 
+    async def describe_models() -> list[dict]:
+        await speech.refresh()
+        return [model.describe(speech.registered) for model in speech.models]
+
     @app.get("/v1/models")
     async def list_models() -> Response:
-        await speech.refresh()
-        return JSONResponse({"object": "list", "data": [model.describe(speech.registered) for model in speech.models]})
+        return JSONResponse({"object": "list", "data": await describe_models()})
 
     @app.get("/v1/audio/models")
     async def list_audio_models() -> Response:
         """As Open WebUI reads it."""
-        return JSONResponse({"models": [the_model()]})
+        return JSONResponse({"models": await describe_models()})
 
     @app.get("/v1/models/{name}")
     async def find_model(name: str) -> Response:
