@@ -88,7 +88,7 @@ def speak_all(args: argparse.Namespace, progress: "Progress", player: Player | N
         show_progress("")
         wall = time.perf_counter() - start
         now = progress.seconds - spoken_before  # without pauses and without what --resume has kept
-        summary = f"{'played' if output == PLAYED_ONLY else output}: {seconds:.2f} s of audio"
+        summary = f"{'played' if player and output == PLAYED_ONLY else output}: {seconds:.2f} s of audio"
         if args.join and progress.skipped:
             summary += f", {now:.2f} s of it now"
         summary += f" in {wall:.2f} s, {now / wall:.2f} x real time"
@@ -108,7 +108,9 @@ def what_is_kept(args: argparse.Namespace, seconds: float) -> str:
         return f"stopped: {kept} of {len(args.texts)} utterances are kept; the same command with {option} continues"
     if args.parts and args.parts.are_own():
         args.parts.remove()
-    if args.stream and seconds and goes_to_file(args.output) and is_wav(args.output):
+    if not goes_to_file(args.output):
+        return "stopped"
+    if args.stream and seconds and is_wav(args.output):
         return f"stopped: the first {seconds:.2f} s of audio are kept"
     return "stopped: nothing was written"
 
@@ -143,8 +145,8 @@ def voice_request(args: argparse.Namespace, tts) -> tuple[Callable, dict]:
         prompt = clone_prompt(
             tts, *args.voice, args.ref_text, silence=0 if args.no_append_silence else REFERENCE_SILENCE
         )
-        if args.ref_text and isinstance(args.texts, Pipe):
-            tokens = tokens_to_begin(tts, prompt, prompt[0].ref_code)
+        tokens = tokens_to_begin(tts, prompt, prompt[0].ref_code)
+        if isinstance(args.texts, Pipe) and tokens > 2:  # in-context
             show_note(
                 f"with --ref-text a line is spoken once it has {tokens} tokens or has ended; without --ref-text from "
                 "its second token on"
