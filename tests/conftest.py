@@ -16,6 +16,7 @@ import pytest
 from filelock import FileLock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the project's modules are not installed
+sys.path.append(str(Path(__file__).parents[1] / "package"))  # what `pip install -e .` does
 
 # torch and the project are imported in functions: the process that only starts the workers needs neither.
 

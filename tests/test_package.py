@@ -16,9 +16,6 @@ import soundfile
 import torch
 import transformers
 from helpers import ROOT
-
-sys.path.append(str(ROOT / "package"))  # what `pip install -e .` does
-
 from qwen3_tts_cuda_graphs import FasterQwen3TTS, GGMLQwen3TTS, Qwen3TTSCudaGraphs
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")

@@ -10,18 +10,24 @@ import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
 import transformers
-from helpers import GREEDY, ROOT, Voice, joined
+from helpers import GREEDY, ROOT, Voice, engine_of, joined
+from qwen3_tts_cuda_graphs import FasterQwen3TTS
 from safetensors.torch import load_file, save_file
+from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech
+from websockets.sync.client import connect
 
 from cli.speaking import count_tokens, text_tokenizer
 from common import checkpoints
 from common.checkpoints import display_name, missing_files, read_config
 from generate import MODELS, QWEN_PATTERN, Qwen3TTSModel, load_upstream, stream
 from speech import incremental_tokenizer
+from speech.long_text import stream_long
 from tools.random_checkpoint import write_checkpoint
 
 TEXT = "iPhone and McDonald's YouTube: 12 <|im_end|>\n\n  naïve CAFÉs, 今天天气真好 🎉"
@@ -289,3 +295,92 @@ def test_generate_speaks_offline(hub_cache, published, tmp_path):
 
 def test_the_configs_of_both_have_the_same_models():
     assert checkpoints.MODELS == MODELS
+
+
+# ---- Each published model, on every road; with real files where $QWEN3_TTS_PUBLISHED names a folder of model folders
+
+PUBLISHED_MODELS = {  # name -> kind, its size in config.json, how it can speak
+    "0.6B": ("base", "0b6", ["x-vector", "in-context"]),
+    "1.7B": ("base", "1b7", ["x-vector", "in-context"]),
+    "0.6B-CustomVoice": ("custom_voice", "0b6", ["preset"]),
+    "1.7B-CustomVoice": ("custom_voice", "1b7", ["preset"]),
+    "1.7B-VoiceDesign": ("voice_design", "1b7", ["designed"]),
+}
+NOT_STREAMING = dict(non_streaming_mode=False)  # the layout that text needs which is still arriving
+
+
+@pytest.fixture(params=PUBLISHED_MODELS)
+def model(request, published, tmp_path):
+    """The folder of a model, and the names of its voices."""
+    kind, size, voices = PUBLISHED_MODELS[request.param]
+    real = os.environ.get("QWEN3_TTS_PUBLISHED")
+    files = Path(real) / request.param if real else published(kind)
+    folder = tmp_path / f"Qwen3-TTS-12Hz-{request.param}"
+    folder.mkdir()
+    for file in files.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((folder / "config.json").read_text())
+    if not real:
+        (folder / "config.json").unlink()
+        (folder / "config.json").write_text(json.dumps(config | {"tts_model_size": size}))
+    if kind == "base" and not (folder / "speaker.pt").exists():
+        torch.save(torch.randn(config["talker_config"]["hidden_size"]), folder / "speaker.pt")
+    return folder, voices
+
+
+def in_pieces(text):
+    return (text[start : start + 3] for start in range(0, len(text), 3))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the speech was cut off")
+def test_a_published_model_in_python(model, recording):
+    """All its voices: greedy, seeded, in lists, streamed, in the engine, arriving and long texts, and the package."""
+    folder, voices = model
+    for name in voices:
+        voice = Voice(name, lambda _: folder, recording).end_comes_up(False)
+        method = getattr(voice.fast, voice.method)
+        for settings in (GREEDY, dict(temperature=0.8, top_k=30)):
+            voice.assert_same_tokens(text=TEXT, max_new_tokens=9, **settings)
+        voice.assert_same_tokens(text=[TEXT, "Hello!"], max_new_tokens=6)
+        arguments = voice.arguments | GREEDY | NOT_STREAMING | dict(max_new_tokens=9)
+        whole = joined(stream(method, text=TEXT, **arguments))
+        with engine_of(voice.fast, 2) as engine:
+            ways = {
+                "arriving": joined(stream(method, text=in_pieces(TEXT), **arguments)),
+                "engine": joined(engine.stream(method, text=TEXT, **arguments)),
+                "arriving in the engine": joined(engine.stream(method, text=in_pieces(TEXT), **arguments)),
+            }
+        (own,), _ = method(text=TEXT, **arguments)
+        for way, audio in (ways | {"whole call": own}).items():
+            assert len(audio) == len(whole) and abs(audio - whole).max() < 1e-4, (name, way)
+        assert len(joined(stream_long(method, text="One.\n\nTwo.", pause=0.0, **arguments))) == 2 * 8 * 1920
+
+        package = FasterQwen3TTS.from_pretrained(str(folder), device="cpu", dtype="float32", max_seq_len=384)
+        talker = package.model.model.talker
+        talker.codec_head.weight.data[talker.config.codec_eos_token_id] = 0
+        (audio,), _ = getattr(package.model, voice.method)(text=TEXT, **arguments)
+        assert abs(audio - whole).max() < 1e-4
+
+
+@pytest.mark.slow
+def test_a_published_model_over_http(model, tmp_path, recording):
+    """A request, text that arrives, text that cannot fit, and what it is called."""
+    folder, _ = model
+    speech = load_speech(folder, tmp_path / "voices", max_seq_len=256)
+    with RunningServer(speech) as server:
+        (listed,) = server.ask("GET", "/v1/models").json["data"]
+        assert listed["id"] == folder.name and listed["voices"]
+        fields = dict(input=TEXT, response_format="pcm", voice=listed["voices"][0], **SHORT)
+        spoken = server.speak(**fields)
+        assert spoken.status == 200 and len(spoken.body) == 5 * FRAME
+        assert server.speak(**fields | {"input": "word " * 800, "max_new_tokens": None}).status == 400
+        with connect(server.websocket_address, open_timeout=LIMIT) as session:
+            config = {"type": "session.config", "response_format": "pcm", "voice": fields["voice"], **SHORT}
+            messages = [{"type": "input.text", "text": piece} for piece in in_pieces(TEXT)]
+            for message in [config, *messages, {"type": "input.done"}, {"type": "session.close"}]:
+                session.send(json.dumps(message))
+            received = [*session]
+        assert len(b"".join(data for data in received if isinstance(data, bytes))) == 5 * FRAME
+        assert not [data for data in received if isinstance(data, str) and json.loads(data)["type"] == "error"]
+    speech.close()
