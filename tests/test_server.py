@@ -500,7 +500,7 @@ def test_a_key_guards_every_route_but_health(speech):
             assert server.ask("GET", "/v1/models", headers={"Authorization": wrong}).status == 401
         assert server.ask("GET", "/").headers["WWW-Authenticate"] == "Bearer"
     with RunningServer(speech, api_key=key, open_lists=True) as server:  # Open WebUI asks for these without it
-        for path in ("/v1/models", "/v1/audio/models", "/v1/audio/voices"):
+        for path in ("/v1/models", "/v1/audio/models", "/v1/audio/voices", "/v1/test"):
             assert server.ask("GET", path).status == 200
             assert server.ask("POST", path).status == 401
         assert server.ask("GET", "/metrics").status == server.speak().status == 401
