@@ -28,13 +28,13 @@ class Settings:
     # How much at once
     max_streams: int | None = limit(None, "listeners of a model at the same time; by default what fits, at most 64")
     max_waiting: int = limit(256, "requests that may wait for a place; more get 429")
-    max_connections: int = limit(1024, "requests and WebSockets at the same time")
+    max_connections: int = limit(1024, "connections at the same time; more get 503")
     max_seq_len: int = limit(2048, "positions for prompt and speech of one request, 12.5 per second")
 
     # How much in one request
     max_text: int = limit(4096, "characters of a text, a transcript or an instruction")
     max_body: int = limit(16 * MB, "bytes of a request")
-    max_held: int = limit(256 * MB, "bytes of all requests that are in progress")
+    max_held: int = limit(256 * MB, "bytes of all requests that are in progress; more get 503")
     max_upload: int = limit(10 * MB, "bytes of a recording")
     max_reference_seconds: float = limit(60.0, "seconds of a recording")
     max_voices: int = limit(256, "registered voices")

@@ -73,6 +73,7 @@ NOT_MEASURED = {
     "| option | meaning |",
     "| phase | every block reads | and writes |",
     "| program | file |",
+    "| program | version | how |",
     "| route | what it does |",
     "| field | meaning |",
     "| command | in a checkout |",
