@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ from serving_helpers import (
     wait_until,
     wait_until_free,
 )
+from websockets.sync.client import connect
 
 from serving import engine_process, memory
 from serving.engine_process import EngineProcess
@@ -265,6 +267,15 @@ def test_the_request_chooses_its_model(server, speech):
     assert speak(voice="vivian") == speak(voice="vivian", model=custom)  # only the second has this voice
     assert speak(model="tts-1", instructions="whisper") == speak(model=custom, instructions="whisper")
     assert "there is no voice 'vivian'" in server.speak(model=base, voice="vivian").error["message"]
+    with connect(server.websocket_address) as session:
+        config = {"type": "session.config", "model": custom, "response_format": "pcm", **SHORT}
+        for message in (config, {"type": "input.text", "text": "Hello there."}, {"type": "input.done"}):
+            session.send(json.dumps(message))
+        assert json.loads(session.recv(LIMIT))["type"] == "audio.start"
+        audio = b""
+        while isinstance(message := session.recv(LIMIT), bytes):
+            audio += message
+        assert audio == preset
     assert server.speak(model="tts-1", voice="nobody").error["code"] == "unknown_voice"
 
 
