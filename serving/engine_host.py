@@ -159,7 +159,7 @@ class EngineHost:
             self.engine.cancel(stream)
 
     def keep_voice(self, header: dict, payload: bytes) -> None:
-        self.references.submit(self.make_voice, header, np.frombuffer(payload, np.float32))
+        self.references.submit(self.make_voice, header, np.frombuffer(bytearray(payload), np.float32))  # writable
 
     def make_voice(self, header: dict, samples: np.ndarray) -> None:
         try:
