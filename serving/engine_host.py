@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -26,6 +27,7 @@ from speech.utterance import CutOff
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
 MAX_REFERENCE_THREADS = 2
+SECONDS_WITHOUT_A_PASS = 60.0  # a frame of many rows on a slow CPU takes less
 MAX_UNREAD = 64  # chunks of a stream that the server may leave unread before it pauses
 
 
@@ -50,6 +52,7 @@ class EngineHost:
         self.engine = None
         self.streams = {}  # id of a call -> its Stream
         self.is_draining = False
+        self.last_pass = self.advanced_at = 0.0  # the engine's last pass that was seen, and when
         self.references = ThreadPoolExecutor(MAX_REFERENCE_THREADS, "references")
 
     def begin(self, rows: int | None, models: int) -> None:
@@ -158,7 +161,7 @@ class EngineHost:
             self.engine.cancel(stream)
 
     def keep_voice(self, header: dict, payload: bytes) -> None:
-        self.references.submit(self.make_voice, header, np.frombuffer(payload, np.float32))
+        self.references.submit(self.make_voice, header, np.frombuffer(bytearray(payload), np.float32))  # writable
 
     def make_voice(self, header: dict, samples: np.ndarray) -> None:
         try:
@@ -230,9 +233,19 @@ class EngineHost:
     def look_after_streams(self) -> None:
         if not self.engine.is_running:
             self.stop(self.engine.intake.why_closed)
+        if self.stands_still():
+            self.stop(f"the engine has made no frame for {SECONDS_WITHOUT_A_PASS:g} s")
         for number, stream in [*self.streams.items()]:
             if error := stream.text_timed_out():
                 self.fail(number, error)
+
+    def stands_still(self) -> bool:
+        """Whether the engine has work and finishes none of it. Each of its passes sets time_of_pass."""
+        engine, now = self.engine, time.monotonic()
+        has_work = (engine.active or engine.intake.waiting) and engine.has_work()
+        if not has_work or engine.time_of_pass != self.last_pass:
+            self.last_pass, self.advanced_at = engine.time_of_pass, now
+        return now - self.advanced_at > SECONDS_WITHOUT_A_PASS
 
 
 def is_fatal(error: BaseException) -> bool:

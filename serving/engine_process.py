@@ -26,7 +26,7 @@ log = logging.getLogger("qwen3_tts_cudagraphs")
 
 MAX_DEATHS = 3
 SECONDS_OF_SERVICE = 60.0  # after which earlier deaths no longer count
-SECONDS_WITHOUT_SIGN = 30.0  # after which a worker that owes something is replaced
+SECONDS_WITHOUT_SIGN = 30.0  # of life, after which a worker is replaced
 SECONDS_TO_END = 5.0
 SECONDS_TO_DRAIN = 60.0  # of a worker that was sent SIGTERM
 CHUNKS_PER_RECEIPT = 8  # fewer messages; a stream pauses after many more chunks
@@ -49,7 +49,6 @@ class Call:
         self.number = number
         self.answers = asyncio.Queue()
         self.is_open = True
-        self.owes_text = False  # the rest of the text is still being written
         self.chunks_read = 0
 
     def send(self, op: str, payload: bytes = b"", **fields) -> None:
@@ -71,10 +70,6 @@ class Call:
         self.is_open = isinstance(answer, tuple) and answer[0]["type"] == "audio"
         self.answers.put_nowait(answer)
 
-    def is_owed(self) -> bool:
-        """Whether the worker must send something next."""
-        return self.is_open and not self.owes_text and self.answers.qsize() < CHUNKS_PER_RECEIPT
-
 
 class Connection(asyncio.Protocol):
     """The server's end of the socket, for the life of one worker."""
@@ -87,19 +82,17 @@ class Connection(asyncio.Protocol):
         self.calls = {}
         self.kept = {}  # RegisteredVoice that the worker has -> its key there
         self.is_over = asyncio.Event()
-        self.sign = self.progress = time.monotonic()  # when the worker last spoke, when there was something to do
+        self.sign_of_life = time.monotonic()
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self.sign = time.monotonic()
+        self.sign_of_life = time.monotonic()
         for header, payload in self.unpacker.feed(data):
             if "id" not in header:
                 self.on_event(header)
-                continue
-            self.progress = self.sign
-            if call := self.calls.get(header["id"]):
+            elif call := self.calls.get(header["id"]):
                 is_error = header["type"] == "error"
                 call.put(ApiError(**header["error"]) if is_error else (header, payload))
 
@@ -113,7 +106,6 @@ class Connection(asyncio.Protocol):
         self.is_over.set()
 
     def send(self, payload: bytes = b"", **header) -> None:
-        self.progress = time.monotonic()
         if not self.is_over.is_set():
             self.transport.write(pack(header, payload))
 
@@ -138,9 +130,8 @@ class Connection(asyncio.Protocol):
             return (await call.answer())[0]
 
     def hangs(self) -> bool:
-        now = time.monotonic()
-        is_owed = any(call.is_owed() for call in self.calls.values())
-        return max(now - self.sign, is_owed and now - self.progress) > SECONDS_WITHOUT_SIGN
+        """Whether the process stands still. An engine that does is noticed by the worker itself."""
+        return time.monotonic() - self.sign_of_life > SECONDS_WITHOUT_SIGN
 
 
 class EngineProcess:
@@ -221,7 +212,7 @@ class EngineProcess:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self.connection.is_over.wait(), 1.0)
                 if self.state == "ready" and self.connection.hangs():
-                    self.why = f"it did not answer for {SECONDS_WITHOUT_SIGN:g} s"
+                    self.why = f"it gave no sign of life for {SECONDS_WITHOUT_SIGN:g} s"
                     self.end_by = 0.0
                 if self.end_by is not None and time.monotonic() > self.end_by:
                     process.kill()
@@ -279,11 +270,12 @@ class EngineProcess:
 
 def end_process(process) -> int:
     """Wait for it, and reap it. Returns its exit status."""
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(SECONDS_TO_END)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it: another one is started all the same
+        return process.wait(SECONDS_TO_END)
+    return -signal.SIGKILL
 
 
 def how_it_ended(status: int) -> str:

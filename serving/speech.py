@@ -322,7 +322,6 @@ class Utterance:
         text = self.text if is_complete else None
         request = dict(text=text, voice=voice, options=self.options(), seed=self.style.seed)
         with connection.call("speak", payload, **request) as call:
-            call.owes_text = not is_complete
             writer = None if is_complete else asyncio.create_task(self.send_pieces(call))
             try:
                 while True:
@@ -342,7 +341,6 @@ class Utterance:
         try:
             async for piece in self.text:
                 call.send("text", text=piece, last=False)
-            call.owes_text = False
             call.send("text", text="", last=True)
         except Exception as error:
             call.put(error)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,8 +26,9 @@ from serving_helpers import (
     wait_until,
     wait_until_free,
 )
+from websockets.sync.client import connect
 
-from serving import engine_process, memory
+from serving import engine_host, engine_process, memory
 from serving.engine_process import EngineProcess
 from serving.errors import ApiError
 from serving.messages import LENGTHS, Unpacker, pack
@@ -144,29 +147,41 @@ def test_deaths_long_ago_do_not_count(monkeypatch):
     asyncio.run(asyncio.wait_for(main(), LIMIT))
 
 
-def test_a_worker_that_hangs_while_it_owes_something_is_replaced(monkeypatch):
+def test_a_worker_without_a_sign_of_life_is_replaced(monkeypatch):
     monkeypatch.setattr(engine_process, "SECONDS_WITHOUT_SIGN", 0.2)
 
     def beat(socket):
         with contextlib.suppress(OSError):
-            while True:  # it lives, but answers nothing
+            while True:
                 socket.sendall(pack(dict(type="beat", memory=1)))
                 time.sleep(0.05)
 
     async def main():
-        engine = engine_with(beat, live)
+        engine = engine_with(live, beat)
         await started(engine)
-        await asyncio.sleep(0.5)
-        assert engine.restarts == 0  # it owes nothing
         with pytest.raises(ApiError) as failed:
             await engine.connection.ask("count", text="Hello.")
         assert failed.value.status == 503
-        while engine.restarts < 1:
+        while not engine.is_ready:
             await asyncio.sleep(0.01)
-        assert "did not answer" in engine.why or engine.is_ready
+        await asyncio.sleep(1.5)
+        assert engine.is_ready and engine.restarts == 1  # the second one beats
         await engine.close()
 
     asyncio.run(asyncio.wait_for(main(), LIMIT))
+
+
+def test_an_engine_that_stands_still_is_noticed(monkeypatch):
+    """A kernel that never ends keeps the engine's thread, and no other."""
+    now = 1000.0
+    monkeypatch.setattr(engine_host, "time", SimpleNamespace(monotonic=lambda: now))
+    engine = SimpleNamespace(active=[], time_of_pass=0.1, intake=SimpleNamespace(waiting=[]), has_work=lambda: True)
+    host = object.__new__(engine_host.EngineHost)
+    host.engine, host.last_pass, host.advanced_at = engine, 0.0, 0.0
+    for active, duration, stands_still in (([], 0.1, False), ([1], 0.1, True), ([1], 0.2, False), ([1], 0.2, True)):
+        engine.active, engine.time_of_pass = active, duration
+        now += engine_host.SECONDS_WITHOUT_A_PASS + 1
+        assert host.stands_still() == stands_still
 
 
 def test_a_model_that_cannot_be_loaded_is_not_tried_again(checkpoint, tmp_path):
@@ -254,7 +269,7 @@ def test_the_request_chooses_its_model(server, speech):
     assert server.ask("GET", f"/v1/models/{custom}").json == listed[1]
 
     def speak(**fields) -> bytes:
-        answer = server.speak(response_format="pcm", **fields)
+        answer = server.speak(response_format="pcm", **fields, max_new_tokens=3)
         assert answer.status == 200, (fields, answer.body)
         return answer.body
 
@@ -265,6 +280,15 @@ def test_the_request_chooses_its_model(server, speech):
     assert speak(voice="vivian") == speak(voice="vivian", model=custom)  # only the second has this voice
     assert speak(model="tts-1", instructions="whisper") == speak(model=custom, instructions="whisper")
     assert "there is no voice 'vivian'" in server.speak(model=base, voice="vivian").error["message"]
+    with connect(server.websocket_address) as session:
+        config = {"type": "session.config", "model": custom, "response_format": "pcm", "seed": 1, "max_new_tokens": 3}
+        for message in (config, {"type": "input.text", "text": "Hello there."}, {"type": "input.done"}):
+            session.send(json.dumps(message))
+        assert json.loads(session.recv(LIMIT))["type"] == "audio.start"
+        audio = b""
+        while isinstance(message := session.recv(LIMIT), bytes):
+            audio += message
+        assert audio == speak(model=custom, non_streaming_mode=False)  # as text that arrives is spoken
     assert server.speak(model="tts-1", voice="nobody").error["code"] == "unknown_voice"
 
 
