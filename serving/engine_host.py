@@ -51,7 +51,7 @@ class EngineHost:
         self.tts = load_upstream(spec["model"], self.device, dtype)
         self.engine = None
         self.streams = {}  # id of a call -> its Stream
-        self.is_draining = False
+        self.is_draining = self.has_failed = False
         self.last_pass = self.advanced_at = 0.0  # the engine's last pass that was seen, and when
         self.references = ThreadPoolExecutor(MAX_REFERENCE_THREADS, "references")
 
@@ -222,7 +222,9 @@ class EngineHost:
 
     def fail(self, number: int, error: BaseException) -> None:
         if not self.engine.is_running or is_fatal(error):
-            log.error("the engine cannot go on", exc_info=error)
+            if not self.has_failed:  # once, not for each stream
+                log.error("the engine cannot go on", exc_info=error)
+            self.has_failed = True
             self.stop(f"{type(error).__name__}: {error}")
             error = engine_failed()
         told = as_told(error)
