@@ -328,7 +328,10 @@ class Session:
         await self.send(type="error", message=error.message, code=error.code, param=error.param, **about)
 
     async def send(self, **message) -> None:
-        await self.websocket.send_text(to_json(message))
+        try:
+            await self.websocket.send_text(to_json(message))
+        except RuntimeError:  # Starlette's, when the client has gone
+            raise WebSocketDisconnect(GONE) from None
 
     async def send_audio(self, data: bytes) -> None:
         """Past the middlewares, as in server.py."""
