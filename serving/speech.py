@@ -25,7 +25,7 @@ from serving.metrics import Metrics
 from serving.requests import Style
 from serving.settings import Settings, check_model
 from serving.voices import RegisteredVoice, VoiceFolder, as_stored, check_name
-from speech.arriving_text import tokens_to_begin
+from speech.arriving_text import characters_read, tokens_to_begin
 from speech.engine import Engine
 from speech.prompts import check_encodable, check_text, reference_codes
 from speech.request import QueueFull
@@ -409,10 +409,7 @@ class Utterance:
 
     def characters_read(self, text: str) -> int:
         """Of a text that came in pieces: the speech may end before its frames, a token each, have read all of it."""
-        tokenizer = self.speech.tts.processor.tokenizer
-        tokens = tokenizer(text).input_ids
-        read = self.prompt_tokens + self.frames
-        return len(text) if read >= len(tokens) else len(tokenizer.decode(tokens[:read]))
+        return characters_read(self.speech.tts, text, self.prompt_tokens + self.frames)
 
     def was_asked_to_end(self) -> bool:
         """Whether the client's own max_new_tokens has ended the speech."""

@@ -131,6 +131,12 @@ def tokenize(tts, text: str) -> list[int]:
     return tts.processor.tokenizer(text).input_ids
 
 
+def characters_read(tts, text: str, tokens: int) -> int:
+    """How many characters of a text the model has read with its first tokens."""
+    ids = tokenize(tts, text)
+    return len(text) if tokens >= len(ids) else len(tts.processor.tokenizer.decode(ids[:tokens]))
+
+
 @torch.no_grad()
 def text_rows(speech, ids: list[int]) -> torch.Tensor:
     """What frames add for these tokens. -> (T, H)"""
