@@ -14,10 +14,12 @@ from pathlib import Path
 from cli.player import sound_device
 from cli.text_files import Pipe
 from common.checkpoints import (
+    CLONING_MODEL,
     FRAME_RATE,
     KINDS,
     MODELS,
     MODELS_OF_KIND,
+    PRESET_MODEL,
     REFERENCE_SILENCE,
     check_number,
     check_speaker_file,
@@ -56,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     voice = parser.add_argument_group("voice")
     voice.add_argument(
         "--model",
-        help=", ".join(MODELS) + ", a hub id or a folder; default: 0.6B to clone a voice, else 0.6B-CustomVoice",
+        help=f"{', '.join(MODELS)}, a hub id or a folder; default: {PRESET_MODEL}, or {CLONING_MODEL} to clone a voice",
     )
     voice.add_argument(
         "--speaker",
@@ -163,7 +165,7 @@ def parse_arguments() -> argparse.Namespace:
 def default_model(args: argparse.Namespace) -> str:
     """Without a voice to clone, one that has voices of its own."""
     is_file = args.speaker is not None and (args.speaker.endswith(".pt") or Path(args.speaker).is_file())
-    return "0.6B" if is_file or args.ref_audio or args.ref_text else "0.6B-CustomVoice"
+    return CLONING_MODEL if is_file or args.ref_audio or args.ref_text else PRESET_MODEL
 
 
 def print_lists(args: argparse.Namespace) -> None:

@@ -29,6 +29,7 @@ KINDS = {
     "custom_voice": "a CustomVoice model, which has speakers of its own",
     "voice_design": "a VoiceDesign model, which makes voices from descriptions",
 }
+CLONING_MODEL, PRESET_MODEL = "0.6B", "0.6B-CustomVoice"  # the defaults, with and without a voice to clone
 MODELS_OF_KIND = {"base": "0.6B or 1.7B", "custom_voice": "1.7B-CustomVoice", "voice_design": "1.7B-VoiceDesign"}
 CHECKPOINT_FILES = (  # besides the weights and the vocabulary, which may be stored in two ways
     "config.json",

@@ -2,7 +2,7 @@
 
 In the server's own process, without torch:
 
-__main__.py       its options; process.py starts, serves and stops
+__main__.py       its start: options.py are its options; process.py starts, serves and stops
 server.py         HTTP; websocket.py is the WebSocket
 guard.py          who may ask: keys, origins, sizes
 connections.py    uvicorn's limits

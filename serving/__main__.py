@@ -1,123 +1,13 @@
-"""The command line of the server. Mistakes are answered before a worker is started.
+"""python -m serving --model 0.6B-CustomVoice --port 8000"""
 
-python -m serving --model 0.6B --port 8000
-"""
-
-import argparse
-import ipaddress
-import os
-import socket
-import warnings
-from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
-
-from common.checkpoints import MODELS, check_speaker_file
-from common.scripts import Parser, check_device_name, cli_errors
-from serving.settings import API_KEY_VARIABLE, LIMITS, Settings, check_host, check_model, check_origin
-
-PACKAGES = "fastapi", "uvicorn", "websockets", "prometheus_client", "python_multipart"
+from common.scripts import cli_errors
 
 
 def main() -> None:
-    with cli_errors():
-        args = parse_arguments()
-        for name in PACKAGES:
-            if find_spec(name) is None:
-                raise ValueError(f"the server needs {name}, which is not installed: run ./setup.sh none --server")
-        settings = make_settings(args)
-        for model in args.model:
-            check_model(settings, model, bool(args.speaker) and len(args.model) == 1)
-        for path in args.speaker:
-            check_speaker_file(path)
-        check_folder(args.voices)
-        with listen(args.host, args.port) as listening:
-            settings = keep_to_this_machine(listening, settings)
-            from serving.process import serve
+    with cli_errors():  # also of imports: this may be a Python without the packages
+        from serving.options import run
 
-            serve(args, settings, listening)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = Parser(prog="python -m serving", description="Serve speech over HTTP and WebSocket.")
-    parser.add_argument(
-        "--model", action="append", help=", ".join(MODELS) + ", a hub id or a folder; may be given several times"
-    )
-    parser.add_argument("--device", help="cuda, cuda:1, cpu")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in: set --api-key, too")
-    parser.add_argument("--port", default=8000, type=int, help="0 takes a free one")
-    parser.add_argument("--api-key", help=f"guards every route but /health; default: ${API_KEY_VARIABLE}")
-    parser.add_argument(
-        "--cors-origin", action="append", default=[], help="web pages of this origin may call the server, or *"
-    )
-    parser.add_argument(
-        "--allow-host", action="append", default=[], help="another name of this machine, for containers and proxies"
-    )
-    parser.add_argument("--open-lists", action="store_true", help="list voices and models without the key")
-    parser.add_argument("--voices", type=Path, default=Settings.voices, help="folder of the registered voices")
-    parser.add_argument(
-        "--speaker",
-        type=Path,
-        action="append",
-        default=[],
-        help="a speaker.pt of the first Base model; its voice has the file's name",
-    )
-    limits = parser.add_argument_group("limits")
-    for item in LIMITS:
-        option = "--" + item.name.replace("_", "-")
-        kind, help_text = int, item.metadata["help"]
-        if item.default is not None:
-            kind, help_text = type(item.default), f"{help_text} ({item.default:g})"
-        limits.add_argument(option, type=kind, default=item.default, help=help_text)
-    args = parser.parse_args()
-    args.model = args.model or ["0.6B"]
-    check_device_name(args.device)
-    if not 0 <= args.port < 65536:
-        raise ValueError(f"--port is {args.port}, it must be from 0 to 65535")
-    return args
-
-
-def make_settings(args: argparse.Namespace) -> Settings:
-    limits = {item.name: getattr(args, item.name) for item in LIMITS}
-    api_key = os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key
-    origins = tuple(map(check_origin, args.cors_origin))
-    hosts = tuple(map(check_host, args.allow_host))
-    return Settings(api_key, origins, hosts=hosts, open_lists=args.open_lists, voices=args.voices, **limits)
-
-
-def check_folder(folder: Path) -> None:
-    """Whether it can be made, or written to."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        problem = f"{existing} is not a folder that can be written to"
-        raise ValueError(f"the voices cannot be kept in {folder}: {problem}: choose another --voices")
-
-
-def keep_to_this_machine(listening: socket.socket, settings: Settings) -> Settings:
-    """A server without a key is for this machine only. If it is open to others, warn."""
-    if settings.api_key is not None:
-        return settings
-    host = listening.getsockname()[0]
-    if ipaddress.ip_address(host).is_loopback:
-        return replace(settings, only_this_machine=True)
-    warnings.warn(f"--host {host} without --api-key: whoever reaches this machine can use the server", stacklevel=2)
-    return settings
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Take the port before the model is loaded. Connections wait until the server runs."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # With its protocol named: asyncio sets TCP_NODELAY only then. Else the first audio may wait 40 ms for an ACK.
-        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(2048)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not the name of a host"
-        raise ValueError(f"cannot listen on {host}:{port}: {reason}: choose another --host or --port") from None
-    return listening
+        run()
 
 
 if __name__ == "__main__":

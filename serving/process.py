@@ -19,7 +19,7 @@ from serving.speech import Speech, read_speakers
 
 
 def serve(args: argparse.Namespace, settings: Settings, listening: socket.socket) -> None:
-    """Serve until a signal comes. `args` are the options of serving/__main__.py."""
+    """Serve until a signal comes. `args` are the options of serving/options.py."""
     log_to_stderr()
     speech = Speech(args.model, args.device, args.dtype, settings, read_speakers(args.speaker))
     host, port = listening.getsockname()[:2]

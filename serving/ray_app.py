@@ -27,6 +27,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 from ray.serve.metrics import Gauge
 
+from common.checkpoints import PRESET_MODEL
 from serving.errors import ApiError
 from serving.memory import MAX_ROWS
 from serving.requests import parse
@@ -42,7 +43,7 @@ class Placement(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str = "0.6B"  # or several
+    model: str = PRESET_MODEL  # or several
     device: Literal["cuda", "cpu"] = "cuda"  # which GPU it is, Ray decides
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
     voices: Path = Settings.voices  # with several machines, a folder that all of them see

@@ -27,8 +27,8 @@ from helpers import ROOT
 from safetensors.torch import load_file, save_file
 from serving_helpers import FRAME, LIMIT, is_running
 
-from serving.__main__ import keep_to_this_machine
-from serving.__main__ import listen as bind
+from serving.options import keep_to_this_machine
+from serving.options import listen as bind
 from serving.process import greeting
 from serving.settings import Settings, check_origin
 from serving.speech import Speech
