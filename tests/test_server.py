@@ -109,9 +109,9 @@ def likeness(audio: np.ndarray, expected: np.ndarray) -> float:
     return product.max() / np.linalg.norm(audio.astype(float)) / np.linalg.norm(expected.astype(float))
 
 
-@pytest.mark.parametrize("name", [*CONTENT_TYPES, "WAV", "", None])
+@pytest.mark.parametrize("name", [*CONTENT_TYPES, "WAV", ""])
 def test_every_format(server, name):
-    """Upper case, nothing and null as well, which are mp3 as with OpenAI: some programs rely on it."""
+    """Upper case and nothing as well, which is mp3 as with OpenAI: some programs rely on it."""
     answer = server.speak(response_format=name)
     kind = (name or "mp3").lower()
     assert answer.status == 200 and answer.headers["Content-Type"] == CONTENT_TYPES[kind]
@@ -147,7 +147,7 @@ def test_compressed_formats_leave_at_once(name, frames):
         assert 0 <= len(audio) - len(tone) < 0.1 * 24000 and likeness(audio, tone) > 0.98
 
 
-@pytest.mark.parametrize("speed", [0.25, 0.4, 0.5, 0.8, 1.5, 4])
+@pytest.mark.parametrize("speed", [0.25, 0.8, 4])
 def test_speed_changes_the_tempo_and_keeps_the_pitch(speed):
     """Without atempo the samples are those of the model, and a player that is faster also sounds higher."""
     tone = (12000 * np.sin(2 * np.pi * 440 * np.arange(4 * 24000) / 24000)).astype(np.int16)
