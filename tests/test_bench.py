@@ -92,6 +92,7 @@ def write_recognizer(folder) -> None:
     transformers.Wav2Vec2ForCTC(config).save_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_each_path_is_heard(tmp_path, monkeypatch, capsys):
     """Random weights prove only that it runs: the same audio must be judged the same, on every path."""
     write_recognizer(tmp_path / "recognizer")

@@ -72,8 +72,8 @@ def test_a_finetuned_speaker_with_capitals_can_be_chosen(finetuned, monkeypatch,
     main()
     assert output.is_file()
 
-    speech = pytest.importorskip("serving.speech").Speech(str(finetuned), "cpu")
-    assert speech.resolve_voice("Anna_2") == "anna_2"
+    (model,) = pytest.importorskip("serving.speech").Speech(str(finetuned), "cpu").models
+    assert model.resolve_voice("Anna_2", ()) == "anna_2"
 
 
 def test_speakers_that_the_model_cannot_have():
