@@ -19,10 +19,13 @@ warm_up.py      one request, made when the model is loaded, so that a user's fir
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
 
 from fast import codec_kernels
 from fast.layers import bypass_config_getattr, replace_layers
 from fast.paths import check_torch, compile_ahead
+from speech.incremental_tokenizer import PRE_TOKENS
 from speech.model import Speech
 from speech.runner import Runner
 from speech.text_table import use_text_table
@@ -39,6 +42,8 @@ def plug_in(tts, decoder, rows: int, fused: bool | None) -> None:
         compile_ahead(talker)
     bypass_config_getattr(tts.model.config, talker.config)
     complete_speakers(talker.config)
+    # load_upstream does the same; this is for a model that upstream has loaded, from a folder.
+    tts.processor.tokenizer.backend_tokenizer.pre_tokenizer[0] = Split(Regex(PRE_TOKENS), "isolated")
     tts._tokenize_texts([""])  # sets the tokenizer's padding, which must not change while another thread tokenizes
     with ThreadPoolExecutor(1) as thread:  # the table is copied to the host meanwhile
         table = thread.submit(use_text_table, talker) if on_gpu else None

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
@@ -43,6 +44,11 @@ VOICES = {  # name: model type, method, its arguments
         lambda tts, folder, recording: dict(instruct="a warm narrator", language="Chinese"),
     ),
 }
+
+
+def slow(*values) -> list:
+    """Parameters of a test that are left out in CI, where others run the same code."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 class Voice:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import GREEDY, engine_of, joined
+from helpers import GREEDY, engine_of, joined, slow
 
 import speech.runner
 import speech.schedule
@@ -95,7 +95,7 @@ def voice(voices):
     return voices("x-vector").end_comes_up(True)
 
 
-@pytest.mark.parametrize("name", ["x-vector", "in-context", pytest.param("preset", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["x-vector", *slow("in-context", "preset")])
 def test_streams_that_join_and_leave_are_as_alone(voices, name):
     """More requests than rows, started one after another: prefill, copies between rows, other rows' settings and noise
     must not leak, and a stream that is alone again goes back to the frame of a single row."""
@@ -131,7 +131,7 @@ def test_prompts_that_wait_together_are_prefilled_together(voice, monkeypatch):
     assert together == [7] and moves
 
 
-@pytest.mark.parametrize("name", ["x-vector", "in-context", "preset"])
+@pytest.mark.parametrize("name", ["in-context", *slow("x-vector", "preset")])
 def test_a_list_of_texts(voices, name):
     """More texts than rows, with an argument for each text, and prompts with a row for each."""
     voice = voices(name).end_comes_up(True)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from helpers import GREEDY, assert_the_same_together, joined, use_rows
+from helpers import GREEDY, assert_the_same_together, joined, slow, use_rows
 
 from generate import accelerate, load, load_upstream, stream
 from speech.model import whole_call
@@ -236,7 +236,7 @@ def test_building_a_request_leaves_the_model_alone(voices):
     assert tts.speech.talker is tts.model.talker
 
 
-@pytest.mark.parametrize("name", ["x-vector", "in-context", "preset", pytest.param("designed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["x-vector", *slow("in-context", "preset", "designed")])
 def test_chunks_joined_are_the_whole(voices, name):
     """A chunk that is lost, repeated or decoded from the wrong state; and chunks of other sizes than promised."""
     voice = voices(name).end_comes_up(True)
@@ -320,7 +320,7 @@ def different_voices(voice):
     return dict(voice_clone_prompt=[item, shorter, shorter, item])
 
 
-@pytest.mark.parametrize("name", ["x-vector", "in-context", "preset", pytest.param("designed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["in-context", *slow("x-vector", "preset", "designed")])
 def test_a_list_on_rows(voices, two_rows, name):
     """More texts than rows, which end apart, with a language and a voice for each: in order, each with its own."""
     voice = voices(name).end_comes_up(True)

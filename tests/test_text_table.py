@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import VOICES, joined
+from helpers import joined, slow
 
 from common.voices import speaker_prompt
 from generate import accelerate, load_upstream, stream
@@ -18,7 +18,7 @@ from speech.text_table import HostTalker, TextTable, use_text_table
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 
 
-@pytest.fixture(params=[name for name in VOICES if name != "in-context"])
+@pytest.fixture(params=["x-vector", *slow("preset", "designed")])
 def voice(voices, request):
     return voices(request.param).end_comes_up(True)
 
