@@ -73,7 +73,8 @@ def pretended_stack(name: str) -> tuple[SimpleNamespace, list[SimpleNamespace]]:
 )
 def test_the_kernel_compiles(stack, gpu, defines, tmp_path):
     model, heads = pretended_stack(stack)
-    sizes = megakernel.kernel_sizes(model, heads, 2048, pretended_gpu(gpu))
+    talker_hidden = 2048 if stack == "predictor" else model.config.hidden_size
+    sizes = megakernel.kernel_sizes(model, heads, talker_hidden, pretended_gpu(gpu))
     source = tmp_path / "megakernel.cu"
     source.write_text(defines + megakernel.complete_source(sizes))
     command = ["nvcc", f"-arch={GPUS[gpu][0]}", "-cubin", "-o", tmp_path / "megakernel.cubin", source]
