@@ -201,7 +201,7 @@ def test_a_place_whose_text_comes_slowly_is_given_away(voices):
 
     def pieces():
         yield "one two three four "
-        while not is_over.wait(0.3):
+        while not is_over.wait(0.5):
             yield "5 "  # 160 ms of speech
 
     with engine_of(voice.fast, 1, patience=0.5) as engine:
