@@ -30,6 +30,7 @@ def uvicorn_config(app: FastAPI, settings: Settings, **options) -> uvicorn.Confi
         timeout_graceful_shutdown=SECONDS_TO_CLOSE,
         log_level="warning",
         server_header=False,
+        proxy_headers=False,  # nothing here asks for the client's address
         **options,
     )
     config.settings = settings

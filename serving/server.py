@@ -67,7 +67,7 @@ def create_app(speech: Speech) -> FastAPI:
         speech.check_ready()
         try:
             wanted = parse(SpeechRequest, await read_json(request, settings))
-            await speech.refresh(wanted.voice)
+            await speech.look_for(wanted.voice)
             speech.check(wanted)
             check_encoding(wanted)
             text = speech.check_text(wanted.input)

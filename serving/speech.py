@@ -22,13 +22,14 @@ from serving.audio_formats import decode_base64, decode_recording
 from serving.engine_process import Call, Connection, EngineProcess, start_worker
 from serving.errors import ApiError
 from serving.metrics import Metrics
-from serving.model import Model, sampling
+from serving.model import OPENAI_VOICES, Model, sampling
 from serving.requests import Style
 from serving.settings import Settings, check_model
 from serving.voices import RegisteredVoice, VoiceFolder, as_stored, check_name
 
 MAX_THREADS = 4
 SECONDS_FOR_A_DISK = 10.0
+SECONDS_BETWEEN_LOOKS = 1.0  # at the folder, for a voice that was there
 
 Text = str | AsyncIterator[str]
 
@@ -67,6 +68,7 @@ class Speech:
             raise ValueError(f"two models would have the name {max(ids, key=ids.count)}: give each once")
         self.folder = VoiceFolder(self.settings) if cloning else None
         self.registered = self.folder.voices if cloning else {}  # as the folder was when it was last looked at
+        self.looked_at = 0.0
         self.threads = ThreadPoolExecutor(MAX_THREADS, "recordings")
         self.disk_threads = ThreadPoolExecutor(MAX_THREADS, "voices")  # a disk that hangs keeps them
         self.metrics = Metrics(self.models)
@@ -114,12 +116,21 @@ class Speech:
 
     # ---- Voices
 
-    async def refresh(self, voice: str | None = None) -> None:
-        """Look at the folder of voices, which other servers may share, unless the voice is known without it."""
-        wanted = (voice or "").strip().lower()
-        if self.folder is None or any(wanted in (*model.presets, *model.speakers) for model in self.models):
+    async def look_for(self, voice: str | None) -> None:
+        """Look at the folder of voices, unless the voice is known without it, or has just been seen there."""
+        wanted = (voice or OPENAI_VOICES[0]).strip().lower()
+        if any(wanted in (*model.presets, *model.speakers) for model in self.models):
+            return
+        is_known = wanted in self.registered or wanted in OPENAI_VOICES
+        if not is_known or time.monotonic() - self.looked_at > SECONDS_BETWEEN_LOOKS:
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Look at the folder of voices, which other servers may share."""
+        if self.folder is None:
             return
         self.registered = await self.on_disk(lambda: self.folder.voices)
+        self.looked_at = time.monotonic()
         self.forget_removed_voices()
 
     def forget_removed_voices(self) -> None:
@@ -152,7 +163,7 @@ class Speech:
         await keep_voice(connection, key, "audio_sample", recording, ref_text)
         voice = await self.on_disk(self.folder.add, name, recording, ref_text)
         connection.kept[voice] = key
-        await self.refresh(name)
+        await self.refresh()
         return describe_voice(voice)
 
     async def unregister(self, name: str) -> None:
@@ -163,7 +174,7 @@ class Speech:
             await self.on_disk(self.folder.remove, name)
         except KeyError:
             raise ApiError(f"there is no registered voice {name!r}", 404, "name", "unknown_voice") from None
-        await self.refresh(name)
+        await self.refresh()
 
     def cloning_model(self, what: str) -> Model:
         for model in self.models:
@@ -193,7 +204,7 @@ class Speech:
         return [*named, *able, *self.models][0]
 
     def check(self, style: Style) -> None:
-        """Refuse what cannot be done, before any work starts. `refresh` before."""
+        """Refuse what cannot be done, before any work starts. `look_for` its voice before."""
         for name in ("instructions", "ref_text", "voice", "language"):
             self.check_field(name, getattr(style, name))
         self.model_for(style).check(style, self.registered)
@@ -303,7 +314,7 @@ class Utterance:
                 connection.send(op="forget", keys=[key])
             return
         if not isinstance(self.text, str):  # the session has looked at the folder long ago
-            await speech.refresh(style.voice)
+            await speech.look_for(style.voice)
         name = self.model.resolve_voice(style.voice, speech.registered)
         if name in self.model.speakers:
             yield {"file": name}, b""

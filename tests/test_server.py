@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import threading
+import time
 import wave
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -378,14 +379,20 @@ def test_a_base_model_without_voices_says_what_to_do(checkpoint, tmp_path):
         speech.models[0].resolve_voice("alloy", ())
 
 
-def test_a_speaker_is_found_without_the_disk():
+def test_a_speaker_is_found_without_the_disk(monkeypatch):
     """A look at the folder of voices in each request took longer than the first audio on a slow disk."""
     speech = object.__new__(Speech)
     speech.models = [SimpleNamespace(presets=["aiden"], speakers=["me"])]
-    speech.folder = SimpleNamespace()
-    speech.on_disk = lambda _: pytest.fail("it looked at the folder")
-    for name in ("aiden", " ME "):
-        asyncio.run(speech.refresh(name))
+    looks = []
+    monkeypatch.setattr(Speech, "refresh", lambda self: asyncio.sleep(0, looks.append(1)))
+    speech.registered, speech.looked_at = {"known": None}, time.monotonic()
+    for name in ("aiden", " ME ", "known", "alloy", None):
+        asyncio.run(speech.look_for(name))
+    assert not looks
+    asyncio.run(speech.look_for("new"))  # another server may have registered it
+    speech.looked_at -= 2
+    asyncio.run(speech.look_for("known"))  # another server may have removed it
+    assert len(looks) == 2
 
 
 @pytest.mark.parametrize(
