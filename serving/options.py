@@ -13,7 +13,7 @@ from common.checkpoints import CLONING_MODEL, MODELS, PRESET_MODEL, check_speake
 from common.scripts import Parser, check_device_name
 from serving.settings import API_KEY_VARIABLE, LIMITS, Settings, check_host, check_model, check_origin
 
-PACKAGES = "fastapi", "uvicorn", "websockets", "prometheus_client", "python_multipart"
+PACKAGES = "starlette", "uvicorn", "httptools", "websockets", "pydantic", "prometheus_client", "python_multipart"
 
 
 def run() -> None:

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Literal
 
 import click
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 from ray.serve.metrics import Gauge
+from starlette.applications import Starlette
 
 from common.checkpoints import PRESET_MODEL
 from serving.errors import ApiError
@@ -118,7 +118,7 @@ class Replica:
         gc.freeze()  # as in process.py
         self.publishing = asyncio.create_task(publish(self.speech.metrics.registry))
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> Starlette:
         return create_app(self.speech)
 
     def check_health(self) -> None:

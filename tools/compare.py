@@ -28,42 +28,53 @@ from benchmarks.listeners import Listener, listen_at, poisson_arrivals, summary
 
 ROOT = Path(__file__).parents[1]
 SECONDS_TO_START = 1.0  # of the processes of listeners
+CROWDS = 3  # of the same size, one after another
 MASKED_TEXT = b"\x81"  # first byte of a WebSocket's message
 
 
-def measurements(args: argparse.Namespace) -> dict[str, tuple[list[float], bool]]:
-    """Name -> when listeners come, and whether each waits for the one before."""
-    return {
-        f"{args.one_by_one} one by one": ([0.0] * args.one_by_one, True),
-        f"{args.rate:g} requests per second for {args.seconds:g} s": (
-            [*poisson_arrivals(args.rate, args.seconds)],
-            False,
-        ),
-    } | {f"{count} at once": ([0.0] * count, False) for count in args.crowds}
+Drive = Callable[[list[float], bool], tuple[list[Listener], list[str], float]]
+# takes when listeners come, and whether each waits for the one before; returns them, their errors, and the seconds
+
+
+def measure(args: argparse.Namespace, drive: Drive) -> dict[str, dict]:
+    """Rows of results, by name."""
+    cases = {f"{args.one_by_one} one by one": [([0.0] * args.one_by_one, True)]}
+    for rate in args.rate:
+        cases[f"{rate:g} requests per second for {args.seconds:g} s"] = [(poisson_arrivals(rate, args.seconds), False)]
+    for count in args.crowds:
+        cases[f"{count} at once"] = [([0.0] * count, False)] * CROWDS
+    drive([0.0], True)  # warm-up
+    rows = {}
+    for name, runs in cases.items():
+        parts, errors, walls = zip(*(drive([*arrivals], one_by_one) for arrivals, one_by_one in runs))
+        rows[name] = summary(sum(parts, []), sum(walls)) | {"errors": sum(errors, [])}
+    return rows
 
 
 def compare(args: argparse.Namespace, speak: Callable, request: dict) -> dict:
     """speak: tools.load.speak; request: what listeners ask for"""
     from benchmarks.machine import machine_card  # imports torch
 
-    result = {"card": machine_card(args.weights), "model": args.compare, "max_streams": args.max_streams}
-    result |= {"clients": args.clients, "idle_websockets": args.idle_websockets, "engine": {}, "server": {}}
+    size = Path(args.compare).name
+    options = {name: getattr(args, name) for name in ("max_streams", "clients", "idle_websockets")}
+    engine, server = f"{size}, engine", f"{size}, over HTTP"
+    result = {"card": machine_card(args.weights), "options": options, "models": {engine: {}, server: {}}}
     with tempfile.NamedTemporaryFile() as output:
         command = [sys.executable, "-m", "tools.compare", json.dumps(vars(args) | {"request": request}, default=str)]
         subprocess.run([*command, output.name], check=True, cwd=ROOT, stdout=2)
-        result["engine"] = json.loads(Path(output.name).read_text())
+        result["models"][engine] = json.loads(Path(output.name).read_text())
     raise_limit_of_files()
     with running_server(args) as url, contextlib.ExitStack() as idle:
         for _ in range(args.idle_websockets):
             idle.enter_context(idle_websocket(url))
         start = partial(speak, url, None, **request)
-        drive_server(start, [0.0], True, 1)  # warm-up
-        for name, (arrivals, one_by_one) in measurements(args).items():
-            result["server"][name] = drive_server(start, arrivals, one_by_one, args.clients)
+        result["models"][server] = measure(args, partial(drive_server, start, args.clients))
     return result
 
 
-def drive_server(start: Callable, arrivals: list[float], one_by_one: bool, clients: int) -> dict:
+def drive_server(
+    start: Callable, clients: int, arrivals: list[float], one_by_one: bool
+) -> tuple[list[Listener], list[str], float]:
     """The listeners divided between processes, which begin at the same time."""
     clients = 1 if one_by_one else min(clients, len(arrivals))
     begin_at = time.time() + SECONDS_TO_START
@@ -75,7 +86,7 @@ def drive_server(start: Callable, arrivals: list[float], one_by_one: bool, clien
         results = [part.result() for part in parts]
     listeners = [listener for part, _, _ in results for listener in part]
     errors = [error for _, errors, _ in results for error in errors]
-    return summary(listeners, max(wall for _, _, wall in results)) | {"errors": errors}
+    return listeners, errors, max(wall for _, _, wall in results)
 
 
 def drive_part(start, arrivals, one_by_one, begin_at) -> tuple[list[Listener], list[str], float]:
@@ -164,10 +175,11 @@ def measure_engine(args: argparse.Namespace) -> dict:
         with contextlib.suppress(UserWarning):  # the speech ends at max_new_tokens
             yield from host.engine.stream(host.method, **arguments)
 
-    listen_at(start, [0.0])  # warm-up
-    rows = {}
-    for name, (arrivals, one_by_one) in measurements(args).items():
-        rows[name] = summary(*listen_at(start, arrivals, *([1] if one_by_one else [])))
+    def drive(arrivals: list[float], one_by_one: bool) -> tuple[list[Listener], list[str], float]:
+        listeners, wall = listen_at(start, arrivals, *([1] if one_by_one else []))
+        return listeners, [], wall
+
+    rows = measure(args, drive)
     host.close()
     return rows
 
