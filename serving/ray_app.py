@@ -49,6 +49,7 @@ class Placement(BaseModel):
     voices: Path = Settings.voices  # with several machines, a folder that all of them see
     speaker: str = ""  # speaker.pt files
     cors_origin: str = ""
+    open_lists: bool = False
 
     replicas: int = Field(1, ge=1)  # that are always there
     max_replicas: int = Field(0, ge=0)  # more are started under load, up to so many
@@ -66,7 +67,7 @@ def app(arguments: dict) -> Application:
         limits = {item.name: getattr(wanted, item.name) for item in LIMITS}
         key = os.environ.get(API_KEY_VARIABLE) or None
         origins = tuple(map(check_origin, split(wanted.cors_origin)))
-        settings = Settings(key, origins, voices=wanted.voices.absolute(), **limits)
+        settings = Settings(key, origins, open_lists=wanted.open_lists, voices=wanted.voices.absolute(), **limits)
         speakers = read_speakers([Path(path) for path in split(wanted.speaker)])
         models = split(wanted.model)
         for model in models:
