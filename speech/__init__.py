@@ -16,8 +16,6 @@ intake.py       their prompts and texts, in another thread; request.py is one of
 warm_up.py      one request, made when the model is loaded, so that a user's first is as fast as the others
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
@@ -45,13 +43,12 @@ def plug_in(tts, decoder, rows: int, fused: bool | None) -> None:
     # load_upstream does the same; this is for a model that upstream has loaded, from a folder.
     tts.processor.tokenizer.backend_tokenizer.pre_tokenizer[0] = Split(Regex(PRE_TOKENS), "isolated")
     tts._tokenize_texts([""])  # sets the tokenizer's padding, which must not change while another thread tokenizes
-    with ThreadPoolExecutor(1) as thread:  # the table is copied to the host meanwhile
-        table = thread.submit(use_text_table, talker) if on_gpu else None
-        keepalive = replace_layers(talker, decoder.max_seq_len)
-        runner = Runner(talker, tts.model.speech_tokenizer, rows, decoder.max_seq_len, fused, keepalive)
+    host_talker = use_text_table(talker) if on_gpu else None  # first: it frees what the rows' memory then takes
+    keepalive = replace_layers(talker, decoder.max_seq_len)
+    runner = Runner(talker, tts.model.speech_tokenizer, rows, decoder.max_seq_len, fused, keepalive)
     if on_gpu:
         torch._C._cuda_clearCublasWorkspaces()  # torch would keep those of the graphs' pools longer than the graphs
-    tts.speech = Speech(tts, decoder, runner, table and table.result())
+    tts.speech = Speech(tts, decoder, runner, host_talker)
     tts.speech.take_over()
     if on_gpu:
         warm_up(tts)
