@@ -99,9 +99,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         for call in self.calls.values():
             if call.is_open:
-                call.answers = (
-                    asyncio.Queue() if call.answers.qsize() else call.answers
-                )  # what is unread is not complete
+                while not call.answers.empty():  # what is unread is not complete
+                    call.answers.get_nowait()
                 call.put(engine_failed())
         self.is_over.set()
 

@@ -92,21 +92,15 @@ class Speech:
     def in_flight(self) -> int:
         return sum(model.in_flight for model in self.models)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether any of the models speaks."""
-        return any(model.engine.is_ready for model in self.models)
-
     def check_ready(self) -> None:
-        if self.is_draining:
-            raise ApiError("the server is shutting down: ask another one", 503, code="shutting_down")
-        if not self.is_ready:
+        """Whether any of the models speaks."""
+        if self.is_draining or not any(model.engine.is_ready for model in self.models):
             self.check_all_ready()
 
     def check_all_ready(self) -> None:
         """For /health."""
         if self.is_draining:
-            self.check_ready()
+            raise ApiError("the server is shutting down: ask another one", 503, code="shutting_down")
         for model in self.models:
             try:
                 model.engine.check_ready()
@@ -159,8 +153,7 @@ class Speech:
         await self.on_disk(self.folder.check_new, name)
         recording = await self.run(lambda: as_stored(decode_recording(data, self.settings, "audio_sample")))
         connection = model.engine.connection
-        key = new_key()
-        await keep_voice(connection, key, "audio_sample", recording, ref_text)
+        key = await keep_voice(connection, "audio_sample", recording, ref_text)
         voice = await self.on_disk(self.folder.add, name, recording, ref_text)
         connection.kept[voice] = key
         await self.refresh()
@@ -304,10 +297,9 @@ class Utterance:
                 yield {}, np.array(style.speaker_embedding, np.float32).tobytes()
             return
         if style.ref_audio is not None:
-            key = new_key()
             recording = await speech.run(read_reference, style.ref_audio, speech.settings)
             ref_text = None if style.x_vector_only_mode else (style.ref_text or "").strip()
-            await keep_voice(connection, key, "ref_audio", recording, ref_text or None)
+            key = await keep_voice(connection, "ref_audio", recording, ref_text or None)
             try:
                 yield {"key": key}, b""
             finally:
@@ -322,9 +314,7 @@ class Utterance:
         key = connection.kept.get(speech.registered[name])
         if key is None:
             voice, recording = await speech.on_disk(speech.folder.read, name)
-            key = new_key()
-            await keep_voice(connection, key, "voice", recording, voice.ref_text)
-            connection.kept[voice] = key
+            key = connection.kept[voice] = await keep_voice(connection, "voice", recording, voice.ref_text)
         yield {"key": key}, b""
 
     async def samples(self, connection: Connection, voice: dict, payload: bytes) -> AsyncIterator[np.ndarray]:
@@ -383,20 +373,17 @@ class Utterance:
         return self.style.max_new_tokens is not None and self.frames == self.style.max_new_tokens - 1
 
 
-async def keep_voice(connection: Connection, key: str, name: str, recording: Chunk, ref_text: str | None) -> None:
-    """Have the worker make a voice. name: the field that a mistake is in"""
+async def keep_voice(connection: Connection, name: str, recording: Chunk, ref_text: str | None) -> str:
+    """Have the worker make a voice. Returns its key there. name: the field that a mistake is in"""
     samples, rate = recording
     payload = np.asarray(samples, np.float32).tobytes()
+    key = secrets.token_hex(8)
     await connection.ask("voice", payload, key=key, name=name, rate=rate, ref_text=ref_text)
+    return key
 
 
 def read_reference(ref_audio: str, settings: Settings) -> Chunk:
     return decode_recording(decode_base64(ref_audio, settings), settings, "ref_audio")
-
-
-def new_key() -> str:
-    """For a voice that a worker makes."""
-    return secrets.token_hex(8)
 
 
 def describe_voice(voice: RegisteredVoice) -> dict:

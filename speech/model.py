@@ -92,7 +92,7 @@ class Speech:
         """Decode all of them, as many at a time as there are free rows. Yields each when it is complete."""
         waiting = iter(utterances)
         active = []
-        with self.turns:
+        with self.turns.take():
             self.runner.enter()
             self.runner.require_row()
             try:
@@ -145,7 +145,7 @@ class Speech:
         check_finite(request)
         if self.on_gpu:
             return self.generate_on_rows(request)
-        with self.turns:
+        with self.turns.take():
             return self.decoder.generate(**request)
 
     def generate_on_rows(self, request: dict):
@@ -172,7 +172,7 @@ class Speech:
         if torch.is_tensor(codes) and codes.dim() == 2:
             codes = [codes]
         chunks = []
-        with self.turns:
+        with self.turns.take():
             self.runner.enter()
             row = self.runner.require_row()
             for utterance in codes:

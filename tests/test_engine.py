@@ -124,7 +124,7 @@ def test_prompts_that_wait_together_are_prefilled_together(voice, monkeypatch):
         prefills, load, copy_row = engine.runner.prefills, engine.runner.prefills.load, speech.runner.copy_row
         monkeypatch.setattr(prefills, "load", lambda rows, *rest: together.append(len(rows)) or load(rows, *rest))
         monkeypatch.setattr(speech.runner, "copy_row", lambda *rows: moves.append(rows) or copy_row(*rows))
-        with engine.speech.turns:  # the engine waits for it
+        with engine.speech.turns.take():  # the engine waits for it
             streams = [engine.stream(method, **request) for request in requests]
         for chunks, audio in zip(streams, expected, strict=True):
             assert_same(joined(chunks), audio)
@@ -253,7 +253,7 @@ def test_a_request_that_has_gone_takes_no_place(voices):
         paused = engine.stream(method, **request)
         heard = [next(paused)]
         time.sleep(0.3)
-        with engine.speech.turns:  # the engine waits for it
+        with engine.speech.turns.take():  # the engine waits for it
             engine.stream(method, **request).close()
         while engine.intake.waiting:
             time.sleep(0.01)
@@ -551,7 +551,7 @@ def test_a_piece_without_a_new_token(voice, pieces):
 def test_too_many_requests(voice):
     """A burst that finds places free is not refused: only what waits beyond them counts."""
     with engine_of(voice.fast, 3, max_waiting=1) as engine:
-        with engine.speech.turns:  # nobody is admitted yet
+        with engine.speech.turns.take():  # nobody is admitted yet
             streams = [engine.stream(voice.fast.generate_voice_clone, **request) for request in requests_of(voice, 4)]
             with pytest.raises(QueueFull, match="1 requests are waiting"):
                 engine.stream(voice.fast.generate_voice_clone, **requests_of(voice, 1)[0])
@@ -588,7 +588,7 @@ def test_a_bad_reference_fails_alone(voices, monkeypatch):
     with engine_of(voice.fast, 2) as engine:
         codec, feed, calls = engine.runner.codec, engine.runner.codec.feed, itertools.count()
         monkeypatch.setattr(codec, "feed", lambda *codes: 1 / 0 if next(calls) < 2 else feed(*codes))  # the retry, too
-        with engine.speech.turns:  # both are admitted together
+        with engine.speech.turns.take():  # both are admitted together
             streams = [engine.stream(method, **bad), engine.stream(method, **request)]
         with pytest.raises(ZeroDivisionError):
             list(streams[0])

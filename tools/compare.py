@@ -6,18 +6,14 @@ Listeners of the server are in processes of their own, too, as real ones are: on
 """
 
 import argparse
-import base64
 import contextlib
 import json
 import os
 import resource
-import secrets
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -29,7 +25,6 @@ from benchmarks.listeners import Listener, listen_at, poisson_arrivals, summary
 ROOT = Path(__file__).parents[1]
 SECONDS_TO_START = 1.0  # of the processes of listeners
 CROWDS = 3  # of the same size, one after another
-MASKED_TEXT = b"\x81"  # first byte of a WebSocket's message
 
 
 Drive = Callable[[list[float], bool], tuple[list[Listener], list[str], float]]
@@ -130,16 +125,10 @@ def running_server(args: argparse.Namespace) -> Iterator[str]:
 @contextlib.contextmanager
 def idle_websocket(url: str) -> Iterator[None]:
     """A session that is configured and then says nothing."""
-    address = urllib.parse.urlsplit(url)
-    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
-        lines = ["GET /v1/audio/speech/stream HTTP/1.1", f"Host: {address.netloc}", "Upgrade: websocket"]
-        lines += ["Connection: Upgrade", "Sec-WebSocket-Version: 13"]
-        lines += [f"Sec-WebSocket-Key: {base64.b64encode(secrets.token_bytes(16)).decode()}", "", ""]
-        connection.sendall("\r\n".join(lines).encode())
-        if not connection.recv(4096).startswith(b"HTTP/1.1 101"):
-            raise ValueError(f"{url} takes no WebSocket")
-        message = b'{"type": "session.config"}'
-        connection.sendall(MASKED_TEXT + bytes([0x80 | len(message)]) + bytes(4) + message)  # a mask of zeros
+    from websockets.sync.client import connect  # which the server needs, too
+
+    with connect(f"{url.replace('http', 'ws', 1)}/v1/audio/speech/stream", ping_interval=None) as connection:
+        connection.send('{"type": "session.config"}')
         yield
 
 
