@@ -22,8 +22,10 @@ def capture(fn: Callable[[], None], device: torch.device, pool: tuple | None = N
     pool, stream = pool or (None, None)  # memory that graphs can share, and a stream to capture all of them
     with torch.cuda.device(device):
         fn()  # warm-up
+    torch._C._cuda_clearCublasWorkspaces()  # another graph's, which may be freed before this one
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # others may allocate
         fn()
+    torch._C._cuda_clearCublasWorkspaces()  # this graph's: it keeps the memory, and nobody else may use it
     return graph.replay
 
 
@@ -151,10 +153,9 @@ class Rows:
 
     def configure(self, **request) -> None:
         """Set all rows from the arguments of talker.generate."""
-        names = "do_sample", "temperature", "top_k", "top_p"
-        self.sampling.set(*(request[name] for name in names))
-        names = "subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p"
-        self.code_sampling.set(*(request[name] for name in names))
+        names = "temperature", "top_k", "top_p"
+        self.sampling.set(request["do_sample"], *(request[name] for name in names))
+        self.code_sampling.set(request["subtalker_dosample"], *(request[f"subtalker_{name}"] for name in names))
         self.repetition_penalty.fill_(request["repetition_penalty"])
         self.suppressed.zero_()
         self.suppressed[:, np.asarray(request["suppress_tokens"])] = True  # numpy converts a long list fast

@@ -46,8 +46,6 @@ def plug_in(tts, decoder, rows: int, fused: bool | None) -> None:
     host_talker = use_text_table(talker) if on_gpu else None  # first: it frees what the rows' memory then takes
     keepalive = replace_layers(talker, decoder.max_seq_len)
     runner = Runner(talker, tts.model.speech_tokenizer, rows, decoder.max_seq_len, fused, keepalive)
-    if on_gpu:
-        torch._C._cuda_clearCublasWorkspaces()  # torch would keep those of the graphs' pools longer than the graphs
     tts.speech = Speech(tts, decoder, runner, host_talker)
     tts.speech.take_over()
     if on_gpu:

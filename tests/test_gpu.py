@@ -370,3 +370,31 @@ def test_graphs_of_a_pool_share_one_workspace():
     torch.cuda.synchronize()
     assert torch.equal(out, expected)
     assert all(other.isnan().all() for other in others)
+
+
+WORKSPACES = """
+import gc, torch
+from cudagraph_talker import capture
+
+device = torch.device("cuda")
+left, right = torch.randn(64, 8192, device=device).bfloat16(), torch.randn(8192, 64, device=device).bfloat16()
+out = torch.zeros(64, 64, device=device).bfloat16()
+expected = left @ right
+first = capture(lambda: torch.mm(left, right, out=out), device)
+second = capture(lambda: torch.mm(left, right, out=out), device)
+del first
+gc.collect()
+torch.cuda.empty_cache()
+others = [torch.full((1 << 20,), float("nan"), device=device) for _ in range(64)]  # take what has been freed
+second()
+torch.cuda.synchronize()
+assert torch.equal(out, expected) and all(other.isnan().all() for other in others)
+"""
+
+
+def test_a_graph_does_not_need_the_memory_of_another():
+    """cuBLAS keeps a workspace for each stream, and torch captures on the same one: without a new workspace, the second
+    graph would write to memory of the first, which is freed with it. In a process of its own: it may be unmapped."""
+    command = [sys.executable, "-c", WORKSPACES]
+    output = subprocess.run(command, cwd=cudagraph_talker.__file__.rsplit("/", 1)[0], capture_output=True, text=True)
+    assert output.returncode == 0, output.stderr[-2000:]
