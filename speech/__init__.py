@@ -16,7 +16,6 @@ intake.py       their prompts and texts, in another thread; request.py is one of
 warm_up.py      one request, made when the model is loaded, so that a user's first is as fast as the others
 """
 
-import torch
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
