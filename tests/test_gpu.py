@@ -384,6 +384,7 @@ first = capture(lambda: torch.mm(left, right, out=out), device)
 second = capture(lambda: torch.mm(left, right, out=out), device)
 del first
 gc.collect()
+torch._C._cuda_clearCublasWorkspaces()  # as the next capture does
 torch.cuda.empty_cache()
 others = [torch.full((1 << 20,), float("nan"), device=device) for _ in range(64)]  # take what has been freed
 second()
@@ -393,8 +394,8 @@ assert torch.equal(out, expected) and all(other.isnan().all() for other in other
 
 
 def test_a_graph_does_not_need_the_memory_of_another():
-    """cuBLAS keeps a workspace for each stream, and torch captures on the same one: without a new workspace, the second
-    graph would write to memory of the first, which is freed with it. In a process of its own: it may be unmapped."""
+    """cuBLAS has a workspace for each stream, and torch captures on the same one: without a new workspace, the second
+    graph would write to that of the first. In a process of its own: the memory may be unmapped."""
     command = [sys.executable, "-c", WORKSPACES]
     output = subprocess.run(command, cwd=cudagraph_talker.__file__.rsplit("/", 1)[0], capture_output=True, text=True)
     assert output.returncode == 0, output.stderr[-2000:]
