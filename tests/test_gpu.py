@@ -340,8 +340,8 @@ def test_peak_memory(checkpoint, size, limit):
 
 
 def test_graphs_of_a_pool_share_one_workspace():
-    """cuBLAS keeps 32 MiB for each stream on Hopper. When one graph is freed, the others must keep theirs. And torch must
-    not keep that of a graph for its next use of the stream: the graph may be freed before."""
+    """cuBLAS keeps 32 MiB for each stream on Hopper. When one graph is freed, the others must keep theirs. And
+    torch must not keep that of a graph for its next use of the stream: the graph may be freed before."""
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
     left = torch.randn(64, 8192, device=device, dtype=torch.bfloat16)
