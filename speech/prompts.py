@@ -218,13 +218,6 @@ def tokenize_texts(tts, texts: list[str]) -> list[torch.Tensor]:
     return [torch.tensor([tokenize(tts, text)], device="cpu") for text in texts]
 
 
-def pin(request: dict) -> dict:
-    """The same request; what is on the host can be copied to a GPU without waiting. Its mask is on the host."""
-    with one_thread():
-        pinned = {name: request[name].pin_memory() for name in EMBEDDINGS if not request[name].is_cuda}
-    return request | pinned | {"attention_mask": request["attention_mask"].cpu()}
-
-
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Without waiting for the GPU: from pinned memory."""
     if tensor.device == device:

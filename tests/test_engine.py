@@ -581,7 +581,7 @@ def test_cancelled_while_its_prompt_is_queued(voice):
 
 def test_a_bad_reference_fails_alone(voices, monkeypatch):
     """Whatever fails while a stream is admitted, its listener must hear of it, and the engine speaks on. Those admitted
-    with it are prefilled again, from the same random numbers."""
+    with it are read again, from the same random numbers."""
     voice = voices("in-context").end_comes_up(True)
     method = voice.fast.generate_voice_clone
     bad, request = requests_of(voice, 2)
