@@ -80,9 +80,7 @@ class Prefills:
         lengths = [length for i in range(16) if (length := SHORTEST_PREFILL << i) < longest] + [longest]
         most = min(rows, max(PREFILL_ROWS))
         self.graphs = {
-            (count, length): PrefillGraph(
-                talker, slots, count, length, with_kernels and length <= MAX_KERNEL_POSITIONS
-            )
+            (count, length): PrefillGraph(talker, slots, count, length, with_kernels and length <= MAX_KERNEL_POSITIONS)
             for count in [*(count for count in PREFILL_ROWS if count < most), most]
             for length in lengths
             if count == 1 or count * length <= MAX_PREFILL_POSITIONS
@@ -103,9 +101,7 @@ class Prefills:
     def graph_for(self, lengths: list[int]) -> PrefillGraph | None:
         """The smallest graph for prefixes of these lengths. None: they are too many to be read together."""
         fitting = (
-            graph
-            for (count, length), graph in self.graphs.items()
-            if count >= len(lengths) and length >= max(lengths)
+            graph for (count, length), graph in self.graphs.items() if count >= len(lengths) and length >= max(lengths)
         )
         return next(fitting, None)
 

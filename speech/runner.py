@@ -202,7 +202,8 @@ class Runner:
             # The first sound: its codes are complete. The talker's step would take all multiprocessors from the codec.
             if without_sound := [utterance for utterance in utterances if utterance.decoded == 0]:
                 self.decode(without_sound, hand_over)
-                torch.cuda.current_stream(self.device).wait_stream(self.codec.stream)
+                if self.on_gpu:
+                    torch.cuda.current_stream(self.device).wait_stream(self.codec.stream)
         self.draw(self.slots.noise, [utterance for utterance in utterances if utterance.samples_token])
         frame.step()
 
