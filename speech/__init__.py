@@ -22,7 +22,7 @@ import torch
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
-from fast import codec_kernels
+from fast import batched, codec_kernels
 from fast.layers import bypass_config_getattr, replace_layers
 from fast.paths import check_torch, compile_ahead
 from speech.incremental_tokenizer import PRE_TOKENS
@@ -48,6 +48,8 @@ def plug_in(tts, decoder, rows: int, fused: bool | None) -> None:
     with ThreadPoolExecutor(1) as thread:  # the table is copied to the host meanwhile
         table = thread.submit(use_text_table, talker) if on_gpu else None
         keepalive = replace_layers(talker, decoder.max_seq_len)
+        if not batched.why_not(talker.model):
+            batched.compile_ahead(talker.model)  # also where the megakernel makes all frames: prefills need it
         runner = Runner(talker, tts.model.speech_tokenizer, rows, decoder.max_seq_len, fused, keepalive)
     if on_gpu:
         torch._C._cuda_clearCublasWorkspaces()  # torch would keep those of the graphs' pools longer than the graphs

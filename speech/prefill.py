@@ -1,7 +1,7 @@
 """Prompts of several requests at once, read into rows that need not be neighbours.
 
-The last position of a prompt is read by a step of the talker, which chooses the first token. This is about what is
-before it, the prefix: a prefill computes its keys and values, captured for several sizes. In the layout for streams, the
+The last position of a prompt is read by a step of the talker, which chooses the first token. What is before it, the
+prefix, is read here: a prefill computes its keys and values, captured for several sizes. In the layout for streams the
 prefix depends on voice, language and style, but not on the text. So it is kept for the next request that has the same.
 """
 
@@ -63,8 +63,8 @@ class PrefillGraph:
     def step(self) -> None:
         count, length, _ = self.prefixes.shape
         if self.kernels:
-            rows = self.rows.repeat_interleave(length, output_size=count * length)
-            self.kernels.forward(self.prefixes.flatten(0, 1), self.positions.repeat(count), rows)
+            rows = self.rows[:, None].expand(-1, length)
+            self.kernels.forward(self.prefixes.flatten(0, 1), self.positions.repeat(count), rows.flatten())
         else:
             visible = (self.positions <= self.positions[:, None])[None]
             cache = RowCache(self.slots.keys, self.slots.values, None, self.rows)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 
 from cudagraph_talker import capture, draw_noise, round_up
+from fast.batched import why_not
 from fast.codec import MAX_BATCH, Codec, PendingAudio
 from fast.frame_set import FrameSet
 from fast.paths import MegakernelStopped
@@ -61,7 +62,7 @@ class Runner:
         self.codec = Codec(speech_tokenizer, rows)
         self.frames = FrameSet(talker, self.slots, rows, fused)
         log.info("capturing prefills")
-        with_kernels = not self.frames.reads_masked_positions()
+        with_kernels = not (self.frames.reads_masked_positions() or why_not(talker.model))
         self.prefills = Prefills(talker, self.slots, rows, self.frames.pool, with_kernels)
         self.new_lengths = torch.zeros(rows + has_spare, dtype=torch.long, device=self.device)
         self.begin = capture(lambda: self.slots.begin(self.new_lengths), self.device, self.frames.pool)
