@@ -54,12 +54,13 @@ class Utterance:
 
     def load(self, request: dict, settings: list[torch.Tensor], max_frames: int) -> None:
         prompt = request["inputs_embeds"][0]
-        later = request["trailing_text_hidden"][0]
+        later, pad = request["trailing_text_hidden"][0], request["tts_pad_embed"][0]
         self.settings = settings
         self.prefix = prompt[:-1]
-        if self.reference is None and len(later) > 1 and not prompt.is_cuda:  # the layout for streams
+        has_text = prompt.is_cuda or torch.equal(later, pad)  # on a GPU there is a recording, too
+        if self.reference is None and not has_text:
             self.prefix_key = self.prefix.contiguous().view(torch.uint8).numpy().tobytes()
-        self.inputs = torch.cat([prompt[-1:], later, request["tts_pad_embed"][0]])
+        self.inputs = torch.cat([prompt[-1:], later, pad])
         self.prompt_length = request["attention_mask"].shape[1]
         self.max_frames = max_frames
         self.max_new_tokens = request["max_new_tokens"]
