@@ -1,4 +1,4 @@
-"""Prompts that differ in their last position only: the keys and values before it are kept, and the speech is the same."""
+"""Prompts that differ in their last position: the keys and values before it are kept, and the speech is the same."""
 
 import numpy as np
 import pytest
