@@ -17,6 +17,7 @@ import functools
 import logging
 import threading
 
+import numpy as np
 import torch
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
@@ -34,7 +35,8 @@ class PromptTemplate:
         self.table = talker.get_text_embeddings().table
         self.request = request
         self.ids = ids
-        self.pad, self.end = self.table[config.tts_pad_token_id], self.table[config.tts_eos_token_id]
+        self.end_id = config.tts_eos_token_id
+        self.pad = self.table[config.tts_pad_token_id]
         self.codec_pad = codec[config.talker_config.codec_pad_id]
         self.codec_bos = codec[config.talker_config.codec_bos_id]
 
@@ -53,13 +55,13 @@ class PromptTemplate:
         return self.fill_layout(*self.layout, ids) if self.layout else None
 
     def fill_layout(self, prefix: torch.Tensor, is_streaming: bool, ids: list[int]) -> dict:
-        text = self.table.index_select(0, torch.tensor(ids, dtype=torch.long, device="cpu"))  # (T, H)
+        ids = torch.from_numpy(np.array([*ids, self.end_id]))  # numpy converts a long list fast
+        text = self.table.index_select(0, ids)  # (T + 1, H): with the end
         if is_streaming:
             prompt = torch.cat([prefix, text[:1] + self.codec_bos])
-            later = torch.cat([text[1:], self.end[None]])
+            later = text[1:]
         else:
-            spoken = torch.cat([text, self.end[None]]) + self.codec_pad
-            prompt = torch.cat([prefix, spoken, (self.pad + self.codec_bos)[None]])
+            prompt = torch.cat([prefix, text + self.codec_pad, (self.pad + self.codec_bos)[None]])
             later = self.pad[None]
         mask = torch.ones(1, len(prompt), dtype=torch.long, device="cpu")
         return self.request | dict(inputs_embeds=prompt[None], attention_mask=mask, trailing_text_hidden=later[None])

@@ -190,7 +190,9 @@ class Runner:
         self.close_gaps()
         frame = self.frames.of(1 + max(utterance.row for utterance in self.active))
         rows = [utterance.row for utterance in utterances]
-        mask = [row in rows for row in range(len(self.slots.advance))]
+        mask = [False] * len(self.slots.advance)
+        for row in rows:
+            mask[row] = True
         if mask != self.mask:
             copy_to_device(torch.tensor(mask), self.slots.advance)
             self.mask = mask
@@ -199,12 +201,10 @@ class Runner:
         frame.predict()
         for utterance in utterances:
             utterance.launched += 1
-        if frame.launches:
-            # The first sound: its codes are complete. The talker's step would take all multiprocessors from the codec.
-            if without_sound := [utterance for utterance in utterances if utterance.decoded == 0]:
-                self.decode(without_sound, hand_over)
-                if self.on_gpu:
-                    torch.cuda.current_stream(self.device).wait_stream(self.codec.stream)
+        if without_sound := [utterance for utterance in utterances if utterance.decoded == 0]:
+            self.decode(without_sound, hand_over)  # the first sound: its codes are complete
+            if frame.launches and self.on_gpu:  # the megakernel would take all multiprocessors from the codec
+                torch.cuda.current_stream(self.device).wait_stream(self.codec.stream)
         self.draw(self.slots.noise, [utterance for utterance in utterances if utterance.samples_token])
         frame.step()
 
