@@ -63,8 +63,8 @@ class PrefillGraph:
     def step(self) -> None:
         count, length, _ = self.prefixes.shape
         if self.kernels:
-            rows = self.rows[:, None].expand(-1, length)
-            self.kernels.forward(self.prefixes.flatten(0, 1), self.positions.repeat(count), rows.flatten())
+            rows = self.rows[:, None].repeat(1, length).flatten()
+            self.kernels.forward(self.prefixes.flatten(0, 1), self.positions.repeat(count), rows)
         else:
             visible = (self.positions <= self.positions[:, None])[None]
             cache = RowCache(self.slots.keys, self.slots.values, None, self.rows)
