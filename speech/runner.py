@@ -132,17 +132,16 @@ class Runner:
             if self.frames.reads_masked_positions():
                 torch._foreach_zero_(self.views[utterance.row].cache())
         self.prefills.read(utterances)
+        lengths = [0] * len(self.new_lengths)
         for utterance in utterances:
             self.load_row(utterance)
-        rows = [utterance.row for utterance in utterances]
-        lengths = torch.zeros_like(self.new_lengths, device="cpu")
-        for utterance in utterances:
             lengths[utterance.row] = utterance.prompt_length
-        copy_to_device(lengths, self.new_lengths)
-        self.begin()
-        self.mask = [length > 0 for length in lengths.tolist()]
+        copy_to_device(torch.tensor(lengths), self.new_lengths)
         self.draw(self.slots.noise, [utterance for utterance in utterances if utterance.samples_token])
-        self.frames.of(1 + max(rows)).step()
+        frame = self.frames.of(1 + max(utterance.row for utterance in utterances))
+        self.begin()
+        frame.step()
+        self.mask = [length > 0 for length in lengths]
 
     def load_row(self, utterance: Utterance) -> None:
         """Write the settings, the prompt's last position and the text. Most requests have the same settings, which are
