@@ -139,9 +139,9 @@ class Runner:
         copy_to_device(torch.tensor(lengths), self.new_lengths)
         self.draw(self.slots.noise, [utterance for utterance in utterances if utterance.samples_token])
         frame = self.frames.of(1 + max(utterance.row for utterance in utterances))
+        self.mask = [length > 0 for length in lengths]
         self.begin()
         frame.step()
-        self.mask = [length > 0 for length in lengths]
 
     def load_row(self, utterance: Utterance) -> None:
         """Write the settings, the prompt's last position and the text. Most requests have the same settings, which are
