@@ -13,6 +13,7 @@ import torch
 from cudagraph_talker import RowCache, TalkerGraph, capture
 from fast.batched import BatchedStack
 from fast.rows import Slots
+from speech.prompts import to_device
 from speech.utterance import Utterance
 
 PREFILL_ROWS = (1, 4, 32)  # prompts per captured prefill
@@ -129,13 +130,20 @@ class KeptPrefixes:
 
     def copy(self, utterances: list[Utterance]) -> list[Utterance]:
         """Write those that are here to the cache. Returns the utterances whose prefixes are not."""
+        rows, missing = collections.defaultdict(list), []
         for utterance in utterances:
-            if (kept := self.prefixes.get(utterance.prefix_key)) is not None:
-                self.prefixes.move_to_end(utterance.prefix_key)
-                self.cache[:, :, utterance.row, :, : kept.shape[3]] = kept
-                if kept.is_cuda:
-                    kept.record_stream(torch.cuda.current_stream(kept.device))
-        return [utterance for utterance in utterances if utterance.prefix_key not in self.prefixes]
+            if utterance.prefix_key in self.prefixes:
+                rows[utterance.prefix_key].append(utterance.row)
+            else:
+                missing.append(utterance)
+        for key, same in rows.items():
+            kept = self.prefixes[key]
+            self.prefixes.move_to_end(key)
+            index = to_device(torch.tensor(same), kept.device)
+            self.cache[:, :, index, :, : kept.shape[3]] = kept[:, :, None]
+            if kept.is_cuda:
+                kept.record_stream(torch.cuda.current_stream(kept.device))
+        return missing
 
     def keep(self, utterance: Utterance) -> None:
         """They take no more memory than a row."""

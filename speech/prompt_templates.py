@@ -123,5 +123,5 @@ def speaker_key(prompt):
         return None
     if in_context is not False or not torch.is_tensor(speaker):
         return None
-    speaker = speaker.detach().cpu().contiguous()
-    return str(speaker.dtype), tuple(speaker.shape), bool(x_vector_only), speaker.view(torch.uint8).numpy().tobytes()
+    content = speaker.contiguous().view(torch.uint8).numpy(force=True).tobytes()
+    return str(speaker.dtype), tuple(speaker.shape), bool(x_vector_only), content

@@ -263,17 +263,16 @@ class Runner:
 
     def decode(self, utterances: list[Utterance], hand_over: HandOver) -> None:
         """Hand complete chunks to the codec: one of each utterance at a time, as they must be decoded in order."""
-        while True:
+        while utterances:
             by_size = collections.defaultdict(list)
             for utterance in utterances:
                 if size := utterance.next_chunk():
                     by_size[size].append(utterance)
-            if not by_size:
-                return
             # Small chunks first: they are those of utterances with little audio ahead of their playback.
             for size, ready in sorted(by_size.items()):
                 for first in range(0, len(ready), MAX_BATCH):
                     self.decode_chunk(ready[first : first + MAX_BATCH], size, hand_over)
+            utterances = [utterance for ready in by_size.values() for utterance in ready]  # they may have more
 
     def decode_chunk(self, utterances: list[Utterance], size: int, hand_over: HandOver) -> None:
         codes = [
