@@ -106,11 +106,15 @@ class Runner:
         for utterance in utterances:
             utterance.row = heapq.heappop(self.free)
         try:
+            for utterance in utterances:
+                self.wait_for_prompt(utterance)
+                if utterance.reference is not None:  # prime the codec with it and discard that audio
+                    self.codec.reset(utterance.row)
+                    self.codec.feed([utterance.row], utterance.reference[None])
             self.read_prompts(utterances)
             for utterance in utterances:
-                self.codec.reset(utterance.row)
-                if utterance.reference is not None:  # prime the codec with the reference and discard that audio
-                    self.codec.feed([utterance.row], utterance.reference[None])
+                if utterance.reference is None:  # after the prompt, which takes the GPU longer
+                    self.codec.reset(utterance.row)
         except Exception as error:
             for utterance, state in zip(utterances, states):
                 heapq.heappush(self.free, utterance.row)
@@ -127,9 +131,8 @@ class Runner:
     @torch.no_grad()
     def read_prompts(self, utterances: list[Utterance]) -> None:
         """Read all positions but the last, then the last of all prompts together: a step chooses their first tokens."""
-        for utterance in utterances:
-            self.wait_for_prompt(utterance)
-            if self.frames.reads_masked_positions():
+        if self.frames.reads_masked_positions():
+            for utterance in utterances:
                 torch._foreach_zero_(self.views[utterance.row].cache())
         self.prefills.read(utterances)
         lengths = [0] * len(self.new_lengths)
