@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from transformers import Cache, StaticCache
+from transformers import Cache
 
 
 def capture(fn: Callable[[], None], device: torch.device, pool: tuple | None = None) -> Callable[[], None]:
@@ -89,14 +89,14 @@ def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def static_cache(config, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> tuple[list, list]:
-    """The keys and the values of every layer of a StaticCache, (B, KV, S, D) each."""
-    cache = StaticCache(config=config, max_cache_len=length)
-    cache.early_initialization(rows, config.num_key_value_heads, config.head_dim, dtype, device)
-    return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
+    """The keys and the values of every layer, (B, KV, S, D) each. All are views of one tensor."""
+    shape = (2, config.num_hidden_layers, rows, config.num_key_value_heads, length, config.head_dim)
+    keys, values = torch.zeros(shape, dtype=dtype, device=device)
+    return list(keys), list(values)
 
 
 class RowCache(Cache):
-    """A StaticCache's keys and values in one forward: each row is written at positions of its own, (B, L), or prompts
+    """The rows' keys and values in one forward: each row is written at positions of its own, (B, L), or prompts
     are written to these `rows`, (B), from position 0 on, and attend to themselves only."""
 
     def __init__(self, keys: list, values: list, positions: torch.Tensor | None, rows: torch.Tensor | None = None):

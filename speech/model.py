@@ -17,7 +17,7 @@ import torch
 
 from fast.codec import BATCH_CHUNK_SIZES, CHUNK_SIZES, PendingAudio
 from speech.prompt_templates import PromptTemplates
-from speech.prompts import check_finite, pin, reference_codes, request_for, with_voice_clone_prompt
+from speech.prompts import check_finite, one_thread, reference_codes, request_for, with_voice_clone_prompt
 from speech.runner import HandOver, Runner
 from speech.turns import Turns
 from speech.utterance import Utterance
@@ -69,9 +69,10 @@ class Speech:
         """Set the request of an utterance."""
         if request["inputs_embeds"].is_cuda:  # with a reference recording
             utterance.prompt_ready = self.runner.record_event()
-        if self.on_gpu:
-            request = pin(request)
-        utterance.load(request, self.runner.settings.row(request), self.decoder.frame_limit(**request))
+        with one_thread():
+            utterance.load(request, self.runner.settings.row(request), self.decoder.frame_limit(**request))
+            if self.on_gpu and not utterance.inputs.is_cuda:
+                utterance.inputs = utterance.inputs.pin_memory()
 
     def seeded_generator(self, seed: int | None = None) -> torch.Generator:
         """A generator in the state that a call has after torch.manual_seed(seed), or without it, now.

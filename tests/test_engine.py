@@ -121,6 +121,7 @@ def test_prompts_that_wait_together_are_prefilled_together(voice, monkeypatch):
     expected = [alone(voice, **request) for request in requests]
     with engine_of(voice.fast, 8) as engine:
         together, moves = [], []
+        engine.runner.prefills.kept.prefixes.clear()
         prefills, load, copy_row = engine.runner.prefills, engine.runner.prefills.load, speech.runner.copy_row
         monkeypatch.setattr(prefills, "load", lambda rows, *rest: together.append(len(rows)) or load(rows, *rest))
         monkeypatch.setattr(speech.runner, "copy_row", lambda *rows: moves.append(rows) or copy_row(*rows))
@@ -302,7 +303,7 @@ def test_an_error_in_one_prompt_leaves_the_others_speaking(voice, monkeypatch):
         chunks = engine.stream(method, **good)
         heard = [next(chunks)[0]]
         with monkeypatch.context() as broken:
-            broken.setattr(engine.runner.prefills, "load", lambda *_: 1 / 0)
+            broken.setattr(engine.runner.prefills, "read", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 list(engine.stream(method, **bad))
         heard += [audio for audio, _ in chunks]
@@ -581,7 +582,7 @@ def test_cancelled_while_its_prompt_is_queued(voice):
 
 def test_a_bad_reference_fails_alone(voices, monkeypatch):
     """Whatever fails while a stream is admitted, its listener must hear of it, and the engine speaks on. Those admitted
-    with it are prefilled again, from the same random numbers."""
+    with it are read again, from the same random numbers."""
     voice = voices("in-context").end_comes_up(True)
     method = voice.fast.generate_voice_clone
     bad, request = requests_of(voice, 2)

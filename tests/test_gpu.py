@@ -51,7 +51,7 @@ def no_capture(monkeypatch):
     """no_capture() -> from now on, accelerate runs what it would capture."""
 
     def patch():
-        for module in ("fast.codec", "fast.frames", "speech.prefill"):
+        for module in ("fast.codec", "fast.frames", "speech.prefill", "speech.runner"):
             monkeypatch.setattr(f"{module}.capture", lambda fn, *_: fn)
 
     return patch
