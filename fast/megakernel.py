@@ -24,9 +24,7 @@ KERNEL_NAME = "decode_step"
 # As in megakernel.cu. `complete_source` makes the compiler check them.
 CONSUMERS = 256
 REPLICAS = 4
-MMA_TOKENS = 4
-
-EXCHANGE_BYTES = 1 << 20  # room for one replica of Exchange
+PASS_TOKENS = 8
 
 # What the kernel leaves in `failed` when a wait takes longer than WAIT_LIMIT_NS.
 WAITED_FOR = {
@@ -85,12 +83,12 @@ class Sizes:
     codes: int  # heads after the layers: 1 for the talker, 15 for the predictor
     talker_hidden: int  # width of the talker's hidden state
     epsilon: str
-    streams: int = 1  # of speech: 1, 2 or 4
+    streams: int = 1  # of speech: 1, 2, 4, 8 or 16
 
     @property
     def first_positions(self) -> int:
         """Positions of a stream in the predictor's first pass: two, unless they are too many tokens for one pass."""
-        return 2 if self.codes > 1 and 2 * self.streams <= MMA_TOKENS else 1
+        return 2 if self.codes > 1 and 2 * self.streams <= PASS_TOKENS else 1
 
     @property
     def producers(self) -> int:
@@ -140,7 +138,7 @@ def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu,
         shared_bytes=gpu.shared_memory_per_block_optin,
         l2_bytes=gpu.L2_cache_size,
         bulk_copies=int(gpu.major >= 9),
-        exchange_bytes=EXCHANGE_BYTES,
+        exchange_bytes=max(1 << 20, streams << 18),
         layers=len(model.layers),
         hidden=hidden,
         inner=inner,
