@@ -122,6 +122,9 @@ constexpr int PASS_TOKENS = 8;                                      // that the 
 // Positions of a stream in the predictor's first pass.
 constexpr int FIRST_POSITIONS = !IS_TALKER && 2 * STREAMS <= PASS_TOKENS ? 2 : 1;
 constexpr int MAX_TOKENS = FIRST_POSITIONS * STREAMS;               // of a pass
+constexpr bool PACKED = STREAMS >= 8;
+constexpr int PACKED_BUFFERS = 4;
+constexpr int LOGITS_COPIES = STREAMS == 1 ? 4 : 1;
 constexpr int CODE_SLOTS = STREAMS < MMA_TOKENS ? MMA_TOKENS : STREAMS;
 constexpr int QUERY_SIZE = HEADS * HEAD_DIM;
 constexpr int QKV_SIZE = QUERY_SIZE + 2 * KV_HEADS * HEAD_DIM;
@@ -167,7 +170,7 @@ constexpr float MAX_FRACTION = IS_TALKER ? MIN_FRACTION : 0.15f;
 constexpr float L2_KEEP_FRACTION = HALF_L2_FRACTION < MIN_FRACTION ? MIN_FRACTION
                                    : HALF_L2_FRACTION < MAX_FRACTION ? HALF_L2_FRACTION : MAX_FRACTION;
 
-constexpr int MAX_IN_FLIGHT = 24;                                   // loads of 16 bytes, in registers
+constexpr int MAX_IN_FLIGHT = STREAMS < 8 ? 24 : 12;                                  // loads of 16 bytes, in registers
 
 // How long a launch may last before its waits time out. The longest takes about 60 ms on GPUs with slow memory,
 // and other programs may use the GPU at the same time.
@@ -289,11 +292,19 @@ struct Activations {                                  // of one token, in the or
     u32 inner[INNER];                                 // input of down_proj
 };
 
+struct Packed {
+    u32 hidden[HIDDEN / 2];
+    u32 post_attention[HIDDEN / 2];
+    u32 attention[QUERY_SIZE / 2];
+    u32 inner[INNER / 2];
+};
+
 // Every replica begins a cache line; by measurement on an H200, 16 bytes off make a step 8 % slower.
 struct alignas(128) Exchange {
     u32 logits[STREAMS][CODES][VOCAB];
     Activations tokens[MAX_TOKENS];
     u32 splits[STREAMS][HEADS][SPLITS][HEAD_DIM][4];  // output and log-sum-exp, each as two bfloat16
+    Packed packed[PACKED_BUFFERS][MAX_TOKENS];
     u32 codes[CODE_SLOTS];                            // the chosen codes, as integers; entry i is of stream
                                                       // i % STREAMS
 };
@@ -352,6 +363,10 @@ __device__ u32 shared_address(const void *pointer) {
 // and need not: tag and value are one word.
 __device__ void store_relaxed(void *address, u32 value) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(address), "r"(value) : "memory");
+}
+
+__device__ void store_relaxed_16(void *address, u32 value) {
+    asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" :: "l"(address), "h"((bf16)value) : "memory");
 }
 
 __device__ u32 load_relaxed(const u32 *address) {
@@ -727,12 +742,68 @@ __device__ int place_of(int element) {
     return element / 8 * 8 + element % 4 / 2 * 4 + element % 8 / 4 * 2 + element % 2;
 }
 
+__device__ int packed_place_of(int element) {
+    const int quad = element / 8 * 2 + element % 4 / 2;
+    const int step = quad / 8 % 4;
+    const int place = quad / 32 * 32 + step / 2 * 16 + quad % 8 * 2 + step % 2;
+    return place * 4 + element % 8 / 4 * 2 + element % 2;
+}
+
+template <int SIZE>
+__device__ void publish_packed(Exchange *exchange, u32 (Packed::*field)[SIZE], int token, int element, float value,
+                               u32 epoch) {
+    const int place = packed_place_of(element);
+    bf16 *destination = (bf16 *)(exchange->packed[epoch % PACKED_BUFFERS][token].*field) + place;
+    bf16 *empty = (bf16 *)(exchange->packed[(epoch + 2) % PACKED_BUFFERS][token].*field) + place;
+#pragma unroll
+    for (int replica = 0; replica < REPLICAS; ++replica) {
+        store_relaxed_16((char *)destination + replica * sizeof(Exchange), pack_bf16x2(value, 0));
+    }
+#pragma unroll
+    for (int replica = 0; replica < REPLICAS; ++replica) {
+        store_relaxed_16((char *)empty + replica * sizeof(Exchange), 0xffff);
+    }
+}
+
+template <int TOKENS, int SIZE, int G, int N>
+__device__ void receive_packed(uint2 (&x)[G][N], const Exchange &replica, u32 (Packed::*field)[SIZE], u32 epoch) {
+    const Packed *tokens = replica.packed[epoch % PACKED_BUFFERS];
+    u32 highest;
+    u32 spins = 0;
+    do {
+#pragma unroll
+        for (int group = 0; group < G; ++group) {
+            const u32 *vector = tokens[token_of_lane(group, TOKENS)].*field;
+#pragma unroll
+            for (int i = 0; i < N; i += 2) {
+                const int place = i / 4 * 512 + threadIdx.x / 32 * 64 + i % 4 * 16 + threadIdx.x % 4 * 8 +
+                                  threadIdx.x / 4 % 2 * 4;
+                const uint4 quads = load_relaxed_x4(vector + place);
+                x[group][i] = {quads.x, quads.y};
+                x[group][i + 1] = {quads.z, quads.w};
+            }
+        }
+        highest = 0;
+#pragma unroll
+        for (int group = 0; group < G; ++group) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                highest = __vmaxu2(highest, __vmaxu2(x[group][i].x, x[group][i].y));
+            }
+        }
+        ++spins;
+        if (spins % SPINS_PER_CHECK == 0 && timed_out(WAITED_FOR_BLOCKS)) {
+            break;
+        }
+    } while (highest >> 16 == 0xffff || (highest & 0xffff) == 0xffff);
+}
+
 // Receives the vectors of all tokens; `first` is that of the first token, in Activations. As many loads are in
 // flight as registers allow.
 template <int TOKENS, int G, int N>
 __device__ void receive_vectors(uint2 (&x)[G][N], const u32 *first, u32 epoch) {
     constexpr int STRIDE = sizeof(Activations) / sizeof(u32);
-    constexpr int IN_FLIGHT = G * N <= MAX_IN_FLIGHT ? G * N : G * N / 2;
+    constexpr int IN_FLIGHT = G * N <= MAX_IN_FLIGHT ? G * N : G * N % 12 == 0 ? 12 : 8;
     static_assert(IN_FLIGHT <= MAX_IN_FLIGHT, "unsupported sizes: INNER * STREAMS must be at most 49152");
 #pragma unroll
     for (int begin = 0; begin < G * N; begin += IN_FLIGHT) {
@@ -1010,8 +1081,12 @@ __device__ void attend(const Arguments &arguments, const Layer &layer, int token
     const float log_sum = merged.best + logf(merged.weight);
 
     if (SPLITS == 1) {
-        u32 *attention = arguments.exchange->tokens[token].attention;
-        publish(&attention[place_of(head * HEAD_DIM + dimension)], output, epoch);
+        if constexpr (PACKED) {
+            publish_packed(arguments.exchange, &Packed::attention, token, head * HEAD_DIM + dimension, output, epoch);
+        } else {
+            u32 *attention = arguments.exchange->tokens[token].attention;
+            publish(&attention[place_of(head * HEAD_DIM + dimension)], output, epoch);
+        }
         return;
     }
     // Each as two bfloat16, value and remainder: 16 bits of precision, so splitting adds no relevant rounding
@@ -1042,12 +1117,29 @@ __device__ void merge_splits(Exchange &exchange, u32 epoch) {
     const float weight = expf(log_sum - best);
     const float merged = warp_sum<SPLITS>(weight * value) / warp_sum<SPLITS>(weight);
     if (split == 0) {
-        publish(&exchange.tokens[stream].attention[place_of(dimension)], merged, epoch);
+        if constexpr (PACKED) {
+            publish_packed(&exchange, &Packed::attention, stream, dimension, merged, epoch);
+        } else {
+            publish(&exchange.tokens[stream].attention[place_of(dimension)], merged, epoch);
+        }
     }
 }
 
 
 // ---- Layers
+
+#define RECEIVE(count, x, field, offset) \
+    if constexpr (PACKED) { \
+        receive_packed<count>(x, replica_of_this_block(arguments.exchange), &Packed::field, epoch); \
+    } else { \
+        receive_vectors<count>(x, replica[offset].field, epoch); \
+    }
+#define PUBLISH(token, field, element, value) \
+    if constexpr (PACKED) { \
+        publish_packed(arguments.exchange, &Packed::field, token, element, value, epoch); \
+    } else { \
+        publish(&arguments.exchange->tokens[token].field[place_of(element)], value, epoch); \
+    }
 
 // A pass: POSITIONS consecutive tokens of each stream through all layers, and the last ones through the
 // final norm to `last`. input_of(token) is (HIDDEN). `position` is that of the first token of the stream that this
@@ -1082,7 +1174,7 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
         // Phase 1: input norm; q, k, v
         load_vector(norm_weight, layer->input_norm);
         if (layer > arguments.layers) {
-            receive_vectors<TOKENS>(x, replica->hidden, epoch);
+            RECEIVE(TOKENS, x, hidden, 0);
         }
         rms_norm<TOKENS>(x, norm_weight);
         ++epoch;
@@ -1106,33 +1198,33 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
         }
 
         // Phase 4: o_proj and residual
-        receive_vectors<TOKENS>(attention, replica->attention, epoch);
+        RECEIVE(TOKENS, attention, attention, 0);
         matvec<HIDDEN, TOKENS>(attention, stage, SECOND_REGION);
         for_each_row<HIDDEN, TOKENS>(SECOND_REGION, [&](int token, int row, float sum) {
-            publish(&to[token].post_attention[place_of(row)], add_residual(sum), epoch);
+            PUBLISH(token, post_attention, row, add_residual(sum));
         });
 
         // Phase 5: post-attention norm; gate and up, silu(gate) * up
         load_vector(norm_weight, layer->post_norm);
-        receive_vectors<TOKENS>(x, replica->post_attention, epoch);
+        RECEIVE(TOKENS, x, post_attention, 0);
         rms_norm<TOKENS>(x, norm_weight);
         matvec<INNER, TOKENS>(x, stage, 0);
         matvec<INNER, TOKENS>(x, stage, MAX_ROWS<INNER>);
         for_each_row<INNER, TOKENS>(0, [&](int token, int row, float gate) {
             const float activated = round_to_bf16(silu(gate));
             const float up = row_sum(token, MAX_ROWS<INNER> + row - share_of_this_block(INNER).first_row);
-            publish(&to[token].inner[place_of(row)], activated * up, epoch);
+            PUBLISH(token, inner, row, activated * up);
         });
 
         // Phase 6: down_proj and residual
-        receive_vectors<TOKENS>(inner, replica->inner, epoch);
+        RECEIVE(TOKENS, inner, inner, 0);
         matvec<HIDDEN, TOKENS>(inner, stage, SECOND_REGION);
         for_each_row<HIDDEN, TOKENS>(SECOND_REGION, [&](int token, int row, float sum) {
-            publish(&to[token].hidden[place_of(row)], add_residual(sum), epoch);
+            PUBLISH(token, hidden, row, add_residual(sum));
         });
     }
     load_vector(norm_weight, arguments.final_norm);
-    receive_vectors<STREAMS>(last, replica[TOKENS - STREAMS].hidden, epoch);
+    RECEIVE(STREAMS, last, hidden, TOKENS - STREAMS);
     rms_norm<STREAMS>(last, norm_weight);
 }
 
@@ -1149,7 +1241,7 @@ __device__ void run_head(const Arguments &arguments, const Vectors<STREAMS, HIDD
                          u32 epoch) {
     matvec<VOCAB, STREAMS>(x, stage, 0);
     for_each_row<VOCAB, STREAMS>(0, [&](int stream, int row, float sum) {
-        publish(&arguments.exchange->logits[stream][head][row], sum, epoch);
+        publish<LOGITS_COPIES>(&arguments.exchange->logits[stream][head][row], sum, epoch);
     });
 }
 
@@ -1163,7 +1255,9 @@ __device__ int sample(const Arguments &arguments, int stream, int head, u32 fram
         noise[i] = arguments.greedy[stream] ? 1 : arguments.noise[place];
     }
     uint2 logits[N / 4];
-    const u32 *first = replica_of_this_block(arguments.exchange).logits[stream][head];
+    const Exchange *exchange = arguments.exchange;
+    const Exchange &replica = LOGITS_COPIES == 1 ? *exchange : replica_of_this_block(exchange);
+    const u32 *first = replica.logits[stream][head];
     receive(logits, epoch, [&](int i) { return first + token_of_score(4 * i); });
     float score[N];
 #pragma unroll

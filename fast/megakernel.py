@@ -292,7 +292,7 @@ class FusedStep:
         cos, sin = model.rotary_emb(
             torch.empty(0, dtype=model.dtype, device=device), torch.arange(length, device=device)[None]
         )
-        self.exchange = torch.zeros(REPLICAS * sizes.exchange_bytes // 4, dtype=torch.int32, device=device)
+        self.exchange = torch.full((REPLICAS * sizes.exchange_bytes // 4,), -1, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)
         self.failed_on_host = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         fields_by_name: dict[str, Tensor | int] = {

@@ -43,7 +43,8 @@ def cpu_kernel_for(folder: Path, source: str | None = None, defines: str = "", *
     """Compiles for 16 blocks of fibers. `source` is megakernel.cu, if not given. `changes` are to the sizes."""
 
     def kernel_for(model: Any, heads: Sequence[Any], talker_hidden: int) -> tuple[Sizes, CpuKernel]:
-        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu()), **{"grid": 16, **changes})
+        sizes = kernel_sizes(model, heads, talker_hidden, PretendedGpu(), changes.get("streams", 1))
+        sizes = replace(sizes, **{"grid": 16, **changes})
         return sizes, CpuKernel(defines + complete_source(sizes, source), sizes, folder)
 
     return kernel_for
