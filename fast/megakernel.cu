@@ -118,13 +118,10 @@ constexpr int STEPS_PER_STAGE = STAGE_COLUMNS / (WARPS * 32);       // mma steps
 
 constexpr bool IS_TALKER = CODES == 1;
 constexpr int MMA_TOKENS = 4;                                       // whose vectors operand B has room for
-constexpr int PASS_TOKENS = 8;                                      // that the predictor's first pass may have
+constexpr int PASS_TOKENS = 16;                                     // of a pass, at most
 // Positions of a stream in the predictor's first pass.
 constexpr int FIRST_POSITIONS = !IS_TALKER && 2 * STREAMS <= PASS_TOKENS ? 2 : 1;
 constexpr int MAX_TOKENS = FIRST_POSITIONS * STREAMS;               // of a pass
-constexpr bool PACKED = STREAMS >= 8;
-constexpr int PACKED_BUFFERS = 4;
-constexpr int LOGITS_COPIES = STREAMS == 1 ? 4 : 1;
 constexpr int CODE_SLOTS = STREAMS < MMA_TOKENS ? MMA_TOKENS : STREAMS;
 constexpr int QUERY_SIZE = HEADS * HEAD_DIM;
 constexpr int QKV_SIZE = QUERY_SIZE + 2 * KV_HEADS * HEAD_DIM;
@@ -148,9 +145,16 @@ constexpr int POSITION_STRIDE = SPLITS * WARPS;                     // between t
 constexpr int KV_PREFETCH = IS_TALKER ? 4 : 2;                      // keys and values in flight per warp
 constexpr int SCORES_PER_THREAD = VOCAB / CONSUMERS;                // in the sampler
 
+// How values that all blocks read are exchanged, see the top.
+constexpr bool PACKED = STREAMS > MMA_TOKENS;
+constexpr int BUFFERS = PACKED ? 4 : 1;
+constexpr int VALUES_PER_WORD = PACKED ? 2 : 1;
+constexpr u32 EMPTY = 0xffff;                                       // a NaN; those that we compute are 0x7fff
+
 // Copies of Exchange, against contention between the readers of a cache line. By measurement on an H200: four
-// are best, one is 4 % slower.
-constexpr int REPLICAS = 4;
+// are best for one stream, one is 4 % slower; for eight streams one is best, four are 3 % slower.
+constexpr int REPLICAS = PACKED ? 1 : 4;
+constexpr int LOGITS_COPIES = STREAMS == 1 ? REPLICAS : 1;          // of more streams one block reads them
 
 // Upper limits of the rows of a matrix that one block has, see Share.
 template <int ROWS>
@@ -158,6 +162,10 @@ constexpr int MAX_ROWS_PER_SLICE = (ROWS / SLICES + GRID - 1) / GRID;
 template <int ROWS>
 constexpr int MAX_ROWS = SLICES * MAX_ROWS_PER_SLICE<ROWS>;
 constexpr int SECOND_REGION = 2 * MAX_ROWS<INNER>;                  // where it begins in Shared::partial
+
+// The input of down_proj is received and multiplied in panels of so many columns that all tokens' values of one fit
+// into the registers.
+constexpr int PANEL_COLUMNS = STREAMS <= MMA_TOKENS ? INNER : STREAMS == 8 && INNER % 3072 == 0 ? 3072 : 1024;
 
 // Fraction of the weights to keep in L2. The predictor reads its layers 15 or 16 times per launch. By
 // measurement on an H200: of 10, 15, 20, 25 and 30 %, 15 % is fastest, and 30 % is slower than none. On GPUs
@@ -169,8 +177,6 @@ constexpr float MIN_FRACTION = 0.001f;
 constexpr float MAX_FRACTION = IS_TALKER ? MIN_FRACTION : 0.15f;
 constexpr float L2_KEEP_FRACTION = HALF_L2_FRACTION < MIN_FRACTION ? MIN_FRACTION
                                    : HALF_L2_FRACTION < MAX_FRACTION ? HALF_L2_FRACTION : MAX_FRACTION;
-
-constexpr int MAX_IN_FLIGHT = STREAMS < 8 ? 24 : 12;                                  // loads of 16 bytes, in registers
 
 // How long a launch may last before its waits time out. The longest takes about 60 ms on GPUs with slow memory,
 // and other programs may use the GPU at the same time.
@@ -283,28 +289,20 @@ struct Arguments {
 #endif
 };
 
-// What blocks send each other. Each u32 is epoch << 16 | bfloat16.
+// What blocks send each other. Each u32 is epoch << 16 | bfloat16, or for PACKED two bfloat16, except in qkv.
 struct Activations {                                  // of one token, in the order of place_of, but for qkv
-    u32 hidden[HIDDEN];                               // residual stream after the MLP
-    u32 post_attention[HIDDEN];                       // residual stream after attention
+    u32 hidden[HIDDEN / VALUES_PER_WORD];             // residual stream after the MLP
+    u32 post_attention[HIDDEN / VALUES_PER_WORD];     // residual stream after attention
     u32 qkv[QKV_SIZE];                                // before norm and RoPE
-    u32 attention[QUERY_SIZE];                        // input of o_proj
-    u32 inner[INNER];                                 // input of down_proj
-};
-
-struct Packed {
-    u32 hidden[HIDDEN / 2];
-    u32 post_attention[HIDDEN / 2];
-    u32 attention[QUERY_SIZE / 2];
-    u32 inner[INNER / 2];
+    u32 attention[QUERY_SIZE / VALUES_PER_WORD];      // input of o_proj
+    u32 inner[INNER / VALUES_PER_WORD];               // input of down_proj
 };
 
 // Every replica begins a cache line; by measurement on an H200, 16 bytes off make a step 8 % slower.
 struct alignas(128) Exchange {
     u32 logits[STREAMS][CODES][VOCAB];
-    Activations tokens[MAX_TOKENS];
+    Activations tokens[BUFFERS][MAX_TOKENS];
     u32 splits[STREAMS][HEADS][SPLITS][HEAD_DIM][4];  // output and log-sum-exp, each as two bfloat16
-    Packed packed[PACKED_BUFFERS][MAX_TOKENS];
     u32 codes[CODE_SLOTS];                            // the chosen codes, as integers; entry i is of stream
                                                       // i % STREAMS
 };
@@ -714,6 +712,18 @@ __device__ void produce_weights(const Matrix *matrix, int producer) {
         const u64 bytes_per_slice = share.rows_per_slice * matrix->row_bytes;
         const char *source = matrix->address + share.first_row * matrix->row_bytes;
         const char *end = source + bytes_per_slice;
+        if (PANEL_COLUMNS < INNER && matrix->row_bytes == 2 * INNER) {      // down_proj, panel after panel
+            for (u64 column = 0; column < INNER; column += PANEL_COLUMNS) {
+                for (const char *row = source; row < end; row += matrix->row_bytes) {
+                    for (u64 i = column; i < column + PANEL_COLUMNS; i += STAGE_COLUMNS) {
+                        wait_until_empty(stage);
+                        fill(stage, producer, row + 2 * i, bytes_per_slice, policy);
+                        ++stage;
+                    }
+                }
+            }
+            continue;
+        }
         for (; source < end; source += STAGE_ROW_BYTES) {
             wait_until_empty(stage);
             fill(stage, producer, source, bytes_per_slice, policy);
@@ -737,81 +747,85 @@ __device__ int quad_of_vector(int i) {
     return i / 4 * 256 + threadIdx.x / 32 * 32 + i % 4 * 8 + threadIdx.x % 4 * 2 + threadIdx.x / 4 % 2;
 }
 
-// Vectors in Exchange have quad after quad: elements 0 1 4 5 2 3 6 7 8 9 12 13 10 11 14 15 ...
+// Vectors in Exchange have quad after quad: elements 0 1 4 5 2 3 6 7 8 9 12 13 10 11 14 15 ... If PACKED, those
+// of two steps of a lane are neighbours: it loads them together.
+__device__ int place_of_quad(int quad) {
+    return PACKED ? quad / 16 * 16 + quad % 8 * 2 + quad / 8 % 2 : quad;
+}
+
 __device__ int place_of(int element) {
-    return element / 8 * 8 + element % 4 / 2 * 4 + element % 8 / 4 * 2 + element % 2;
-}
-
-__device__ int packed_place_of(int element) {
     const int quad = element / 8 * 2 + element % 4 / 2;
-    const int step = quad / 8 % 4;
-    const int place = quad / 32 * 32 + step / 2 * 16 + quad % 8 * 2 + step % 2;
-    return place * 4 + element % 8 / 4 * 2 + element % 2;
+    return place_of_quad(quad) * 4 + element % 8 / 4 * 2 + element % 2;
 }
 
-template <int SIZE>
-__device__ void publish_packed(Exchange *exchange, u32 (Packed::*field)[SIZE], int token, int element, float value,
-                               u32 epoch) {
-    const int place = packed_place_of(element);
-    bf16 *destination = (bf16 *)(exchange->packed[epoch % PACKED_BUFFERS][token].*field) + place;
-    bf16 *empty = (bf16 *)(exchange->packed[(epoch + 2) % PACKED_BUFFERS][token].*field) + place;
+__device__ bool has_empty(uint2 quad) {
+    const u32 highest = __vmaxu2(quad.x, quad.y);
+    return highest >> 16 == EMPTY || (highest & 0xffff) == EMPTY;
+}
+
+// Publishes an element of a vector of Activations, of one of the TOKENS tokens of this pass.
+template <int TOKENS, int WORDS>
+__device__ void publish_element(Exchange *exchange, u32 (Activations::*vector)[WORDS], int token, int element,
+                                float value, u32 epoch) {
+    if constexpr (PACKED) {
+        const auto address = [&](u32 of_epoch, int of_token) {
+            return (bf16 *)(exchange->tokens[of_epoch % BUFFERS][of_token].*vector) + place_of(element);
+        };
+        store_relaxed_16(address(epoch, token), pack_bf16x2(value, 0));
 #pragma unroll
-    for (int replica = 0; replica < REPLICAS; ++replica) {
-        store_relaxed_16((char *)destination + replica * sizeof(Exchange), pack_bf16x2(value, 0));
-    }
-#pragma unroll
-    for (int replica = 0; replica < REPLICAS; ++replica) {
-        store_relaxed_16((char *)empty + replica * sizeof(Exchange), 0xffff);
+        for (int i = token; i < MAX_TOKENS; i += TOKENS) {                   // also those of a longer first pass
+            store_relaxed_16(address(epoch + 2, i), EMPTY);
+        }
+    } else {
+        publish(&(exchange->tokens[0][token].*vector)[place_of(element)], value, epoch);
     }
 }
 
-template <int TOKENS, int SIZE, int G, int N>
-__device__ void receive_packed(uint2 (&x)[G][N], const Exchange &replica, u32 (Packed::*field)[SIZE], u32 epoch) {
-    const Packed *tokens = replica.packed[epoch % PACKED_BUFFERS];
-    u32 highest;
+// Receives a vector of each of TOKENS tokens, of which the first is `first_token`: the N * 256 columns from
+// first_column on.
+template <int TOKENS, int WORDS, int G, int N>
+__device__ void receive_vectors(uint2 (&x)[G][N], const Exchange &replica, u32 (Activations::*vector)[WORDS],
+                                u32 epoch, int first_token = 0, int first_column = 0) {
+    const auto vector_of = [&](int group) -> const u32 * {
+        return replica.tokens[epoch % BUFFERS][first_token + token_of_lane(group, TOKENS)].*vector;
+    };
+    const auto quad = [&](int i) {
+        return quad_of_vector(first_column / 256 + i);
+    };
+    if constexpr (!PACKED) {
+#pragma unroll
+        for (int group = 0; group < G; ++group) {
+            const u32 *words = vector_of(group);
+            receive(x[group], epoch, [&](int i) { return words + 4 * quad(i); });
+        }
+        return;
+    }
+    uint2 highest;                                    // of each half of the words
     u32 spins = 0;
     do {
 #pragma unroll
         for (int group = 0; group < G; ++group) {
-            const u32 *vector = tokens[token_of_lane(group, TOKENS)].*field;
+            const u32 *words = vector_of(group);
 #pragma unroll
             for (int i = 0; i < N; i += 2) {
-                const int place = i / 4 * 512 + threadIdx.x / 32 * 64 + i % 4 * 16 + threadIdx.x % 4 * 8 +
-                                  threadIdx.x / 4 % 2 * 4;
-                const uint4 quads = load_relaxed_x4(vector + place);
+                const uint4 quads = load_relaxed_x4(words + 2 * place_of_quad(quad(i)));
                 x[group][i] = {quads.x, quads.y};
                 x[group][i + 1] = {quads.z, quads.w};
             }
         }
-        highest = 0;
+        highest = {0, 0};
 #pragma unroll
         for (int group = 0; group < G; ++group) {
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                highest = __vmaxu2(highest, __vmaxu2(x[group][i].x, x[group][i].y));
+                highest = for_each_pair(highest, x[group][i], __vmaxu2);
             }
         }
         ++spins;
         if (spins % SPINS_PER_CHECK == 0 && timed_out(WAITED_FOR_BLOCKS)) {
             break;
         }
-    } while (highest >> 16 == 0xffff || (highest & 0xffff) == 0xffff);
-}
-
-// Receives the vectors of all tokens; `first` is that of the first token, in Activations. As many loads are in
-// flight as registers allow.
-template <int TOKENS, int G, int N>
-__device__ void receive_vectors(uint2 (&x)[G][N], const u32 *first, u32 epoch) {
-    constexpr int STRIDE = sizeof(Activations) / sizeof(u32);
-    constexpr int IN_FLIGHT = G * N <= MAX_IN_FLIGHT ? G * N : G * N % 12 == 0 ? 12 : 8;
-    static_assert(IN_FLIGHT <= MAX_IN_FLIGHT, "unsupported sizes: INNER * STREAMS must be at most 49152");
-#pragma unroll
-    for (int begin = 0; begin < G * N; begin += IN_FLIGHT) {
-        receive((uint2(&)[IN_FLIGHT])x[begin / N][begin % N], epoch, [&](int i) {
-            const int token = token_of_lane((begin + i) / N, TOKENS);
-            return first + token * STRIDE + 4 * quad_of_vector((begin + i) % N);
-        });
-    }
+    } while (has_empty(highest));
 }
 
 // Other vectors have their elements in order, in pairs: a quad is the pairs first_pair(quad) and + 2.
@@ -835,9 +849,9 @@ __device__ void multiply_add(float (&d)[4], uint4 weights, uint2 x) {
 
 // The next matrix in the ring times x. Of each stage, warp w takes columns 128 w .. 128 w + 127 of the 8
 // rows, in 4 mma steps of 32 columns for each group of tokens. The sums of row number i of the block go to
-// partial[token][w][region + i].
+// partial[token][w][region + i], or are added to what is there.
 template <int ROWS, int TOKENS, int G, int N>
-__device__ void matvec(const uint2 (&x)[G][N], u32 &stage, int region) {
+__device__ void matvec(const uint2 (&x)[G][N], u32 &stage, int region, bool adds = false) {
     constexpr int MAX = MAX_ROWS_PER_SLICE<ROWS>;
     constexpr int UNROLLED = BULK_COPIES && MAX <= 8 && G == 1 ? MAX : 1;   // more would spill registers
     const int rows_per_slice = share_of_this_block(ROWS).rows_per_slice;
@@ -869,7 +883,8 @@ __device__ void matvec(const uint2 (&x)[G][N], u32 &stage, int region) {
             if (token < TOKENS) {
                 const float(&of_token)[2][4] = d[group];
                 const float sum = of_token[0][0] + of_token[1][0] + (of_token[0][3] + of_token[1][3]);
-                shared().partial[token][warp][region + slice * rows_per_slice + row] = sum;
+                float &partial = shared().partial[token][warp][region + slice * rows_per_slice + row];
+                partial = adds ? partial + sum : sum;
             }
         }
     }
@@ -958,6 +973,7 @@ __device__ int stream_to_attend() {
 
 // Softmax is online (as in FlashAttention): each warp keeps a maximum, a sum of weights and a weighted sum of
 // values. The warps are merged here, the splits in merge_splits.
+template <int TOKENS>
 __device__ void attend(const Arguments &arguments, const Layer &layer, int token, int position, u32 epoch) {
     const int stream = stream_to_attend();
     const int split = blockIdx.x / GROUPS % SPLITS;
@@ -997,7 +1013,7 @@ __device__ void attend(const Arguments &arguments, const Layer &layer, int token
     constexpr int KEY = GROUP_HEADS;
     constexpr int VALUE = GROUP_HEADS + 1;
     uint2 x[GROUP_HEADS + 2];
-    const u32 *qkv = replica_of_this_block(arguments.exchange).tokens[token].qkv;
+    const u32 *qkv = replica_of_this_block(arguments.exchange).tokens[0][token].qkv;
     receive(x, epoch, [&](int i) {
         return qkv + 4 * quad_of_row(i < KEY ? first_head + i : HEADS + (i - KEY) * KV_HEADS + kv_head);
     });
@@ -1081,12 +1097,8 @@ __device__ void attend(const Arguments &arguments, const Layer &layer, int token
     const float log_sum = merged.best + logf(merged.weight);
 
     if (SPLITS == 1) {
-        if constexpr (PACKED) {
-            publish_packed(arguments.exchange, &Packed::attention, token, head * HEAD_DIM + dimension, output, epoch);
-        } else {
-            u32 *attention = arguments.exchange->tokens[token].attention;
-            publish(&attention[place_of(head * HEAD_DIM + dimension)], output, epoch);
-        }
+        const int element = head * HEAD_DIM + dimension;
+        publish_element<TOKENS>(arguments.exchange, &Activations::attention, token, element, output, epoch);
         return;
     }
     // Each as two bfloat16, value and remainder: 16 bits of precision, so splitting adds no relevant rounding
@@ -1117,29 +1129,12 @@ __device__ void merge_splits(Exchange &exchange, u32 epoch) {
     const float weight = expf(log_sum - best);
     const float merged = warp_sum<SPLITS>(weight * value) / warp_sum<SPLITS>(weight);
     if (split == 0) {
-        if constexpr (PACKED) {
-            publish_packed(&exchange, &Packed::attention, stream, dimension, merged, epoch);
-        } else {
-            publish(&exchange.tokens[stream].attention[place_of(dimension)], merged, epoch);
-        }
+        publish_element<STREAMS>(&exchange, &Activations::attention, stream, dimension, merged, epoch);
     }
 }
 
 
 // ---- Layers
-
-#define RECEIVE(count, x, field, offset) \
-    if constexpr (PACKED) { \
-        receive_packed<count>(x, replica_of_this_block(arguments.exchange), &Packed::field, epoch); \
-    } else { \
-        receive_vectors<count>(x, replica[offset].field, epoch); \
-    }
-#define PUBLISH(token, field, element, value) \
-    if constexpr (PACKED) { \
-        publish_packed(arguments.exchange, &Packed::field, token, element, value, epoch); \
-    } else { \
-        publish(&arguments.exchange->tokens[token].field[place_of(element)], value, epoch); \
-    }
 
 // A pass: POSITIONS consecutive tokens of each stream through all layers, and the last ones through the
 // final norm to `last`. input_of(token) is (HIDDEN). `position` is that of the first token of the stream that this
@@ -1147,14 +1142,13 @@ __device__ void merge_splits(Exchange &exchange, u32 epoch) {
 template <int POSITIONS, class InputOf>
 __device__ void run_layers(const Arguments &arguments, InputOf input_of, int position,
                            Vectors<STREAMS, HIDDEN> &last, u32 &stage, u32 &epoch) {
-    Exchange &exchange = *arguments.exchange;
-    Activations *to = exchange.tokens;
-    const Activations *replica = replica_of_this_block(arguments.exchange).tokens;
+    Exchange *exchange = arguments.exchange;
+    const Exchange &replica = replica_of_this_block(exchange);
     constexpr int TOKENS = POSITIONS * STREAMS;
     uint2 norm_weight[HIDDEN / 256];
     Vectors<TOKENS, HIDDEN> x;
     Vectors<TOKENS, QUERY_SIZE> attention;
-    Vectors<TOKENS, INNER> inner;
+    Vectors<TOKENS, PANEL_COLUMNS> inner;
 
     // The residual of what this thread publishes, if it publishes any, stays in a register.
     const int residual_row = share_of_this_block(HIDDEN).first_row + threadIdx.x % MAX_ROWS<HIDDEN>;
@@ -1174,13 +1168,13 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
         // Phase 1: input norm; q, k, v
         load_vector(norm_weight, layer->input_norm);
         if (layer > arguments.layers) {
-            RECEIVE(TOKENS, x, hidden, 0);
+            receive_vectors<TOKENS>(x, replica, &Activations::hidden, epoch);
         }
         rms_norm<TOKENS>(x, norm_weight);
         ++epoch;
         matvec<QKV_SIZE, TOKENS>(x, stage, 0);
         for_each_row<QKV_SIZE, TOKENS>(0, [&](int token, int row, float sum) {
-            publish(&to[token].qkv[row], sum, epoch);
+            publish(&exchange->tokens[0][token].qkv[row], sum, epoch);
         });
 
         // Phases 2 and 3: attention
@@ -1190,41 +1184,44 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
                 if (i > 0) {
                     sync_consumers();                 // the position before is in the cache, head_sum is read
                 }
-                attend(arguments, *layer, i * STREAMS + stream_to_attend(), position + i, epoch);
+                attend<TOKENS>(arguments, *layer, i * STREAMS + stream_to_attend(), position + i, epoch);
             }
         }
         if (SPLITS > 1 && (ATTENTION_BLOCKS == GRID || blockIdx.x < ATTENTION_BLOCKS)) {
-            merge_splits(exchange, epoch);
+            merge_splits(*exchange, epoch);
         }
 
         // Phase 4: o_proj and residual
-        RECEIVE(TOKENS, attention, attention, 0);
+        receive_vectors<TOKENS>(attention, replica, &Activations::attention, epoch);
         matvec<HIDDEN, TOKENS>(attention, stage, SECOND_REGION);
         for_each_row<HIDDEN, TOKENS>(SECOND_REGION, [&](int token, int row, float sum) {
-            PUBLISH(token, post_attention, row, add_residual(sum));
+            publish_element<TOKENS>(exchange, &Activations::post_attention, token, row, add_residual(sum), epoch);
         });
 
         // Phase 5: post-attention norm; gate and up, silu(gate) * up
         load_vector(norm_weight, layer->post_norm);
-        RECEIVE(TOKENS, x, post_attention, 0);
+        receive_vectors<TOKENS>(x, replica, &Activations::post_attention, epoch);
         rms_norm<TOKENS>(x, norm_weight);
         matvec<INNER, TOKENS>(x, stage, 0);
         matvec<INNER, TOKENS>(x, stage, MAX_ROWS<INNER>);
         for_each_row<INNER, TOKENS>(0, [&](int token, int row, float gate) {
             const float activated = round_to_bf16(silu(gate));
             const float up = row_sum(token, MAX_ROWS<INNER> + row - share_of_this_block(INNER).first_row);
-            PUBLISH(token, inner, row, activated * up);
+            publish_element<TOKENS>(exchange, &Activations::inner, token, row, activated * up, epoch);
         });
 
         // Phase 6: down_proj and residual
-        RECEIVE(TOKENS, inner, inner, 0);
-        matvec<HIDDEN, TOKENS>(inner, stage, SECOND_REGION);
+#pragma unroll
+        for (int column = 0; column < INNER; column += PANEL_COLUMNS) {
+            receive_vectors<TOKENS>(inner, replica, &Activations::inner, epoch, 0, column);
+            matvec<HIDDEN, TOKENS>(inner, stage, SECOND_REGION, column > 0);
+        }
         for_each_row<HIDDEN, TOKENS>(SECOND_REGION, [&](int token, int row, float sum) {
-            PUBLISH(token, hidden, row, add_residual(sum));
+            publish_element<TOKENS>(exchange, &Activations::hidden, token, row, add_residual(sum), epoch);
         });
     }
     load_vector(norm_weight, arguments.final_norm);
-    RECEIVE(STREAMS, last, hidden, TOKENS - STREAMS);
+    receive_vectors<STREAMS>(last, replica, &Activations::hidden, epoch, TOKENS - STREAMS);
     rms_norm<STREAMS>(last, norm_weight);
 }
 

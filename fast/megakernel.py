@@ -23,8 +23,8 @@ KERNEL_NAME = "decode_step"
 
 # As in megakernel.cu. `complete_source` makes the compiler check them.
 CONSUMERS = 256
-REPLICAS = 4
-PASS_TOKENS = 8
+MMA_TOKENS = 4
+PASS_TOKENS = 16
 
 # What the kernel leaves in `failed` when a wait takes longer than WAIT_LIMIT_NS.
 WAITED_FOR = {
@@ -91,6 +91,11 @@ class Sizes:
         return 2 if self.codes > 1 and 2 * self.streams <= PASS_TOKENS else 1
 
     @property
+    def replicas(self) -> int:
+        """Copies of what the blocks exchange."""
+        return 4 if self.streams <= MMA_TOKENS else 1
+
+    @property
     def producers(self) -> int:
         """Threads of a block that copy weights."""
         return 8 if self.bulk_copies else 32
@@ -138,7 +143,7 @@ def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu,
         shared_bytes=gpu.shared_memory_per_block_optin,
         l2_bytes=gpu.L2_cache_size,
         bulk_copies=int(gpu.major >= 9),
-        exchange_bytes=max(1 << 20, streams << 18),
+        exchange_bytes=streams << 20,
         layers=len(model.layers),
         hidden=hidden,
         inner=inner,
@@ -157,11 +162,11 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
     """The sizes, the kernel, checks of its structs and constants. `source` is megakernel.cu, if not given."""
     checks = ""
     offset = 0
-    for name, length in sizes.activation_fields.items():
+    for name, length in sizes.activation_fields.items() if sizes.streams == 1 else ():
         message = f"megakernel.py reads Activations::{name}"
         checks += f'static_assert(OFFSET_OF(Activations, {name}) == {offset}, "{message}");\n'
         offset += 4 * length
-    constants = dict(CONSUMERS=CONSUMERS, PRODUCERS=sizes.producers, REPLICAS=REPLICAS)
+    constants = dict(CONSUMERS=CONSUMERS, PRODUCERS=sizes.producers, REPLICAS=sizes.replicas)
     constants["FIRST_POSITIONS"] = sizes.first_positions
     for name, value in constants.items():
         checks += f'static_assert({name} == {value}, "megakernel.py has {name} = {value}");\n'
@@ -292,7 +297,7 @@ class FusedStep:
         cos, sin = model.rotary_emb(
             torch.empty(0, dtype=model.dtype, device=device), torch.arange(length, device=device)[None]
         )
-        self.exchange = torch.full((REPLICAS * sizes.exchange_bytes // 4,), -1, dtype=torch.int32, device=device)
+        self.exchange = torch.full((sizes.replicas * sizes.exchange_bytes // 4,), -1, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)
         self.failed_on_host = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         fields_by_name: dict[str, Tensor | int] = {
