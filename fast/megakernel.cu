@@ -118,9 +118,11 @@ constexpr int STEPS_PER_STAGE = STAGE_COLUMNS / (WARPS * 32);       // mma steps
 
 constexpr bool IS_TALKER = CODES == 1;
 constexpr int MMA_TOKENS = 4;                                       // whose vectors operand B has room for
+constexpr int PASS_TOKENS = 16;                                     // of a pass, at most
 // Positions of a stream in the predictor's first pass.
-constexpr int FIRST_POSITIONS = !IS_TALKER && 2 * STREAMS <= MMA_TOKENS ? 2 : 1;
+constexpr int FIRST_POSITIONS = !IS_TALKER && 2 * STREAMS <= PASS_TOKENS ? 2 : 1;
 constexpr int MAX_TOKENS = FIRST_POSITIONS * STREAMS;               // of a pass
+constexpr int CODE_SLOTS = STREAMS < MMA_TOKENS ? MMA_TOKENS : STREAMS;
 constexpr int QUERY_SIZE = HEADS * HEAD_DIM;
 constexpr int QKV_SIZE = QUERY_SIZE + 2 * KV_HEADS * HEAD_DIM;
 
@@ -143,9 +145,16 @@ constexpr int POSITION_STRIDE = SPLITS * WARPS;                     // between t
 constexpr int KV_PREFETCH = IS_TALKER ? 4 : 2;                      // keys and values in flight per warp
 constexpr int SCORES_PER_THREAD = VOCAB / CONSUMERS;                // in the sampler
 
+// How values that all blocks read are exchanged, see the top.
+constexpr bool PACKED = STREAMS > MMA_TOKENS;
+constexpr int BUFFERS = PACKED ? 4 : 1;
+constexpr int VALUES_PER_WORD = PACKED ? 2 : 1;
+constexpr u32 EMPTY = 0xffff;                                       // a NaN; those that we compute are 0x7fff
+
 // Copies of Exchange, against contention between the readers of a cache line. By measurement on an H200: four
-// are best, one is 4 % slower.
-constexpr int REPLICAS = 4;
+// are best for one stream, one is 4 % slower; for eight streams one is best, four are 3 % slower.
+constexpr int REPLICAS = PACKED ? 1 : 4;
+constexpr int LOGITS_COPIES = STREAMS == 1 ? REPLICAS : 1;          // of more streams one block reads them
 
 // Upper limits of the rows of a matrix that one block has, see Share.
 template <int ROWS>
@@ -153,6 +162,10 @@ constexpr int MAX_ROWS_PER_SLICE = (ROWS / SLICES + GRID - 1) / GRID;
 template <int ROWS>
 constexpr int MAX_ROWS = SLICES * MAX_ROWS_PER_SLICE<ROWS>;
 constexpr int SECOND_REGION = 2 * MAX_ROWS<INNER>;                  // where it begins in Shared::partial
+
+// The input of down_proj is received and multiplied in panels of so many columns that all tokens' values of one fit
+// into the registers.
+constexpr int PANEL_COLUMNS = STREAMS <= MMA_TOKENS ? INNER : STREAMS == 8 && INNER % 3072 == 0 ? 3072 : 1024;
 
 // Fraction of the weights to keep in L2. The predictor reads its layers 15 or 16 times per launch. By
 // measurement on an H200: of 10, 15, 20, 25 and 30 %, 15 % is fastest, and 30 % is slower than none. On GPUs
@@ -172,7 +185,8 @@ constexpr u32 SPINS_PER_CHECK = 64;                                 // loop iter
 
 static_assert(LAYERS >= 1 && CODES >= 1, "unsupported sizes: LAYERS and CODES must be at least 1");
 static_assert(!IS_TALKER || TALKER_HIDDEN == HIDDEN, "unsupported sizes: TALKER_HIDDEN must be the talker's");
-static_assert(STREAMS == 1 || STREAMS == 2 || STREAMS == 4, "unsupported sizes: STREAMS must be 1, 2 or 4");
+static_assert(STREAMS == 1 || STREAMS == 2 || STREAMS == 4 || STREAMS == 8 || STREAMS == 16,
+              "unsupported sizes: STREAMS must be 1, 2, 4, 8 or 16");
 
 // Tags repeat every 2^16 layers. Each value is rewritten in every launch, so a stale one cannot match as long
 // as a launch has fewer layers than that.
@@ -275,21 +289,21 @@ struct Arguments {
 #endif
 };
 
-// What blocks send each other. Each u32 is epoch << 16 | bfloat16.
+// What blocks send each other. Each u32 is epoch << 16 | bfloat16, or for PACKED two bfloat16, except in qkv.
 struct Activations {                                  // of one token, in the order of place_of, but for qkv
-    u32 hidden[HIDDEN];                               // residual stream after the MLP
-    u32 post_attention[HIDDEN];                       // residual stream after attention
+    u32 hidden[HIDDEN / VALUES_PER_WORD];             // residual stream after the MLP
+    u32 post_attention[HIDDEN / VALUES_PER_WORD];     // residual stream after attention
     u32 qkv[QKV_SIZE];                                // before norm and RoPE
-    u32 attention[QUERY_SIZE];                        // input of o_proj
-    u32 inner[INNER];                                 // input of down_proj
+    u32 attention[QUERY_SIZE / VALUES_PER_WORD];      // input of o_proj
+    u32 inner[INNER / VALUES_PER_WORD];               // input of down_proj
 };
 
 // Every replica begins a cache line; by measurement on an H200, 16 bytes off make a step 8 % slower.
 struct alignas(128) Exchange {
     u32 logits[STREAMS][CODES][VOCAB];
-    Activations tokens[MAX_TOKENS];
+    Activations tokens[BUFFERS][MAX_TOKENS];
     u32 splits[STREAMS][HEADS][SPLITS][HEAD_DIM][4];  // output and log-sum-exp, each as two bfloat16
-    u32 codes[MMA_TOKENS];                            // the chosen codes, as integers; entry i is of stream
+    u32 codes[CODE_SLOTS];                            // the chosen codes, as integers; entry i is of stream
                                                       // i % STREAMS
 };
 static_assert(OFFSET_OF(Exchange, logits) == 0, "megakernel.py reads the logits at the start of Exchange");
@@ -347,6 +361,10 @@ __device__ u32 shared_address(const void *pointer) {
 // and need not: tag and value are one word.
 __device__ void store_relaxed(void *address, u32 value) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(address), "r"(value) : "memory");
+}
+
+__device__ void store_relaxed_16(void *address, u32 value) {
+    asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" :: "l"(address), "h"((bf16)value) : "memory");
 }
 
 __device__ u32 load_relaxed(const u32 *address) {
@@ -500,10 +518,19 @@ __device__ Share share_of_this_block(int rows) {
     return {SLICES * (block * at_least + block - blocks_with_less), at_least + 1};
 }
 
-// The token whose vectors this lane holds, of so many; see the lane map at the top.
-__device__ int token_of_lane(int tokens) {
-    return lane_index() / 8 % tokens;
+// More than four tokens are groups of four, each with its own operand B. Of each group a lane holds the vector of
+// one token, see the lane map at the top: x[group][i] is of this token.
+__device__ constexpr int groups_of(int tokens) {
+    return (tokens + MMA_TOKENS - 1) / MMA_TOKENS;
 }
+
+__device__ int token_of_lane(int group, int tokens) {
+    return group * MMA_TOKENS + lane_index() / 8 % tokens;
+}
+
+// What a lane holds of a vector of SIZE elements of each token.
+template <int TOKENS, int SIZE>
+using Vectors = uint2[groups_of(TOKENS)][SIZE / 256];
 
 
 // ---- Time limit of all waits
@@ -558,9 +585,9 @@ __device__ void publish(u32 *destination, float value, u32 epoch) {
     publish_bits<COPIES>(destination, pack_bf16x2(value, 0), epoch);
 }
 
-// values[i] = elements 4 * quad_index(i) .. + 3 of the buffer, once all of them are of this epoch.
-template <int N, class QuadIndex>
-__device__ void receive(uint2 (&values)[N], const u32 *buffer, u32 epoch, QuadIndex quad_index) {
+// values[i] = the four elements at quad(i), once all of them are of this epoch.
+template <int N, class Quad>
+__device__ void receive(uint2 (&values)[N], u32 epoch, Quad quad) {
     const u32 tag = epoch << 16;
     uint4 tagged[N];
     u32 mismatch;
@@ -569,7 +596,7 @@ __device__ void receive(uint2 (&values)[N], const u32 *buffer, u32 epoch, QuadIn
         // Issue all loads before checking any of them.
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            tagged[i] = load_relaxed_x4(buffer + 4 * quad_index(i));
+            tagged[i] = load_relaxed_x4(quad(i));
         }
         mismatch = 0;
 #pragma unroll
@@ -685,6 +712,18 @@ __device__ void produce_weights(const Matrix *matrix, int producer) {
         const u64 bytes_per_slice = share.rows_per_slice * matrix->row_bytes;
         const char *source = matrix->address + share.first_row * matrix->row_bytes;
         const char *end = source + bytes_per_slice;
+        if (PANEL_COLUMNS < INNER && matrix->row_bytes == 2 * INNER) {      // down_proj, panel after panel
+            for (u64 column = 0; column < INNER; column += PANEL_COLUMNS) {
+                for (const char *row = source; row < end; row += matrix->row_bytes) {
+                    for (u64 i = column; i < column + PANEL_COLUMNS; i += STAGE_COLUMNS) {
+                        wait_until_empty(stage);
+                        fill(stage, producer, row + 2 * i, bytes_per_slice, policy);
+                        ++stage;
+                    }
+                }
+            }
+            continue;
+        }
         for (; source < end; source += STAGE_ROW_BYTES) {
             wait_until_empty(stage);
             fill(stage, producer, source, bytes_per_slice, policy);
@@ -708,9 +747,85 @@ __device__ int quad_of_vector(int i) {
     return i / 4 * 256 + threadIdx.x / 32 * 32 + i % 4 * 8 + threadIdx.x % 4 * 2 + threadIdx.x / 4 % 2;
 }
 
-// Vectors in Exchange have quad after quad: elements 0 1 4 5 2 3 6 7 8 9 12 13 10 11 14 15 ...
+// Vectors in Exchange have quad after quad: elements 0 1 4 5 2 3 6 7 8 9 12 13 10 11 14 15 ... If PACKED, those
+// of two steps of a lane are neighbours: it loads them together.
+__device__ int place_of_quad(int quad) {
+    return PACKED ? quad / 16 * 16 + quad % 8 * 2 + quad / 8 % 2 : quad;
+}
+
 __device__ int place_of(int element) {
-    return element / 8 * 8 + element % 4 / 2 * 4 + element % 8 / 4 * 2 + element % 2;
+    const int quad = element / 8 * 2 + element % 4 / 2;
+    return place_of_quad(quad) * 4 + element % 8 / 4 * 2 + element % 2;
+}
+
+__device__ bool has_empty(uint2 quad) {
+    const u32 highest = __vmaxu2(quad.x, quad.y);
+    return highest >> 16 == EMPTY || (highest & 0xffff) == EMPTY;
+}
+
+// Publishes an element of a vector of Activations, of one of the TOKENS tokens of this pass.
+template <int TOKENS, int WORDS>
+__device__ void publish_element(Exchange *exchange, u32 (Activations::*vector)[WORDS], int token, int element,
+                                float value, u32 epoch) {
+    if constexpr (PACKED) {
+        const auto address = [&](u32 of_epoch, int of_token) {
+            return (bf16 *)(exchange->tokens[of_epoch % BUFFERS][of_token].*vector) + place_of(element);
+        };
+        store_relaxed_16(address(epoch, token), pack_bf16x2(value, 0));
+#pragma unroll
+        for (int i = token; i < MAX_TOKENS; i += TOKENS) {                   // also those of a longer first pass
+            store_relaxed_16(address(epoch + 2, i), EMPTY);
+        }
+    } else {
+        publish(&(exchange->tokens[0][token].*vector)[place_of(element)], value, epoch);
+    }
+}
+
+// Receives a vector of each of TOKENS tokens, of which the first is `first_token`: the N * 256 columns from
+// first_column on.
+template <int TOKENS, int WORDS, int G, int N>
+__device__ void receive_vectors(uint2 (&x)[G][N], const Exchange &replica, u32 (Activations::*vector)[WORDS],
+                                u32 epoch, int first_token = 0, int first_column = 0) {
+    const auto vector_of = [&](int group) -> const u32 * {
+        return replica.tokens[epoch % BUFFERS][first_token + token_of_lane(group, TOKENS)].*vector;
+    };
+    const auto quad = [&](int i) {
+        return quad_of_vector(first_column / 256 + i);
+    };
+    if constexpr (!PACKED) {
+#pragma unroll
+        for (int group = 0; group < G; ++group) {
+            const u32 *words = vector_of(group);
+            receive(x[group], epoch, [&](int i) { return words + 4 * quad(i); });
+        }
+        return;
+    }
+    uint2 highest;                                    // of each half of the words
+    u32 spins = 0;
+    do {
+#pragma unroll
+        for (int group = 0; group < G; ++group) {
+            const u32 *words = vector_of(group);
+#pragma unroll
+            for (int i = 0; i < N; i += 2) {
+                const uint4 quads = load_relaxed_x4(words + 2 * place_of_quad(quad(i)));
+                x[group][i] = {quads.x, quads.y};
+                x[group][i + 1] = {quads.z, quads.w};
+            }
+        }
+        highest = {0, 0};
+#pragma unroll
+        for (int group = 0; group < G; ++group) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                highest = for_each_pair(highest, x[group][i], __vmaxu2);
+            }
+        }
+        ++spins;
+        if (spins % SPINS_PER_CHECK == 0 && timed_out(WAITED_FOR_BLOCKS)) {
+            break;
+        }
+    } while (has_empty(highest));
 }
 
 // Other vectors have their elements in order, in pairs: a quad is the pairs first_pair(quad) and + 2.
@@ -733,19 +848,19 @@ __device__ void multiply_add(float (&d)[4], uint4 weights, uint2 x) {
 }
 
 // The next matrix in the ring times x. Of each stage, warp w takes columns 128 w .. 128 w + 127 of the 8
-// rows, in 4 mma steps of 32 columns. The sums of row number i of the block go to
-// partial[token][w][region + i].
-template <int ROWS, int TOKENS, int N>
-__device__ void matvec(const uint2 (&x)[N], u32 &stage, int region) {
+// rows, in 4 mma steps of 32 columns for each group of tokens. The sums of row number i of the block go to
+// partial[token][w][region + i], or are added to what is there.
+template <int ROWS, int TOKENS, int G, int N>
+__device__ void matvec(const uint2 (&x)[G][N], u32 &stage, int region, bool adds = false) {
     constexpr int MAX = MAX_ROWS_PER_SLICE<ROWS>;
-    constexpr int UNROLLED = BULK_COPIES && MAX <= 8 ? MAX : 1;             // more would spill registers
+    constexpr int UNROLLED = BULK_COPIES && MAX <= 8 && G == 1 ? MAX : 1;   // more would spill registers
     const int rows_per_slice = share_of_this_block(ROWS).rows_per_slice;
     const int warp = warp_index();
     const int slice = threadIdx.x % 32 / 4;           // r of the lane map
     const int q = threadIdx.x % 4;
 #pragma unroll UNROLLED
     for (int row = 0; row < rows_per_slice; ++row) { // of the slice
-        float d[2][4] = {};                           // two sums: an mma does not wait for the one before
+        float d[G][2][4] = {};                        // two sums: an mma does not wait for the one before
 #pragma unroll
         for (int part = 0; part < N / STEPS_PER_STAGE; ++part) {
             wait_until_full(stage);
@@ -753,14 +868,24 @@ __device__ void matvec(const uint2 (&x)[N], u32 &stage, int region) {
             const uint4 *weights = (const uint4 *)columns + q;
 #pragma unroll
             for (int step = 0; step < STEPS_PER_STAGE; ++step) {
-                multiply_add(d[step % 2], weights[step * 4], x[part * STEPS_PER_STAGE + step]);
+                const uint4 columns_of_row = weights[step * 4];
+#pragma unroll
+                for (int group = 0; group < G; ++group) {
+                    multiply_add(d[group][step % 2], columns_of_row, x[group][part * STEPS_PER_STAGE + step]);
+                }
             }
             release(stage);
             ++stage;
         }
-        if (q < TOKENS) {
-            const float sum = d[0][0] + d[1][0] + (d[0][3] + d[1][3]);
-            shared().partial[q][warp][region + slice * rows_per_slice + row] = sum;
+#pragma unroll
+        for (int group = 0; group < G; ++group) {
+            const int token = group * MMA_TOKENS + q;
+            if (token < TOKENS) {
+                const float(&of_token)[2][4] = d[group];
+                const float sum = of_token[0][0] + of_token[1][0] + (of_token[0][3] + of_token[1][3]);
+                float &partial = shared().partial[token][warp][region + slice * rows_per_slice + row];
+                partial = adds ? partial + sum : sum;
+            }
         }
     }
 }
@@ -800,21 +925,37 @@ __device__ void for_each_row(int region, Use use) {
 
 // x is spread over the consumers by quad_of_vector, so 8 adjacent lanes hold all that the warp has of it. Each
 // token has its own sum.
-template <int TOKENS, int N>
-__device__ void rms_norm(uint2 (&x)[N], const uint2 (&weight)[N]) {
-    const int token = token_of_lane(TOKENS);
-    float squares = 0;
+template <int TOKENS, int G, int N>
+__device__ void rms_norm(uint2 (&x)[G][N], const uint2 (&weight)[N]) {
+    float squares[G] = {};
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-        squares += dot(unpack(x[i]), unpack(x[i]));
+    for (int group = 0; group < G; ++group) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            squares[group] += dot(unpack(x[group][i]), unpack(x[group][i]));
+        }
     }
-    const auto add = [](float a, float b) { return a + b; };
     sync_consumers();                                 // all have read the previous sums
-    squares = combine_warps(warp_sum<8>(squares), shared().squares[token], lane_index() == 8 * token, add,
-                            [] { sync_consumers(); });
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-        x[i] = normalize(x[i], rsqrtf(squares / HIDDEN + EPSILON), weight[i]);
+    for (int group = 0; group < G; ++group) {
+        const float of_warp = warp_sum<8>(squares[group]);
+        if (lane_index() == 8 * token_of_lane(0, TOKENS)) {
+            shared().squares[token_of_lane(group, TOKENS)][warp_index()] = of_warp;
+        }
+    }
+    sync_consumers();
+#pragma unroll
+    for (int group = 0; group < G; ++group) {
+        const float(&of_warps)[WARPS] = shared().squares[token_of_lane(group, TOKENS)];
+        float sum = of_warps[0];
+#pragma unroll
+        for (int warp = 1; warp < WARPS; ++warp) {
+            sum += of_warps[warp];
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            x[group][i] = normalize(x[group][i], rsqrtf(sum / HIDDEN + EPSILON), weight[i]);
+        }
     }
 }
 
@@ -832,6 +973,7 @@ __device__ int stream_to_attend() {
 
 // Softmax is online (as in FlashAttention): each warp keeps a maximum, a sum of weights and a weighted sum of
 // values. The warps are merged here, the splits in merge_splits.
+template <int TOKENS>
 __device__ void attend(const Arguments &arguments, const Layer &layer, int token, int position, u32 epoch) {
     const int stream = stream_to_attend();
     const int split = blockIdx.x / GROUPS % SPLITS;
@@ -871,8 +1013,9 @@ __device__ void attend(const Arguments &arguments, const Layer &layer, int token
     constexpr int KEY = GROUP_HEADS;
     constexpr int VALUE = GROUP_HEADS + 1;
     uint2 x[GROUP_HEADS + 2];
-    receive(x, replica_of_this_block(arguments.exchange).tokens[token].qkv, epoch, [&](int i) {
-        return quad_of_row(i < KEY ? first_head + i : HEADS + (i - KEY) * KV_HEADS + kv_head);
+    const u32 *qkv = replica_of_this_block(arguments.exchange).tokens[0][token].qkv;
+    receive(x, epoch, [&](int i) {
+        return qkv + 4 * quad_of_row(i < KEY ? first_head + i : HEADS + (i - KEY) * KV_HEADS + kv_head);
     });
 
 #pragma unroll
@@ -954,8 +1097,8 @@ __device__ void attend(const Arguments &arguments, const Layer &layer, int token
     const float log_sum = merged.best + logf(merged.weight);
 
     if (SPLITS == 1) {
-        u32 *attention = arguments.exchange->tokens[token].attention;
-        publish(&attention[place_of(head * HEAD_DIM + dimension)], output, epoch);
+        const int element = head * HEAD_DIM + dimension;
+        publish_element<TOKENS>(arguments.exchange, &Activations::attention, token, element, output, epoch);
         return;
     }
     // Each as two bfloat16, value and remainder: 16 bits of precision, so splitting adds no relevant rounding
@@ -978,7 +1121,7 @@ __device__ void merge_splits(Exchange &exchange, u32 epoch) {
     const int split = threadIdx.x % SPLITS;
     uint2 parts[1];
     const u32 *source = exchange.splits[stream][dimension / HEAD_DIM][split][dimension % HEAD_DIM];
-    receive(parts, source, epoch, [](int) { return 0; });
+    receive(parts, epoch, [&](int) { return source; });
     const float value = low_half(parts[0].x) + high_half(parts[0].x);
     const float log_sum = low_half(parts[0].y) + high_half(parts[0].y);
 
@@ -986,7 +1129,7 @@ __device__ void merge_splits(Exchange &exchange, u32 epoch) {
     const float weight = expf(log_sum - best);
     const float merged = warp_sum<SPLITS>(weight * value) / warp_sum<SPLITS>(weight);
     if (split == 0) {
-        publish(&exchange.tokens[stream].attention[place_of(dimension)], merged, epoch);
+        publish_element<STREAMS>(&exchange, &Activations::attention, stream, dimension, merged, epoch);
     }
 }
 
@@ -994,20 +1137,18 @@ __device__ void merge_splits(Exchange &exchange, u32 epoch) {
 // ---- Layers
 
 // A pass: POSITIONS consecutive tokens of each stream through all layers, and the last ones through the
-// final norm to x. input_of(token) is (HIDDEN). `position` is that of the first token of the stream that this
+// final norm to `last`. input_of(token) is (HIDDEN). `position` is that of the first token of the stream that this
 // block attends for. Loads that do not depend on other blocks are issued before the spin loops that do.
 template <int POSITIONS, class InputOf>
 __device__ void run_layers(const Arguments &arguments, InputOf input_of, int position,
-                           uint2 (&x)[HIDDEN / 256], u32 &stage, u32 &epoch) {
-    Exchange &exchange = *arguments.exchange;
-    Activations *to = exchange.tokens;
-    const Activations *replica = replica_of_this_block(arguments.exchange).tokens;
+                           Vectors<STREAMS, HIDDEN> &last, u32 &stage, u32 &epoch) {
+    Exchange *exchange = arguments.exchange;
+    const Exchange &replica = replica_of_this_block(exchange);
     constexpr int TOKENS = POSITIONS * STREAMS;
-    const int lane_token = token_of_lane(TOKENS);
-    const Activations &from = replica[lane_token];
     uint2 norm_weight[HIDDEN / 256];
-    uint2 attention[QUERY_SIZE / 256];
-    uint2 inner[INNER / 256];
+    Vectors<TOKENS, HIDDEN> x;
+    Vectors<TOKENS, QUERY_SIZE> attention;
+    Vectors<TOKENS, PANEL_COLUMNS> inner;
 
     // The residual of what this thread publishes, if it publishes any, stays in a register.
     const int residual_row = share_of_this_block(HIDDEN).first_row + threadIdx.x % MAX_ROWS<HIDDEN>;
@@ -1018,19 +1159,22 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
         return residual;
     };
 
-    load_vector(x, (const u32 *)input_of(lane_token));
+#pragma unroll
+    for (int group = 0; group < groups_of(TOKENS); ++group) {
+        load_vector(x[group], (const u32 *)input_of(token_of_lane(group, TOKENS)));
+    }
 #pragma unroll 1
     for (const Layer *layer = arguments.layers; layer < arguments.layers + LAYERS; ++layer) {
         // Phase 1: input norm; q, k, v
         load_vector(norm_weight, layer->input_norm);
         if (layer > arguments.layers) {
-            receive(x, from.hidden, epoch, quad_of_vector);
+            receive_vectors<TOKENS>(x, replica, &Activations::hidden, epoch);
         }
         rms_norm<TOKENS>(x, norm_weight);
         ++epoch;
         matvec<QKV_SIZE, TOKENS>(x, stage, 0);
         for_each_row<QKV_SIZE, TOKENS>(0, [&](int token, int row, float sum) {
-            publish(&to[token].qkv[row], sum, epoch);
+            publish(&exchange->tokens[0][token].qkv[row], sum, epoch);
         });
 
         // Phases 2 and 3: attention
@@ -1040,42 +1184,45 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
                 if (i > 0) {
                     sync_consumers();                 // the position before is in the cache, head_sum is read
                 }
-                attend(arguments, *layer, i * STREAMS + stream_to_attend(), position + i, epoch);
+                attend<TOKENS>(arguments, *layer, i * STREAMS + stream_to_attend(), position + i, epoch);
             }
         }
         if (SPLITS > 1 && (ATTENTION_BLOCKS == GRID || blockIdx.x < ATTENTION_BLOCKS)) {
-            merge_splits(exchange, epoch);
+            merge_splits(*exchange, epoch);
         }
 
         // Phase 4: o_proj and residual
-        receive(attention, from.attention, epoch, quad_of_vector);
+        receive_vectors<TOKENS>(attention, replica, &Activations::attention, epoch);
         matvec<HIDDEN, TOKENS>(attention, stage, SECOND_REGION);
         for_each_row<HIDDEN, TOKENS>(SECOND_REGION, [&](int token, int row, float sum) {
-            publish(&to[token].post_attention[place_of(row)], add_residual(sum), epoch);
+            publish_element<TOKENS>(exchange, &Activations::post_attention, token, row, add_residual(sum), epoch);
         });
 
         // Phase 5: post-attention norm; gate and up, silu(gate) * up
         load_vector(norm_weight, layer->post_norm);
-        receive(x, from.post_attention, epoch, quad_of_vector);
+        receive_vectors<TOKENS>(x, replica, &Activations::post_attention, epoch);
         rms_norm<TOKENS>(x, norm_weight);
         matvec<INNER, TOKENS>(x, stage, 0);
         matvec<INNER, TOKENS>(x, stage, MAX_ROWS<INNER>);
         for_each_row<INNER, TOKENS>(0, [&](int token, int row, float gate) {
             const float activated = round_to_bf16(silu(gate));
             const float up = row_sum(token, MAX_ROWS<INNER> + row - share_of_this_block(INNER).first_row);
-            publish(&to[token].inner[place_of(row)], activated * up, epoch);
+            publish_element<TOKENS>(exchange, &Activations::inner, token, row, activated * up, epoch);
         });
 
         // Phase 6: down_proj and residual
-        receive(inner, from.inner, epoch, quad_of_vector);
-        matvec<HIDDEN, TOKENS>(inner, stage, SECOND_REGION);
+#pragma unroll
+        for (int column = 0; column < INNER; column += PANEL_COLUMNS) {
+            receive_vectors<TOKENS>(inner, replica, &Activations::inner, epoch, 0, column);
+            matvec<HIDDEN, TOKENS>(inner, stage, SECOND_REGION, column > 0);
+        }
         for_each_row<HIDDEN, TOKENS>(SECOND_REGION, [&](int token, int row, float sum) {
-            publish(&to[token].hidden[place_of(row)], add_residual(sum), epoch);
+            publish_element<TOKENS>(exchange, &Activations::hidden, token, row, add_residual(sum), epoch);
         });
     }
     load_vector(norm_weight, arguments.final_norm);
-    receive(x, replica[TOKENS - STREAMS + lane_token % STREAMS].hidden, epoch, quad_of_vector);
-    rms_norm<STREAMS>(x, norm_weight);
+    receive_vectors<STREAMS>(last, replica, &Activations::hidden, epoch, TOKENS - STREAMS);
+    rms_norm<STREAMS>(last, norm_weight);
 }
 
 
@@ -1087,11 +1234,11 @@ __device__ int token_of_score(int i) {
 }
 
 // A head after the layers: the logits of all streams.
-__device__ void run_head(const Arguments &arguments, const uint2 (&x)[HIDDEN / 256], int head, u32 &stage,
+__device__ void run_head(const Arguments &arguments, const Vectors<STREAMS, HIDDEN> &x, int head, u32 &stage,
                          u32 epoch) {
     matvec<VOCAB, STREAMS>(x, stage, 0);
     for_each_row<VOCAB, STREAMS>(0, [&](int stream, int row, float sum) {
-        publish(&arguments.exchange->logits[stream][head][row], sum, epoch);
+        publish<LOGITS_COPIES>(&arguments.exchange->logits[stream][head][row], sum, epoch);
     });
 }
 
@@ -1105,9 +1252,10 @@ __device__ int sample(const Arguments &arguments, int stream, int head, u32 fram
         noise[i] = arguments.greedy[stream] ? 1 : arguments.noise[place];
     }
     uint2 logits[N / 4];
-    receive(logits, replica_of_this_block(arguments.exchange).logits[stream][head], epoch, [](int i) {
-        return token_of_score(4 * i) / 4;
-    });
+    const Exchange *exchange = arguments.exchange;
+    const Exchange &replica = LOGITS_COPIES == 1 ? *exchange : replica_of_this_block(exchange);
+    const u32 *first = replica.logits[stream][head];
+    receive(logits, epoch, [&](int i) { return first + token_of_score(4 * i); });
     float score[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -1128,22 +1276,41 @@ __device__ int sample(const Arguments &arguments, int stream, int head, u32 fram
 }
 
 
-// The predictor's choices, 16 bits for each stream. With a single stream every block computes the choice, with
-// the same result; with more, one of the first blocks chooses for each stream and sends the code to all blocks.
-__device__ u64 choose_codes(const Arguments &arguments, int head, u32 epoch) {
-    if (STREAMS == 1) {
-        return sample(arguments, 0, head, 0, epoch);
+// The predictor's choices: codes of one stream after the other, 16 bits each. With a single stream every block
+// computes the choice, with the same result; with more, one of the first blocks chooses for each stream and sends
+// the code to all blocks.
+struct Codes {
+    u64 of_four[groups_of(STREAMS)];
+
+    __device__ u64 operator[](int stream) const {
+        u64 four = of_four[0];
+#pragma unroll
+        for (int group = 1; group < groups_of(STREAMS); ++group) {          // registers have no index
+            four = stream / 4 == group ? of_four[group] : four;
+        }
+        return four >> 16 * (stream % 4) & 0xffff;
     }
-    if (blockIdx.x < MMA_TOKENS) {
+};
+
+__device__ Codes choose_codes(const Arguments &arguments, int head, u32 epoch) {
+    if (STREAMS == 1) {
+        return {(u64)sample(arguments, 0, head, 0, epoch)};
+    }
+    if (blockIdx.x < CODE_SLOTS) {
         const u32 code = sample(arguments, blockIdx.x % STREAMS, head, 0, epoch);
         if (threadIdx.x == 0) {
             publish_bits(&arguments.exchange->codes[blockIdx.x], code, epoch);
         }
     }
-    static_assert(MMA_TOKENS == 4, "they are received as one quad");
-    uint2 codes[1];
-    receive(codes, replica_of_this_block(arguments.exchange).codes, epoch, [](int) { return 0; });
-    return (u64)codes[0].y << 32 | codes[0].x;
+    uint2 quads[CODE_SLOTS / 4];
+    const u32 *first = replica_of_this_block(arguments.exchange).codes;
+    receive(quads, epoch, [&](int i) { return first + 4 * i; });
+    Codes codes;
+#pragma unroll
+    for (int i = 0; i < CODE_SLOTS / 4; ++i) {
+        codes.of_four[i] = (u64)quads[i].y << 32 | quads[i].x;
+    }
+    return codes;
 }
 
 
@@ -1166,7 +1333,7 @@ decode_step(const __grid_constant__ Arguments arguments) {
         return;
     }
 
-    uint2 x[HIDDEN / 256];
+    Vectors<STREAMS, HIDDEN> x;
     u32 stage = 0;
     u32 epoch = *arguments.epoch;
 
@@ -1187,12 +1354,15 @@ decode_step(const __grid_constant__ Arguments arguments) {
     }
     const u64 frame = arguments.frame[stream] + 1;
     const u64 token = sample(arguments, stream, 0, frame, epoch);
-    if (arguments.advance[stream] && lane_index() / 8 == stream) {           // these lanes hold its vector
 #pragma unroll
-        for (int i = 0; i < HIDDEN / 256; ++i) {
-            u32 *pairs = arguments.hidden + stream * (HIDDEN / 2) + first_pair(quad_of_vector(i));
-            pairs[0] = x[i].x;
-            pairs[2] = x[i].y;
+    for (int group = 0; group < groups_of(STREAMS); ++group) {
+        if (arguments.advance[stream] && group * MMA_TOKENS + lane_index() / 8 == stream) {  // holds its vector
+#pragma unroll
+            for (int i = 0; i < HIDDEN / 256; ++i) {
+                u32 *pairs = arguments.hidden + stream * (HIDDEN / 2) + first_pair(quad_of_vector(i));
+                pairs[0] = x[group][i].x;
+                pairs[2] = x[group][i].y;
+            }
         }
     }
     if (threadIdx.x > 0) {
@@ -1216,23 +1386,19 @@ decode_step(const __grid_constant__ Arguments arguments) {
     const int element_stream = element / TALKER_HIDDEN;
     float sum = 0;
 
-    // The latest code of each stream, 16 bits each.
-    u64 codes = 0;
+    Codes codes = {};                                 // the latest of each stream
 #pragma unroll
     for (int stream = 0; stream < STREAMS; ++stream) {
-        codes |= arguments.token[stream] << 16 * stream;
+        codes.of_four[stream / 4] |= arguments.token[stream] << 16 * (stream % 4);
     }
-    const auto code_of = [&](int stream) {
-        return codes >> 16 * stream & 0xffff;
-    };
     const auto record_codes = [&](int position) {
         if (element_stream < STREAMS) {
             const bf16 *table = arguments.code_embeddings[position];
-            sum += low_half(table[code_of(element_stream) * TALKER_HIDDEN + element % TALKER_HIDDEN]);
+            sum += low_half(table[codes[element_stream] * TALKER_HIDDEN + element % TALKER_HIDDEN]);
         }
         if (element < STREAMS) {
             const u64 place = element * arguments.frames + arguments.frame[element];
-            arguments.codes[place * (CODES + 1) + position] = code_of(element);
+            arguments.codes[place * (CODES + 1) + position] = codes[element];
         }
     };
     const auto inputs_from = [&](int first_position) {
@@ -1240,7 +1406,7 @@ decode_step(const __grid_constant__ Arguments arguments) {
             const int position = first_position + token / STREAMS;
             const int stream = token % STREAMS;
             return position == 0 ? arguments.first_input + stream * HIDDEN
-                                 : arguments.code_inputs[position - 1] + code_of(stream) * HIDDEN;
+                                 : arguments.code_inputs[position - 1] + codes[stream] * HIDDEN;
         };
     };
     record_codes(0);

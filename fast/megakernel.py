@@ -23,10 +23,8 @@ KERNEL_NAME = "decode_step"
 
 # As in megakernel.cu. `complete_source` makes the compiler check them.
 CONSUMERS = 256
-REPLICAS = 4
 MMA_TOKENS = 4
-
-EXCHANGE_BYTES = 1 << 20  # room for one replica of Exchange
+PASS_TOKENS = 16
 
 # What the kernel leaves in `failed` when a wait takes longer than WAIT_LIMIT_NS.
 WAITED_FOR = {
@@ -85,12 +83,17 @@ class Sizes:
     codes: int  # heads after the layers: 1 for the talker, 15 for the predictor
     talker_hidden: int  # width of the talker's hidden state
     epsilon: str
-    streams: int = 1  # of speech: 1, 2 or 4
+    streams: int = 1  # of speech: 1, 2, 4, 8 or 16
 
     @property
     def first_positions(self) -> int:
         """Positions of a stream in the predictor's first pass: two, unless they are too many tokens for one pass."""
-        return 2 if self.codes > 1 and 2 * self.streams <= MMA_TOKENS else 1
+        return 2 if self.codes > 1 and 2 * self.streams <= PASS_TOKENS else 1
+
+    @property
+    def replicas(self) -> int:
+        """Copies of what the blocks exchange."""
+        return 4 if self.streams <= MMA_TOKENS else 1
 
     @property
     def producers(self) -> int:
@@ -140,7 +143,7 @@ def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu,
         shared_bytes=gpu.shared_memory_per_block_optin,
         l2_bytes=gpu.L2_cache_size,
         bulk_copies=int(gpu.major >= 9),
-        exchange_bytes=EXCHANGE_BYTES,
+        exchange_bytes=streams << 20,
         layers=len(model.layers),
         hidden=hidden,
         inner=inner,
@@ -159,11 +162,11 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
     """The sizes, the kernel, checks of its structs and constants. `source` is megakernel.cu, if not given."""
     checks = ""
     offset = 0
-    for name, length in sizes.activation_fields.items():
+    for name, length in sizes.activation_fields.items() if sizes.streams == 1 else ():
         message = f"megakernel.py reads Activations::{name}"
         checks += f'static_assert(OFFSET_OF(Activations, {name}) == {offset}, "{message}");\n'
         offset += 4 * length
-    constants = dict(CONSUMERS=CONSUMERS, PRODUCERS=sizes.producers, REPLICAS=REPLICAS)
+    constants = dict(CONSUMERS=CONSUMERS, PRODUCERS=sizes.producers, REPLICAS=sizes.replicas)
     constants["FIRST_POSITIONS"] = sizes.first_positions
     for name, value in constants.items():
         checks += f'static_assert({name} == {value}, "megakernel.py has {name} = {value}");\n'
@@ -294,7 +297,7 @@ class FusedStep:
         cos, sin = model.rotary_emb(
             torch.empty(0, dtype=model.dtype, device=device), torch.arange(length, device=device)[None]
         )
-        self.exchange = torch.zeros(REPLICAS * sizes.exchange_bytes // 4, dtype=torch.int32, device=device)
+        self.exchange = torch.full((sizes.replicas * sizes.exchange_bytes // 4,), -1, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)
         self.failed_on_host = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         fields_by_name: dict[str, Tensor | int] = {

@@ -389,19 +389,19 @@ def fill_with_random_states(rows: Slots) -> list[int]:
     rows.ended.zero_()
     positions = []
     for row in range(len(rows.token)):
-        position = min(PROMPT_LENGTHS[row], rows.text.shape[1] - len(rows.token)) + row
+        position = min(PROMPT_LENGTHS[row % 4], rows.text.shape[1] - len(rows.token)) + row
         positions.append(position)
-        rows.advance[row] = row != 2
+        rows.advance[row] = row % 4 != 2
         rows.frame[row] = row
         rows.prompt_length[row] = position - row
-        rows.repetition_penalty[row] = 1.5 - 0.1 * row
+        rows.repetition_penalty[row] = 1.5 - 0.05 * row
         for tensor in rows[row].cache():
             tensor[:, :position].normal_(generator=generator)
         for sampling in (rows.sampling, rows.code_sampling):
             sampling.temperature[row] = 100.0 - row  # so hot that the noise decides
-            sampling.topk_rank[row] = sampling.vocab_size - (400, 20, 100, 5)[row]
-            sampling.one_minus_top_p[row] = (0.0, 0.5, 0.0, 0.0)[row]
-            sampling.greedy[row] = row == 3
+            sampling.topk_rank[row] = sampling.vocab_size - (400, 20, 100, 5)[row % 4]
+            sampling.one_minus_top_p[row] = (0.0, 0.5, 0.0, 0.0)[row % 4]
+            sampling.greedy[row] = row % 4 == 3
     return positions
 
 

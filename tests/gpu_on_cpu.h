@@ -141,6 +141,13 @@ unsigned __float_as_uint(float value) {
 }
 
 // Only for the one selector that the kernel uses: the low halves of x and y.
+// The larger one of the lower halves, and of the upper halves.
+unsigned __vmaxu2(unsigned x, unsigned y) {
+    const unsigned low = (x & 0xffff) > (y & 0xffff) ? x : y;
+    const unsigned high = x >> 16 > y >> 16 ? x : y;
+    return (low & 0xffff) | (high & 0xffff0000);
+}
+
 unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     if (selector != 0x5410) {
         __builtin_trap();
@@ -242,6 +249,10 @@ unsigned fma_bf16x2(unsigned x, unsigned y, unsigned z) {
 
 void store_relaxed(void *address, unsigned value) {
     *(volatile unsigned *)address = value;
+}
+
+void store_relaxed_16(void *address, unsigned value) {
+    *(volatile unsigned short *)address = value;
 }
 
 unsigned load_relaxed(const unsigned *address) {

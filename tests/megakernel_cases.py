@@ -244,7 +244,7 @@ def talker_of_streams(it: SomeTalker, kernel_for: KernelFor, streams: int) -> So
     settings = view_of(sampling(TALKER_VOCAB), [0] * streams)
     for stream in range(streams):
         own = sampling(TALKER_VOCAB)
-        own.set(stream != 3, 5.0 - stream, 50 - 10 * stream, 1.0 - 0.2 * stream)
+        own.set(stream != 3, 5.0 - stream % 4, 50 - 10 * (stream % 4), 1.0 - 0.2 * (stream % 4))
         for all_rows, row in zip(tensors_of(settings), tensors_of(own)):
             all_rows[stream] = row[0]
     graph = SimpleNamespace(
@@ -253,7 +253,7 @@ def talker_of_streams(it: SomeTalker, kernel_for: KernelFor, streams: int) -> So
         frame=stacked(lambda stream: stream),
         hidden=linear(streams, 1, hidden).weight,
         embedding=linear(streams, 1, hidden).weight,
-        prompt_length=stacked(lambda stream: [0, 17, length - 3, 9][stream]),
+        prompt_length=stacked(lambda stream: [0, 17, length - 9, 9][stream % 4]),
         seen=torch.rand(streams, TALKER_VOCAB) < 0.7,
         suppressed=torch.rand(streams, TALKER_VOCAB) < 0.3,
         repetition_penalty=stacked(lambda stream: 1.5 - 0.1 * stream),

@@ -43,7 +43,8 @@ def cpu_kernel_for(folder: Path, source: str | None = None, defines: str = "", *
     """Compiles for 16 blocks of fibers. `source` is megakernel.cu, if not given. `changes` are to the sizes."""
 
     def kernel_for(model: Any, heads: Sequence[Any], talker_hidden: int) -> tuple[Sizes, CpuKernel]:
-        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu()), **{"grid": 16, **changes})
+        sizes = kernel_sizes(model, heads, talker_hidden, PretendedGpu(), changes.get("streams", 1))
+        sizes = replace(sizes, **{"grid": 16, **changes})
         return sizes, CpuKernel(defines + complete_source(sizes, source), sizes, folder)
 
     return kernel_for
@@ -157,12 +158,12 @@ def test_predictor_step_matches_the_reference(tmp_path):
     assert torch.equal(graph.embedding, summed + it.text[3])
 
 
-@pytest.mark.parametrize("streams", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("streams", [pytest.param(2, marks=pytest.mark.slow), 4, 8])
 @torch.no_grad()
 def test_a_talker_of_several_streams(streams, tmp_path):
     """Each stream has its own position, cache, settings and noise; the one that does not advance keeps its state."""
     one = some_talker(cpu_kernel_for(tmp_path), HIDDEN, LENGTH, layers=1)
-    it = talker_of_streams(one, cpu_kernel_for(tmp_path, streams=streams, grid=32), streams)
+    it = talker_of_streams(one, cpu_kernel_for(tmp_path, streams=streams, grid=max(32, 8 * streams)), streams)
     graph = it.graph
     before = SimpleNamespace(**{name: value.clone() for name, value in vars(graph).items()})
     caches = [(layer.keys.float(), layer.values.float()) for layer in it.cache.layers]
@@ -195,7 +196,7 @@ def test_a_talker_of_several_streams(streams, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", [2, 4])
+@pytest.mark.parametrize("streams", [2, 4, 8])
 @torch.no_grad()
 def test_a_predictor_of_several_streams(streams, tmp_path):
     """It computes the same as that of a single stream, to the last bit."""
@@ -204,7 +205,7 @@ def test_a_predictor_of_several_streams(streams, tmp_path):
     one.embedding = torch.zeros(HIDDEN).bfloat16()
     single = some_predictor(cpu_kernel_for(tmp_path), one, 1, LENGTH)
 
-    several = predictor_of_streams(single, cpu_kernel_for(tmp_path, streams=streams, grid=32), streams)
+    several = predictor_of_streams(single, cpu_kernel_for(tmp_path, streams=streams, grid=max(32, 8 * streams)), streams)
     several.step()
     graph = several.graph
     for stream in range(streams):
