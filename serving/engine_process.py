@@ -136,14 +136,12 @@ class Connection(asyncio.Protocol):
 class EngineProcess:
     """`await load()` and `await begin()`; from then on it is kept running until `close`."""
 
-    def __init__(self, spec: dict, files: dict[str, bytes], rows: int | None, spawn: Callable = start_worker):
+    def __init__(self, spec: dict, rows: int | None, spawn: Callable = start_worker):
         """spec: what EngineHost takes
-        files: name of a voice -> the content of its speaker.pt
         rows: None for as many as fit
         spawn: starts a worker with the other end of a socket; returns what has poll, wait and kill
         """
-        self.spec = spec | {"files": len(files)}
-        self.files = files
+        self.spec = spec
         self.rows = rows
         self.spawn = spawn
         self.state = "starting"
@@ -205,8 +203,6 @@ class EngineProcess:
         _, self.connection = await loop.create_connection(lambda: Connection(self.take), sock=ours)
         try:
             self.connection.send(op="load", **self.spec)
-            for name, content in self.files.items():
-                self.connection.send(content, op="file", name=name)
             while not self.connection.is_over.is_set():
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self.connection.is_over.wait(), 1.0)

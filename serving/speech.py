@@ -6,6 +6,7 @@ in threads.
 """
 
 import asyncio
+import base64
 import contextlib
 import secrets
 import time
@@ -58,9 +59,9 @@ class Speech:
         for name in names:
             files = speakers if speakers and name == (cloning or names)[0] else {}
             check_model(self.settings, name, bool(files))
-            kind = checkpoints.read_config(name)["tts_model_type"]
-            spec = dict(model=name, kind=kind, device=device, dtype=dtype, max_seq_len=self.settings.max_seq_len)
-            engine = EngineProcess(spec, files, self.settings.max_streams, spawn)
+            spec = dict(model=name, device=device, dtype=dtype, max_seq_len=self.settings.max_seq_len)
+            spec["speakers"] = {file: base64.b64encode(content).decode() for file, content in files.items()}
+            engine = EngineProcess(spec, self.settings.max_streams, spawn)
             self.models.append(Model(name, engine, files))
         ids = [model.id for model in self.models]
         if len(set(ids)) < len(ids):

@@ -125,12 +125,11 @@ class Worker:
 
     def load(self) -> None:
         spec, _ = self.next_message("load")
-        files = dict(self.next_file() for _ in range(spec["files"]))
         with heavy_imports(spec["device"]):
             from common.loading import model_errors
             from serving.engine_host import EngineHost
         with model_errors():
-            host = EngineHost(spec, files, self.connection, self.stop)
+            host = EngineHost(spec, self.connection, self.stop)
             self.connection.send(type="loaded")
             begin, _ = self.next_message("begin")
             host.begin(begin["rows"], begin["models"])
@@ -151,10 +150,6 @@ class Worker:
                 raise ValueError(f"{op} should have come, not {message[0]['op']}")
             return message
         raise OSError("the server has gone")
-
-    def next_file(self) -> tuple[str, bytes]:
-        header, content = self.next_message("file")
-        return header["name"], content
 
     def stop(self, why: str) -> None:
         """From any thread: end soon, so that the server starts another worker."""
