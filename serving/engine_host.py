@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from common import checkpoints
+from common.audio_files import to_int16
 from common.loading import choose_device
 from common.voices import clone_prompt, load_speaker, speaker_prompt
 from fast.paths import MegakernelStopped
@@ -187,7 +188,7 @@ class EngineHost:
         if stream is None:
             return
         if isinstance(item, np.ndarray):
-            self.connection.send(item, type="audio", id=number)
+            self.connection.send(to_int16(item).tobytes(), type="audio", id=number)
         elif isinstance(item, BaseException):
             self.fail(number, item)
         else:

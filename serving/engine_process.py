@@ -217,7 +217,8 @@ class EngineProcess:
             self.state = "restarting" if self.state == "ready" else self.state
             status = await asyncio.shield(asyncio.to_thread(end_process, process))
         self.memory = 0
-        self.why = self.why or how_it_ended(status)
+        ended = f"killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with status {status}"
+        self.why = self.why or ended
         served = time.monotonic() - self.ready_at if self.ready_at else 0.0
         self.deaths = 1 if served > SECONDS_OF_SERVICE else self.deaths + 1
 
@@ -271,7 +272,3 @@ def end_process(process) -> int:
     with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it: another one is started all the same
         return process.wait(SECONDS_TO_END)
     return -signal.SIGKILL
-
-
-def how_it_ended(status: int) -> str:
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with status {status}"

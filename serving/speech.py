@@ -287,7 +287,10 @@ class Utterance:
                 yield {}, np.array(style.speaker_embedding, np.float32).tobytes()
             return
         if style.ref_audio is not None:
-            recording = await speech.run(read_reference, style.ref_audio, speech.settings)
+            settings = speech.settings
+            recording = await speech.run(
+                lambda: decode_recording(decode_base64(style.ref_audio, settings), settings, "ref_audio")
+            )
             ref_text = None if style.x_vector_only_mode else (style.ref_text or "").strip()
             key = await keep_voice(connection, "ref_audio", recording, ref_text or None)
             try:
@@ -370,10 +373,6 @@ async def keep_voice(connection: Connection, name: str, recording: Chunk, ref_te
     key = secrets.token_hex(8)
     await connection.ask("voice", payload, key=key, name=name, rate=rate, ref_text=ref_text)
     return key
-
-
-def read_reference(ref_audio: str, settings: Settings) -> Chunk:
-    return decode_recording(decode_base64(ref_audio, settings), settings, "ref_audio")
 
 
 def describe_voice(voice: RegisteredVoice) -> dict:

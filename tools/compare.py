@@ -47,7 +47,8 @@ def compare(args: argparse.Namespace, speak: Callable, request: dict) -> dict:
         command = [sys.executable, "-m", "tools.compare", json.dumps(vars(args) | {"request": request}, default=str)]
         subprocess.run([*command, output.name], check=True, cwd=ROOT, stdout=2)
         result["engine"] = json.loads(Path(output.name).read_text())
-    raise_limit_of_files()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # for many connections, of this process and its children
     with running_server(args) as url, contextlib.ExitStack() as idle:
         for _ in range(args.idle_websockets):
             idle.enter_context(idle_websocket(url))
@@ -112,12 +113,6 @@ def idle_websocket(url: str) -> Iterator[None]:
     with connect(f"{url.replace('http', 'ws', 1)}/v1/audio/speech/stream", ping_interval=None) as connection:
         connection.send('{"type": "session.config"}')
         yield
-
-
-def raise_limit_of_files() -> None:
-    """For many connections, here and in the processes that are started from here."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 # ---- The engine alone, in its process
