@@ -20,7 +20,6 @@ from fast.paths import MegakernelStopped
 from generate import accelerate, load_upstream
 from serving import memory
 from serving.errors import ApiError, as_api_error, engine_failed, for_clients
-from speech.arriving_text import END
 from speech.engine import Engine
 from speech.prompts import tokenize
 from speech.request import QueueFull, Stream, StreamTimeout
@@ -140,8 +139,7 @@ class EngineHost:
 
     def on_text(self, header: dict, payload: bytes) -> None:
         if stream := self.streams.get(header["id"]):
-            for piece in [*filter(None, [header["text"]]), *([END] if header["last"] else [])]:
-                self.engine.intake.thread.submit(self.engine.intake.take_piece, stream, piece)
+            self.engine.intake.thread.submit(self.engine.intake.take_piece, stream, header["text"])  # None: END
 
     def on_read(self, header: dict, payload: bytes) -> None:
         if stream := self.streams.get(header["id"]):

@@ -334,8 +334,8 @@ class Utterance:
     async def send_pieces(self, call: Call) -> None:
         try:
             async for piece in self.text:
-                call.send("text", text=piece, last=False)
-            call.send("text", text="", last=True)
+                call.send("text", text=piece)
+            call.send("text", text=None)
         except Exception as error:
             call.put(error)
 
