@@ -70,7 +70,7 @@ class Voice:
         return self
 
     def codes(self, tts, seed=0, **arguments):
-        """Call the model's own method. Returns the codes (T, 16) of each text, and the next random number."""
+        """Call the model's own method. Returns the codes (T, 5) of each text, and the next random number."""
         model, results = tts.model, []
         model.generate = lambda **kwargs: results.append(type(model).generate(model, **kwargs)) or results[0]
         torch.manual_seed(seed)

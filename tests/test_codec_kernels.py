@@ -27,6 +27,7 @@ from tools.random_checkpoint import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizer
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 EPSILON = 1e-6
 SMALL_DECODER = dict(latent_dim=256, hidden_size=256, head_dim=64, decoder_dim=128, upsample_rates=(4, 3, 2, 2))
+SMALL_DECODER |= dict(num_quantizers=16)
 SLOTS = torch.tensor([3, 0, 1])
 PUBLISHED = codec_kernels.Sizes(
     codebook=2048,
