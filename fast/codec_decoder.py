@@ -24,6 +24,10 @@ from fast.codec_kernels import HEAD_DIM, CodecKernels, PendingSum, Snake, stored
 from fast.layers import concatenate
 
 
+# From so many columns of all sequences on, matrix products are faster than cuDNN's convolutions.
+MIN_PRODUCT_COLUMNS = 2048
+
+
 class KernelDecoder:
     """Upstream's decoder as a function of the next frames. `state` is what to zero for a new utterance, each tensor
     with a place for each of `slots` utterances; `positions`, (slots), is how many frames they have had, which the
@@ -151,7 +155,7 @@ class CausalConv:
         self, kernels: CodecKernels, pending: PendingSum, snake: Snake | None = None, keep_sum: bool = False
     ) -> PendingSum:
         x, total = kernels.activate(pending, snake, self.state, keep_sum, self.dilation)
-        return PendingSum(convolve(x, self.weight), self.bias, residual=total)
+        return PendingSum(convolve(x, self.weight), self.bias, None, total, pending.columns)
 
 
 def channels_last(conv: Any) -> Tensor:
@@ -162,10 +166,28 @@ def channels_last(conv: Any) -> Tensor:
 
 
 def convolve(x: Tensor, weight: Tensor) -> Tensor:
-    """(B, L, C) or interleaved, channels-last (C', C, 1, K) -> the same with L - K + 1 columns, by cuDNN"""
+    """(B, L, C) or interleaved, channels-last (C', C, 1, K) -> the same with L - K + 1 columns, or with L of which the
+    last K - 1 do not count"""
+    if x.shape[:-1].numel() >= MIN_PRODUCT_COLUMNS:
+        return convolve_by_products(x, weight)
     image = x if x.dim() == 4 else x[:, None]  # (B, height, L, C): a height of 1, or the sequences
     out = F.conv2d(image.permute(0, 3, 1, 2), weight).permute(0, 2, 3, 1).contiguous()  # nothing to copy
     return out if x.dim() == 4 else out[:, 0]
+
+
+def convolve_by_products(x: Tensor, weight: Tensor) -> Tensor:
+    """All sequences as one, by K matrix products in a batch: product r has the windows r, r + K, r + 2 K, ..., which do
+    not overlap, so that they are the rows of a matrix. The windows across the end of a sequence are not used."""
+    taps = weight.shape[-1]
+    channels = x.shape[-1]
+    columns = x.shape[:-1].numel()
+    windows = -(-(columns - taps + 1) // taps)  # of a product
+    x_windows = x.as_strided((taps, windows, taps * channels), (channels, taps * channels, 1))
+    matrix = weight.permute(2, 3, 1, 0).flatten(0, 2)  # (K C, C'), a view
+    out = x.new_empty(windows * taps + taps - 1, len(weight))
+    out_windows = out[: windows * taps].unflatten(0, (windows, taps)).transpose(0, 1)
+    torch.bmm(x_windows, matrix.expand(taps, -1, -1), out=out_windows)
+    return out[:columns].view(*x.shape[:-1], -1)
 
 
 class TransposedConv:
@@ -192,7 +214,8 @@ class TransposedConv:
             x, _ = kernels.activate(pending, snake, self.state)
         out = F.linear(x, self.weight) if self.is_product else convolve(x, self.weight)
         rows, columns, _ = out.shape
-        return PendingSum(out.view(rows, columns * self.stride, -1), self.bias)
+        out = out.view(rows, columns * self.stride, -1)
+        return PendingSum(out, self.bias, columns=pending.columns * self.stride)
 
 
 class ConvNext:
@@ -240,4 +263,4 @@ class ResidualUnit:
         sequences = convolved.x.flatten(1, -2)  # stays interleaved, if it is
         x, _ = kernels.activate(PendingSum(sequences, convolved.bias), self.snake2)
         x = F.linear(x.view_as(convolved.x), self.weight2)
-        return PendingSum(x, self.bias2, residual=convolved.residual)
+        return PendingSum(x, self.bias2, None, convolved.residual, convolved.columns)

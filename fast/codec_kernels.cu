@@ -103,7 +103,7 @@ struct WindowAttention {
 };
 
 struct Activate {
-    const uint4 *x;                                   // (B, L, C), interleaved
+    const uint4 *x;                                   // (B, x_length, C), interleaved, of which L columns count
     const uint4 *bias;                                // (C), or null
     const uint4 *scale;                               // (C), or null
     const uint4 *residual;                            // (B, L, C), or null
@@ -117,7 +117,9 @@ struct Activate {
     u64 state_columns;                                // P
     u64 vectors;                                      // C / 8
     u64 x_sequences;                                  // of the interleaving of x, 1: none
+    u64 x_length;                                     // columns of each of them
     u64 output_sequences;                             // of the interleaving of the output
+    u64 output_length;
 };
 
 struct DepthwiseNorm {
@@ -296,13 +298,12 @@ __device__ uint4 snake(uint4 x, uint4 alpha, uint4 inverse_beta) {
     return add(x, multiply(inverse_beta, multiply(sine, sine)));
 }
 
-// The index of column `column` of row `row`, of `columns` interleaved in `sequences`.
-__device__ u64 interleaved(u32 row, u32 column, u32 columns, u32 sequences) {
+// The index of column `column` of row `row`, which is interleaved in `sequences` of `length` columns.
+__device__ u64 interleaved(u32 row, u32 column, u32 sequences, u32 length) {
     if (sequences == 1) {
-        return (u64)row * columns + column;
+        return (u64)row * length + column;
     }
-    const u32 length = (columns + sequences - 1) / sequences;
-    return (u64)row * sequences * length + column % sequences * length + column / sequences;
+    return ((u64)row * sequences + column % sequences) * length + column / sequences;
 }
 
 // SnakeBeta of the sum (x + bias) * scale + residual, a vector of one column.
@@ -310,7 +311,8 @@ __device__ uint4 activated(const Activate &arguments, u32 row, u32 column, u32 c
     const u32 columns = arguments.columns;
     const u32 vectors = arguments.vectors;
     const u64 vector = ((u64)row * columns + column) * vectors + channel;
-    uint4 x = arguments.x[interleaved(row, column, columns, arguments.x_sequences) * vectors + channel];
+    const u64 place = interleaved(row, column, arguments.x_sequences, arguments.x_length);
+    uint4 x = arguments.x[place * vectors + channel];
     if (arguments.bias) {
         x = add(x, arguments.bias[channel]);
     }
@@ -337,11 +339,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate argument
     const u32 columns = arguments.columns;
     const u32 state_columns = arguments.state_columns;
     const u32 sequences = arguments.output_sequences;
-    const u32 padding = (sequences - (state_columns + columns) % sequences) % sequences;
+    const u32 padding = sequences * arguments.output_length - state_columns - columns;
     const u32 channels_of_block = state_columns ? THREADS / state_columns : 1;
     const u32 state_blocks = state_columns ? (vectors + channels_of_block - 1) / channels_of_block : 0;
     const auto output = [&](u32 column, u32 channel) -> uint4 & {
-        const u64 place = interleaved(row, column, state_columns + columns, sequences);
+        const u64 place = interleaved(row, column, sequences, arguments.output_length);
         return arguments.output[place * vectors + channel];
     };
 
