@@ -14,18 +14,16 @@ Shapes: B rows, T frames, L columns, C channels, P stored columns, H hidden size
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fast.codec_kernels import HEAD_DIM, CodecKernels, PendingSum, Snake, stored_columns
+from fast import codec_kernels
+from fast.codec_kernels import HEAD_DIM, CodecKernels, PendingProduct, PendingSum, Snake, stored_columns
 from fast.layers import concatenate
-
-
-# From so many columns of all sequences on, matrix products are faster than cuDNN's convolutions.
-MIN_PRODUCT_COLUMNS = 2048
 
 
 class KernelDecoder:
@@ -168,7 +166,7 @@ def channels_last(conv: Any) -> Tensor:
 def convolve(x: Tensor, weight: Tensor) -> Tensor:
     """(B, L, C) or interleaved, channels-last (C', C, 1, K) -> the same with L - K + 1 columns, or with L of which the
     last K - 1 do not count"""
-    if x.shape[:-1].numel() >= MIN_PRODUCT_COLUMNS:
+    if x.shape[:-1].numel() >= codec_kernels.MIN_PRODUCT_COLUMNS:
         return convolve_by_products(x, weight)
     image = x if x.dim() == 4 else x[:, None]  # (B, height, L, C): a height of 1, or the sequences
     out = F.conv2d(image.permute(0, 3, 1, 2), weight).permute(0, 2, 3, 1).contiguous()  # nothing to copy
@@ -260,7 +258,5 @@ class ResidualUnit:
 
     def __call__(self, kernels: CodecKernels, pending: PendingSum) -> PendingSum:
         convolved = self.conv1(kernels, pending, self.snake1, keep_sum=True)
-        sequences = convolved.x.flatten(1, -2)  # stays interleaved, if it is
-        x, _ = kernels.activate(PendingSum(sequences, convolved.bias), self.snake2)
-        x = F.linear(x.view_as(convolved.x), self.weight2)
-        return PendingSum(x, self.bias2, None, convolved.residual, convolved.columns)
+        product = PendingProduct(convolved.bias, self.snake2, self.weight2)
+        return replace(convolved, bias=self.bias2, product=product)

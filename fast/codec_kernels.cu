@@ -103,7 +103,7 @@ struct WindowAttention {
 };
 
 struct Activate {
-    const uint4 *x;                                   // (B, x_length, C), interleaved, of which L columns count
+    const uint4 *x;                                   // (B, L, C), interleaved, or null
     const uint4 *bias;                                // (C), or null
     const uint4 *scale;                               // (C), or null
     const uint4 *residual;                            // (B, L, C), or null
@@ -120,6 +120,14 @@ struct Activate {
     u64 x_length;                                     // columns of each of them
     u64 output_sequences;                             // of the interleaving of the output
     u64 output_length;
+};
+
+// As Activate, but x is the product of `weight` and SnakeBeta(x + inner_bias).
+struct ActivateProduct : Activate {
+    const uint4 *inner_bias;                          // (C)
+    const uint4 *inner_alpha;                         // (C)
+    const uint4 *inner_inverse_beta;                  // (C)
+    const uint4 *weight;                              // (C, C)
 };
 
 struct DepthwiseNorm {
@@ -306,13 +314,20 @@ __device__ u64 interleaved(u32 row, u32 column, u32 sequences, u32 length) {
     return ((u64)row * sequences + column % sequences) * length + column / sequences;
 }
 
-// SnakeBeta of the sum (x + bias) * scale + residual, a vector of one column.
-__device__ uint4 activated(const Activate &arguments, u32 row, u32 column, u32 channel, bool store_sum) {
-    const u32 columns = arguments.columns;
-    const u32 vectors = arguments.vectors;
-    const u64 vector = ((u64)row * columns + column) * vectors + channel;
+// A vector of x, and one of the residual.
+__device__ uint4 load_x(const Activate &arguments, u32 row, u32 column, u32 channel) {
     const u64 place = interleaved(row, column, arguments.x_sequences, arguments.x_length);
-    uint4 x = arguments.x[place * vectors + channel];
+    return arguments.x[place * arguments.vectors + channel];
+}
+
+__device__ uint4 load_residual(const Activate &arguments, u32 row, u32 column, u32 channel) {
+    const u64 place = (u64)row * arguments.columns + column;
+    return arguments.residual ? arguments.residual[place * arguments.vectors + channel] : uint4{};
+}
+
+// SnakeBeta of the sum (x + bias) * scale + residual, a vector of one column.
+__device__ uint4 activated(const Activate &arguments, uint4 x, uint4 residual, u32 row, u32 column, u32 channel,
+                           bool store_sum) {
     if (arguments.bias) {
         x = add(x, arguments.bias[channel]);
     }
@@ -320,10 +335,10 @@ __device__ uint4 activated(const Activate &arguments, u32 row, u32 column, u32 c
         x = multiply(x, arguments.scale[channel]);
     }
     if (arguments.residual) {
-        x = add(x, arguments.residual[vector]);
+        x = add(x, residual);
     }
     if (store_sum && arguments.sum) {
-        arguments.sum[vector] = x;
+        arguments.sum[((u64)row * arguments.columns + column) * arguments.vectors + channel] = x;
     }
     if (arguments.alpha) {
         x = snake(x, arguments.alpha[channel], arguments.inverse_beta[channel]);
@@ -331,20 +346,27 @@ __device__ uint4 activated(const Activate &arguments, u32 row, u32 column, u32 c
     return x;
 }
 
+// The place of a vector of the output. Column 0 is the first of the state.
+__device__ uint4 &output_at(const Activate &arguments, u32 row, u32 column, u32 channel) {
+    const u64 place = interleaved(row, column, arguments.output_sequences, arguments.output_length);
+    return arguments.output[place * arguments.vectors + channel];
+}
+
 // Block (i, b) has a part of row b. The first blocks, THREADS / P channel vectors each, have the columns of the
-// state, a thread for each vector; the others have the new columns, THREADS vectors each.
+// state, a thread for each vector; the others have the new columns, THREADS vectors each. If x is null,
+// activate_product has written the new columns, and there are no others.
 extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate arguments) {
     const u32 row = blockIdx.y;
     const u32 vectors = arguments.vectors;
     const u32 columns = arguments.columns;
     const u32 state_columns = arguments.state_columns;
-    const u32 sequences = arguments.output_sequences;
-    const u32 padding = sequences * arguments.output_length - state_columns - columns;
+    const u32 padding = arguments.output_sequences * arguments.output_length - state_columns - columns;
     const u32 channels_of_block = state_columns ? THREADS / state_columns : 1;
     const u32 state_blocks = state_columns ? (vectors + channels_of_block - 1) / channels_of_block : 0;
-    const auto output = [&](u32 column, u32 channel) -> uint4 & {
-        const u64 place = interleaved(row, column, sequences, arguments.output_length);
-        return arguments.output[place * vectors + channel];
+    const auto new_column = [&](u32 column, u32 channel, bool store_sum) {
+        const uint4 x = load_x(arguments, row, column, channel);
+        const uint4 residual = load_residual(arguments, row, column, channel);
+        return activated(arguments, x, residual, row, column, channel, store_sum);
     };
 
     if (blockIdx.x >= state_blocks) {
@@ -352,9 +374,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate argument
         const u32 column = vector / vectors;
         const u32 channel = vector % vectors;
         if (column < columns) {
-            output(state_columns + column, channel) = activated(arguments, row, column, channel, true);
+            output_at(arguments, row, state_columns + column, channel) = new_column(column, channel, true);
         } else if (column < columns + padding) {
-            output(state_columns + column, channel) = uint4{0, 0, 0, 0};
+            output_at(arguments, row, state_columns + column, channel) = uint4{0, 0, 0, 0};
         }
         return;
     }
@@ -369,14 +391,110 @@ extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate argument
     if (in_use) {
         const u32 next_column = columns + column;     // of state and new columns, joined
         before = state[column * vectors + channel];
-        next = next_column < state_columns
-                   ? state[next_column * vectors + channel]
-                   : activated(arguments, row, next_column - state_columns, channel, false);
+        if (next_column < state_columns) {
+            next = state[next_column * vectors + channel];
+        } else if (arguments.x) {
+            next = new_column(next_column - state_columns, channel, false);
+        } else {
+            next = output_at(arguments, row, next_column, channel);
+        }
     }
     __syncthreads();
     if (in_use) {
-        output(column, channel) = before;
+        output_at(arguments, row, column, channel) = before;
         state[column * vectors + channel] = next;
+    }
+}
+
+
+// ---- The last product of a residual unit, between two activations
+
+// A tile is 16 columns for each warp, of LAST channels. Layers of more channels have fewer columns in a tile,
+// and `parts` warps for each 16 of them, which compute LAST channels each:
+//
+//                    LAST channels   LAST channels
+//                   +---------------+---------------+
+//      16 columns   | warp 0        | warp 1        |      parts = 2
+//                   +---------------+---------------+
+//      16 columns   | warp 2        | warp 3        |
+//                   +---------------+---------------+
+//
+// 8 lanes that load 16 bytes each, of two columns, use all banks if a column has an odd number of 64 bytes.
+constexpr int TILE_COLUMNS = THREADS / 32 * 16;
+constexpr int TILE_VECTORS = TILE_COLUMNS * LAST_VECTORS;
+constexpr int THREAD_VECTORS = TILE_VECTORS / THREADS;
+
+struct ProductShared {
+    uint4 tile[TILE_VECTORS + 4 * TILE_COLUMNS];
+};
+
+static_assert(TILE_VECTORS % THREADS == 0, "unsupported sizes: THREADS / 2 columns must be whole vectors per thread");
+
+// Block (i, b) has tile i of row b: it loads the tile of x, activates it, multiplies it with the weights in
+// place, and activates the sum. The matrix instruction's k is permuted, in columns and weights alike, so that
+// lane 4 r + q has 8 consecutive channels, from 8 q on, of the columns r and r + 8: two instructions' k.
+extern "C" __global__ void __launch_bounds__(THREADS, 3) activate_product(ActivateProduct arguments) {
+    uint4(&tile)[TILE_VECTORS + 4 * TILE_COLUMNS] = static_shared<ProductShared>().tile;
+    const u32 row = blockIdx.y;
+    const u32 vectors = arguments.vectors;
+    const u32 stride = vectors | 4;
+    const u32 parts = vectors / LAST_VECTORS;
+    const u32 first = blockIdx.x * (TILE_COLUMNS / parts);
+    const u32 columns = min((u32)(TILE_COLUMNS / parts), (u32)arguments.columns - first);
+    const u32 tile_vectors = columns * vectors;
+
+    uint4 x[THREAD_VECTORS];                          // loaded all at once
+#pragma unroll
+    for (int i = 0; i < THREAD_VECTORS; ++i) {
+        const u32 vector = i * THREADS + threadIdx.x;
+        if (vector < tile_vectors) {
+            x[i] = load_x(arguments, row, first + vector / vectors, vector % vectors);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < THREAD_VECTORS; ++i) {
+        const u32 vector = i * THREADS + threadIdx.x;
+        const u32 channel = vector % vectors;
+        if (vector < tile_vectors) {
+            tile[vector / vectors * stride + channel] =
+                snake(add(x[i], arguments.inner_bias[channel]), arguments.inner_alpha[channel],
+                      arguments.inner_inverse_beta[channel]);
+        }
+    }
+    __syncthreads();
+
+    const u32 r = lane_index() / 4;
+    const u32 q = lane_index() % 4;
+    const u32 part = warp_index() % parts;
+    uint4 *upper = tile + (warp_index() / parts * 16 + r) * stride;
+    uint4 *lower = upper + 8 * stride;
+    const uint4 *weight = arguments.weight + (part * LAST + r) * vectors + q;
+    float products[LAST_VECTORS][4] = {};
+    for (u32 k = 0; k < vectors; k += 4) {
+        const uint4 a = upper[k + q];
+        const uint4 b = lower[k + q];
+#pragma unroll
+        for (int n = 0; n < LAST_VECTORS; ++n) {
+            const uint4 w = weight[8 * n * vectors + k];
+            mma_m16n8k16(products[n], a.x, b.x, a.y, b.y, w.x, w.y);
+            mma_m16n8k16(products[n], a.z, b.z, a.w, b.w, w.z, w.w);
+        }
+    }
+    __syncthreads();                                  // before others' columns are overwritten
+#pragma unroll
+    for (int n = 0; n < LAST_VECTORS; ++n) {
+        ((u32 *)(upper + part * LAST_VECTORS + n))[q] = pack_bf16x2(products[n][0], products[n][1]);
+        ((u32 *)(lower + part * LAST_VECTORS + n))[q] = pack_bf16x2(products[n][2], products[n][3]);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (u32 vector = threadIdx.x; vector < tile_vectors; vector += THREADS) {
+        const u32 column = vector / vectors;
+        const u32 channel = vector % vectors;
+        const uint4 product = tile[column * stride + channel];
+        const uint4 residual = load_residual(arguments, row, first + column, channel);
+        output_at(arguments, row, arguments.state_columns + first + column, channel) =
+            activated(arguments, product, residual, row, first + column, channel, true);
     }
 }
 

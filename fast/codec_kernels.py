@@ -6,11 +6,12 @@ Shapes: B rows, T frames, L columns, C channels, P stored columns, H hidden size
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cudagraph_talker import round_up
@@ -24,9 +25,18 @@ ATTENTION_THREADS = 128
 HEAD_DIM = 64
 MAX_FRAMES = 64  # of a chunk
 SPARE_COLUMNS = 8  # allocated behind the output of `activate`
+MIN_PRODUCT_COLUMNS = 2048  # of all rows, from which on activate_product is faster than separate kernels
+MAX_PRODUCT_CHANNELS = 384  # and up to which
 
 # Fields of the kernels' structs, in order: the type of a tensor, or int. `complete_source` makes the compiler check
 # names and order.
+ACTIVATE: dict[str, Any] = {
+    **dict.fromkeys(("x", "bias", "scale", "residual", "alpha", "inverse_beta", "sum", "state"), torch.bfloat16),
+    "slots": torch.long,
+    "output": torch.bfloat16,
+    **dict.fromkeys(("columns", "state_columns", "vectors", "x_sequences", "x_length"), int),
+    **dict.fromkeys(("output_sequences", "output_length"), int),
+}
 KERNELS: dict[str, dict[str, Any]] = {
     **layer_kernels.KERNELS,
     "embed_codes": {
@@ -40,12 +50,10 @@ KERNELS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("keys", "values", "output"), torch.bfloat16),
         "frames": int,
     },
-    "activate": {
-        **dict.fromkeys(("x", "bias", "scale", "residual", "alpha", "inverse_beta", "sum", "state"), torch.bfloat16),
-        "slots": torch.long,
-        "output": torch.bfloat16,
-        **dict.fromkeys(("columns", "state_columns", "vectors", "x_sequences", "x_length"), int),
-        **dict.fromkeys(("output_sequences", "output_length"), int),
+    "activate": ACTIVATE,
+    "activate_product": {
+        **ACTIVATE,
+        **dict.fromkeys(("inner_bias", "inner_alpha", "inner_inverse_beta", "weight"), torch.bfloat16),
     },
     "depthwise_norm": {
         **dict.fromkeys(("x", "weight", "bias", "norm_weight", "norm_bias", "output"), torch.bfloat16),
@@ -161,14 +169,25 @@ def compile_for(device: torch.device, sizes: Sizes) -> nvrtc.Kernels:
 
 
 @dataclass
+class PendingProduct:
+    """SnakeBeta(x + bias), multiplied with the weight: a convolution of one column."""
+
+    bias: Tensor  # (C)
+    snake: "Snake"
+    weight: Tensor  # (C, C)
+
+
+@dataclass
 class PendingSum:
-    """The sum that `activate` computes, (x + bias) * scale + residual. A term that is None is skipped."""
+    """The sum that `activate` computes, (x + bias) * scale + residual. A term that is None is skipped. With `product`,
+    that comes first, in the place of x."""
 
     x: Tensor  # (B, L, C), or interleaved (B, D, ceil(L / D), C); or longer, then the rest does not count
     bias: Tensor | None = None
     scale: Tensor | None = None
     residual: Tensor | None = None  # (B, L, C)
     columns: int = 0  # L
+    product: PendingProduct | None = None
 
     def __post_init__(self):
         self.columns = self.columns or (self.x if self.residual is None else self.residual).shape[1]
@@ -248,23 +267,24 @@ class CodecKernels(LayerKernels):
         """Returns the sum, or its SnakeBeta, after the stored columns if there are any: (B, P + L, C), or interleaved
         for a convolution with this dilation; and with `keep_sum` the sum itself, (B, L, C). The last P columns become
         the stored ones."""
+        product = pending.product
+        if product and not self.multiplies(pending):
+            x, _ = self.activate(PendingSum(pending.x.flatten(1, -2), product.bias), product.snake)
+            x = F.linear(x.view_as(pending.x), product.weight)
+            pending = replace(pending, x=x, product=None)
+            product = None
         x = pending.x
         rows, *sequences, x_length, channels = x.shape
         columns = pending.columns
         state_columns = 0 if state is None else state.shape[1]
         vectors = channels // VECTOR
         length = -(-(state_columns + columns) // dilation)  # of a sequence of the output
-        blocks = -(-(length * dilation - state_columns) * vectors // THREADS)
-        if state is not None:
-            blocks += -(-vectors // (THREADS // state_columns))
+        state_blocks = 0 if state is None else -(-vectors // (THREADS // state_columns))
         total = x.new_empty(rows, columns, channels) if keep_sum else None
         shape = (length,) if dilation == 1 else (dilation, length)
         # `convolve` reads past the last window, and discards what it computes from that.
         output = x.new_empty(rows * length * dilation + SPARE_COLUMNS, channels)[:-SPARE_COLUMNS]
-        self.launch(
-            "activate",
-            (blocks, rows),
-            THREADS,
+        arguments = dict(
             x=x,
             bias=pending.bias,
             scale=pending.scale,
@@ -283,7 +303,31 @@ class CodecKernels(LayerKernels):
             output_sequences=dilation,
             output_length=length,
         )
+        if product:
+            tile_columns = THREADS // 2 * self.sizes.last // channels
+            self.launch(
+                "activate_product",
+                (-(-columns // tile_columns), rows),
+                THREADS,
+                **arguments,
+                inner_bias=product.bias,
+                inner_alpha=product.snake.alpha,
+                inner_inverse_beta=product.snake.inverse_beta,
+                weight=product.weight,
+            )
+            blocks = state_blocks
+            arguments["x"] = None
+        else:
+            blocks = state_blocks - (-(length * dilation - state_columns) * vectors // THREADS)
+        if blocks:
+            self.launch("activate", (blocks, rows), THREADS, **arguments)
         return output.view(rows, *shape, channels), total
+
+    def multiplies(self, pending: PendingSum) -> bool:
+        """Whether activate_product computes the product of `pending`, and does so faster than separate kernels."""
+        channels = pending.x.shape[-1]
+        fits = channels % 32 == 0 and channels in [self.sizes.last << i for i in range(4)]
+        return fits and channels <= MAX_PRODUCT_CHANNELS and len(pending.x) * pending.columns >= MIN_PRODUCT_COLUMNS
 
     def depthwise_norm(self, x: Tensor, weight: Tensor, bias: Tensor, norm: nn.LayerNorm) -> Tensor:
         """Each channel convolved alone, then normalized. (B, 6 + L, C), (7, C) -> (B, L, C)"""

@@ -21,12 +21,12 @@ from fast import codec_kernels, kernel_cache, kernels, nvrtc
 from fast import codec_kernels_reference as reference
 from fast import layer_kernels_reference as layer_reference
 from fast.codec import Codec
-from fast.codec_kernels import CodecKernels, PendingSum, Snake, complete_source, kernel_sizes
+from fast.codec_kernels import CodecKernels, PendingProduct, PendingSum, Snake, complete_source, kernel_sizes
 from tools.random_checkpoint import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model, codec_config, randomize, soften
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 EPSILON = 1e-6
-SMALL_DECODER = dict(latent_dim=256, hidden_size=256, head_dim=64, decoder_dim=128, upsample_rates=(4, 3, 2, 2))
+SMALL_DECODER = dict(latent_dim=256, hidden_size=256, head_dim=64, decoder_dim=256, upsample_rates=(4, 3, 2, 2))
 SLOTS = torch.tensor([3, 0, 1])
 PUBLISHED = codec_kernels.Sizes(
     codebook=2048,
@@ -222,6 +222,39 @@ def check_interleaved(kernels: CodecKernels, channels: int = 64) -> None:
         assert torch.equal(state, expected_state)
 
 
+def check_activate_product(kernels: CodecKernels) -> None:
+    """Layers of 2, 4 and 8 times the channels of the last one; tiles that are not full; chunks shorter than the stored
+    columns; with and without what may be left out."""
+    slots = kernels.get_slots()
+    for parts, columns, (x_sequences, dilation) in itertools.product((2, 4, 8), (130, 3), ((1, 3), (9, 1))):
+        channels = parts * kernels.sizes.last
+        random = functools.partial(random_bf16, kernels)
+        x, residual = random(3, columns, channels), random(3, columns, channels)
+        inner, snake = (SimpleNamespace(alpha=random(channels), inverse_beta=random(channels)) for _ in range(2))
+        product = PendingProduct(random(channels), inner, random(channels, channels) * channels**-0.5)
+        bias = random(channels)
+        has_state = columns > 3 or dilation > 1
+        state = random(4, 6 * dilation, channels) if has_state else None
+        expected_state = state.clone() if has_state else None
+        expected, expected_sum = reference.activate_product(
+            *(x, product.bias, inner.alpha, inner.inverse_beta, product.weight),
+            *(bias, None, residual, snake.alpha, snake.inverse_beta, expected_state, slots),
+        )
+        interleaved = reference.interleave(x, x_sequences).contiguous() if x_sequences > 1 else x
+        pending = PendingSum(interleaved, bias, None, residual, columns, product)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(codec_kernels, "MIN_PRODUCT_COLUMNS", 1)
+            patch.setattr(codec_kernels, "MAX_PRODUCT_CHANNELS", channels)
+            output, total = kernels.activate(pending, snake, state, keep_sum=True, dilation=dilation)
+        if dilation > 1:
+            output = output.transpose(1, 2).flatten(1, 2)[:, : expected.shape[1]]
+        results = [(total, expected_sum), (output, expected)] + [(state, expected_state)] * has_state
+        for ours, right in results:
+            difference = (ours.float() - right.float()).abs()
+            assert (difference > 0).float().mean() < 0.001  # a product that was rounded the other way
+            assert (difference <= 2**-5 * (1 + right.float().abs())).all()
+
+
 def check_depthwise_norm(kernels: CodecKernels, columns: int = 5) -> None:
     latent = kernels.sizes.latent
     device = kernels.get_slots().device
@@ -257,6 +290,7 @@ CHECKS = [
     check_window_attention,
     check_activate,
     check_interleaved,
+    check_activate_product,
     check_depthwise_norm,
     check_to_samples,
 ]
@@ -318,17 +352,38 @@ FAULTS = {  # name: what is right, what is wrong, the check that must fail
         check_activate,
     ),
     "the state of another row": ("arguments.slots[row] *", "row *", check_activate),
-    "the state of a short chunk": ("? state[next_column *", "? state[column *", check_activate),
+    "the state of a short chunk": ("next = state[next_column *", "next = state[column *", check_activate),
     "the new state in front": (
-        "output(column, channel) = before",
-        "output(column, channel) = next",
+        "output_at(arguments, row, column, channel) = before",
+        "output_at(arguments, row, column, channel) = next",
         check_activate,
     ),
-    "another channel": ("channel = vector % vectors", "channel = 0", check_activate),
+    "another channel": (
+        "channel = vector % vectors;\n        if (column < columns)",
+        "channel = 0;\n        if (column < columns)",
+        check_activate,
+    ),
     "columns in the wrong sequence": (
-        "column % sequences * length + column / sequences",
-        "column / length * length + column % length",
+        "column % sequences) * length + column / sequences",
+        "column / length) * length + column % length",
         check_interleaved,
+    ),
+    "weights of another part": ("part * LAST + r", "r", check_activate_product),
+    "half of the matrix instruction": (
+        "a.z, b.z, a.w, b.w, w.z, w.w",
+        "a.z, b.z, a.w, b.w, w.x, w.y",
+        check_activate_product,
+    ),
+    "the inner bias forgotten": ("add(x[i], arguments.inner_bias[channel])", "x[i]", check_activate_product),
+    "the state of a product": (
+        "next = output_at(arguments, row, next_column, channel)",
+        "next = before",
+        check_activate_product,
+    ),
+    "no barrier before the product is stored": (
+        "__syncthreads();                                  // before others'",
+        "//",
+        check_activate_product,
     ),
     "one tap less": (
         "for (int tap = 0; tap < TAPS; ++tap) {\n        const Eight x",
@@ -348,7 +403,7 @@ INDEPENDENT = [
     (check_add_and_norm,),
     (check_silu_and_multiply,),
     (check_window_attention,),
-    (check_activate, check_interleaved),
+    (check_activate, check_interleaved, check_activate_product),
     (check_depthwise_norm,),
     (check_to_samples,),
 ]
