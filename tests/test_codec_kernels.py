@@ -380,11 +380,7 @@ FAULTS = {  # name: what is right, what is wrong, the check that must fail
         "next = before",
         check_activate_product,
     ),
-    "no barrier before the product is stored": (
-        "__syncthreads();                                  // before others'",
-        "//",
-        check_activate_product,
-    ),
+    "the wrong eight columns": ("lower = upper + 8 * stride", "lower = upper + 7 * stride", check_activate_product),
     "one tap less": (
         "for (int tap = 0; tap < TAPS; ++tap) {\n        const Eight x",
         "for (int tap = 1; tap < TAPS; ++tap) {\n        const Eight x",
