@@ -299,10 +299,30 @@ extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS) window_attention
 
 // ---- Activation
 
+// The sine of a bfloat16 up to MAX_SHORT_ANGLE, or its negative: only the square is used. Less exact than sinf,
+// and a third of its instructions, but rounded to bfloat16 it is the same for every angle.
+constexpr float MAX_SHORT_ANGLE = 65536;
+
+__device__ float short_sine(float angle) {
+    constexpr float ROUND = 3 << 22;                  // a float this large has no fraction
+    const float turns = fmaf(angle, 0.318309886f, ROUND) - ROUND;        // of pi
+    const float high = fmaf(turns, -3.14159274f, angle);
+    const float rest = fmaf(turns, 8.74227766e-8f, high);                // of the angle, up to pi / 2
+    const float square = rest * rest;
+    const float series = fmaf(fmaf(-0.000185405667f, square, 0.00831422529f), square, -0.1666585f);
+    return fmaf(rest * square, series, rest);
+}
+
 // x + inverse_beta * sin(alpha * x)^2
 __device__ uint4 snake(uint4 x, uint4 alpha, uint4 inverse_beta) {
     const Eight angle = unpack(multiply(x, alpha));
-    const uint4 sine = rounded([&](int i) { return sinf(angle.v[i]); });
+    float largest = 0;
+#pragma unroll
+    for (float value : angle.v) {
+        largest = fmaxf(largest, fabsf(value));
+    }
+    const uint4 sine = largest <= MAX_SHORT_ANGLE ? rounded([&](int i) { return short_sine(angle.v[i]); })
+                                                  : rounded([&](int i) { return sinf(angle.v[i]); });
     return add(x, multiply(inverse_beta, multiply(sine, sine)));
 }
 

@@ -205,6 +205,17 @@ def check_activate(kernels: CodecKernels, channels: int = 64, exact: bool = Fals
             same(state, expected_state)
 
 
+def check_snake(kernels: CodecKernels) -> None:
+    """The sine of every bfloat16."""
+    angles = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    angles = angles[angles.isfinite()].view(1, -1, 8).to(kernels.get_slots().device)
+    angles = angles[:, angles[0, :, 0].abs().float().argsort()]
+    one = torch.ones(8, dtype=torch.bfloat16, device=angles.device)
+    factor = 2.0**20 * one  # so that the sine counts in the sum
+    output, _ = kernels.activate(PendingSum(angles), SimpleNamespace(alpha=one, inverse_beta=factor))
+    assert torch.equal(output, reference.snake(angles, one, factor))
+
+
 def check_interleaved(kernels: CodecKernels, channels: int = 64) -> None:
     """In one order, out in another: lengths that the dilations divide and others."""
     slots = kernels.get_slots()
@@ -289,6 +300,7 @@ CHECKS = [
     check_silu_and_multiply,
     check_window_attention,
     check_activate,
+    check_snake,
     check_interleaved,
     check_activate_product,
     check_depthwise_norm,
@@ -340,10 +352,17 @@ FAULTS = {  # name: what is right, what is wrong, the check that must fail
         "value = 1.004f * silu(value);",
         check_silu_and_multiply,
     ),
-    "a sine of another angle": ("sinf(angle.v[i])", "sinf(angle.v[i] * 1.004f)", check_activate),
+    "a sine of another angle": (
+        "return short_sine(angle.v[i])",
+        "return short_sine(angle.v[i] * 1.004f)",
+        check_activate,
+    ),
+    "a sine with half of pi's digits": ("fmaf(turns, 8.74227766e-8f, high)", "high", check_snake),
+    "a series that is too short": ("fmaf(-0.000185405667f, square, 0.00831422529f)", "0.00831422529f", check_snake),
+    "short sines of large angles": ("MAX_SHORT_ANGLE = 65536", "MAX_SHORT_ANGLE = 1e9", check_snake),
     "an unrounded sine": (
         "multiply(sine, sine)",
-        "rounded([&](int i) { return sinf(angle.v[i]) * sinf(angle.v[i]); })",
+        "rounded([&](int i) { return short_sine(angle.v[i]) * short_sine(angle.v[i]); })",
         check_activate,
     ),
     "a scale that is added": (
@@ -399,7 +418,7 @@ INDEPENDENT = [
     (check_add_and_norm,),
     (check_silu_and_multiply,),
     (check_window_attention,),
-    (check_activate, check_interleaved, check_activate_product),
+    (check_activate, check_snake, check_interleaved, check_activate_product),
     (check_depthwise_norm,),
     (check_to_samples,),
 ]
