@@ -5,8 +5,9 @@ channels-first tensors and back, so most of the time goes into moving data. Here
 and there is one kernel between two matrix products. The convolutions get no bias and no residual: the next kernel adds
 them, with the same roundings, and writes its result where the next convolution reads it, behind the stored columns of
 each row. A transposed convolution is one of 1 or 2 columns to `stride` times as many channels, a convolution of one
-column is a matrix product. cuDNN's dilated convolutions are slow for some lengths, a thousand times slower for a few,
-so their input is interleaved instead (see codec_kernels.cu): (B, D, ceil(L / D), C).
+column is a matrix product, and so are the others where there are many columns: cuBLAS is many times faster there than
+cuDNN. cuDNN's dilated convolutions are slow for some lengths, a thousand times slower for a few, so their input is
+interleaved instead (see codec_kernels.cu): (B, D, ceil(L / D), C).
 
 `codec_kernels.why_not` says where this cannot run; there, upstream's modules do.
 

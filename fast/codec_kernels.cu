@@ -10,7 +10,7 @@
 //     MAX_FRAMES                   of a chunk
 //     LATENT, LATENT_EPSILON       channels of the ConvNeXt blocks, and the epsilon of their norm
 //     LAST                         channels of the last convolution's input
-//     THREADS                      of a block of activate, to_samples and silu_and_multiply
+//     THREADS                      of a block of activate, activate_product, to_samples and silu_and_multiply
 //
 // codec_kernels_reference.py has the kernels in a few lines of torch; add_and_norm and silu_and_multiply are in
 // layer_kernels.h. Values are rounded to bfloat16 where the model's own modules round them: after every product
@@ -41,13 +41,16 @@
 //     activate        product, bias                      SnakeBeta of their sum
 //     (GEMM)                                             product, for the next `activate`
 //
+// With many columns, moving all this takes longer than the GEMM. There, activate_product does what follows the
+// convolution, up to the next one: activate, GEMM, and the next unit's activate.
+//
 // A causal convolution looks back at the columns before the first: `state` keeps them, P for each slot.
 // `activate` writes them in front of the new columns, and keeps the last P columns for the next chunk.
 //
 // A convolution with dilation D reads every D-th column. `activate` writes its input as D interleaved
 // sequences, sequence r of the columns r, r + D, r + 2 D, ..., so that a convolution without dilation computes
-// the same. All sequences are as long as the first; shorter ones end in a column of zeros, because convolutions
-// that are computed in tiles would spread a NaN. The output is interleaved in the same way until the next
+// the same. All sequences are as long as the first; shorter ones end in a column of zeros, because cuDNN's
+// convolutions, computed in tiles, would spread a NaN. The output is interleaved in the same way until the next
 // `activate` restores the order.
 //
 // In the comments, a vector is 8 consecutive channels: 16 bytes, what a thread loads at once (uint4).
