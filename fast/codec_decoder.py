@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fast import codec_kernels
-from fast.codec_kernels import HEAD_DIM, CodecKernels, PendingProduct, PendingSum, Snake, stored_columns
+from fast.codec_kernels import HEAD_DIM, CodecKernels, PendingProduct, PendingSum, Snake, order_weight, stored_columns
 from fast.layers import concatenate
 
 
@@ -255,9 +255,10 @@ class ResidualUnit:
         self.conv1 = CausalConv(unit.conv1, make_state)
         self.snake2 = Snake(unit.act2)
         self.weight2 = unit.conv2.conv.weight[:, :, 0]
+        self.ordered_weight2 = order_weight(self.weight2)
         self.bias2 = unit.conv2.conv.bias
 
     def __call__(self, kernels: CodecKernels, pending: PendingSum) -> PendingSum:
         convolved = self.conv1(kernels, pending, self.snake1, keep_sum=True)
-        product = PendingProduct(convolved.bias, self.snake2, self.weight2)
+        product = PendingProduct(convolved.bias, self.snake2, self.weight2, self.ordered_weight2)
         return replace(convolved, bias=self.bias2, product=product)

@@ -130,7 +130,7 @@ struct ActivateProduct : Activate {
     const uint4 *inner_bias;                          // (C)
     const uint4 *inner_alpha;                         // (C)
     const uint4 *inner_inverse_beta;                  // (C)
-    const uint4 *weight;                              // (C, C)
+    const uint4 *weight;                              // (C, C), ordered
 };
 
 struct DepthwiseNorm {
@@ -316,16 +316,22 @@ __device__ float short_sine(float angle) {
     return fmaf(rest * square, series, rest);
 }
 
+__device__ __noinline__ uint4 long_sines(uint4 angles) {
+    const Eight angle = unpack(angles);
+    return rounded([&](int i) { return sinf(angle.v[i]); });
+}
+
 // x + inverse_beta * sin(alpha * x)^2
 __device__ uint4 snake(uint4 x, uint4 alpha, uint4 inverse_beta) {
-    const Eight angle = unpack(multiply(x, alpha));
+    const uint4 angles = multiply(x, alpha);
+    const Eight angle = unpack(angles);
     float largest = 0;
 #pragma unroll
     for (float value : angle.v) {
         largest = fmaxf(largest, fabsf(value));
     }
     const uint4 sine = largest <= MAX_SHORT_ANGLE ? rounded([&](int i) { return short_sine(angle.v[i]); })
-                                                  : rounded([&](int i) { return sinf(angle.v[i]); });
+                                                  : long_sines(angles);
     return add(x, multiply(inverse_beta, multiply(sine, sine)));
 }
 
@@ -432,92 +438,91 @@ extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate argument
 
 // ---- The last product of a residual unit, between two activations
 
-// A tile is 16 columns for each warp, of LAST channels. Layers of more channels have fewer columns in a tile,
-// and `parts` warps for each 16 of them, which compute LAST channels each:
+// A warp has 16 columns. Everything stays in registers: the channels are permuted, for the matrix instruction's
+// k as for its n, so that lane 4 r + q has channels 8 q to 8 q + 7 of every group of 32, of the columns r and
+// r + 8, in what it loads, multiplies and stores:
 //
-//                    LAST channels   LAST channels
-//                   +---------------+---------------+
-//      16 columns   | warp 0        | warp 1        |      parts = 2
-//                   +---------------+---------------+
-//      16 columns   | warp 2        | warp 3        |
-//                   +---------------+---------------+
+//     instruction    k = 2 q, 2 q + 1    k = 2 q + 8, 2 q + 9    D's columns 2 q, 2 q + 1
+//     first / n = 0  channels 8 q, + 1   channels 8 q + 2, + 3   channels 8 q, + 1
+//     second / 1     8 q + 4, + 5        8 q + 6, + 7            8 q + 2, + 3
+//     n = 2, 3                                                   8 q + 4, + 5;  8 q + 6, + 7
 //
-// 8 lanes that load 16 bytes each, of two columns, use all banks if a column has an odd number of 64 bytes.
-constexpr int TILE_COLUMNS = THREADS / 32 * 16;
-constexpr int TILE_VECTORS = TILE_COLUMNS * LAST_VECTORS;
-constexpr int THREAD_VECTORS = TILE_VECTORS / THREADS;
-
-struct ProductShared {
-    uint4 tile[TILE_VECTORS + 4 * TILE_COLUMNS];
-};
-
-static_assert(TILE_VECTORS % THREADS == 0, "unsupported sizes: THREADS / 2 columns must be whole vectors per thread");
-
-// Block (i, b) has tile i of row b: it loads the tile of x, activates it, multiplies it with the weights in
-// place, and activates the sum. The matrix instruction's k is permuted, in columns and weights alike, so that
-// lane 4 r + q has 8 consecutive channels, from 8 q on, of the columns r and r + 8: two instructions' k.
-extern "C" __global__ void __launch_bounds__(THREADS, 3) activate_product(ActivateProduct arguments) {
-    uint4(&tile)[TILE_VECTORS + 4 * TILE_COLUMNS] = static_shared<ProductShared>().tile;
+// order_weight in codec_kernels.py permutes the weights: a lane's 16 bytes, k and n of two instructions, are
+// next to those of the other lanes.
+template <int GROUPS>
+__device__ void activate_product_of(const ActivateProduct &arguments) {
     const u32 row = blockIdx.y;
-    const u32 vectors = arguments.vectors;
-    const u32 stride = vectors | 4;
-    const u32 parts = vectors / LAST_VECTORS;
-    const u32 first = blockIdx.x * (TILE_COLUMNS / parts);
-    const u32 columns = min((u32)(TILE_COLUMNS / parts), (u32)arguments.columns - first);
-    const u32 tile_vectors = columns * vectors;
+    const u32 columns = arguments.columns;
+    const u32 state_columns = arguments.state_columns;
+    const u32 end = arguments.output_sequences * arguments.output_length - state_columns;
+    const u32 lane = lane_index();
+    const u32 first = (blockIdx.x * (THREADS / 32) + warp_index()) * 16 + lane / 4;
+    const u32 q = lane % 4;
 
-    uint4 x[THREAD_VECTORS];                          // loaded all at once
+    uint4 x[GROUPS][2];
 #pragma unroll
-    for (int i = 0; i < THREAD_VECTORS; ++i) {
-        const u32 vector = i * THREADS + threadIdx.x;
-        if (vector < tile_vectors) {
-            x[i] = load_x(arguments, row, first + vector / vectors, vector % vectors);
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            const u32 column = first + 8 * half;
+            x[group][half] = column < columns ? load_x(arguments, row, column, 4 * group + q) : uint4{};
         }
     }
 #pragma unroll
-    for (int i = 0; i < THREAD_VECTORS; ++i) {
-        const u32 vector = i * THREADS + threadIdx.x;
-        const u32 channel = vector % vectors;
-        if (vector < tile_vectors) {
-            tile[vector / vectors * stride + channel] =
-                snake(add(x[i], arguments.inner_bias[channel]), arguments.inner_alpha[channel],
-                      arguments.inner_inverse_beta[channel]);
-        }
+    for (int group = 0; group < GROUPS; ++group) {
+        const u32 channel = 4 * group + q;
+        const uint4 bias = arguments.inner_bias[channel];
+        const uint4 alpha = arguments.inner_alpha[channel];
+        const uint4 inverse_beta = arguments.inner_inverse_beta[channel];
+        x[group][0] = snake(add(x[group][0], bias), alpha, inverse_beta);
+        x[group][1] = snake(add(x[group][1], bias), alpha, inverse_beta);
     }
-    __syncthreads();
 
-    const u32 r = lane_index() / 4;
-    const u32 q = lane_index() % 4;
-    const u32 part = warp_index() % parts;
-    uint4 *upper = tile + (warp_index() / parts * 16 + r) * stride;
-    uint4 *lower = upper + 8 * stride;
-    const uint4 *weight = arguments.weight + (part * LAST + r) * vectors + q;
-    float products[LAST_VECTORS][4] = {};
-    for (u32 k = 0; k < vectors; k += 4) {
-        const uint4 a = upper[k + q];
-        const uint4 b = lower[k + q];
-#pragma unroll
-        for (int n = 0; n < LAST_VECTORS; ++n) {
-            const uint4 w = weight[8 * n * vectors + k];
-            mma_m16n8k16(products[n], a.x, b.x, a.y, b.y, w.x, w.y);
-            mma_m16n8k16(products[n], a.z, b.z, a.w, b.w, w.z, w.w);
-        }
-    }
-    __syncthreads();                                  // before others' columns are overwritten
-#pragma unroll
-    for (int n = 0; n < LAST_VECTORS; ++n) {
-        ((u32 *)(upper + part * LAST_VECTORS + n))[q] = pack_bf16x2(products[n][0], products[n][1]);
-        ((u32 *)(lower + part * LAST_VECTORS + n))[q] = pack_bf16x2(products[n][2], products[n][3]);
-    }
-    __syncthreads();
 #pragma unroll 1
-    for (u32 vector = threadIdx.x; vector < tile_vectors; vector += THREADS) {
-        const u32 column = vector / vectors;
-        const u32 channel = vector % vectors;
-        const uint4 product = tile[column * stride + channel];
-        const uint4 residual = load_residual(arguments, row, first + column, channel);
-        output_at(arguments, row, arguments.state_columns + first + column, channel) =
-            activated(arguments, product, residual, row, first + column, channel, true);
+    for (int group = 0; group < GROUPS; ++group) {
+        const u32 channel = 4 * group + q;
+        uint4 residual[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u32 column = min(first + 8 * half, columns - 1);
+            residual[half] = load_residual(arguments, row, column, channel);
+        }
+        const uint4 *weight = arguments.weight + group * GROUPS * 4 * 32 + lane;
+        float products[4][4] = {};
+#pragma unroll
+        for (int k = 0; k < GROUPS; ++k) {
+            const auto &[upper, lower] = x[k];
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                const uint4 w = weight[(k * 4 + n) * 32];
+                mma_m16n8k16(products[n], upper.x, lower.x, upper.y, lower.y, w.x, w.y);
+                mma_m16n8k16(products[n], upper.z, lower.z, upper.w, lower.w, w.z, w.w);
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u32 column = first + 8 * half;
+            const auto pair = [&](int n) { return pack_bf16x2(products[n][2 * half], products[n][2 * half + 1]); };
+            const uint4 product = {pair(0), pair(1), pair(2), pair(3)};
+            if (column < columns) {
+                output_at(arguments, row, state_columns + column, channel) =
+                    activated(arguments, product, residual[half], row, column, channel, true);
+            } else if (column < end) {
+                output_at(arguments, row, state_columns + column, channel) = uint4{0, 0, 0, 0};
+            }
+        }
+    }
+}
+
+// Block (i, b) has THREADS / 2 columns of row b.
+extern "C" __global__ void __launch_bounds__(THREADS) activate_product(ActivateProduct arguments) {
+    constexpr int GROUPS = LAST / 32;
+    if constexpr (GROUPS > 0) {
+        if (arguments.vectors == LAST_VECTORS) {
+            activate_product_of<GROUPS>(arguments);
+        } else {
+            activate_product_of<2 * GROUPS>(arguments);
+        }
     }
 }
 

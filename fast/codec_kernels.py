@@ -26,7 +26,6 @@ HEAD_DIM = 64
 MAX_FRAMES = 64  # of a chunk
 SPARE_COLUMNS = 8  # allocated behind the output of `activate`
 MIN_PRODUCT_COLUMNS = 2048  # of all rows, from which on activate_product is faster than separate kernels
-MAX_PRODUCT_CHANNELS = 384  # and up to which
 
 # Fields of the kernels' structs, in order: the type of a tensor, or int. `complete_source` makes the compiler check
 # names and order.
@@ -175,6 +174,7 @@ class PendingProduct:
     bias: Tensor  # (C)
     snake: "Snake"
     weight: Tensor  # (C, C)
+    ordered_weight: Tensor  # for activate_product
 
 
 @dataclass
@@ -202,6 +202,15 @@ class Snake:
     def __init__(self, module: Any):
         self.alpha = module.alpha.exp()
         self.inverse_beta = 1.0 / (module.beta.exp() + module.no_div_by_zero)
+
+
+def order_weight(weight: Tensor) -> Tensor:
+    """(C', C) in the order in which activate_product loads it: output groups of 32, k of 32, n, lanes 4 r + q with 8
+    channels each. Column r of the matrix instruction n is channel 8 (r // 2) + 2 n + r % 2 of its group."""
+    if weight.shape[0] % 32 or weight.shape[1] % 32:
+        return weight
+    groups = weight.unflatten(1, (-1, 4, 8)).unflatten(0, (-1, 4, 4, 2))  # (group, r // 2, n, r % 2, k, q, 8)
+    return groups.permute(0, 4, 2, 1, 3, 5, 6).contiguous()
 
 
 class CodecKernels(LayerKernels):
@@ -304,16 +313,15 @@ class CodecKernels(LayerKernels):
             output_length=length,
         )
         if product:
-            tile_columns = THREADS // 2 * self.sizes.last // channels
             self.launch(
                 "activate_product",
-                (-(-columns // tile_columns), rows),
+                (-(-(length * dilation - state_columns) // (THREADS // 2)), rows),
                 THREADS,
                 **arguments,
                 inner_bias=product.bias,
                 inner_alpha=product.snake.alpha,
                 inner_inverse_beta=product.snake.inverse_beta,
-                weight=product.weight,
+                weight=product.ordered_weight,
             )
             blocks = state_blocks
             arguments["x"] = None
@@ -324,10 +332,13 @@ class CodecKernels(LayerKernels):
         return output.view(rows, *shape, channels), total
 
     def multiplies(self, pending: PendingSum) -> bool:
-        """Whether activate_product computes the product of `pending`, and does so faster than separate kernels."""
-        channels = pending.x.shape[-1]
-        fits = channels % 32 == 0 and channels in [self.sizes.last << i for i in range(4)]
-        return fits and channels <= MAX_PRODUCT_CHANNELS and len(pending.x) * pending.columns >= MIN_PRODUCT_COLUMNS
+        """Whether activate_product computes the product of `pending`: it can, and is faster than separate kernels."""
+        last = self.sizes.last
+        return (
+            last % 32 == 0
+            and pending.x.shape[-1] in (last, 2 * last)
+            and len(pending.x) * pending.columns >= MIN_PRODUCT_COLUMNS
+        )
 
     def depthwise_norm(self, x: Tensor, weight: Tensor, bias: Tensor, norm: nn.LayerNorm) -> Tensor:
         """Each channel convolved alone, then normalized. (B, 6 + L, C), (7, C) -> (B, L, C)"""

@@ -21,12 +21,20 @@ from fast import codec_kernels, kernel_cache, kernels, nvrtc
 from fast import codec_kernels_reference as reference
 from fast import layer_kernels_reference as layer_reference
 from fast.codec import Codec
-from fast.codec_kernels import CodecKernels, PendingProduct, PendingSum, Snake, complete_source, kernel_sizes
+from fast.codec_kernels import (
+    CodecKernels,
+    PendingProduct,
+    PendingSum,
+    Snake,
+    complete_source,
+    kernel_sizes,
+    order_weight,
+)
 from tools.random_checkpoint import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model, codec_config, randomize, soften
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 EPSILON = 1e-6
-SMALL_DECODER = dict(latent_dim=256, hidden_size=256, head_dim=64, decoder_dim=256, upsample_rates=(4, 3, 2, 2))
+SMALL_DECODER = dict(latent_dim=256, hidden_size=256, head_dim=64, decoder_dim=512, upsample_rates=(4, 3, 2, 2))
 SLOTS = torch.tensor([3, 0, 1])
 PUBLISHED = codec_kernels.Sizes(
     codebook=2048,
@@ -234,15 +242,16 @@ def check_interleaved(kernels: CodecKernels, channels: int = 64) -> None:
 
 
 def check_activate_product(kernels: CodecKernels) -> None:
-    """Layers of 2, 4 and 8 times the channels of the last one; tiles that are not full; chunks shorter than the stored
-    columns; with and without what may be left out."""
+    """Layers of once and twice the channels of the last one; warps whose columns do not all count; chunks shorter than
+    the stored columns; padding; without a state."""
     slots = kernels.get_slots()
-    for parts, columns, (x_sequences, dilation) in itertools.product((2, 4, 8), (130, 3), ((1, 3), (9, 1))):
+    for parts, columns, (x_sequences, dilation) in itertools.product((1, 2), (150, 3), ((1, 9), (9, 1))):
         channels = parts * kernels.sizes.last
         random = functools.partial(random_bf16, kernels)
         x, residual = random(3, columns, channels), random(3, columns, channels)
         inner, snake = (SimpleNamespace(alpha=random(channels), inverse_beta=random(channels)) for _ in range(2))
-        product = PendingProduct(random(channels), inner, random(channels, channels) * channels**-0.5)
+        weight = random(channels, channels) * channels**-0.5
+        product = PendingProduct(random(channels), inner, weight, order_weight(weight))
         bias = random(channels)
         has_state = columns > 3 or dilation > 1
         state = random(4, 6 * dilation, channels) if has_state else None
@@ -255,10 +264,11 @@ def check_activate_product(kernels: CodecKernels) -> None:
         pending = PendingSum(interleaved, bias, None, residual, columns, product)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(codec_kernels, "MIN_PRODUCT_COLUMNS", 1)
-            patch.setattr(codec_kernels, "MAX_PRODUCT_CHANNELS", channels)
             output, total = kernels.activate(pending, snake, state, keep_sum=True, dilation=dilation)
         if dilation > 1:
-            output = output.transpose(1, 2).flatten(1, 2)[:, : expected.shape[1]]
+            output = output.transpose(1, 2).flatten(1, 2)
+            assert not output[:, expected.shape[1] :].any()
+            output = output[:, : expected.shape[1]]
         results = [(total, expected_sum), (output, expected)] + [(state, expected_state)] * has_state
         for ours, right in results:
             difference = (ours.float() - right.float()).abs()
@@ -387,19 +397,20 @@ FAULTS = {  # name: what is right, what is wrong, the check that must fail
         "column / length) * length + column % length",
         check_interleaved,
     ),
-    "weights of another part": ("part * LAST + r", "r", check_activate_product),
-    "half of the matrix instruction": (
-        "a.z, b.z, a.w, b.w, w.z, w.w",
-        "a.z, b.z, a.w, b.w, w.x, w.y",
-        check_activate_product,
-    ),
-    "the inner bias forgotten": ("add(x[i], arguments.inner_bias[channel])", "x[i]", check_activate_product),
+    "weights of another group": ("group * GROUPS * 4 * 32", "group * 4 * 32", check_activate_product),
+    "half of the matrix instruction": ("lower.w, w.z, w.w", "lower.w, w.x, w.y", check_activate_product),
+    "the inner bias forgotten": ("add(x[group][1], bias)", "x[group][1]", check_activate_product),
     "the state of a product": (
         "next = output_at(arguments, row, next_column, channel)",
         "next = before",
         check_activate_product,
     ),
-    "the wrong eight columns": ("lower = upper + 8 * stride", "lower = upper + 7 * stride", check_activate_product),
+    "the residual of other columns": (
+        "residual[half] = load_residual(arguments, row, column",
+        "residual[half] = load_residual(arguments, row, first",
+        check_activate_product,
+    ),
+    "padding that is not zero": ("} else if (column < end) {", "} else if (false) {", check_activate_product),
     "one tap less": (
         "for (int tap = 0; tap < TAPS; ++tap) {\n        const Eight x",
         "for (int tap = 1; tap < TAPS; ++tap) {\n        const Eight x",
