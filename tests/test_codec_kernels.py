@@ -18,7 +18,7 @@ from helpers import ExactProducts
 from torch import Tensor
 
 from fast import codec as codec_module
-from fast import codec_kernels, kernel_cache, kernels, nvrtc
+from fast import codec_decoder, codec_kernels, kernel_cache, kernels, nvrtc
 from fast import codec_kernels_reference as reference
 from fast import layer_kernels_reference as layer_reference
 from fast.codec import Codec
@@ -323,6 +323,19 @@ CHECKS = [
 @pytest.mark.parametrize("check", CHECKS, ids=lambda it: it.__name__)
 def test_each_kernel_computes_what_the_reference_says(check, tokenizer, compiled):
     check(make_kernels(tokenizer, compiled))
+
+
+@pytest.mark.parametrize(("shape", "taps"), [((3, 20, 16), 7), ((3, 9, 11, 16), 7), ((2, 10, 16), 2), ((1, 3, 16), 3)])
+def test_products_are_a_convolution(shape, taps):
+    """But for the last columns of each sequence. What is behind the last sequence does not count."""
+    columns = torch.Size(shape[:-1]).numel()
+    memory = torch.randn(columns + codec_kernels.SPARE_COLUMNS, shape[-1], dtype=torch.double)
+    memory[columns:] = torch.nan
+    x = memory[:columns].view(shape)
+    weight = torch.randn(24, shape[-1], 1, taps, dtype=torch.double).contiguous(memory_format=torch.channels_last)
+    expected = codec_decoder.convolve(x, weight)
+    ours = codec_decoder.convolve_by_products(x, weight)
+    torch.testing.assert_close(ours[..., : expected.shape[-2], :], expected)
 
 
 def test_constants_have_upstreams_roundings(tokenizer):
