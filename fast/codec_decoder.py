@@ -4,10 +4,9 @@ Upstream's modules run each product and sum of an activation as a kernel of its 
 channels-first tensors and back, so most of the time goes into moving data. Here tensors are channels-last, (B, L, C),
 and there is one kernel between two matrix products. The convolutions get no bias and no residual: the next kernel adds
 them, with the same roundings, and writes its result where the next convolution reads it, behind the stored columns of
-each row. A transposed convolution is one of 1 or 2 columns to `stride` times as many channels, a convolution of one
-column is a matrix product, and so are the others where there are many columns: cuBLAS is many times faster there than
-cuDNN. cuDNN's dilated convolutions are slow for some lengths, a thousand times slower for a few, so their input is
-interleaved instead (see codec_kernels.cu): (B, D, ceil(L / D), C).
+each row. A convolution is K matrix products in a batch, which cuBLAS computes faster than cuDNN does convolutions; one
+with dilation reads interleaved columns (see codec_kernels.cu): (B, D, ceil(L / D), C). A transposed convolution is one
+of 1 or 2 columns to `stride` times as many channels.
 
 `codec_kernels.why_not` says where this cannot run; there, upstream's modules do.
 
@@ -15,16 +14,16 @@ Shapes: B rows, T frames, L columns, C channels, P stored columns, H hidden size
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fast import codec_kernels
-from fast.codec_kernels import HEAD_DIM, CodecKernels, PendingProduct, PendingSum, Snake, order_weight, stored_columns
+from fast.codec_kernels import HEAD_DIM, CodecKernels, PendingSum, Snake, stored_columns
 from fast.layers import concatenate
+
+MAX_PRODUCT_BYTES = 24 << 20  # of a convolution's input: it stays in the L2 cache while K products read it
 
 
 class KernelDecoder:
@@ -158,35 +157,31 @@ class CausalConv:
 
 
 def channels_last(conv: Any) -> Tensor:
-    """The weight for `convolve`, (C', C, 1, K). The convolution's own becomes a view of it, to save memory."""
-    weight = conv.weight.data[:, :, None].contiguous(memory_format=torch.channels_last)
-    conv.weight.data = weight[:, :, 0]
+    """The weight for `convolve`, (C', K, C). The convolution's own becomes a view of it, to save memory."""
+    weight = conv.weight.data.transpose(1, 2).contiguous()
+    conv.weight.data = weight.transpose(1, 2)
     return weight
 
 
 def convolve(x: Tensor, weight: Tensor) -> Tensor:
-    """(B, L, C) or interleaved, channels-last (C', C, 1, K) -> the same with L - K + 1 columns, or with L of which the
-    last K - 1 do not count"""
-    if x.shape[:-1].numel() >= codec_kernels.MIN_PRODUCT_COLUMNS:
-        return convolve_by_products(x, weight)
-    image = x if x.dim() == 4 else x[:, None]  # (B, height, L, C): a height of 1, or the sequences
-    out = F.conv2d(image.permute(0, 3, 1, 2), weight).permute(0, 2, 3, 1).contiguous()  # nothing to copy
-    return out if x.dim() == 4 else out[:, 0]
+    """(B, L, C) or interleaved, (C', K, C) -> the same with C' channels. The last K - 1 columns of each sequence do not
+    count. A few rows at a time: K products read them."""
+    out = x.new_empty(*x.shape[:-1], len(weight))
+    rows = max(1, MAX_PRODUCT_BYTES // x[0].nbytes)
+    for x_rows, out_rows in zip(x.split(rows), out.split(rows), strict=True):
+        multiply_windows(x_rows, weight, out_rows)
+    return out
 
 
-def convolve_by_products(x: Tensor, weight: Tensor) -> Tensor:
-    """All sequences as one, by K matrix products in a batch: product r has the windows r, r + K, r + 2 K, ..., which do
-    not overlap, so that they are the rows of a matrix. The windows across the end of a sequence are not used."""
-    taps = weight.shape[-1]
-    channels = x.shape[-1]
+def multiply_windows(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """All sequences as one, by K matrix products in a batch. Product r has the windows r, r + K, r + 2 K, ... of K
+    columns: they do not overlap, so they are the rows of a matrix. The last windows reach into what is behind x."""
     columns = x.shape[:-1].numel()
+    _, taps, channels = weight.shape
     windows = -(-(columns - taps + 1) // taps)  # of a product
     x_windows = x.as_strided((taps, windows, taps * channels), (channels, taps * channels, 1))
-    matrix = weight.permute(2, 3, 1, 0).flatten(0, 2)  # (K C, C'), a view
-    out = x.new_empty(windows * taps + taps - 1, len(weight))
-    out_windows = out[: windows * taps].unflatten(0, (windows, taps)).transpose(0, 1)
-    torch.bmm(x_windows, matrix.expand(taps, -1, -1), out=out_windows)
-    return out[:columns].view(*x.shape[:-1], -1)
+    out_windows = out.flatten(0, -2)[: windows * taps].unflatten(0, (windows, taps)).transpose(0, 1)
+    torch.bmm(x_windows, weight.flatten(1).T.expand(taps, -1, -1), out=out_windows)
 
 
 class TransposedConv:
@@ -199,19 +194,14 @@ class TransposedConv:
         self.stride = conv.stride[0]
         self.bias = conv.bias
         taps = conv.weight.unflatten(2, (-1, self.stride))  # (C, C', 1 or 2, stride), this column first
-        weight = taps.flip(2).permute(3, 1, 0, 2).flatten(0, 1)  # (stride C', C, 1 or 2)
-        self.is_product = weight.shape[2] == 1
-        if self.is_product:
-            self.weight = weight[:, :, 0].contiguous()
-        else:
-            self.weight = weight[:, :, None].contiguous(memory_format=torch.channels_last)
+        self.weight = taps.flip(2).permute(3, 1, 2, 0).flatten(0, 1).contiguous()  # (stride C', 1 or 2, C)
 
     def __call__(self, kernels: CodecKernels, pending: PendingSum, snake: Snake | None = None) -> PendingSum:
         if pending.is_sum() and snake is None and self.state is None:
             x = pending.x
         else:
             x, _ = kernels.activate(pending, snake, self.state)
-        out = F.linear(x, self.weight) if self.is_product else convolve(x, self.weight)
+        out = convolve(x, self.weight)
         rows, columns, _ = out.shape
         out = out.view(rows, columns * self.stride, -1)
         return PendingSum(out, self.bias, columns=pending.columns * self.stride)
@@ -255,10 +245,11 @@ class ResidualUnit:
         self.conv1 = CausalConv(unit.conv1, make_state)
         self.snake2 = Snake(unit.act2)
         self.weight2 = unit.conv2.conv.weight[:, :, 0]
-        self.ordered_weight2 = order_weight(self.weight2)
         self.bias2 = unit.conv2.conv.bias
 
     def __call__(self, kernels: CodecKernels, pending: PendingSum) -> PendingSum:
         convolved = self.conv1(kernels, pending, self.snake1, keep_sum=True)
-        product = PendingProduct(convolved.bias, self.snake2, self.weight2, self.ordered_weight2)
-        return replace(convolved, bias=self.bias2, product=product)
+        sequences = convolved.x.flatten(1, -2)  # stays interleaved, if it is
+        x, _ = kernels.activate(PendingSum(sequences, convolved.bias), self.snake2)
+        x = F.linear(x.view_as(convolved.x), self.weight2)
+        return PendingSum(x, self.bias2, None, convolved.residual, convolved.columns)

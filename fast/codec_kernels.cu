@@ -10,7 +10,7 @@
 //     MAX_FRAMES                   of a chunk
 //     LATENT, LATENT_EPSILON       channels of the ConvNeXt blocks, and the epsilon of their norm
 //     LAST                         channels of the last convolution's input
-//     THREADS                      of a block of activate, activate_product, to_samples and silu_and_multiply
+//     THREADS                      of a block of activate, to_samples and silu_and_multiply
 //
 // codec_kernels_reference.py has the kernels in a few lines of torch; add_and_norm and silu_and_multiply are in
 // layer_kernels.h. Values are rounded to bfloat16 where the model's own modules round them: after every product
@@ -37,21 +37,17 @@
 //     -------------   --------------------------------   ------------------------------------------------------
 //     activate        product, bias and residual of      their sum, the residual of this unit; its SnakeBeta
 //                     the previous unit, state           after the columns of `state`; the new state
-//     (convolution)   7 columns, with dilation           product
+//     (GEMMs)         7 columns, with dilation           product
 //     activate        product, bias                      SnakeBeta of their sum
 //     (GEMM)                                             product, for the next `activate`
-//
-// With many columns, moving all this takes longer than the GEMM. There, activate_product does what follows the
-// convolution, up to the next one: activate, GEMM, and the next unit's activate.
 //
 // A causal convolution looks back at the columns before the first: `state` keeps them, P for each slot.
 // `activate` writes them in front of the new columns, and keeps the last P columns for the next chunk.
 //
 // A convolution with dilation D reads every D-th column. `activate` writes its input as D interleaved
 // sequences, sequence r of the columns r, r + D, r + 2 D, ..., so that a convolution without dilation computes
-// the same. All sequences are as long as the first; shorter ones end in a column of zeros, because cuDNN's
-// convolutions, computed in tiles, would spread a NaN. The output is interleaved in the same way until the next
-// `activate` restores the order.
+// the same. All sequences are as long as the first; in shorter ones, the last column is never written and does
+// not count. The output is interleaved in the same way until the next `activate` restores the order.
 //
 // In the comments, a vector is 8 consecutive channels: 16 bytes, what a thread loads at once (uint4).
 
@@ -106,7 +102,7 @@ struct WindowAttention {
 };
 
 struct Activate {
-    const uint4 *x;                                   // (B, L, C), interleaved, or null
+    const uint4 *x;                                   // (B, L, C), interleaved
     const uint4 *bias;                                // (C), or null
     const uint4 *scale;                               // (C), or null
     const uint4 *residual;                            // (B, L, C), or null
@@ -123,14 +119,7 @@ struct Activate {
     u64 x_length;                                     // columns of each of them
     u64 output_sequences;                             // of the interleaving of the output
     u64 output_length;
-};
-
-// As Activate, but x is the product of `weight` and SnakeBeta(x + inner_bias).
-struct ActivateProduct : Activate {
-    const uint4 *inner_bias;                          // (C)
-    const uint4 *inner_alpha;                         // (C)
-    const uint4 *inner_inverse_beta;                  // (C)
-    const uint4 *weight;                              // (C, C), ordered
+    u64 block_columns;                                // that a block has
 };
 
 struct DepthwiseNorm {
@@ -316,22 +305,16 @@ __device__ float short_sine(float angle) {
     return fmaf(rest * square, series, rest);
 }
 
-__device__ __noinline__ uint4 long_sines(uint4 angles) {
-    const Eight angle = unpack(angles);
-    return rounded([&](int i) { return sinf(angle.v[i]); });
-}
-
 // x + inverse_beta * sin(alpha * x)^2
 __device__ uint4 snake(uint4 x, uint4 alpha, uint4 inverse_beta) {
-    const uint4 angles = multiply(x, alpha);
-    const Eight angle = unpack(angles);
+    const Eight angle = unpack(multiply(x, alpha));
     float largest = 0;
 #pragma unroll
     for (float value : angle.v) {
         largest = fmaxf(largest, fabsf(value));
     }
     const uint4 sine = largest <= MAX_SHORT_ANGLE ? rounded([&](int i) { return short_sine(angle.v[i]); })
-                                                  : long_sines(angles);
+                                                  : rounded([&](int i) { return sinf(angle.v[i]); });
     return add(x, multiply(inverse_beta, multiply(sine, sine)));
 }
 
@@ -343,69 +326,70 @@ __device__ u64 interleaved(u32 row, u32 column, u32 sequences, u32 length) {
     return ((u64)row * sequences + column % sequences) * length + column / sequences;
 }
 
-// A vector of x, and one of the residual.
-__device__ uint4 load_x(const Activate &arguments, u32 row, u32 column, u32 channel) {
-    const u64 place = interleaved(row, column, arguments.x_sequences, arguments.x_length);
-    return arguments.x[place * arguments.vectors + channel];
-}
+// Vectors of what is the same for all columns.
+struct OfChannels {
+    uint4 bias;
+    uint4 scale;
+    uint4 alpha;
+    uint4 inverse_beta;
+};
 
-__device__ uint4 load_residual(const Activate &arguments, u32 row, u32 column, u32 channel) {
-    const u64 place = (u64)row * arguments.columns + column;
-    return arguments.residual ? arguments.residual[place * arguments.vectors + channel] : uint4{};
+__device__ OfChannels load_of_channels(const Activate &arguments, u32 channel) {
+    const auto load = [&](const uint4 *values) { return values ? values[channel] : uint4{}; };
+    return {load(arguments.bias), load(arguments.scale), load(arguments.alpha), load(arguments.inverse_beta)};
 }
 
 // SnakeBeta of the sum (x + bias) * scale + residual, a vector of one column.
-__device__ uint4 activated(const Activate &arguments, uint4 x, uint4 residual, u32 row, u32 column, u32 channel,
+__device__ uint4 activated(const Activate &arguments, const OfChannels &of_channels, u32 row, u32 column, u32 channel,
                            bool store_sum) {
+    const u32 vectors = arguments.vectors;
+    const u64 vector = ((u64)row * arguments.columns + column) * vectors + channel;
+    const u64 place = interleaved(row, column, arguments.x_sequences, arguments.x_length);
+    uint4 x = arguments.x[place * vectors + channel];
     if (arguments.bias) {
-        x = add(x, arguments.bias[channel]);
+        x = add(x, of_channels.bias);
     }
     if (arguments.scale) {
-        x = multiply(x, arguments.scale[channel]);
+        x = multiply(x, of_channels.scale);
     }
     if (arguments.residual) {
-        x = add(x, residual);
+        x = add(x, arguments.residual[vector]);
     }
     if (store_sum && arguments.sum) {
-        arguments.sum[((u64)row * arguments.columns + column) * arguments.vectors + channel] = x;
+        arguments.sum[vector] = x;
     }
     if (arguments.alpha) {
-        x = snake(x, arguments.alpha[channel], arguments.inverse_beta[channel]);
+        x = snake(x, of_channels.alpha, of_channels.inverse_beta);
     }
     return x;
 }
 
-// The place of a vector of the output. Column 0 is the first of the state.
-__device__ uint4 &output_at(const Activate &arguments, u32 row, u32 column, u32 channel) {
-    const u64 place = interleaved(row, column, arguments.output_sequences, arguments.output_length);
-    return arguments.output[place * arguments.vectors + channel];
-}
-
 // Block (i, b) has a part of row b. The first blocks, THREADS / P channel vectors each, have the columns of the
-// state, a thread for each vector; the others have the new columns, THREADS vectors each. If x is null,
-// activate_product has written the new columns, and there are no others.
+// state, a thread for each vector. The others have block_columns of the new columns: a thread has one channel
+// vector of every (THREADS / vectors)-th of them.
 extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate arguments) {
     const u32 row = blockIdx.y;
     const u32 vectors = arguments.vectors;
     const u32 columns = arguments.columns;
     const u32 state_columns = arguments.state_columns;
-    const u32 padding = arguments.output_sequences * arguments.output_length - state_columns - columns;
     const u32 channels_of_block = state_columns ? THREADS / state_columns : 1;
     const u32 state_blocks = state_columns ? (vectors + channels_of_block - 1) / channels_of_block : 0;
-    const auto new_column = [&](u32 column, u32 channel, bool store_sum) {
-        const uint4 x = load_x(arguments, row, column, channel);
-        const uint4 residual = load_residual(arguments, row, column, channel);
-        return activated(arguments, x, residual, row, column, channel, store_sum);
+    const auto output = [&](u32 column, u32 channel) -> uint4 & {
+        const u64 place = interleaved(row, column, arguments.output_sequences, arguments.output_length);
+        return arguments.output[place * vectors + channel];
     };
 
     if (blockIdx.x >= state_blocks) {
-        const u32 vector = (blockIdx.x - state_blocks) * THREADS + threadIdx.x;
-        const u32 column = vector / vectors;
-        const u32 channel = vector % vectors;
-        if (column < columns) {
-            output_at(arguments, row, state_columns + column, channel) = new_column(column, channel, true);
-        } else if (column < columns + padding) {
-            output_at(arguments, row, state_columns + column, channel) = uint4{0, 0, 0, 0};
+        const u32 step = THREADS / vectors;
+        const u32 channel = threadIdx.x % vectors;
+        const u32 first = (blockIdx.x - state_blocks) * arguments.block_columns;
+        const u32 end = min(first + (u32)arguments.block_columns, columns);
+        if (threadIdx.x >= step * vectors) {
+            return;
+        }
+        const OfChannels of_channels = load_of_channels(arguments, channel);
+        for (u32 column = first + threadIdx.x / vectors; column < end; column += step) {
+            output(state_columns + column, channel) = activated(arguments, of_channels, row, column, channel, true);
         }
         return;
     }
@@ -418,111 +402,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate argument
     uint4 before;
     uint4 next;
     if (in_use) {
+        const OfChannels of_channels = load_of_channels(arguments, channel);
         const u32 next_column = columns + column;     // of state and new columns, joined
         before = state[column * vectors + channel];
-        if (next_column < state_columns) {
-            next = state[next_column * vectors + channel];
-        } else if (arguments.x) {
-            next = new_column(next_column - state_columns, channel, false);
-        } else {
-            next = output_at(arguments, row, next_column, channel);
-        }
+        next = next_column < state_columns
+                   ? state[next_column * vectors + channel]
+                   : activated(arguments, of_channels, row, next_column - state_columns, channel, false);
     }
     __syncthreads();
     if (in_use) {
-        output_at(arguments, row, column, channel) = before;
+        output(column, channel) = before;
         state[column * vectors + channel] = next;
-    }
-}
-
-
-// ---- The last product of a residual unit, between two activations
-
-// A warp has 16 columns. Everything stays in registers: the channels are permuted, for the matrix instruction's
-// k as for its n, so that lane 4 r + q has channels 8 q to 8 q + 7 of every group of 32, of the columns r and
-// r + 8, in what it loads, multiplies and stores:
-//
-//     instruction    k = 2 q, 2 q + 1    k = 2 q + 8, 2 q + 9    D's columns 2 q, 2 q + 1
-//     first / n = 0  channels 8 q, + 1   channels 8 q + 2, + 3   channels 8 q, + 1
-//     second / 1     8 q + 4, + 5        8 q + 6, + 7            8 q + 2, + 3
-//     n = 2, 3                                                   8 q + 4, + 5;  8 q + 6, + 7
-//
-// order_weight in codec_kernels.py permutes the weights: a lane's 16 bytes, k and n of two instructions, are
-// next to those of the other lanes.
-template <int GROUPS>
-__device__ void activate_product_of(const ActivateProduct &arguments) {
-    const u32 row = blockIdx.y;
-    const u32 columns = arguments.columns;
-    const u32 state_columns = arguments.state_columns;
-    const u32 end = arguments.output_sequences * arguments.output_length - state_columns;
-    const u32 lane = lane_index();
-    const u32 first = (blockIdx.x * (THREADS / 32) + warp_index()) * 16 + lane / 4;
-    const u32 q = lane % 4;
-
-    uint4 x[GROUPS][2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            const u32 column = first + 8 * half;
-            x[group][half] = column < columns ? load_x(arguments, row, column, 4 * group + q) : uint4{};
-        }
-    }
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-        const u32 channel = 4 * group + q;
-        const uint4 bias = arguments.inner_bias[channel];
-        const uint4 alpha = arguments.inner_alpha[channel];
-        const uint4 inverse_beta = arguments.inner_inverse_beta[channel];
-        x[group][0] = snake(add(x[group][0], bias), alpha, inverse_beta);
-        x[group][1] = snake(add(x[group][1], bias), alpha, inverse_beta);
-    }
-
-#pragma unroll 1
-    for (int group = 0; group < GROUPS; ++group) {
-        const u32 channel = 4 * group + q;
-        uint4 residual[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u32 column = min(first + 8 * half, columns - 1);
-            residual[half] = load_residual(arguments, row, column, channel);
-        }
-        const uint4 *weight = arguments.weight + group * GROUPS * 4 * 32 + lane;
-        float products[4][4] = {};
-#pragma unroll
-        for (int k = 0; k < GROUPS; ++k) {
-            const auto &[upper, lower] = x[k];
-#pragma unroll
-            for (int n = 0; n < 4; ++n) {
-                const uint4 w = weight[(k * 4 + n) * 32];
-                mma_m16n8k16(products[n], upper.x, lower.x, upper.y, lower.y, w.x, w.y);
-                mma_m16n8k16(products[n], upper.z, lower.z, upper.w, lower.w, w.z, w.w);
-            }
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u32 column = first + 8 * half;
-            const auto pair = [&](int n) { return pack_bf16x2(products[n][2 * half], products[n][2 * half + 1]); };
-            const uint4 product = {pair(0), pair(1), pair(2), pair(3)};
-            if (column < columns) {
-                output_at(arguments, row, state_columns + column, channel) =
-                    activated(arguments, product, residual[half], row, column, channel, true);
-            } else if (column < end) {
-                output_at(arguments, row, state_columns + column, channel) = uint4{0, 0, 0, 0};
-            }
-        }
-    }
-}
-
-// Block (i, b) has THREADS / 2 columns of row b.
-extern "C" __global__ void __launch_bounds__(THREADS) activate_product(ActivateProduct arguments) {
-    constexpr int GROUPS = LAST / 32;
-    if constexpr (GROUPS > 0) {
-        if (arguments.vectors == LAST_VECTORS) {
-            activate_product_of<GROUPS>(arguments);
-        } else {
-            activate_product_of<2 * GROUPS>(arguments);
-        }
     }
 }
 

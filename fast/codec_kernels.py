@@ -6,12 +6,11 @@ Shapes: B rows, T frames, L columns, C channels, P stored columns, H hidden size
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cudagraph_talker import round_up
@@ -25,17 +24,10 @@ ATTENTION_THREADS = 128
 HEAD_DIM = 64
 MAX_FRAMES = 64  # of a chunk
 SPARE_COLUMNS = 8  # allocated behind the output of `activate`
-MIN_PRODUCT_COLUMNS = 2048  # of all rows, from which on activate_product is faster than separate kernels
+MANY_VECTORS = 1 << 20  # from which on a thread of `activate` has several columns
 
 # Fields of the kernels' structs, in order: the type of a tensor, or int. `complete_source` makes the compiler check
 # names and order.
-ACTIVATE: dict[str, Any] = {
-    **dict.fromkeys(("x", "bias", "scale", "residual", "alpha", "inverse_beta", "sum", "state"), torch.bfloat16),
-    "slots": torch.long,
-    "output": torch.bfloat16,
-    **dict.fromkeys(("columns", "state_columns", "vectors", "x_sequences", "x_length"), int),
-    **dict.fromkeys(("output_sequences", "output_length"), int),
-}
 KERNELS: dict[str, dict[str, Any]] = {
     **layer_kernels.KERNELS,
     "embed_codes": {
@@ -49,10 +41,12 @@ KERNELS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("keys", "values", "output"), torch.bfloat16),
         "frames": int,
     },
-    "activate": ACTIVATE,
-    "activate_product": {
-        **ACTIVATE,
-        **dict.fromkeys(("inner_bias", "inner_alpha", "inner_inverse_beta", "weight"), torch.bfloat16),
+    "activate": {
+        **dict.fromkeys(("x", "bias", "scale", "residual", "alpha", "inverse_beta", "sum", "state"), torch.bfloat16),
+        "slots": torch.long,
+        "output": torch.bfloat16,
+        **dict.fromkeys(("columns", "state_columns", "vectors", "x_sequences", "x_length"), int),
+        **dict.fromkeys(("output_sequences", "output_length", "block_columns"), int),
     },
     "depthwise_norm": {
         **dict.fromkeys(("x", "weight", "bias", "norm_weight", "norm_bias", "output"), torch.bfloat16),
@@ -124,6 +118,7 @@ def unsupported(decoder: Any) -> str | None:
     config = decoder.config
     sizes = kernel_sizes(decoder)
     convs = [module for module in (*decoder.upsample.modules(), *decoder.decoder.modules()) if hasattr(module, "conv")]
+    widest = max(module.conv.in_channels for module in convs)
     of_seven = [decoder.decoder[-1].conv, *(block.dwconv.conv for _, block in decoder.upsample)]
     needs = {
         f"bfloat16, the codec is {decoder.dtype}": decoder.dtype == torch.bfloat16,
@@ -141,6 +136,7 @@ def unsupported(decoder: Any) -> str | None:
         f"an attention window of at most 96 frames, not {sizes.window}": sizes.window <= 96,
         "attention without a bias": not config.attention_bias,
         f"channels in multiples of 8, the last convolution has {sizes.last}": sizes.last % VECTOR == 0,
+        f"at most {THREADS * VECTOR} channels, not {widest}": widest <= THREADS * VECTOR,
         "convolutions that look back at most one column per stride, or 256 columns": all(
             stored_columns(module) <= (1 if isinstance(module.conv, nn.ConvTranspose1d) else THREADS)
             for module in convs
@@ -168,26 +164,14 @@ def compile_for(device: torch.device, sizes: Sizes) -> nvrtc.Kernels:
 
 
 @dataclass
-class PendingProduct:
-    """SnakeBeta(x + bias), multiplied with the weight: a convolution of one column."""
-
-    bias: Tensor  # (C)
-    snake: "Snake"
-    weight: Tensor  # (C, C)
-    ordered_weight: Tensor  # for activate_product
-
-
-@dataclass
 class PendingSum:
-    """The sum that `activate` computes, (x + bias) * scale + residual. A term that is None is skipped. With `product`,
-    that comes first, in the place of x."""
+    """The sum that `activate` computes, (x + bias) * scale + residual. A term that is None is skipped."""
 
     x: Tensor  # (B, L, C), or interleaved (B, D, ceil(L / D), C); or longer, then the rest does not count
     bias: Tensor | None = None
     scale: Tensor | None = None
     residual: Tensor | None = None  # (B, L, C)
     columns: int = 0  # L
-    product: PendingProduct | None = None
 
     def __post_init__(self):
         self.columns = self.columns or (self.x if self.residual is None else self.residual).shape[1]
@@ -202,15 +186,6 @@ class Snake:
     def __init__(self, module: Any):
         self.alpha = module.alpha.exp()
         self.inverse_beta = 1.0 / (module.beta.exp() + module.no_div_by_zero)
-
-
-def order_weight(weight: Tensor) -> Tensor:
-    """(C', C) in the order in which activate_product loads it: output groups of 32, k of 32, n, lanes 4 r + q with 8
-    channels each. Column r of the matrix instruction n is channel 8 (r // 2) + 2 n + r % 2 of its group."""
-    if weight.shape[0] % 32 or weight.shape[1] % 32:
-        return weight
-    groups = weight.unflatten(1, (-1, 4, 8)).unflatten(0, (-1, 4, 4, 2))  # (group, r // 2, n, r % 2, k, q, 8)
-    return groups.permute(0, 4, 2, 1, 3, 5, 6).contiguous()
 
 
 class CodecKernels(LayerKernels):
@@ -276,24 +251,24 @@ class CodecKernels(LayerKernels):
         """Returns the sum, or its SnakeBeta, after the stored columns if there are any: (B, P + L, C), or interleaved
         for a convolution with this dilation; and with `keep_sum` the sum itself, (B, L, C). The last P columns become
         the stored ones."""
-        product = pending.product
-        if product and not self.multiplies(pending):
-            x, _ = self.activate(PendingSum(pending.x.flatten(1, -2), product.bias), product.snake)
-            x = F.linear(x.view_as(pending.x), product.weight)
-            pending = replace(pending, x=x, product=None)
-            product = None
         x = pending.x
         rows, *sequences, x_length, channels = x.shape
         columns = pending.columns
         state_columns = 0 if state is None else state.shape[1]
         vectors = channels // VECTOR
         length = -(-(state_columns + columns) // dilation)  # of a sequence of the output
-        state_blocks = 0 if state is None else -(-vectors // (THREADS // state_columns))
+        block_columns = THREADS // vectors * (4 if rows * columns * vectors >= MANY_VECTORS else 1)
+        blocks = -(-columns // block_columns)
+        if state is not None:
+            blocks += -(-vectors // (THREADS // state_columns))
         total = x.new_empty(rows, columns, channels) if keep_sum else None
         shape = (length,) if dilation == 1 else (dilation, length)
-        # `convolve` reads past the last window, and discards what it computes from that.
+        # Spare columns: what `convolve` computes of them does not count.
         output = x.new_empty(rows * length * dilation + SPARE_COLUMNS, channels)[:-SPARE_COLUMNS]
-        arguments = dict(
+        self.launch(
+            "activate",
+            (blocks, rows),
+            THREADS,
             x=x,
             bias=pending.bias,
             scale=pending.scale,
@@ -311,34 +286,9 @@ class CodecKernels(LayerKernels):
             x_length=x_length,
             output_sequences=dilation,
             output_length=length,
+            block_columns=block_columns,
         )
-        if product:
-            self.launch(
-                "activate_product",
-                (-(-(length * dilation - state_columns) // (THREADS // 2)), rows),
-                THREADS,
-                **arguments,
-                inner_bias=product.bias,
-                inner_alpha=product.snake.alpha,
-                inner_inverse_beta=product.snake.inverse_beta,
-                weight=product.ordered_weight,
-            )
-            blocks = state_blocks
-            arguments["x"] = None
-        else:
-            blocks = state_blocks - (-(length * dilation - state_columns) * vectors // THREADS)
-        if blocks:
-            self.launch("activate", (blocks, rows), THREADS, **arguments)
         return output.view(rows, *shape, channels), total
-
-    def multiplies(self, pending: PendingSum) -> bool:
-        """Whether activate_product computes the product of `pending`: it can, and is faster than separate kernels."""
-        last = self.sizes.last
-        return (
-            last % 32 == 0
-            and pending.x.shape[-1] in (last, 2 * last)
-            and len(pending.x) * pending.columns >= MIN_PRODUCT_COLUMNS
-        )
 
     def depthwise_norm(self, x: Tensor, weight: Tensor, bias: Tensor, norm: nn.LayerNorm) -> Tensor:
         """Each channel convolved alone, then normalized. (B, 6 + L, C), (7, C) -> (B, L, C)"""

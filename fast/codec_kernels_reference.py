@@ -89,20 +89,6 @@ def activate(
     return joined, total
 
 
-def activate_product(
-    x: Tensor,  # (B, L, C), not interleaved
-    inner_bias: Tensor,  # (C)
-    inner_alpha: Tensor,  # (C)
-    inner_inverse_beta: Tensor,  # (C)
-    weight: Tensor,  # (C, C)
-    *rest: Tensor | None,  # the other arguments of `activate`
-) -> tuple[Tensor, Tensor]:
-    """`activate` of SnakeBeta(x + inner_bias) times the weight."""
-    x = snake(x + inner_bias, inner_alpha, inner_inverse_beta)
-    product = (x.double() @ weight.double().T).bfloat16()
-    return activate(product, *rest)
-
-
 def depthwise_norm(
     x: Tensor,  # (B, 6 + L, C)
     weight: Tensor,  # (7, C)
