@@ -1,4 +1,4 @@
-// One step of 1, 2 or 4 streams: through every decoder layer, the heads and the sampler, in a single
+// One step of 1, 2, 4, 8 or 16 streams: through every decoder layer, the heads and the sampler, in a single
 // cooperative launch.
 //
 // megakernel.py compiles this file with NVRTC for one GPU and one model. It puts these definitions before it:
@@ -10,7 +10,7 @@
 //     EXCHANGE_BYTES   room for one replica of Exchange
 //     LAYERS, HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD_DIM, EPSILON     of the stack of decoder layers
 //     CODES            heads after the layers: 1 for the talker, more for the code predictor
-//     STREAMS          streams of speech: 1, 2 or 4, each with its own cache, position, settings and noise
+//     STREAMS          streams of speech, each with its own cache, position, settings and noise
 //     TALKER_HIDDEN    width of the talker's hidden state
 //
 // megakernel_reference.py computes the same step in a few lines of torch. Sums are float; values are rounded
@@ -52,6 +52,16 @@
 // A value is overwritten one layer later, or more. By then the writing block has received values of a later
 // phase from every block, and a block publishes those only after it has read the earlier ones: the old value
 // has no reader left.
+//
+// From 8 streams on, the vectors that all blocks read (hidden, post_attention, attention, inner) would be most of
+// what passes through L2. There they are packed, two bfloat16 to 4 bytes, without tags:
+//
+//     epoch               e    e + 1    e + 2    e + 3        0xffff, a NaN that no rounding to bfloat16 returns,
+//     written to buffer   0      1        2        3          means that a value is not there yet. Who writes a
+//     empties buffer      2      3        0        1          value also empties its place two epochs ahead.
+//
+// What is emptied is two epochs old and has no reader left. A block looks there only two layers later, after it has
+// received values from all blocks that they wrote after a fence behind those stores.
 //
 // Every wait has a time limit. A thread that still waits WAIT_LIMIT_NS after the start of the launch sets
 // `failed`; then every wait of every block ends at its next check, and all blocks run to their end with the
@@ -100,7 +110,8 @@
 //
 // B has room for the vectors of four tokens, in columns 0 and 1, 2 and 3, 4 and 5, 6 and 7: lane l holds that
 // of token l / 8, and its d0 and d3 are of token q. With two tokens the vectors alternate, with one they are
-// all the same.
+// all the same. More tokens are groups of four: the weights that a lane has loaded are multiplied by the B of each
+// group, and a lane holds the vector of one token of each.
 
 #include "kernels.h"
 #include "sampler.h"
@@ -118,11 +129,10 @@ constexpr int STEPS_PER_STAGE = STAGE_COLUMNS / (WARPS * 32);       // mma steps
 
 constexpr bool IS_TALKER = CODES == 1;
 constexpr int MMA_TOKENS = 4;                                       // whose vectors operand B has room for
-constexpr int PASS_TOKENS = 16;                                     // of a pass, at most
 // Positions of a stream in the predictor's first pass.
-constexpr int FIRST_POSITIONS = !IS_TALKER && 2 * STREAMS <= PASS_TOKENS ? 2 : 1;
+constexpr int FIRST_POSITIONS = !IS_TALKER && 2 * STREAMS <= MMA_TOKENS ? 2 : 1;
 constexpr int MAX_TOKENS = FIRST_POSITIONS * STREAMS;               // of a pass
-constexpr int CODE_SLOTS = STREAMS < MMA_TOKENS ? MMA_TOKENS : STREAMS;
+constexpr int CODE_SLOTS = STREAMS < 4 ? 4 : STREAMS;               // codes are received in quads
 constexpr int QUERY_SIZE = HEADS * HEAD_DIM;
 constexpr int QKV_SIZE = QUERY_SIZE + 2 * KV_HEADS * HEAD_DIM;
 
@@ -145,8 +155,8 @@ constexpr int POSITION_STRIDE = SPLITS * WARPS;                     // between t
 constexpr int KV_PREFETCH = IS_TALKER ? 4 : 2;                      // keys and values in flight per warp
 constexpr int SCORES_PER_THREAD = VOCAB / CONSUMERS;                // in the sampler
 
-// How values that all blocks read are exchanged, see the top.
-constexpr bool PACKED = STREAMS > MMA_TOKENS;
+// How the vectors that all blocks read are exchanged, see the top.
+constexpr bool PACKED = STREAMS > MMA_TOKENS;                       // then all passes have the same tokens
 constexpr int BUFFERS = PACKED ? 4 : 1;
 constexpr int VALUES_PER_WORD = PACKED ? 2 : 1;
 constexpr u32 EMPTY = 0xffff;                                       // a NaN; those that we compute are 0x7fff
@@ -154,7 +164,7 @@ constexpr u32 EMPTY = 0xffff;                                       // a NaN; th
 // Copies of Exchange, against contention between the readers of a cache line. By measurement on an H200: four
 // are best for one stream, one is 4 % slower; for eight streams one is best, four are 3 % slower.
 constexpr int REPLICAS = PACKED ? 1 : 4;
-constexpr int LOGITS_COPIES = STREAMS == 1 ? REPLICAS : 1;          // of more streams one block reads them
+constexpr int LOGITS_COPIES = STREAMS == 1 ? REPLICAS : 1;          // those of several have one reader each
 
 // Upper limits of the rows of a matrix that one block has, see Share.
 template <int ROWS>
@@ -163,8 +173,8 @@ template <int ROWS>
 constexpr int MAX_ROWS = SLICES * MAX_ROWS_PER_SLICE<ROWS>;
 constexpr int SECOND_REGION = 2 * MAX_ROWS<INNER>;                  // where it begins in Shared::partial
 
-// The input of down_proj is received and multiplied in panels of so many columns that all tokens' values of one fit
-// into the registers.
+// The input of down_proj, the longest, is received and multiplied in panels of so many columns that those of all
+// tokens fit into the registers.
 constexpr int PANEL_COLUMNS = STREAMS <= MMA_TOKENS ? INNER : STREAMS == 8 && INNER % 3072 == 0 ? 3072 : 1024;
 
 // Fraction of the weights to keep in L2. The predictor reads its layers 15 or 16 times per launch. By
@@ -201,6 +211,10 @@ static_assert(HIDDEN % STAGE_COLUMNS == 0, "unsupported sizes: HIDDEN must be a 
 static_assert(INNER % STAGE_COLUMNS == 0, "unsupported sizes: INNER must be a multiple of 1024");
 static_assert(QUERY_SIZE % STAGE_COLUMNS == 0,
               "unsupported sizes: HEADS * HEAD_DIM must be a multiple of 1024");
+
+// Only the rows of down_proj are so long that they are copied in panels.
+static_assert(PANEL_COLUMNS == INNER || (HIDDEN < INNER && QUERY_SIZE < INNER),
+              "unsupported sizes: for 8 streams INNER must be more than HIDDEN and HEADS * HEAD_DIM");
 
 // In the sampler each thread loads four logits at a time, and a token has TOKEN_BITS bits.
 static_assert(VOCAB % (4 * CONSUMERS) == 0, "unsupported sizes: VOCAB must be a multiple of 1024");
@@ -289,7 +303,8 @@ struct Arguments {
 #endif
 };
 
-// What blocks send each other. Each u32 is epoch << 16 | bfloat16, or for PACKED two bfloat16, except in qkv.
+// What blocks send each other. Each u32 is epoch << 16 | bfloat16; if PACKED, it is two bfloat16 in the vectors
+// that are in the order of place_of.
 struct Activations {                                  // of one token, in the order of place_of, but for qkv
     u32 hidden[HIDDEN / VALUES_PER_WORD];             // residual stream after the MLP
     u32 post_attention[HIDDEN / VALUES_PER_WORD];     // residual stream after attention
@@ -518,17 +533,17 @@ __device__ Share share_of_this_block(int rows) {
     return {SLICES * (block * at_least + block - blocks_with_less), at_least + 1};
 }
 
-// More than four tokens are groups of four, each with its own operand B. Of each group a lane holds the vector of
-// one token, see the lane map at the top: x[group][i] is of this token.
+// Tokens in groups of four, see the lane map at the top.
 __device__ constexpr int groups_of(int tokens) {
     return (tokens + MMA_TOKENS - 1) / MMA_TOKENS;
 }
 
+// The token of a group whose vectors this lane holds.
 __device__ int token_of_lane(int group, int tokens) {
     return group * MMA_TOKENS + lane_index() / 8 % tokens;
 }
 
-// What a lane holds of a vector of SIZE elements of each token.
+// What a lane holds of a vector of SIZE elements of each token: x[group][i].
 template <int TOKENS, int SIZE>
 using Vectors = uint2[groups_of(TOKENS)][SIZE / 256];
 
@@ -703,7 +718,7 @@ __device__ void release(u32 stage) {
 }
 
 // The loop of a producer: copies the block's rows of every matrix, 1024 columns of a row of each slice at a
-// time.
+// time; those of down_proj panel after panel.
 __device__ void produce_weights(const Matrix *matrix, int producer) {
     const u64 policy = l2_policy(L2_KEEP_FRACTION);
     u32 stage = 0;
@@ -712,22 +727,21 @@ __device__ void produce_weights(const Matrix *matrix, int producer) {
         const u64 bytes_per_slice = share.rows_per_slice * matrix->row_bytes;
         const char *source = matrix->address + share.first_row * matrix->row_bytes;
         const char *end = source + bytes_per_slice;
-        if (PANEL_COLUMNS < INNER && matrix->row_bytes == 2 * INNER) {      // down_proj, panel after panel
-            for (u64 column = 0; column < INNER; column += PANEL_COLUMNS) {
-                for (const char *row = source; row < end; row += matrix->row_bytes) {
-                    for (u64 i = column; i < column + PANEL_COLUMNS; i += STAGE_COLUMNS) {
-                        wait_until_empty(stage);
-                        fill(stage, producer, row + 2 * i, bytes_per_slice, policy);
-                        ++stage;
-                    }
-                }
+        const auto copy = [&](const char *begin, const char *end) {
+            for (; begin < end; begin += STAGE_ROW_BYTES) {
+                wait_until_empty(stage);
+                fill(stage, producer, begin, bytes_per_slice, policy);
+                ++stage;
             }
+        };
+        if (PANEL_COLUMNS == INNER || matrix->row_bytes < 2 * INNER) {
+            copy(source, end);
             continue;
         }
-        for (; source < end; source += STAGE_ROW_BYTES) {
-            wait_until_empty(stage);
-            fill(stage, producer, source, bytes_per_slice, policy);
-            ++stage;
+        for (int panel = 0; panel < INNER / PANEL_COLUMNS; ++panel) {       // of down_proj
+            for (const char *row = source + 2 * panel * PANEL_COLUMNS; row < end; row += 2 * INNER) {
+                copy(row, row + 2 * PANEL_COLUMNS);
+            }
         }
     }
 #if !BULK_COPIES
@@ -754,35 +768,27 @@ __device__ int place_of_quad(int quad) {
 }
 
 __device__ int place_of(int element) {
-    const int quad = element / 8 * 2 + element % 4 / 2;
-    return place_of_quad(quad) * 4 + element % 8 / 4 * 2 + element % 2;
+    const int place = element / 8 * 8 + element % 4 / 2 * 4 + element % 8 / 4 * 2 + element % 2;
+    return PACKED ? place_of_quad(place / 4) * 4 + place % 4 : place;
 }
 
-__device__ bool has_empty(uint2 quad) {
-    const u32 highest = __vmaxu2(quad.x, quad.y);
-    return highest >> 16 == EMPTY || (highest & 0xffff) == EMPTY;
-}
-
-// Publishes an element of a vector of Activations, of one of the TOKENS tokens of this pass.
-template <int TOKENS, int WORDS>
+// An element of a vector of Activations, to all blocks.
+template <int WORDS>
 __device__ void publish_element(Exchange *exchange, u32 (Activations::*vector)[WORDS], int token, int element,
                                 float value, u32 epoch) {
     if constexpr (PACKED) {
-        const auto address = [&](u32 of_epoch, int of_token) {
-            return (bf16 *)(exchange->tokens[of_epoch % BUFFERS][of_token].*vector) + place_of(element);
+        const auto address = [&](u32 of_epoch) {
+            return (bf16 *)(exchange->tokens[of_epoch % BUFFERS][token].*vector) + place_of(element);
         };
-        store_relaxed_16(address(epoch, token), pack_bf16x2(value, 0));
-#pragma unroll
-        for (int i = token; i < MAX_TOKENS; i += TOKENS) {                   // also those of a longer first pass
-            store_relaxed_16(address(epoch + 2, i), EMPTY);
-        }
+        store_relaxed_16(address(epoch), pack_bf16x2(value, 0));
+        store_relaxed_16(address(epoch + 2), EMPTY);
     } else {
         publish(&(exchange->tokens[0][token].*vector)[place_of(element)], value, epoch);
     }
 }
 
-// Receives a vector of each of TOKENS tokens, of which the first is `first_token`: the N * 256 columns from
-// first_column on.
+// Receives a vector of each of TOKENS tokens, the first of which is `first_token`: N * 256 columns, beginning with
+// first_column.
 template <int TOKENS, int WORDS, int G, int N>
 __device__ void receive_vectors(uint2 (&x)[G][N], const Exchange &replica, u32 (Activations::*vector)[WORDS],
                                 u32 epoch, int first_token = 0, int first_column = 0) {
@@ -800,9 +806,10 @@ __device__ void receive_vectors(uint2 (&x)[G][N], const Exchange &replica, u32 (
         }
         return;
     }
-    uint2 highest;                                    // of each half of the words
+    u32 highest;                                      // of the upper and of the lower halves; EMPTY is the highest
     u32 spins = 0;
     do {
+        // Issue all loads before checking any of them.
 #pragma unroll
         for (int group = 0; group < G; ++group) {
             const u32 *words = vector_of(group);
@@ -813,19 +820,19 @@ __device__ void receive_vectors(uint2 (&x)[G][N], const Exchange &replica, u32 (
                 x[group][i + 1] = {quads.z, quads.w};
             }
         }
-        highest = {0, 0};
+        highest = 0;
 #pragma unroll
         for (int group = 0; group < G; ++group) {
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                highest = for_each_pair(highest, x[group][i], __vmaxu2);
+                highest = __vmaxu2(highest, __vmaxu2(x[group][i].x, x[group][i].y));
             }
         }
         ++spins;
         if (spins % SPINS_PER_CHECK == 0 && timed_out(WAITED_FOR_BLOCKS)) {
             break;
         }
-    } while (has_empty(highest));
+    } while (highest >> 16 == EMPTY || (highest & 0xffff) == EMPTY);
 }
 
 // Other vectors have their elements in order, in pairs: a quad is the pairs first_pair(quad) and + 2.
@@ -849,7 +856,7 @@ __device__ void multiply_add(float (&d)[4], uint4 weights, uint2 x) {
 
 // The next matrix in the ring times x. Of each stage, warp w takes columns 128 w .. 128 w + 127 of the 8
 // rows, in 4 mma steps of 32 columns for each group of tokens. The sums of row number i of the block go to
-// partial[token][w][region + i], or are added to what is there.
+// partial[token][w][region + i], or are added to what this thread has left there.
 template <int ROWS, int TOKENS, int G, int N>
 __device__ void matvec(const uint2 (&x)[G][N], u32 &stage, int region, bool adds = false) {
     constexpr int MAX = MAX_ROWS_PER_SLICE<ROWS>;
@@ -879,11 +886,10 @@ __device__ void matvec(const uint2 (&x)[G][N], u32 &stage, int region, bool adds
         }
 #pragma unroll
         for (int group = 0; group < G; ++group) {
-            const int token = group * MMA_TOKENS + q;
-            if (token < TOKENS) {
-                const float(&of_token)[2][4] = d[group];
-                const float sum = of_token[0][0] + of_token[1][0] + (of_token[0][3] + of_token[1][3]);
-                float &partial = shared().partial[token][warp][region + slice * rows_per_slice + row];
+            if (q < TOKENS - group * MMA_TOKENS) {
+                const float sum = d[group][0][0] + d[group][1][0] + (d[group][0][3] + d[group][1][3]);
+                const int i = region + slice * rows_per_slice + row;
+                float &partial = shared().partial[group * MMA_TOKENS + q][warp][i];
                 partial = adds ? partial + sum : sum;
             }
         }
@@ -973,7 +979,6 @@ __device__ int stream_to_attend() {
 
 // Softmax is online (as in FlashAttention): each warp keeps a maximum, a sum of weights and a weighted sum of
 // values. The warps are merged here, the splits in merge_splits.
-template <int TOKENS>
 __device__ void attend(const Arguments &arguments, const Layer &layer, int token, int position, u32 epoch) {
     const int stream = stream_to_attend();
     const int split = blockIdx.x / GROUPS % SPLITS;
@@ -1098,7 +1103,7 @@ __device__ void attend(const Arguments &arguments, const Layer &layer, int token
 
     if (SPLITS == 1) {
         const int element = head * HEAD_DIM + dimension;
-        publish_element<TOKENS>(arguments.exchange, &Activations::attention, token, element, output, epoch);
+        publish_element(arguments.exchange, &Activations::attention, token, element, output, epoch);
         return;
     }
     // Each as two bfloat16, value and remainder: 16 bits of precision, so splitting adds no relevant rounding
@@ -1129,7 +1134,7 @@ __device__ void merge_splits(Exchange &exchange, u32 epoch) {
     const float weight = expf(log_sum - best);
     const float merged = warp_sum<SPLITS>(weight * value) / warp_sum<SPLITS>(weight);
     if (split == 0) {
-        publish_element<STREAMS>(&exchange, &Activations::attention, stream, dimension, merged, epoch);
+        publish_element(&exchange, &Activations::attention, stream, dimension, merged, epoch);
     }
 }
 
@@ -1137,8 +1142,8 @@ __device__ void merge_splits(Exchange &exchange, u32 epoch) {
 // ---- Layers
 
 // A pass: POSITIONS consecutive tokens of each stream through all layers, and the last ones through the
-// final norm to `last`. input_of(token) is (HIDDEN). `position` is that of the first token of the stream that this
-// block attends for. Loads that do not depend on other blocks are issued before the spin loops that do.
+// final norm to `last`. input_of(token) is (HIDDEN). `position` is that of the first token of the stream that
+// this block attends for. Loads that do not depend on other blocks are issued before the spin loops that do.
 template <int POSITIONS, class InputOf>
 __device__ void run_layers(const Arguments &arguments, InputOf input_of, int position,
                            Vectors<STREAMS, HIDDEN> &last, u32 &stage, u32 &epoch) {
@@ -1184,7 +1189,7 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
                 if (i > 0) {
                     sync_consumers();                 // the position before is in the cache, head_sum is read
                 }
-                attend<TOKENS>(arguments, *layer, i * STREAMS + stream_to_attend(), position + i, epoch);
+                attend(arguments, *layer, i * STREAMS + stream_to_attend(), position + i, epoch);
             }
         }
         if (SPLITS > 1 && (ATTENTION_BLOCKS == GRID || blockIdx.x < ATTENTION_BLOCKS)) {
@@ -1195,7 +1200,7 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
         receive_vectors<TOKENS>(attention, replica, &Activations::attention, epoch);
         matvec<HIDDEN, TOKENS>(attention, stage, SECOND_REGION);
         for_each_row<HIDDEN, TOKENS>(SECOND_REGION, [&](int token, int row, float sum) {
-            publish_element<TOKENS>(exchange, &Activations::post_attention, token, row, add_residual(sum), epoch);
+            publish_element(exchange, &Activations::post_attention, token, row, add_residual(sum), epoch);
         });
 
         // Phase 5: post-attention norm; gate and up, silu(gate) * up
@@ -1207,7 +1212,7 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
         for_each_row<INNER, TOKENS>(0, [&](int token, int row, float gate) {
             const float activated = round_to_bf16(silu(gate));
             const float up = row_sum(token, MAX_ROWS<INNER> + row - share_of_this_block(INNER).first_row);
-            publish_element<TOKENS>(exchange, &Activations::inner, token, row, activated * up, epoch);
+            publish_element(exchange, &Activations::inner, token, row, activated * up, epoch);
         });
 
         // Phase 6: down_proj and residual
@@ -1217,8 +1222,11 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
             matvec<HIDDEN, TOKENS>(inner, stage, SECOND_REGION, column > 0);
         }
         for_each_row<HIDDEN, TOKENS>(SECOND_REGION, [&](int token, int row, float sum) {
-            publish_element<TOKENS>(exchange, &Activations::hidden, token, row, add_residual(sum), epoch);
+            publish_element(exchange, &Activations::hidden, token, row, add_residual(sum), epoch);
         });
+        if (PACKED) {
+            __threadfence();                          // what was emptied in this layer, before values of the next
+        }
     }
     load_vector(norm_weight, arguments.final_norm);
     receive_vectors<STREAMS>(last, replica, &Activations::hidden, epoch, TOKENS - STREAMS);
@@ -1282,7 +1290,7 @@ __device__ int sample(const Arguments &arguments, int stream, int head, u32 fram
 struct Codes {
     u64 of_four[groups_of(STREAMS)];
 
-    __device__ u64 operator[](int stream) const {
+    __device__ u64 operator[](u32 stream) const {
         u64 four = of_four[0];
 #pragma unroll
         for (int group = 1; group < groups_of(STREAMS); ++group) {          // registers have no index
