@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from transformers import Cache, StaticCache
+from transformers import Cache
 
 
 def capture(fn: Callable[[], None], device: torch.device, pool: tuple | None = None) -> Callable[[], None]:
@@ -22,8 +22,10 @@ def capture(fn: Callable[[], None], device: torch.device, pool: tuple | None = N
     pool, stream = pool or (None, None)  # memory that graphs can share, and a stream to capture all of them
     with torch.cuda.device(device):
         fn()  # warm-up
+    torch._C._cuda_clearCublasWorkspaces()  # another graph's, which may be freed before this one
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # others may allocate
         fn()
+    torch._C._cuda_clearCublasWorkspaces()  # this graph's: it keeps the memory, and nobody else may use it
     return graph.replay
 
 
@@ -87,14 +89,14 @@ def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def static_cache(config, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> tuple[list, list]:
-    """The keys and the values of every layer of a StaticCache, (B, KV, S, D) each."""
-    cache = StaticCache(config=config, max_cache_len=length)
-    cache.early_initialization(rows, config.num_key_value_heads, config.head_dim, dtype, device)
-    return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
+    """The keys and the values of every layer, (B, KV, S, D) each. All are views of one tensor."""
+    shape = (2, config.num_hidden_layers, rows, config.num_key_value_heads, length, config.head_dim)
+    keys, values = torch.zeros(shape, dtype=dtype, device=device)
+    return list(keys), list(values)
 
 
 class RowCache(Cache):
-    """A StaticCache's keys and values in one forward: each row is written at positions of its own, (B, L), or prompts
+    """The rows' keys and values in one forward: each row is written at positions of its own, (B, L), or prompts
     are written to these `rows`, (B), from position 0 on, and attend to themselves only."""
 
     def __init__(self, keys: list, values: list, positions: torch.Tensor | None, rows: torch.Tensor | None = None):
@@ -151,10 +153,9 @@ class Rows:
 
     def configure(self, **request) -> None:
         """Set all rows from the arguments of talker.generate."""
-        names = "do_sample", "temperature", "top_k", "top_p"
-        self.sampling.set(*(request[name] for name in names))
-        names = "subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p"
-        self.code_sampling.set(*(request[name] for name in names))
+        names = "temperature", "top_k", "top_p"
+        self.sampling.set(request["do_sample"], *(request[name] for name in names))
+        self.code_sampling.set(request["subtalker_dosample"], *(request[f"subtalker_{name}"] for name in names))
         self.repetition_penalty.fill_(request["repetition_penalty"])
         self.suppressed.zero_()
         self.suppressed[:, np.asarray(request["suppress_tokens"])] = True  # numpy converts a long list fast
@@ -165,7 +166,7 @@ class Rows:
         """What the frames of a row add to their embeddings: the text (T, H), then padding (1, H)."""
         text = text[: self.text.shape[1]]
         self.text[row, : len(text)].copy_(text, non_blocking=True)
-        self.text[row, len(text) :].copy_(padding, non_blocking=True)
+        self.text[row, len(text) :].copy_(padding.to(self.text.device, non_blocking=True))  # torch expands the source
 
     def clear_cache(self) -> None:
         """Masked positions must be finite: 0 x NaN is NaN."""

@@ -176,9 +176,7 @@ def import_upstream():
     suffix = "-hf" if spec and Path(spec.origin).with_name("_transformers_compat.py").is_file() else ""
     if not transformers.__version__.startswith(("5.15.", "5.16.") if suffix else "4.57."):
         pairs = "transformers==4.57.3 with qwen-tts==0.1.1, or transformers==5.16.1 with qwen-tts-hf==0.1.1.post1"
-        raise ImportError(
-            f"transformers {transformers.__version__} does not work with qwen-tts{suffix}: install {pairs}"
-        )
+        raise ImportError(f"transformers {transformers.__version__} is not for qwen-tts{suffix}: install {pairs}")
     try:
         if not all(map(find_spec, ("torchaudio", "sox", "onnxruntime", "einops"))):
             raise ImportError

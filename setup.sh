@@ -30,26 +30,25 @@ END
 models=""
 download=yes
 then=""
+options=""
+extras=""  # requirements-*.txt
 system_torch=""
-transformers5=""
-with_server=""
-with_ray=""
-with_tests=""
 venv=.venv
 packages=$(cat requirements.txt)
 qwen_tts="qwen-tts==0.1.1"
 for word in "$@"; do
+  if [[ $word == --* ]]; then
+    options="$options $word"
+  fi
   case $word in
     0.6B|1.7B|0.6B-CustomVoice|1.7B-CustomVoice|1.7B-VoiceDesign) models="$models $word" ;;
     both) models="$models 0.6B 1.7B" ;;
     none) download="" ;;
     demo) download="" then=demo ;;
-    test) download="" then=test with_tests=yes ;;
+    test) download="" then=test extras="$extras test" ;;
+    --server|--ray|--test) extras="$extras ${word#--}" ;;
     --system-torch) system_torch=yes ;;
-    --transformers5) transformers5=yes ;;
-    --server) with_server=yes ;;
-    --ray) with_ray=yes ;;
-    --test) with_tests=yes ;;
+    --transformers5) venv=.venv5 ;;
     -h|--help) show_help; exit 0 ;;
     *) echo "error: setup.sh does not know $word: see ./setup.sh --help" >&2; exit 2 ;;
   esac
@@ -59,8 +58,7 @@ if [ -n "$download" ]; then
 fi
 
 # 5.16.1 is the newest transformers that this release of qwen-tts-hf works with.
-if [ -n "$transformers5" ]; then
-  venv=.venv5
+if [ $venv = .venv5 ]; then
   packages=$(sed 's/^transformers==.*/transformers==5.16.1/' requirements.txt)
   qwen_tts="qwen-tts-hf==0.1.1.post1"
 fi
@@ -107,21 +105,15 @@ $install --no-deps "$qwen_tts"
 # librosa brings scikit-learn, for functions that nobody calls here. transformers imports it where it is installed, which
 # takes a sixth of the time to start.
 $uninstall scikit-learn
-if [ -n "$with_server" ]; then
-  echo "installing what the server needs"
-  $install -r requirements-server.txt
-fi
-if [ -n "$with_ray" ]; then
-  echo "installing Ray Serve"
-  $install -r requirements-ray.txt
-fi
+for extra in $extras; do
+  echo "installing requirements-$extra.txt"
+  $install -r requirements-$extra.txt
+done
 # What the tests compare with, in a folder that only they look into: the interface of faster-qwen3-tts, and the handler
 # of speech-to-speech, which wants transformers 5.
-if [ -n "$with_tests" ]; then
-  echo "installing what the tests need"
-  $install -r requirements-test.txt
+if [[ $extras == *test* ]]; then
   $install --no-deps --upgrade --target $venv/peers faster-qwen3-tts==0.5.4
-  if [ -n "$transformers5" ]; then
+  if [ $venv = .venv5 ]; then
     $install --no-deps --upgrade --target $venv/peers speech-to-speech==1.1.0 openai==2.28.0 jiter distro sniffio
   fi
 fi
@@ -133,8 +125,7 @@ for model in $models; do
   echo "downloading the weights of $model, if they are not there yet"
   if ! $venv/bin/python -m common.checkpoints "$model"; then
     echo "The environment is complete. For the weights, try again later with" >&2
-    options="${system_torch:+ --system-torch}${transformers5:+ --transformers5}${with_server:+ --server}"
-    echo "    ./setup.sh $model$options${with_ray:+ --ray}${with_tests:+ --test}" >&2
+    echo "    ./setup.sh $model$options" >&2
     echo "or try it without them, on random ones: ./setup.sh demo" >&2
     exit 3
   fi

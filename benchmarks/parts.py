@@ -7,8 +7,9 @@ import torch
 from benchmarks.bounds import POSITION
 from benchmarks.timing import Row, clock, median_ms
 from cudagraph_talker import draw_noise
-from speech.prompts import build_request, pin
+from speech.prompts import prepare_request
 from speech.streaming import stream
+from speech.utterance import Utterance
 
 LATE_POSITION = 1500
 REPLAYS = 20
@@ -51,15 +52,19 @@ def time_replays(replay: Callable[[], None]) -> float:
 
 @torch.no_grad()
 def first_audio_parts(tts, arguments: dict, runs: int) -> Row:
-    """The audio of the first frame needs prefill and predictor, but no step of the talker."""
-    method = tts.generate_voice_clone
-    runner = tts.speech.runner
-    request = pin(build_request(method, **arguments)) if runner.on_gpu else build_request(method, **arguments)
-    settings = runner.settings.row(request)
+    """The audio of the first frame needs the prompt, of a voice that has spoken before, and the predictor."""
+    speech, runner = tts.speech, tts.speech.runner
+
+    def make_utterance() -> Utterance:
+        request, _, reference = prepare_request(speech, tts.generate_voice_clone, **arguments)
+        return speech.utterance(request, reference)
+
+    utterance = make_utterance()
+    utterance.row = 0
     runner.codec.reset(0)
     parts = {
-        "tokenize and prompt": lambda: build_request(method, **arguments),
-        "prefill": lambda: runner.prefills.load([0], [request], [settings]).replay(),
+        "tokenize and prompt": make_utterance,
+        "prefill": lambda: runner.read_prompts([utterance]),
         "first codes": runner.frames.of(1).predict,
         "codec and copy": lambda: runner.codec.feed([0], runner.slots.codes[:1, :1]).wait(),
     }

@@ -17,6 +17,7 @@ BARS = {  # a row of the results -> its label and color
 }
 SIZE_COLORS = ("#2f9e62", "#4f8fd0", "#8e6bbf", "#9aa0a6")  # in the order of the models
 AT_ONCE = re.compile(r"(\d+) streams? (?:at once|alone)")
+PER_SECOND = re.compile(r"(\d+) requests per second for .*")
 PUBLISHED = {  # by others, under their own conditions: requests at once -> audio seconds per second, and whose
     64: (112, "vLLM-Omni, 1.7B, as published:\n112 on an H100, 97 on an H200"),
 }
@@ -32,7 +33,11 @@ def plot(folder: Path) -> list[Path]:
         raise ValueError("--plot needs matplotlib: install it with pip install matplotlib") from None
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     drawn = []
-    for draw, name, row in ((draw_speed, "speed.svg", "upstream"), (draw_listeners, "listeners.svg", "1 stream alone")):
+    for draw, name, row in (
+        (draw_speed, "speed.svg", "upstream"),
+        (draw_listeners, "listeners.svg", "1 stream alone"),
+        (draw_server, "server.svg", "64 at once"),
+    ):
         chosen = [result for result in results if any(row in rows for rows in result.get("models", {}).values())]
         if chosen:
             with matplotlib.rc_context(STYLE):
@@ -132,6 +137,23 @@ def draw_listeners(models: Models):
             speed.text(place, 4 * value, words, color=GRAY, fontsize="small", ha="right")
     finish(speed, "audio seconds per second")
     finish(first_audio, "ms to the first audio, 95th percentile")
+    return figure
+
+
+def draw_server(models: Models):
+    """The time to the first audio by requests per second: from the engine, and over HTTP."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    titles = {"first_audio_ms": "ms to the first audio, median", "first_audio_p95_ms": "95th percentile"}
+    for axis, (key, title) in zip(figure.subplots(1, 2, sharey=True), titles.items()):
+        for (name, rows), color in zip(models.items(), SIZE_COLORS):
+            values = {int(found[1]): row[key] for what, row in rows.items() if (found := PER_SECOND.fullmatch(what))}
+            axis.plot([*values], [*values.values()], color=color, marker="o", label=name)
+        axis.set_xlabel("requests per second", color=GRAY)
+        axis.set_ylim(bottom=0)
+        axis.legend(frameon=False, labelcolor=GRAY, loc="upper left")
+        finish(axis, title)
     return figure
 
 

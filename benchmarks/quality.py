@@ -10,6 +10,7 @@ the intervals are 95% bootstrap intervals over sentences, paired for the change 
 import random
 import unicodedata
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 from benchmarks.checkpoints import Checkpoint
 from benchmarks.single import MEGAKERNEL, SEPARATE
 from benchmarks.timing import ON_GPU, Effort, NamedRows, Row, load_alone
+from common.audio_files import join
 from common.checkpoints import FRAME_RATE
 from common.voices import speaker_prompt
 from fast.paths import why_not
@@ -85,46 +87,36 @@ def measure_quality(checkpoint: Checkpoint, effort: Effort, recognizer: str) -> 
 def ways(model: str) -> Iterator[tuple[str, object, Speak]]:
     """Each path: its name, its model and what speaks a list of requests."""
     tts = load_alone(model)
-    yield "upstream", tts, one_by_one(tts.generate_voice_clone)
+    yield "upstream", tts, partial(one_by_one, tts)
     paths = [SEPARATE] if why_not(tts.model.talker) else [SEPARATE, MEGAKERNEL]
     del tts
     for path in paths:
         tts = accelerate(load_alone(model), fused=path == MEGAKERNEL, rows=ROWS)
-        yield path, tts, one_by_one(tts.generate_voice_clone)
+        yield path, tts, partial(one_by_one, tts)
         if path == paths[-1]:
-            yield f"{path}, streamed", tts, streamed(tts.generate_voice_clone)
-            yield f"{ROWS} at once", tts, together(tts)
+            yield f"{path}, streamed", tts, partial(streamed, tts)
+            yield f"{ROWS} at once", tts, partial(together, tts)
 
 
-def one_by_one(method: Callable) -> Speak:
-    def speak(requests: list[dict]) -> Iterator[Audio]:
-        for seed, request in enumerate(requests):
-            torch.manual_seed(seed)
-            (audio,), rate = method(**request)
-            yield audio, rate
-
-    return speak
+def one_by_one(tts, requests: list[dict]) -> Iterator[Audio]:
+    for seed, request in enumerate(requests):
+        torch.manual_seed(seed)
+        (audio,), rate = tts.generate_voice_clone(**request)
+        yield audio, rate
 
 
-def streamed(method: Callable) -> Speak:
-    def speak(requests: list[dict]) -> Iterator[Audio]:
-        for seed, request in enumerate(requests):
-            torch.manual_seed(seed)
-            chunks, rates = zip(*stream(method, **request))
-            yield np.concatenate(chunks), rates[0]
-
-    return speak
+def streamed(tts, requests: list[dict]) -> Iterator[Audio]:
+    for seed, request in enumerate(requests):
+        torch.manual_seed(seed)
+        yield join(stream(tts.generate_voice_clone, **request))
 
 
-def together(tts) -> Speak:
-    def speak(requests: list[dict]) -> Iterator[Audio]:
-        columns = {name: [request[name] for request in requests] for name in requests[0]}
-        columns["voice_clone_prompt"] = requests[0]["voice_clone_prompt"]  # one for all
-        with Engine(tts) as engine:
-            audios, rate = engine.generate(tts.generate_voice_clone, seed=0, **columns)
-        yield from ((audio, rate) for audio in audios)
-
-    return speak
+def together(tts, requests: list[dict]) -> Iterator[Audio]:
+    columns = {name: [request[name] for request in requests] for name in requests[0]}
+    columns["voice_clone_prompt"] = requests[0]["voice_clone_prompt"]  # one for all
+    with Engine(tts) as engine:
+        audios, rate = engine.generate(tts.generate_voice_clone, seed=0, **columns)
+    yield from ((audio, rate) for audio in audios)
 
 
 # ---- One sentence

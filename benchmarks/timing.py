@@ -40,7 +40,7 @@ class Effort:
     upstream_frames: tuple[int, int] = (4, 16)
     first_audio_runs: int = 20
     late_chunk_frames: int = 750  # length of the stream (60 s) that is checked for late chunks
-    streams: tuple[int, ...] = (1, 4, 16, 64, 256)  # listeners at once
+    streams: tuple[int, ...] = (1, 4, 8, 16, 64, 256)  # listeners at once
     held: tuple[int, ...] = (320, 400)  # listeners at once, for 60 s each
     poisson_seconds: float = 60
     lists: tuple[int, ...] = (4, 16, 64)  # texts

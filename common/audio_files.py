@@ -8,7 +8,7 @@ import contextlib
 import os
 import struct
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -57,9 +57,9 @@ def write_audio(path: Path, chunks: Iterable[Chunk], playable: bool = False, sam
     samples: how many there will be, if they may be more than fit into a WAV
     """
     if str(path) == "-":
-        return write_wav(path, open_stdout, chunks if playable else [join(chunks)], length_is_known=not playable)
+        return write_wav(path, chunks if playable else [join(chunks)], length_is_known=not playable)
     if is_wav(path) and (playable or is_special(path)):
-        return write_wav(path, lambda: open(path, "wb"), chunks, length_is_known=False)
+        return write_wav(path, chunks)
     return write_file(path, chunks, samples)
 
 
@@ -83,7 +83,7 @@ def write_file(path: Path, chunks: Iterable[Chunk], samples: int) -> float:
     return frames / rate
 
 
-def write_wav(path: Path, open_file: Callable[[], BinaryIO], chunks: Iterable[Chunk], length_is_known: bool) -> float:
+def write_wav(path: Path, chunks: Iterable[Chunk], length_is_known: bool = False) -> float:
     """A 16-bit mono WAV whose header is corrected after every chunk, where that is possible.
 
     The file is opened when there is something to write. With a known length there is one chunk.
@@ -94,12 +94,11 @@ def write_wav(path: Path, open_file: Callable[[], BinaryIO], chunks: Iterable[Ch
             samples = to_int16(audio).tobytes()
             with write_errors(path):
                 if size == 0:
-                    file = open_file()
+                    to_stdout = str(path) == "-"  # which may be a file with something else in front
+                    file = open_stdout() if to_stdout else open(path, "wb")
                     files.callback(close_quietly, file)
-                    to_stdout = open_file is open_stdout  # may be a file with something else in front
                     can_correct = file.seekable() and not to_stdout
-                    known = length_is_known or can_correct
-                    file.write(wav_header(rate, len(samples) if known else UNKNOWN_LENGTH))
+                    file.write(wav_header(rate, len(samples) if length_is_known else UNKNOWN_LENGTH))
                 file.write(samples)
                 if size <= MAX_WAV_BYTES < size + len(samples):
                     warnings.warn(

@@ -204,7 +204,8 @@ class BatchedStack(LayerKernels):
         """One position of each row through all layers and the final norm. (B, H), (B) -> (B, H)
 
         Row b writes its key and value to the cache at [slots[b], :, positions[b]] and attends to all positions up to
-        there. `slots` are 0 to B - 1 if not given. A slot may come in two rows with two positions, in any order.
+        there. `slots` are 0 to B - 1 if not given. A slot may come in several rows, each at another position, in any
+        order.
         Positions must be below S: nothing checks them.
         """
         rows = len(embeds)

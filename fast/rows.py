@@ -32,12 +32,26 @@ class Slots(Rows):
         rules = [self.repetition_penalty, self.suppressed, self.end_token, self.min_tokens]
         return rules + tensors_of(self.sampling) + tensors_of(self.code_sampling)
 
+    def begin(self, prompt_lengths: torch.Tensor) -> None:
+        """Where there is a length (B), and not 0, the next step reads the last position of a new prompt."""
+        is_new = prompt_lengths > 0
+        self.advance.copy_(is_new)
+        self.ended.masked_fill_(is_new, False)
+        is_new = is_new[:, None]
+        self.prompt_length.copy_(torch.where(is_new, prompt_lengths[:, None], self.prompt_length))
+        self.frame.masked_fill_(is_new, -1)  # the step goes on to frame 0
+        self.seen.masked_fill_(is_new, False)
+
     def state(self) -> list[torch.Tensor]:
-        """All tensors that a prefill sets."""
+        """Settings and progress."""
         return [*self.settings(), self.prompt_length, self.frame, self.token, self.hidden, self.seen, self.ended]
 
     def cache(self) -> list[torch.Tensor]:
         return [*self.keys, *self.values]
+
+    def whole_cache(self) -> torch.Tensor:
+        """The same of all rows, also of those that are not in this view, (2, layers, B, KV, S, D)."""
+        return self.keys[0]._base
 
 
 def copy_row(source: Slots, target: Slots, length: int, clear: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""uvicorn with the server's limits, and with time limits that it lacks: on a request's head, and on unread audio.
+"""uvicorn with the server's limits, and with those that it lacks: on a request's head, and on unread audio.
 
 The number of connections is limited in guard.py: uvicorn's own limit answers in plain text, /health too.
 """
@@ -8,8 +8,8 @@ import socket
 import struct
 
 import uvicorn
-from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from serving.settings import Settings
@@ -17,19 +17,21 @@ from serving.settings import Settings
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
 SPARE_CONNECTIONS = 256  # beyond the limit, which get a 503 rather than nothing
+MAX_HEAD_BYTES = 1 << 16
 SECONDS_TO_CLOSE = 5  # for connections to close when the server ends
 
 
-def uvicorn_config(app: FastAPI, settings: Settings, **options) -> uvicorn.Config:
+def uvicorn_config(app: Starlette, settings: Settings, **options) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
-        http=TimedH11Protocol,
+        http=TimedHttpProtocol,
         ws=TimedWebSocketProtocol,
         ws_max_size=settings.max_body,
         ws_per_message_deflate=False,  # audio does not compress
         timeout_graceful_shutdown=SECONDS_TO_CLOSE,
         log_level="warning",
         server_header=False,
+        proxy_headers=False,  # nothing here asks for the client's address
         **options,
     )
     config.settings = settings
@@ -81,10 +83,11 @@ class TimedWebSocketProtocol(Unread, WebSocketsSansIOProtocol):
     pass
 
 
-class TimedH11Protocol(Unread, H11Protocol):
-    """Also closes a connection on which the head of a request does not arrive in time."""
+class TimedHttpProtocol(Unread, HttpToolsProtocol):
+    """Also closes a connection on which the head of a request does not arrive in time, or is too long."""
 
     timer = None
+    head_bytes = 0  # received so far
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
@@ -104,7 +107,11 @@ class TimedH11Protocol(Unread, H11Protocol):
         self.transport.close()
 
     def data_received(self, data: bytes) -> None:
+        was_waiting = self.is_waiting()
         super().data_received(data)
+        self.head_bytes = self.head_bytes + len(data) if was_waiting and self.is_waiting() else 0
+        if self.head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("The head of the request is too long.")
         self.watch()
 
     def connection_lost(self, error) -> None:

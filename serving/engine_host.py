@@ -1,5 +1,6 @@
 """A model with its engine and its voices, in the worker: what the server asks for becomes streams of the engine."""
 
+import base64
 import contextlib
 import functools
 import io
@@ -12,17 +13,18 @@ import numpy as np
 import torch
 
 from common import checkpoints
+from common.audio_files import to_int16
 from common.loading import choose_device
 from common.voices import clone_prompt, load_speaker, speaker_prompt
 from fast.paths import MegakernelStopped
 from generate import accelerate, load_upstream
 from serving import memory
 from serving.errors import ApiError, as_api_error, engine_failed, for_clients
-from speech.arriving_text import END
 from speech.engine import Engine
 from speech.prompts import tokenize
 from speech.request import QueueFull, Stream, StreamTimeout
 from speech.utterance import CutOff
+from speech.warm_up import some_voice
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
@@ -32,11 +34,10 @@ MAX_UNREAD = 64  # chunks of a stream that the server may leave unread before it
 
 
 class EngineHost:
-    def __init__(self, spec: dict, files: dict[str, bytes], connection, stop: Callable[[str], None]):
+    def __init__(self, spec: dict, connection, stop: Callable[[str], None]):
         """Load the weights.
 
-        spec: model, kind, device, dtype, max_seq_len
-        files: name of a voice -> a speaker.pt
+        spec: model, device, dtype, max_seq_len, and speakers: name of a voice -> a speaker.pt in base64
         stop: ends the worker, and says why
         """
         self.spec = spec
@@ -44,8 +45,11 @@ class EngineHost:
         self.stop = stop
         self.device = choose_device(spec["device"])
         self.config = checkpoints.read_config(spec["model"])
+        self.clones = self.config["tts_model_type"] == "base"
         width = self.config["talker_config"]["hidden_size"]
-        self.files = {name: load_speaker(io.BytesIO(data), width, f"{name}.pt") for name, data in files.items()}
+        self.files = {}
+        for name, content in spec["speakers"].items():
+            self.files[name] = load_speaker(io.BytesIO(base64.b64decode(content)), width, f"{name}.pt")
         self.kept = {}  # key -> prompt of a recording
         dtype = spec["dtype"] and getattr(torch, spec["dtype"])
         self.tts = load_upstream(spec["model"], self.device, dtype)
@@ -64,7 +68,13 @@ class EngineHost:
         accelerate(self.tts, max_seq_len=self.spec["max_seq_len"], rows=rows)
         # Requests are counted in the server: the engine's own limit is out of reach.
         self.engine = Engine(self.tts, MAX_UNREAD, max_waiting=1 << 30, cut_off_is_error=True)
-        self.warm_up()
+        self.method, voice = some_voice(self.tts)
+        if self.clones:  # with a recording, so that its encoder is warm, too
+            noise = np.random.default_rng(0).normal(0, 0.1, 24000).astype(np.float32)
+            voice = {"voice_clone_prompt": clone_prompt(self.tts, noise, 24000, "warm up")}
+        with contextlib.suppress(CutOff):
+            for _ in self.engine.stream(self.method, text="Warm up.", max_new_tokens=5, **voice):
+                pass
 
     def rows_that_fit(self, models: int) -> int:
         if self.device.type != "cuda":
@@ -75,24 +85,6 @@ class EngineHost:
         per_row = memory.bytes_per_row(self.config["talker_config"], self.spec["max_seq_len"], element_size)
         return memory.rows_that_fit(free, per_row, models)
 
-    def warm_up(self) -> None:
-        voice = {"instruct": None}
-        if self.spec["kind"] == "base":
-            noise = np.random.default_rng(0).normal(0, 0.1, 24000).astype(np.float32)
-            voice = {"voice_clone_prompt": clone_prompt(self.tts, noise, 24000, "warm up")}
-        if self.spec["kind"] == "custom_voice":
-            voice["speaker"] = next(iter(self.config["talker_config"]["spk_id"])).lower()
-        if self.spec["kind"] == "voice_design":
-            voice["instruct"] = "a warm and clear narrator"
-        with contextlib.suppress(CutOff):
-            for _ in self.engine.stream(self.method, text="Warm up.", language="Auto", max_new_tokens=5, **voice):
-                pass
-
-    @property
-    def method(self) -> Callable:
-        names = {"base": "voice_clone", "custom_voice": "custom_voice", "voice_design": "voice_design"}
-        return getattr(self.tts, f"generate_{names[self.spec['kind']]}")
-
     def card(self) -> dict:
         runner = self.tts.speech.runner
         return {"device": str(self.device), "rows": runner.rows, "rate": self.engine.rate}
@@ -102,15 +94,15 @@ class EngineHost:
             self.engine.close()
         self.references.shutdown(wait=False, cancel_futures=True)
 
-    # ---- What the server asks for, in the reader's thread
+    # ---- What the server asks for, as messages.py lists it, in the reader's thread
 
     def take(self, header: dict, payload: bytes) -> None:
         try:
-            self.HANDLERS[header["op"]](self, header, payload)
+            getattr(self, f"on_{header['op']}")(header, payload)
         except Exception as error:
             self.fail(header.get("id"), error)
 
-    def speak(self, header: dict, payload: bytes) -> None:
+    def on_speak(self, header: dict, payload: bytes) -> None:
         if self.is_draining:
             raise ApiError("the engine is shutting down: try again in a moment", 503, code="shutting_down")
         number, options = header["id"], header["options"]
@@ -129,7 +121,7 @@ class EngineHost:
 
     def voice_arguments(self, voice: dict, payload: bytes) -> dict:
         """As upstream's method takes it."""
-        if self.spec["kind"] != "base":
+        if not self.clones:
             return voice
         if "file" in voice:
             return {"voice_clone_prompt": self.files[voice["file"]]}
@@ -145,22 +137,20 @@ class EngineHost:
                 f"{name} makes a speaker embedding with NaN or infinite values: give another one", param=name
             )
 
-    def add_text(self, header: dict, payload: bytes) -> None:
+    def on_text(self, header: dict, payload: bytes) -> None:
         if stream := self.streams.get(header["id"]):
-            for piece in [*filter(None, [header["text"]]), *([END] if header["last"] else [])]:
-                self.engine.intake.thread.submit(self.engine.intake.take_piece, stream, piece)
+            self.engine.intake.thread.submit(self.engine.intake.take_piece, stream, header["text"])  # None: END
 
-    def count_read(self, header: dict, payload: bytes) -> None:
+    def on_read(self, header: dict, payload: bytes) -> None:
         if stream := self.streams.get(header["id"]):
             with self.engine.changed:
                 stream.unread -= header["chunks"]
                 self.engine.changed.notify_all()
 
-    def cancel(self, header: dict, payload: bytes) -> None:
-        if stream := self.streams.pop(header["id"], None):
-            self.engine.cancel(stream)
+    def on_cancel(self, header: dict, payload: bytes) -> None:
+        self.cancel(header["id"])
 
-    def keep_voice(self, header: dict, payload: bytes) -> None:
+    def on_voice(self, header: dict, payload: bytes) -> None:
         self.references.submit(self.make_voice, header, np.frombuffer(bytearray(payload), np.float32))  # writable
 
     def make_voice(self, header: dict, samples: np.ndarray) -> None:
@@ -172,11 +162,11 @@ class EngineHost:
         except Exception as error:
             self.fail(header["id"], error)
 
-    def forget(self, header: dict, payload: bytes) -> None:
+    def on_forget(self, header: dict, payload: bytes) -> None:
         for key in header["keys"]:
             self.kept.pop(key, None)
 
-    def count_tokens(self, header: dict, payload: bytes) -> None:
+    def on_count(self, header: dict, payload: bytes) -> None:
         """In the thread that tokenizes: two at once are an error of the tokenizer."""
 
         def count() -> None:
@@ -184,16 +174,6 @@ class EngineHost:
             self.connection.send(type="end", id=header["id"], tokens=tokens)
 
         self.engine.intake.thread.submit(count)
-
-    HANDLERS = {
-        "speak": speak,
-        "text": add_text,
-        "read": count_read,
-        "cancel": cancel,
-        "voice": keep_voice,
-        "forget": forget,
-        "count": count_tokens,
-    }
 
     # ---- What it gets, from any thread
 
@@ -206,7 +186,7 @@ class EngineHost:
         if stream is None:
             return
         if isinstance(item, np.ndarray):
-            self.connection.send(item, type="audio", id=number)
+            self.connection.send(to_int16(item).tobytes(), type="audio", id=number)
         elif isinstance(item, BaseException):
             self.fail(number, item)
         else:
@@ -218,7 +198,7 @@ class EngineHost:
                 return
             read = stream.text and stream.text.characters_read(stream.valid)
             self.connection.send(type="end", id=number, characters_read=read)
-            self.cancel({"id": number}, b"")
+            self.cancel(number)
 
     def fail(self, number: int, error: BaseException) -> None:
         if not self.engine.is_running or is_fatal(error):
@@ -227,10 +207,12 @@ class EngineHost:
             self.has_failed = True
             self.stop(f"{type(error).__name__}: {error}")
             error = engine_failed()
-        told = as_told(error)
-        content = dict(message=told.message, status=told.status, param=told.param, code=told.code)
-        self.connection.send(type="error", id=number, error=content)
-        self.cancel({"id": number}, b"")
+        self.connection.send(type="error", id=number, error=vars(as_told(error)))
+        self.cancel(number)
+
+    def cancel(self, number: int) -> None:
+        if stream := self.streams.pop(number, None):
+            self.engine.cancel(stream)
 
     def look_after_streams(self) -> None:
         if not self.engine.is_running:

@@ -9,11 +9,11 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from common.checkpoints import CLONING_MODEL, MODELS, PRESET_MODEL, check_speaker_file
+from common.checkpoints import CLONING_MODEL, MODELS, PRESET_MODEL
 from common.scripts import Parser, check_device_name
-from serving.settings import API_KEY_VARIABLE, LIMITS, Settings, check_host, check_model, check_origin
+from serving.settings import API_KEY_VARIABLE, LIMITS, Settings, check_host, check_origin
 
-PACKAGES = "fastapi", "uvicorn", "websockets", "prometheus_client", "python_multipart"
+PACKAGES = "starlette", "uvicorn", "httptools", "websockets", "pydantic", "prometheus_client", "python_multipart"
 
 
 def run() -> None:
@@ -22,10 +22,6 @@ def run() -> None:
         if find_spec(name) is None:
             raise ValueError(f"the server needs {name}, which is not installed: run ./setup.sh none --server")
     settings = make_settings(args)
-    for model in args.model:
-        check_model(settings, model, bool(args.speaker) and len(args.model) == 1)
-    for path in args.speaker:
-        check_speaker_file(path)
     check_folder(args.voices)
     with listen(args.host, args.port) as listening:
         settings = keep_to_this_machine(listening, settings)

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Literal
 
 import click
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 from ray.serve.metrics import Gauge
+from starlette.applications import Starlette
 
 from common.checkpoints import PRESET_MODEL
 from serving.errors import ApiError
@@ -49,6 +49,7 @@ class Placement(BaseModel):
     voices: Path = Settings.voices  # with several machines, a folder that all of them see
     speaker: str = ""  # speaker.pt files
     cors_origin: str = ""
+    open_lists: bool = False
 
     replicas: int = Field(1, ge=1)  # that are always there
     max_replicas: int = Field(0, ge=0)  # more are started under load, up to so many
@@ -66,7 +67,7 @@ def app(arguments: dict) -> Application:
         limits = {item.name: getattr(wanted, item.name) for item in LIMITS}
         key = os.environ.get(API_KEY_VARIABLE) or None
         origins = tuple(map(check_origin, split(wanted.cors_origin)))
-        settings = Settings(key, origins, voices=wanted.voices.absolute(), **limits)
+        settings = Settings(key, origins, open_lists=wanted.open_lists, voices=wanted.voices.absolute(), **limits)
         speakers = read_speakers([Path(path) for path in split(wanted.speaker)])
         models = split(wanted.model)
         for model in models:
@@ -118,7 +119,7 @@ class Replica:
         gc.freeze()  # as in process.py
         self.publishing = asyncio.create_task(publish(self.speech.metrics.registry))
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> Starlette:
         return create_app(self.speech)
 
     def check_health(self) -> None:

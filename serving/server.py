@@ -11,18 +11,20 @@ first chunk of audio decides the status: whatever fails before it gets an error 
 import base64
 import contextlib
 import logging
+from collections.abc import Callable
 
 import anyio
 import prometheus_client
-from fastapi import FastAPI, Request, WebSocket
-from fastapi.responses import JSONResponse
+from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
-from starlette.routing import Match
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
 from serving.audio_formats import CONTENT_TYPES, as_one, check_encoding, convert, encode_stream
@@ -39,35 +41,32 @@ log = logging.getLogger("qwen3_tts_cudagraphs")
 MAX_REGISTRATIONS = 16  # that are being made or wait for a thread, each with its recording
 
 
-class App(FastAPI):
+class App(Starlette):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Keep the server's own `send`. Each middleware has one around it, for the start of a response only."""
         scope["send"] = send
         await super().__call__(scope, receive, send)
 
 
-def create_app(speech: Speech) -> FastAPI:
+def create_app(speech: Speech) -> Starlette:
     """The application. Until `speech.start` has returned, requests get 503."""
     settings = speech.settings
     registrations = 0
-    app = App(title="Qwen3-TTS", docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.speech = speech
-    app.add_middleware(Guard, settings=settings)
-    if settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(settings.cors_origins),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],  # OpenAI's client sends headers of its own
-            expose_headers=["X-Sample-Rate", "X-Request-Id", "X-Ignored"],
-        )
+    routes = [WebSocketRoute("/v1/audio/speech/stream", lambda websocket: Session(websocket, speech).run())]
 
-    @app.post("/v1/audio/speech")
+    def route(method: str, path: str) -> Callable:
+        def add(endpoint: Callable) -> Callable:
+            routes.append(Route(path, endpoint, methods=[method]))
+            return endpoint
+
+        return add
+
+    @route("POST", "/v1/audio/speech")
     async def create_speech(request: Request) -> Response:
         speech.check_ready()
         try:
             wanted = parse(SpeechRequest, await read_json(request, settings))
-            await speech.refresh(wanted.voice)
+            await speech.look_for(wanted.voice)
             speech.check(wanted)
             check_encoding(wanted)
             text = speech.check_text(wanted.input)
@@ -76,16 +75,12 @@ def create_app(speech: Speech) -> FastAPI:
             raise
         return SpeechResponse(speech.say(wanted, text), wanted, settings, speech.ignored(wanted))
 
-    @app.websocket("/v1/audio/speech/stream")
-    async def stream_speech(websocket: WebSocket) -> None:
-        await Session(websocket, speech).run()
-
-    @app.get("/v1/audio/voices")
-    async def list_voices() -> Response:
+    @route("GET", "/v1/audio/voices")
+    async def list_voices(_: Request) -> Response:
         await speech.refresh()
         return JSONResponse({"voices": speech.voices()})
 
-    @app.post("/v1/audio/voices")
+    @route("POST", "/v1/audio/voices")
     async def register_voice(request: Request) -> Response:
         nonlocal registrations
         speech.check_ready()
@@ -98,15 +93,16 @@ def create_app(speech: Speech) -> FastAPI:
         finally:
             registrations -= 1
 
-    @app.delete("/v1/audio/voices/{name}")
-    async def remove_voice(name: str) -> Response:
+    @route("DELETE", "/v1/audio/voices/{name}")
+    async def remove_voice(request: Request) -> Response:
+        name = request.path_params["name"]
         await speech.unregister(name)
         return JSONResponse({"id": name.lower(), "object": "audio.voice.deleted", "deleted": True})
 
-    @app.post("/v1/audio/convert")
-    async def convert_speech(request: Request, response_format: str = "mp3") -> Response:
+    @route("POST", "/v1/audio/convert")
+    async def convert_speech(request: Request) -> Response:
         """For the page, which saves what was spoken."""
-        style = parse(Style, {"response_format": response_format})
+        style = parse(Style, {"response_format": request.query_params.get("response_format", "mp3")})
         check_encoding(style)
         with time_limit(settings):
             wav = await request.body()
@@ -117,63 +113,73 @@ def create_app(speech: Speech) -> FastAPI:
         await speech.refresh()
         return [model.describe(speech.registered) for model in speech.models]
 
-    @app.get("/v1/models")
-    async def list_models() -> Response:
+    @route("GET", "/v1/models")
+    async def list_models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": await describe_models()})
 
-    @app.get("/v1/audio/models")
-    async def list_audio_models() -> Response:
+    @route("GET", "/v1/audio/models")
+    async def list_audio_models(_: Request) -> Response:
         """As Open WebUI reads it."""
         return JSONResponse({"models": await describe_models()})
 
-    @app.get("/v1/models/{name}")
-    async def find_model(name: str) -> Response:
+    @route("GET", "/v1/models/{name}")
+    async def find_model(request: Request) -> Response:
         await speech.refresh()
+        name = request.path_params["name"]
         models = {model.id: model for model in speech.models}
         if name not in models:
             raise ApiError(f"there is no model {name!r} here: choose {', '.join(map(repr, models))}", 404)
         return JSONResponse(models[name].describe(speech.registered))
 
-    @app.api_route("/health", methods=["GET", "HEAD"])
-    async def health() -> Response:
+    @route("GET", "/health")
+    async def health(_: Request) -> Response:
         speech.check_all_ready()
         return JSONResponse({"status": "ok"})
 
-    @app.get("/v1/test")
-    async def test() -> Response:
+    @route("GET", "/v1/test")
+    async def test(_: Request) -> Response:
         """wyoming-openai asks this to learn whether it may list our voices."""
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    @route("GET", "/metrics")
+    async def metrics(_: Request) -> Response:
         text = prometheus_client.generate_latest(speech.metrics.registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
-    @app.get("/")
-    @app.get("/docs")
+    @route("GET", "/")
+    @route("GET", "/docs")
     async def page(request: Request) -> Response:
         return page_response(request.url.path)
 
-    @app.exception_handler(ApiError)
-    @app.exception_handler(ValueError)
     async def refuse(_: Request, error: Exception) -> Response:
         return as_api_error(error).response()
 
-    @app.exception_handler(HTTPException)
     async def not_found(request: Request, error: HTTPException) -> Response:
         response = ApiError(f"{request.method} {request.url.path}: {error.detail}", error.status_code).response()
         if error.status_code == 405:
-            routes = [route for route in app.routes if route.matches(request.scope)[0] != Match.NONE]
-            response.headers["Allow"] = ", ".join(sorted(set().union(*(route.methods for route in routes))))
+            here = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
+            response.headers["Allow"] = ", ".join(sorted(set().union(*(route.methods for route in here))))
         return response
 
-    @app.exception_handler(Exception)
     async def fail(request: Request, error: Exception) -> Response:
         request_id = request.scope["request_id"]
         response = as_api_error(error, request_id).response()
         response.headers["X-Request-Id"] = request_id  # this response does not pass the guard
         return response
 
+    middleware = [Middleware(Guard, settings=settings)]
+    if settings.cors_origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],  # OpenAI's client sends headers of its own
+            expose_headers=["X-Sample-Rate", "X-Request-Id", "X-Ignored"],
+        )
+        middleware.insert(0, cors)
+    handlers = {ApiError: refuse, ValueError: refuse, HTTPException: not_found, Exception: fail}
+    app = App(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app.state.speech = speech
     return app
 
 

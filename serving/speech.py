@@ -6,6 +6,7 @@ in threads.
 """
 
 import asyncio
+import base64
 import contextlib
 import secrets
 import time
@@ -22,13 +23,14 @@ from serving.audio_formats import decode_base64, decode_recording
 from serving.engine_process import Call, Connection, EngineProcess, start_worker
 from serving.errors import ApiError
 from serving.metrics import Metrics
-from serving.model import Model, sampling
+from serving.model import OPENAI_VOICES, Model, sampling
 from serving.requests import Style
 from serving.settings import Settings, check_model
 from serving.voices import RegisteredVoice, VoiceFolder, as_stored, check_name
 
 MAX_THREADS = 4
 SECONDS_FOR_A_DISK = 10.0
+SECONDS_BETWEEN_LOOKS = 1.0  # at the folder, for a voice that was there
 
 Text = str | AsyncIterator[str]
 
@@ -58,15 +60,16 @@ class Speech:
         for name in names:
             files = speakers if speakers and name == (cloning or names)[0] else {}
             check_model(self.settings, name, bool(files))
-            kind = checkpoints.read_config(name)["tts_model_type"]
-            spec = dict(model=name, kind=kind, device=device, dtype=dtype, max_seq_len=self.settings.max_seq_len)
-            engine = EngineProcess(spec, files, self.settings.max_streams, spawn)
+            spec = dict(model=name, device=device, dtype=dtype, max_seq_len=self.settings.max_seq_len)
+            spec["speakers"] = {file: base64.b64encode(content).decode() for file, content in files.items()}
+            engine = EngineProcess(spec, self.settings.max_streams, spawn)
             self.models.append(Model(name, engine, files))
         ids = [model.id for model in self.models]
         if len(set(ids)) < len(ids):
             raise ValueError(f"two models would have the name {max(ids, key=ids.count)}: give each once")
         self.folder = VoiceFolder(self.settings) if cloning else None
         self.registered = self.folder.voices if cloning else {}  # as the folder was when it was last looked at
+        self.looked_at = 0.0
         self.threads = ThreadPoolExecutor(MAX_THREADS, "recordings")
         self.disk_threads = ThreadPoolExecutor(MAX_THREADS, "voices")  # a disk that hangs keeps them
         self.metrics = Metrics(self.models)
@@ -90,21 +93,15 @@ class Speech:
     def in_flight(self) -> int:
         return sum(model.in_flight for model in self.models)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether any of the models speaks."""
-        return any(model.engine.is_ready for model in self.models)
-
     def check_ready(self) -> None:
-        if self.is_draining:
-            raise ApiError("the server is shutting down: ask another one", 503, code="shutting_down")
-        if not self.is_ready:
+        """Whether any of the models speaks."""
+        if self.is_draining or not any(model.engine.is_ready for model in self.models):
             self.check_all_ready()
 
     def check_all_ready(self) -> None:
         """For /health."""
         if self.is_draining:
-            self.check_ready()
+            raise ApiError("the server is shutting down: ask another one", 503, code="shutting_down")
         for model in self.models:
             try:
                 model.engine.check_ready()
@@ -114,12 +111,21 @@ class Speech:
 
     # ---- Voices
 
-    async def refresh(self, voice: str | None = None) -> None:
-        """Look at the folder of voices, which other servers may share, unless the voice is known without it."""
-        wanted = (voice or "").strip().lower()
-        if self.folder is None or any(wanted in (*model.presets, *model.speakers) for model in self.models):
+    async def look_for(self, voice: str | None) -> None:
+        """Look at the folder of voices, unless the voice is known without it, or has just been seen there."""
+        wanted = (voice or OPENAI_VOICES[0]).strip().lower()
+        if any(wanted in (*model.presets, *model.speakers) for model in self.models):
+            return
+        is_known = wanted in self.registered or wanted in OPENAI_VOICES
+        if not is_known or time.monotonic() - self.looked_at > SECONDS_BETWEEN_LOOKS:
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Look at the folder of voices, which other servers may share."""
+        if self.folder is None:
             return
         self.registered = await self.on_disk(lambda: self.folder.voices)
+        self.looked_at = time.monotonic()
         self.forget_removed_voices()
 
     def forget_removed_voices(self) -> None:
@@ -148,11 +154,10 @@ class Speech:
         await self.on_disk(self.folder.check_new, name)
         recording = await self.run(lambda: as_stored(decode_recording(data, self.settings, "audio_sample")))
         connection = model.engine.connection
-        key = new_key()
-        await keep_voice(connection, key, "audio_sample", recording, ref_text)
+        key = await keep_voice(connection, "audio_sample", recording, ref_text)
         voice = await self.on_disk(self.folder.add, name, recording, ref_text)
         connection.kept[voice] = key
-        await self.refresh(name)
+        await self.refresh()
         return describe_voice(voice)
 
     async def unregister(self, name: str) -> None:
@@ -163,7 +168,7 @@ class Speech:
             await self.on_disk(self.folder.remove, name)
         except KeyError:
             raise ApiError(f"there is no registered voice {name!r}", 404, "name", "unknown_voice") from None
-        await self.refresh(name)
+        await self.refresh()
 
     def cloning_model(self, what: str) -> Model:
         for model in self.models:
@@ -193,7 +198,7 @@ class Speech:
         return [*named, *able, *self.models][0]
 
     def check(self, style: Style) -> None:
-        """Refuse what cannot be done, before any work starts. `refresh` before."""
+        """Refuse what cannot be done, before any work starts. `look_for` its voice before."""
         for name in ("instructions", "ref_text", "voice", "language"):
             self.check_field(name, getattr(style, name))
         self.model_for(style).check(style, self.registered)
@@ -293,17 +298,19 @@ class Utterance:
                 yield {}, np.array(style.speaker_embedding, np.float32).tobytes()
             return
         if style.ref_audio is not None:
-            key = new_key()
-            recording = await speech.run(read_reference, style.ref_audio, speech.settings)
+            settings = speech.settings
+            recording = await speech.run(
+                lambda: decode_recording(decode_base64(style.ref_audio, settings), settings, "ref_audio")
+            )
             ref_text = None if style.x_vector_only_mode else (style.ref_text or "").strip()
-            await keep_voice(connection, key, "ref_audio", recording, ref_text or None)
+            key = await keep_voice(connection, "ref_audio", recording, ref_text or None)
             try:
                 yield {"key": key}, b""
             finally:
                 connection.send(op="forget", keys=[key])
             return
         if not isinstance(self.text, str):  # the session has looked at the folder long ago
-            await speech.refresh(style.voice)
+            await speech.look_for(style.voice)
         name = self.model.resolve_voice(style.voice, speech.registered)
         if name in self.model.speakers:
             yield {"file": name}, b""
@@ -311,9 +318,7 @@ class Utterance:
         key = connection.kept.get(speech.registered[name])
         if key is None:
             voice, recording = await speech.on_disk(speech.folder.read, name)
-            key = new_key()
-            await keep_voice(connection, key, "voice", recording, voice.ref_text)
-            connection.kept[voice] = key
+            key = connection.kept[voice] = await keep_voice(connection, "voice", recording, voice.ref_text)
         yield {"key": key}, b""
 
     async def samples(self, connection: Connection, voice: dict, payload: bytes) -> AsyncIterator[np.ndarray]:
@@ -340,8 +345,8 @@ class Utterance:
     async def send_pieces(self, call: Call) -> None:
         try:
             async for piece in self.text:
-                call.send("text", text=piece, last=False)
-            call.send("text", text="", last=True)
+                call.send("text", text=piece)
+            call.send("text", text=None)
         except Exception as error:
             call.put(error)
 
@@ -372,20 +377,13 @@ class Utterance:
         return self.style.max_new_tokens is not None and self.frames == self.style.max_new_tokens - 1
 
 
-async def keep_voice(connection: Connection, key: str, name: str, recording: Chunk, ref_text: str | None) -> None:
-    """Have the worker make a voice. name: the field that a mistake is in"""
+async def keep_voice(connection: Connection, name: str, recording: Chunk, ref_text: str | None) -> str:
+    """Have the worker make a voice. Returns its key there. name: the field that a mistake is in"""
     samples, rate = recording
     payload = np.asarray(samples, np.float32).tobytes()
+    key = secrets.token_hex(8)
     await connection.ask("voice", payload, key=key, name=name, rate=rate, ref_text=ref_text)
-
-
-def read_reference(ref_audio: str, settings: Settings) -> Chunk:
-    return decode_recording(decode_base64(ref_audio, settings), settings, "ref_audio")
-
-
-def new_key() -> str:
-    """For a voice that a worker makes."""
-    return secrets.token_hex(8)
+    return key
 
 
 def describe_voice(voice: RegisteredVoice) -> dict:

@@ -185,7 +185,7 @@ class Session:
         if self.writing:
             raise ApiError("session.config came within an utterance: send input.done or input.cancel first")
         style = parse(Style, message)
-        await self.speech.refresh(style.voice)
+        await self.speech.look_for(style.voice)
         self.speech.check(style)
         check_encoding(style)
         self.style = style

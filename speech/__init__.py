@@ -16,13 +16,10 @@ intake.py       their prompts and texts, in another thread; request.py is one of
 warm_up.py      one request, made when the model is loaded, so that a user's first is as fast as the others
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
-import torch
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
-from fast import codec_kernels
+from fast import batched, codec_kernels
 from fast.layers import bypass_config_getattr, replace_layers
 from fast.paths import check_torch, compile_ahead
 from speech.incremental_tokenizer import PRE_TOKENS
@@ -45,13 +42,12 @@ def plug_in(tts, decoder, rows: int, fused: bool | None) -> None:
     # load_upstream does the same; this is for a model that upstream has loaded, from a folder.
     tts.processor.tokenizer.backend_tokenizer.pre_tokenizer[0] = Split(Regex(PRE_TOKENS), "isolated")
     tts._tokenize_texts([""])  # sets the tokenizer's padding, which must not change while another thread tokenizes
-    with ThreadPoolExecutor(1) as thread:  # the table is copied to the host meanwhile
-        table = thread.submit(use_text_table, talker) if on_gpu else None
-        keepalive = replace_layers(talker, decoder.max_seq_len)
-        runner = Runner(talker, tts.model.speech_tokenizer, rows, decoder.max_seq_len, fused, keepalive)
-    if on_gpu:
-        torch._C._cuda_clearCublasWorkspaces()  # torch would keep those of the graphs' pools longer than the graphs
-    tts.speech = Speech(tts, decoder, runner, table and table.result())
+    keepalive = replace_layers(talker, decoder.max_seq_len)
+    if not batched.why_not(talker.model):
+        batched.compile_ahead(talker.model)  # also where the megakernel makes all frames: prefills need it
+    host_talker = use_text_table(talker) if on_gpu else None  # first: it frees what the rows' memory then takes
+    runner = Runner(talker, tts.model.speech_tokenizer, rows, decoder.max_seq_len, fused, keepalive)
+    tts.speech = Speech(tts, decoder, runner, host_talker)
     tts.speech.take_over()
     if on_gpu:
         warm_up(tts)

@@ -19,18 +19,16 @@ from collections.abc import Callable, Iterable
 import torch
 
 from speech.incremental_tokenizer import IncrementalTokenizer
-from speech.prompt_templates import CLOSING_TOKENS, ROLE_TOKENS
+from speech.prompt_templates import CLOSING_TOKENS, ROLE_TOKENS, TRANSCRIPT_CLOSING_TOKENS, tokenize
 from speech.prompts import (
     check_encodable,
     check_text,
     prepare_request,
     request_for,
     to_device,
-    tokenize,
     with_voice_clone_prompt,
 )
 
-TRANSCRIPT_CLOSING_TOKENS = 2  # after a reference's transcript: <|im_end|>, newline
 END = None
 
 

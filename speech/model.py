@@ -9,6 +9,7 @@ import collections
 import functools
 import inspect
 import itertools
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 
@@ -17,13 +18,14 @@ import torch
 
 from fast.codec import BATCH_CHUNK_SIZES, CHUNK_SIZES, PendingAudio
 from speech.prompt_templates import PromptTemplates
-from speech.prompts import check_finite, pin, reference_codes, request_for, with_voice_clone_prompt
+from speech.prompts import check_finite, one_thread, reference_codes, request_for, with_voice_clone_prompt
 from speech.runner import HandOver, Runner
 from speech.turns import Turns
 from speech.utterance import Utterance
 
 METHODS = ("generate_voice_clone", "generate_custom_voice", "generate_voice_design")
 MAX_NEW = 16  # texts of a list whose prompts are built between two frames
+NUMBERS_OF_A_REQUEST = 1 << 33  # random ones, at most; a multiple of 4
 MAX_PENDING = 8  # chunks of a list that are on their way to the host
 
 
@@ -40,6 +42,7 @@ class Speech:
         self.host_talker = host_talker
         self.prompt_templates = PromptTemplates()
         self.turns = Turns()
+        self.generator_lock = threading.Lock()
         self.runner = runner
         self.rate = codec.get_output_sample_rate()
         self.seconds_per_frame = codec.get_decode_upsample_rate() / self.rate
@@ -69,20 +72,27 @@ class Speech:
         """Set the request of an utterance."""
         if request["inputs_embeds"].is_cuda:  # with a reference recording
             utterance.prompt_ready = self.runner.record_event()
-        if self.on_gpu:
-            request = pin(request)
-        utterance.load(request, self.runner.settings.row(request), self.decoder.frame_limit(**request))
+        with one_thread():
+            settings = self.runner.settings.row(request)
+            utterance.load(request, settings, self.decoder.frame_limit(**request), pin_memory=self.on_gpu)
 
     def seeded_generator(self, seed: int | None = None) -> torch.Generator:
         """A generator in the state that a call has after torch.manual_seed(seed), or without it, now.
 
-        On a GPU it is seeded by one draw from torch's default one: other threads may draw from that meanwhile.
+        On a GPU it is a copy, and torch's default one skips more numbers than a request draws: other threads may draw
+        from that meanwhile.
         """
-        default = None if seed is None else torch.Generator(self.device).manual_seed(int(seed))
+        if seed is not None:
+            return torch.Generator(self.device).manual_seed(int(seed))
         if not self.on_gpu:
-            return default or torch.default_generator
-        drawn = torch.randint(1 << 62, (), device=self.device, generator=default)
-        return torch.Generator(self.device).manual_seed(int(drawn))
+            return torch.default_generator
+        default = torch.cuda.default_generators[self.device.index]
+        with self.generator_lock:
+            state = default.get_state()  # seed and offset, 8 bytes each
+            own = torch.Generator(self.device).set_state(state)
+            state[8:].view(torch.int64).add_(NUMBERS_OF_A_REQUEST)
+            default.set_state(state)
+        return own
 
     # ---- Whole calls
 
@@ -92,7 +102,7 @@ class Speech:
         """Decode all of them, as many at a time as there are free rows. Yields each when it is complete."""
         waiting = iter(utterances)
         active = []
-        with self.turns:
+        with self.turns.take():
             self.runner.enter()
             self.runner.require_row()
             try:
@@ -145,7 +155,7 @@ class Speech:
         check_finite(request)
         if self.on_gpu:
             return self.generate_on_rows(request)
-        with self.turns:
+        with self.turns.take():
             return self.decoder.generate(**request)
 
     def generate_on_rows(self, request: dict):
@@ -172,7 +182,7 @@ class Speech:
         if torch.is_tensor(codes) and codes.dim() == 2:
             codes = [codes]
         chunks = []
-        with self.turns:
+        with self.turns.take():
             self.runner.enter()
             row = self.runner.require_row()
             for utterance in codes:

@@ -1,15 +1,27 @@
-"""Prompts of several requests at once, read into rows that need not be neighbours: captured for several sizes."""
+"""Prompts of several requests at once, read into rows that need not be neighbours.
 
+The last position of a prompt is read by a step of the talker, which chooses the first token. What is before it, the
+prefix, is read here: a prefill computes its keys and values, captured for several sizes. In the layout for streams the
+prefix depends on voice, language and style, but not on the text. So it is kept for the next request that has the same.
+"""
+
+import collections
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cudagraph_talker import RowCache, TalkerGraph, capture
+from fast.batched import BatchedStack
 from fast.rows import Slots
+from speech.prompts import to_device
+from speech.utterance import Utterance
 
 PREFILL_ROWS = (1, 4, 32)  # prompts per captured prefill
 SHORTEST_PREFILL = 32  # positions; longer ones in powers of two
 MAX_PREFILL_POSITIONS = 4096  # of all prompts together, where there are several
+SHORTEST_FOR_SDPA = 128  # positions; for shorter prompts the kernels' attention is faster
 REQUEST_SETTINGS = (  # arguments of talker.generate that `Rows.configure` reads, besides suppress_tokens
     *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "eos_token_id", "min_new_tokens"),
     *("subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p"),
@@ -19,8 +31,9 @@ REQUEST_SETTINGS = (  # arguments of talker.generate that `Rows.configure` reads
 class HostSettings:
     """Settings of requests as tensors on the host. Most requests have the same ones, so they are kept."""
 
-    def __init__(self, config):
+    def __init__(self, config, on_gpu: bool):
         self.config = config
+        self.on_gpu = on_gpu
         self.rows = lru_cache(maxsize=64, typed=True)(self.make_row)
 
     def row(self, request: dict) -> list[torch.Tensor]:
@@ -31,46 +44,63 @@ class HostSettings:
     def make_row(self, suppress_tokens: tuple[int, ...], **settings) -> list[torch.Tensor]:
         row = Slots(self.config, 1, 0, torch.float32, torch.device("cpu"))
         row.configure(suppress_tokens=list(suppress_tokens), **settings)
-        return [tensor[0] for tensor in row.settings()]
+        return [tensor[0].pin_memory() if self.on_gpu else tensor[0] for tensor in row.settings()]
 
 
 class PrefillGraph:
-    """Prefill `count` prompts of up to `length` positions."""
+    """Compute keys and values of `count` prefixes of up to `length` positions. What is behind a shorter one is computed
+    too, and overwritten before it is attended to."""
 
-    def __init__(self, talker, slots: Slots, count: int, length: int):
+    def __init__(self, talker, slots: Slots, count: int, length: int, with_kernels: bool):
         self.slots = slots
-        self.settings = []  # of the last prompts
-        self.new = Slots(talker.config, count, 0, talker.dtype, talker.device)  # settings and state of these prompts
-        self.talker = TalkerGraph(talker, self.new)
+        self.talker = TalkerGraph(talker, slots)
         with talker.device:
-            self.prompts = torch.zeros(count, length, talker.config.hidden_size, dtype=talker.dtype)
+            self.prefixes = torch.zeros(count, length, talker.config.hidden_size, dtype=talker.dtype)
             self.rows = torch.full((count,), len(slots.token) - 1)  # that they are read into
-
-    def configure(self, settings: list[list[torch.Tensor]]) -> None:
-        """The settings of each prompt. Most requests have the same ones, and then nothing is copied."""
-        if [*map(id, settings)] != [*map(id, self.settings)]:
-            for target, values in zip(self.new.settings(), zip(*settings)):
-                copy_to_device(torch.stack(values), target)
-            self.settings = settings
+            self.positions = torch.arange(length)
+        stack = PromptStack if length >= SHORTEST_FOR_SDPA else BatchedStack
+        self.kernels = stack(talker.model, slots.keys, slots.values, count * length) if with_kernels else None
 
     def capture(self, pool: tuple | None) -> None:
-        self.replay = capture(self.step, self.prompts.device, pool)
+        self.replay = capture(self.step, self.rows.device, pool)
 
     def step(self) -> None:
-        self.talker.prefill(self.prompts, RowCache(self.slots.keys, self.slots.values, None, self.rows))
-        for state, value in zip(self.slots.state(), self.new.state()):
-            state.index_copy_(0, self.rows, value)
+        count, length, _ = self.prefixes.shape
+        if self.kernels:
+            self.kernels.prompts = self.rows
+            slots = self.rows[:, None].repeat(1, length).flatten()
+            self.kernels.forward(self.prefixes.flatten(0, 1), self.positions.repeat(count), slots)
+        else:
+            visible = (self.positions <= self.positions[:, None])[None]
+            cache = RowCache(self.slots.keys, self.slots.values, None, self.rows)
+            self.talker.forward(self.prefixes, self.positions[None], visible, cache)
+
+
+class PromptStack(BatchedStack):
+    """The same with SDPA's attention, for rows that are all positions of one prompt after another."""
+
+    prompts = None  # their slots
+
+    def attention(self, query: torch.Tensor, layer, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """(B * L, Q * D) -> (B * L, Q * D)"""
+        length = len(query) // len(self.prompts)
+        heads = query.view(-1, length, self.sizes.heads, self.sizes.head_dim).transpose(1, 2)  # (B, Q, L, D)
+        keys, values = (cache[:, :, :length].index_select(0, self.prompts) for cache in (layer.keys, layer.values))
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # cuDNN takes 80 ms to plan for each shape
+            heads = F.scaled_dot_product_attention(heads, keys, values, is_causal=True, enable_gqa=True)
+        return heads.transpose(1, 2).reshape(query.shape)
 
 
 class Prefills:
-    def __init__(self, talker, slots: Slots, rows: int, pool: tuple | None):
+    def __init__(self, talker, slots: Slots, rows: int, pool: tuple | None, with_kernels: bool):
         """slots: `rows` of them and, where there are several, one more that padding is read into"""
         self.slots = slots
+        self.kept = KeptPrefixes(slots)
         longest = slots.text.shape[1]
         lengths = [length for i in range(16) if (length := SHORTEST_PREFILL << i) < longest] + [longest]
         most = min(rows, max(PREFILL_ROWS))
         self.graphs = {
-            (count, length): PrefillGraph(talker, slots, count, length)
+            (count, length): PrefillGraph(talker, slots, count, length, with_kernels)
             for count in [*(count for count in PREFILL_ROWS if count < most), most]
             for length in lengths
             if count == 1 or count * length <= MAX_PREFILL_POSITIONS
@@ -78,35 +108,74 @@ class Prefills:
         for graph in reversed(self.graphs.values()):  # the largest first: the others fit into its memory
             graph.capture(pool)
 
-    def graph_for(self, prompt_lengths: list[int]) -> PrefillGraph | None:
-        """The smallest graph for these prompts. None: they are too many to be prefilled together."""
+    def read(self, utterances: list[Utterance]) -> None:
+        """Write the keys and values of all prompts but for their last positions."""
+        utterances = self.kept.copy(utterances)
+        while utterances:
+            count = self.count_that_fit([len(utterance.prefix) for utterance in utterances])
+            together, utterances = utterances[:count], utterances[count:]
+            self.load([utterance.row for utterance in together], [utterance.prefix for utterance in together]).replay()
+            if count == 1:  # in a batch its last bits could be others, and a seed would not reproduce
+                self.kept.keep(together[0])
+
+    def graph_for(self, lengths: list[int]) -> PrefillGraph | None:
+        """The smallest graph for prefixes of these lengths. None: they are too many to be read together."""
         fitting = (
-            graph
-            for (count, length), graph in self.graphs.items()
-            if count >= len(prompt_lengths) and length >= max(prompt_lengths)
+            graph for (count, length), graph in self.graphs.items() if count >= len(lengths) and length >= max(lengths)
         )
         return next(fitting, None)
 
-    def count_that_fit(self, prompt_lengths: list[int]) -> int:
-        """How many of them can be prefilled together, from the first on."""
-        counts = range(len(prompt_lengths), 0, -1)
-        return next(count for count in counts if self.graph_for(prompt_lengths[:count]))
+    def count_that_fit(self, lengths: list[int]) -> int:
+        """How many of them can be read together, from the first on."""
+        counts = range(len(lengths), 0, -1)
+        return next(count for count in counts if self.graph_for(lengths[:count]))
 
-    def load(self, rows: list[int], requests: list[dict], settings: list[list[torch.Tensor]]) -> PrefillGraph:
-        """Write prompts, text and settings. The caller draws the noise into `new.noise` and calls `replay`."""
-        lengths = [request["inputs_embeds"].shape[1] for request in requests]
-        graph = self.graph_for(lengths)
+    def load(self, rows: list[int], prefixes: list[torch.Tensor]) -> PrefillGraph:
+        """Write prefixes (L, H) of these rows to a graph, for its `replay`."""
+        graph = self.graph_for([*map(len, prefixes)])
         padding = len(graph.rows) - len(rows)
-        graph.configure(settings + settings[:1] * padding)
-        copy_to_device(torch.tensor(lengths + [1] * padding)[:, None], graph.new.prompt_length)
         copy_to_device(torch.tensor(rows + [len(self.slots.token) - 1] * padding), graph.rows)
-        for index, (row, request) in enumerate(zip(rows, requests)):
-            prompt = request["inputs_embeds"][0]
-            graph.prompts[index, : len(prompt)].copy_(prompt, non_blocking=True)
-            self.slots.set_text(row, request["trailing_text_hidden"][0], request["tts_pad_embed"][0])
+        for target, prefix in zip(graph.prefixes, prefixes):
+            copy_to_device(prefix, target[: len(prefix)])
         return graph
+
+
+class KeptPrefixes:
+    """Keys and values of the prefixes that were used last, by the content of their embeddings."""
+
+    def __init__(self, slots: Slots):
+        self.cache = slots.whole_cache()  # (2, layers, B, KV, S, D)
+        self.prefixes = collections.OrderedDict()  # (2, layers, KV, L, D) each
+
+    def copy(self, utterances: list[Utterance]) -> list[Utterance]:
+        """Write those that are here to the cache. Returns the utterances whose prefixes are not."""
+        rows, missing = collections.defaultdict(list), []
+        for utterance in utterances:
+            if utterance.prefix_key in self.prefixes:
+                rows[utterance.prefix_key].append(utterance.row)
+            else:
+                missing.append(utterance)
+        for key, same in rows.items():
+            kept = self.prefixes[key]
+            self.prefixes.move_to_end(key)
+            target = self.cache[:, :, :, :, : kept.shape[3]]
+            if len(same) == 1:
+                target[:, :, same[0]] = kept
+            else:
+                target[:, :, to_device(torch.tensor(same), kept.device)] = kept[:, :, None]
+            if kept.is_cuda:
+                kept.record_stream(torch.cuda.current_stream(kept.device))
+        return missing
+
+    def keep(self, utterance: Utterance) -> None:
+        """They take no more memory than a row."""
+        if utterance.prefix_key is None:
+            return
+        self.prefixes[utterance.prefix_key] = self.cache[:, :, utterance.row, :, : len(utterance.prefix)].clone()
+        while sum(kept.shape[3] for kept in self.prefixes.values()) > self.cache.shape[4]:
+            self.prefixes.popitem(last=False)
 
 
 def copy_to_device(values: torch.Tensor, target: torch.Tensor) -> None:
     """Without waiting for the GPU: the source is pinned."""
-    target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)
+    target.copy_(values.pin_memory() if target.is_cuda and not values.is_cuda else values, non_blocking=True)

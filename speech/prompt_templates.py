@@ -1,11 +1,15 @@
 """Prompts that differ from an earlier one in their text only, put together without upstream's code.
 
-Upstream takes a millisecond or two of Python for a prompt, which is a large part of the time to the first audio, and
-most of it when many requests come at once. For requests without a reference recording the layout is simple:
+Upstream takes a millisecond or two of Python for a prompt, and more on a GPU where there is a reference recording. That
+is a large part of the time to the first audio, and most of it when many requests come at once. The layout is simple:
 
-    non_streaming_mode   prompt                                                         one row for each later frame
-    False                prefix, first token + codec_bos                                the other tokens, end
-    True                 prefix, tokens + codec_pad, end + codec_pad, pad + codec_bos   pad
+    non_streaming_mode   prompt                                           one row for each later frame
+    False                prefix, first tokens + codes                     the other tokens, or pad
+    True                 prefix, tokens + codec_pad, pad + codes          pad
+
+The tokens are those of the reference's transcript, of the text, and the end. The codes are codec_bos and the frames of
+the reference. Without a recording there is neither transcript nor frames. If there are fewer tokens than codes, pad
+follows them.
 
 The prefix (role, language, speaker, style) depends on the other arguments alone. It is taken from the first prompt that
 upstream builds with them, and only if this layout then gives exactly what upstream gave. If it does not, upstream goes
@@ -17,31 +21,45 @@ import functools
 import logging
 import threading
 
+import numpy as np
 import torch
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
 ROLE_TOKENS = 3  # before the text: <|im_start|>, assistant, newline
 CLOSING_TOKENS = 5  # after it: <|im_end|>, newline and the next role
+TRANSCRIPT_CLOSING_TOKENS = 2  # after a reference's transcript: <|im_end|>, newline
 MAX_TEMPLATES = 256
 
 
 class PromptTemplate:
-    def __init__(self, tts, talker, request: dict, ids: list[int]):
+    def __init__(self, tts, talker, request: dict, ids: list[int], voice_clone_prompt):
         """`request` is what upstream has built for the text with these tokens. `talker` is on the host."""
-        config = tts.model.config
-        codec = talker.get_input_embeddings().weight
+        self.tts = tts
+        self.talker = talker
         self.table = talker.get_text_embeddings().table
         self.request = request
         self.ids = ids
-        self.pad, self.end = self.table[config.tts_pad_token_id], self.table[config.tts_eos_token_id]
-        self.codec_pad = codec[config.talker_config.codec_pad_id]
-        self.codec_bos = codec[config.talker_config.codec_bos_id]
+        self.voice_clone_prompt = voice_clone_prompt
 
     @functools.cached_property
     def layout(self) -> tuple[torch.Tensor, bool] | None:
         """The prefix, and whether it is the streaming layout. None: neither gives what upstream has built."""
-        for is_streaming, rows_after_prefix in ((True, 1), (False, len(self.ids) + 2)):
+        config = self.tts.model.config
+        codec = self.talker.get_input_embeddings().weight
+        on_host = {name: value.cpu() for name, value in self.request.items() if torch.is_tensor(value)}
+        self.request = self.request | on_host
+        self.pad = self.table[config.tts_pad_token_id][None]
+        self.codec_pad = codec[config.talker_config.codec_pad_id]
+        self.codes = codec[config.talker_config.codec_bos_id][None]  # (C, H)
+        self.transcript, self.end = [], [config.tts_eos_token_id]
+        if is_in_context(self.voice_clone_prompt):
+            (item,) = self.voice_clone_prompt
+            self.codes = embed_reference(self.tts.model, item.ref_code)
+            transcript = tokenize(self.tts, self.tts._build_ref_text(item.ref_text))
+            self.transcript = transcript[ROLE_TOKENS:-TRANSCRIPT_CLOSING_TOKENS]
+        in_prompt = len(self.codes) + len(self.transcript) + len(self.ids) + len(self.end)
+        for is_streaming, rows_after_prefix in ((True, len(self.codes)), (False, in_prompt)):
             prefix = self.request["inputs_embeds"][0, :-rows_after_prefix]
             if self.is_upstreams(self.fill_layout(prefix, is_streaming, self.ids)):
                 return prefix, is_streaming
@@ -53,14 +71,17 @@ class PromptTemplate:
         return self.fill_layout(*self.layout, ids) if self.layout else None
 
     def fill_layout(self, prefix: torch.Tensor, is_streaming: bool, ids: list[int]) -> dict:
-        text = self.table.index_select(0, torch.tensor(ids, dtype=torch.long, device="cpu"))  # (T, H)
-        if is_streaming:
-            prompt = torch.cat([prefix, text[:1] + self.codec_bos])
-            later = torch.cat([text[1:], self.end[None]])
+        ids = torch.from_numpy(np.array(self.transcript + ids + self.end))  # numpy converts a long list fast
+        text = self.table.index_select(0, ids)  # (T, H)
+        later = self.pad
+        if not is_streaming:
+            prompt = torch.cat([prefix, text + self.codec_pad, self.codes + self.pad])
+        elif len(text) > len(self.codes):
+            prompt = torch.cat([prefix, text[: len(self.codes)] + self.codes])
+            later = text[len(self.codes) :]
         else:
-            spoken = torch.cat([text, self.end[None]]) + self.codec_pad
-            prompt = torch.cat([prefix, spoken, (self.pad + self.codec_bos)[None]])
-            later = self.pad[None]
+            text = torch.cat([text, self.pad.expand(len(self.codes) - len(text), -1)])
+            prompt = torch.cat([prefix, text + self.codes])
         mask = torch.ones(1, len(prompt), dtype=torch.long, device="cpu")
         return self.request | dict(inputs_embeds=prompt[None], attention_mask=mask, trailing_text_hidden=later[None])
 
@@ -93,12 +114,30 @@ class PromptTemplates:
             self.templates.clear()
 
 
+def tokenize(tts, text: str) -> list[int]:
+    """The ids that upstream has. `tokenizer(text)` is not safe beside another thread: it may change the padding."""
+    return tts.processor.tokenizer.backend_tokenizer.encode(text).ids
+
+
+def is_in_context(voice_clone_prompt) -> bool:
+    return isinstance(voice_clone_prompt, list) and voice_clone_prompt[0].icl_mode
+
+
+@torch.no_grad()
+def embed_reference(model, codes: torch.Tensor) -> torch.Tensor:
+    """What upstream adds to the text of a prompt with a reference: codec_bos and its frames, (1 + T, H)."""
+    no_ids = torch.zeros(1, 0, dtype=torch.long, device=model.talker.device)
+    zero = torch.zeros(1, 1, model.talker.config.hidden_size, dtype=model.talker.dtype, device=model.talker.device)
+    embeds, _ = model.generate_icl_prompt(no_ids, no_ids, codes.to(zero.device), zero, zero, non_streaming_mode=False)
+    return embeds[0].cpu()
+
+
 def template_key(method_name: str, kwargs: dict):
     """A key for all arguments but the text. None: there is something among them that cannot be compared."""
     values = []
     for name, value in sorted(kwargs.items()):
         if name == "voice_clone_prompt":
-            value = speaker_key(value)
+            value = voice_key(value)
             if value is None:
                 return None
         elif not (value is None or isinstance(value, str | int | float | bool)):
@@ -107,19 +146,29 @@ def template_key(method_name: str, kwargs: dict):
     return method_name, *values
 
 
-def speaker_key(prompt):
-    """The bytes of the speaker embedding of a prompt without a reference recording."""
-    names = ("ref_spk_embedding", "x_vector_only_mode", "icl_mode")
+def voice_key(prompt):
+    """The content of a voice_clone_prompt for one text."""
     if isinstance(prompt, dict):
+        names = ("ref_spk_embedding", "x_vector_only_mode", "icl_mode")
         columns = [prompt.get(name) for name in names]
         if not all(isinstance(column, list) and column for column in columns):
             return None
         speaker, x_vector_only, in_context = (column[0] for column in columns)  # the others are for further texts
+        reference = ()
+        if in_context is not False:
+            return None
     elif isinstance(prompt, list) and len(prompt) == 1:
-        speaker, x_vector_only, in_context = (getattr(prompt[0], name, None) for name in names)
+        (item,) = prompt
+        speaker, x_vector_only = item.ref_spk_embedding, item.x_vector_only_mode
+        reference = (item.ref_text, *content_of(item.ref_code)) if item.icl_mode else ()
     else:
         return None
-    if in_context is not False or not torch.is_tensor(speaker):
+    if not torch.is_tensor(speaker):
         return None
-    speaker = speaker.detach().cpu().contiguous()
-    return str(speaker.dtype), tuple(speaker.shape), bool(x_vector_only), speaker.view(torch.uint8).numpy().tobytes()
+    return bool(x_vector_only), reference, *content_of(speaker)
+
+
+def content_of(tensor: torch.Tensor) -> tuple:
+    """Equal for equal tensors."""
+    content = tensor.contiguous().view(torch.uint8).numpy(force=True).tobytes()
+    return str(tensor.dtype), tuple(tensor.shape), content

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from cudagraph_talker import Sampling
-from speech.prompt_templates import CLOSING_TOKENS, ROLE_TOKENS, PromptTemplate, template_key
+from speech.prompt_templates import CLOSING_TOKENS, ROLE_TOKENS, PromptTemplate, template_key, tokenize
 
 EMBEDDINGS = ("inputs_embeds", "trailing_text_hidden", "tts_pad_embed")  # of a request
 
@@ -156,7 +156,8 @@ def request_like_earlier(speech, key, method: Callable, text: str, kwargs: dict,
         return request
     request = build_request(method, text=text, token_ids=token_ids, **kwargs)
     if not template:
-        speech.prompt_templates.add(key, PromptTemplate(tts, speech.host_talker, request, ids))
+        template = PromptTemplate(tts, speech.host_talker, request, ids, kwargs.get("voice_clone_prompt"))
+        speech.prompt_templates.add(key, template)
     return request
 
 
@@ -208,21 +209,9 @@ def build_request(method: Callable, *, text: str, token_ids: list[int] | None = 
     raise ValueError(f"{method.__name__} does not generate speech")
 
 
-def tokenize(tts, text: str) -> list[int]:
-    """The ids that upstream has. `tokenizer(text)` is not safe beside another thread: it may change the padding."""
-    return tts.processor.tokenizer.backend_tokenizer.encode(text).ids
-
-
 def tokenize_texts(tts, texts: list[str]) -> list[torch.Tensor]:
     """What upstream's _tokenize_texts returns, without the layers in between, which take a third of a prompt's time."""
     return [torch.tensor([tokenize(tts, text)], device="cpu") for text in texts]
-
-
-def pin(request: dict) -> dict:
-    """The same request; what is on the host can be copied to a GPU without waiting. Its mask is on the host."""
-    with one_thread():
-        pinned = {name: request[name].pin_memory() for name in EMBEDDINGS if not request[name].is_cuda}
-    return request | pinned | {"attention_mask": request["attention_mask"].cpu()}
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -249,7 +238,7 @@ def check_reference(config, codes: torch.Tensor | None) -> None:
     groups, size = config.num_code_groups, config.code_predictor_config.vocab_size
     if codes.dim() != 2 or codes.shape[1] != groups or len(codes) == 0:
         raise ValueError(f"the reference's codes have the shape {tuple(codes.shape)}, it must be (frames, {groups})")
-    low, high = torch.stack(codes.aminmax()).tolist()  # waits for a GPU once
+    low, high = torch.stack(codes.cpu().aminmax()).tolist()
     if low < 0 or high >= size:
         raise ValueError(
             f"the reference has codes from {low} to {high}, the codebooks have 0 to {size - 1}: encode the recording "

@@ -18,7 +18,8 @@ from collections.abc import Callable
 
 import torch
 
-from cudagraph_talker import draw_noise, round_up
+from cudagraph_talker import capture, draw_noise, round_up
+from fast.batched import why_not
 from fast.codec import MAX_BATCH, Codec, PendingAudio
 from fast.frame_set import FrameSet
 from fast.paths import MegakernelStopped
@@ -52,7 +53,7 @@ class Runner:
         self.on_gpu = self.device.type == "cuda"
         self.rows = rows
         self.keepalive = keepalive
-        self.settings = HostSettings(talker.config)
+        self.settings = HostSettings(talker.config, self.on_gpu)
         has_spare = rows > 1  # padding of a prefill is read into a row that belongs to no request
         self.slots = Slots(talker.config, rows + has_spare, round_up(max_seq_len), talker.dtype, self.device)
         self.slots.advance.fill_(False)
@@ -61,7 +62,11 @@ class Runner:
         self.codec = Codec(speech_tokenizer, rows)
         self.frames = FrameSet(talker, self.slots, rows, fused)
         log.info("capturing prefills")
-        self.prefills = Prefills(talker, self.slots, rows, self.frames.pool)
+        with_kernels = not (self.frames.reads_masked_positions() or why_not(talker.model))
+        self.prefills = Prefills(talker, self.slots, rows, self.frames.pool, with_kernels)
+        self.new_lengths = torch.zeros(rows + has_spare, dtype=torch.long, device=self.device)
+        self.begin = capture(lambda: self.slots.begin(self.new_lengths), self.device, self.frames.pool)
+        self.row_settings = [None] * rows  # that are in each row
 
         self.active = []  # admitted utterances, each in its row
         self.free = list(range(rows))  # a heap
@@ -94,24 +99,22 @@ class Runner:
         return self.free[0]
 
     def admit(self, utterances: list[Utterance]) -> list[tuple[Utterance, Exception]]:
-        """Prefill prompts, at most as many as there are free rows. Returns those that failed, with their errors."""
-        failed = []
-        while utterances:
-            count = self.prefills.count_that_fit([utterance.prompt_length for utterance in utterances])
-            failed += self.prefill(utterances[:count])
-            utterances = utterances[count:]
-        return failed
-
-    def prefill(self, utterances: list[Utterance]) -> list[tuple[Utterance, Exception]]:
+        """Read prompts, at most as many as there are free rows. Returns those that failed, with their errors."""
+        if not utterances:
+            return []
         states = [utterance.generator and utterance.generator.get_state() for utterance in utterances]
         for utterance in utterances:
             utterance.row = heapq.heappop(self.free)
         try:
+            for utterance in utterances:
+                self.wait_for_prompt(utterance)
+                if utterance.reference is not None:  # prime the codec with it and discard that audio
+                    self.codec.reset(utterance.row)
+                    self.codec.feed([utterance.row], utterance.reference[None])
             self.read_prompts(utterances)
             for utterance in utterances:
-                self.codec.reset(utterance.row)
-                if utterance.reference is not None:  # prime the codec with the reference and discard that audio
-                    self.codec.feed([utterance.row], utterance.reference[None])
+                if utterance.reference is None:  # after the prompt, which takes the GPU longer
+                    self.codec.reset(utterance.row)
         except Exception as error:
             for utterance, state in zip(utterances, states):
                 heapq.heappush(self.free, utterance.row)
@@ -119,31 +122,48 @@ class Runner:
                     utterance.generator.set_state(state)
             if len(utterances) == 1:
                 return [(utterances[0], error)]
-            return [failed for utterance in utterances for failed in self.prefill([utterance])]  # which one is it?
+            return [failed for utterance in utterances for failed in self.admit([utterance])]  # which one is it?
         for utterance in utterances:
-            utterance.request = utterance.settings = None
+            utterance.settings = utterance.prefix = utterance.prefix_key = utterance.inputs = None
             self.active.append(utterance)
         return []
 
     @torch.no_grad()
     def read_prompts(self, utterances: list[Utterance]) -> None:
-        for utterance in utterances:
-            self.wait_for_prompt(utterance)
-            if self.frames.reads_masked_positions():
+        """Read all positions but the last, then the last of all prompts together: a step chooses their first tokens."""
+        if self.frames.reads_masked_positions():
+            for utterance in utterances:
                 torch._foreach_zero_(self.views[utterance.row].cache())
-        columns = zip(*((utterance.row, utterance.request, utterance.settings) for utterance in utterances))
-        graph = self.prefills.load(*map(list, columns))
-        sampling = [utterance for utterance in utterances if utterance.samples_token]
-        self.draw(graph.new.noise, sampling, [utterances.index(utterance) for utterance in sampling])
-        graph.replay()
+        self.prefills.read(utterances)
+        lengths = [0] * len(self.new_lengths)
+        for utterance in utterances:
+            self.load_row(utterance)
+            lengths[utterance.row] = utterance.prompt_length
+        copy_to_device(torch.tensor(lengths), self.new_lengths)
+        self.draw(self.slots.noise, [utterance for utterance in utterances if utterance.samples_token])
+        frame = self.frames.of(1 + max(utterance.row for utterance in utterances))
+        self.mask = [length > 0 for length in lengths]
+        self.begin()
+        frame.step()
+        for utterance in utterances:  # the step does not need it
+            self.slots.set_text(utterance.row, utterance.inputs[1:-1], utterance.inputs[-1:])
+
+    def load_row(self, utterance: Utterance) -> None:
+        """Write the prompt's last position and the settings. Most requests have the same, which are in the row."""
+        row = utterance.row
+        if self.row_settings[row] is not utterance.settings:
+            self.row_settings[row] = None
+            for target, value in zip(self.views[row].settings(), utterance.settings):
+                target.copy_(value, non_blocking=True)
+            self.row_settings[row] = utterance.settings
+        self.slots.embedding[row].copy_(utterance.inputs[:1], non_blocking=True)
 
     def wait_for_prompt(self, utterance: Utterance) -> None:
         """Order this CUDA stream behind the one that the prompt was built on."""
         if utterance.prompt_ready:
             utterance.prompt_ready.wait()
-            for value in utterance.request.values():
-                if torch.is_tensor(value) and value.is_cuda:
-                    value.record_stream(torch.cuda.current_stream(self.device))
+            for tensor in (utterance.prefix, utterance.inputs):
+                tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def release(self, utterance: Utterance) -> None:
         if utterance in self.active:
@@ -172,7 +192,9 @@ class Runner:
         self.close_gaps()
         frame = self.frames.of(1 + max(utterance.row for utterance in self.active))
         rows = [utterance.row for utterance in utterances]
-        mask = [row in rows for row in range(len(self.slots.advance))]
+        mask = [False] * len(self.slots.advance)
+        for row in rows:
+            mask[row] = True
         if mask != self.mask:
             copy_to_device(torch.tensor(mask), self.slots.advance)
             self.mask = mask
@@ -181,11 +203,10 @@ class Runner:
         frame.predict()
         for utterance in utterances:
             utterance.launched += 1
-        if frame.launches:
-            # The first sound: its codes are complete. The talker's step would take all multiprocessors from the codec.
-            if without_sound := [utterance for utterance in utterances if utterance.decoded == 0]:
-                self.decode(without_sound, hand_over)
-                self.codec.wait()
+        if without_sound := [utterance for utterance in utterances if utterance.decoded == 0]:
+            self.decode(without_sound, hand_over)  # the first sound: its codes are complete
+            if frame.launches and self.on_gpu:  # the megakernel would take all multiprocessors from the codec
+                torch.cuda.current_stream(self.device).wait_stream(self.codec.stream)
         self.draw(self.slots.noise, [utterance for utterance in utterances if utterance.samples_token])
         frame.step()
 
@@ -223,6 +244,7 @@ class Runner:
                 clear = self.frames.reads_masked_positions()
                 copy_row(self.views[utterance.row], self.views[row], utterance.length, clear)
                 self.codec.move(utterance.row, row)
+                self.row_settings[row] = self.row_settings[utterance.row]
                 utterance.row = row
 
     def check(self, keep: int = 0) -> None:
@@ -244,17 +266,16 @@ class Runner:
 
     def decode(self, utterances: list[Utterance], hand_over: HandOver) -> None:
         """Hand complete chunks to the codec: one of each utterance at a time, as they must be decoded in order."""
-        while True:
+        while utterances:
             by_size = collections.defaultdict(list)
             for utterance in utterances:
                 if size := utterance.next_chunk():
                     by_size[size].append(utterance)
-            if not by_size:
-                return
             # Small chunks first: they are those of utterances with little audio ahead of their playback.
             for size, ready in sorted(by_size.items()):
                 for first in range(0, len(ready), MAX_BATCH):
                     self.decode_chunk(ready[first : first + MAX_BATCH], size, hand_over)
+            utterances = [utterance for ready in by_size.values() for utterance in ready]  # they may have more
 
     def decode_chunk(self, utterances: list[Utterance], size: int, hand_over: HandOver) -> None:
         codes = [

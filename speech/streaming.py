@@ -149,6 +149,7 @@ def audio_chunks(
     if reader:
         utterance.frames_with_text = reader.text.frames_with_text
     pending = collections.deque()
+    is_first = True
 
     def hand_over(_, audio: PendingAudio) -> None:
         pending.append(audio)
@@ -165,7 +166,8 @@ def audio_chunks(
                 before_frame = len(pending)
                 runner.step([utterance], hand_over)
                 is_late = utterance.lacks_text() and not utterance.finished
-                while pending and (is_late or before_frame > 0 or pending[0].is_ready()):
+                while pending and (is_first or is_late or before_frame > 0 or pending[0].is_ready()):
+                    is_first = False
                     before_frame -= 1
                     with turn.paused():
                         yield pending.popleft().wait()[0], speech.rate

@@ -23,8 +23,6 @@ class TextTable(nn.Module):
     def __init__(self, talker):
         super().__init__()
         weight = talker.get_text_embeddings().weight
-        if weight.is_cuda:
-            torch.cuda.current_stream(weight.device).synchronize()  # CUDA starts in this thread: cuBLAS would warn
         self.table = torch.empty(len(weight), talker.config.hidden_size, dtype=weight.dtype, device="cpu")
         for rows, embedded in zip(self.table.split(ROWS_AT_ONCE), weight.split(ROWS_AT_ONCE)):
             rows.copy_(talker.text_projection(embedded))

@@ -59,15 +59,6 @@ class Turns:
                     self.current = None
                     self.changed.notify_all()
 
-    def __enter__(self) -> None:
-        """`with turns:` is for requests that never pause, so that nobody can take over."""
-        taken = self.take()
-        taken.__enter__()
-        self.unpaused = taken  # only the current request writes this
-
-    def __exit__(self, *error) -> None:
-        self.unpaused.__exit__(*error)
-
 
 class Turn:
     def __init__(self, turns: Turns, on_lost: Callable[[], None]):

@@ -25,7 +25,8 @@ from fast import batched_reference as reference
 from fast import layer_kernels_reference as layer_reference
 from fast.batched import BatchedStack, complete_source, kernel_sizes
 from fast.layers import replace_layers
-from fast.rows import view_of
+from fast.rows import Slots, view_of
+from speech.prefill import PrefillGraph, PromptStack
 from tools.random_checkpoint import PREDICTOR, TALKER
 
 # isort: split
@@ -283,6 +284,30 @@ def test_two_positions_of_a_slot_can_be_two_rows(fused, predictor_kernels):
     assert torch.equal(hidden, expected)
     for one, other in zip(caches[0].layers, caches[1].layers):
         assert torch.equal(one.keys[:, :, :2], other.keys[:, :, :2])
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", [BatchedStack, PromptStack])
+@pytest.mark.parametrize("lengths", [[9], [5, 9]])
+@torch.no_grad()
+def test_positions_of_prompts_can_be_rows(lengths, kind, fused, kernels):
+    """A prefill of one or more prompts: what SDPA and the modules compute, but for rounding."""
+    slots = Slots(fused.config, 3, 32, torch.bfloat16, torch.device("cpu"))
+    graph = PrefillGraph(fused, slots, len(lengths), 16, with_kernels=False)
+    graph.prefixes.normal_()
+    graph.rows.copy_(torch.arange(len(lengths)) + 1)
+    caches = []
+    for stack in (None, kind(fused.model, slots.keys, slots.values, 16 * len(lengths), kernels)):
+        graph.kernels = stack
+        slots.whole_cache().zero_()
+        with ExactProducts():
+            graph.step()
+        caches.append(slots.whole_cache().clone())
+    expected, ours = caches
+    for row, length in enumerate(lengths, start=1):
+        error, scale = ((cache[:, :, row, :, :length]).float() for cache in (ours - expected, expected))
+        assert (error.norm(dim=-1) < 0.01 * scale.norm(dim=-1)).all()
+    assert (ours[:, :, 0] == 0).all() and (ours[:, :, :, :, 16:] == 0).all()
 
 
 def test_splits_fit_the_batch_and_the_cache(fused):

@@ -121,10 +121,11 @@ def test_prompts_that_wait_together_are_prefilled_together(voice, monkeypatch):
     expected = [alone(voice, **request) for request in requests]
     with engine_of(voice.fast, 8) as engine:
         together, moves = [], []
+        engine.runner.prefills.kept.prefixes.clear()
         prefills, load, copy_row = engine.runner.prefills, engine.runner.prefills.load, speech.runner.copy_row
         monkeypatch.setattr(prefills, "load", lambda rows, *rest: together.append(len(rows)) or load(rows, *rest))
         monkeypatch.setattr(speech.runner, "copy_row", lambda *rows: moves.append(rows) or copy_row(*rows))
-        with engine.speech.turns:  # the engine waits for it
+        with engine.speech.turns.take():  # the engine waits for it
             streams = [engine.stream(method, **request) for request in requests]
         for chunks, audio in zip(streams, expected, strict=True):
             assert_same(joined(chunks), audio)
@@ -253,7 +254,7 @@ def test_a_request_that_has_gone_takes_no_place(voices):
         paused = engine.stream(method, **request)
         heard = [next(paused)]
         time.sleep(0.3)
-        with engine.speech.turns:  # the engine waits for it
+        with engine.speech.turns.take():  # the engine waits for it
             engine.stream(method, **request).close()
         while engine.intake.waiting:
             time.sleep(0.01)
@@ -302,7 +303,7 @@ def test_an_error_in_one_prompt_leaves_the_others_speaking(voice, monkeypatch):
         chunks = engine.stream(method, **good)
         heard = [next(chunks)[0]]
         with monkeypatch.context() as broken:
-            broken.setattr(engine.runner.prefills, "load", lambda *_: 1 / 0)
+            broken.setattr(engine.runner.prefills, "read", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 list(engine.stream(method, **bad))
         heard += [audio for audio, _ in chunks]
@@ -551,7 +552,7 @@ def test_a_piece_without_a_new_token(voice, pieces):
 def test_too_many_requests(voice):
     """A burst that finds places free is not refused: only what waits beyond them counts."""
     with engine_of(voice.fast, 3, max_waiting=1) as engine:
-        with engine.speech.turns:  # nobody is admitted yet
+        with engine.speech.turns.take():  # nobody is admitted yet
             streams = [engine.stream(voice.fast.generate_voice_clone, **request) for request in requests_of(voice, 4)]
             with pytest.raises(QueueFull, match="1 requests are waiting"):
                 engine.stream(voice.fast.generate_voice_clone, **requests_of(voice, 1)[0])
@@ -581,14 +582,14 @@ def test_cancelled_while_its_prompt_is_queued(voice):
 
 def test_a_bad_reference_fails_alone(voices, monkeypatch):
     """Whatever fails while a stream is admitted, its listener must hear of it, and the engine speaks on. Those admitted
-    with it are prefilled again, from the same random numbers."""
+    with it are read again, from the same random numbers."""
     voice = voices("in-context").end_comes_up(True)
     method = voice.fast.generate_voice_clone
     bad, request = requests_of(voice, 2)
     with engine_of(voice.fast, 2) as engine:
         codec, feed, calls = engine.runner.codec, engine.runner.codec.feed, itertools.count()
         monkeypatch.setattr(codec, "feed", lambda *codes: 1 / 0 if next(calls) < 2 else feed(*codes))  # the retry, too
-        with engine.speech.turns:  # both are admitted together
+        with engine.speech.turns.take():  # both are admitted together
             streams = [engine.stream(method, **bad), engine.stream(method, **request)]
         with pytest.raises(ZeroDivisionError):
             list(streams[0])
@@ -609,8 +610,8 @@ def test_reference_codes_beyond_the_codebook_are_refused_at_the_call(voices):
             for speak in (stream, engine.stream):
                 with pytest.raises(ValueError, match="the codebooks have 0 to 2047"):
                     speak(method, **request)
-        request["voice_clone_prompt"][0].ref_code = item.ref_code[:, :4]
-        with pytest.raises(ValueError, match="must be .frames, 16."):
+        request["voice_clone_prompt"][0].ref_code = item.ref_code[:, :3]
+        with pytest.raises(ValueError, match="must be .frames, 5."):
             engine.stream(method, **request)
 
 

@@ -266,7 +266,7 @@ def test_stop_stops(page, speech, how):
     elif how == "escape":
         page.keyboard.press("Escape")
     elif how == "play":  # something that was spoken before
-        page.evaluate("spoken.add('Before.', wavFile([new Int16Array(24000)], 24000))")
+        page.evaluate("spoken.add('Before.', wavFile([new Int16Array(24000)]))")
         page.evaluate("document.querySelector('#spoken audio').play()")
     else:
         set_fields(page, max_new_tokens=3)

@@ -14,7 +14,7 @@ REFERENCE = {"cudagraph_talker", "cudagraph_predictor", "generate"}
 COMMANDS = {"cli", "extract_speaker"}
 SPEECH = REFERENCE | {"fast", "speech"}
 ANYTHING = SPEECH | COMMANDS | {"common", "tools", "bench", "benchmarks", "serving"}
-SERVER_PACKAGES = "fastapi starlette uvicorn websockets prometheus_client multipart anyio pydantic".split()
+SERVER_PACKAGES = "starlette uvicorn httptools websockets prometheus_client multipart anyio pydantic".split()
 UNUSED_TOKENIZER = "qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1"
 
 # What a part of the project may import of the project. Nothing imports extract_speaker or bench.

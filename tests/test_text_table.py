@@ -1,5 +1,6 @@
 """On a GPU prompts are built on the host. On a CPU the same code must build the same prompts."""
 
+import dataclasses
 import functools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -85,6 +86,7 @@ def with_table(voice, tables):
     return tts
 
 
+@pytest.mark.parametrize("voice", ["x-vector", "in-context", *slow("preset", "designed")], indirect=True)
 @pytest.mark.parametrize("non_streaming_mode", [True, False, None])
 def test_a_prompt_like_an_earlier_one_is_upstreams(voice, with_table, non_streaming_mode):
     """Texts of one token and of many, other settings in between; a template must not take over another request's."""
@@ -136,9 +138,26 @@ def test_another_speaker_is_another_template(with_table, voice):
     assert len(speech.prompt_templates.templates) == 2
 
 
+@pytest.mark.parametrize("voice", ["in-context"], indirect=True)
+def test_another_recording_is_another_template(with_table, voice):
+    """Of the reference, the codes and the transcript are in the prompt."""
+    speech, method = with_table.speech, with_table.generate_voice_clone
+    (item,) = voice.arguments["voice_clone_prompt"]
+    others = dict(ref_code=item.ref_code.flip(0)), dict(ref_code=item.ref_code[:5]), dict(ref_text="what else it says")
+    for other in ({}, *others):
+        prompt = [dataclasses.replace(item, **other)]
+        for _ in range(2):
+            request = request_for(speech, method, "Hello.", dict(voice_clone_prompt=prompt, language="English"))
+            expected = build_request(method, text="Hello.", voice_clone_prompt=prompt, language="English")
+            assert torch.equal(request["inputs_embeds"], expected["inputs_embeds"])
+            assert torch.equal(request["trailing_text_hidden"], expected["trailing_text_hidden"])
+    templates = speech.prompt_templates.templates
+    assert len(templates) == 4 and all(template.layout for template in templates.values())
+
+
 def test_what_cannot_be_compared_has_no_template(voices):
     in_context = voices("in-context").arguments["voice_clone_prompt"]
-    assert template_key("generate_voice_clone", dict(voice_clone_prompt=in_context)) is None
+    assert template_key("generate_voice_clone", dict(voice_clone_prompt=in_context * 2)) is None
     assert template_key("generate_custom_voice", dict(speaker=["dylan"])) is None
     assert template_key("generate_custom_voice", dict(top_k=1)) != template_key(
         "generate_custom_voice", dict(top_k=1.0)

@@ -35,7 +35,7 @@ def test_a_wrong_pair_is_named(version, package, tmp_path, monkeypatch):
         (tmp_path / "_transformers_compat.py").touch()
     monkeypatch.setattr(generate, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
     monkeypatch.setattr(generate, "transformers", SimpleNamespace(__version__=version))
-    message = f"transformers {version} does not work with {package}: install {PAIRS}"
+    message = f"transformers {version} is not for {package}: install {PAIRS}"
     with pytest.raises(ImportError, match=re.escape(message)):
         generate.import_upstream()
 

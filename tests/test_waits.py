@@ -138,7 +138,7 @@ def test_in_the_engine_the_requests_fail_and_the_next_ones_run(stopping, rows):
     frame = stopping.stop_in(rows)
     frame.may_go_on.set()
     with Engine(stopping.tts) as engine, ThreadPoolExecutor(2) as threads:
-        with stopping.tts.speech.turns:  # so that they are admitted together
+        with stopping.tts.speech.turns.take():  # so that they are admitted together
             streams = [engine.stream(stopping.method, seed=3, **stopping.request) for _ in range(rows)]
         for job in [threads.submit(joined, chunks) for chunks in streams]:
             with pytest.raises(MegakernelStopped, match="waited for another one for 2 s: .* next request"):

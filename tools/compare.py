@@ -6,64 +6,71 @@ Listeners of the server are in processes of their own, too, as real ones are: on
 """
 
 import argparse
-import base64
 import contextlib
 import json
 import os
 import resource
-import secrets
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.listeners import Listener, listen_at, poisson_arrivals, summary
+from benchmarks.listeners import Listener, listen_at, noting_errors, poisson_arrivals, summary
 
 ROOT = Path(__file__).parents[1]
 SECONDS_TO_START = 1.0  # of the processes of listeners
-MASKED_TEXT = b"\x81"  # first byte of a WebSocket's message
+CROWDS = 3  # of the same size, one after another
 
 
-def measurements(args: argparse.Namespace) -> dict[str, tuple[list[float], bool]]:
-    """Name -> when listeners come, and whether each waits for the one before."""
-    return {
-        f"{args.one_by_one} one by one": ([0.0] * args.one_by_one, True),
-        f"{args.rate:g} requests per second for {args.seconds:g} s": (
-            [*poisson_arrivals(args.rate, args.seconds)],
-            False,
-        ),
-    } | {f"{count} at once": ([0.0] * count, False) for count in args.crowds}
+Drive = Callable[[list[float], bool], tuple[list[Listener], list[str], float]]
+# takes when listeners come, and whether each waits for the one before; returns them, their errors, and the seconds
+
+
+def measure(args: argparse.Namespace, drive: Drive) -> dict[str, dict]:
+    """Rows of results, by name."""
+    cases = {f"{args.one_by_one} one by one": [([0.0] * args.one_by_one, True)]}
+    for rate in args.rate:
+        cases[f"{rate:g} requests per second for {args.seconds:g} s"] = [(poisson_arrivals(rate, args.seconds), False)]
+    for count in args.crowds:
+        cases[f"{count} at once"] = [([0.0] * count, False)] * CROWDS
+    drive([0.0], True)  # warm-up
+    rows = {}
+    for name, runs in cases.items():
+        parts, errors, walls = zip(*(drive([*arrivals], one_by_one) for arrivals, one_by_one in runs))
+        rows[name] = summary(sum(parts, []), sum(walls)) | {"errors": sum(errors, [])}
+    return rows
 
 
 def compare(args: argparse.Namespace, speak: Callable, request: dict) -> dict:
     """speak: tools.load.speak; request: what listeners ask for"""
     from benchmarks.machine import machine_card  # imports torch
 
-    result = {"card": machine_card(args.weights), "model": args.compare, "max_streams": args.max_streams}
-    result |= {"clients": args.clients, "idle_websockets": args.idle_websockets, "engine": {}, "server": {}}
+    size = Path(args.compare).name
+    options = {name: getattr(args, name) for name in ("max_streams", "clients", "idle_websockets")}
+    engine, server = f"{size}, engine", f"{size}, over HTTP"
+    result = {"card": machine_card(args.weights), "options": options, "models": {engine: {}, server: {}}}
     with tempfile.NamedTemporaryFile() as output:
         command = [sys.executable, "-m", "tools.compare", json.dumps(vars(args) | {"request": request}, default=str)]
         subprocess.run([*command, output.name], check=True, cwd=ROOT, stdout=2)
-        result["engine"] = json.loads(Path(output.name).read_text())
-    raise_limit_of_files()
+        result["models"][engine] = json.loads(Path(output.name).read_text())
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # for many connections, of this process and its children
     with running_server(args) as url, contextlib.ExitStack() as idle:
         for _ in range(args.idle_websockets):
             idle.enter_context(idle_websocket(url))
         start = partial(speak, url, None, **request)
-        drive_server(start, [0.0], True, 1)  # warm-up
-        for name, (arrivals, one_by_one) in measurements(args).items():
-            result["server"][name] = drive_server(start, arrivals, one_by_one, args.clients)
+        result["models"][server] = measure(args, partial(drive_server, start, args.clients))
     return result
 
 
-def drive_server(start: Callable, arrivals: list[float], one_by_one: bool, clients: int) -> dict:
+def drive_server(
+    start: Callable, clients: int, arrivals: list[float], one_by_one: bool
+) -> tuple[list[Listener], list[str], float]:
     """The listeners divided between processes, which begin at the same time."""
     clients = 1 if one_by_one else min(clients, len(arrivals))
     begin_at = time.time() + SECONDS_TO_START
@@ -75,21 +82,14 @@ def drive_server(start: Callable, arrivals: list[float], one_by_one: bool, clien
         results = [part.result() for part in parts]
     listeners = [listener for part, _, _ in results for listener in part]
     errors = [error for _, errors, _ in results for error in errors]
-    return summary(listeners, max(wall for _, _, wall in results)) | {"errors": errors}
+    return listeners, errors, max(wall for _, _, wall in results)
 
 
 def drive_part(start, arrivals, one_by_one, begin_at) -> tuple[list[Listener], list[str], float]:
     """In a process of its own."""
     errors = []
-
-    def noting_errors() -> Iterator:
-        try:
-            yield from start()
-        except OSError as error:
-            errors.append(str(error))
-
     time.sleep(max(0.0, begin_at - time.time()))
-    listeners, wall = listen_at(noting_errors, arrivals, *([1] if one_by_one else []))
+    listeners, wall = listen_at(noting_errors(start, errors), arrivals, *([1] if one_by_one else []))
     return listeners, errors, wall
 
 
@@ -119,55 +119,36 @@ def running_server(args: argparse.Namespace) -> Iterator[str]:
 @contextlib.contextmanager
 def idle_websocket(url: str) -> Iterator[None]:
     """A session that is configured and then says nothing."""
-    address = urllib.parse.urlsplit(url)
-    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
-        lines = ["GET /v1/audio/speech/stream HTTP/1.1", f"Host: {address.netloc}", "Upgrade: websocket"]
-        lines += ["Connection: Upgrade", "Sec-WebSocket-Version: 13"]
-        lines += [f"Sec-WebSocket-Key: {base64.b64encode(secrets.token_bytes(16)).decode()}", "", ""]
-        connection.sendall("\r\n".join(lines).encode())
-        if not connection.recv(4096).startswith(b"HTTP/1.1 101"):
-            raise ValueError(f"{url} takes no WebSocket")
-        message = b'{"type": "session.config"}'
-        connection.sendall(MASKED_TEXT + bytes([0x80 | len(message)]) + bytes(4) + message)  # a mask of zeros
+    from websockets.sync.client import connect  # which the server needs, too
+
+    with connect(f"{url.replace('http', 'ws', 1)}/v1/audio/speech/stream", ping_interval=None) as connection:
+        connection.send('{"type": "session.config"}')
         yield
-
-
-def raise_limit_of_files() -> None:
-    """For many connections, here and in the processes that are started from here."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 # ---- The engine alone, in its process
 
 
 def measure_engine(args: argparse.Namespace) -> dict:
-    from common import checkpoints
     from serving.engine_host import EngineHost
-    from serving.model import DESIGNED_VOICES
+    from speech.warm_up import some_voice
 
-    config = checkpoints.read_config(args.compare)
-    kind = config["tts_model_type"]
-    files = {"speaker": Path(args.speaker).read_bytes()} if args.speaker and kind == "base" else {}
-    spec = dict(model=args.compare, kind=kind, device=args.device, dtype=None, max_seq_len=2048)
-    host = EngineHost(spec, files, connection=None, stop=None)
+    spec = dict(model=args.compare, device=args.device, dtype=None, max_seq_len=2048, speakers={})
+    host = EngineHost(spec, connection=None, stop=None)
     host.begin(args.max_streams, 1)
-    presets = {
-        "base": {"file": "speaker"},
-        "custom_voice": {"speaker": min(config["talker_config"]["spk_id"], default="").lower()},
-        "voice_design": {"instruct": next(iter(DESIGNED_VOICES.values()))},
-    }
-    arguments = host.voice_arguments(presets[kind], b"") | {"language": "Auto"}
+    _, voice = some_voice(host.tts)
+    arguments = voice | {"language": "Auto"}
     arguments |= {"text": args.request["input"], "max_new_tokens": args.request["max_new_tokens"]}
 
     def start() -> Iterator:
         with contextlib.suppress(UserWarning):  # the speech ends at max_new_tokens
             yield from host.engine.stream(host.method, **arguments)
 
-    listen_at(start, [0.0])  # warm-up
-    rows = {}
-    for name, (arrivals, one_by_one) in measurements(args).items():
-        rows[name] = summary(*listen_at(start, arrivals, *([1] if one_by_one else [])))
+    def drive(arrivals: list[float], one_by_one: bool) -> tuple[list[Listener], list[str], float]:
+        listeners, wall = listen_at(start, arrivals, *([1] if one_by_one else []))
+        return listeners, [], wall
+
+    rows = measure(args, drive)
     host.close()
     return rows
 

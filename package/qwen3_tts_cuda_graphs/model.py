@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import soundfile
 import torch
 
+from qwen3_tts_cuda_graphs.common.audio_files import read_audio
+from qwen3_tts_cuda_graphs.common.checkpoints import REFERENCE_SILENCE
+from qwen3_tts_cuda_graphs.common.loading import choose_device
+from qwen3_tts_cuda_graphs.common.voices import clone_prompt
 from qwen3_tts_cuda_graphs.generate import Qwen3TTSModel, load
 from qwen3_tts_cuda_graphs.speech.prompts import prepare_request
 from qwen3_tts_cuda_graphs.speech.streaming import audio_chunks, check_chunk_frames
@@ -26,7 +29,6 @@ from qwen3_tts_cuda_graphs.speech.streaming import audio_chunks, check_chunk_fra
 # isort: split
 from qwen_tts import VoiceClonePromptItem  # after generate, which imports qwen_tts without its 25 Hz tokenizer
 
-REFERENCE_SILENCE = 0.5  # seconds; keeps the reference's last phoneme out of the speech
 MAX_VOICES = 64  # prompts that are kept
 WHOLE_CALL_FRAMES = 64  # per chunk where nobody waits for the first
 TORCH_ONLY = "this package runs on torch only; for GGML use faster-qwen3-tts"
@@ -101,11 +103,7 @@ class FasterQwen3TTS:
             dtype = getattr(torch, dtype, dtype)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype={dtype!r} is not a type of torch: try bfloat16")
-        if str(device).split(":")[0] not in ("cuda", "cpu"):
-            raise ValueError(f"device={str(device)!r}: choose cuda, cuda:1 and so on, or cpu")
-        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device={str(device)!r}, but torch finds no GPU: device='cpu' runs without one, slowly")
-        model = load(str(model_name), device, dtype, max_seq_len=max_seq_len)
+        model = load(str(model_name), choose_device(str(device)), dtype, max_seq_len=max_seq_len)
         return cls(model, device, dtype, max_seq_len)
 
     @property
@@ -271,13 +269,11 @@ class FasterQwen3TTS:
             raise ValueError("ref_audio is missing: give a recording of the voice, or voice_clone_prompt")
         if not isinstance(ref_audio, str | Path):
             raise ValueError(f"ref_audio is a {type(ref_audio).__name__}, it must be the path of a recording")
-        if not Path(ref_audio).is_file():
-            raise ValueError(f"ref_audio: there is no file {str(ref_audio)!r}")
         if not (ref_text or xvec_only):
             raise ValueError("ref_text is missing: give what the recording says, or xvec_only=True")
-        status = Path(ref_audio).stat()
-        file = str(ref_audio), status.st_mtime_ns, status.st_size
-        return self.encode(file, None if xvec_only else ref_text, REFERENCE_SILENCE if append_silence else 0)
+        path = Path(ref_audio)
+        version = path.is_file() and (path.stat().st_mtime_ns, path.stat().st_size)
+        return self.encode(path, version, None if xvec_only else ref_text, REFERENCE_SILENCE if append_silence else 0)
 
 
 class GGMLQwen3TTS:
@@ -288,18 +284,9 @@ class GGMLQwen3TTS:
         raise ValueError(f"GGMLQwen3TTS: {TORCH_ONLY}")
 
 
-def encode_recording(model: Qwen3TTSModel, file: tuple[str, int, int], ref_text: str | None, silence: float) -> list:
-    """The prompt of a recording. file: its path, time of change and size, so that a new file is another one."""
-    try:
-        audio, rate = soundfile.read(file[0], dtype="float32", always_2d=True)
-    except soundfile.LibsndfileError as error:
-        raise ValueError(f"ref_audio: {error}") from None
-    audio = audio.mean(axis=1)
-    if len(audio) < rate or not np.abs(audio).max() > 1e-4:
-        raise ValueError("ref_audio is silent, broken or shorter than 1 s: give 3 to 30 s of the voice")
-    if ref_text:
-        audio = np.append(audio, np.zeros(int(silence * rate), dtype=np.float32))
-    return model.create_voice_clone_prompt((audio, rate), ref_text, x_vector_only_mode=not ref_text)
+def encode_recording(model: Qwen3TTSModel, path: Path, version, ref_text: str | None, silence: float) -> list:
+    """The prompt of a recording. A cache keeps it until the file has another `version`."""
+    return clone_prompt(model, *read_audio(path), ref_text, silence)
 
 
 def without_self(arguments: dict) -> dict:

@@ -1,0 +1,133 @@
+"""Prompts that differ in their last position: the keys and values before it are kept, and the speech is the same."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import engine_of, joined, slow
+
+from common.voices import speaker_prompt
+from fast.rows import Slots
+from generate import stream
+from speech.prefill import KeptPrefixes
+from speech.utterance import Utterance
+
+pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
+STREAMING = dict(non_streaming_mode=False, max_new_tokens=6)
+
+
+@pytest.fixture(params=["x-vector", *slow("preset", "designed")])
+def voice(voices, request):
+    voice = voices(request.param).end_comes_up(True)
+    kept_by(voice).clear()
+    return voice
+
+
+def kept_by(voice):
+    return voice.fast.speech.runner.prefills.kept.prefixes
+
+
+def speak(voice, text="Hello there.", seed=0, **arguments):
+    torch.manual_seed(seed)
+    return joined(stream(getattr(voice.fast, voice.method), text=text, **voice.arguments | STREAMING | arguments))
+
+
+def upstreams(voice, text="Hello there.", seed=0, **arguments):
+    torch.manual_seed(seed)
+    method = getattr(voice.upstream, voice.method)
+    (audio,), _ = method(text=[text], **voice.arguments | STREAMING | arguments)
+    return audio
+
+
+def assert_same(audio, expected):
+    assert len(audio) == len(expected)
+    np.testing.assert_allclose(audio, expected, atol=1e-5)
+
+
+def count_prefills(voice, monkeypatch):
+    """The rows of each prefill from here on."""
+    prefills, calls = voice.fast.speech.runner.prefills, []
+    load = prefills.load
+    monkeypatch.setattr(prefills, "load", lambda rows, prefixes: calls.append(rows) or load(rows, prefixes))
+    return calls
+
+
+def test_another_text_reads_no_prefix(voice, monkeypatch):
+    """Tokens are upstream's with a kept prefix, too, and to the bit those without one."""
+    texts = ["Hello there.", "Hi", "One, two, three, and so on."]
+    without = []
+    for text in texts:
+        kept_by(voice).clear()
+        without.append(speak(voice, text))
+    kept_by(voice).clear()
+    prefills = count_prefills(voice, monkeypatch)
+    for text, expected in zip(texts * 2, without * 2):
+        audio = speak(voice, text)
+        np.testing.assert_array_equal(audio, expected)
+        assert_same(audio, upstreams(voice, text))
+    assert len(prefills) == len(kept_by(voice)) == 1
+
+
+def test_each_voice_and_language_has_its_own(voices, monkeypatch):
+    voice = voices("x-vector").end_comes_up(False)
+    kept_by(voice).clear()
+    speaker = torch.load(voice.folder / "speaker.pt", weights_only=True)
+    prefills = count_prefills(voice, monkeypatch)
+    variants = [
+        dict(voice_clone_prompt=speaker_prompt(speaker * scale), language=language)
+        for scale, language in ((1.0, "English"), (2.0, "English"), (2.0, "German"))
+    ]
+    for seed in range(2):
+        for variant in variants:
+            assert_same(speak(voice, seed=seed, **variant), upstreams(voice, seed=seed, **variant))
+    assert len(prefills) == len(kept_by(voice)) == 3
+
+
+def test_a_text_that_arrives_and_streams_together(voices, monkeypatch):
+    """Whoever comes next has the prefix that the first one has left."""
+    voice = voices("x-vector").end_comes_up(True)
+    kept_by(voice).clear()
+    expected = speak(voice)
+    prefills = count_prefills(voice, monkeypatch)
+    assert_same(speak(voice, iter(["Hel", "lo th", "ere."])), expected)
+    method = voice.fast.generate_voice_clone
+    with engine_of(voice.fast, 4) as engine:
+        arguments = voice.arguments | STREAMING
+        audios, _ = engine.generate(method, text=["Hello there."] * 4, seed=5, **arguments)
+    for number, audio in enumerate(audios):
+        assert_same(audio, speak(voice, seed=5 + number))
+    assert prefills == []
+
+
+def test_text_or_recording_in_the_prompt_is_not_kept(voices, monkeypatch):
+    """It would not come again."""
+    for name in ("in-context", "x-vector"):
+        voice = voices(name).end_comes_up(True)
+        kept_by(voice).clear()
+        prefills = count_prefills(voice, monkeypatch)
+        for _ in range(2):
+            arguments = dict(non_streaming_mode=name == "x-vector")
+            assert_same(speak(voice, **arguments), upstreams(voice, **arguments))
+        assert len(prefills) == 2 and not kept_by(voice)
+
+
+def test_those_used_last_are_kept(voices):
+    """As many as fit into a row."""
+    config = voices("x-vector").fast.model.talker.config
+    slots = Slots(config, 2, 64, torch.float32, torch.device("cpu"))
+    prefixes = KeptPrefixes(slots)
+
+    def utterance(number, row=0):
+        one = Utterance()
+        one.row, one.prefix, one.prefix_key = row, torch.zeros(20, 1), bytes([number])
+        return one
+
+    for number in range(3):
+        slots.whole_cache()[:, :, 0] = number
+        prefixes.keep(utterance(number))
+    assert prefixes.copy([utterance(0, row=1)]) == []
+    assert (slots.keys[-1][1, :, :20] == 0).all()
+    prefixes.keep(utterance(3))
+    assert [*prefixes.prefixes] == [bytes([number]) for number in (2, 0, 3)]
+    missing = utterance(1, row=1)
+    assert prefixes.copy([missing, utterance(2, row=1)]) == [missing]
+    assert (slots.values[0][1, :, :20] == 2).all() and (slots.values[0][1, :, 20:] == 0).all()
