@@ -205,7 +205,9 @@ def test_a_predictor_of_several_streams(streams, tmp_path):
     one.embedding = torch.zeros(HIDDEN).bfloat16()
     single = some_predictor(cpu_kernel_for(tmp_path), one, 1, LENGTH)
 
-    several = predictor_of_streams(single, cpu_kernel_for(tmp_path, streams=streams, grid=max(32, 8 * streams)), streams)
+    several = predictor_of_streams(
+        single, cpu_kernel_for(tmp_path, streams=streams, grid=max(32, 8 * streams)), streams
+    )
     several.step()
     graph = several.graph
     for stream in range(streams):
