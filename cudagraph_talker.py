@@ -166,7 +166,7 @@ class Rows:
         """What the frames of a row add to their embeddings: the text (T, H), then padding (1, H)."""
         text = text[: self.text.shape[1]]
         self.text[row, : len(text)].copy_(text, non_blocking=True)
-        self.text[row, len(text) :].copy_(padding, non_blocking=True)
+        self.text[row, len(text) :].copy_(padding.to(self.text.device, non_blocking=True))  # torch expands the source
 
     def clear_cache(self) -> None:
         """Masked positions must be finite: 0 x NaN is NaN."""

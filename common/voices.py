@@ -1,6 +1,7 @@
 """Voices as upstream's methods take them: speaker embeddings, recordings, names of speakers, descriptions."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -45,8 +46,4 @@ def clone_prompt(tts, audio: np.ndarray, rate: int, ref_text: str | None, silenc
 def keep_stdout_clean(model) -> None:
     """Upstream's model prints warnings about recordings, and stdout may be the audio. To redirect sys.stdout would not
     do: it is the same for all threads."""
-    sys.modules[type(model).__module__].print = print_to_stderr
-
-
-def print_to_stderr(*words) -> None:
-    print(*words, file=sys.stderr)
+    sys.modules[type(model).__module__].print = partial(print, file=sys.stderr)

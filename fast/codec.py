@@ -160,8 +160,10 @@ class Codec:
 
     @torch.no_grad()
     def reset(self, slot: int) -> None:
+        position, *others = self.slot_states[slot]
         with self.on_own_stream():
-            torch._foreach_zero_(self.slot_states[slot])
+            position.zero_()
+            torch._foreach_zero_(others)  # one kernel, as they have the same type
 
     @torch.no_grad()
     def move(self, source: int, target: int) -> None:

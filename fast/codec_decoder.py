@@ -4,9 +4,9 @@ Upstream's modules run each product and sum of an activation as a kernel of its 
 channels-first tensors and back, so most of the time goes into moving data. Here tensors are channels-last, (B, L, C),
 and there is one kernel between two matrix products. The convolutions get no bias and no residual: the next kernel adds
 them, with the same roundings, and writes its result where the next convolution reads it, behind the stored columns of
-each row. A transposed convolution is one of 1 or 2 columns to `stride` times as many channels, a convolution of one
-column is a matrix product. cuDNN's dilated convolutions are slow for some lengths, a thousand times slower for a few,
-so their input is interleaved instead (see codec_kernels.cu): (B, D, ceil(L / D), C).
+each row. A convolution is K matrix products in a batch, which cuBLAS computes faster than cuDNN does convolutions; one
+with dilation reads interleaved columns (see codec_kernels.cu): (B, D, ceil(L / D), C). A transposed convolution is one
+of 1 or 2 columns to `stride` times as many channels.
 
 `codec_kernels.why_not` says where this cannot run; there, upstream's modules do.
 
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from fast.codec_kernels import HEAD_DIM, CodecKernels, PendingSum, Snake, stored_columns
 from fast.layers import concatenate
+
+MAX_PRODUCT_BYTES = 24 << 20  # of a convolution's input: it stays in the L2 cache while K products read it
 
 
 class KernelDecoder:
@@ -151,21 +153,35 @@ class CausalConv:
         self, kernels: CodecKernels, pending: PendingSum, snake: Snake | None = None, keep_sum: bool = False
     ) -> PendingSum:
         x, total = kernels.activate(pending, snake, self.state, keep_sum, self.dilation)
-        return PendingSum(convolve(x, self.weight), self.bias, residual=total)
+        return PendingSum(convolve(x, self.weight), self.bias, None, total, pending.columns)
 
 
 def channels_last(conv: Any) -> Tensor:
-    """The weight for `convolve`, (C', C, 1, K). The convolution's own becomes a view of it, to save memory."""
-    weight = conv.weight.data[:, :, None].contiguous(memory_format=torch.channels_last)
-    conv.weight.data = weight[:, :, 0]
+    """The weight for `convolve`, (C', K, C). The convolution's own becomes a view of it, to save memory."""
+    weight = conv.weight.data.transpose(1, 2).contiguous()
+    conv.weight.data = weight.transpose(1, 2)
     return weight
 
 
 def convolve(x: Tensor, weight: Tensor) -> Tensor:
-    """(B, L, C) or interleaved, channels-last (C', C, 1, K) -> the same with L - K + 1 columns, by cuDNN"""
-    image = x if x.dim() == 4 else x[:, None]  # (B, height, L, C): a height of 1, or the sequences
-    out = F.conv2d(image.permute(0, 3, 1, 2), weight).permute(0, 2, 3, 1).contiguous()  # nothing to copy
-    return out if x.dim() == 4 else out[:, 0]
+    """(B, L, C) or interleaved, (C', K, C) -> the same with C' channels. The last K - 1 columns of each sequence do not
+    count. A few rows at a time: K products read them."""
+    out = x.new_empty(*x.shape[:-1], len(weight))
+    rows = max(1, MAX_PRODUCT_BYTES // x[0].nbytes)
+    for x_rows, out_rows in zip(x.split(rows), out.split(rows), strict=True):
+        multiply_windows(x_rows, weight, out_rows)
+    return out
+
+
+def multiply_windows(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """All sequences as one, by K matrix products in a batch. Product r has the windows r, r + K, r + 2 K, ... of K
+    columns: they do not overlap, so they are the rows of a matrix. The last windows reach into what is behind x."""
+    columns = x.shape[:-1].numel()
+    _, taps, channels = weight.shape
+    windows = -(-(columns - taps + 1) // taps)  # of a product
+    x_windows = x.as_strided((taps, windows, taps * channels), (channels, taps * channels, 1))
+    out_windows = out.flatten(0, -2)[: windows * taps].unflatten(0, (windows, taps)).transpose(0, 1)
+    torch.bmm(x_windows, weight.flatten(1).T.expand(taps, -1, -1), out=out_windows)
 
 
 class TransposedConv:
@@ -178,21 +194,17 @@ class TransposedConv:
         self.stride = conv.stride[0]
         self.bias = conv.bias
         taps = conv.weight.unflatten(2, (-1, self.stride))  # (C, C', 1 or 2, stride), this column first
-        weight = taps.flip(2).permute(3, 1, 0, 2).flatten(0, 1)  # (stride C', C, 1 or 2)
-        self.is_product = weight.shape[2] == 1
-        if self.is_product:
-            self.weight = weight[:, :, 0].contiguous()
-        else:
-            self.weight = weight[:, :, None].contiguous(memory_format=torch.channels_last)
+        self.weight = taps.flip(2).permute(3, 1, 2, 0).flatten(0, 1).contiguous()  # (stride C', 1 or 2, C)
 
     def __call__(self, kernels: CodecKernels, pending: PendingSum, snake: Snake | None = None) -> PendingSum:
         if pending.is_sum() and snake is None and self.state is None:
             x = pending.x
         else:
             x, _ = kernels.activate(pending, snake, self.state)
-        out = F.linear(x, self.weight) if self.is_product else convolve(x, self.weight)
+        out = convolve(x, self.weight)
         rows, columns, _ = out.shape
-        return PendingSum(out.view(rows, columns * self.stride, -1), self.bias)
+        out = out.view(rows, columns * self.stride, -1)
+        return PendingSum(out, self.bias, columns=pending.columns * self.stride)
 
 
 class ConvNext:
@@ -240,4 +252,4 @@ class ResidualUnit:
         sequences = convolved.x.flatten(1, -2)  # stays interleaved, if it is
         x, _ = kernels.activate(PendingSum(sequences, convolved.bias), self.snake2)
         x = F.linear(x.view_as(convolved.x), self.weight2)
-        return PendingSum(x, self.bias2, residual=convolved.residual)
+        return PendingSum(x, self.bias2, None, convolved.residual, convolved.columns)

@@ -37,7 +37,7 @@
 //     -------------   --------------------------------   ------------------------------------------------------
 //     activate        product, bias and residual of      their sum, the residual of this unit; its SnakeBeta
 //                     the previous unit, state           after the columns of `state`; the new state
-//     (convolution)   7 columns, with dilation           product
+//     (GEMMs)         7 columns, with dilation           product
 //     activate        product, bias                      SnakeBeta of their sum
 //     (GEMM)                                             product, for the next `activate`
 //
@@ -46,9 +46,8 @@
 //
 // A convolution with dilation D reads every D-th column. `activate` writes its input as D interleaved
 // sequences, sequence r of the columns r, r + D, r + 2 D, ..., so that a convolution without dilation computes
-// the same. All sequences are as long as the first; shorter ones end in a column of zeros, because convolutions
-// that are computed in tiles would spread a NaN. The output is interleaved in the same way until the next
-// `activate` restores the order.
+// the same. All sequences are as long as the first; in shorter ones, the last column is never written and does
+// not count. The output is interleaved in the same way until the next `activate` restores the order.
 //
 // In the comments, a vector is 8 consecutive channels: 16 bytes, what a thread loads at once (uint4).
 
@@ -117,7 +116,10 @@ struct Activate {
     u64 state_columns;                                // P
     u64 vectors;                                      // C / 8
     u64 x_sequences;                                  // of the interleaving of x, 1: none
+    u64 x_length;                                     // columns of each of them
     u64 output_sequences;                             // of the interleaving of the output
+    u64 output_length;
+    u64 block_columns;                                // that a block has
 };
 
 struct DepthwiseNorm {
@@ -289,33 +291,66 @@ extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS) window_attention
 
 // ---- Activation
 
+// The sine of a bfloat16 up to MAX_SHORT_ANGLE, or its negative: only the square is used. Less exact than sinf,
+// and a third of its instructions, but rounded to bfloat16 it is the same for every angle.
+constexpr float MAX_SHORT_ANGLE = 65536;
+
+__device__ float short_sine(float angle) {
+    constexpr float ROUND = 3 << 22;                  // a float this large has no fraction
+    const float turns = fmaf(angle, 0.318309886f, ROUND) - ROUND;        // of pi
+    const float high = fmaf(turns, -3.14159274f, angle);
+    const float rest = fmaf(turns, 8.74227766e-8f, high);                // of the angle, up to pi / 2
+    const float square = rest * rest;
+    const float series = fmaf(fmaf(-0.000185405667f, square, 0.00831422529f), square, -0.1666585f);
+    return fmaf(rest * square, series, rest);
+}
+
 // x + inverse_beta * sin(alpha * x)^2
 __device__ uint4 snake(uint4 x, uint4 alpha, uint4 inverse_beta) {
     const Eight angle = unpack(multiply(x, alpha));
-    const uint4 sine = rounded([&](int i) { return sinf(angle.v[i]); });
+    float largest = 0;
+#pragma unroll
+    for (float value : angle.v) {
+        largest = fmaxf(largest, fabsf(value));
+    }
+    const uint4 sine = largest <= MAX_SHORT_ANGLE ? rounded([&](int i) { return short_sine(angle.v[i]); })
+                                                  : rounded([&](int i) { return sinf(angle.v[i]); });
     return add(x, multiply(inverse_beta, multiply(sine, sine)));
 }
 
-// The index of column `column` of row `row`, of `columns` interleaved in `sequences`.
-__device__ u64 interleaved(u32 row, u32 column, u32 columns, u32 sequences) {
+// The index of column `column` of row `row`, which is interleaved in `sequences` of `length` columns.
+__device__ u64 interleaved(u32 row, u32 column, u32 sequences, u32 length) {
     if (sequences == 1) {
-        return (u64)row * columns + column;
+        return (u64)row * length + column;
     }
-    const u32 length = (columns + sequences - 1) / sequences;
-    return (u64)row * sequences * length + column % sequences * length + column / sequences;
+    return ((u64)row * sequences + column % sequences) * length + column / sequences;
+}
+
+// Vectors of what is the same for all columns.
+struct OfChannels {
+    uint4 bias;
+    uint4 scale;
+    uint4 alpha;
+    uint4 inverse_beta;
+};
+
+__device__ OfChannels load_of_channels(const Activate &arguments, u32 channel) {
+    const auto load = [&](const uint4 *values) { return values ? values[channel] : uint4{}; };
+    return {load(arguments.bias), load(arguments.scale), load(arguments.alpha), load(arguments.inverse_beta)};
 }
 
 // SnakeBeta of the sum (x + bias) * scale + residual, a vector of one column.
-__device__ uint4 activated(const Activate &arguments, u32 row, u32 column, u32 channel, bool store_sum) {
-    const u32 columns = arguments.columns;
+__device__ uint4 activated(const Activate &arguments, const OfChannels &of_channels, u32 row, u32 column, u32 channel,
+                           bool store_sum) {
     const u32 vectors = arguments.vectors;
-    const u64 vector = ((u64)row * columns + column) * vectors + channel;
-    uint4 x = arguments.x[interleaved(row, column, columns, arguments.x_sequences) * vectors + channel];
+    const u64 vector = ((u64)row * arguments.columns + column) * vectors + channel;
+    const u64 place = interleaved(row, column, arguments.x_sequences, arguments.x_length);
+    uint4 x = arguments.x[place * vectors + channel];
     if (arguments.bias) {
-        x = add(x, arguments.bias[channel]);
+        x = add(x, of_channels.bias);
     }
     if (arguments.scale) {
-        x = multiply(x, arguments.scale[channel]);
+        x = multiply(x, of_channels.scale);
     }
     if (arguments.residual) {
         x = add(x, arguments.residual[vector]);
@@ -324,35 +359,37 @@ __device__ uint4 activated(const Activate &arguments, u32 row, u32 column, u32 c
         arguments.sum[vector] = x;
     }
     if (arguments.alpha) {
-        x = snake(x, arguments.alpha[channel], arguments.inverse_beta[channel]);
+        x = snake(x, of_channels.alpha, of_channels.inverse_beta);
     }
     return x;
 }
 
 // Block (i, b) has a part of row b. The first blocks, THREADS / P channel vectors each, have the columns of the
-// state, a thread for each vector; the others have the new columns, THREADS vectors each.
+// state, a thread for each vector. The others have block_columns of the new columns: a thread has one channel
+// vector of every (THREADS / vectors)-th of them.
 extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate arguments) {
     const u32 row = blockIdx.y;
     const u32 vectors = arguments.vectors;
     const u32 columns = arguments.columns;
     const u32 state_columns = arguments.state_columns;
-    const u32 sequences = arguments.output_sequences;
-    const u32 padding = (sequences - (state_columns + columns) % sequences) % sequences;
     const u32 channels_of_block = state_columns ? THREADS / state_columns : 1;
     const u32 state_blocks = state_columns ? (vectors + channels_of_block - 1) / channels_of_block : 0;
     const auto output = [&](u32 column, u32 channel) -> uint4 & {
-        const u64 place = interleaved(row, column, state_columns + columns, sequences);
+        const u64 place = interleaved(row, column, arguments.output_sequences, arguments.output_length);
         return arguments.output[place * vectors + channel];
     };
 
     if (blockIdx.x >= state_blocks) {
-        const u32 vector = (blockIdx.x - state_blocks) * THREADS + threadIdx.x;
-        const u32 column = vector / vectors;
-        const u32 channel = vector % vectors;
-        if (column < columns) {
-            output(state_columns + column, channel) = activated(arguments, row, column, channel, true);
-        } else if (column < columns + padding) {
-            output(state_columns + column, channel) = uint4{0, 0, 0, 0};
+        const u32 step = THREADS / vectors;
+        const u32 channel = threadIdx.x % vectors;
+        const u32 first = (blockIdx.x - state_blocks) * arguments.block_columns;
+        const u32 end = min(first + (u32)arguments.block_columns, columns);
+        if (threadIdx.x >= step * vectors) {
+            return;
+        }
+        const OfChannels of_channels = load_of_channels(arguments, channel);
+        for (u32 column = first + threadIdx.x / vectors; column < end; column += step) {
+            output(state_columns + column, channel) = activated(arguments, of_channels, row, column, channel, true);
         }
         return;
     }
@@ -365,11 +402,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate argument
     uint4 before;
     uint4 next;
     if (in_use) {
+        const OfChannels of_channels = load_of_channels(arguments, channel);
         const u32 next_column = columns + column;     // of state and new columns, joined
         before = state[column * vectors + channel];
         next = next_column < state_columns
                    ? state[next_column * vectors + channel]
-                   : activated(arguments, row, next_column - state_columns, channel, false);
+                   : activated(arguments, of_channels, row, next_column - state_columns, channel, false);
     }
     __syncthreads();
     if (in_use) {

@@ -23,6 +23,8 @@ THREADS = 256  # of a block of activate, to_samples and silu_and_multiply
 ATTENTION_THREADS = 128
 HEAD_DIM = 64
 MAX_FRAMES = 64  # of a chunk
+SPARE_COLUMNS = 8  # allocated behind the output of `activate`
+MANY_VECTORS = 1 << 20  # from which on a thread of `activate` has several columns
 
 # Fields of the kernels' structs, in order: the type of a tensor, or int. `complete_source` makes the compiler check
 # names and order.
@@ -43,7 +45,8 @@ KERNELS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("x", "bias", "scale", "residual", "alpha", "inverse_beta", "sum", "state"), torch.bfloat16),
         "slots": torch.long,
         "output": torch.bfloat16,
-        **dict.fromkeys(("columns", "state_columns", "vectors", "x_sequences", "output_sequences"), int),
+        **dict.fromkeys(("columns", "state_columns", "vectors", "x_sequences", "x_length"), int),
+        **dict.fromkeys(("output_sequences", "output_length", "block_columns"), int),
     },
     "depthwise_norm": {
         **dict.fromkeys(("x", "weight", "bias", "norm_weight", "norm_bias", "output"), torch.bfloat16),
@@ -115,6 +118,7 @@ def unsupported(decoder: Any) -> str | None:
     config = decoder.config
     sizes = kernel_sizes(decoder)
     convs = [module for module in (*decoder.upsample.modules(), *decoder.decoder.modules()) if hasattr(module, "conv")]
+    widest = max(module.conv.in_channels for module in convs)
     of_seven = [decoder.decoder[-1].conv, *(block.dwconv.conv for _, block in decoder.upsample)]
     needs = {
         f"bfloat16, the codec is {decoder.dtype}": decoder.dtype == torch.bfloat16,
@@ -132,9 +136,13 @@ def unsupported(decoder: Any) -> str | None:
         f"an attention window of at most 96 frames, not {sizes.window}": sizes.window <= 96,
         "attention without a bias": not config.attention_bias,
         f"channels in multiples of 8, the last convolution has {sizes.last}": sizes.last % VECTOR == 0,
+        f"at most {THREADS * VECTOR} channels, not {widest}": widest <= THREADS * VECTOR,
         "convolutions that look back at most one column per stride, or 256 columns": all(
             stored_columns(module) <= (1 if isinstance(module.conv, nn.ConvTranspose1d) else THREADS)
             for module in convs
+        ),
+        f"convolutions of at most {SPARE_COLUMNS + 1} columns": all(
+            stored_columns(module) <= SPARE_COLUMNS * module.conv.dilation[0] for module in convs
         ),
         "ConvNeXt blocks and a last convolution of 7 columns": all(conv.kernel_size == (7,) for conv in of_seven),
     }
@@ -162,10 +170,14 @@ def compile_for(device: torch.device, sizes: Sizes) -> nvrtc.Kernels:
 class PendingSum:
     """The sum that `activate` computes, (x + bias) * scale + residual. A term that is None is skipped."""
 
-    x: Tensor  # (B, L, C), or interleaved (B, D, ceil(L / D), C)
+    x: Tensor  # (B, L, C), or interleaved (B, D, ceil(L / D), C); or longer, then the rest does not count
     bias: Tensor | None = None
     scale: Tensor | None = None
     residual: Tensor | None = None  # (B, L, C)
+    columns: int = 0  # L
+
+    def __post_init__(self):
+        self.columns = self.columns or (self.x if self.residual is None else self.residual).shape[1]
 
     def is_sum(self) -> bool:
         return self.bias is None and self.scale is None and self.residual is None
@@ -243,18 +255,19 @@ class CodecKernels(LayerKernels):
         for a convolution with this dilation; and with `keep_sum` the sum itself, (B, L, C). The last P columns become
         the stored ones."""
         x = pending.x
-        in_order = x if pending.residual is None else pending.residual  # not interleaved
-        rows, columns, channels = in_order.shape
-        x_sequences = x.shape[1] if x.dim() == 4 else 1
+        rows, *sequences, x_length, channels = x.shape
+        columns = pending.columns
         state_columns = 0 if state is None else state.shape[1]
         vectors = channels // VECTOR
         length = -(-(state_columns + columns) // dilation)  # of a sequence of the output
-        blocks = -(-(length * dilation - state_columns) * vectors // THREADS)
+        block_columns = THREADS // vectors * (4 if rows * columns * vectors >= MANY_VECTORS else 1)
+        blocks = -(-columns // block_columns)
         if state is not None:
             blocks += -(-vectors // (THREADS // state_columns))
-        total = torch.empty_like(in_order) if keep_sum else None
+        total = x.new_empty(rows, columns, channels) if keep_sum else None
         shape = (length,) if dilation == 1 else (dilation, length)
-        output = x.new_empty(rows, *shape, channels)
+        # Spare columns: what `convolve` computes of them does not count.
+        output = x.new_empty(rows * length * dilation + SPARE_COLUMNS, channels)[:-SPARE_COLUMNS]
         self.launch(
             "activate",
             (blocks, rows),
@@ -272,10 +285,13 @@ class CodecKernels(LayerKernels):
             columns=columns,
             state_columns=state_columns,
             vectors=vectors,
-            x_sequences=x_sequences,
+            x_sequences=sequences[0] if sequences else 1,
+            x_length=x_length,
             output_sequences=dilation,
+            output_length=length,
+            block_columns=block_columns,
         )
-        return output, total
+        return output.view(rows, *shape, channels), total
 
     def depthwise_norm(self, x: Tensor, weight: Tensor, bias: Tensor, norm: nn.LayerNorm) -> Tensor:
         """Each channel convolved alone, then normalized. (B, 6 + L, C), (7, C) -> (B, L, C)"""

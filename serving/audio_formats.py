@@ -227,15 +227,12 @@ def decode_recording(data: bytes, settings: Settings, name: str) -> Chunk:
             if file.format not in READABLE:
                 raise ValueError
             if rate not in SAMPLE_RATES or not 1 <= channels <= MAX_CHANNELS:
-                problem = f"{name} has {channels} channels at {rate} Hz: give 1 or 2 channels at 8,000 to 96,000 Hz"
-            else:
-                problem = None
-                max_samples = int(settings.max_reference_seconds * rate)
-                audio = file.read(max_samples + 1, dtype="float32", always_2d=True)
+                have = f"{channels} channels at {rate} Hz"
+                raise ApiError(f"{name} has {have}: give 1 or 2 channels at 8,000 to 96,000 Hz")
+            max_samples = int(settings.max_reference_seconds * rate)
+            audio = file.read(max_samples + 1, dtype="float32", always_2d=True)
     except (soundfile.LibsndfileError, ValueError, OSError, MemoryError, RuntimeError):
         raise ValueError(f"{name} is not audio that can be read: give a WAV, FLAC, OGG or MP3 file") from None
-    if problem:
-        raise ValueError(problem)
     if len(audio) == 0:
         raise ValueError(f"{name} has no samples: give a recording of the voice")
     if len(audio) > max_samples:

@@ -1,5 +1,6 @@
 """A model with its engine and its voices, in the worker: what the server asks for becomes streams of the engine."""
 
+import base64
 import contextlib
 import functools
 import io
@@ -12,13 +13,13 @@ import numpy as np
 import torch
 
 from common import checkpoints
+from common.audio_files import to_int16
 from common.loading import choose_device
 from common.voices import clone_prompt, load_speaker, speaker_prompt
 from fast.paths import MegakernelStopped
 from generate import accelerate, load_upstream
 from serving import memory
 from serving.errors import ApiError, as_api_error, engine_failed, for_clients
-from speech.arriving_text import END
 from speech.engine import Engine
 from speech.prompts import tokenize
 from speech.request import QueueFull, Stream, StreamTimeout
@@ -33,11 +34,10 @@ MAX_UNREAD = 64  # chunks of a stream that the server may leave unread before it
 
 
 class EngineHost:
-    def __init__(self, spec: dict, files: dict[str, bytes], connection, stop: Callable[[str], None]):
+    def __init__(self, spec: dict, connection, stop: Callable[[str], None]):
         """Load the weights.
 
-        spec: model, kind, device, dtype, max_seq_len
-        files: name of a voice -> a speaker.pt
+        spec: model, device, dtype, max_seq_len, and speakers: name of a voice -> a speaker.pt in base64
         stop: ends the worker, and says why
         """
         self.spec = spec
@@ -45,8 +45,11 @@ class EngineHost:
         self.stop = stop
         self.device = choose_device(spec["device"])
         self.config = checkpoints.read_config(spec["model"])
+        self.clones = self.config["tts_model_type"] == "base"
         width = self.config["talker_config"]["hidden_size"]
-        self.files = {name: load_speaker(io.BytesIO(data), width, f"{name}.pt") for name, data in files.items()}
+        self.files = {}
+        for name, content in spec["speakers"].items():
+            self.files[name] = load_speaker(io.BytesIO(base64.b64decode(content)), width, f"{name}.pt")
         self.kept = {}  # key -> prompt of a recording
         dtype = spec["dtype"] and getattr(torch, spec["dtype"])
         self.tts = load_upstream(spec["model"], self.device, dtype)
@@ -66,7 +69,7 @@ class EngineHost:
         # Requests are counted in the server: the engine's own limit is out of reach.
         self.engine = Engine(self.tts, MAX_UNREAD, max_waiting=1 << 30, cut_off_is_error=True)
         self.method, voice = some_voice(self.tts)
-        if self.spec["kind"] == "base":  # with a recording, so that its encoder is warm, too
+        if self.clones:  # with a recording, so that its encoder is warm, too
             noise = np.random.default_rng(0).normal(0, 0.1, 24000).astype(np.float32)
             voice = {"voice_clone_prompt": clone_prompt(self.tts, noise, 24000, "warm up")}
         with contextlib.suppress(CutOff):
@@ -118,7 +121,7 @@ class EngineHost:
 
     def voice_arguments(self, voice: dict, payload: bytes) -> dict:
         """As upstream's method takes it."""
-        if self.spec["kind"] != "base":
+        if not self.clones:
             return voice
         if "file" in voice:
             return {"voice_clone_prompt": self.files[voice["file"]]}
@@ -136,8 +139,7 @@ class EngineHost:
 
     def on_text(self, header: dict, payload: bytes) -> None:
         if stream := self.streams.get(header["id"]):
-            for piece in [*filter(None, [header["text"]]), *([END] if header["last"] else [])]:
-                self.engine.intake.thread.submit(self.engine.intake.take_piece, stream, piece)
+            self.engine.intake.thread.submit(self.engine.intake.take_piece, stream, header["text"])  # None: END
 
     def on_read(self, header: dict, payload: bytes) -> None:
         if stream := self.streams.get(header["id"]):
@@ -184,7 +186,7 @@ class EngineHost:
         if stream is None:
             return
         if isinstance(item, np.ndarray):
-            self.connection.send(item, type="audio", id=number)
+            self.connection.send(to_int16(item).tobytes(), type="audio", id=number)
         elif isinstance(item, BaseException):
             self.fail(number, item)
         else:

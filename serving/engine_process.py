@@ -136,14 +136,12 @@ class Connection(asyncio.Protocol):
 class EngineProcess:
     """`await load()` and `await begin()`; from then on it is kept running until `close`."""
 
-    def __init__(self, spec: dict, files: dict[str, bytes], rows: int | None, spawn: Callable = start_worker):
+    def __init__(self, spec: dict, rows: int | None, spawn: Callable = start_worker):
         """spec: what EngineHost takes
-        files: name of a voice -> the content of its speaker.pt
         rows: None for as many as fit
         spawn: starts a worker with the other end of a socket; returns what has poll, wait and kill
         """
-        self.spec = spec | {"files": len(files)}
-        self.files = files
+        self.spec = spec
         self.rows = rows
         self.spawn = spawn
         self.state = "starting"
@@ -205,8 +203,6 @@ class EngineProcess:
         _, self.connection = await loop.create_connection(lambda: Connection(self.take), sock=ours)
         try:
             self.connection.send(op="load", **self.spec)
-            for name, content in self.files.items():
-                self.connection.send(content, op="file", name=name)
             while not self.connection.is_over.is_set():
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self.connection.is_over.wait(), 1.0)
@@ -221,7 +217,8 @@ class EngineProcess:
             self.state = "restarting" if self.state == "ready" else self.state
             status = await asyncio.shield(asyncio.to_thread(end_process, process))
         self.memory = 0
-        self.why = self.why or how_it_ended(status)
+        ended = f"killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with status {status}"
+        self.why = self.why or ended
         served = time.monotonic() - self.ready_at if self.ready_at else 0.0
         self.deaths = 1 if served > SECONDS_OF_SERVICE else self.deaths + 1
 
@@ -275,7 +272,3 @@ def end_process(process) -> int:
     with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it: another one is started all the same
         return process.wait(SECONDS_TO_END)
     return -signal.SIGKILL
-
-
-def how_it_ended(status: int) -> str:
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with status {status}"

@@ -6,7 +6,7 @@
     load      the model; voices from files come with it     loaded    the weights are there
     begin     with how many rows                            ready     device, rows, sample rate
     speak     a text, or its first words, in a voice        audio     samples as int16
-    text      more of it; `last`: there is no more          end       of a call: all of it was sent
+    text      more of it; null: there is no more            end       of a call: all of it was sent
     read      so many chunks have been read                 error     of a call: as a client is told
     voice     keep the voice of a recording                 beat      it is alive; its memory
     forget    voices that were removed                      stopped   why it ends itself

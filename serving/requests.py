@@ -3,7 +3,7 @@
 import json
 from typing import Any, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from common.checkpoints import language_name
 from serving.errors import ApiError
@@ -53,17 +53,12 @@ class Style(BaseModel):
     def name_of_language(cls, value: str | None) -> str | None:
         return value and language_name(value)
 
-    @field_validator("response_format", mode="before")
+    @field_validator("response_format", "speed", mode="before")
     @classmethod
-    def format_in_lower_case(cls, value: Any) -> Any:
-        """Clients may send "WAV", null or an empty string."""
+    def default_for_null(cls, value: Any, info: ValidationInfo) -> Any:
+        """Clients may send null or an empty string, and "WAV"."""
         value = value.strip().lower() if isinstance(value, str) else value
-        return cls.model_fields["response_format"].default if value in (None, "") else value
-
-    @field_validator("speed", mode="before")
-    @classmethod
-    def default_speed(cls, value: Any) -> Any:
-        return 1.0 if value is None else value
+        return cls.model_fields[info.field_name].default if value in (None, "") else value
 
     @field_validator("speed")
     @classmethod

@@ -6,6 +6,7 @@ in threads.
 """
 
 import asyncio
+import base64
 import contextlib
 import secrets
 import time
@@ -59,9 +60,9 @@ class Speech:
         for name in names:
             files = speakers if speakers and name == (cloning or names)[0] else {}
             check_model(self.settings, name, bool(files))
-            kind = checkpoints.read_config(name)["tts_model_type"]
-            spec = dict(model=name, kind=kind, device=device, dtype=dtype, max_seq_len=self.settings.max_seq_len)
-            engine = EngineProcess(spec, files, self.settings.max_streams, spawn)
+            spec = dict(model=name, device=device, dtype=dtype, max_seq_len=self.settings.max_seq_len)
+            spec["speakers"] = {file: base64.b64encode(content).decode() for file, content in files.items()}
+            engine = EngineProcess(spec, self.settings.max_streams, spawn)
             self.models.append(Model(name, engine, files))
         ids = [model.id for model in self.models]
         if len(set(ids)) < len(ids):
@@ -297,7 +298,10 @@ class Utterance:
                 yield {}, np.array(style.speaker_embedding, np.float32).tobytes()
             return
         if style.ref_audio is not None:
-            recording = await speech.run(read_reference, style.ref_audio, speech.settings)
+            settings = speech.settings
+            recording = await speech.run(
+                lambda: decode_recording(decode_base64(style.ref_audio, settings), settings, "ref_audio")
+            )
             ref_text = None if style.x_vector_only_mode else (style.ref_text or "").strip()
             key = await keep_voice(connection, "ref_audio", recording, ref_text or None)
             try:
@@ -341,8 +345,8 @@ class Utterance:
     async def send_pieces(self, call: Call) -> None:
         try:
             async for piece in self.text:
-                call.send("text", text=piece, last=False)
-            call.send("text", text="", last=True)
+                call.send("text", text=piece)
+            call.send("text", text=None)
         except Exception as error:
             call.put(error)
 
@@ -380,10 +384,6 @@ async def keep_voice(connection: Connection, name: str, recording: Chunk, ref_te
     key = secrets.token_hex(8)
     await connection.ask("voice", payload, key=key, name=name, rate=rate, ref_text=ref_text)
     return key
-
-
-def read_reference(ref_audio: str, settings: Settings) -> Chunk:
-    return decode_recording(decode_base64(ref_audio, settings), settings, "ref_audio")
 
 
 def describe_voice(voice: RegisteredVoice) -> dict:

@@ -2,7 +2,7 @@
 
     reader          what the server asks for             -> the engine
     engine's own    prompts, frames, delivery            -> outbox
-    writer          all that is in the outbox, as int16  -> the socket, in one write
+    writer          all that is in the outbox            -> the socket, in one write
     main            loads; then every BEAT seconds: is the engine alive, whose text does not come, a sign of life
 
 It ends when the socket is closed, also while it loads: the server is gone. It ends itself when the engine has stopped,
@@ -56,8 +56,8 @@ class Connection:
             log.exception("the server's message cannot be read")
         self.on_close()
 
-    def send(self, payload=b"", **header) -> None:
-        """payload: bytes, or samples. Never blocks."""
+    def send(self, payload: bytes = b"", **header) -> None:
+        """Never blocks."""
         self.outbox.put((header, payload))
 
     def write(self) -> None:
@@ -71,7 +71,7 @@ class Connection:
                 messages = messages[: messages.index(None)]
                 is_open = False
             try:
-                self.socket.sendall(b"".join(pack(header, as_bytes(payload)) for header, payload in messages))
+                self.socket.sendall(b"".join(pack(*message) for message in messages))
             except OSError:  # the reader notices, too
                 return
 
@@ -84,14 +84,6 @@ class Connection:
         except OSError:
             pass
         self.socket.close()
-
-
-def as_bytes(payload) -> bytes:
-    if isinstance(payload, bytes):
-        return payload
-    from common.audio_files import to_int16
-
-    return to_int16(payload).tobytes()
 
 
 class Worker:
@@ -125,12 +117,11 @@ class Worker:
 
     def load(self) -> None:
         spec, _ = self.next_message("load")
-        files = dict(self.next_file() for _ in range(spec["files"]))
         with heavy_imports(spec["device"]):
             from common.loading import model_errors
             from serving.engine_host import EngineHost
         with model_errors():
-            host = EngineHost(spec, files, self.connection, self.stop)
+            host = EngineHost(spec, self.connection, self.stop)
             self.connection.send(type="loaded")
             begin, _ = self.next_message("begin")
             host.begin(begin["rows"], begin["models"])
@@ -151,10 +142,6 @@ class Worker:
                 raise ValueError(f"{op} should have come, not {message[0]['op']}")
             return message
         raise OSError("the server has gone")
-
-    def next_file(self) -> tuple[str, bytes]:
-        header, content = self.next_message("file")
-        return header["name"], content
 
     def stop(self, why: str) -> None:
         """From any thread: end soon, so that the server starts another worker."""

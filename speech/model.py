@@ -9,6 +9,7 @@ import collections
 import functools
 import inspect
 import itertools
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 
@@ -24,6 +25,7 @@ from speech.utterance import Utterance
 
 METHODS = ("generate_voice_clone", "generate_custom_voice", "generate_voice_design")
 MAX_NEW = 16  # texts of a list whose prompts are built between two frames
+NUMBERS_OF_A_REQUEST = 1 << 33  # random ones, at most; a multiple of 4
 MAX_PENDING = 8  # chunks of a list that are on their way to the host
 
 
@@ -40,6 +42,7 @@ class Speech:
         self.host_talker = host_talker
         self.prompt_templates = PromptTemplates()
         self.turns = Turns()
+        self.generator_lock = threading.Lock()
         self.runner = runner
         self.rate = codec.get_output_sample_rate()
         self.seconds_per_frame = codec.get_decode_upsample_rate() / self.rate
@@ -70,20 +73,26 @@ class Speech:
         if request["inputs_embeds"].is_cuda:  # with a reference recording
             utterance.prompt_ready = self.runner.record_event()
         with one_thread():
-            utterance.load(request, self.runner.settings.row(request), self.decoder.frame_limit(**request))
-            if self.on_gpu and not utterance.inputs.is_cuda:
-                utterance.inputs = utterance.inputs.pin_memory()
+            settings = self.runner.settings.row(request)
+            utterance.load(request, settings, self.decoder.frame_limit(**request), pin_memory=self.on_gpu)
 
     def seeded_generator(self, seed: int | None = None) -> torch.Generator:
         """A generator in the state that a call has after torch.manual_seed(seed), or without it, now.
 
-        On a GPU it is seeded by one draw from torch's default one: other threads may draw from that meanwhile.
+        On a GPU it is a copy, and torch's default one skips more numbers than a request draws: other threads may draw
+        from that meanwhile.
         """
-        default = None if seed is None else torch.Generator(self.device).manual_seed(int(seed))
+        if seed is not None:
+            return torch.Generator(self.device).manual_seed(int(seed))
         if not self.on_gpu:
-            return default or torch.default_generator
-        drawn = torch.randint(1 << 62, (), device=self.device, generator=default)
-        return torch.Generator(self.device).manual_seed(int(drawn))
+            return torch.default_generator
+        default = torch.cuda.default_generators[self.device.index]
+        with self.generator_lock:
+            state = default.get_state()  # seed and offset, 8 bytes each
+            own = torch.Generator(self.device).set_state(state)
+            state[8:].view(torch.int64).add_(NUMBERS_OF_A_REQUEST)
+            default.set_state(state)
+        return own
 
     # ---- Whole calls
 

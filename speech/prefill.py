@@ -9,6 +9,8 @@ import collections
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cudagraph_talker import RowCache, TalkerGraph, capture
 from fast.batched import BatchedStack
@@ -19,7 +21,7 @@ from speech.utterance import Utterance
 PREFILL_ROWS = (1, 4, 32)  # prompts per captured prefill
 SHORTEST_PREFILL = 32  # positions; longer ones in powers of two
 MAX_PREFILL_POSITIONS = 4096  # of all prompts together, where there are several
-MAX_KERNEL_POSITIONS = 512  # of a prompt; SDPA is faster than the kernels' attention for longer ones
+SHORTEST_FOR_SDPA = 128  # positions; for shorter prompts the kernels' attention is faster
 REQUEST_SETTINGS = (  # arguments of talker.generate that `Rows.configure` reads, besides suppress_tokens
     *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "eos_token_id", "min_new_tokens"),
     *("subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p"),
@@ -56,7 +58,8 @@ class PrefillGraph:
             self.prefixes = torch.zeros(count, length, talker.config.hidden_size, dtype=talker.dtype)
             self.rows = torch.full((count,), len(slots.token) - 1)  # that they are read into
             self.positions = torch.arange(length)
-        self.kernels = BatchedStack(talker.model, slots.keys, slots.values, count * length) if with_kernels else None
+        stack = PromptStack if length >= SHORTEST_FOR_SDPA else BatchedStack
+        self.kernels = stack(talker.model, slots.keys, slots.values, count * length) if with_kernels else None
 
     def capture(self, pool: tuple | None) -> None:
         self.replay = capture(self.step, self.rows.device, pool)
@@ -64,12 +67,28 @@ class PrefillGraph:
     def step(self) -> None:
         count, length, _ = self.prefixes.shape
         if self.kernels:
-            rows = self.rows[:, None].repeat(1, length).flatten()
-            self.kernels.forward(self.prefixes.flatten(0, 1), self.positions.repeat(count), rows)
+            self.kernels.prompts = self.rows
+            slots = self.rows[:, None].repeat(1, length).flatten()
+            self.kernels.forward(self.prefixes.flatten(0, 1), self.positions.repeat(count), slots)
         else:
             visible = (self.positions <= self.positions[:, None])[None]
             cache = RowCache(self.slots.keys, self.slots.values, None, self.rows)
             self.talker.forward(self.prefixes, self.positions[None], visible, cache)
+
+
+class PromptStack(BatchedStack):
+    """The same with SDPA's attention, for rows that are all positions of one prompt after another."""
+
+    prompts = None  # their slots
+
+    def attention(self, query: torch.Tensor, layer, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """(B * L, Q * D) -> (B * L, Q * D)"""
+        length = len(query) // len(self.prompts)
+        heads = query.view(-1, length, self.sizes.heads, self.sizes.head_dim).transpose(1, 2)  # (B, Q, L, D)
+        keys, values = (cache[:, :, :length].index_select(0, self.prompts) for cache in (layer.keys, layer.values))
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # cuDNN takes 80 ms to plan for each shape
+            heads = F.scaled_dot_product_attention(heads, keys, values, is_causal=True, enable_gqa=True)
+        return heads.transpose(1, 2).reshape(query.shape)
 
 
 class Prefills:
@@ -81,7 +100,7 @@ class Prefills:
         lengths = [length for i in range(16) if (length := SHORTEST_PREFILL << i) < longest] + [longest]
         most = min(rows, max(PREFILL_ROWS))
         self.graphs = {
-            (count, length): PrefillGraph(talker, slots, count, length, with_kernels and length <= MAX_KERNEL_POSITIONS)
+            (count, length): PrefillGraph(talker, slots, count, length, with_kernels)
             for count in [*(count for count in PREFILL_ROWS if count < most), most]
             for length in lengths
             if count == 1 or count * length <= MAX_PREFILL_POSITIONS
@@ -139,8 +158,11 @@ class KeptPrefixes:
         for key, same in rows.items():
             kept = self.prefixes[key]
             self.prefixes.move_to_end(key)
-            index = to_device(torch.tensor(same), kept.device)
-            self.cache[:, :, index, :, : kept.shape[3]] = kept[:, :, None]
+            target = self.cache[:, :, :, :, : kept.shape[3]]
+            if len(same) == 1:
+                target[:, :, same[0]] = kept
+            else:
+                target[:, :, to_device(torch.tensor(same), kept.device)] = kept[:, :, None]
             if kept.is_cuda:
                 kept.record_stream(torch.cuda.current_stream(kept.device))
         return missing

@@ -145,10 +145,11 @@ class Runner:
         self.mask = [length > 0 for length in lengths]
         self.begin()
         frame.step()
+        for utterance in utterances:  # the step does not need it
+            self.slots.set_text(utterance.row, utterance.inputs[1:-1], utterance.inputs[-1:])
 
     def load_row(self, utterance: Utterance) -> None:
-        """Write the settings, the prompt's last position and the text. Most requests have the same settings, which are
-        in their row already."""
+        """Write the prompt's last position and the settings. Most requests have the same, which are in the row."""
         row = utterance.row
         if self.row_settings[row] is not utterance.settings:
             self.row_settings[row] = None
@@ -156,7 +157,6 @@ class Runner:
                 target.copy_(value, non_blocking=True)
             self.row_settings[row] = utterance.settings
         self.slots.embedding[row].copy_(utterance.inputs[:1], non_blocking=True)
-        self.slots.set_text(row, utterance.inputs[1:-1], utterance.inputs[-1:])
 
     def wait_for_prompt(self, utterance: Utterance) -> None:
         """Order this CUDA stream behind the one that the prompt was built on."""

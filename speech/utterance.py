@@ -52,7 +52,9 @@ class Utterance:
         self.chunk_sizes = chunk_sizes
         self.chunk_size = next(chunk_sizes) if chunk_sizes else 0
 
-    def load(self, request: dict, settings: list[torch.Tensor], max_frames: int) -> None:
+    @torch.no_grad()
+    def load(self, request: dict, settings: list[torch.Tensor], max_frames: int, pin_memory: bool = False) -> None:
+        """pin_memory: copies to a GPU need not wait"""
         prompt = request["inputs_embeds"][0]
         later, pad = request["trailing_text_hidden"][0], request["tts_pad_embed"][0]
         self.settings = settings
@@ -60,7 +62,8 @@ class Utterance:
         has_text = prompt.is_cuda or torch.equal(later, pad)  # on a GPU there is a recording, too
         if self.reference is None and not has_text:
             self.prefix_key = self.prefix.contiguous().view(torch.uint8).numpy().tobytes()
-        self.inputs = torch.cat([prompt[-1:], later, pad])
+        inputs = prompt.new_empty(len(later) + 2, prompt.shape[1], pin_memory=pin_memory and not prompt.is_cuda)
+        self.inputs = torch.cat([prompt[-1:], later, pad], out=inputs)
         self.prompt_length = request["attention_mask"].shape[1]
         self.max_frames = max_frames
         self.max_new_tokens = request["max_new_tokens"]

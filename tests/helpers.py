@@ -70,7 +70,7 @@ class Voice:
         return self
 
     def codes(self, tts, seed=0, **arguments):
-        """Call the model's own method. Returns the codes (T, 16) of each text, and the next random number."""
+        """Call the model's own method. Returns the codes (T, 5) of each text, and the next random number."""
         model, results = tts.model, []
         model.generate = lambda **kwargs: results.append(type(model).generate(model, **kwargs)) or results[0]
         torch.manual_seed(seed)
@@ -123,7 +123,7 @@ def assert_the_same_together(jobs):
 
 
 CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv_transpose1d}
-PRODUCTS = {F.linear, F.scaled_dot_product_attention} | CONVOLUTIONS
+PRODUCTS = {F.linear, torch.bmm, F.scaled_dot_product_attention} | CONVOLUTIONS
 
 
 class ExactProducts(TorchFunctionMode):
@@ -139,11 +139,14 @@ class ExactProducts(TorchFunctionMode):
         if function not in PRODUCTS or args[0].dtype != torch.bfloat16:
             return function(*args, **kwargs)
         x, weight, *rest = args
+        out = kwargs.pop("out", None)
         bias = None
         if function in CONVOLUTIONS and rest and weight.shape[1] > 1:
             bias, rest[0] = rest[0], None
         wide_kwargs = {name: to_float64(value) for name, value in kwargs.items()}
         result = function(*map(to_float64, (x, weight, *rest)), **wide_kwargs).bfloat16()
+        if out is not None:
+            return out.copy_(result)
         return result if bias is None else result + bias[:, None]
 
 

@@ -26,7 +26,7 @@ from fast import layer_kernels_reference as layer_reference
 from fast.batched import BatchedStack, complete_source, kernel_sizes
 from fast.layers import replace_layers
 from fast.rows import Slots, view_of
-from speech.prefill import PrefillGraph
+from speech.prefill import PrefillGraph, PromptStack
 from tools.random_checkpoint import PREDICTOR, TALKER
 
 # isort: split
@@ -287,16 +287,17 @@ def test_two_positions_of_a_slot_can_be_two_rows(fused, predictor_kernels):
 
 
 @needs_compiler
+@pytest.mark.parametrize("kind", [BatchedStack, PromptStack])
 @pytest.mark.parametrize("lengths", [[9], [5, 9]])
 @torch.no_grad()
-def test_positions_of_prompts_can_be_rows(lengths, fused, kernels):
+def test_positions_of_prompts_can_be_rows(lengths, kind, fused, kernels):
     """A prefill of one or more prompts: what SDPA and the modules compute, but for rounding."""
     slots = Slots(fused.config, 3, 32, torch.bfloat16, torch.device("cpu"))
     graph = PrefillGraph(fused, slots, len(lengths), 16, with_kernels=False)
     graph.prefixes.normal_()
     graph.rows.copy_(torch.arange(len(lengths)) + 1)
     caches = []
-    for stack in (None, BatchedStack(fused.model, slots.keys, slots.values, 16 * len(lengths), kernels)):
+    for stack in (None, kind(fused.model, slots.keys, slots.values, 16 * len(lengths), kernels)):
         graph.kernels = stack
         slots.whole_cache().zero_()
         with ExactProducts():

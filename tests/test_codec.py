@@ -11,6 +11,7 @@ from fast.codec import Codec
 from generate import accelerate, load_upstream
 from tools.random_checkpoint import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model, codec_config, randomize, soften
 
+CODES = 5  # of a frame
 SIZES = {  # name: frames of the chunks, frames that are decoded
     "1": (lambda: itertools.repeat(1), 120),
     "3": (lambda: itertools.repeat(3), 120),
@@ -37,7 +38,7 @@ def one_pass(tokenizer, codes):
 @pytest.fixture(scope="module")
 def whole(tokenizer):
     """400 frames, beyond upstream's chunks of 300, and their audio in one pass."""
-    codes = torch.randint(2048, (400, 16))
+    codes = torch.randint(2048, (400, CODES))
     return codes, one_pass(tokenizer, codes)
 
 
@@ -64,7 +65,7 @@ def test_chunks_joined_are_one_pass(codec, whole, sizes):
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
 def test_samples_are_float32_whatever_the_default(tokenizer, default):
     """Buffers made in torch's default dtype would change the samples' type, or their precision."""
-    codes = torch.randint(2048, (3, 16))
+    codes = torch.randint(2048, (3, CODES))
     expected = one_pass(tokenizer, codes)
     torch.set_default_dtype(default)
     try:
@@ -77,7 +78,7 @@ def test_samples_are_float32_whatever_the_default(tokenizer, default):
 
 def test_upstream_decoder_is_left_as_it_was(tokenizer, codec):
     """The graphs' modules share upstream's weights, not its modules: a second call must not see the first's state."""
-    codes = torch.randint(2048, (1, 16, 20))
+    codes = torch.randint(2048, (1, CODES, 20))
     with torch.no_grad():
         assert torch.equal(tokenizer.model.decoder(codes), tokenizer.model.decoder(codes))
     weights = dict(tokenizer.model.decoder.named_parameters())
@@ -87,8 +88,8 @@ def test_upstream_decoder_is_left_as_it_was(tokenizer, codec):
 def test_decode_takes_what_upstream_takes(tokenizer, checkpoint):
     """A list of dicts, a dict, an encoding, a padded batch: padding that is decoded would lengthen the audio."""
     codec = accelerate(load_upstream(str(checkpoint()), "cpu"), max_seq_len=64).model.speech_tokenizer
-    first, second = (torch.randint(2048, (length, 16)) for length in (5, 9))
-    padded = torch.full((2, 9, 16), -1)
+    first, second = (torch.randint(2048, (length, CODES)) for length in (5, 9))
+    padded = torch.full((2, 9, CODES), -1)
     padded[0, :5], padded[1] = first, second
     for encoded in (
         [{"audio_codes": first}, {"audio_codes": second}],

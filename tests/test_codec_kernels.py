@@ -4,6 +4,7 @@ detected."""
 
 import functools
 import itertools
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -12,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from gpu_on_cpu import CpuKernels, whole_source
 from helpers import ExactProducts
 from torch import Tensor
 
 from fast import codec as codec_module
-from fast import codec_kernels, kernel_cache, kernels, nvrtc
+from fast import codec_decoder, codec_kernels, kernel_cache, kernels, nvrtc
 from fast import codec_kernels_reference as reference
 from fast import layer_kernels_reference as layer_reference
 from fast.codec import Codec
@@ -27,6 +29,7 @@ from tools.random_checkpoint import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizer
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 EPSILON = 1e-6
 SMALL_DECODER = dict(latent_dim=256, hidden_size=256, head_dim=64, decoder_dim=128, upsample_rates=(4, 3, 2, 2))
+SMALL_DECODER |= dict(num_quantizers=16)
 SLOTS = torch.tensor([3, 0, 1])
 PUBLISHED = codec_kernels.Sizes(
     codebook=2048,
@@ -198,11 +201,23 @@ def check_activate(kernels: CodecKernels, channels: int = 64, exact: bool = Fals
             slots,
         )
         pending = PendingSum(x, bias, scale, residual)
-        output, total = kernels.activate(pending, snake, state, keep_sum=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(codec_kernels, "MANY_VECTORS", 1000)  # the longest chunk has as many
+            output, total = kernels.activate(pending, snake, state, keep_sum=True)
         torch.testing.assert_close(total, expected_sum, rtol=0, atol=0)
         same(output, expected)
         if stored:
             same(state, expected_state)
+
+
+def check_snake(kernels: CodecKernels) -> None:
+    """The sine of every bfloat16."""
+    angles = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    angles = angles[angles.isfinite()].view(1, -1, 8).to(kernels.get_slots().device)
+    one = torch.ones(8, dtype=torch.bfloat16, device=angles.device)
+    factor = 2.0**20 * one  # so that the sine counts in the sum
+    output, _ = kernels.activate(PendingSum(angles), SimpleNamespace(alpha=one, inverse_beta=factor))
+    assert torch.equal(output, reference.snake(angles, one, factor))
 
 
 def check_interleaved(kernels: CodecKernels, channels: int = 64) -> None:
@@ -217,7 +232,9 @@ def check_interleaved(kernels: CodecKernels, channels: int = 64) -> None:
         interleaved = reference.interleave(x, x_sequences) if x_sequences > 1 else x
         pending = PendingSum(interleaved.contiguous(), bias, residual=residual)
         output, total = kernels.activate(pending, None, state, keep_sum=True, dilation=dilation)
-        assert torch.equal(output, reference.interleave(expected, dilation) if dilation > 1 else expected)
+        if dilation > 1:
+            output = output.transpose(1, 2).flatten(1, 2)[:, : expected.shape[1]]
+        assert torch.equal(output, expected)
         assert torch.equal(total, expected_sum)
         assert torch.equal(state, expected_state)
 
@@ -256,6 +273,7 @@ CHECKS = [
     check_silu_and_multiply,
     check_window_attention,
     check_activate,
+    check_snake,
     check_interleaved,
     check_depthwise_norm,
     check_to_samples,
@@ -266,6 +284,24 @@ CHECKS = [
 @pytest.mark.parametrize("check", CHECKS, ids=lambda it: it.__name__)
 def test_each_kernel_computes_what_the_reference_says(check, tokenizer, compiled):
     check(make_kernels(tokenizer, compiled))
+
+
+@pytest.mark.parametrize("most_bytes", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("shape", "taps"), [((3, 20, 16), 7), ((3, 9, 11, 16), 7), ((2, 10, 16), 2), ((1, 3, 16), 3), ((2, 5, 16), 1)]
+)
+def test_products_are_a_convolution(shape, taps, most_bytes, monkeypatch):
+    """But for the last columns of each sequence. What is behind the last sequence does not count."""
+    monkeypatch.setattr(codec_decoder, "MAX_PRODUCT_BYTES", most_bytes)
+    columns = torch.Size(shape[:-1]).numel()
+    memory = torch.randn(columns + codec_kernels.SPARE_COLUMNS, shape[-1], dtype=torch.double)
+    memory[columns:] = torch.nan
+    x = memory[:columns].view(shape)
+    weight = torch.randn(24, taps, shape[-1], dtype=torch.double)
+    image = x.view(len(x), -1, *shape[-2:]).permute(0, 3, 1, 2)  # a sequence is a line
+    expected = F.conv2d(image, weight.transpose(1, 2)[:, :, None]).permute(0, 2, 3, 1)
+    ours = codec_decoder.convolve(x, weight)[..., : shape[-2] - taps + 1, :]
+    torch.testing.assert_close(ours, expected.reshape(ours.shape))
 
 
 def test_constants_have_upstreams_roundings(tokenizer):
@@ -306,15 +342,21 @@ FAULTS = {  # name: what is right, what is wrong, the check that must fail
         "value = 1.004f * silu(value);",
         check_silu_and_multiply,
     ),
-    "a sine of another angle": ("sinf(angle.v[i])", "sinf(angle.v[i] * 1.004f)", check_activate),
+    "a sine of another angle": (
+        "return short_sine(angle.v[i])",
+        "return short_sine(angle.v[i] * 1.004f)",
+        check_activate,
+    ),
+    "a sine with half of pi's digits": ("fmaf(turns, 8.74227766e-8f, high)", "high", check_snake),
+    "short sines of large angles": ("MAX_SHORT_ANGLE = 65536", "MAX_SHORT_ANGLE = 1e9", check_snake),
     "an unrounded sine": (
         "multiply(sine, sine)",
-        "rounded([&](int i) { return sinf(angle.v[i]) * sinf(angle.v[i]); })",
+        "rounded([&](int i) { return short_sine(angle.v[i]) * short_sine(angle.v[i]); })",
         check_activate,
     ),
     "a scale that is added": (
-        "x = multiply(x, arguments.scale[channel])",
-        "x = add(x, arguments.scale[channel])",
+        "x = multiply(x, of_channels.scale)",
+        "x = add(x, of_channels.scale)",
         check_activate,
     ),
     "the state of another row": ("arguments.slots[row] *", "row *", check_activate),
@@ -324,10 +366,11 @@ FAULTS = {  # name: what is right, what is wrong, the check that must fail
         "output(column, channel) = next",
         check_activate,
     ),
-    "another channel": ("channel = vector % vectors", "channel = 0", check_activate),
+    "another channel": ("channel = threadIdx.x % vectors", "channel = 0", check_activate),
+    "columns left out": ("column += step", "column += step + 1", check_activate),
     "columns in the wrong sequence": (
-        "column % sequences * length + column / sequences",
-        "column / length * length + column % length",
+        "column % sequences) * length + column / sequences",
+        "column / length) * length + column % length",
         check_interleaved,
     ),
     "one tap less": (
@@ -348,7 +391,7 @@ INDEPENDENT = [
     (check_add_and_norm,),
     (check_silu_and_multiply,),
     (check_window_attention,),
-    (check_activate, check_interleaved),
+    (check_activate, check_snake, check_interleaved),
     (check_depthwise_norm,),
     (check_to_samples,),
 ]
@@ -459,8 +502,7 @@ def test_weights_are_shared_with_upstreams_modules(compiled, monkeypatch):
         (first.blocks[0].units[1].conv1, second.blocks[0].units[1].conv1, model.decoder[1].block[3].conv1),
     ):
         assert conv.weight.data_ptr() == same.weight.data_ptr() == original.conv.weight.data_ptr()
-        assert conv.weight.is_contiguous(memory_format=torch.channels_last)
-        assert torch.equal(conv.weight[:, :, 0], original.conv.weight)
+        assert torch.equal(conv.weight.transpose(1, 2), original.conv.weight)
     with ExactProducts():
         assert torch.equal(one_pass(tokenizer, codes), audio)
 
@@ -468,7 +510,7 @@ def test_weights_are_shared_with_upstreams_modules(compiled, monkeypatch):
 # ---- What is refused
 
 
-def test_unsupported_codecs_are_refused_in_words(tokenizer):
+def test_unsupported_codecs_are_refused_in_words(tokenizer, monkeypatch):
     decoder = tokenizer.model.decoder
     assert codec_kernels.unsupported(decoder) is None
     assert "NVIDIA GPU" in codec_kernels.why_not(decoder)
@@ -485,6 +527,8 @@ def test_unsupported_codecs_are_refused_in_words(tokenizer):
     ):
         changed = Tokenizer("tiny", torch.bfloat16, **SMALL_DECODER | changes)
         assert message in codec_kernels.unsupported(changed.model.decoder)
+    monkeypatch.setattr(codec_kernels, "THREADS", 16)
+    assert "at most 128 channels, not 256" in codec_kernels.unsupported(decoder)
 
 
 @pytest.fixture
@@ -546,7 +590,9 @@ def test_the_kernels_compile(architecture, tmp_path):
     command = ["nvcc", f"-arch={architecture}", "-cubin", "-Xptxas=-v", "-o", tmp_path / "codec_kernels.cubin", source]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count(" 0 bytes spill stores") == len(codec_kernels.KERNELS)
+    spilled = re.findall(r"(\d+) bytes spill stores", result.stderr)
+    assert len(spilled) >= len(codec_kernels.KERNELS)
+    assert set(spilled) == {"0"}
 
 
 # ---- On a GPU, with the published shapes

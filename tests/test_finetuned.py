@@ -90,8 +90,8 @@ def test_speakers_that_the_model_cannot_have():
 
 
 SIZES = {
-    "more layers, one KV head": (
-        dict(num_hidden_layers=3, num_key_value_heads=1),
+    "more layers and codes, one KV head": (
+        dict(num_hidden_layers=3, num_key_value_heads=1, num_code_groups=16),
         dict(num_hidden_layers=2, num_key_value_heads=4),
     ),
     "one width for both, no groups": (

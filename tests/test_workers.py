@@ -95,7 +95,7 @@ class FakeWorker:
 
 def engine_with(*lives) -> EngineProcess:
     lives = iter(lives)
-    return EngineProcess(dict(model="x"), {}, 1, lambda theirs: FakeWorker(theirs, next(lives)))
+    return EngineProcess(dict(model="x"), 1, lambda theirs: FakeWorker(theirs, next(lives)))
 
 
 def end(socket):

@@ -20,7 +20,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.listeners import Listener, listen_at, poisson_arrivals, summary
+from benchmarks.listeners import Listener, listen_at, noting_errors, poisson_arrivals, summary
 
 ROOT = Path(__file__).parents[1]
 SECONDS_TO_START = 1.0  # of the processes of listeners
@@ -58,7 +58,8 @@ def compare(args: argparse.Namespace, speak: Callable, request: dict) -> dict:
         command = [sys.executable, "-m", "tools.compare", json.dumps(vars(args) | {"request": request}, default=str)]
         subprocess.run([*command, output.name], check=True, cwd=ROOT, stdout=2)
         result["models"][engine] = json.loads(Path(output.name).read_text())
-    raise_limit_of_files()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # for many connections, of this process and its children
     with running_server(args) as url, contextlib.ExitStack() as idle:
         for _ in range(args.idle_websockets):
             idle.enter_context(idle_websocket(url))
@@ -87,15 +88,8 @@ def drive_server(
 def drive_part(start, arrivals, one_by_one, begin_at) -> tuple[list[Listener], list[str], float]:
     """In a process of its own."""
     errors = []
-
-    def noting_errors() -> Iterator:
-        try:
-            yield from start()
-        except OSError as error:
-            errors.append(str(error))
-
     time.sleep(max(0.0, begin_at - time.time()))
-    listeners, wall = listen_at(noting_errors, arrivals, *([1] if one_by_one else []))
+    listeners, wall = listen_at(noting_errors(start, errors), arrivals, *([1] if one_by_one else []))
     return listeners, errors, wall
 
 
@@ -132,32 +126,18 @@ def idle_websocket(url: str) -> Iterator[None]:
         yield
 
 
-def raise_limit_of_files() -> None:
-    """For many connections, here and in the processes that are started from here."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 # ---- The engine alone, in its process
 
 
 def measure_engine(args: argparse.Namespace) -> dict:
-    from common import checkpoints
     from serving.engine_host import EngineHost
-    from serving.model import DESIGNED_VOICES
+    from speech.warm_up import some_voice
 
-    config = checkpoints.read_config(args.compare)
-    kind = config["tts_model_type"]
-    files = {"speaker": Path(args.speaker).read_bytes()} if args.speaker and kind == "base" else {}
-    spec = dict(model=args.compare, kind=kind, device=args.device, dtype=None, max_seq_len=2048)
-    host = EngineHost(spec, files, connection=None, stop=None)
+    spec = dict(model=args.compare, device=args.device, dtype=None, max_seq_len=2048, speakers={})
+    host = EngineHost(spec, connection=None, stop=None)
     host.begin(args.max_streams, 1)
-    presets = {
-        "base": {"file": "speaker"},
-        "custom_voice": {"speaker": min(config["talker_config"]["spk_id"], default="").lower()},
-        "voice_design": {"instruct": next(iter(DESIGNED_VOICES.values()))},
-    }
-    arguments = host.voice_arguments(presets[kind], b"") | {"language": "Auto"}
+    _, voice = some_voice(host.tts)
+    arguments = voice | {"language": "Auto"}
     arguments |= {"text": args.request["input"], "max_new_tokens": args.request["max_new_tokens"]}
 
     def start() -> Iterator:

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python tools/load.py`
-from benchmarks.listeners import TEXT, StartStream, crowd, listen, poisson_arrivals
+from benchmarks.listeners import TEXT, StartStream, crowd, listen, noting_errors, poisson_arrivals
 from common.scripts import Parser, cli_errors
 
 BYTES_PER_SECOND = 2 * 24000  # of audio
@@ -53,22 +53,16 @@ def speak(url: str, api_key: str | None = None, **request) -> Iterator[tuple[byt
 
 def drive(start_stream: StartStream, args: argparse.Namespace) -> dict:
     """Listeners as the options say. `errors` counts what went wrong."""
-    errors = collections.Counter()
-
-    def count_errors() -> Iterator:
-        try:
-            yield from start_stream()
-        except OSError as error:
-            errors[str(error)] += 1
-
+    errors = []
     listen(start_stream)  # warm-up
+    start = noting_errors(start_stream, errors)
     if args.one_by_one:
-        row = crowd(count_errors, [0.0] * args.one_by_one, threads=1)
+        row = crowd(start, [0.0] * args.one_by_one, threads=1)
     elif args.at_once:
-        row = crowd(count_errors, [0.0] * args.at_once)
+        row = crowd(start, [0.0] * args.at_once)
     else:
-        row = crowd(count_errors, poisson_arrivals(args.rate[0], args.seconds))
-    return row | dict(errors=dict(errors))
+        row = crowd(start, poisson_arrivals(args.rate[0], args.seconds))
+    return row | dict(errors=dict(collections.Counter(errors)))
 
 
 def print_comparison(result: dict) -> None:
@@ -115,15 +109,15 @@ def main() -> None:
         args.one_by_one = args.one_by_one or 50
         result = compare(args, speak, request)
         print_comparison(result)
-        if args.json:
-            args.json.write_text(json.dumps(result, indent=1) + "\n")
-        sys.exit(1 if any(row.get("errors") for rows in result["models"].values() for row in rows.values()) else 0)
-    result = drive(partial(speak, args.url, args.api_key, **request), args)
-    for name, value in result.items():
-        print(f"{name.replace('_', ' '):32} {f'{value:.1f}' if isinstance(value, float) else value}")
+        has_errors = any(row["errors"] for rows in result["models"].values() for row in rows.values())
+    else:
+        result = drive(partial(speak, args.url, args.api_key, **request), args)
+        for name, value in result.items():
+            print(f"{name.replace('_', ' '):32} {f'{value:.1f}' if isinstance(value, float) else value}")
+        has_errors = bool(result["errors"])
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-    sys.exit(1 if result["errors"] else 0)
+    sys.exit(has_errors)
 
 
 if __name__ == "__main__":

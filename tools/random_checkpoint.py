@@ -92,6 +92,7 @@ TALKER_SIZES = {
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
+        num_code_groups=5,  # upstream's time on a CPU is mostly that of the predictor's steps
         text_vocab_size=512,
         text_hidden_size=48,
         rope_scaling=ROPE_SCALING | dict(mrope_section=[4, 2, 2]),
@@ -209,7 +210,8 @@ def model_config(size: str, kind: str, tokenizer: Qwen2TokenizerFast) -> dict:
     speakers = SPEAKERS if has_speakers else {}
     talker = TALKER | TALKER_SIZES[size] | CODEC_IDS
     talker["text_vocab_size"] = max(talker["text_vocab_size"], len(tokenizer))
-    talker["code_predictor_config"] = PREDICTOR | (TINY_PREDICTOR if is_tiny else {})
+    codes = dict(num_code_groups=talker["num_code_groups"])
+    talker["code_predictor_config"] = PREDICTOR | (TINY_PREDICTOR if is_tiny else {}) | codes
     talker["codec_language_id"] = LANGUAGES | (DIALECTS if has_speakers else {})
     talker["spk_id"] = speakers
     talker["spk_is_dialect"] = {name: SPEAKER_DIALECTS.get(name, False) for name in speakers}
@@ -238,11 +240,13 @@ def model_config(size: str, kind: str, tokenizer: Qwen2TokenizerFast) -> dict:
 def codec_config(size: str) -> dict:
     """The config.json of the 12 Hz codec, in the folder speech_tokenizer."""
     is_tiny = size == "tiny"
+    codes = (TALKER | TALKER_SIZES[size])["num_code_groups"]
     return dict(
         architectures=["Qwen3TTSTokenizerV2Model"],
         model_type="qwen3_tts_tokenizer_12hz",
-        decoder_config=CODEC_DECODER | (TINY_DECODER if is_tiny else {}),
+        decoder_config=CODEC_DECODER | (TINY_DECODER if is_tiny else {}) | dict(num_quantizers=codes),
         encoder_config=TINY_ENCODER if is_tiny else {},
+        encoder_valid_num_quantizers=codes,
     )
 
 
