@@ -29,13 +29,16 @@
 //     2 attention             qkv (of one KV head)       1 or 2 heads, 1/SPLITS of the     splits
 //                                                        positions
 //     3 merge the splits      splits (of its outputs)    256 / SPLITS outputs              attention
+//       2 and 3, the talker   qkv (of one head)          a part of a head's dimensions,    attention
+//       to few positions                                 all positions
 //     4 o_proj, residual      attention (all)            HIDDEN / GRID rows                post_attention
 //     5 norm, gate and up     post_attention (all)       INNER / GRID rows                 inner
 //     6 down_proj, residual   inner (all)                HIDDEN / GRID rows                hidden
 //
 // After the last layer come the final norm and a head, as in phase 1: VOCAB / GRID rows per block, written to
 // `logits`, which the sampler reads. The first ATTENTION_BLOCKS blocks do phases 2 and 3. The predictor
-// attends to at most 16 positions: there SPLITS is 1, phase 2 writes `attention`, and phase 3 is skipped.
+// attends to at most 16 positions: there SPLITS is 1, phase 2 writes `attention`, and phase 3 is skipped. So it is
+// in the talker as long as it attends to at most FEW_POSITIONS, which saves an exchange.
 //
 // A pass through the layers has a token of each stream, and reads the weights once for all of them. The
 // predictor's first pass has two of each stream, the talker's hidden state and the frame's first code, unless
@@ -79,8 +82,11 @@
 // blocks. A stage is 1024 columns (2 KiB) of one row of each slice. With S stages, over time:
 //
 //     producers  |fill 0|fill 1|fill 2| ... |fill S-1|wait for empty[0]|fill 0|wait for empty[1]|fill 1| ...
-//     consumers         |use 0    |use 1    |wait for other blocks ... |use 2    |use 3    | ...
-//                              release 0   release 1                       release 2
+//     consumers         |load 0|load 1|wait for other blocks ... |multiply|load 2|load 3|wait ... |multiply|
+//                          release 0  release 1                       release 2  release 3
+//
+// Consumers load the first stages of the next matrix into registers before they wait for other blocks: once the
+// vector has come, it only has to be multiplied.
 //
 //     full[s]    8 producers arrive, each with the 2048 bytes it expects: the stage may be used
 //                (without bulk copies, 32 producers arrive, each when its copies are complete)
@@ -109,9 +115,16 @@
 // are not used.
 //
 // B has room for the vectors of four tokens, in columns 0 and 1, 2 and 3, 4 and 5, 6 and 7: lane l holds that
-// of token l / 8, and its d0 and d3 are of token q. With two tokens the vectors alternate, with one they are
-// all the same. More tokens are groups of four: the weights that a lane has loaded are multiplied by the B of each
-// group, and a lane holds the vector of one token of each.
+// of token l / 8, and its d0 and d3 are of token q. With fewer tokens the others are for other columns of x: B
+// then has the quads of SLOTS = 4 / TOKENS mma steps, so that no two lanes hold the same quad,
+//
+//     lane l      token l / 8 % TOKENS,  slot l / 8 / TOKENS: of the steps with step % SLOTS == slot
+//     d0 and d3   token q % TOKENS,      slot q / TOKENS
+//
+// and each of these steps has a D of its own, of which only the columns of its slot are used.
+//
+// More tokens are groups of four: the weights that a lane has loaded are multiplied by the B of each group, and a
+// lane holds the vector of one token of each.
 
 #include "kernels.h"
 #include "sampler.h"
@@ -150,6 +163,19 @@ __device__ constexpr int max_splits() {
     return splits;
 }
 constexpr int SPLITS = IS_TALKER ? max_splits() : 1;
+
+// To few positions, a block of the talker attends for one head and 1/HEAD_SLICES of its dimensions, if there are
+// blocks enough for that; else HEAD_SLICES is 0. It is 0 for an odd number of layers, too: see the tags below.
+__device__ constexpr int head_slices() {
+    const int blocks = GROUPS * SPLITS;               // for each stream
+    if (!IS_TALKER || LAYERS % 2 == 1) {
+        return 0;
+    }
+    return 4 * HEADS <= blocks ? 4 : 2 * HEADS <= blocks ? 2 : HEADS <= blocks && STREAMS == 1 ? 1 : 0;
+}
+constexpr int HEAD_SLICES = head_slices();
+constexpr int FEW_GROUPS = 4;                                       // of 8 positions, in each warp
+constexpr int FEW_POSITIONS = HEAD_SLICES > 0 ? FEW_GROUPS * 8 * WARPS : -1;
 constexpr int ATTENTION_BLOCKS = STREAMS * GROUPS * SPLITS;
 constexpr int POSITION_STRIDE = SPLITS * WARPS;                     // between two positions of the same warp
 constexpr int KV_PREFETCH = IS_TALKER ? 4 : 2;                      // keys and values in flight per warp
@@ -172,6 +198,10 @@ constexpr int MAX_ROWS_PER_SLICE = (ROWS / SLICES + GRID - 1) / GRID;
 template <int ROWS>
 constexpr int MAX_ROWS = SLICES * MAX_ROWS_PER_SLICE<ROWS>;
 constexpr int SECOND_REGION = 2 * MAX_ROWS<INNER>;                  // where it begins in Shared::partial
+
+// Stages of a matrix that are in registers before its vector has come. More would spill.
+template <int TOKENS>
+constexpr int REGISTER_STAGES = TOKENS >= MMA_TOKENS ? 0 : HIDDEN > 1024 ? 4 : 6;
 
 // The input of down_proj, the longest, is received and multiplied in panels of so many columns that those of all
 // tokens fit into the registers.
@@ -199,7 +229,8 @@ static_assert(STREAMS == 1 || STREAMS == 2 || STREAMS == 4 || STREAMS == 8 || ST
               "unsupported sizes: STREAMS must be 1, 2, 4, 8 or 16");
 
 // Tags repeat every 2^16 layers. Each value is rewritten in every launch, so a stale one cannot match as long
-// as a launch has fewer layers than that.
+// as a launch has fewer layers than that. Only `splits` may be older, of the last layer of any launch before: with
+// an even number of layers that is an even epoch, and the first layer, which rewrites them, has an odd one.
 static_assert(LAYERS * (CODES + 1) < 1 << 16, "unsupported sizes: LAYERS * (CODES + 1) must be below 65536");
 
 // Each lane has 4 dimensions of a head, and each of the 256 consumers one output of at most 2 query heads.
@@ -354,6 +385,10 @@ struct alignas(16) Shared {
 static_assert(sizeof(Shared) + 2 * sizeof(Stage) <= SHARED_BYTES,
               "unsupported sizes: SHARED_BYTES is too small for two stages of weights");
 constexpr int STAGES = (SHARED_BYTES - sizeof(Shared)) / sizeof(Stage);
+// Stages that are on their way from memory at a time. By measurement on an H200, for one stream: more than two make
+// what the blocks exchange wait, by 4 %; but layers that keep the memory busy all the time need five.
+constexpr int MAX_ON_THEIR_WAY = !BULK_COPIES || STREAMS > 1 ? STAGES : HIDDEN > 1024 ? 5 : 2;
+constexpr int STAGES_ON_THEIR_WAY = MAX_ON_THEIR_WAY < STAGES ? MAX_ON_THEIR_WAY : STAGES;
 static_assert(STAGES <= CONSUMERS + PRODUCERS,
               "unsupported sizes: SHARED_BYTES must not be for more stages than a block has threads");
 static_assert(sizeof(Stage) % 16 == 0, "bulk copies go to multiples of 16 bytes");
@@ -543,9 +578,17 @@ __device__ int token_of_lane(int group, int tokens) {
     return group * MMA_TOKENS + lane_index() / 8 % tokens;
 }
 
-// What a lane holds of a vector of SIZE elements of each token: x[group][i].
+// With fewer than four, operand B has the vectors of SLOTS mma steps beside each other, see there as well.
+template <int TOKENS>
+constexpr int SLOTS = TOKENS < MMA_TOKENS ? MMA_TOKENS / TOKENS : 1;
+
+// What a lane holds of a vector of SIZE elements of one token, and of those of all its tokens.
+template <int TOKENS>
+constexpr int QUADS_PER_PART = STEPS_PER_STAGE / SLOTS<TOKENS>;             // a part is 1024 elements
 template <int TOKENS, int SIZE>
-using Vectors = uint2[groups_of(TOKENS)][SIZE / 256];
+using Vector = uint2[SIZE / STAGE_COLUMNS * QUADS_PER_PART<TOKENS>];
+template <int TOKENS, int SIZE>
+using Vectors = Vector<TOKENS, SIZE>[groups_of(TOKENS)];
 
 
 // ---- Time limit of all waits
@@ -635,9 +678,19 @@ __device__ void receive(uint2 (&values)[N], u32 epoch, Quad quad) {
 
 // ---- Ring of weight stages
 
-// `stage` counts the stages since the launch. Stage n is in slot n % STAGES, which has been used n / STAGES
-// times before; the lowest bit of that is the parity of the phase to wait for.
-//
+// A place in the ring: a slot, and how often it has been used before, modulo 2, which is the parity of the phase
+// of `full` to wait for.
+struct Cursor {
+    u32 slot = 0;
+    u32 parity = 0;
+};
+
+__device__ void advance(Cursor &cursor) {
+    const bool is_last = cursor.slot == STAGES - 1;
+    cursor.slot = is_last ? 0 : cursor.slot + 1;
+    cursor.parity ^= is_last;
+}
+
 // With MEGAKERNEL_PLAIN_COPIES the ring is filled by ordinary stores and every consumer arrives for itself.
 // This is for compute-sanitizer's racecheck, which understands neither bulk copies nor a lane that arrives for
 // its warp.
@@ -647,9 +700,9 @@ constexpr int ARRIVALS_TO_EMPTY = CONSUMERS;
 constexpr int ARRIVALS_TO_EMPTY = WARPS;
 #endif
 
-__device__ Stage &ring_slot(u32 stage) {
+__device__ Stage &ring_slot(u32 slot) {
     Stage *ring = (Stage *)(&shared() + 1);
-    return ring[stage % STAGES];
+    return ring[slot];
 }
 
 __device__ void init_barrier(Stage &slot) {
@@ -667,18 +720,18 @@ __device__ void mbarrier_wait(u64 *barrier, u32 parity, u32 waiting_for) {
     }
 }
 
-__device__ void wait_until_full(u32 stage) {
-    mbarrier_wait(&ring_slot(stage).full, stage / STAGES & 1, WAITED_FOR_WEIGHTS);
+__device__ void wait_until_full(Cursor cursor) {
+    mbarrier_wait(&ring_slot(cursor.slot).full, cursor.parity, WAITED_FOR_WEIGHTS);
 }
 
 // In the first round this waits for the phase before the first, which counts as complete: slots start empty.
-__device__ void wait_until_empty(u32 stage) {
-    mbarrier_wait(&ring_slot(stage).empty, ~(stage / STAGES) & 1, WAITED_FOR_FREE_STAGE);
+__device__ void wait_until_empty(Cursor cursor) {
+    mbarrier_wait(&ring_slot(cursor.slot).empty, cursor.parity ^ 1, WAITED_FOR_FREE_STAGE);
 }
 
 // By each producer: its part of the stage, whose rows begin at `source`, `stride` bytes apart.
-__device__ void fill(u32 stage, int producer, const char *source, u64 stride, u64 policy) {
-    Stage &slot = ring_slot(stage);
+__device__ void fill(Cursor cursor, int producer, const char *source, u64 stride, u64 policy) {
+    Stage &slot = ring_slot(cursor.slot);
 #if BULK_COPIES && !defined(MEGAKERNEL_PLAIN_COPIES)
     mbarrier_arrive_expect_tx<STAGE_ROW_BYTES>(&slot.full);
     bulk_copy_to_shared<STAGE_ROW_BYTES>(slot.rows[producer], source + producer * stride, &slot.full, policy);
@@ -706,13 +759,13 @@ __device__ void fill(u32 stage, int producer, const char *source, u64 stride, u6
 }
 
 // By each consumer warp, when it has read its columns.
-__device__ void release(u32 stage) {
+__device__ void release(Cursor cursor) {
     __syncwarp();                                     // all lanes have read
 #ifdef MEGAKERNEL_PLAIN_COPIES
-    mbarrier_arrive(&ring_slot(stage).empty);
+    mbarrier_arrive(&ring_slot(cursor.slot).empty);
 #else
     if (lane_index() == 0) {
-        mbarrier_arrive(&ring_slot(stage).empty);
+        mbarrier_arrive(&ring_slot(cursor.slot).empty);
     }
 #endif
 }
@@ -721,26 +774,30 @@ __device__ void release(u32 stage) {
 // time; those of down_proj panel after panel.
 __device__ void produce_weights(const Matrix *matrix, int producer) {
     const u64 policy = l2_policy(L2_KEEP_FRACTION);
-    u32 stage = 0;
+    Cursor cursor;
+    Cursor oldest_on_its_way;
+    int on_their_way = 0;
     for (; matrix->rows; ++matrix) {
         const Share share = share_of_this_block(matrix->rows);
         const u64 bytes_per_slice = share.rows_per_slice * matrix->row_bytes;
-        const char *source = matrix->address + share.first_row * matrix->row_bytes;
-        const char *end = source + bytes_per_slice;
-        const auto copy = [&](const char *begin, const char *end) {
-            for (; begin < end; begin += STAGE_ROW_BYTES) {
-                wait_until_empty(stage);
-                fill(stage, producer, begin, bytes_per_slice, policy);
-                ++stage;
-            }
-        };
-        if (PANEL_COLUMNS == INNER || matrix->row_bytes < 2 * INNER) {
-            copy(source, end);
-            continue;
-        }
-        for (int panel = 0; panel < INNER / PANEL_COLUMNS; ++panel) {       // of down_proj
-            for (const char *row = source + 2 * panel * PANEL_COLUMNS; row < end; row += 2 * INNER) {
-                copy(row, row + 2 * PANEL_COLUMNS);
+        const char *first_row = matrix->address + share.first_row * matrix->row_bytes;
+        // Row after row; of down_proj, panel after panel.
+        const bool has_panels = PANEL_COLUMNS < INNER && matrix->row_bytes == 2 * INNER;
+        const u64 panel_bytes = has_panels ? 2 * PANEL_COLUMNS : matrix->row_bytes;
+        for (u64 panel = 0; panel < matrix->row_bytes; panel += panel_bytes) {
+            for (u64 row = 0; row < bytes_per_slice; row += matrix->row_bytes) {
+                for (u64 column = panel; column < panel + panel_bytes; column += STAGE_ROW_BYTES) {
+                    const char *source = first_row + row + column;
+                    wait_until_empty(cursor);
+                    if (on_their_way == STAGES_ON_THEIR_WAY) {
+                        wait_until_full(oldest_on_its_way);
+                        advance(oldest_on_its_way);
+                    } else {
+                        ++on_their_way;
+                    }
+                    fill(cursor, producer, source, bytes_per_slice, policy);
+                    advance(cursor);
+                }
             }
         }
     }
@@ -752,13 +809,16 @@ __device__ void produce_weights(const Matrix *matrix, int producer) {
 
 // ---- Matrix times vector
 
-// A vector of N * 256 elements is spread over the consumers as the operand B of the mma steps. Quads 2 n and
-// 2 n + 1 are elements 0 1 4 5 and 2 3 6 7 of 8 n .. 8 n + 7. x[i] of a thread, with i = 4 * part + step,
-// where a part is 1024 columns, and lane = 4 r + q, is quad
+// A vector is spread over the consumers as the operand B of the mma steps. Quads 2 n and 2 n + 1 are elements
+// 0 1 4 5 and 2 3 6 7 of 8 n .. 8 n + 7. Of each 1024 columns, a part, a warp has 4 steps of 32 columns, and lane
+// 4 r + q has these quads, for every step of its slot:
 //     part * 256 + warp * 32 + step * 8 + q * 2 + r % 2
-// Four lanes of a warp, those with the same q and r % 2, hold the same quad; 8 adjacent lanes hold each once.
+template <int TOKENS>
 __device__ int quad_of_vector(int i) {
-    return i / 4 * 256 + threadIdx.x / 32 * 32 + i % 4 * 8 + threadIdx.x % 4 * 2 + threadIdx.x / 4 % 2;
+    const int part = i / QUADS_PER_PART<TOKENS>;
+    const int slot = SLOTS<TOKENS> == 1 ? 0 : threadIdx.x % 32 / 8 / TOKENS;
+    const int step = i % QUADS_PER_PART<TOKENS> * SLOTS<TOKENS> + slot;
+    return part * 256 + threadIdx.x / 32 * 32 + step * 8 + threadIdx.x % 4 * 2 + threadIdx.x / 4 % 2;
 }
 
 // Vectors in Exchange have quad after quad: elements 0 1 4 5 2 3 6 7 8 9 12 13 10 11 14 15 ... If PACKED, those
@@ -787,8 +847,7 @@ __device__ void publish_element(Exchange *exchange, u32 (Activations::*vector)[W
     }
 }
 
-// Receives a vector of each of TOKENS tokens, the first of which is `first_token`: N * 256 columns, beginning with
-// first_column.
+// Receives a vector of each of TOKENS tokens, of which the first is `first_token`, from first_column on.
 template <int TOKENS, int WORDS, int G, int N>
 __device__ void receive_vectors(uint2 (&x)[G][N], const Exchange &replica, u32 (Activations::*vector)[WORDS],
                                 u32 epoch, int first_token = 0, int first_column = 0) {
@@ -796,7 +855,7 @@ __device__ void receive_vectors(uint2 (&x)[G][N], const Exchange &replica, u32 (
         return replica.tokens[epoch % BUFFERS][first_token + token_of_lane(group, TOKENS)].*vector;
     };
     const auto quad = [&](int i) {
-        return quad_of_vector(first_column / 256 + i);
+        return quad_of_vector<TOKENS>(first_column / STAGE_COLUMNS * QUADS_PER_PART<TOKENS> + i);
     };
     if constexpr (!PACKED) {
 #pragma unroll
@@ -840,11 +899,11 @@ __device__ int first_pair(int quad) {
     return quad / 2 * 4 + quad % 2;
 }
 
-template <int N>
+template <int TOKENS, int N>
 __device__ void load_vector(uint2 (&x)[N], const u32 *source) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        const int pair = first_pair(quad_of_vector(i));
+        const int pair = first_pair(quad_of_vector<TOKENS>(i));
         x[i] = {source[pair], source[pair + 2]};
     }
 }
@@ -854,42 +913,90 @@ __device__ void multiply_add(float (&d)[4], uint4 weights, uint2 x) {
     mma_m16n8k16(d, weights.x, weights.y, weights.z, weights.w, x.x, x.y);
 }
 
-// The next matrix in the ring times x. Of each stage, warp w takes columns 128 w .. 128 w + 127 of the 8
-// rows, in 4 mma steps of 32 columns for each group of tokens. The sums of row number i of the block go to
-// partial[token][w][region + i], or are added to what this thread has left there.
-template <int ROWS, int TOKENS, int G, int N>
-__device__ void matvec(const uint2 (&x)[G][N], u32 &stage, int region, bool adds = false) {
-    constexpr int MAX = MAX_ROWS_PER_SLICE<ROWS>;
-    constexpr int UNROLLED = BULK_COPIES && MAX <= 8 && G == 1 ? MAX : 1;   // more would spill registers
+// The next matrix in the ring, or a panel of it, of which the first stages are loaded ahead, at most MOST. None
+// are where a loop over the rows is not unrolled: registers have no index.
+template <int TOKENS, int ROWS, int COLUMNS, int MOST = REGISTER_STAGES<TOKENS>>
+struct Weights {
+    static constexpr int PARTS = COLUMNS / STAGE_COLUMNS;
+    static constexpr int MAX = MAX_ROWS_PER_SLICE<ROWS>;
+    static constexpr bool IS_UNROLLED = BULK_COPIES && MAX <= 8 && TOKENS <= MMA_TOKENS;     // more would spill
+    static constexpr int STAGES_OF_BLOCK = ROWS / SLICES / GRID * PARTS;                     // at least
+    static constexpr int AHEAD = !IS_UNROLLED ? 0 : STAGES_OF_BLOCK < MOST ? STAGES_OF_BLOCK : MOST;
+    uint4 stages[AHEAD > 0 ? AHEAD : 1][STEPS_PER_STAGE];
+};
+
+// A lane's part of a stage: of row r, 8 columns for each of the warp's 4 steps.
+__device__ void load_stage(uint4 (&stage)[STEPS_PER_STAGE], Cursor &cursor) {
+    wait_until_full(cursor);
+    const char *columns = ring_slot(cursor.slot).rows[lane_index() / 4] + warp_index() * 256;
+#pragma unroll
+    for (int step = 0; step < STEPS_PER_STAGE; ++step) {
+        stage[step] = ((const uint4 *)columns)[step * 4 + lane_index() % 4];
+    }
+    release(cursor);
+    advance(cursor);
+}
+
+template <int TOKENS, int ROWS, int COLUMNS, int MOST>
+__device__ void load_ahead(Weights<TOKENS, ROWS, COLUMNS, MOST> &weights, Cursor &cursor) {
+#pragma unroll
+    for (int i = 0; i < Weights<TOKENS, ROWS, COLUMNS, MOST>::AHEAD; ++i) {
+        load_stage(weights.stages[i], cursor);
+    }
+}
+
+// Weights times x. Of each stage, warp w takes columns 128 w .. 128 w + 127 of the 8 rows, in 4 mma steps of 32
+// columns for each group of tokens. The sums of row number i of the block go to partial[token][w][region + i], or
+// are added to what is there.
+template <int TOKENS, int ROWS, int COLUMNS, int MOST>
+__device__ void matvec(const Weights<TOKENS, ROWS, COLUMNS, MOST> &weights, const Vectors<TOKENS, COLUMNS> &x,
+                       Cursor &cursor, int region, bool adds = false) {
+    using W = Weights<TOKENS, ROWS, COLUMNS, MOST>;
+    constexpr int UNROLLED = W::IS_UNROLLED ? W::MAX : 1;
+    constexpr int G = groups_of(TOKENS);
+    constexpr int SUMS = SLOTS<TOKENS> > 2 ? SLOTS<TOKENS> : 2;     // of each slot; two at least: an mma does not
+                                                                    // wait for the one before
     const int rows_per_slice = share_of_this_block(ROWS).rows_per_slice;
-    const int warp = warp_index();
-    const int slice = threadIdx.x % 32 / 4;           // r of the lane map
-    const int q = threadIdx.x % 4;
+    const int slice = lane_index() / 4;               // r of the lane map
+    const int q = lane_index() % 4;
 #pragma unroll UNROLLED
     for (int row = 0; row < rows_per_slice; ++row) { // of the slice
-        float d[G][2][4] = {};                        // two sums: an mma does not wait for the one before
+        float d[G][SUMS][4] = {};
 #pragma unroll
-        for (int part = 0; part < N / STEPS_PER_STAGE; ++part) {
-            wait_until_full(stage);
-            const char *columns = ring_slot(stage).rows[slice] + warp * 256;
-            const uint4 *weights = (const uint4 *)columns + q;
+        for (int part = 0; part < W::PARTS; ++part) {
+            const int i = row * W::PARTS + part;
+            uint4 stage[STEPS_PER_STAGE];
+            if (i >= W::AHEAD) {
+                load_stage(stage, cursor);
+            }
 #pragma unroll
             for (int step = 0; step < STEPS_PER_STAGE; ++step) {
-                const uint4 columns_of_row = weights[step * 4];
+                const uint4 columns_of_row = i < W::AHEAD ? weights.stages[i][step] : stage[step];
+                const int quad = part * QUADS_PER_PART<TOKENS> + step / SLOTS<TOKENS>;
 #pragma unroll
                 for (int group = 0; group < G; ++group) {
-                    multiply_add(d[group][step % 2], columns_of_row, x[group][part * STEPS_PER_STAGE + step]);
+                    multiply_add(d[group][step % SUMS], columns_of_row, x[group][quad]);
                 }
             }
-            release(stage);
-            ++stage;
         }
 #pragma unroll
         for (int group = 0; group < G; ++group) {
-            if (q < TOKENS - group * MMA_TOKENS) {
-                const float sum = d[group][0][0] + d[group][1][0] + (d[group][0][3] + d[group][1][3]);
-                const int i = region + slice * rows_per_slice + row;
-                float &partial = shared().partial[group * MMA_TOKENS + q][warp][i];
+            const auto of_sum = [&](int i) {
+                return d[group][i][0] + d[group][i][3];
+            };
+            float sum = SLOTS<TOKENS> == 1 ? of_sum(0) + of_sum(1) : of_sum(0);
+#pragma unroll
+            for (int slot = 1; slot < SLOTS<TOKENS>; ++slot) {
+                const float of_slot = of_sum(slot);
+                sum = q / TOKENS == slot ? of_slot : sum;
+            }
+#pragma unroll
+            for (int distance = TOKENS; distance < MMA_TOKENS; distance *= 2) {
+                sum += __shfl_xor_sync(~0u, sum, distance);
+            }
+            const int token = group * MMA_TOKENS + q;
+            if (token < TOKENS) {
+                float &partial = shared().partial[token][warp_index()][region + slice * rows_per_slice + row];
                 partial = adds ? partial + sum : sum;
             }
         }
@@ -929,8 +1036,8 @@ __device__ void for_each_row(int region, Use use) {
 
 // ---- RMS norm
 
-// x is spread over the consumers by quad_of_vector, so 8 adjacent lanes hold all that the warp has of it. Each
-// token has its own sum.
+// Each token has its own sum, over the lanes that hold its vector. Between two norms there is a for_each_row, whose
+// barrier all threads reach after they have read the sums of the first.
 template <int TOKENS, int G, int N>
 __device__ void rms_norm(uint2 (&x)[G][N], const uint2 (&weight)[N]) {
     float squares[G] = {};
@@ -941,10 +1048,13 @@ __device__ void rms_norm(uint2 (&x)[G][N], const uint2 (&weight)[N]) {
             squares[group] += dot(unpack(x[group][i]), unpack(x[group][i]));
         }
     }
-    sync_consumers();                                 // all have read the previous sums
 #pragma unroll
     for (int group = 0; group < G; ++group) {
-        const float of_warp = warp_sum<8>(squares[group]);
+        float of_warp = warp_sum<8>(squares[group]);
+#pragma unroll
+        for (int distance = 8 * TOKENS; distance < 32; distance *= 2) {
+            of_warp += __shfl_xor_sync(~0u, of_warp, distance);
+        }
         if (lane_index() == 8 * token_of_lane(0, TOKENS)) {
             shared().squares[token_of_lane(group, TOKENS)][warp_index()] = of_warp;
         }
@@ -968,15 +1078,187 @@ __device__ void rms_norm(uint2 (&x)[G][N], const uint2 (&weight)[N]) {
 
 // ---- Attention
 
-// Block b takes the query heads of group b % GROUPS, and split b / GROUPS % SPLITS of the positions of one
-// stream:
-//     warp w of split s:  positions 8 s + w, 8 s + w + POSITION_STRIDE, 8 s + w + 2 * POSITION_STRIDE, ...
-//     lane l:             dimensions 4 l .. 4 l + 3
-// The result is not used in blocks without attention.
+// The stream that this block attends for. Not used in blocks without attention.
 __device__ int stream_to_attend() {
     return blockIdx.x / (GROUPS * SPLITS) % STREAMS;
 }
 
+// A row of this block's stream in the cache.
+__device__ u64 cache_row(const Arguments &arguments, int kv_head, int position) {
+    return (stream_to_attend() * KV_HEADS + kv_head) * arguments.cache_length + position;
+}
+
+// The queries of QUERIES heads, the new key, the new value; a lane has 4 dimensions of each. One warp writes the new
+// row of the cache. In the predictor, later positions of the same launch read it. Two blocks with one query head
+// each write the same values, and each of them reads after its own write.
+template <int QUERIES>
+__device__ void receive_qkv(uint2 (&x)[QUERIES + 2], const Arguments &arguments, const Layer &layer, int token,
+                            int position, int first_head, bool writes, u32 epoch) {
+    constexpr int KEY = QUERIES;
+    constexpr int VALUE = QUERIES + 1;
+    constexpr int ROW = HEAD_DIM / 4;                 // quads of a head
+    const int lane = lane_index();
+    const int kv_head = first_head / 2;
+    const uint2 cos = arguments.cos[position * ROW + lane];
+    const uint2 sin = arguments.sin[position * ROW + lane];
+    const uint2 q_weight = layer.q_norm[lane];
+    const uint2 k_weight = layer.k_norm[lane];
+    const u32 *qkv = replica_of_this_block(arguments.exchange).tokens[0][token].qkv;
+    receive(x, epoch, [&](int i) {
+        const int head = i < KEY ? first_head + i : HEADS + (i - KEY) * KV_HEADS + kv_head;
+        return qkv + head * HEAD_DIM + lane * 4;
+    });
+#pragma unroll
+    for (int i = 0; i <= KEY; ++i) {
+        x[i] = norm_and_rope<32>(x[i], i < KEY ? q_weight : k_weight, cos, sin, EPSILON);
+    }
+    if (writes) {
+        const u64 row = cache_row(arguments, kv_head, position);
+        layer.keys[row * ROW + lane] = x[KEY];
+        layer.values[row * ROW + lane] = x[VALUE];
+    }
+}
+
+// Sums of 8 values over the 8 lanes of the same q: lane 4 r + q gets that of value r.
+__device__ float sum_over_groups(float (&x)[8]) {
+#pragma unroll
+    for (int half = 4; half > 0; half /= 2) {
+        const bool is_upper = lane_index() / 4 & half;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const float kept = is_upper ? x[i + half] : x[i];
+            const float sent = is_upper ? x[i] : x[i + half];
+            x[i] = kept + __shfl_xor_sync(~0u, sent, 4 * half);
+        }
+    }
+    return x[0];
+}
+
+// Attention to at most FEW_POSITIONS cached positions and the new one. Block b of a stream takes query head
+// b % HEADS, and of its dimensions slice b / HEADS:
+//     group g of warp w:  positions 8 (8 g + w) .. + 7
+//     lane 4 r + q:       position r of them; of the values dimensions 8 q .. + 7 of each 32
+// Tensor cores multiply the keys of a group by the query, as 8 rows of weights by a vector.
+__device__ void attend_to_few(const Arguments &arguments, const Layer &layer, int token, int position, u32 epoch) {
+    constexpr int DIMENSIONS = HEAD_DIM / (HEAD_SLICES > 0 ? HEAD_SLICES : 1);
+    constexpr int PARTS = DIMENSIONS / 32;            // of the values
+    constexpr int VECTORS = HEAD_DIM / 8;             // uint4 of a cached row
+    const int block = blockIdx.x % (GROUPS * SPLITS);
+    const int head = block % HEADS;
+    const int slice = block / HEADS;
+    if (slice >= HEAD_SLICES) {
+        return;
+    }
+    const int warp = warp_index();
+    const int lane = lane_index();
+    const int r = lane / 4;
+    const int q = lane % 4;
+    const auto position_of = [&](int group) {
+        return (group * WARPS + warp) * 8 + r;
+    };
+
+    // Issue all loads that do not depend on this layer's q, k, v before waiting for those.
+    const uint4 *keys = (const uint4 *)layer.keys + cache_row(arguments, head / 2, 0) * VECTORS;
+    const uint4 *values = (const uint4 *)layer.values + cache_row(arguments, head / 2, 0) * VECTORS;
+    uint4 k[FEW_GROUPS][4] = {};
+    uint4 v[FEW_GROUPS][PARTS] = {};
+#pragma unroll
+    for (int g = 0; g < FEW_GROUPS; ++g) {
+        if (position_of(g) < position) {
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+                k[g][step] = keys[position_of(g) * VECTORS + step * 4 + q];
+            }
+#pragma unroll
+            for (int i = 0; i < PARTS; ++i) {
+                v[g][i] = values[position_of(g) * VECTORS + (slice * PARTS + i) * 4 + q];
+            }
+        }
+    }
+    uint2 x[3];
+    receive_qkv<1>(x, arguments, layer, token, position, head, warp == 0, epoch);
+    const auto [query, new_key, new_value] = x;
+
+    // The query as operand B: its quads 2 n and 2 n + 1 are in the lanes of the same numbers, two pairs each.
+    const u32 other = __shfl_xor_sync(~0u, lane % 2 ? query.x : query.y, 1);
+    const uint2 quad = {lane % 2 ? other : query.x, lane % 2 ? query.y : other};
+    uint2 b[4];
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+        const int source = step * 8 + q * 2 + r % 2;
+        b[step] = {__shfl_sync(~0u, quad.x, source), __shfl_sync(~0u, quad.y, source)};
+    }
+
+    float score[FEW_GROUPS];
+    float best = LOWEST_SCORE;
+#pragma unroll
+    for (int g = 0; g < FEW_GROUPS; ++g) {
+        float d[2][4] = {};
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            multiply_add(d[step % 2], k[g][step], b[step]);
+        }
+        const float product = d[0][0] + d[1][0] + (d[0][3] + d[1][3]);
+        score[g] = position_of(g) < position ? product * rsqrtf(HEAD_DIM) : LOWEST_SCORE;
+        best = fmaxf(best, score[g]);
+    }
+    const float new_score = warp_sum(dot(unpack(query), unpack(new_key))) * rsqrtf(HEAD_DIM);
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2) {
+        best = fmaxf(best, __shfl_xor_sync(~0u, best, distance));
+    }
+    float weight = 0;
+    float sums[PARTS][8] = {};
+#pragma unroll
+    for (int g = 0; g < FEW_GROUPS; ++g) {
+        const float of_position = position_of(g) < position ? expf(score[g] - best) : 0;
+        weight += of_position;
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                sums[i][j] += of_position * unpack(v[g][i]).v[j];
+            }
+        }
+    }
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2) {
+        weight += __shfl_xor_sync(~0u, weight, distance);
+    }
+    float *head_sum = shared().head_sum[warp][0][0].v;
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) {
+        head_sum[i * 32 + q * 8 + r] = sum_over_groups(sums[i]);
+    }
+    if (lane == 0) {
+        shared().head_max[warp][0] = best;
+        shared().head_weight[warp][0] = weight;
+    }
+
+    // Merge the warps and the new position: thread t has dimension t of the slice.
+    const int dimension = slice * DIMENSIONS + threadIdx.x % DIMENSIONS;
+    const u32 low = __shfl_sync(~0u, new_value.x, dimension / 4);
+    const u32 high = __shfl_sync(~0u, new_value.y, dimension / 4);
+    const u32 pair = dimension / 2 % 2 ? high : low;
+    sync_consumers();
+    if (threadIdx.x >= DIMENSIONS) {
+        return;
+    }
+    const PartialAttention merged = merge_attention(WARPS + 1, [&](int w) -> PartialAttention {
+        if (w == WARPS) {
+            return {new_score, 1, dimension % 2 ? high_half(pair) : low_half(pair)};
+        }
+        return {shared().head_max[w][0], shared().head_weight[w][0],
+                shared().head_sum[w][0][threadIdx.x / 4].v[threadIdx.x % 4]};
+    });
+    publish_element(arguments.exchange, &Activations::attention, token, head * HEAD_DIM + dimension,
+                    merged.sum / merged.weight, epoch);
+}
+
+// Attention to any number of positions. Block b of a stream takes the query heads of group b % GROUPS, and split
+// b / GROUPS of the positions:
+//     warp w of split s:  positions 8 s + w, 8 s + w + POSITION_STRIDE, 8 s + w + 2 * POSITION_STRIDE, ...
+//     lane l:             dimensions 4 l .. 4 l + 3
 // Softmax is online (as in FlashAttention): each warp keeps a maximum, a sum of weights and a weighted sum of
 // values. The warps are merged here, the splits in merge_splits.
 __device__ void attend(const Arguments &arguments, const Layer &layer, int token, int position, u32 epoch) {
@@ -988,53 +1270,28 @@ __device__ void attend(const Arguments &arguments, const Layer &layer, int token
     const int lane = lane_index();
     const int first_position = split * WARPS + warp;
 
-    // This lane's quad of a row of HEAD_DIM elements: a position in the cache, a head in qkv.
-    const auto quad_of_row = [&](u64 row) {
-        return row * (HEAD_DIM / 4) + lane;
+    // This lane's quad of a cached position.
+    const auto quad_of_row = [&](int cached_position) {
+        return cache_row(arguments, kv_head, cached_position) * (HEAD_DIM / 4) + lane;
     };
 
     // Issue all loads that do not depend on this layer's q, k, v before waiting for those.
-    const u64 first_of_head = (stream * KV_HEADS + kv_head) * arguments.cache_length * (HEAD_DIM / 4);
-    uint2 *keys = layer.keys + first_of_head;
-    uint2 *values = layer.values + first_of_head;
     uint2 k[KV_PREFETCH] = {};
     uint2 v[KV_PREFETCH] = {};
     const auto prefetch = [&](int i, int cached_position) {
         if (cached_position < position) {
-            k[i] = keys[quad_of_row(cached_position)];
-            v[i] = values[quad_of_row(cached_position)];
+            k[i] = layer.keys[quad_of_row(cached_position)];
+            v[i] = layer.values[quad_of_row(cached_position)];
         }
     };
 #pragma unroll
     for (int i = 0; i < KV_PREFETCH; ++i) {
         prefetch(i, first_position + i * POSITION_STRIDE);
     }
-    const uint2 cos = arguments.cos[quad_of_row(position)];
-    const uint2 sin = arguments.sin[quad_of_row(position)];
-    const uint2 q_weight = layer.q_norm[lane];
-    const uint2 k_weight = layer.k_norm[lane];
-
-    // The queries, the new key, the new value.
     constexpr int KEY = GROUP_HEADS;
     constexpr int VALUE = GROUP_HEADS + 1;
     uint2 x[GROUP_HEADS + 2];
-    const u32 *qkv = replica_of_this_block(arguments.exchange).tokens[0][token].qkv;
-    receive(x, epoch, [&](int i) {
-        return qkv + 4 * quad_of_row(i < KEY ? first_head + i : HEADS + (i - KEY) * KV_HEADS + kv_head);
-    });
-
-#pragma unroll
-    for (int i = 0; i <= KEY; ++i) {
-        x[i] = norm_and_rope<32>(x[i], i < KEY ? q_weight : k_weight, cos, sin, EPSILON);
-    }
-
-    // One warp of the first split writes the new row of the cache. In the predictor, later positions of the
-    // same launch read it. Two blocks with one query head each write the same values, and each of them reads
-    // after its own write.
-    if (first_position == 0) {
-        keys[quad_of_row(position)] = x[KEY];
-        values[quad_of_row(position)] = x[VALUE];
-    }
+    receive_qkv<GROUP_HEADS>(x, arguments, layer, token, position, first_head, first_position == 0, epoch);
 
     // Start with a dummy key: score LOWEST_SCORE, weight 1, value 0. Any real key scales its weight to 0,
     // here or in a merge. In a split without positions, which has no real key, it avoids 0 / 0.
@@ -1141,16 +1398,16 @@ __device__ void merge_splits(Exchange &exchange, u32 epoch) {
 
 // ---- Layers
 
-// A pass: POSITIONS consecutive tokens of each stream through all layers, and the last ones through the
-// final norm to `last`. input_of(token) is (HIDDEN). `position` is that of the first token of the stream that
-// this block attends for. Loads that do not depend on other blocks are issued before the spin loops that do.
+// A pass: POSITIONS consecutive tokens of each stream through all layers. input_of(token) is (HIDDEN). `position` is
+// that of the first token of the stream that this block attends for. Loads that do not depend on other blocks are
+// issued before the spin loops that do.
 template <int POSITIONS, class InputOf>
-__device__ void run_layers(const Arguments &arguments, InputOf input_of, int position,
-                           Vectors<STREAMS, HIDDEN> &last, u32 &stage, u32 &epoch) {
+__device__ void run_layers(const Arguments &arguments, InputOf input_of, int position, Cursor &cursor,
+                           u32 &epoch) {
     Exchange *exchange = arguments.exchange;
     const Exchange &replica = replica_of_this_block(exchange);
     constexpr int TOKENS = POSITIONS * STREAMS;
-    uint2 norm_weight[HIDDEN / 256];
+    Vector<TOKENS, HIDDEN> norm_weight;
     Vectors<TOKENS, HIDDEN> x;
     Vectors<TOKENS, QUERY_SIZE> attention;
     Vectors<TOKENS, PANEL_COLUMNS> inner;
@@ -1166,18 +1423,20 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
 
 #pragma unroll
     for (int group = 0; group < groups_of(TOKENS); ++group) {
-        load_vector(x[group], (const u32 *)input_of(token_of_lane(group, TOKENS)));
+        load_vector<TOKENS>(x[group], (const u32 *)input_of(token_of_lane(group, TOKENS)));
     }
 #pragma unroll 1
     for (const Layer *layer = arguments.layers; layer < arguments.layers + LAYERS; ++layer) {
         // Phase 1: input norm; q, k, v
-        load_vector(norm_weight, layer->input_norm);
+        load_vector<TOKENS>(norm_weight, layer->input_norm);
+        Weights<TOKENS, QKV_SIZE, HIDDEN> qkv;
+        load_ahead(qkv, cursor);
         if (layer > arguments.layers) {
             receive_vectors<TOKENS>(x, replica, &Activations::hidden, epoch);
         }
         rms_norm<TOKENS>(x, norm_weight);
         ++epoch;
-        matvec<QKV_SIZE, TOKENS>(x, stage, 0);
+        matvec(qkv, x, cursor, 0);
         for_each_row<QKV_SIZE, TOKENS>(0, [&](int token, int row, float sum) {
             publish(&exchange->tokens[0][token].qkv[row], sum, epoch);
         });
@@ -1189,26 +1448,39 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
                 if (i > 0) {
                     sync_consumers();                 // the position before is in the cache, head_sum is read
                 }
-                attend(arguments, *layer, i * STREAMS + stream_to_attend(), position + i, epoch);
+                const int token = i * STREAMS + stream_to_attend();
+                if (HEAD_SLICES > 0 && position + i <= FEW_POSITIONS) {
+                    attend_to_few(arguments, *layer, token, position + i, epoch);
+                } else {
+                    attend(arguments, *layer, token, position + i, epoch);
+                }
             }
         }
-        if (SPLITS > 1 && (ATTENTION_BLOCKS == GRID || blockIdx.x < ATTENTION_BLOCKS)) {
+        const bool has_splits = SPLITS > 1 && position > FEW_POSITIONS;
+        if (has_splits && (ATTENTION_BLOCKS == GRID || blockIdx.x < ATTENTION_BLOCKS)) {
             merge_splits(*exchange, epoch);
         }
 
         // Phase 4: o_proj and residual
+        Weights<TOKENS, HIDDEN, QUERY_SIZE> o;
+        load_ahead(o, cursor);
         receive_vectors<TOKENS>(attention, replica, &Activations::attention, epoch);
-        matvec<HIDDEN, TOKENS>(attention, stage, SECOND_REGION);
+        matvec(o, attention, cursor, SECOND_REGION);
         for_each_row<HIDDEN, TOKENS>(SECOND_REGION, [&](int token, int row, float sum) {
             publish_element(exchange, &Activations::post_attention, token, row, add_residual(sum), epoch);
         });
 
         // Phase 5: post-attention norm; gate and up, silu(gate) * up
-        load_vector(norm_weight, layer->post_norm);
+        load_vector<TOKENS>(norm_weight, layer->post_norm);
+        using Gate = Weights<TOKENS, INNER, HIDDEN>;
+        Gate gate;
+        Weights<TOKENS, INNER, HIDDEN, REGISTER_STAGES<TOKENS> - Gate::AHEAD> up;
+        load_ahead(gate, cursor);
+        load_ahead(up, cursor);
         receive_vectors<TOKENS>(x, replica, &Activations::post_attention, epoch);
         rms_norm<TOKENS>(x, norm_weight);
-        matvec<INNER, TOKENS>(x, stage, 0);
-        matvec<INNER, TOKENS>(x, stage, MAX_ROWS<INNER>);
+        matvec(gate, x, cursor, 0);
+        matvec(up, x, cursor, MAX_ROWS<INNER>);
         for_each_row<INNER, TOKENS>(0, [&](int token, int row, float gate) {
             const float activated = round_to_bf16(silu(gate));
             const float up = row_sum(token, MAX_ROWS<INNER> + row - share_of_this_block(INNER).first_row);
@@ -1218,8 +1490,10 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
         // Phase 6: down_proj and residual
 #pragma unroll
         for (int column = 0; column < INNER; column += PANEL_COLUMNS) {
+            Weights<TOKENS, HIDDEN, PANEL_COLUMNS> down;
+            load_ahead(down, cursor);
             receive_vectors<TOKENS>(inner, replica, &Activations::inner, epoch, 0, column);
-            matvec<HIDDEN, TOKENS>(inner, stage, SECOND_REGION, column > 0);
+            matvec(down, inner, cursor, SECOND_REGION, column > 0);
         }
         for_each_row<HIDDEN, TOKENS>(SECOND_REGION, [&](int token, int row, float sum) {
             publish_element(exchange, &Activations::hidden, token, row, add_residual(sum), epoch);
@@ -1228,9 +1502,6 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
             __threadfence();                          // what was emptied in this layer, before values of the next
         }
     }
-    load_vector(norm_weight, arguments.final_norm);
-    receive_vectors<STREAMS>(last, replica, &Activations::hidden, epoch, TOKENS - STREAMS);
-    rms_norm<STREAMS>(last, norm_weight);
 }
 
 
@@ -1241,24 +1512,48 @@ __device__ int token_of_score(int i) {
     return i / 4 * 4 * CONSUMERS + threadIdx.x * 4 + i % 4;
 }
 
-// A head after the layers: the logits of all streams.
-__device__ void run_head(const Arguments &arguments, const Vectors<STREAMS, HIDDEN> &x, int head, u32 &stage,
-                         u32 epoch) {
-    matvec<VOCAB, STREAMS>(x, stage, 0);
+// After the layers: the final norm, to x, of the last token of each stream, of which the first is `first_token` of
+// the pass; and the logits of a head.
+__device__ void run_head(const Arguments &arguments, int first_token, int head, Vectors<STREAMS, HIDDEN> &x,
+                         Cursor &cursor, u32 epoch) {
+    Vector<STREAMS, HIDDEN> norm_weight;
+    load_vector<STREAMS>(norm_weight, arguments.final_norm);
+    Weights<STREAMS, VOCAB, HIDDEN> weights;
+    load_ahead(weights, cursor);
+    const Exchange &replica = replica_of_this_block(arguments.exchange);
+    receive_vectors<STREAMS>(x, replica, &Activations::hidden, epoch, first_token);
+    rms_norm<STREAMS>(x, norm_weight);
+    matvec(weights, x, cursor, 0);
     for_each_row<VOCAB, STREAMS>(0, [&](int stream, int row, float sum) {
         publish<LOGITS_COPIES>(&arguments.exchange->logits[stream][head][row], sum, epoch);
     });
 }
 
-// The choice of one stream. Its noise is loaded while other blocks still compute the logits.
+// The choice of one stream. All that does not depend on the logits is loaded while other blocks still compute them.
 __device__ int sample(const Arguments &arguments, int stream, int head, u32 frame, u32 epoch) {
     constexpr int N = SCORES_PER_THREAD;
+    const Sampling sampling = {arguments.temperature[stream], arguments.topk_rank[stream],
+                               arguments.one_minus_top_p[stream]};
+    const bool is_greedy = arguments.greedy[stream];
     float noise[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        const u32 place = (stream * CODES + head) * VOCAB + token_of_score(i);
-        noise[i] = arguments.greedy[stream] ? 1 : arguments.noise[place];
+        noise[i] = arguments.noise[(stream * CODES + head) * VOCAB + token_of_score(i)];
+        noise[i] = is_greedy ? 1 : noise[i];
     }
+#if CODES == 1
+    const float penalty = arguments.repetition_penalty[stream];
+    const u64 end_token = arguments.end_token[stream];
+    const bool is_early = frame < arguments.min_tokens[stream];
+    bool is_seen[N];
+    bool is_suppressed[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const u32 place = stream * VOCAB + token_of_score(i);
+        is_seen[i] = arguments.seen[place];
+        is_suppressed[i] = arguments.suppressed[place] || (is_early && token_of_score(i) == end_token);
+    }
+#endif
     uint2 logits[N / 4];
     const Exchange *exchange = arguments.exchange;
     const Exchange &replica = LOGITS_COPIES == 1 ? *exchange : replica_of_this_block(exchange);
@@ -1269,16 +1564,10 @@ __device__ int sample(const Arguments &arguments, int stream, int head, u32 fram
     for (int i = 0; i < N; ++i) {
         score[i] = unpack(logits[i / 4]).v[i % 4];
 #if CODES == 1
-        const int token = token_of_score(i);
-        const u32 place = stream * VOCAB + token;
-        const bool ends_too_early = frame < arguments.min_tokens[stream] && token == arguments.end_token[stream];
-        score[i] = apply_rules(score[i], arguments.seen[place], arguments.repetition_penalty[stream],
-                               arguments.suppressed[place] || ends_too_early);
+        score[i] = apply_rules(score[i], is_seen[i], penalty, is_suppressed[i]);
 #endif
     }
     constexpr int SCORE_BITS = IS_TALKER ? 32 : 16;   // the predictor has no penalty: its scores are bfloat16
-    const Sampling sampling = {arguments.temperature[stream], arguments.topk_rank[stream],
-                               arguments.one_minus_top_p[stream]};
     return sample_scores<SCORE_BITS>(score, noise, sampling, shared().sampler, token_of_score,
                                      [] { sync_consumers(); });
 }
@@ -1342,7 +1631,7 @@ decode_step(const __grid_constant__ Arguments arguments) {
     }
 
     Vectors<STREAMS, HIDDEN> x;
-    u32 stage = 0;
+    Cursor cursor;
     u32 epoch = *arguments.epoch;
 
 #if CODES == 1  // the talker: a token of each stream, then the first code of the next frame
@@ -1352,8 +1641,8 @@ decode_step(const __grid_constant__ Arguments arguments) {
         return arguments.embedding + token * HIDDEN;
     };
     // A stream whose cache is full does not advance, but is computed with the others.
-    run_layers<1>(arguments, input_of, min(next_position, arguments.cache_length - 1), x, stage, epoch);
-    run_head(arguments, x, 0, stage, epoch);
+    run_layers<1>(arguments, input_of, min(next_position, arguments.cache_length - 1), cursor, epoch);
+    run_head(arguments, 0, 0, x, cursor, epoch);
 
     // The first blocks choose and write, one for each stream.
     const int stream = blockIdx.x;
@@ -1364,10 +1653,10 @@ decode_step(const __grid_constant__ Arguments arguments) {
     const u64 token = sample(arguments, stream, 0, frame, epoch);
 #pragma unroll
     for (int group = 0; group < groups_of(STREAMS); ++group) {
-        if (arguments.advance[stream] && group * MMA_TOKENS + lane_index() / 8 == stream) {  // holds its vector
+        if (arguments.advance[stream] && token_of_lane(group, STREAMS) == stream) {          // holds its vector
 #pragma unroll
-            for (int i = 0; i < HIDDEN / 256; ++i) {
-                u32 *pairs = arguments.hidden + stream * (HIDDEN / 2) + first_pair(quad_of_vector(i));
+            for (int i = 0; i < HIDDEN / STAGE_COLUMNS * QUADS_PER_PART<STREAMS>; ++i) {
+                u32 *pairs = arguments.hidden + stream * (HIDDEN / 2) + first_pair(quad_of_vector<STREAMS>(i));
                 pairs[0] = x[group][i].x;
                 pairs[2] = x[group][i].y;
             }
@@ -1399,10 +1688,12 @@ decode_step(const __grid_constant__ Arguments arguments) {
     for (int stream = 0; stream < STREAMS; ++stream) {
         codes.of_four[stream / 4] |= arguments.token[stream] << 16 * (stream % 4);
     }
+    // The tables to look the latest codes up in. Loaded before the codes are known.
+    const bf16 *inputs = arguments.code_inputs[0];
+    const bf16 *embeddings = arguments.code_embeddings[0];
     const auto record_codes = [&](int position) {
         if (element_stream < STREAMS) {
-            const bf16 *table = arguments.code_embeddings[position];
-            sum += low_half(table[codes[element_stream] * TALKER_HIDDEN + element % TALKER_HIDDEN]);
+            sum += low_half(embeddings[codes[element_stream] * TALKER_HIDDEN + element % TALKER_HIDDEN]);
         }
         if (element < STREAMS) {
             const u64 place = element * arguments.frames + arguments.frame[element];
@@ -1414,17 +1705,19 @@ decode_step(const __grid_constant__ Arguments arguments) {
             const int position = first_position + token / STREAMS;
             const int stream = token % STREAMS;
             return position == 0 ? arguments.first_input + stream * HIDDEN
-                                 : arguments.code_inputs[position - 1] + codes[stream] * HIDDEN;
+                                 : inputs + codes[stream] * HIDDEN;
         };
     };
     record_codes(0);
-    run_layers<FIRST_POSITIONS>(arguments, inputs_from(0), 0, x, stage, epoch);
+    run_layers<FIRST_POSITIONS>(arguments, inputs_from(0), 0, cursor, epoch);
 #pragma unroll 1
     for (int position = 1; position <= CODES; ++position) {
         if (position >= FIRST_POSITIONS) {
-            run_layers<1>(arguments, inputs_from(position), position, x, stage, epoch);
+            run_layers<1>(arguments, inputs_from(position), position, cursor, epoch);
         }
-        run_head(arguments, x, position - 1, stage, epoch);
+        run_head(arguments, position < FIRST_POSITIONS ? MAX_TOKENS - STREAMS : 0, position - 1, x, cursor, epoch);
+        inputs = arguments.code_inputs[position];
+        embeddings = arguments.code_embeddings[position];
         codes = choose_codes(arguments, position - 1, epoch);
         record_codes(position);
     }

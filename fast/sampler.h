@@ -9,11 +9,18 @@ struct Sampling {
     float one_minus_top_p;
 };
 
+// A token that may be chosen: weight / noise as the bits of a float, which from 0 on have its order, and the
+// token's place in the order of the scores, see `rank` below.
+struct alignas(16) Choice {
+    u64 rank;
+    u32 ratio;
+};
+
 // For the values that the warps exchange. Two sets, used in turn, so that each reduction needs only one
 // barrier.
 template <int WARPS>
 struct alignas(16) SamplerShared {
-    u64 of_warp[2][WARPS];
+    Choice of_warp[2][WARPS];
 };
 
 // Repetition penalty of a token that was chosen before, then suppression.
@@ -42,7 +49,7 @@ __device__ u64 warp_sum_wide(u64 x) {
     return (high << LOW_BITS) + low;
 }
 
-// Top-k, top-p, and the largest weight / noise. Instead of sorting, it finds both thresholds bit by bit.
+// Top-k, top-p, and the largest weight / noise. There is no sort.
 //
 // Score i of this thread is that of the token token_of(i), and so is its noise, which is exponentially
 // distributed, or 1 for a greedy choice. SCORE_BITS is how many of the ordered bits of the scores differ: 16
@@ -64,31 +71,6 @@ __device__ int sample_scores(const float (&score)[N], const float (&noise)[N], S
     };
     const auto add = [](auto a, auto b) { return a + b; };
     const auto larger = [](u32 a, u32 b) { return max(a, b); };
-    const auto smaller = [](u64 a, u64 b) { return min(a, b); };
-
-    // Top-k: the k-th best score is the highest number with at most `topk_rank` scores below it. Scores that
-    // equal it stay.
-    u32 key[N];
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        key[i] = ordered_bits(score[i]) >> (32 - SCORE_BITS);
-    }
-    u32 threshold = 0;
-    for (int bit = SCORE_BITS - 1; bit >= 0; --bit) {
-        const u32 candidate = threshold | 1u << bit;
-        u32 below = 0;
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            below += key[i] < candidate;
-        }
-        if (over_warps(__reduce_add_sync(~0u, below), add) <= sampling.topk_rank) {
-            threshold = candidate;
-        }
-    }
-    if (SCORE_BITS == 16) {                           // ordered_bits inverts a negative score's zeros
-        threshold = threshold << 16 | (threshold >> 15 ? 0 : 0xffff);
-    }
-    const float threshold_score = from_ordered_bits(threshold) / sampling.temperature;
 
     u32 ordered[N];
     u32 best = 0;
@@ -99,21 +81,43 @@ __device__ int sample_scores(const float (&score)[N], const float (&noise)[N], S
     }
     const float best_score = from_ordered_bits(over_warps(__reduce_max_sync(~0u, best), larger));
     float weight[N];                                  // softmax without its denominator
-    u32 ratio[N];                                     // weight / noise: bits of floats from 0 on have their order
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        const float this_score = from_ordered_bits(ordered[i]);
-        weight[i] = this_score < threshold_score ? 0 : expf(this_score - best_score);
-        ratio[i] = __float_as_uint(weight[i] / noise[i]);
+        weight[i] = expf(from_ordered_bits(ordered[i]) - best_score);
     }
     const auto rank = [&](int i) {
         return (u64)ordered[i] << TOKEN_BITS | token_of(i);
     };
 
-    // Top-p drops the lowest ranks, as many as have at most 1 - p of the weight together. Weights are summed as
-    // integers, 2^40 for the best, so that every order of summation gives the same sum.
+    // Top-p drops the lowest ranks, as many as have at most 1 - p of the weight together, after top-k. Both
+    // thresholds are found bit by bit.
     u64 first_kept = 0;
     if (sampling.one_minus_top_p > 0) {
+        // The k-th best score is the highest number with at most `topk_rank` scores below it. Scores that equal
+        // it stay.
+        u32 threshold = 0;
+        for (int bit = SCORE_BITS - 1; bit >= 0; --bit) {
+            const u32 candidate = threshold | 1u << bit;
+            u32 below = 0;
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                below += ordered_bits(score[i]) >> (32 - SCORE_BITS) < candidate;
+            }
+            if (over_warps(__reduce_add_sync(~0u, below), add) <= sampling.topk_rank) {
+                threshold = candidate;
+            }
+        }
+        if (SCORE_BITS == 16) {                       // ordered_bits inverts a negative score's zeros
+            threshold = threshold << 16 | (threshold >> 15 ? 0 : 0xffff);
+        }
+        const float threshold_score = from_ordered_bits(threshold) / sampling.temperature;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            weight[i] = from_ordered_bits(ordered[i]) < threshold_score ? 0 : weight[i];
+        }
+
+        // Weights are summed as integers, 2^40 for the best, so that every order of summation gives the same
+        // sum.
         const auto weight_below = [&](u64 candidate) {
             u64 sum = 0;
 #pragma unroll
@@ -131,21 +135,43 @@ __device__ int sample_scores(const float (&score)[N], const float (&noise)[N], S
         }
     }
 
-    // The largest ratio, and of equals the lowest rank.
-    u32 best_ratio = 0;
+    // The largest ratio, and of equals the lowest rank. If that token is not among the k best, neither is any
+    // that has its score or a lower one: choose again among the others. The choice is that of top-k, and the
+    // k-th best score need not be known. Likely tokens are chosen first, so this rarely takes more than a few
+    // rounds, even if all are equally likely.
+    u32 ratio[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        ratio[i] = rank(i) < first_kept ? 0 : ratio[i];
-        best_ratio = max(best_ratio, ratio[i]);
+        ratio[i] = __float_as_uint(weight[i] / noise[i]);
     }
-    best_ratio = over_warps(__reduce_max_sync(~0u, best_ratio), larger);
-    u64 winner = ~0ull;
+    while (true) {
+        Choice choice = {~0ull, 0};
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-        winner = ratio[i] == best_ratio ? min(winner, rank(i)) : winner;
+        for (int i = 0; i < N; ++i) {
+            const u32 kept = rank(i) < first_kept ? 0 : ratio[i];
+            if (kept > choice.ratio || (kept == choice.ratio && rank(i) < choice.rank)) {
+                choice = {rank(i), kept};
+            }
+        }
+        const u32 best_ratio = __reduce_max_sync(~0u, choice.ratio);
+        const bool has_best = choice.ratio == best_ratio;
+        const u32 score_bits = choice.rank >> TOKEN_BITS;
+        const u32 lowest_score = __reduce_min_sync(~0u, has_best ? score_bits : ~0u);
+        const bool is_lowest = has_best && score_bits == lowest_score;
+        const u32 token = __reduce_min_sync(~0u, is_lowest ? (u32)choice.rank % (1 << TOKEN_BITS) : ~0u);
+        choice = over_warps(Choice{(u64)lowest_score << TOKEN_BITS | token, best_ratio}, [](Choice a, Choice b) {
+            return a.ratio > b.ratio || (a.ratio == b.ratio && a.rank < b.rank) ? a : b;
+        });
+        const u32 chosen_score = choice.rank >> TOKEN_BITS;
+        u32 not_above = 0;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            not_above += ordered[i] <= chosen_score;
+        }
+        const bool is_kept = over_warps(__reduce_add_sync(~0u, not_above), add) > sampling.topk_rank;
+        if (is_kept || choice.ratio == 0) {           // 0: the noise is not what it should be
+            return choice.rank % (1 << TOKEN_BITS);
+        }
+        first_kept = ((u64)chosen_score + 1) << TOKEN_BITS;
     }
-    for (int distance = 16; distance > 0; distance /= 2) {
-        winner = min(winner, __shfl_xor_sync(~0u, winner, distance));
-    }
-    return over_warps(winner, smaller) % (1 << TOKEN_BITS);
 }

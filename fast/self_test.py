@@ -38,7 +38,7 @@ from fast.rows import Slots, copy_row, view_of
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
-PROMPT = 304  # positions: more than one key for every warp of the split attention
+PROMPT = 255  # positions: two frames attend to few, two to more, with more than one for every warp
 FRAMES = 4
 TALKER_CHOICES = 16
 

@@ -140,7 +140,6 @@ unsigned __float_as_uint(float value) {
     return bits;
 }
 
-// Only for the one selector that the kernel uses: the low halves of x and y.
 // The larger one of the lower halves, and of the upper halves.
 unsigned __vmaxu2(unsigned x, unsigned y) {
     const unsigned low = (x & 0xffff) > (y & 0xffff) ? x : y;
@@ -148,6 +147,7 @@ unsigned __vmaxu2(unsigned x, unsigned y) {
     return (low & 0xffff) | (high & 0xffff0000);
 }
 
+// Only for the one selector that the kernel uses: the low halves of x and y.
 unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     if (selector != 0x5410) {
         __builtin_trap();
@@ -186,6 +186,11 @@ auto with_all_lanes(T value, Look look) {
 }
 
 template <class T>
+T __shfl_sync(unsigned, T value, int source) {
+    return with_all_lanes(value, [&](auto of_lane) { return of_lane(source); });
+}
+
+template <class T>
 T __shfl_xor_sync(unsigned, T value, int distance) {
     return with_all_lanes(value, [&](auto of_lane) { return of_lane(threadIdx.x % 32 ^ distance); });
 }
@@ -196,6 +201,17 @@ T __reduce_max_sync(unsigned, T value) {
         T result = of_lane(0);
         for (int lane = 1; lane < 32; ++lane) {
             result = max(result, of_lane(lane));
+        }
+        return result;
+    });
+}
+
+template <class T>
+T __reduce_min_sync(unsigned, T value) {
+    return with_all_lanes(value, [](auto of_lane) {
+        T result = of_lane(0);
+        for (int lane = 1; lane < 32; ++lane) {
+            result = min(result, of_lane(lane));
         }
         return result;
     });

@@ -301,21 +301,24 @@ FAULTS = {
         "first keys",
     ),
     "one rounding left out, of silu": Fault("round_to_bf16(silu(gate))", "silu(gate)", False, "MLP"),
-    "epsilon times ten": Fault("squares / HIDDEN + EPSILON", "squares / HIDDEN + 10 * EPSILON", True, "first keys"),
+    "epsilon times ten": Fault("sum / HIDDEN + EPSILON", "sum / HIDDEN + 10 * EPSILON", True, "first keys"),
     "one key too few": Fault(
         "this_position <= position ? product", "this_position < position ? product", True, "attention"
     ),
     "a stale row": Fault(
         "if (cached_position < position) {", "if (cached_position < position - 1) {", True, "attention"
     ),
+    "one of few keys left out": Fault(
+        "score[g] = position_of(g) < position ?", "score[g] = position_of(g) < position - 1 ?", True, "attention"
+    ),
     "the wrong KV head": Fault(
-        "values = layer.values + first_of_head;",
-        "values = layer.values + (first_of_head ^ arguments.cache_length * (HEAD_DIM / 4));",
+        "layer.values[row * ROW + lane] =",
+        "layer.values[(row ^ arguments.cache_length) * ROW + lane] =",
         False,
         "first values",
     ),
     "RoPE of another position": Fault(
-        "arguments.sin[quad_of_row(position)]", "arguments.sin[quad_of_row(position / 2)]", True, "first keys"
+        "arguments.sin[position * ROW + lane]", "arguments.sin[position / 2 * ROW + lane]", True, "first keys"
     ),
     "one split is not merged": Fault(
         "const float weight = expf(log_sum - best);",
@@ -324,8 +327,8 @@ FAULTS = {
         "attention",
     ),
     "a middle layer without its MLP": Fault(
-        "place_of(row)], activated * up, epoch);",
-        "place_of(row)], layer == arguments.layers + LAYERS / 2 ? 0 : activated * up, epoch);",
+        "token, row, activated * up, epoch);",
+        "token, row, layer == arguments.layers + LAYERS / 2 ? 0 : activated * up, epoch);",
         False,
         "logits of the codes",
     ),
@@ -335,7 +338,7 @@ FAULTS = {
         False,
         "logits of the first predicted code",
     ),
-    "top-k off by one": Fault("<= sampling.topk_rank", "< sampling.topk_rank", False, "of the codes"),
+    "top-k off by one": Fault("> sampling.topk_rank", ">= sampling.topk_rank", False, "of the codes"),
     "top-p left out": Fault(
         "if (sampling.one_minus_top_p > 0) {", "if (sampling.one_minus_top_p > 1) {", False, "of the codes"
     ),

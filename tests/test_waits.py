@@ -34,7 +34,7 @@ LIMIT = 60  # seconds that a wait of a test may take
 PUBLISHES = "store_relaxed((char *)destination + replica * sizeof(Exchange), epoch << 16 | bits);"
 TWO_SECONDS = "WAIT_LIMIT_NS = 2'000'000'000"
 SHORT_LIMIT = "WAIT_LIMIT_NS = 40'000'000"  # for a CPU, where it is counted in turns of all threads
-FILLS = "fill(stage, producer, source, bytes_per_slice, policy);"
+FILLS = "fill(cursor, producer, source, bytes_per_slice, policy);"
 
 
 def silent_block(condition: str) -> str:
@@ -50,7 +50,7 @@ def silent_block(condition: str) -> str:
         (megakernel.SOURCE.read_text(), ""),
         (silent_block("true"), "for another one"),
         pytest.param(
-            changed_source(FILLS, f"if (blockIdx.x != 3 || stage != 40) {FILLS}"),
+            changed_source(FILLS, f"if (blockIdx.x != 3 || cursor.slot != 1 || !cursor.parity) {FILLS}"),
             "for another one",
             marks=pytest.mark.slow,
         ),
