@@ -141,6 +141,9 @@ def unsupported(decoder: Any) -> str | None:
             stored_columns(module) <= (1 if isinstance(module.conv, nn.ConvTranspose1d) else THREADS)
             for module in convs
         ),
+        f"convolutions of at most {SPARE_COLUMNS + 1} columns": all(
+            stored_columns(module) <= SPARE_COLUMNS * module.conv.dilation[0] for module in convs
+        ),
         "ConvNeXt blocks and a last convolution of 7 columns": all(conv.kernel_size == (7,) for conv in of_seven),
     }
     return kernels.first_unmet(needs)

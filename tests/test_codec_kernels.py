@@ -510,7 +510,7 @@ def test_weights_are_shared_with_upstreams_modules(compiled, monkeypatch):
 # ---- What is refused
 
 
-def test_unsupported_codecs_are_refused_in_words(tokenizer):
+def test_unsupported_codecs_are_refused_in_words(tokenizer, monkeypatch):
     decoder = tokenizer.model.decoder
     assert codec_kernels.unsupported(decoder) is None
     assert "NVIDIA GPU" in codec_kernels.why_not(decoder)
@@ -518,7 +518,6 @@ def test_unsupported_codecs_are_refused_in_words(tokenizer):
     for changes, message in (
         (dict(latent_dim=64), "multiple of 256 up to 8192, not 64"),
         (dict(decoder_dim=48), "the last convolution has 3"),
-        (dict(decoder_dim=4096), "at most 2048 channels, not 4096"),
         (dict(hidden_size=64), "hidden size that is a multiple of 256 up to 8192, not 64"),
         (dict(head_dim=32), "heads of 64 dimensions, the codec's have 32"),
         (dict(num_key_value_heads=1), "as many KV heads"),
@@ -528,6 +527,8 @@ def test_unsupported_codecs_are_refused_in_words(tokenizer):
     ):
         changed = Tokenizer("tiny", torch.bfloat16, **SMALL_DECODER | changes)
         assert message in codec_kernels.unsupported(changed.model.decoder)
+    monkeypatch.setattr(codec_kernels, "THREADS", 16)
+    assert "at most 128 channels, not 256" in codec_kernels.unsupported(decoder)
 
 
 @pytest.fixture
