@@ -121,10 +121,9 @@
 //     lane l      token l / 8 % TOKENS,  slot l / 8 / TOKENS: of the steps with step % SLOTS == slot
 //     d0 and d3   token q % TOKENS,      slot q / TOKENS
 //
-// and each of these steps has a D of its own, of which only the columns of its slot are used.
-//
-// More tokens are groups of four: the weights that a lane has loaded are multiplied by the B of each group, and a
-// lane holds the vector of one token of each.
+// and each of these steps has a D of its own, of which only the columns of its slot are used. More tokens than four
+// are groups of four: the weights that a lane has loaded are multiplied by the B of each group, and a lane holds the
+// vector of one token of each.
 
 #include "kernels.h"
 #include "sampler.h"
@@ -203,8 +202,8 @@ constexpr int SECOND_REGION = 2 * MAX_ROWS<INNER>;                  // where it 
 template <int TOKENS>
 constexpr int REGISTER_STAGES = TOKENS >= MMA_TOKENS ? 0 : HIDDEN > 1024 ? 4 : 6;
 
-// The input of down_proj, the longest, is received and multiplied in panels of so many columns that those of all
-// tokens fit into the registers.
+// The input of down_proj is received and multiplied in panels of so many columns that all tokens' values of one fit
+// into the registers.
 constexpr int PANEL_COLUMNS = STREAMS <= MMA_TOKENS ? INNER : STREAMS == 8 && INNER % 3072 == 0 ? 3072 : 1024;
 
 // Fraction of the weights to keep in L2. The predictor reads its layers 15 or 16 times per launch. By

@@ -162,7 +162,7 @@ def test_predictor_step_matches_the_reference(tmp_path):
 @torch.no_grad()
 def test_a_talker_of_several_streams(streams, tmp_path):
     """Each stream has its own position, cache, settings and noise; the one that does not advance keeps its state."""
-    one = some_talker(cpu_kernel_for(tmp_path), HIDDEN, LENGTH)
+    one = some_talker(cpu_kernel_for(tmp_path), HIDDEN, LENGTH, layers=1)
     it = talker_of_streams(one, cpu_kernel_for(tmp_path, streams=streams, grid=max(32, 8 * streams)), streams)
     graph = it.graph
     before = SimpleNamespace(**{name: value.clone() for name, value in vars(graph).items()})
@@ -199,15 +199,14 @@ def test_a_talker_of_several_streams(streams, tmp_path):
 @pytest.mark.parametrize("streams", [2, 4, 8])
 @torch.no_grad()
 def test_a_predictor_of_several_streams(streams, tmp_path):
-    """It computes the same as that of a single stream, to the last bit."""
+    """It computes the same as that of a single stream, but for the order of its sums."""
     one = SimpleNamespace(token=number(0), frame=number(0), hidden=torch.randn(HIDDEN).bfloat16())
     one.advance = torch.ones(1, dtype=torch.bool)
     one.embedding = torch.zeros(HIDDEN).bfloat16()
     single = some_predictor(cpu_kernel_for(tmp_path), one, 1, LENGTH)
 
-    several = predictor_of_streams(
-        single, cpu_kernel_for(tmp_path, streams=streams, grid=max(32, 8 * streams)), streams
-    )
+    kernel_for = cpu_kernel_for(tmp_path, streams=streams, grid=max(32, 8 * streams))
+    several = predictor_of_streams(single, kernel_for, streams)
     several.step()
     graph = several.graph
     for stream in range(streams):
@@ -219,12 +218,13 @@ def test_a_predictor_of_several_streams(streams, tmp_path):
         single.text.copy_(several.text[stream])
         single.step.noise.copy_(several.step.noise[stream])
         single.step()
-        assert torch.equal(several.step.logits()[stream], single.step.logits())
+        assert (several.step.logits()[stream] - single.step.logits()).abs().max() < TOLERANCE
         assert torch.equal(several.codes[stream, stream], single.codes[stream])
         assert torch.equal(graph.embedding[stream], one.embedding)
         for layer, own in zip(several.cache.layers, single.cache.layers):
             rows = slice(8 * stream, 8 * stream + 8)
-            assert torch.equal(layer.keys[rows], own.keys) and torch.equal(layer.values[rows], own.values)
+            assert (layer.keys[rows] - own.keys).abs().max() < TOLERANCE
+            assert (layer.values[rows] - own.values).abs().max() < TOLERANCE
 
 
 def sizes_of(hidden: int = 1024, vocab: int = 3072, codes: int = 1, **changes: Any) -> Sizes:
