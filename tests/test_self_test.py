@@ -149,10 +149,10 @@ def test_the_frame_can_be_captured_after_a_test_that_failed(error, small_talker)
 
 ROW_FAULTS = {  # what one row may take from another: the right text, the wrong one, and a part of the reason
     "position": ("prompt_length[attended]", "prompt_length[0]", "the cache, tensor"),
-    "cache": ("(stream * KV_HEADS + kv_head)", "(0 * KV_HEADS + kv_head)", "the logits of the codes"),
+    "cache": ("(stream_to_attend() * KV_HEADS + kv_head)", "(0 * KV_HEADS + kv_head)", "the logits of the codes"),
     "projected hidden state": ("first_input + stream * HIDDEN", "first_input", "the logits of the codes"),
     "hidden state": ("arguments.hidden + stream * (HIDDEN / 2) + ", "arguments.hidden + ", "the hidden state"),
-    "code": ("code_of(stream) * HIDDEN", "code_of(0) * HIDDEN", "the logits of the codes"),
+    "code": ("codes[stream] * HIDDEN", "codes[0] * HIDDEN", "the logits of the codes"),
     "noise": ("(stream * CODES + head) * VOCAB", "head * VOCAB", "the codes"),
     "top-k": ("arguments.topk_rank[stream]", "arguments.topk_rank[0]", "the codes"),
     "text": ("u64 frame = element_stream * arguments.frames +", "u64 frame =", "the cache, tensor"),
