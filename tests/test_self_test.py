@@ -149,41 +149,50 @@ def test_the_frame_can_be_captured_after_a_test_that_failed(error, small_talker)
 
 ROW_FAULTS = {  # what one row may take from another: the right text, the wrong one, and a part of the reason
     "position": ("prompt_length[attended]", "prompt_length[0]", "the cache, tensor"),
-    "cache": ("(stream * KV_HEADS + kv_head)", "(0 * KV_HEADS + kv_head)", "the logits of the codes"),
+    "cache": ("(stream_to_attend() * KV_HEADS + kv_head)", "(0 * KV_HEADS + kv_head)", "the logits of the codes"),
     "projected hidden state": ("first_input + stream * HIDDEN", "first_input", "the logits of the codes"),
     "hidden state": ("arguments.hidden + stream * (HIDDEN / 2) + ", "arguments.hidden + ", "the hidden state"),
-    "code": ("code_of(stream) * HIDDEN", "code_of(0) * HIDDEN", "the logits of the codes"),
+    "code": ("codes[stream] * HIDDEN", "codes[0] * HIDDEN", "the logits of the codes"),
     "noise": ("(stream * CODES + head) * VOCAB", "head * VOCAB", "the codes"),
     "top-k": ("arguments.topk_rank[stream]", "arguments.topk_rank[0]", "the codes"),
     "text": ("u64 frame = element_stream * arguments.frames +", "u64 frame =", "the cache, tensor"),
 }
 
 
-def row_fault(fault: str) -> str:
-    right, wrong, _ = ROW_FAULTS[fault]
+MANY_ROW_FAULTS = {  # what a row of the second four may take from the first
+    "vectors": ("columns_of_row, x[group][quad]", "columns_of_row, x[0][quad]", "the logits of the codes"),
+    "code": ("stream / 4 == group ? of_four[group] : four", "four", "the logits of the codes"),
+}
+
+
+def row_fault(fault: str, rows: int = 2) -> str:
+    right, wrong, _ = (ROW_FAULTS if rows <= 4 else MANY_ROW_FAULTS)[fault]
     return changed_source(right, wrong)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
-@pytest.mark.parametrize("fault", [None, *ROW_FAULTS])
+@pytest.mark.parametrize(
+    "rows, fault",
+    [*((2, fault) for fault in (None, *ROW_FAULTS)), *((8, fault) for fault in (None, *MANY_ROW_FAULTS))],
+)
 @torch.no_grad()
 @pytest.mark.slow
-def test_faults_of_two_rows_on_a_cpu(fault, small_talker, tmp_path, monkeypatch):
+def test_faults_of_several_rows_on_a_cpu(rows, fault, small_talker, tmp_path, monkeypatch):
     """A fault is compiled into the kernels of several rows."""
 
-    def compile_for(model: Any, heads: Any, talker_hidden: int, rows: int) -> tuple[megakernel.Sizes, CpuKernel]:
-        source = row_fault(fault) if fault and rows > 1 else None
-        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu(), rows), grid=16)
+    def compile_for(model: Any, heads: Any, talker_hidden: int, count: int) -> tuple[megakernel.Sizes, CpuKernel]:
+        source = row_fault(fault, rows) if fault and count > 1 else None
+        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu(), count), grid=max(16, 4 * count))
         return sizes, CpuKernel(complete_source(sizes, source), sizes, tmp_path)
 
     monkeypatch.setattr(megakernel, "compile_for", compile_for)
-    slots = slots_of(small_talker, 2)
+    slots = slots_of(small_talker, rows)
     before = state_of(slots)
     alone = MegakernelFrame(small_talker, slots[:1])
     reason = self_test.why_rows_wrong(MegakernelFrame(small_talker, slots, alone), alone)
     print(f"{fault}: {reason}")
     assert bool(reason) == bool(fault)
-    assert fault is None or ROW_FAULTS[fault][2] in reason
+    assert fault is None or (ROW_FAULTS if rows == 2 else MANY_ROW_FAULTS)[fault][2] in reason
     assert_same_state(slots, before)
 
 
@@ -193,6 +202,8 @@ def test_every_fault_can_be_made():
         faulty_source(fault)
     for fault in ROW_FAULTS:
         row_fault(fault)
+    for fault in MANY_ROW_FAULTS:
+        row_fault(fault, 8)
 
 
 # ---- On a GPU
