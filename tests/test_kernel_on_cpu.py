@@ -258,7 +258,7 @@ def compile_error(sizes: Sizes, folder: Path, source: str | None = None) -> str:
         (sizes_of(grid=8, heads=32, kv_heads=16, inner=6144), "GRID must be at least STREAMS * KV_HEADS"),
         (sizes_of(grid=8, streams=2), "GRID must be at least STREAMS * KV_HEADS"),
         (sizes_of(grid=32, streams=4, hidden=4096), "HIDDEN * tokens must be at most 256 * GRID"),
-        (sizes_of(streams=3), "STREAMS must be 1, 2 or 4"),
+        (sizes_of(streams=3), "STREAMS must be 1, 2, 4, 8 or 16"),
         (sizes_of(talker_hidden=65536), "TALKER_HIDDEN must be the talker's"),
         (sizes_of(talker_hidden=65536, vocab=2048, codes=15), "TALKER_HIDDEN must be at most 256 * GRID"),
         (sizes_of(shared_bytes=40 * 1024), "SHARED_BYTES is too small"),
@@ -303,7 +303,7 @@ def test_struct_mismatch_does_not_compile(original, changed, message, tmp_path):
 @pytest.mark.parametrize("name", ["CONSUMERS", "PRODUCERS", "REPLICAS", "FIRST_POSITIONS"])
 def test_constant_mismatch_does_not_compile(name, monkeypatch, tmp_path):
     """Other numbers in megakernel.py would launch too few threads or give the kernel wrong addresses."""
-    is_of_sizes = name in ("PRODUCERS", "FIRST_POSITIONS")
+    is_of_sizes = name != "CONSUMERS"
     monkeypatch.setattr(*((Sizes, name.lower()) if is_of_sizes else (megakernel, name)), 2)
     assert f"megakernel.py has {name} = 2" in compile_error(sizes_of(), tmp_path)
 
