@@ -13,7 +13,7 @@ from fast.self_test import why_rows_wrong, why_wrong
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
-MEGAKERNEL_ROWS = (1, 2, 4, 8)
+MEGAKERNEL_ROWS = (1, 2, 4, 8, 16)
 
 
 class FrameSet:

@@ -1,4 +1,4 @@
-// One step of 1, 2 or 4 streams: through every decoder layer, the heads and the sampler, in a single
+// One step of 1, 2, 4, 8 or 16 streams: through every decoder layer, the heads and the sampler, in a single
 // cooperative launch.
 //
 // megakernel.py compiles this file with NVRTC for one GPU and one model. It puts these definitions before it:
@@ -10,7 +10,7 @@
 //     EXCHANGE_BYTES   room for one replica of Exchange
 //     LAYERS, HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD_DIM, EPSILON     of the stack of decoder layers
 //     CODES            heads after the layers: 1 for the talker, more for the code predictor
-//     STREAMS          streams of speech: 1, 2 or 4, each with its own cache, position, settings and noise
+//     STREAMS          streams of speech, each with its own cache, position, settings and noise
 //     TALKER_HIDDEN    width of the talker's hidden state
 //
 // megakernel_reference.py computes the same step in a few lines of torch. Sums are float; values are rounded
@@ -55,6 +55,16 @@
 // A value is overwritten one layer later, or more. By then the writing block has received values of a later
 // phase from every block, and a block publishes those only after it has read the earlier ones: the old value
 // has no reader left.
+//
+// From 8 streams on, the vectors that all blocks read (hidden, post_attention, attention, inner) would be most of
+// what passes through L2. There they are packed, two bfloat16 to 4 bytes, without tags:
+//
+//     epoch               e    e + 1    e + 2    e + 3        0xffff, a NaN that no rounding to bfloat16 returns,
+//     written to buffer   0      1        2        3          means that a value is not there yet. Who writes a
+//     empties buffer      2      3        0        1          value also empties its place two epochs ahead.
+//
+// What is emptied is two epochs old and has no reader left. A block looks there only two layers later, after it has
+// received values from all blocks that they wrote after a fence behind those stores.
 //
 // Every wait has a time limit. A thread that still waits WAIT_LIMIT_NS after the start of the launch sets
 // `failed`; then every wait of every block ends at its next check, and all blocks run to their end with the
@@ -111,7 +121,9 @@
 //     lane l      token l / 8 % TOKENS,  slot l / 8 / TOKENS: of the steps with step % SLOTS == slot
 //     d0 and d3   token q % TOKENS,      slot q / TOKENS
 //
-// and each of these steps has a D of its own, of which only the columns of its slot are used.
+// and each of these steps has a D of its own, of which only the columns of its slot are used. More tokens than four
+// are groups of four: the weights that a lane has loaded are multiplied by the B of each group, and a lane holds the
+// vector of one token of each.
 
 #include "kernels.h"
 #include "sampler.h"
@@ -129,11 +141,10 @@ constexpr int STEPS_PER_STAGE = STAGE_COLUMNS / (WARPS * 32);       // mma steps
 
 constexpr bool IS_TALKER = CODES == 1;
 constexpr int MMA_TOKENS = 4;                                       // whose vectors operand B has room for
-constexpr int PASS_TOKENS = 16;                                     // of a pass, at most
 // Positions of a stream in the predictor's first pass.
-constexpr int FIRST_POSITIONS = !IS_TALKER && 2 * STREAMS <= PASS_TOKENS ? 2 : 1;
+constexpr int FIRST_POSITIONS = !IS_TALKER && 2 * STREAMS <= MMA_TOKENS ? 2 : 1;
 constexpr int MAX_TOKENS = FIRST_POSITIONS * STREAMS;               // of a pass
-constexpr int CODE_SLOTS = STREAMS < MMA_TOKENS ? MMA_TOKENS : STREAMS;
+constexpr int CODE_SLOTS = STREAMS < 4 ? 4 : STREAMS;               // codes are received in quads
 constexpr int QUERY_SIZE = HEADS * HEAD_DIM;
 constexpr int QKV_SIZE = QUERY_SIZE + 2 * KV_HEADS * HEAD_DIM;
 
@@ -169,8 +180,8 @@ constexpr int POSITION_STRIDE = SPLITS * WARPS;                     // between t
 constexpr int KV_PREFETCH = IS_TALKER ? 4 : 2;                      // keys and values in flight per warp
 constexpr int SCORES_PER_THREAD = VOCAB / CONSUMERS;                // in the sampler
 
-// How values that all blocks read are exchanged, see the top.
-constexpr bool PACKED = STREAMS > MMA_TOKENS;
+// How the vectors that all blocks read are exchanged, see the top.
+constexpr bool PACKED = STREAMS > MMA_TOKENS;                       // then all passes have the same tokens
 constexpr int BUFFERS = PACKED ? 4 : 1;
 constexpr int VALUES_PER_WORD = PACKED ? 2 : 1;
 constexpr u32 EMPTY = 0xffff;                                       // a NaN; those that we compute are 0x7fff
@@ -178,7 +189,7 @@ constexpr u32 EMPTY = 0xffff;                                       // a NaN; th
 // Copies of Exchange, against contention between the readers of a cache line. By measurement on an H200: four
 // are best for one stream, one is 4 % slower; for eight streams one is best, four are 3 % slower.
 constexpr int REPLICAS = PACKED ? 1 : 4;
-constexpr int LOGITS_COPIES = STREAMS == 1 ? REPLICAS : 1;          // of more streams one block reads them
+constexpr int LOGITS_COPIES = STREAMS == 1 ? REPLICAS : 1;          // those of several have one reader each
 
 // Upper limits of the rows of a matrix that one block has, see Share.
 template <int ROWS>
@@ -230,6 +241,10 @@ static_assert(HIDDEN % STAGE_COLUMNS == 0, "unsupported sizes: HIDDEN must be a 
 static_assert(INNER % STAGE_COLUMNS == 0, "unsupported sizes: INNER must be a multiple of 1024");
 static_assert(QUERY_SIZE % STAGE_COLUMNS == 0,
               "unsupported sizes: HEADS * HEAD_DIM must be a multiple of 1024");
+
+// Only the rows of down_proj are so long that they are copied in panels.
+static_assert(PANEL_COLUMNS == INNER || (HIDDEN < INNER && QUERY_SIZE < INNER),
+              "unsupported sizes: for 8 streams INNER must be more than HIDDEN and HEADS * HEAD_DIM");
 
 // In the sampler each thread loads four logits at a time, and a token has TOKEN_BITS bits.
 static_assert(VOCAB % (4 * CONSUMERS) == 0, "unsupported sizes: VOCAB must be a multiple of 1024");
@@ -318,7 +333,8 @@ struct Arguments {
 #endif
 };
 
-// What blocks send each other. Each u32 is epoch << 16 | bfloat16, or for PACKED two bfloat16, except in qkv.
+// What blocks send each other. Each u32 is epoch << 16 | bfloat16; if PACKED, it is two bfloat16 in the vectors
+// that are in the order of place_of.
 struct Activations {                                  // of one token, in the order of place_of, but for qkv
     u32 hidden[HIDDEN / VALUES_PER_WORD];             // residual stream after the MLP
     u32 post_attention[HIDDEN / VALUES_PER_WORD];     // residual stream after attention
@@ -551,12 +567,12 @@ __device__ Share share_of_this_block(int rows) {
     return {SLICES * (block * at_least + block - blocks_with_less), at_least + 1};
 }
 
-// More than four tokens are groups of four, each with its own operand B. Of each group a lane holds the vector of
-// one token, see the lane map at the top: x[group][i] is of this token.
+// Tokens in groups of four, see the lane map at the top.
 __device__ constexpr int groups_of(int tokens) {
     return (tokens + MMA_TOKENS - 1) / MMA_TOKENS;
 }
 
+// The token of a group whose vectors this lane holds.
 __device__ int token_of_lane(int group, int tokens) {
     return group * MMA_TOKENS + lane_index() / 8 % tokens;
 }
@@ -754,7 +770,7 @@ __device__ void release(Cursor cursor) {
 }
 
 // The loop of a producer: copies the block's rows of every matrix, 1024 columns of a row of each slice at a
-// time.
+// time; those of down_proj panel after panel.
 __device__ void produce_weights(const Matrix *matrix, int producer) {
     const u64 policy = l2_policy(L2_KEEP_FRACTION);
     Cursor cursor;
@@ -811,28 +827,20 @@ __device__ int place_of_quad(int quad) {
 }
 
 __device__ int place_of(int element) {
-    const int quad = element / 8 * 2 + element % 4 / 2;
-    return place_of_quad(quad) * 4 + element % 8 / 4 * 2 + element % 2;
+    const int place = element / 8 * 8 + element % 4 / 2 * 4 + element % 8 / 4 * 2 + element % 2;
+    return PACKED ? place_of_quad(place / 4) * 4 + place % 4 : place;
 }
 
-__device__ bool has_empty(uint2 quad) {
-    const u32 highest = __vmaxu2(quad.x, quad.y);
-    return highest >> 16 == EMPTY || (highest & 0xffff) == EMPTY;
-}
-
-// Publishes an element of a vector of Activations, of one of the TOKENS tokens of this pass.
-template <int TOKENS, int WORDS>
+// An element of a vector of Activations, to all blocks.
+template <int WORDS>
 __device__ void publish_element(Exchange *exchange, u32 (Activations::*vector)[WORDS], int token, int element,
                                 float value, u32 epoch) {
     if constexpr (PACKED) {
-        const auto address = [&](u32 of_epoch, int of_token) {
-            return (bf16 *)(exchange->tokens[of_epoch % BUFFERS][of_token].*vector) + place_of(element);
+        const auto address = [&](u32 of_epoch) {
+            return (bf16 *)(exchange->tokens[of_epoch % BUFFERS][token].*vector) + place_of(element);
         };
-        store_relaxed_16(address(epoch, token), pack_bf16x2(value, 0));
-#pragma unroll
-        for (int i = token; i < MAX_TOKENS; i += TOKENS) {                   // also those of a longer first pass
-            store_relaxed_16(address(epoch + 2, i), EMPTY);
-        }
+        store_relaxed_16(address(epoch), pack_bf16x2(value, 0));
+        store_relaxed_16(address(epoch + 2), EMPTY);
     } else {
         publish(&(exchange->tokens[0][token].*vector)[place_of(element)], value, epoch);
     }
@@ -856,9 +864,10 @@ __device__ void receive_vectors(uint2 (&x)[G][N], const Exchange &replica, u32 (
         }
         return;
     }
-    uint2 highest;                                    // of each half of the words
+    u32 highest;                                      // of the upper and of the lower halves; EMPTY is the highest
     u32 spins = 0;
     do {
+        // Issue all loads before checking any of them.
 #pragma unroll
         for (int group = 0; group < G; ++group) {
             const u32 *words = vector_of(group);
@@ -869,19 +878,19 @@ __device__ void receive_vectors(uint2 (&x)[G][N], const Exchange &replica, u32 (
                 x[group][i + 1] = {quads.z, quads.w};
             }
         }
-        highest = {0, 0};
+        highest = 0;
 #pragma unroll
         for (int group = 0; group < G; ++group) {
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                highest = for_each_pair(highest, x[group][i], __vmaxu2);
+                highest = __vmaxu2(highest, __vmaxu2(x[group][i].x, x[group][i].y));
             }
         }
         ++spins;
         if (spins % SPINS_PER_CHECK == 0 && timed_out(WAITED_FOR_BLOCKS)) {
             break;
         }
-    } while (has_empty(highest));
+    } while (highest >> 16 == EMPTY || (highest & 0xffff) == EMPTY);
 }
 
 // Other vectors have their elements in order, in pairs: a quad is the pairs first_pair(quad) and + 2.
@@ -1129,7 +1138,6 @@ __device__ float sum_over_groups(float (&x)[8]) {
 //     group g of warp w:  positions 8 (8 g + w) .. + 7
 //     lane 4 r + q:       position r of them; of the values dimensions 8 q .. + 7 of each 32
 // Tensor cores multiply the keys of a group by the query, as 8 rows of weights by a vector.
-template <int TOKENS>
 __device__ void attend_to_few(const Arguments &arguments, const Layer &layer, int token, int position, u32 epoch) {
     constexpr int DIMENSIONS = HEAD_DIM / (HEAD_SLICES > 0 ? HEAD_SLICES : 1);
     constexpr int PARTS = DIMENSIONS / 32;            // of the values
@@ -1242,8 +1250,8 @@ __device__ void attend_to_few(const Arguments &arguments, const Layer &layer, in
         return {shared().head_max[w][0], shared().head_weight[w][0],
                 shared().head_sum[w][0][threadIdx.x / 4].v[threadIdx.x % 4]};
     });
-    publish_element<TOKENS>(arguments.exchange, &Activations::attention, token, head * HEAD_DIM + dimension,
-                            merged.sum / merged.weight, epoch);
+    publish_element(arguments.exchange, &Activations::attention, token, head * HEAD_DIM + dimension,
+                    merged.sum / merged.weight, epoch);
 }
 
 // Attention to any number of positions. Block b of a stream takes the query heads of group b % GROUPS, and split
@@ -1252,7 +1260,6 @@ __device__ void attend_to_few(const Arguments &arguments, const Layer &layer, in
 //     lane l:             dimensions 4 l .. 4 l + 3
 // Softmax is online (as in FlashAttention): each warp keeps a maximum, a sum of weights and a weighted sum of
 // values. The warps are merged here, the splits in merge_splits.
-template <int TOKENS>
 __device__ void attend(const Arguments &arguments, const Layer &layer, int token, int position, u32 epoch) {
     const int stream = stream_to_attend();
     const int split = blockIdx.x / GROUPS % SPLITS;
@@ -1352,7 +1359,7 @@ __device__ void attend(const Arguments &arguments, const Layer &layer, int token
 
     if (SPLITS == 1) {
         const int element = head * HEAD_DIM + dimension;
-        publish_element<TOKENS>(arguments.exchange, &Activations::attention, token, element, output, epoch);
+        publish_element(arguments.exchange, &Activations::attention, token, element, output, epoch);
         return;
     }
     // Each as two bfloat16, value and remainder: 16 bits of precision, so splitting adds no relevant rounding
@@ -1383,7 +1390,7 @@ __device__ void merge_splits(Exchange &exchange, u32 epoch) {
     const float weight = expf(log_sum - best);
     const float merged = warp_sum<SPLITS>(weight * value) / warp_sum<SPLITS>(weight);
     if (split == 0) {
-        publish_element<STREAMS>(&exchange, &Activations::attention, stream, dimension, merged, epoch);
+        publish_element(&exchange, &Activations::attention, stream, dimension, merged, epoch);
     }
 }
 
@@ -1442,9 +1449,9 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
                 }
                 const int token = i * STREAMS + stream_to_attend();
                 if (HEAD_SLICES > 0 && position + i <= FEW_POSITIONS) {
-                    attend_to_few<TOKENS>(arguments, *layer, token, position + i, epoch);
+                    attend_to_few(arguments, *layer, token, position + i, epoch);
                 } else {
-                    attend<TOKENS>(arguments, *layer, token, position + i, epoch);
+                    attend(arguments, *layer, token, position + i, epoch);
                 }
             }
         }
@@ -1459,7 +1466,7 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
         receive_vectors<TOKENS>(attention, replica, &Activations::attention, epoch);
         matvec(o, attention, cursor, SECOND_REGION);
         for_each_row<HIDDEN, TOKENS>(SECOND_REGION, [&](int token, int row, float sum) {
-            publish_element<TOKENS>(exchange, &Activations::post_attention, token, row, add_residual(sum), epoch);
+            publish_element(exchange, &Activations::post_attention, token, row, add_residual(sum), epoch);
         });
 
         // Phase 5: post-attention norm; gate and up, silu(gate) * up
@@ -1476,7 +1483,7 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
         for_each_row<INNER, TOKENS>(0, [&](int token, int row, float gate) {
             const float activated = round_to_bf16(silu(gate));
             const float up = row_sum(token, MAX_ROWS<INNER> + row - share_of_this_block(INNER).first_row);
-            publish_element<TOKENS>(exchange, &Activations::inner, token, row, activated * up, epoch);
+            publish_element(exchange, &Activations::inner, token, row, activated * up, epoch);
         });
 
         // Phase 6: down_proj and residual
@@ -1488,8 +1495,11 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
             matvec(down, inner, cursor, SECOND_REGION, column > 0);
         }
         for_each_row<HIDDEN, TOKENS>(SECOND_REGION, [&](int token, int row, float sum) {
-            publish_element<TOKENS>(exchange, &Activations::hidden, token, row, add_residual(sum), epoch);
+            publish_element(exchange, &Activations::hidden, token, row, add_residual(sum), epoch);
         });
+        if (PACKED) {
+            __threadfence();                          // what was emptied in this layer, before values of the next
+        }
     }
 }
 
@@ -1568,7 +1578,7 @@ __device__ int sample(const Arguments &arguments, int stream, int head, u32 fram
 struct Codes {
     u64 of_four[groups_of(STREAMS)];
 
-    __device__ u64 operator[](int stream) const {
+    __device__ u64 operator[](u32 stream) const {
         u64 four = of_four[0];
 #pragma unroll
         for (int group = 1; group < groups_of(STREAMS); ++group) {          // registers have no index

@@ -24,7 +24,6 @@ KERNEL_NAME = "decode_step"
 # As in megakernel.cu. `complete_source` makes the compiler check them.
 CONSUMERS = 256
 MMA_TOKENS = 4
-PASS_TOKENS = 16
 
 # What the kernel leaves in `failed` when a wait takes longer than WAIT_LIMIT_NS.
 WAITED_FOR = {
@@ -88,7 +87,7 @@ class Sizes:
     @property
     def first_positions(self) -> int:
         """Positions of a stream in the predictor's first pass: two, unless they are too many tokens for one pass."""
-        return 2 if self.codes > 1 and 2 * self.streams <= PASS_TOKENS else 1
+        return 2 if self.codes > 1 and 2 * self.streams <= MMA_TOKENS else 1
 
     @property
     def replicas(self) -> int:
