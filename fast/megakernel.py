@@ -1,4 +1,4 @@
-"""The decoder layers, heads and sampling of 1, 2 or 4 streams as one kernel per step: megakernel.cu, compiled by
+"""The decoder layers, heads and sampling of 1 to 16 streams as one kernel per step: megakernel.cu, compiled by
 NVRTC for this GPU and model.
 
 `TalkerStep` and `PredictorStep` are to be called or captured in place of the `step` of TalkerGraph and PredictorGraph.
@@ -355,7 +355,7 @@ class FusedStep:
 
 class TalkerStep(FusedStep):
     def __init__(self, talker: Any, rows: Any) -> None:
-        """talker: upstream's; rows: 1, 2 or 4 Rows"""
+        """talker: upstream's; rows: 1, 2, 4, 8 or 16 Rows"""
         model = talker.model
         heads = [talker.codec_head]
         sizes, kernel = compile_for(model, heads, rows.hidden.shape[-1], len(rows.token))

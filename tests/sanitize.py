@@ -105,7 +105,7 @@ def main() -> None:
         kernel_for = kernel_with(defines, changes)
         for hidden in (1024, 2048):
             run(kernel_for, hidden)
-        for streams in (2, 4):
+        for streams in (2, 4, 8):
             if blocks < KV_HEADS * streams:
                 print(f"{blocks} blocks are too few for {streams} streams")
                 continue

@@ -166,31 +166,40 @@ ROW_FAULTS = {  # what one row may take from another: the right text, the wrong 
 }
 
 
-def row_fault(fault: str) -> str:
-    right, wrong, _ = ROW_FAULTS[fault]
+MANY_ROW_FAULTS = {  # what a row of the second four may take from the first
+    "vectors": ("columns_of_row, x[group][quad]", "columns_of_row, x[0][quad]", "the logits of the codes"),
+    "code": ("stream / 4 == group ? of_four[group] : four", "four", "the logits of the codes"),
+}
+
+
+def row_fault(fault: str, rows: int = 2) -> str:
+    right, wrong, _ = (ROW_FAULTS if rows <= 4 else MANY_ROW_FAULTS)[fault]
     return changed_source(right, wrong)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
-@pytest.mark.parametrize("fault", [None, *ROW_FAULTS])
+@pytest.mark.parametrize(
+    "rows, fault",
+    [*((2, fault) for fault in (None, *ROW_FAULTS)), *((8, fault) for fault in (None, *MANY_ROW_FAULTS))],
+)
 @torch.no_grad()
 @pytest.mark.slow
-def test_faults_of_two_rows_on_a_cpu(fault, small_talker, tmp_path, monkeypatch):
+def test_faults_of_several_rows_on_a_cpu(rows, fault, small_talker, tmp_path, monkeypatch):
     """A fault is compiled into the kernels of several rows."""
 
-    def compile_for(model: Any, heads: Any, talker_hidden: int, rows: int) -> tuple[megakernel.Sizes, CpuKernel]:
-        source = row_fault(fault) if fault and rows > 1 else None
-        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu(), rows), grid=16)
+    def compile_for(model: Any, heads: Any, talker_hidden: int, count: int) -> tuple[megakernel.Sizes, CpuKernel]:
+        source = row_fault(fault, rows) if fault and count > 1 else None
+        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu(), count), grid=max(16, 4 * count))
         return sizes, CpuKernel(complete_source(sizes, source), sizes, tmp_path)
 
     monkeypatch.setattr(megakernel, "compile_for", compile_for)
-    slots = slots_of(small_talker, 2)
+    slots = slots_of(small_talker, rows)
     before = state_of(slots)
     alone = MegakernelFrame(small_talker, slots[:1])
     reason = self_test.why_rows_wrong(MegakernelFrame(small_talker, slots, alone), alone)
     print(f"{fault}: {reason}")
     assert bool(reason) == bool(fault)
-    assert fault is None or ROW_FAULTS[fault][2] in reason
+    assert fault is None or (ROW_FAULTS if rows == 2 else MANY_ROW_FAULTS)[fault][2] in reason
     assert_same_state(slots, before)
 
 
@@ -200,6 +209,8 @@ def test_every_fault_can_be_made():
         faulty_source(fault)
     for fault in ROW_FAULTS:
         row_fault(fault)
+    for fault in MANY_ROW_FAULTS:
+        row_fault(fault, 8)
 
 
 # ---- On a GPU
