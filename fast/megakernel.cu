@@ -200,7 +200,7 @@ constexpr int SECOND_REGION = 2 * MAX_ROWS<INNER>;                  // where it 
 
 // Stages of a matrix that are in registers before its vector has come. More would spill.
 template <int TOKENS>
-constexpr int REGISTER_STAGES = TOKENS >= MMA_TOKENS ? 0 : HIDDEN > 1024 ? 4 : 6;
+constexpr int REGISTER_STAGES = TOKENS >= MMA_TOKENS ? 0 : 5;
 
 // The input of down_proj is received and multiplied in panels of so many columns that all tokens' values of one fit
 // into the registers.
@@ -1472,8 +1472,9 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
         // Phase 5: post-attention norm; gate and up, silu(gate) * up
         load_vector<TOKENS>(norm_weight, layer->post_norm);
         using Gate = Weights<TOKENS, INNER, HIDDEN>;
+        constexpr bool IS_GATE_AHEAD = Gate::AHEAD == Gate::MAX * Gate::PARTS;               // all of it
         Gate gate;
-        Weights<TOKENS, INNER, HIDDEN, REGISTER_STAGES<TOKENS> - Gate::AHEAD> up;
+        Weights<TOKENS, INNER, HIDDEN, IS_GATE_AHEAD ? REGISTER_STAGES<TOKENS> - Gate::AHEAD : 0> up;
         load_ahead(gate, cursor);
         load_ahead(up, cursor);
         receive_vectors<TOKENS>(x, replica, &Activations::post_attention, epoch);

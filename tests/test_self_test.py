@@ -62,14 +62,14 @@ def slots_of(talker: Any, rows: int = 1) -> Slots:
     return Slots(talker.config, rows, 48, talker.dtype, talker.device)
 
 
-def cpu_frame(talker: Any, folder: Path, fault: str | None, monkeypatch: Any) -> MegakernelFrame:
+def cpu_frame(talker: Any, folder: Path, fault: str | None, monkeypatch: Any, grid: int = 8) -> MegakernelFrame:
     """A frame of one row on 8 blocks of fibers. A fault is compiled into the stack that it is for."""
 
     def compile_for(model: Any, heads: Any, talker_hidden: int, _: int) -> tuple[megakernel.Sizes, CpuKernel]:
         is_talker = len(heads) == 1
         has_fault = fault is not None and FAULTS[fault].of_talker == is_talker
         source = faulty_source(fault) if has_fault else None
-        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu()), grid=8)
+        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu()), grid=grid)
         return sizes, CpuKernel(complete_source(sizes, source), sizes, folder)
 
     monkeypatch.setattr(megakernel, "compile_for", compile_for)
@@ -93,6 +93,13 @@ def test_faults_on_a_cpu(fault, small_talker, tmp_path, monkeypatch):
         assert_same_state(frame.rows, before)
     else:
         assert FAULTS[fault].found_by in reason
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+def test_uneven_shares_on_a_cpu(small_talker, tmp_path, monkeypatch):
+    """Some of 28 blocks have 5 rows per slice of the MLP, others 4, which they load before their input comes."""
+    frame = cpu_frame(small_talker, tmp_path, None, monkeypatch, grid=28)
+    assert self_test.why_wrong(frame, **CPU_FAULTS[None]) == ""
 
 
 def state_of(rows: Slots) -> list[torch.Tensor]:
