@@ -119,7 +119,6 @@ struct Activate {
     u64 x_length;                                     // columns of each of them
     u64 output_sequences;                             // of the interleaving of the output
     u64 output_length;
-    u64 block_columns;                                // that a block has
 };
 
 struct DepthwiseNorm {
@@ -326,31 +325,17 @@ __device__ u64 interleaved(u32 row, u32 column, u32 sequences, u32 length) {
     return ((u64)row * sequences + column % sequences) * length + column / sequences;
 }
 
-// Vectors of what is the same for all columns.
-struct OfChannels {
-    uint4 bias;
-    uint4 scale;
-    uint4 alpha;
-    uint4 inverse_beta;
-};
-
-__device__ OfChannels load_of_channels(const Activate &arguments, u32 channel) {
-    const auto load = [&](const uint4 *values) { return values ? values[channel] : uint4{}; };
-    return {load(arguments.bias), load(arguments.scale), load(arguments.alpha), load(arguments.inverse_beta)};
-}
-
 // SnakeBeta of the sum (x + bias) * scale + residual, a vector of one column.
-__device__ uint4 activated(const Activate &arguments, const OfChannels &of_channels, u32 row, u32 column, u32 channel,
-                           bool store_sum) {
+__device__ uint4 activated(const Activate &arguments, u32 row, u32 column, u32 channel, bool store_sum) {
     const u32 vectors = arguments.vectors;
     const u64 vector = ((u64)row * arguments.columns + column) * vectors + channel;
     const u64 place = interleaved(row, column, arguments.x_sequences, arguments.x_length);
     uint4 x = arguments.x[place * vectors + channel];
     if (arguments.bias) {
-        x = add(x, of_channels.bias);
+        x = add(x, arguments.bias[channel]);
     }
     if (arguments.scale) {
-        x = multiply(x, of_channels.scale);
+        x = multiply(x, arguments.scale[channel]);
     }
     if (arguments.residual) {
         x = add(x, arguments.residual[vector]);
@@ -359,14 +344,13 @@ __device__ uint4 activated(const Activate &arguments, const OfChannels &of_chann
         arguments.sum[vector] = x;
     }
     if (arguments.alpha) {
-        x = snake(x, of_channels.alpha, of_channels.inverse_beta);
+        x = snake(x, arguments.alpha[channel], arguments.inverse_beta[channel]);
     }
     return x;
 }
 
 // Block (i, b) has a part of row b. The first blocks, THREADS / P channel vectors each, have the columns of the
-// state, a thread for each vector. The others have block_columns of the new columns: a thread has one channel
-// vector of every (THREADS / vectors)-th of them.
+// state, a thread for each vector; the others have the new columns, THREADS vectors each.
 extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate arguments) {
     const u32 row = blockIdx.y;
     const u32 vectors = arguments.vectors;
@@ -380,16 +364,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate argument
     };
 
     if (blockIdx.x >= state_blocks) {
-        const u32 step = THREADS / vectors;
-        const u32 channel = threadIdx.x % vectors;
-        const u32 first = (blockIdx.x - state_blocks) * arguments.block_columns;
-        const u32 end = min(first + (u32)arguments.block_columns, columns);
-        if (threadIdx.x >= step * vectors) {
-            return;
-        }
-        const OfChannels of_channels = load_of_channels(arguments, channel);
-        for (u32 column = first + threadIdx.x / vectors; column < end; column += step) {
-            output(state_columns + column, channel) = activated(arguments, of_channels, row, column, channel, true);
+        const u32 vector = (blockIdx.x - state_blocks) * THREADS + threadIdx.x;
+        const u32 column = vector / vectors;
+        const u32 channel = vector % vectors;
+        if (column < columns) {
+            output(state_columns + column, channel) = activated(arguments, row, column, channel, true);
         }
         return;
     }
@@ -402,12 +381,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate argument
     uint4 before;
     uint4 next;
     if (in_use) {
-        const OfChannels of_channels = load_of_channels(arguments, channel);
         const u32 next_column = columns + column;     // of state and new columns, joined
         before = state[column * vectors + channel];
         next = next_column < state_columns
                    ? state[next_column * vectors + channel]
-                   : activated(arguments, of_channels, row, next_column - state_columns, channel, false);
+                   : activated(arguments, row, next_column - state_columns, channel, false);
     }
     __syncthreads();
     if (in_use) {

@@ -24,7 +24,6 @@ ATTENTION_THREADS = 128
 HEAD_DIM = 64
 MAX_FRAMES = 64  # of a chunk
 SPARE_COLUMNS = 8  # allocated behind the output of `activate`
-MANY_VECTORS = 1 << 20  # from which on a thread of `activate` has several columns
 
 # Fields of the kernels' structs, in order: the type of a tensor, or int. `complete_source` makes the compiler check
 # names and order.
@@ -46,7 +45,7 @@ KERNELS: dict[str, dict[str, Any]] = {
         "slots": torch.long,
         "output": torch.bfloat16,
         **dict.fromkeys(("columns", "state_columns", "vectors", "x_sequences", "x_length"), int),
-        **dict.fromkeys(("output_sequences", "output_length", "block_columns"), int),
+        **dict.fromkeys(("output_sequences", "output_length"), int),
     },
     "depthwise_norm": {
         **dict.fromkeys(("x", "weight", "bias", "norm_weight", "norm_bias", "output"), torch.bfloat16),
@@ -118,7 +117,6 @@ def unsupported(decoder: Any) -> str | None:
     config = decoder.config
     sizes = kernel_sizes(decoder)
     convs = [module for module in (*decoder.upsample.modules(), *decoder.decoder.modules()) if hasattr(module, "conv")]
-    widest = max(module.conv.in_channels for module in convs)
     of_seven = [decoder.decoder[-1].conv, *(block.dwconv.conv for _, block in decoder.upsample)]
     needs = {
         f"bfloat16, the codec is {decoder.dtype}": decoder.dtype == torch.bfloat16,
@@ -136,7 +134,6 @@ def unsupported(decoder: Any) -> str | None:
         f"an attention window of at most 96 frames, not {sizes.window}": sizes.window <= 96,
         "attention without a bias": not config.attention_bias,
         f"channels in multiples of 8, the last convolution has {sizes.last}": sizes.last % VECTOR == 0,
-        f"at most {THREADS * VECTOR} channels, not {widest}": widest <= THREADS * VECTOR,
         "convolutions that look back at most one column per stride, or 256 columns": all(
             stored_columns(module) <= (1 if isinstance(module.conv, nn.ConvTranspose1d) else THREADS)
             for module in convs
@@ -260,8 +257,7 @@ class CodecKernels(LayerKernels):
         state_columns = 0 if state is None else state.shape[1]
         vectors = channels // VECTOR
         length = -(-(state_columns + columns) // dilation)  # of a sequence of the output
-        block_columns = THREADS // vectors * (4 if rows * columns * vectors >= MANY_VECTORS else 1)
-        blocks = -(-columns // block_columns)
+        blocks = -(-columns * vectors // THREADS)
         if state is not None:
             blocks += -(-vectors // (THREADS // state_columns))
         total = x.new_empty(rows, columns, channels) if keep_sum else None
@@ -289,7 +285,6 @@ class CodecKernels(LayerKernels):
             x_length=x_length,
             output_sequences=dilation,
             output_length=length,
-            block_columns=block_columns,
         )
         return output.view(rows, *shape, channels), total
 

@@ -201,9 +201,7 @@ def check_activate(kernels: CodecKernels, channels: int = 64, exact: bool = Fals
             slots,
         )
         pending = PendingSum(x, bias, scale, residual)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(codec_kernels, "MANY_VECTORS", 1000)  # the longest chunk has as many
-            output, total = kernels.activate(pending, snake, state, keep_sum=True)
+        output, total = kernels.activate(pending, snake, state, keep_sum=True)
         torch.testing.assert_close(total, expected_sum, rtol=0, atol=0)
         same(output, expected)
         if stored:
@@ -355,8 +353,8 @@ FAULTS = {  # name: what is right, what is wrong, the check that must fail
         check_activate,
     ),
     "a scale that is added": (
-        "x = multiply(x, of_channels.scale)",
-        "x = add(x, of_channels.scale)",
+        "x = multiply(x, arguments.scale[channel])",
+        "x = add(x, arguments.scale[channel])",
         check_activate,
     ),
     "the state of another row": ("arguments.slots[row] *", "row *", check_activate),
@@ -366,8 +364,7 @@ FAULTS = {  # name: what is right, what is wrong, the check that must fail
         "output(column, channel) = next",
         check_activate,
     ),
-    "another channel": ("channel = threadIdx.x % vectors", "channel = 0", check_activate),
-    "columns left out": ("column += step", "column += step + 1", check_activate),
+    "another channel": ("channel = vector % vectors", "channel = 0", check_activate),
     "columns in the wrong sequence": (
         "column % sequences) * length + column / sequences",
         "column / length) * length + column % length",
@@ -527,8 +524,8 @@ def test_unsupported_codecs_are_refused_in_words(tokenizer, monkeypatch):
     ):
         changed = Tokenizer("tiny", torch.bfloat16, **SMALL_DECODER | changes)
         assert message in codec_kernels.unsupported(changed.model.decoder)
-    monkeypatch.setattr(codec_kernels, "THREADS", 16)
-    assert "at most 128 channels, not 256" in codec_kernels.unsupported(decoder)
+    monkeypatch.setattr(codec_kernels, "SPARE_COLUMNS", 5)
+    assert "convolutions of at most 6 columns" in codec_kernels.unsupported(decoder)
 
 
 @pytest.fixture
