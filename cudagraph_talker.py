@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from transformers import Cache
+from transformers import Cache, StaticCache
 
 
 def capture(fn: Callable[[], None], device: torch.device, pool: tuple | None = None) -> Callable[[], None]:
@@ -88,15 +88,8 @@ def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
-def static_cache(config, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> tuple[list, list]:
-    """The keys and the values of every layer, (B, KV, S, D) each. All are views of one tensor."""
-    shape = (2, config.num_hidden_layers, rows, config.num_key_value_heads, length, config.head_dim)
-    keys, values = torch.zeros(shape, dtype=dtype, device=device)
-    return list(keys), list(values)
-
-
 class RowCache(Cache):
-    """The rows' keys and values in one forward: each row is written at positions of its own, (B, L), or prompts
+    """A StaticCache's keys and values in one forward: each row is written at positions of its own, (B, L), or prompts
     are written to these `rows`, (B), from position 0 on, and attend to themselves only."""
 
     def __init__(self, keys: list, values: list, positions: torch.Tensor | None, rows: torch.Tensor | None = None):
@@ -148,8 +141,15 @@ class Rows:
             self.text = torch.zeros(rows, length, config.hidden_size, dtype=dtype)
             self.codes = torch.zeros(rows, length, groups, dtype=torch.long)
         if length:
-            self.keys, self.values = static_cache(config, rows, length, dtype, device)
-            self.code_keys, self.code_values = static_cache(predictor, rows, round_up(groups), dtype, device)
+            self.keys, self.values = self.new_cache(config, rows, length, dtype, device)
+            self.code_keys, self.code_values = self.new_cache(predictor, rows, round_up(groups), dtype, device)
+
+    @staticmethod
+    def new_cache(config, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> tuple[list, list]:
+        """The keys and the values of every layer of a StaticCache, (B, KV, S, D) each."""
+        cache = StaticCache(config=config, max_cache_len=length)
+        cache.early_initialization(rows, config.num_key_value_heads, config.head_dim, dtype, device)
+        return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
 
     def configure(self, **request) -> None:
         """Set all rows from the arguments of talker.generate."""

@@ -24,6 +24,13 @@ def new_pool(device: torch.device) -> tuple | None:
 class Slots(Rows):
     """Rows of which a frame takes the first n: `slots[:n]` is a view of them."""
 
+    @staticmethod
+    def new_cache(config, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> tuple[list, list]:
+        """All layers are views of one tensor, so that a prefix is one copy."""
+        shape = (2, config.num_hidden_layers, rows, config.num_key_value_heads, length, config.head_dim)
+        keys, values = torch.zeros(shape, dtype=dtype, device=device)
+        return list(keys), list(values)
+
     def __getitem__(self, rows: slice | int) -> "Slots":
         return view_of(self, rows)
 

@@ -350,11 +350,14 @@ def why_rows_wrong(frame: MegakernelFrame, alone: MegakernelFrame) -> str:
     """What is wrong with a frame of several rows; empty if nothing is.
 
     A frame of rows in random states is compared with what the frame of one row, which has had a test of its own,
-    computes for each of them. The two differ in the last bits: the talker splits its attention into other parts.
-    `alone` has the first of the same rows.
+    computes for each of them. The two sum in another order, so a code that is nearly as good may be chosen instead.
+    Therefore the talker reads the same embeddings in both. `alone` has the first of the same rows.
     """
     rows = frame.rows
     with restored(rows):
+        fill_with_random_states(rows)
+        frame.launches[0]()
+        embeddings = rows.embedding.clone()
         expected = []
         for row in range(len(rows.token)):
             positions = fill_with_random_states(rows)
@@ -363,7 +366,7 @@ def why_rows_wrong(frame: MegakernelFrame, alone: MegakernelFrame) -> str:
             copy_row(rows[row], rows[0], positions[row])
             for noise in (rows.noise, rows.code_noise):
                 noise[0] = noise[row].clone()
-            expected.append(run_alone(alone, row, positions[row], projected))
+            expected.append(run_alone(alone, row, positions[row], projected, embeddings[row]))
         fill_with_random_states(rows)
         before = {name: getattr(rows, name).clone() for name in ("hidden", "token", "frame", "seen", "ended")}
         for launch in frame.launches:
@@ -405,13 +408,16 @@ def fill_with_random_states(rows: Slots) -> list[int]:
     return positions
 
 
-def run_alone(alone: MegakernelFrame, frame: int, position: int, projected: Tensor) -> SimpleNamespace:
-    """The next frame of row 0 by the frame of one row."""
+def run_alone(
+    alone: MegakernelFrame, frame: int, position: int, projected: Tensor, embedding: Tensor
+) -> SimpleNamespace:
+    """The next frame of row 0 by the frame of one row. Its talker reads this embedding."""
     rows = alone.rows
     predict, step = alone.launches
     rows.advance.fill_(True)
     predict.first_input.copy_(projected)
     FusedStep.__call__(predict)  # without the projection
+    rows.embedding[0] = embedding
     step()
     return SimpleNamespace(
         codes=rows.codes[0, frame].clone(),
@@ -436,7 +442,8 @@ def why_row_wrong(frame: MegakernelFrame, row: int, before: dict, alone: SimpleN
         return f"the codes of {name} are not those to choose"
 
     advances = bool(rows.advance[row])
-    pairs = {}
+    embedded = [table[code] for table, code in zip(frame.launches[0].embeddings, codes)]
+    pairs = {"embedding": (rows.embedding[row, 0], torch.stack(embedded).float().sum(0) + rows.text[row, row])}
     for i, (tensor, cached) in enumerate(zip(rows.cache(), alone.cached)):
         pairs[f"cache, tensor {i}"] = tensor[row, :, alone.position], cached
     pairs["logits of the first code"] = logits, alone.logits

@@ -19,7 +19,7 @@ from gpu_on_cpu import CpuKernels, whole_source
 from helpers import ExactProducts
 from torch import Tensor
 
-from cudagraph_talker import RowCache, Rows, Sampling, additive_mask, capture, round_up, sample, static_cache
+from cudagraph_talker import RowCache, Rows, Sampling, additive_mask, capture, round_up, sample
 from fast import batched, nvrtc
 from fast import batched_reference as reference
 from fast import layer_kernels_reference as layer_reference
@@ -81,7 +81,7 @@ def predictor_kernels(talker, tmp_path_factory) -> CpuKernels:
 
 def filled_cache(model: Any, slots: int, length: int) -> Any:
     """A cache in which every position has something that would be heard."""
-    keys, values = static_cache(model.config, slots, length, model.dtype, model.device)
+    keys, values = Rows.new_cache(model.config, slots, length, model.dtype, model.device)
     for tensor in (*keys, *values):
         tensor.normal_()
     return SimpleNamespace(layers=[SimpleNamespace(keys=key, values=value) for key, value in zip(keys, values)])

@@ -361,7 +361,8 @@ def test_graphs_of_a_pool_share_one_workspace():
     torch._C._cuda_clearCublasWorkspaces()
     before = used()
     replays = [cudagraph_talker.capture(multiply, device, pool)]
-    assert used() == before
+    assert used() - before < 1 << 20  # a graph has small tensors of its own
+    before = used()
     replays += [cudagraph_talker.capture(multiply, device, pool) for _ in range(4)]
     assert used() == before
 

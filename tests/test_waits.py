@@ -101,6 +101,8 @@ class Stopping:
 
     def __init__(self, folder: Any) -> None:
         self.tts = accelerate(load_upstream(str(folder), "cpu"), max_seq_len=128, rows=2)
+        talker = self.tts.model.talker
+        talker.codec_head.weight.data[talker.config.codec_eos_token_id] = 0  # no end before the fifth frame
         self.method = self.tts.generate_voice_clone
         voice = speaker_prompt(torch.load(folder / "speaker.pt", weights_only=True))
         self.request = dict(text="Hello!", language="English", voice_clone_prompt=voice, max_new_tokens=12)
