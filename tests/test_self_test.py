@@ -162,7 +162,7 @@ ROW_FAULTS = {  # what one row may take from another: the right text, the wrong 
     "code": ("codes[stream] * HIDDEN", "codes[0] * HIDDEN", "the logits of the codes"),
     "noise": ("(stream * CODES + head) * VOCAB", "head * VOCAB", "the codes"),
     "top-k": ("arguments.topk_rank[stream]", "arguments.topk_rank[0]", "the codes"),
-    "text": ("u64 frame = element_stream * arguments.frames +", "u64 frame =", "the cache, tensor"),
+    "text": ("u64 frame = element_stream * arguments.frames +", "u64 frame =", "the embedding"),
 }
 
 
