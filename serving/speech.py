@@ -30,7 +30,7 @@ from serving.voices import RegisteredVoice, VoiceFolder, as_stored, check_name
 
 MAX_THREADS = 4
 SECONDS_FOR_A_DISK = 10.0
-SECONDS_BETWEEN_LOOKS = 1.0  # at the folder, for a voice that was there
+SECONDS_BETWEEN_LOOKS = 1.0  # at the folder, for OpenAI's names
 
 Text = str | AsyncIterator[str]
 
@@ -112,12 +112,12 @@ class Speech:
     # ---- Voices
 
     async def look_for(self, voice: str | None) -> None:
-        """Look at the folder of voices, unless the voice is known without it, or has just been seen there."""
+        """Look at the folder of voices, unless the voice is known without it. For OpenAI's names, which stand for any
+        voice that there is, now and then."""
         wanted = (voice or OPENAI_VOICES[0]).strip().lower()
         if any(wanted in (*model.presets, *model.speakers) for model in self.models):
             return
-        is_known = wanted in self.registered or wanted in OPENAI_VOICES
-        if not is_known or time.monotonic() - self.looked_at > SECONDS_BETWEEN_LOOKS:
+        if wanted not in OPENAI_VOICES or time.monotonic() - self.looked_at > SECONDS_BETWEEN_LOOKS:
             await self.refresh()
 
     async def refresh(self) -> None:

@@ -385,13 +385,13 @@ def test_a_speaker_is_found_without_the_disk(monkeypatch):
     speech.models = [SimpleNamespace(presets=["aiden"], speakers=["me"])]
     looks = []
     monkeypatch.setattr(Speech, "refresh", lambda self: asyncio.sleep(0, looks.append(1)))
-    speech.registered, speech.looked_at = {"known": None}, time.monotonic()
-    for name in ("aiden", " ME ", "known", "alloy", None):
+    speech.looked_at = time.monotonic()
+    for name in ("aiden", " ME ", "alloy", None):
         asyncio.run(speech.look_for(name))
     assert not looks
-    asyncio.run(speech.look_for("new"))  # another server may have registered it
+    asyncio.run(speech.look_for("registered"))  # another server may have removed it
     speech.looked_at -= 2
-    asyncio.run(speech.look_for("known"))  # another server may have removed it
+    asyncio.run(speech.look_for("alloy"))
     assert len(looks) == 2
 
 
