@@ -168,9 +168,14 @@ def with_request_id(scope: Scope, send: Send) -> Send:
 
 
 def key_of(authorization: str) -> bytes:
-    """From `Bearer KEY` or `Api-Key KEY`."""
-    _, _, value = authorization.strip().partition(" ")
-    return value.strip().encode("latin-1")  # as it came: header values are decoded as Latin-1
+    """From `Bearer KEY`, `Api-Key KEY` or, for browsers, `Basic base64(user:KEY)`."""
+    scheme, _, value = authorization.strip().partition(" ")
+    if scheme.lower() != "basic":
+        return value.strip().encode("latin-1")  # as it came: header values are decoded as Latin-1
+    try:
+        return base64.b64decode(value, validate=True).partition(b":")[2]
+    except (binascii.Error, ValueError):
+        return b""
 
 
 def key_of_subprotocols(offered: list[str]) -> bytes:

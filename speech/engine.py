@@ -35,7 +35,7 @@ from speech.model import value_for
 from speech.prompts import check_text, with_voice_clone_prompt
 from speech.request import QueueFull, State, Stream, StreamTimeout
 from speech.schedule import Situation, admissions, evictions, holds_back
-from speech.streaming import AsyncPieces, check_not_async, check_seed, is_arriving
+from speech.streaming import check_not_async, check_seed, is_arriving
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
@@ -165,12 +165,12 @@ class Engine:
                 self.cancel(stream)
 
         stream = Stream(put, text_timeout)
-        text = AsyncPieces(text) if hasattr(text, "__aiter__") else text
+        reader = None
         try:
             self.check_model(method)
             if kwargs.get("ref_audio") is not None:
                 kwargs = await asyncio.to_thread(with_voice_clone_prompt, method, kwargs)
-            arrives = is_arriving(text)
+            arrives = is_arriving(text) or hasattr(text, "__aiter__")
             prompt = self.submit(stream, method, None if arrives else check_text(text), seed, kwargs)
             try:
                 await asyncio.wrap_future(prompt)
@@ -178,15 +178,17 @@ class Engine:
                 if not self.is_running and prompt.cancelled():
                     raise RuntimeError(self.intake.why_closed) from None
                 raise
-            if arrives:
+            if hasattr(text, "__aiter__"):
+                reader = asyncio.create_task(self.intake.aread_pieces(stream, text))
+            elif arrives:
                 self.intake.start_reader(stream, text)
             while (item := await self.anext_item(stream, audio)) is not END:
                 yield self.take_item(stream, item), self.rate
             stream.warn_if_cut_off(self.cut_off_is_error)
         finally:
             self.cancel(stream)
-            if isinstance(text, AsyncPieces):
-                text.cancel()
+            if reader:
+                reader.cancel()
 
     async def anext_item(self, stream: Stream, audio: asyncio.Queue):
         if stream.state is not State.PREPARING:  # the engine's thread looks after it

@@ -3,12 +3,13 @@
 One, as upstream's Python code takes twice as long when many threads run it at once. It has a CUDA stream of its own.
 """
 
+import asyncio
 import collections
 import contextlib
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterable, Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import torch
@@ -87,6 +88,19 @@ class Intake:
         except BaseException as error:  # raised again where the speech is read
             last = error
         with contextlib.suppress(RuntimeError, CancelledError):  # the engine has been closed
+            self.thread.submit(self.take_piece, stream, last)
+
+    async def aread_pieces(self, stream: Stream, pieces: AsyncIterable[str]) -> None:
+        """The same on an event loop, without a thread for each text."""
+        last = END
+        try:
+            async for piece in pieces:
+                await asyncio.wrap_future(self.thread.submit(self.take_piece, stream, piece))
+                if stream.text_error:
+                    return
+        except Exception as error:
+            last = error
+        with contextlib.suppress(RuntimeError):
             self.thread.submit(self.take_piece, stream, last)
 
     @torch.no_grad()

@@ -530,9 +530,10 @@ def test_a_key_guards_every_route_but_health_and_docs(speech):
         for path in routes:
             answer = server.ask("GET", path)
             assert answer.status == 401 and answer.error["code"] == "invalid_api_key", path
-        for scheme in (b"Bearer " + key.encode(), b"Api-Key " + key.encode()):
+        basic = base64.b64encode(f"anyone:{key}".encode()).decode()
+        for scheme in (b"Bearer " + key.encode(), b"Api-Key " + key.encode(), b"Basic " + basic.encode()):
             assert server.ask("GET", "/v1/models", headers={"Authorization": scheme}).status == 200, scheme
-        for wrong in ("Bearer", "Bearer k", b"Bearer \xff\xfe"):
+        for wrong in ("Bearer", "Bearer k", "Basic !", "Basic a2V5", b"Bearer \xff\xfe"):
             assert server.ask("GET", "/v1/models", headers={"Authorization": wrong}).status == 401
         assert server.ask("GET", "/").headers["WWW-Authenticate"] == "Bearer"
     with RunningServer(speech, api_key=key, open_lists=True) as server:  # Open WebUI asks for these without it
