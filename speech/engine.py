@@ -34,7 +34,7 @@ from speech.intake import Intake
 from speech.model import value_for
 from speech.prompts import check_text, with_voice_clone_prompt
 from speech.request import QueueFull, State, Stream, StreamTimeout
-from speech.schedule import Situation, admissions, evictions, holds_back
+from speech.schedule import Situation, admissions, can_decode_together, evictions, holds_back
 from speech.streaming import check_not_async, check_seed, is_arriving
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
@@ -307,7 +307,7 @@ class Engine:
             is_held_back = not has_admitted and holds_back(now)
             advancing = [] if is_held_back else [s for s in self.active if s.may_advance() and s.paused_at is None]
             try:
-                self.runner.step(self.active, self.hand_over, advancing)
+                self.runner.step(self.active, self.hand_over, advancing, together=can_decode_together(now))
             except MegakernelStopped as stopped:
                 for stream in stopped.utterances:
                     stream.end(MegakernelStopped(stopped.reason))  # a new one for each thread

@@ -108,7 +108,7 @@ class Speech:
             try:
                 while active := active + self.admit(waiting):
                     before_frame(active)
-                    self.runner.step(active, hand_over)
+                    self.runner.step(active, hand_over, together=True)
                     complete = [utterance for utterance in active if utterance.is_complete()]
                     yield from complete
                     for utterance in complete:

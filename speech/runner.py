@@ -20,7 +20,7 @@ import torch
 
 from cudagraph_talker import capture, draw_noise, round_up
 from fast.batched import why_not
-from fast.codec import MAX_BATCH, Codec, PendingAudio
+from fast.codec import BATCH_CHUNK_SIZES, MAX_BATCH, Codec, PendingAudio
 from fast.frame_set import FrameSet
 from fast.paths import MegakernelStopped
 from fast.rows import Slots, copy_row
@@ -28,6 +28,8 @@ from speech.prefill import HostSettings, Prefills, copy_to_device
 from speech.utterance import Utterance
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
+
+FULL_CHUNK = max(BATCH_CHUNK_SIZES)
 
 HandOver = Callable[[list[Utterance], PendingAudio], None]
 
@@ -69,6 +71,7 @@ class Runner:
         self.row_settings = [None] * rows  # that are in each row
 
         self.active = []  # admitted utterances, each in its row
+        self.beat = 0  # frames launched since there was none
         self.free = list(range(rows))  # a heap
         self.launched = collections.deque()  # frames whose `ended` flags the host has not read yet
         self.mask = None  # host copy of slots.advance
@@ -102,6 +105,8 @@ class Runner:
         """Read prompts, at most as many as there are free rows. Returns those that failed, with their errors."""
         if not utterances:
             return []
+        if not self.active:
+            self.beat = 0
         states = [utterance.generator and utterance.generator.get_state() for utterance in utterances]
         for utterance in utterances:
             utterance.row = heapq.heappop(self.free)
@@ -173,18 +178,25 @@ class Runner:
     # ---- Frames
 
     @torch.no_grad()
-    def step(self, utterances: list[Utterance], hand_over: HandOver, advancing: list[Utterance] | None = None) -> None:
-        """Launch a frame; learn who has ended; start to decode full chunks.
+    def step(
+        self,
+        utterances: list[Utterance],
+        hand_over: HandOver,
+        advancing: list[Utterance] | None = None,
+        together: bool = False,
+    ) -> None:
+        """Launch a frame; learn who has ended; start to decode complete chunks.
 
         utterances: all of this caller's
         advancing: those of them that the frame is for. Default: all that may advance.
+        together: full chunks may wait for those of others, up to 7 frames, so that the codec decodes them together
         """
         if advancing is None:
             advancing = [utterance for utterance in utterances if utterance.may_advance()]
         if advancing:
             self.launch(advancing, hand_over)
         self.check(keep=1 if advancing and self.on_gpu else 0)
-        self.decode(utterances, hand_over)
+        self.decode(utterances, hand_over, together)
 
     def launch(self, utterances: list[Utterance], hand_over: HandOver) -> None:
         for utterance in utterances:
@@ -201,6 +213,7 @@ class Runner:
 
         self.draw(self.slots.code_noise, [utterance for utterance in utterances if utterance.samples_codes])
         frame.predict()
+        self.beat += 1
         for utterance in utterances:
             utterance.launched += 1
         if without_sound := [utterance for utterance in utterances if utterance.decoded == 0]:
@@ -264,18 +277,23 @@ class Runner:
             for utterance, row in utterances:
                 utterance.learn(ended[row])
 
-    def decode(self, utterances: list[Utterance], hand_over: HandOver) -> None:
+    def decode(self, utterances: list[Utterance], hand_over: HandOver, together: bool = False) -> None:
         """Hand complete chunks to the codec: one of each utterance at a time, as they must be decoded in order."""
         while utterances:
             by_size = collections.defaultdict(list)
             for utterance in utterances:
-                if size := utterance.next_chunk():
+                if (size := utterance.next_chunk()) and not (together and self.waits(utterance, size)):
                     by_size[size].append(utterance)
             # Small chunks first: they are those of utterances with little audio ahead of their playback.
             for size, ready in sorted(by_size.items()):
                 for first in range(0, len(ready), MAX_BATCH):
                     self.decode_chunk(ready[first : first + MAX_BATCH], size, hand_over)
             utterances = [utterance for ready in by_size.values() for utterance in ready]  # they may have more
+
+    def waits(self, utterance: Utterance, size: int) -> bool:
+        """Whether a chunk is full and it is not yet the 8th frame, at which those of its batch of rows are decoded."""
+        is_full = size >= FULL_CHUNK and not utterance.finished and not utterance.lacks_text()
+        return is_full and (self.beat + utterance.row // MAX_BATCH) % FULL_CHUNK != 0
 
     def decode_chunk(self, utterances: list[Utterance], size: int, hand_over: HandOver) -> None:
         codes = [

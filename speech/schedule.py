@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 MAX_ADMISSIONS = 32  # prompts that are prefilled between two frames
 LEAD_TO_KEEP = 0.1  # seconds of audio ahead of playback; if all have more, they wait for those without first audio
+LEAD_AFTER_START = 0.5  # seconds; the first chunks, which never wait, are 0.64 s of audio
+FRAMES_BETWEEN_CHUNKS = 16  # a full chunk has 8 frames, and may wait for 7
 LONGEST_HOLD = 5.0  # seconds that a request waits at most for streams that would run dry
 
 
@@ -69,6 +71,11 @@ def holds_back(now: Situation) -> bool:
         return False
     lead_to_keep = LEAD_TO_KEEP + now.lead_to_admit
     return all(listener.has_sound and listener.lead > lead_to_keep for listener in advancing)
+
+
+def can_decode_together(now: Situation) -> bool:
+    """Whether full chunks can wait for those of others without a listener running dry."""
+    return FRAMES_BETWEEN_CHUNKS * now.time_of_pass < LEAD_AFTER_START
 
 
 def evictions(now: Situation, patience: float) -> list[int]:

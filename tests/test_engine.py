@@ -23,7 +23,9 @@ from fast.codec import PendingAudio
 from generate import accelerate, load, load_upstream, stream
 from speech.engine import Engine
 from speech.long_text import speak
+from speech.prompts import prepare_request
 from speech.request import QueueFull, State, Stream, StreamTimeout
+from speech.utterance import growing_chunks
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 LIMIT = 300  # seconds that any wait may take
@@ -130,6 +132,42 @@ def test_prompts_that_wait_together_are_prefilled_together(voice, monkeypatch):
         for chunks, audio in zip(streams, expected, strict=True):
             assert_same(joined(chunks), audio)
     assert together == [7] and moves
+
+
+def test_full_chunks_are_decoded_together(voice, monkeypatch):
+    """Streams that began at different frames give the codec their chunks of 8 at the same ones. First chunks, the last
+    one, and all where frames are slow, do not wait."""
+    voice.end_comes_up(False)
+    arguments = dict(voice.arguments, max_new_tokens=29)
+
+    def decoded(speech, together: bool) -> list[tuple[int, int, int]]:
+        """(beat, frames, utterances) of what goes to the codec; the second begins 3 frames after the first."""
+        runner, active, chunks = speech.runner, [], []
+
+        def decode_chunk(utterances, size, _):
+            chunks.append((runner.beat, size, len(utterances)))
+            for utterance in utterances:
+                utterance.take_chunk(size)
+
+        monkeypatch.setattr(runner, "decode_chunk", decode_chunk)
+        runner.enter()
+        assert not runner.active
+        for frame in range(31):
+            if frame in (0, 3):
+                request, _, _ = prepare_request(speech, voice.fast.generate_voice_clone, "Hi.", **arguments)
+                active.append(speech.utterance(request, chunk_sizes=growing_chunks()))
+                assert not runner.admit(active[-1:])
+            runner.step(active, None, together=together)
+        for utterance in active:
+            runner.release(utterance)
+        assert all(utterance.is_complete() for utterance in active)
+        return [chunk for chunk in chunks if chunk[0] > 12]
+
+    with engine_of(voice.fast, 2) as engine, engine.speech.turns.take():
+        together = decoded(engine.speech, together=True)
+        apart = decoded(engine.speech, together=False)
+    assert together == [(16, 8, 1), (24, 8, 2), (28, 4, 1), (31, 8, 1), (31, 4, 1)]
+    assert apart == [(16, 8, 1), (19, 8, 1), (24, 8, 1), (27, 8, 1), (28, 4, 1), (31, 4, 1)]
 
 
 @pytest.mark.parametrize("name", ["in-context", *slow("x-vector", "preset")])

@@ -106,6 +106,12 @@ def check_evictions(rules):
         assert rules.evictions(now, patience) == expected, (details, patience)
 
 
+def check_chunks_wait_for_others_where_frames_are_fast(rules):
+    """The first chunks are 0.64 s; until the next one is decoded there are up to 15 frames, and this one."""
+    for time_of_pass, expected in [(0.005, True), (0.031, True), (0.0315, False), (0.08, False)]:
+        assert rules.can_decode_together(situation(rules, 9.0, time_of_pass=time_of_pass)) == expected, time_of_pass
+
+
 CHECKS = [check for name, check in globals().copy().items() if name.startswith("check_")]
 
 
@@ -146,6 +152,7 @@ MUTATIONS = [
     ("self.preparing or self.can_admit or", "self.preparing or"),
     ("self.can_admit or not all(listener.has_heard for listener in self.listeners)", "self.can_admit"),
     ("self.waiting > 0 and len(self.listeners) < self.rows", "self.waiting > 0"),
+    ("FRAMES_BETWEEN_CHUNKS * now.time_of_pass", "8 * now.time_of_pass"),
     ("if len(now.listeners) < now.rows", "if False"),
     ("enumerate(now.listeners)), reverse=True)", "enumerate(now.listeners)))"),
     ("if idle_for > patience", "if idle_for >= patience"),
