@@ -3,9 +3,9 @@
 // batched.py compiles this file with NVRTC for one GPU and one model. It puts these definitions before it:
 //
 //     HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD_DIM, EPSILON     of the stack of decoder layers
-//     THREADS            of a block of qk_norm_rope_store, attention and silu_and_multiply
-//     SAMPLER_THREADS    of a block of sample and choose
-//     MIN_SPLIT_LENGTH   positions of a split of attention, at least
+//     THREADS              of a block of qk_norm_rope_store, short_attention and silu_and_multiply
+//     ATTENTION_THREADS    of a block of attention
+//     SAMPLER_THREADS      of a block of sample and choose
 //
 // batched_reference.py has the kernels of a layer in a few lines of torch; add_and_norm and silu_and_multiply
 // are in layer_kernels.h. Sums are float; values are rounded to bfloat16 where the model's own forward rounds
@@ -17,15 +17,19 @@
 //     kernel                reads                   writes                          blocks, threads of each
 //     -------------------   ---------------------   -----------------------------   -------------------------
 //     (GEMM)                normalized              qkv
-//     qk_norm_rope_store    qkv, cos, sin           query; one position of keys     (QKV_HEADS / 8, B), 128
-//                                                   and of values
-//     attention             query, keys, values     output                          (KV_HEADS * splits, B), 128
+//     attention             qkv, cos, sin, keys,    output; one position of keys    (KV_HEADS * splits, B), 128
+//                           values                  and of values
+//     or short_attention                                                            (KV_HEADS / 4, B), 128
 //     (GEMM)                output                  x
 //     add_and_norm          x, residual             residual, normalized            B, HIDDEN / 8
 //     (GEMM)                normalized              gate_up
 //     silu_and_multiply     gate_up                 inner                           B * INNER / 1024, 128
 //     (GEMM)                inner                   x
 //     add_and_norm          x, residual             residual, normalized            B, HIDDEN / 8
+//
+// If rows are positions of the same text, keys and values of all of them must be in the cache before one attends
+// to them. Then qk_norm_rope_store comes before attention and does its first part: norm and RoPE of queries, in
+// place, and of keys; keys and values to the cache.
 //
 // The last kernel of a layer has the norm weight of the next layer, or of the final norm. Before the first
 // layer comes `add_and_norm` without a residual. After a head comes `sample`, or `choose` for the talker: a

@@ -1,5 +1,5 @@
 """One position of many rows through a stack of decoder layers, each row at its own position: four matrix products and
-five small kernels per layer (batched.cu), and one kernel to choose the tokens.
+four small kernels per layer (batched.cu), and one kernel to choose the tokens.
 
 `BatchedStack` launches on torch's current stream, so that a graph can capture it. The kernels are compiled by NVRTC for
 this GPU and model. The model must have been through `replace_layers` (fast/layers.py):
@@ -215,7 +215,7 @@ class BatchedStack(LayerKernels):
         Positions must be below S: nothing checks them.
         """
         rows = len(embeds)
-        own_slots = slots is None
+        may_share_slots = slots is not None
         slots = self.slots[:rows] if slots is None else slots
         if not (len(positions) == len(slots) == rows <= len(self.finished_splits)):
             counts = f"{rows} embeddings, {len(positions)} positions, {len(slots)} slots"
@@ -225,9 +225,9 @@ class BatchedStack(LayerKernels):
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for layer, next_norm in zip(self.layers, next_norms, strict=True):
             qkv = F.linear(x, layer.qkv)
-            if not own_slots:  # rows attend to each other's keys: all of them first
+            if may_share_slots:  # a row attends to keys of others, which must be in the cache before
                 self.qk_norm_rope_store(qkv, layer, positions, slots)
-            heads = self.attention(qkv, layer, positions, slots, is_stored=not own_slots)
+            heads = self.attention(qkv, layer, positions, slots, is_stored=may_share_slots)
             residual, x = self.add_and_norm(F.linear(heads, layer.output), residual, layer.post_norm)
             inner = self.silu_and_multiply(F.linear(x, layer.gate_up))
             residual, x = self.add_and_norm(F.linear(inner, layer.down), residual, next_norm)
@@ -261,8 +261,8 @@ class BatchedStack(LayerKernels):
         return min(wanted, useful, MAX_SPLITS)
 
     def attention(self, qkv: Tensor, layer: Layer, positions: Tensor, slots: Tensor, is_stored: bool = False) -> Tensor:
-        """(B, (Q + 2 KV) * D) -> (B, Q * D). Computes what qk_norm_rope_store does, unless it `is_stored`; then all
-        slots must be different."""
+        """(B, (Q + 2 KV) * D) -> (B, Q * D). Unless qkv `is_stored`, this first does what qk_norm_rope_store does; then
+        no two rows may have the same slot."""
         sizes = self.sizes
         rows = len(qkv)
         if self.cache_length <= SHORT_CACHE:

@@ -262,6 +262,8 @@ def squared_errors(talker: Any, fused: Any, kernels: CpuKernels | None, rows: in
     cache = filled_cache(fused.model, 10, LENGTH)
     stack = stack_of(fused.model, cache, rows, kernels)
     positions, slots = (tensor[:rows] for tensor in positions_and_slots(stack))
+    has_own_slots = rows == 3  # the others might share them, for all that `forward` knows
+    slots = stack.slots if has_own_slots else slots
     embeds = torch.randn(rows, 1024).bfloat16()
     before = copy.deepcopy((embeds, cache))
 
@@ -275,7 +277,7 @@ def squared_errors(talker: Any, fused: Any, kernels: CpuKernels | None, rows: in
                 results += [layer.keys[0, :, positions[row]], layer.values[0, :, positions[row]]]
             expected.append([result.float() for result in results])
 
-    hidden = stack.forward(embeds, positions, slots)
+    hidden = stack.forward(embeds, positions, None if has_own_slots else slots)
     errors = []
     for row in range(rows):
         ours = [hidden[row]]
@@ -489,21 +491,40 @@ FAULTS: dict[str, tuple[str, str, Check]] = {
         "const u64 slot = row",
         check_qk_norm_rope_store,
     ),
-    "one key too few": (
-        "const int length = arguments.positions[row] + 1;",
-        "const int length = max(1, (int)arguments.positions[row]);",
+    "one key too few": ("split_length, own_position);", "split_length, own_position - 1);", check_attention),
+    "one key too many": ("split_length, own_position);", "split_length, own_position + 1);", check_attention),
+    "the last key twice": ("+ half_warp < end; }", "+ half_warp <= end; }", check_attention),
+    "the keys of the loop before": ("load(k, keys, next +", "load(k, keys, next + 0 *", check_attention),
+    "the values of the loop before": ("load(v, values, next +", "load(v, values, next + 0 *", check_attention),
+    "the queries of other KV heads": ("(kv_head * GROUP + g)", "(g * KV_HEADS + kv_head)", check_attention),
+    "the cache of another slot": ("(input.slots[row] * KV_HEADS", "((u64)row * KV_HEADS", check_attention),
+    "the own position in every split": (
+        "split == splits_in_use - 1 && half_warp == 0",
+        "half_warp == 0",
         check_attention,
     ),
-    "one key too many": (
-        "const int length = arguments.positions[row] + 1;",
-        "const int length = min(arguments.cache_length, arguments.positions[row] + 2);",
+    "the own position in every half-warp": (
+        "split == splits_in_use - 1 && half_warp == 0",
+        "split == splits_in_use - 1",
         check_attention,
     ),
-    "the wrong KV head": (
-        "const u64 first_head = (u64)row * HEADS + kv_head * GROUP;",
-        "const u64 first_head = (u64)row * HEADS + kv_head / 2 * 2 * GROUP + kv_head % 2;",
+    "the own key not stored": ("= own_key;\n", "= keys[0];\n", check_attention),
+    "the own key normalized as a query": ("own_key, input.k_norm", "own_key, input.q_norm", check_attention),
+    "the own key for its value": ("(HEADS + KV_HEADS + kv_head)", "(HEADS + kv_head)", check_attention),
+    "RoPE of the position before": ("input.cos[own_position", "input.cos[max(0, own_position - 1)", check_attention),
+    "norm and RoPE once more": ("if (arguments.is_stored)", "if (false)", check_attention),
+    "half-warps added with different scales": (
+        "value *= rescale;\n            value +=",
+        "value +=",
         check_attention,
     ),
+    "one key too few of a few": ("int end = own_position;", "int end = own_position - 1;", check_short_attention),
+    "one KV head for all warps": (
+        "+ warp_index() / WARPS;",
+        "+ (WARPS > 1 ? warp_index() / WARPS : 0);",
+        check_short_attention,
+    ),
+    "one half-warp for all query heads": ("half_warp == g % 2", "half_warp == 0 && g == 0", check_short_attention),
     "one split forgotten": (
         "const u64 index = first_split + s;",
         "const u64 index = first_split + max(s, 1);",
@@ -560,8 +581,7 @@ FAULTS: dict[str, tuple[str, str, Check]] = {
 
 # Checks that have no code in common: one library can have a fault for each of them.
 INDEPENDENT = [
-    (check_norms, check_qk_norm_rope_store),
-    (check_attention,),
+    (check_norms, check_qk_norm_rope_store, check_attention, check_short_attention),
     (check_silu_and_multiply,),
     (check_sample, check_choose),
 ]
