@@ -3,9 +3,9 @@
 // batched.py compiles this file with NVRTC for one GPU and one model. It puts these definitions before it:
 //
 //     HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD_DIM, EPSILON     of the stack of decoder layers
-//     THREADS            of a block of qk_norm_rope_store, attention and silu_and_multiply
-//     SAMPLER_THREADS    of a block of sample and choose
-//     MIN_SPLIT_LENGTH   positions of a split of attention, at least
+//     THREADS              of a block of qk_norm_rope_store, short_attention and silu_and_multiply
+//     ATTENTION_THREADS    of a block of attention
+//     SAMPLER_THREADS      of a block of sample and choose
 //
 // batched_reference.py has the kernels of a layer in a few lines of torch; add_and_norm and silu_and_multiply
 // are in layer_kernels.h. Sums are float; values are rounded to bfloat16 where the model's own forward rounds
@@ -17,15 +17,19 @@
 //     kernel                reads                   writes                          blocks, threads of each
 //     -------------------   ---------------------   -----------------------------   -------------------------
 //     (GEMM)                normalized              qkv
-//     qk_norm_rope_store    qkv, cos, sin           query; one position of keys     (QKV_HEADS / 8, B), 128
-//                                                   and of values
-//     attention             query, keys, values     output                          (KV_HEADS * splits, B), 128
+//     attention             qkv, cos, sin, keys,    output; one position of keys    (KV_HEADS * splits, B), 128
+//                           values                  and of values
+//     or short_attention                                                            (KV_HEADS / 4, B), 128
 //     (GEMM)                output                  x
 //     add_and_norm          x, residual             residual, normalized            B, HIDDEN / 8
 //     (GEMM)                normalized              gate_up
 //     silu_and_multiply     gate_up                 inner                           B * INNER / 1024, 128
 //     (GEMM)                inner                   x
 //     add_and_norm          x, residual             residual, normalized            B, HIDDEN / 8
+//
+// If rows are positions of the same text, keys and values of all of them must be in the cache before one attends
+// to them. Then qk_norm_rope_store comes before attention and does its first part: norm and RoPE of queries, in
+// place, and of keys; keys and values to the cache.
 //
 // The last kernel of a layer has the norm weight of the next layer, or of the final norm. Before the first
 // layer comes `add_and_norm` without a residual. After a head comes `sample`, or `choose` for the talker: a
@@ -44,16 +48,13 @@
 constexpr int HEAD_VECTORS = 16;                      // and lanes of a half-warp
 constexpr int QKV_HEADS = HEADS + 2 * KV_HEADS;       // of q, k and v
 constexpr int GROUP = HEADS / KV_HEADS;               // query heads that share a KV head
-constexpr int HALF_WARPS = THREADS / 16;              // of a block
-constexpr int POSITIONS_IN_FLIGHT = 4;                // loaded by a half-warp before it uses the first
-constexpr int BLOCK_POSITIONS = HALF_WARPS * POSITIONS_IN_FLIGHT;        // ... by all half-warps
 constexpr int SAMPLER_WARPS = SAMPLER_THREADS / 32;
 constexpr int SCORES_PER_THREAD = VOCAB / SAMPLER_THREADS;
 
 static_assert(HEAD_DIM == 8 * HEAD_VECTORS, "unsupported sizes: HEAD_DIM must be 128");
 static_assert(HEADS % KV_HEADS == 0, "unsupported sizes: HEADS must be a multiple of KV_HEADS");
 static_assert(GROUP <= 4, "unsupported sizes: HEADS must be at most 4 * KV_HEADS");         // registers
-static_assert(QKV_HEADS % HALF_WARPS == 0, "unsupported sizes: heads of q, k and v must be a multiple of 8");
+static_assert(QKV_HEADS % (THREADS / 16) == 0, "unsupported sizes: heads of q, k and v must be a multiple of 8");
 static_assert(VOCAB % SAMPLER_THREADS == 0, "unsupported sizes: VOCAB must be a multiple of 256");
 static_assert(VOCAB <= 1 << TOKEN_BITS, "unsupported sizes: VOCAB must be at most 4096");
 
@@ -61,7 +62,7 @@ static_assert(VOCAB <= 1 << TOKEN_BITS, "unsupported sizes: VOCAB must be at mos
 // ---- Arguments, a struct for each kernel. batched.py writes them and checks their layout when it compiles.
 
 struct QkNormRopeStore {
-    const uint4 *qkv;                                 // (B, QKV_HEADS, HEAD_DIM)
+    uint4 *qkv;                                       // (B, QKV_HEADS, HEAD_DIM)
     const uint4 *q_norm;                              // (HEAD_DIM)
     const uint4 *k_norm;                              // (HEAD_DIM)
     const uint4 *cos;                                 // (cache_length, HEAD_DIM)
@@ -69,25 +70,22 @@ struct QkNormRopeStore {
     const i64 *positions;                             // (B)
     const i64 *slots;                                 // (B), each row's slot of the cache
     u64 cache_length;
-    uint4 *query;                                     // (B, HEADS, HEAD_DIM)
     uint4 *keys;                                      // (slots, KV_HEADS, cache_length, HEAD_DIM)
     uint4 *values;                                    // (slots, KV_HEADS, cache_length, HEAD_DIM)
 };
 
 struct Attention {
-    const uint4 *query;                               // (B, HEADS, HEAD_DIM)
-    const uint4 *keys;                                // (slots, KV_HEADS, cache_length, HEAD_DIM)
-    const uint4 *values;                              // (slots, KV_HEADS, cache_length, HEAD_DIM)
-    const i64 *positions;                             // (B)
-    const i64 *slots;                                 // (B)
-    u64 cache_length;
+    QkNormRopeStore input;
+    u64 is_stored;                                    // whether qk_norm_rope_store has had this input
     u64 splits;                                       // maximum number of splits of a row's positions
+    u64 min_split_length;                             // positions of a split, at least
     float *split_best;                                // (B, HEADS, splits), highest score of a split
     float *split_weight;                              // (B, HEADS, splits), sum of its weights
     float *split_sum;                                 // (B, HEADS, splits, HEAD_DIM), of values times weights
     u32 *finished_splits;                             // (B, KV_HEADS), 0 before and after a launch
     bf16 *output;                                     // (B, HEADS, HEAD_DIM)
 };
+using ShortAttention = Attention;
 
 struct Sample {
     const bf16 *logits;                               // (B, VOCAB)
@@ -119,14 +117,15 @@ struct Choose {
 // Lane l of 16 has dimensions 8 l .. 8 l + 7.
 extern "C" __global__ void __launch_bounds__(THREADS) qk_norm_rope_store(QkNormRopeStore arguments) {
     const int row = blockIdx.y;
-    const int head = blockIdx.x * HALF_WARPS + threadIdx.x / 16;
+    const int head = blockIdx.x * (THREADS / 16) + threadIdx.x / 16;
     const int lane = threadIdx.x % 16;
     const u64 position = arguments.positions[row];
     const u64 slot = arguments.slots[row];
     const bool is_query = head < HEADS;
     const bool is_value = head >= HEADS + KV_HEADS;
 
-    const uint4 x = arguments.qkv[((u64)row * QKV_HEADS + head) * HEAD_VECTORS + lane];
+    uint4 &of_head = arguments.qkv[((u64)row * QKV_HEADS + head) * HEAD_VECTORS + lane];
+    const uint4 x = of_head;
     const uint4 weight = is_query ? arguments.q_norm[lane] : arguments.k_norm[lane];
     const uint4 cos = arguments.cos[position * HEAD_VECTORS + lane];
     const uint4 sin = arguments.sin[position * HEAD_VECTORS + lane];
@@ -138,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) qk_norm_rope_store(QkNormR
         return ((slot * KV_HEADS + kv_head) * arguments.cache_length + position) * HEAD_VECTORS + lane;
     };
     if (is_query) {
-        arguments.query[((u64)row * HEADS + head) * HEAD_VECTORS + lane] = rotated;
+        of_head = rotated;
     } else if (is_value) {
         arguments.values[in_cache(head - HEADS - KV_HEADS)] = x;
     } else {
@@ -149,125 +148,48 @@ extern "C" __global__ void __launch_bounds__(THREADS) qk_norm_rope_store(QkNormR
 
 // ---- Attention
 
-// Of a half-warp's positions, for each query head of the group: the sum of values times weights, the highest
-// score, the sum of weights. A weight is exp(score - best).
+// What a warp has computed of its positions, for each query head of the group: the sum of values times weights,
+// the highest score, the sum of weights. A weight is exp(score - best).
+template <int WARPS>
 struct alignas(16) AttentionShared {
-    float sum[HALF_WARPS][GROUP][HEAD_DIM];
-    float best[HALF_WARPS][GROUP];
-    float weight[HALF_WARPS][GROUP];
+    float sum[WARPS][GROUP][HEAD_DIM];
+    float best[WARPS][GROUP];
+    float weight[WARPS][GROUP];
     bool is_last;
 };
 
-// The positions 0 .. length - 1 of a row are split into equal parts (as in flash-decoding), a block each:
-//
-//     row of 50      |split 0|                                  splits 1, 2, ... exit at once
-//     row of 2,048   |  split 0  |  split 1  |  split 2  | ...
-//
-// So the grid does not depend on the lengths, but the work of a block does. Block (b, row) has KV head
-// b % KV_HEADS with its GROUP query heads, and split b / KV_HEADS. Half-warp h of 8 takes, 4 at a time,
-//
-//     positions first + h, first + h + 8, first + h + 16, first + h + 24,   then all of them 32 later, ...
-//
-// and lane l of 16 the dimensions 8 l .. 8 l + 7. Softmax is online. The half-warps are merged in shared
-// memory; the splits in global memory, by the block of a row and KV head that finishes last.
-extern "C" __global__ void __launch_bounds__(THREADS) attention(Attention arguments) {
-    AttentionShared &merge = static_shared<AttentionShared>();
-    const int row = blockIdx.y;
-    const int kv_head = blockIdx.x % KV_HEADS;
-    const int split = blockIdx.x / KV_HEADS;
-    const int splits = arguments.splits;
-    const int half_warp = threadIdx.x / 16;
-    const int lane = threadIdx.x % 16;
-
-    const int length = arguments.positions[row] + 1;
-    const int equal_parts = (length + splits - 1) / splits;
-    const int whole_loops = (equal_parts + BLOCK_POSITIONS - 1) / BLOCK_POSITIONS;
-    const int split_length = max(MIN_SPLIT_LENGTH, whole_loops * BLOCK_POSITIONS);
-    const int splits_in_use = (length + split_length - 1) / split_length;
-    const int first = split * split_length;
-    const int end = min(first + split_length, length);
-    if (split >= splits_in_use) {
-        return;
-    }
-
-    const u64 head_in_cache = arguments.slots[row] * KV_HEADS + kv_head;
-    const uint4 *keys = arguments.keys + head_in_cache * arguments.cache_length * HEAD_VECTORS;
-    const uint4 *values = arguments.values + head_in_cache * arguments.cache_length * HEAD_VECTORS;
-    const u64 first_head = (u64)row * HEADS + kv_head * GROUP;              // of all rows
-    Eight query[GROUP];
-    Eight sum[GROUP] = {};
-    float best[GROUP];
-    float weight[GROUP] = {};
+// Merges the warps of a block in shared memory, and the blocks of a row and KV head, one for each split, in
+// global memory: the block that finishes last does that.
+template <int WARPS>
+__device__ void merge_warps(const Attention &arguments, const Eight (&sum)[GROUP], const float (&best)[GROUP],
+                            const float (&weight)[GROUP], u64 first_head, int split, int splits_in_use) {
+    constexpr int BLOCK_THREADS = 32 * WARPS;
+    AttentionShared<WARPS> &merge = static_shared<AttentionShared<WARPS>>();
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int g = 0; g < GROUP; ++g) {
-        query[g] = unpack(arguments.query[(first_head + g) * HEAD_VECTORS + lane]);
-        best[g] = LOWEST_SCORE;
-    }
-
-    for (int next = first; next < end; next += BLOCK_POSITIONS) {
-        // Issue all loads before using any of them. Past the end the last position is loaded again, with
-        // weight 0.
-        uint4 k[POSITIONS_IN_FLIGHT];
-        uint4 v[POSITIONS_IN_FLIGHT];
-#pragma unroll
-        for (int i = 0; i < POSITIONS_IN_FLIGHT; ++i) {
-            const int position = min(next + i * HALF_WARPS + half_warp, end - 1);
-            k[i] = keys[position * HEAD_VECTORS + lane];
-            v[i] = values[position * HEAD_VECTORS + lane];
+        if (lane < 16) {
+            *(Eight *)&merge.sum[warp_index()][g][8 * lane] = sum[g];
         }
-#pragma unroll
-        for (int g = 0; g < GROUP; ++g) {
-            float score[POSITIONS_IN_FLIGHT];
-            float new_best = best[g];
-#pragma unroll
-            for (int i = 0; i < POSITIONS_IN_FLIGHT; ++i) {
-                const bool visible = next + i * HALF_WARPS + half_warp < end;
-                const float product = warp_sum<16>(dot(query[g], unpack(k[i])));
-                score[i] = visible ? product * rsqrtf(HEAD_DIM) : LOWEST_SCORE;
-                new_best = fmaxf(new_best, score[i]);
-            }
-            const float rescale = expf(best[g] - new_best);
-            best[g] = new_best;
-            weight[g] *= rescale;
-#pragma unroll
-            for (int d = 0; d < 8; ++d) {
-                sum[g].v[d] *= rescale;
-            }
-#pragma unroll
-            for (int i = 0; i < POSITIONS_IN_FLIGHT; ++i) {
-                const bool visible = next + i * HALF_WARPS + half_warp < end;
-                const float new_weight = visible ? expf(score[i] - new_best) : 0;
-                const Eight value = unpack(v[i]);
-                weight[g] += new_weight;
-#pragma unroll
-                for (int d = 0; d < 8; ++d) {
-                    sum[g].v[d] += new_weight * value.v[d];
-                }
-            }
-        }
-    }
-
-    // Merge the half-warps: thread t has the outputs t, t + THREADS, ... of the GROUP * HEAD_DIM of a block.
-#pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
-        *(Eight *)&merge.sum[half_warp][g][8 * lane] = sum[g];
         if (lane == 0) {
-            merge.best[half_warp][g] = best[g];
-            merge.weight[half_warp][g] = weight[g];
+            merge.best[warp_index()][g] = best[g];
+            merge.weight[warp_index()][g] = weight[g];
         }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS) {
+
+    // Thread t has the outputs t, t + BLOCK_THREADS, ... of the GROUP * HEAD_DIM of a block.
+    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += BLOCK_THREADS) {
         const int g = i / HEAD_DIM;
         const int dimension = i % HEAD_DIM;
-        const PartialAttention block = merge_attention(HALF_WARPS, [&](int h) -> PartialAttention {
-            return {merge.best[h][g], merge.weight[h][g], merge.sum[h][g][dimension]};
+        const PartialAttention block = merge_attention(WARPS, [&](int warp) -> PartialAttention {
+            return {merge.best[warp][g], merge.weight[warp][g], merge.sum[warp][g][dimension]};
         });
         if (splits_in_use == 1) {
             arguments.output[first_head * HEAD_DIM + i] = pack_bf16x2(block.sum / block.weight, 0);
             continue;
         }
-        const u64 this_split = (first_head + g) * splits + split;
+        const u64 this_split = (first_head + g) * arguments.splits + split;
         arguments.split_sum[this_split * HEAD_DIM + dimension] = block.sum;
         if (dimension == 0) {
             arguments.split_best[this_split] = block.best;
@@ -283,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(Attention argume
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        u32 *finished = &arguments.finished_splits[row * KV_HEADS + kv_head];
+        u32 *finished = &arguments.finished_splits[first_head / GROUP];
         merge.is_last = atomicInc(finished, splits_in_use - 1) == splits_in_use - 1;
         __threadfence();
     }
@@ -291,8 +213,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(Attention argume
     if (!merge.is_last) {
         return;
     }
-    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS) {
-        const u64 first_split = (first_head + i / HEAD_DIM) * splits;
+    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += BLOCK_THREADS) {
+        const u64 first_split = (first_head + i / HEAD_DIM) * arguments.splits;
         const PartialAttention row_result = merge_attention(splits_in_use, [&](int s) -> PartialAttention {
             const u64 index = first_split + s;
             return {arguments.split_best[index], arguments.split_weight[index],
@@ -300,6 +222,198 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(Attention argume
         });
         arguments.output[first_head * HEAD_DIM + i] = pack_bf16x2(row_result.sum / row_result.weight, 0);
     }
+}
+
+// A row attends to its own position and to those before it, which are in the cache. If rows have a slot each,
+// its own key and value need not be there yet: this kernel computes them and stores them.
+//
+// The positions in the cache are split into equal parts (as in flash-decoding), a block each:
+//
+//     row at 50      |split 0|                                  splits 1, 2, ... exit at once
+//     row at 2,048   |  split 0  |  split 1  |  split 2  | ...
+//
+// So the grid does not depend on the lengths, but the work of a block does. WARPS warps share a KV head with its
+// GROUP query heads. These warps are a block, whose number is KV_HEADS * split + KV head; or, for short caches,
+// one warp of several in a block, and there is one split. Their half-warp h of H takes, 4 at a time,
+//
+//     positions first + h, first + h + H, first + h + 2 H, first + h + 3 H,   then all of them 4 H later, ...
+//
+// and lane l of 16 the dimensions 8 l .. 8 l + 7. Softmax is online. The last split begins with the row's own
+// position.
+template <int BLOCK_WARPS, int WARPS, int IN_FLIGHT>
+__device__ void attend(const Attention &arguments) {
+    constexpr int HALF_WARPS = 2 * WARPS;
+    constexpr int LOOP_POSITIONS = HALF_WARPS * IN_FLIGHT;
+    const QkNormRopeStore &input = arguments.input;
+    const int row = blockIdx.y;
+    const int part = blockIdx.x * (BLOCK_WARPS / WARPS) + warp_index() / WARPS;
+    const int kv_head = part % KV_HEADS;
+    const int split = part / KV_HEADS;
+    const int half_warp = threadIdx.x / 16 % HALF_WARPS;
+    const int lane = threadIdx.x % 16;
+
+    const int own_position = input.positions[row];
+    int splits_in_use = 1;
+    int first = 0;
+    int end = own_position;
+    if constexpr (WARPS > 1) {
+        const int splits = arguments.splits;
+        const int equal_parts = (own_position + splits - 1) / splits;
+        const int whole_loops = (equal_parts + LOOP_POSITIONS - 1) / LOOP_POSITIONS;
+        const int split_length = max((int)arguments.min_split_length, whole_loops * LOOP_POSITIONS);
+        splits_in_use = max(1, (own_position + split_length - 1) / split_length);
+        first = split * split_length;
+        end = min(first + split_length, own_position);
+    }
+    if (split >= splits_in_use) {
+        return;
+    }
+
+    // Issue all loads before using any of them. Past the end the last position is loaded again, with weight 0.
+    const u64 head_in_cache = (input.slots[row] * KV_HEADS + kv_head) * input.cache_length * HEAD_VECTORS + lane;
+    uint4 *keys = input.keys + head_in_cache;
+    uint4 *values = input.values + head_in_cache;
+    const auto load = [&](uint4 (&vectors)[IN_FLIGHT], const uint4 *cache, int next) {
+        if (next < end) {
+#pragma unroll
+            for (int i = 0; i < IN_FLIGHT; ++i) {
+                const int position = min(next + i * HALF_WARPS + half_warp, end - 1);
+                vectors[i] = cache[position * HEAD_VECTORS];
+            }
+        }
+    };
+    uint4 k[IN_FLIGHT];
+    uint4 v[IN_FLIGHT];
+    load(k, keys, first);
+    load(v, values, first);
+
+    const u64 first_head = (u64)row * HEADS + kv_head * GROUP;              // of all rows
+    const uint4 *of_row = input.qkv + (u64)row * QKV_HEADS * HEAD_VECTORS + lane;
+    uint4 own_query[GROUP];
+    uint4 own_key;
+    uint4 own_value;
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g) {
+        own_query[g] = of_row[(kv_head * GROUP + g) * HEAD_VECTORS];
+    }
+    if (arguments.is_stored) {
+        own_key = keys[own_position * HEAD_VECTORS];
+        own_value = values[own_position * HEAD_VECTORS];
+    } else {
+        const uint4 cos = input.cos[own_position * HEAD_VECTORS + lane];
+        const uint4 sin = input.sin[own_position * HEAD_VECTORS + lane];
+        own_key = of_row[(HEADS + kv_head) * HEAD_VECTORS];
+        own_value = of_row[(HEADS + KV_HEADS + kv_head) * HEAD_VECTORS];
+        own_key = norm_and_rope<16>(own_key, input.k_norm[lane], cos, sin, EPSILON);
+#pragma unroll
+        for (int g = 0; g < GROUP; ++g) {
+            own_query[g] = norm_and_rope<16>(own_query[g], input.q_norm[lane], cos, sin, EPSILON);
+        }
+    }
+
+    const bool has_own_position = split == splits_in_use - 1 && half_warp == 0;
+    Eight query[GROUP];
+    Eight sum[GROUP] = {};
+    float best[GROUP];
+    float weight[GROUP] = {};
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g) {
+        query[g] = unpack(own_query[g]);
+        const float product = warp_sum<16>(dot(query[g], unpack(own_key)));
+        best[g] = LOWEST_SCORE;
+        if (has_own_position) {
+            best[g] = product * rsqrtf(HEAD_DIM);
+            weight[g] = 1;
+            sum[g] = unpack(own_value);
+        }
+    }
+
+    if (has_own_position && !arguments.is_stored) {
+        keys[own_position * HEAD_VECTORS] = own_key;
+        values[own_position * HEAD_VECTORS] = own_value;
+    }
+
+    for (int next = first; next < end; next += LOOP_POSITIONS) {
+        const auto is_visible = [&](int i) { return next + i * HALF_WARPS + half_warp < end; };
+        float score[GROUP][IN_FLIGHT];
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; ++i) {
+            const Eight key = unpack(k[i]);
+#pragma unroll
+            for (int g = 0; g < GROUP; ++g) {
+                const float product = warp_sum<16>(dot(query[g], key));
+                score[g][i] = is_visible(i) ? product * rsqrtf(HEAD_DIM) : LOWEST_SCORE;
+            }
+        }
+        load(k, keys, next + LOOP_POSITIONS);
+#pragma unroll
+        for (int g = 0; g < GROUP; ++g) {
+            float new_best = best[g];
+#pragma unroll
+            for (int i = 0; i < IN_FLIGHT; ++i) {
+                new_best = fmaxf(new_best, score[g][i]);
+            }
+            const float rescale = expf(best[g] - new_best);
+            best[g] = new_best;
+            weight[g] *= rescale;
+#pragma unroll
+            for (float &value : sum[g].v) {
+                value *= rescale;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; ++i) {
+            const Eight value = unpack(v[i]);
+#pragma unroll
+            for (int g = 0; g < GROUP; ++g) {
+                const float new_weight = is_visible(i) ? expf(score[g][i] - best[g]) : 0;
+                weight[g] += new_weight;
+#pragma unroll
+                for (int d = 0; d < 8; ++d) {
+                    sum[g].v[d] += new_weight * value.v[d];
+                }
+            }
+        }
+        load(v, values, next + LOOP_POSITIONS);
+    }
+
+    // Merge the two half-warps of a warp. Both have the result.
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g) {
+        const float new_best = fmaxf(best[g], __shfl_xor_sync(~0u, best[g], 16));
+        const float rescale = expf(best[g] - new_best);
+        best[g] = new_best;
+        weight[g] *= rescale;
+        weight[g] += __shfl_xor_sync(~0u, weight[g], 16);
+#pragma unroll
+        for (float &value : sum[g].v) {
+            value *= rescale;
+            value += __shfl_xor_sync(~0u, value, 16);
+        }
+    }
+    if constexpr (WARPS > 1) {
+        merge_warps<WARPS>(arguments, sum, best, weight, first_head, split, splits_in_use);
+    } else {
+#pragma unroll
+        for (int g = 0; g < GROUP; ++g) {
+#pragma unroll
+            for (float &value : sum[g].v) {
+                value /= weight[g];
+            }
+            if (half_warp == g % 2) {
+                *(uint4 *)&arguments.output[(first_head + g) * HEAD_DIM + 8 * lane] = pack(sum[g]);
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS) attention(Attention arguments) {
+    attend<ATTENTION_THREADS / 32, ATTENTION_THREADS / 32, 4>(arguments);
+}
+
+// For caches so short that a warp is enough for a KV head.
+extern "C" __global__ void __launch_bounds__(THREADS) short_attention(ShortAttention arguments) {
+    attend<THREADS / 32, 1, 4>(arguments);
 }
 
 

@@ -1,5 +1,5 @@
 """One position of many rows through a stack of decoder layers, each row at its own position: four matrix products and
-five small kernels per layer (batched.cu), and one kernel to choose the tokens.
+four small kernels per layer (batched.cu), and one kernel to choose the tokens.
 
 `BatchedStack` launches on torch's current stream, so that a graph can capture it. The kernels are compiled by NVRTC for
 this GPU and model. The model must have been through `replace_layers` (fast/layers.py):
@@ -23,8 +23,11 @@ from fast.layer_kernels import LayerKernels
 from fast.layers import concatenate, lookup_rope
 
 SOURCE = Path(__file__).with_suffix(".cu")
-THREADS = 128  # of a block of qk_norm_rope_store, attention and silu_and_multiply
+THREADS = 128  # of a block of qk_norm_rope_store, short_attention and silu_and_multiply
+ATTENTION_THREADS = 128
 SAMPLER_THREADS = 256
+WARP = 32  # threads
+SHORT_CACHE = 32  # positions: up to here a warp is enough for a KV head of a row
 MIN_SPLIT_LENGTH = 64  # positions
 ATTENTION_BLOCKS = 2048  # fills a GPU several times over, and is launched in a microsecond or two
 MAX_SPLITS = 32
@@ -41,22 +44,24 @@ SAMPLE_FIELDS: dict[str, Any] = {
     "noise_stride": int,
     "token": torch.long,
 }
+STORE_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("qkv", "q_norm", "k_norm", "cos", "sin"), torch.bfloat16),
+    **dict.fromkeys(("positions", "slots"), torch.long),
+    "cache_length": int,
+    **dict.fromkeys(("keys", "values"), torch.bfloat16),
+}
+ATTENTION_FIELDS: dict[str, Any] = {
+    **STORE_FIELDS,
+    **dict.fromkeys(("is_stored", "splits", "min_split_length"), int),
+    **dict.fromkeys(("split_best", "split_weight", "split_sum"), torch.float32),
+    "finished_splits": torch.int32,
+    "output": torch.bfloat16,
+}
 KERNELS: dict[str, dict[str, Any]] = {
     **layer_kernels.KERNELS,
-    "qk_norm_rope_store": {
-        **dict.fromkeys(("qkv", "q_norm", "k_norm", "cos", "sin"), torch.bfloat16),
-        **dict.fromkeys(("positions", "slots"), torch.long),
-        "cache_length": int,
-        **dict.fromkeys(("query", "keys", "values"), torch.bfloat16),
-    },
-    "attention": {
-        **dict.fromkeys(("query", "keys", "values"), torch.bfloat16),
-        **dict.fromkeys(("positions", "slots"), torch.long),
-        **dict.fromkeys(("cache_length", "splits"), int),
-        **dict.fromkeys(("split_best", "split_weight", "split_sum"), torch.float32),
-        "finished_splits": torch.int32,
-        "output": torch.bfloat16,
-    },
+    "qk_norm_rope_store": STORE_FIELDS,
+    "attention": ATTENTION_FIELDS,
+    "short_attention": ATTENTION_FIELDS,
     "sample": SAMPLE_FIELDS,
     "choose": {
         **SAMPLE_FIELDS,
@@ -82,8 +87,8 @@ class Sizes:
     head_dim: int
     epsilon: str
     threads: int = THREADS
+    attention_threads: int = ATTENTION_THREADS
     sampler_threads: int = SAMPLER_THREADS
-    min_split_length: int = MIN_SPLIT_LENGTH
 
 
 def kernel_sizes(config: Any) -> Sizes:
@@ -142,8 +147,9 @@ def matrices(layer: Any) -> list[Any]:
 
 def complete_source(sizes: Sizes, source: str | None = None) -> str:
     """The sizes, the kernels, and the checks of their structs. `source` is batched.cu, if not given."""
-    structs = {kernels.struct_of(name): list(fields) for name, fields in KERNELS.items()}
+    structs = {kernels.struct_of(name): list(fields) for name, fields in KERNELS.items() if name != "short_attention"}
     structs["Choose"] = [f"sample.{field}" if field in SAMPLE_FIELDS else field for field in KERNELS["choose"]]
+    structs["Attention"] = [f"input.{field}" if field in STORE_FIELDS else field for field in ATTENTION_FIELDS]
     return kernels.complete_source(SOURCE, sizes, structs, source=source)
 
 
@@ -204,11 +210,12 @@ class BatchedStack(LayerKernels):
         """One position of each row through all layers and the final norm. (B, H), (B) -> (B, H)
 
         Row b writes its key and value to the cache at [slots[b], :, positions[b]] and attends to all positions up to
-        there. `slots` are 0 to B - 1 if not given. A slot may come in several rows, each at another position, in any
-        order.
+        there. `slots` are 0 to B - 1 if not given. If given, a slot may come in several rows, each at another position,
+        in any order.
         Positions must be below S: nothing checks them.
         """
         rows = len(embeds)
+        may_share_slots = slots is not None
         slots = self.slots[:rows] if slots is None else slots
         if not (len(positions) == len(slots) == rows <= len(self.finished_splits)):
             counts = f"{rows} embeddings, {len(positions)} positions, {len(slots)} slots"
@@ -217,22 +224,17 @@ class BatchedStack(LayerKernels):
         x = self.norm(embeds, self.layers[0].input_norm)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for layer, next_norm in zip(self.layers, next_norms, strict=True):
-            query = self.qk_norm_rope_store(F.linear(x, layer.qkv), layer, positions, slots)
-            heads = self.attention(query, layer, positions, slots)
+            qkv = F.linear(x, layer.qkv)
+            if may_share_slots:  # a row attends to keys of others, which must be in the cache before
+                self.qk_norm_rope_store(qkv, layer, positions, slots)
+            heads = self.attention(qkv, layer, positions, slots, is_stored=may_share_slots)
             residual, x = self.add_and_norm(F.linear(heads, layer.output), residual, layer.post_norm)
             inner = self.silu_and_multiply(F.linear(x, layer.gate_up))
             residual, x = self.add_and_norm(F.linear(inner, layer.down), residual, next_norm)
         return x
 
-    def qk_norm_rope_store(self, qkv: Tensor, layer: Layer, positions: Tensor, slots: Tensor) -> Tensor:
-        """(B, (Q + 2 KV) * D) -> (B, Q * D), and keys and values into the cache"""
-        sizes = self.sizes
-        query = qkv.new_empty(len(qkv), sizes.heads * sizes.head_dim)
-        heads_per_block = THREADS // (sizes.head_dim // VECTOR)
-        self.launch(
-            "qk_norm_rope_store",
-            ((sizes.heads + 2 * sizes.kv_heads) // heads_per_block, len(qkv)),
-            THREADS,
+    def store_values(self, qkv: Tensor, layer: Layer, positions: Tensor, slots: Tensor) -> dict[str, Tensor | int]:
+        return dict(
             qkv=qkv,
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
@@ -241,11 +243,16 @@ class BatchedStack(LayerKernels):
             positions=positions,
             slots=slots,
             cache_length=self.cache_length,
-            query=query,
             keys=layer.keys,
             values=layer.values,
         )
-        return query
+
+    def qk_norm_rope_store(self, qkv: Tensor, layer: Layer, positions: Tensor, slots: Tensor) -> None:
+        """(B, (Q + 2 KV) * D): norm and RoPE of the queries in place, keys and values into the cache"""
+        sizes = self.sizes
+        heads_per_block = THREADS // (sizes.head_dim // VECTOR)
+        grid = (sizes.heads + 2 * sizes.kv_heads) // heads_per_block, len(qkv)
+        self.launch("qk_norm_rope_store", grid, THREADS, **self.store_values(qkv, layer, positions, slots))
 
     def splits(self, rows: int) -> int:
         """The maximum number of splits of a row's positions in attention: few where many rows fill the GPU anyway."""
@@ -253,26 +260,29 @@ class BatchedStack(LayerKernels):
         useful = -(-self.cache_length // MIN_SPLIT_LENGTH)
         return min(wanted, useful, MAX_SPLITS)
 
-    def attention(self, query: Tensor, layer: Layer, positions: Tensor, slots: Tensor) -> Tensor:
-        """(B, Q * D) -> (B, Q * D)"""
+    def attention(self, qkv: Tensor, layer: Layer, positions: Tensor, slots: Tensor, is_stored: bool = False) -> Tensor:
+        """(B, (Q + 2 KV) * D) -> (B, Q * D). Unless qkv `is_stored`, this first does what qk_norm_rope_store does; then
+        no two rows may have the same slot."""
         sizes = self.sizes
-        rows = len(query)
-        splits = self.splits(rows)
-        with query.device:
+        rows = len(qkv)
+        if self.cache_length <= SHORT_CACHE:
+            kernel, threads, splits = "short_attention", THREADS, 1
+            blocks = -(-sizes.kv_heads // (THREADS // WARP))
+        else:
+            kernel, threads, splits = "attention", sizes.attention_threads, self.splits(rows)
+            blocks = sizes.kv_heads * splits
+        with qkv.device:
             split_best, split_weight = torch.empty(2, rows, sizes.heads, splits)
             split_sum = torch.empty(rows, sizes.heads, splits, sizes.head_dim)
-        output = torch.empty_like(query)
+        output = qkv.new_empty(rows, sizes.heads * sizes.head_dim)
         self.launch(
-            "attention",
-            (sizes.kv_heads * splits, rows),
-            THREADS,
-            query=query,
-            keys=layer.keys,
-            values=layer.values,
-            positions=positions,
-            slots=slots,
-            cache_length=self.cache_length,
+            kernel,
+            (blocks, rows),
+            threads,
+            **self.store_values(qkv, layer, positions, slots),
+            is_stored=is_stored,
             splits=splits,
+            min_split_length=MIN_SPLIT_LENGTH,
             split_best=split_best,
             split_weight=split_weight,
             split_sum=split_sum,

@@ -1,9 +1,10 @@
 """What the kernels of batched.cu compute, in torch: a function for each, of the same name.
 
-They are the kernels' documentation, and tests/test_batched.py compares the kernels with them. Tensors are bfloat16;
-every step here that returns one is a rounding of the model's own forward. Norms and silu are in
-layer_kernels_reference.py. What `sample` and `choose` compute is in cudagraph_talker.py: `sample` and
-TalkerGraph.choose_token.
+They are the kernels' documentation, and tests/test_batched.py compares the kernels with them. The kernels `attention`
+and `short_attention` compute qk_norm_rope_store and attention, or the latter alone where the kernel qk_norm_rope_store
+was launched before. Tensors are bfloat16; every step here that returns one is a rounding of the model's own forward.
+Norms and silu are in layer_kernels_reference.py. What `sample` and `choose` compute is in cudagraph_talker.py: `sample`
+and TalkerGraph.choose_token.
 
 Shapes: B rows, Q query heads, KV key-value heads, D head dimension, S cache length.
 """

@@ -81,14 +81,14 @@ class PromptStack(BatchedStack):
 
     prompts = None  # their slots
 
-    def attention(self, query: torch.Tensor, layer, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """(B * L, Q * D) -> (B * L, Q * D)"""
-        length = len(query) // len(self.prompts)
-        heads = query.view(-1, length, self.sizes.heads, self.sizes.head_dim).transpose(1, 2)  # (B, Q, L, D)
+    def attention(self, qkv: torch.Tensor, layer, *_, **__) -> torch.Tensor:
+        """(B * L, (Q + 2 KV) * D) -> (B * L, Q * D)"""
+        length = len(qkv) // len(self.prompts)
+        heads = qkv.view(len(self.prompts), length, -1, self.sizes.head_dim)[:, :, : self.sizes.heads].transpose(1, 2)
         keys, values = (cache[:, :, :length].index_select(0, self.prompts) for cache in (layer.keys, layer.values))
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # cuDNN takes 80 ms to plan for each shape
             heads = F.scaled_dot_product_attention(heads, keys, values, is_causal=True, enable_gqa=True)
-        return heads.transpose(1, 2).reshape(query.shape)
+        return heads.transpose(1, 2).reshape(len(qkv), -1)  # from (B, Q, L, D)
 
 
 class Prefills:

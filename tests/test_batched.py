@@ -36,6 +36,7 @@ from qwen_tts.core.models.modeling_qwen3_tts import Qwen3TTSTalkerForConditional
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 LENGTH = round_up(200)  # of the cache: up to four splits
 POSITIONS = torch.tensor([100, 0, LENGTH - 1, 17, 1, 64, 63, 128])
+SHORT_POSITIONS = torch.tensor([15, 0, 9, 8, 1, 7, 14, 4])
 SLOTS = torch.tensor([1, 0, 4, 3, 2, 7, 9, 8])
 EPSILON = 1e-6
 
@@ -124,39 +125,82 @@ def check_norms(stack: BatchedStack) -> None:
     assert_same(normalized, expected)
 
 
+def store_by_reference(
+    stack: BatchedStack, qkv: Tensor, positions: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The queries that the reference computes of (B, Q + 2 KV, D); copies of the cache with its keys and values"""
+    layer = stack.layers[0]
+    keys, values = layer.keys.clone(), layer.values.clone()
+    cos, sin = (table.view(-1, 128) for table in (stack.cos, stack.sin))
+    norms = layer.q_norm, layer.k_norm
+    query = reference.qk_norm_rope_store(qkv, *norms, cos, sin, positions, slots, keys, values, EPSILON)
+    return query, keys, values
+
+
 def check_qk_norm_rope_store(stack: BatchedStack) -> None:
     layer = stack.layers[0]
     positions, slots = positions_and_slots(stack)
     qkv = torch.randn(8, 32, 128).bfloat16()
     qkv[0] *= 3e-3
-    before = layer.keys.clone(), layer.values.clone()
-    keys, values = (tensor.clone() for tensor in before)
-    cos, sin = (table.view(-1, 128) for table in (stack.cos, stack.sin))
-    norms = layer.q_norm, layer.k_norm
-    expected = reference.qk_norm_rope_store(qkv, *norms, cos, sin, positions, slots, keys, values, EPSILON)
-    query = stack.qk_norm_rope_store(qkv.view(8, -1), layer, positions, slots)
-    assert_same(query, expected.view(8, -1))
+    before = layer.keys.clone()
+    query, keys, values = store_by_reference(stack, qkv, positions, slots)
+    stored = qkv.clone()
+    stack.qk_norm_rope_store(stored.view(8, -1), layer, positions, slots)
+    assert_same(stored[:, :16], query)
+    assert torch.equal(stored[:, 16:], qkv[:, 16:])
     assert_same(layer.keys[slots, :, positions], keys[slots, :, positions])
     assert torch.equal(layer.values, values)
-    layer.keys[slots, :, positions] = before[0][slots, :, positions]
-    assert torch.equal(layer.keys, before[0])  # nothing else was written
+    layer.keys[slots, :, positions] = before[slots, :, positions]
+    assert torch.equal(layer.keys, before)  # nothing else was written
 
 
-def check_attention(stack: BatchedStack) -> None:
+def check_attention(stack: BatchedStack, positions: Tensor = POSITIONS) -> None:
+    """Of rows whose keys and values are not in the cache yet; and the same bits if qk_norm_rope_store was there."""
     layer = stack.layers[0]
-    positions, slots = positions_and_slots(stack)
-    keys, values = layer.keys.clone(), layer.values.clone()
-    for slot, position in zip(slots, positions):  # not to be read
-        layer.keys[slot, :, position + 1 :] = torch.nan
-        layer.values[slot, :, position + 1 :] = torch.nan
+    positions = positions.to(stack.device)
+    slots = SLOTS.to(stack.device)
+    clean = layer.keys.clone(), layer.values.clone()
     for rows in (1, 3, 8):
+        at = slots[:rows], slice(None), positions[:rows]
         for _ in range(2):  # with what the first launch left behind, too
-            query = torch.randn(rows, 16, 128).bfloat16()
-            expected = reference.attention(query, keys, values, positions, slots[:rows])
-            output = stack.attention(query.view(rows, -1), layer, positions[:rows], slots[:rows])
-            assert_same(output, expected.view(rows, -1))
+            layer.keys.copy_(clean[0])
+            layer.values.copy_(clean[1])
+            qkv = torch.randn(rows, 32, 128).bfloat16()
+            qkv[0] *= 3e-3
+            query, keys, values = store_by_reference(stack, qkv, positions[:rows], slots[:rows])
+            expected = reference.attention(query, keys, values, positions[:rows], slots[:rows]).view(rows, -1)
+            for slot, position in zip(slots, positions):  # not to be read
+                layer.keys[slot, :, position:] = torch.nan
+                layer.values[slot, :, position:] = torch.nan
+            cache = layer.keys.clone(), layer.values.clone()
+
+            stored = qkv.clone().view(rows, -1)
+            output = stack.attention(stored, layer, positions[:rows], slots[:rows])
+            assert_same(output, expected)
+            assert_same(layer.keys[at], keys[at])
+            assert torch.equal(layer.values[at], values[at])
+            assert torch.equal(stored, qkv.view(rows, -1))
+            at_once = output, layer.keys[at], layer.values[at]
+            for tensor, old in zip((layer.keys, layer.values), cache):
+                tensor[at] = old[at]
+                assert torch.equal(tensor.view(torch.int16), old.view(torch.int16))  # nothing else was written
+
+            stack.qk_norm_rope_store(stored, layer, positions[:rows], slots[:rows])
+            output = stack.attention(stored, layer, positions[:rows], slots[:rows], is_stored=True)
+            for one, other in zip(at_once, (output, layer.keys[at], layer.values[at]), strict=True):
+                assert torch.equal(one, other)
     assert not stack.finished_splits.any()
     assert layer.keys.isnan().any()
+
+
+def check_short_attention(stack: BatchedStack) -> None:
+    """The predictor's cache: a warp has a KV head."""
+    short = copy.copy(stack)
+    short.cache_length = 16
+    short.layers = [copy.copy(stack.layers[0])]
+    for name in ("keys", "values"):
+        setattr(short.layers[0], name, getattr(stack.layers[0], name)[:, :, :16].clone())
+    check_attention(short, SHORT_POSITIONS)
 
 
 def check_silu_and_multiply(stack: BatchedStack) -> None:
@@ -168,7 +212,7 @@ def check_silu_and_multiply(stack: BatchedStack) -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     "check",
-    [check_norms, check_qk_norm_rope_store, check_attention, check_silu_and_multiply],
+    [check_norms, check_qk_norm_rope_store, check_attention, check_short_attention, check_silu_and_multiply],
     ids=lambda it: it.__name__,
 )
 def test_each_kernel_computes_what_the_reference_says(check, fused, kernels):
@@ -218,6 +262,8 @@ def squared_errors(talker: Any, fused: Any, kernels: CpuKernels | None, rows: in
     cache = filled_cache(fused.model, 10, LENGTH)
     stack = stack_of(fused.model, cache, rows, kernels)
     positions, slots = (tensor[:rows] for tensor in positions_and_slots(stack))
+    has_own_slots = rows == 3  # the others might share them, for all that `forward` knows
+    slots = stack.slots if has_own_slots else slots
     embeds = torch.randn(rows, 1024).bfloat16()
     before = copy.deepcopy((embeds, cache))
 
@@ -231,7 +277,7 @@ def squared_errors(talker: Any, fused: Any, kernels: CpuKernels | None, rows: in
                 results += [layer.keys[0, :, positions[row]], layer.values[0, :, positions[row]]]
             expected.append([result.float() for result in results])
 
-    hidden = stack.forward(embeds, positions, slots)
+    hidden = stack.forward(embeds, positions, None if has_own_slots else slots)
     errors = []
     for row in range(rows):
         ours = [hidden[row]]
@@ -445,21 +491,40 @@ FAULTS: dict[str, tuple[str, str, Check]] = {
         "const u64 slot = row",
         check_qk_norm_rope_store,
     ),
-    "one key too few": (
-        "const int length = arguments.positions[row] + 1;",
-        "const int length = max(1, (int)arguments.positions[row]);",
+    "one key too few": ("split_length, own_position);", "split_length, own_position - 1);", check_attention),
+    "one key too many": ("split_length, own_position);", "split_length, own_position + 1);", check_attention),
+    "the last key twice": ("+ half_warp < end; }", "+ half_warp <= end; }", check_attention),
+    "the keys of the loop before": ("load(k, keys, next +", "load(k, keys, next + 0 *", check_attention),
+    "the values of the loop before": ("load(v, values, next +", "load(v, values, next + 0 *", check_attention),
+    "the queries of other KV heads": ("(kv_head * GROUP + g)", "(g * KV_HEADS + kv_head)", check_attention),
+    "the cache of another slot": ("(input.slots[row] * KV_HEADS", "((u64)row * KV_HEADS", check_attention),
+    "the own position in every split": (
+        "split == splits_in_use - 1 && half_warp == 0",
+        "half_warp == 0",
         check_attention,
     ),
-    "one key too many": (
-        "const int length = arguments.positions[row] + 1;",
-        "const int length = min(arguments.cache_length, arguments.positions[row] + 2);",
+    "the own position in every half-warp": (
+        "split == splits_in_use - 1 && half_warp == 0",
+        "split == splits_in_use - 1",
         check_attention,
     ),
-    "the wrong KV head": (
-        "const u64 first_head = (u64)row * HEADS + kv_head * GROUP;",
-        "const u64 first_head = (u64)row * HEADS + kv_head / 2 * 2 * GROUP + kv_head % 2;",
+    "the own key not stored": ("= own_key;\n", "= keys[0];\n", check_attention),
+    "the own key normalized as a query": ("own_key, input.k_norm", "own_key, input.q_norm", check_attention),
+    "the own key for its value": ("(HEADS + KV_HEADS + kv_head)", "(HEADS + kv_head)", check_attention),
+    "RoPE of the position before": ("input.cos[own_position", "input.cos[max(0, own_position - 1)", check_attention),
+    "norm and RoPE once more": ("if (arguments.is_stored)", "if (false)", check_attention),
+    "half-warps added with different scales": (
+        "value *= rescale;\n            value +=",
+        "value +=",
         check_attention,
     ),
+    "one key too few of a few": ("int end = own_position;", "int end = own_position - 1;", check_short_attention),
+    "one KV head for all warps": (
+        "+ warp_index() / WARPS;",
+        "+ (WARPS > 1 ? warp_index() / WARPS : 0);",
+        check_short_attention,
+    ),
+    "one half-warp for all query heads": ("half_warp == g % 2", "half_warp == 0 && g == 0", check_short_attention),
     "one split forgotten": (
         "const u64 index = first_split + s;",
         "const u64 index = first_split + max(s, 1);",
@@ -516,8 +581,7 @@ FAULTS: dict[str, tuple[str, str, Check]] = {
 
 # Checks that have no code in common: one library can have a fault for each of them.
 INDEPENDENT = [
-    (check_norms, check_qk_norm_rope_store),
-    (check_attention,),
+    (check_norms, check_qk_norm_rope_store, check_attention, check_short_attention),
     (check_silu_and_multiply,),
     (check_sample, check_choose),
 ]
@@ -598,8 +662,8 @@ def test_tensors_of_another_type_are_refused(fused):
     with pytest.raises(ValueError, match="reads x as torch.bfloat16, it is torch.float32"):
         stack.norm(embeds.float(), stack.final_norm)
     with pytest.raises(ValueError, match="reads positions as torch.int64, it is torch.int32"):
-        query = torch.zeros(1, 2048, dtype=torch.bfloat16)
-        stack.attention(query, stack.layers[0], torch.zeros(1, dtype=torch.int32), stack.slots)
+        qkv = torch.zeros(1, 4096, dtype=torch.bfloat16)
+        stack.attention(qkv, stack.layers[0], torch.zeros(1, dtype=torch.int32), stack.slots)
     with pytest.raises(ValueError, match="2 embeddings, 2 positions, 1 slots: they must be equal, and at most 1"):
         stack.forward(embeds.repeat(2, 1), torch.zeros(2, dtype=torch.long))
     with pytest.raises(ValueError, match="x does not begin at a multiple"):
@@ -612,8 +676,8 @@ def test_tensors_of_another_type_are_refused(fused):
 @pytest.mark.parametrize(
     "original, changed, message",
     [
-        ("    u64 splits; ", "    u64 more;\n    u64 splits; ", "Attention.splits is not field 6"),
-        ("    uint4 *query; ", "    u32 more[4];\n    uint4 *query; ", "QkNormRopeStore.query is not field 8"),
+        ("    u64 splits; ", "    u64 more;\n    u64 splits; ", "Attention.splits is not field 11"),
+        ("    uint4 *keys; ", "    u32 more[4];\n    uint4 *keys; ", "QkNormRopeStore.keys is not field 8"),
         ("    bool *ended; ", "    bool *ended;\n    int *more; ", "Choose does not have the 16 fields"),
     ],
     ids=["inserted", "another size", "at the end"],
@@ -693,7 +757,10 @@ def fused_on_gpu(talker, gpu) -> Any:
 def test_kernels_compute_the_same_on_a_gpu(talker, fused_on_gpu, gpu):
     assert batched.why_not(fused_on_gpu.model) is None
     stack = talker_stack(fused_on_gpu, None)
-    for check in (check_norms, check_qk_norm_rope_store, check_attention, check_silu_and_multiply):
+    for check in (
+        *(check_norms, check_qk_norm_rope_store, check_attention, check_short_attention),
+        check_silu_and_multiply,
+    ):
         check(stack)
     check_sample(stack, rows=2400)
     check_choose(stack, rows=2400)
@@ -711,9 +778,10 @@ def test_rows_of_any_length_attend_on_a_gpu(rows, fused_on_gpu):
     layer = stack.layers[0]
     for _ in range(20):
         positions = torch.randint(2048, (rows,))
-        query = torch.randn(rows, 16, 128).bfloat16()
-        expected = reference.attention(query, layer.keys, layer.values, positions, stack.slots)
-        assert_same(stack.attention(query.view(rows, -1), layer, positions, stack.slots), expected.view(rows, -1))
+        qkv = torch.randn(rows, 32, 128).bfloat16()
+        query, keys, values = store_by_reference(stack, qkv, positions, stack.slots)
+        expected = reference.attention(query, keys, values, positions, stack.slots)
+        assert_same(stack.attention(qkv.view(rows, -1), layer, positions, stack.slots), expected.view(rows, -1))
     assert not stack.finished_splits.any()
 
 
