@@ -138,7 +138,7 @@ def request_for(speech, method: Callable, text: str, kwargs: dict, token_ids: li
     """
     if not speech.host_talker:
         return build_in_parts(speech, method, text, kwargs, token_ids)
-    with one_thread():
+    with one_thread(), torch.no_grad():
         return request_like_earlier(speech, method, text, kwargs, token_ids)
 
 
@@ -280,7 +280,8 @@ def reference_codes(voice_clone_prompt) -> torch.Tensor | None:
 
 
 def is_on_gpu(voice_clone_prompt) -> bool:
-    tensors = prompt_field(voice_clone_prompt, "ref_spk_embedding") + prompt_field(voice_clone_prompt, "ref_code")
+    names = ("ref_spk_embedding", "ref_code")
+    tensors = (tensor for name in names for tensor in prompt_field(voice_clone_prompt, name))
     return any(torch.is_tensor(tensor) and tensor.is_cuda for tensor in tensors)
 
 
