@@ -85,16 +85,16 @@ class ArrivingText:
         return self.is_finished or len(self.ids) >= self.tokens_to_begin
 
     def begin(self) -> dict:
-        """The arguments of talker.generate, with the text rows that are known by now."""
+        """What `request_for` returns, with the text rows that are known by now."""
         self.taken = len(self.ids)
         if self.is_finished:
             return request_for(self.speech, self.method, self.text, self.kwargs)
         closing = [0] * CLOSING_TOKENS  # upstream cuts them off
         token_ids = self.tokenizer.ids + closing
         request = request_for(self.speech, self.method, self.text, self.kwargs, token_ids)
-        later = request["trailing_text_hidden"][:, :-1]  # without the end
-        self.rows = later.shape[1]
-        return request | {"trailing_text_hidden": later}
+        inputs = torch.cat([request["inputs"][:-2], request["inputs"][-1:]])  # without the end
+        self.rows = len(inputs) - 2
+        return request | {"inputs": inputs.pin_memory() if self.speech.on_gpu and not inputs.is_cuda else inputs}
 
     def has_row(self, frame: int) -> bool:
         """After `begin`: whether it is known what this frame adds."""

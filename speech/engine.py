@@ -229,7 +229,8 @@ class Engine:
             raise item
         with self.changed:
             stream.unread -= 1
-            self.changed.notify_all()
+            if stream.unread == self.max_unread - 1:  # it was paused
+                self.changed.notify_all()
         return item
 
     @property

@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 import torch
 
 from speech.arriving_text import END, ArrivingText
-from speech.prompts import check_request, reference_codes, request_for
+from speech.prompts import check_request, is_on_gpu, reference_codes, request_for
 from speech.request import State, Stream
 from speech.streaming import check_seed
 
@@ -47,7 +47,8 @@ class Intake:
         self.speech.turns.check_process()
         check_seed(seed)
         self.check_length(len(text or ""))
-        inputs_ready = self.speech.runner.record_event()  # the caller may have made a voice on its own CUDA stream
+        # The caller may have made a voice on its own CUDA stream.
+        inputs_ready = self.speech.runner.record_event() if is_on_gpu(kwargs.get("voice_clone_prompt")) else None
         with self.changed:
             self.check_open()
             future = self.thread.submit(self.build_prompt, stream, method, text, seed, kwargs, inputs_ready)
@@ -58,7 +59,8 @@ class Intake:
     def prompt_is_done(self, future: Future) -> None:
         with self.changed:
             self.preparing -= 1
-            self.changed.notify_all()
+            if not self.preparing:  # the engine may wait for it
+                self.changed.notify_all()
 
     def close(self, reason: str) -> None:
         with self.changed:

@@ -18,7 +18,7 @@ import torch
 
 from fast.codec import BATCH_CHUNK_SIZES, CHUNK_SIZES, PendingAudio
 from speech.prompt_templates import PromptTemplates
-from speech.prompts import check_finite, one_thread, reference_codes, request_for, with_voice_clone_prompt
+from speech.prompts import check_finite, in_parts, reference_codes, request_for, with_voice_clone_prompt
 from speech.runner import HandOver, Runner
 from speech.turns import Turns
 from speech.utterance import Utterance
@@ -69,12 +69,10 @@ class Speech:
         return utterance
 
     def load(self, utterance: Utterance, request: dict) -> None:
-        """Set the request of an utterance."""
-        if request["inputs_embeds"].is_cuda:  # with a reference recording
+        """Set the request of an utterance, as `request_for` returns it."""
+        if request["inputs"].is_cuda:  # with a reference recording
             utterance.prompt_ready = self.runner.record_event()
-        with one_thread():
-            settings = self.runner.settings.row(request)
-            utterance.load(request, settings, self.decoder.frame_limit(**request), pin_memory=self.on_gpu)
+        utterance.load(request, self.runner.settings.row(request), self.decoder.frame_limit(**request))
 
     def seeded_generator(self, seed: int | None = None) -> torch.Generator:
         """A generator in the state that a call has after torch.manual_seed(seed), or without it, now.
@@ -166,7 +164,7 @@ class Speech:
                 if utterance.may_advance():
                     hiddens[utterance].append(self.runner.slots.hidden[utterance.row, 0].clone())
 
-        utterances = [self.utterance(own) for own in requests_of(request)]
+        utterances = [self.utterance(in_parts(own, self.on_gpu)) for own in requests_of(request)]
         for utterance in self.run(utterances, hand_over=None, before_frame=keep_hidden):
             codes[utterance] = self.runner.slots.codes[utterance.row, : utterance.valid].clone()
             utterance.warn_if_cut_off()

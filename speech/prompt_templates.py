@@ -17,6 +17,7 @@ on building these prompts. The second request finds this out: the first is not k
 """
 
 import collections
+import ctypes
 import functools
 import logging
 import threading
@@ -33,11 +34,9 @@ MAX_TEMPLATES = 256
 
 
 class PromptTemplate:
-    def __init__(self, tts, talker, request: dict, ids: list[int], voice_clone_prompt):
-        """`request` is what upstream has built for the text with these tokens. `talker` is on the host."""
-        self.tts = tts
-        self.talker = talker
-        self.table = talker.get_text_embeddings().table
+    def __init__(self, speech, request: dict, ids: list[int], voice_clone_prompt):
+        """`request` is what upstream has built for the text with these tokens, in parts."""
+        self.speech = speech
         self.request = request
         self.ids = ids
         self.voice_clone_prompt = voice_clone_prompt
@@ -45,22 +44,24 @@ class PromptTemplate:
     @functools.cached_property
     def layout(self) -> tuple[torch.Tensor, bool] | None:
         """The prefix, and whether it is the streaming layout. None: neither gives what upstream has built."""
-        config = self.tts.model.config
-        codec = self.talker.get_input_embeddings().weight
+        tts, talker = self.speech.tts, self.speech.host_talker
+        config = tts.model.config
         on_host = {name: value.cpu() for name, value in self.request.items() if torch.is_tensor(value)}
         self.request = self.request | on_host
-        self.pad = self.table[config.tts_pad_token_id][None]
+        self.table = talker.get_text_embeddings().table
+        codec = talker.get_input_embeddings().weight
         self.codec_pad = codec[config.talker_config.codec_pad_id]
         self.codes = codec[config.talker_config.codec_bos_id][None]  # (C, H)
-        self.transcript, self.end = [], [config.tts_eos_token_id]
+        self.transcript, self.end, self.pad = [], [config.tts_eos_token_id], [config.tts_pad_token_id]
         if is_in_context(self.voice_clone_prompt):
             (item,) = self.voice_clone_prompt
-            self.codes = embed_reference(self.tts.model, item.ref_code)
-            transcript = tokenize(self.tts, self.tts._build_ref_text(item.ref_text))
+            self.codes = embed_reference(tts.model, item.ref_code)
+            transcript = tokenize(tts, tts._build_ref_text(item.ref_text))
             self.transcript = transcript[ROLE_TOKENS:-TRANSCRIPT_CLOSING_TOKENS]
-        in_prompt = len(self.codes) + len(self.transcript) + len(self.ids) + len(self.end)
-        for is_streaming, rows_after_prefix in ((True, len(self.codes)), (False, in_prompt)):
-            prefix = self.request["inputs_embeds"][0, :-rows_after_prefix]
+        tokens = len(self.transcript) + len(self.ids) + len(self.end)
+        for is_streaming, rows_after_prefix in ((True, len(self.codes)), (False, tokens + len(self.codes))):
+            length = self.request["attention_mask"].shape[1] - rows_after_prefix
+            prefix = self.request["prefix"][: max(0, length)]
             if self.is_upstreams(self.fill_layout(prefix, is_streaming, self.ids)):
                 return prefix, is_streaming
         log.info("upstream's prompts have another layout: upstream builds all of them")
@@ -71,23 +72,24 @@ class PromptTemplate:
         return self.fill_layout(*self.layout, ids) if self.layout else None
 
     def fill_layout(self, prefix: torch.Tensor, is_streaming: bool, ids: list[int]) -> dict:
-        ids = torch.from_numpy(np.array(self.transcript + ids + self.end))  # numpy converts a long list fast
-        text = self.table.index_select(0, ids)  # (T, H)
-        later = self.pad
+        """With few calls of torch: after each of them other threads may keep the interpreter for a while."""
+        ids = self.transcript + ids + self.end
+        first_code = 0 if is_streaming else len(ids)
+        in_prompt = first_code + len(self.codes)
+        ids += self.pad * (max(0, in_prompt + 1 - len(ids)) + 1)  # at least one for a frame, and what follows
+        text = self.table.new_empty(len(ids), self.table.shape[1], pin_memory=self.speech.on_gpu)
+        torch.index_select(self.table, 0, torch.from_numpy(np.array(ids)), out=text)  # numpy converts a long list fast
         if not is_streaming:
-            prompt = torch.cat([prefix, text + self.codec_pad, self.codes + self.pad])
-        elif len(text) > len(self.codes):
-            prompt = torch.cat([prefix, text[: len(self.codes)] + self.codes])
-            later = text[len(self.codes) :]
-        else:
-            text = torch.cat([text, self.pad.expand(len(self.codes) - len(text), -1)])
-            prompt = torch.cat([prefix, text + self.codes])
-        mask = torch.ones(1, len(prompt), dtype=torch.long, device="cpu")
-        return self.request | dict(inputs_embeds=prompt[None], attention_mask=mask, trailing_text_hidden=later[None])
+            text[:first_code].add_(self.codec_pad)
+        text[first_code:in_prompt].add_(self.codes)
+        filled = self.request | dict(prefix=prefix, inputs=text[in_prompt - 1 :])
+        if in_prompt > 1:
+            prefix = torch.cat([prefix, text[: in_prompt - 1]])
+            filled |= dict(prefix=prefix, attention_mask=torch.ones(1, len(prefix) + 1, dtype=torch.long, device="cpu"))
+        return filled
 
     def is_upstreams(self, filled: dict) -> bool:
-        names = ("inputs_embeds", "attention_mask", "trailing_text_hidden")
-        return all(torch.equal(filled[name], self.request[name]) for name in names)
+        return all(torch.equal(filled[name], self.request[name]) for name in ("prefix", "attention_mask", "inputs"))
 
 
 class PromptTemplates:
@@ -169,6 +171,6 @@ def voice_key(prompt):
 
 
 def content_of(tensor: torch.Tensor) -> tuple:
-    """Equal for equal tensors."""
-    content = tensor.contiguous().view(torch.uint8).numpy(force=True).tobytes()
-    return str(tensor.dtype), tuple(tensor.shape), content
+    """Equal for equal tensors. Read from memory: most calls of torch let other threads have the interpreter."""
+    tensor = tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.cpu().contiguous()
+    return tensor.dtype, tensor.shape, ctypes.string_at(tensor.data_ptr(), tensor.nbytes)

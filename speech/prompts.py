@@ -41,7 +41,7 @@ def find_omp_set_num_threads() -> Callable[[int], None]:
 
 
 def prepare_request(speech, method: Callable, text, **kwargs) -> tuple[dict, int, torch.Tensor | None]:
-    """Build and check a request: arguments of talker.generate, the most frames, the codes that precede the speech."""
+    """Build and check a request: what `request_for` returns, the most frames, the codes that precede the speech."""
     speech.turns.check_process()
     text = check_text(text)
     kwargs = with_voice_clone_prompt(method, kwargs)
@@ -115,9 +115,9 @@ def check_request(speech, request: dict) -> int:
     return limit
 
 
-def check_text_fits(max_seq_len: int, attention_mask, trailing_text_hidden, max_new_tokens, **_) -> None:
+def check_text_fits(max_seq_len: int, attention_mask, inputs, max_new_tokens, **_) -> None:
     """Each frame takes one token of the text that the prompt has not. So text may be too long for any speech."""
-    used, frames = attention_mask.shape[1], trailing_text_hidden.shape[1]
+    used, frames = attention_mask.shape[1], inputs.shape[0] - 2
     is_cut_by_the_caller = max_new_tokens - 1 <= max_seq_len - used
     if used + frames > max_seq_len and not is_cut_by_the_caller:
         raise ValueError(f"the text takes at least {used + frames} of {max_seq_len} positions: raise max_seq_len")
@@ -132,21 +132,20 @@ def check_sampling(do_sample, temperature, top_k, top_p) -> None:
 
 
 def request_for(speech, method: Callable, text: str, kwargs: dict, token_ids: list[int] | None = None) -> dict:
-    """What upstream would pass to talker.generate: built by upstream, or like an earlier request on a GPU.
+    """What upstream would pass to talker.generate, `in_parts`: built by upstream, or like an earlier request on a GPU.
 
     token_ids: use these instead of tokenizing the text
     """
-    prompt = kwargs.get("voice_clone_prompt")
-    check_speaker_size(speech.talker.config, prompt)
-    check_reference(speech.talker.config, reference_codes(prompt))
-    key = template_key(method.__name__, kwargs) if speech.host_talker else None
+    if not speech.host_talker:
+        return build_in_parts(speech, method, text, kwargs, token_ids)
+    with one_thread(), torch.no_grad():
+        return request_like_earlier(speech, method, text, kwargs, token_ids)
+
+
+def request_like_earlier(speech, method: Callable, text: str, kwargs: dict, token_ids: list[int] | None) -> dict:
+    key = template_key(method.__name__, kwargs)
     if key is None:
-        return build_request(method, text=text, token_ids=token_ids, **kwargs)
-    with one_thread():
-        return request_like_earlier(speech, key, method, text, kwargs, token_ids)
-
-
-def request_like_earlier(speech, key, method: Callable, text: str, kwargs: dict, token_ids: list[int] | None) -> dict:
+        return build_in_parts(speech, method, text, kwargs, token_ids)
     tts = method.__self__
     if token_ids is None:
         token_ids = tokenize(tts, tts._build_assistant_text(text))
@@ -154,11 +153,39 @@ def request_like_earlier(speech, key, method: Callable, text: str, kwargs: dict,
     template = speech.prompt_templates.find(key)
     if template and (request := template.fill(ids)):
         return request
-    request = build_request(method, text=text, token_ids=token_ids, **kwargs)
+    request = build_in_parts(speech, method, text, kwargs, token_ids)
     if not template:
-        template = PromptTemplate(tts, speech.host_talker, request, ids, kwargs.get("voice_clone_prompt"))
+        template = PromptTemplate(speech, request, ids, kwargs.get("voice_clone_prompt"))
         speech.prompt_templates.add(key, template)
     return request
+
+
+def build_in_parts(speech, method: Callable, text: str, kwargs: dict, token_ids: list[int] | None) -> dict:
+    prompt = kwargs.get("voice_clone_prompt")
+    reference = reference_codes(prompt)
+    check_speaker_size(speech.talker.config, prompt)
+    check_reference(speech.talker.config, reference)
+    request = build_request(method, text=text, token_ids=token_ids, **kwargs)
+    return in_parts(request, speech.on_gpu, has_reference=reference is not None)
+
+
+@torch.no_grad()
+def in_parts(request: dict, on_gpu: bool, has_reference: bool = False) -> dict:
+    """The request of one text with its embeddings as the runner reads them:
+
+    prefix: of the prompt but for its last position (L, H)
+    prefix_key: the same as bytes, if requests with other texts have it, too
+    inputs: the last position, the text of each frame, and what follows the text (1 + T + 1, H)
+    """
+    request = request | dict(suppress_tokens=tuple(request["suppress_tokens"]))  # for `HostSettings`
+    prompt, later, pad = (request.pop(name)[0] for name in EMBEDDINGS)
+    prefix = prompt[:-1]
+    has_text = prompt.is_cuda or torch.equal(later, pad)  # on a GPU there is a recording, too
+    is_shared = not (has_reference or has_text)
+    key = prefix.contiguous().view(torch.uint8).numpy().tobytes() if is_shared else None
+    inputs = prompt.new_empty(len(later) + 2, prompt.shape[1], pin_memory=on_gpu and not prompt.is_cuda)
+    torch.cat([prompt[-1:], later, pad], out=inputs)
+    return request | dict(prefix=prefix, prefix_key=key, inputs=inputs)
 
 
 class RequestBuilt(Exception):
@@ -250,6 +277,12 @@ def reference_codes(voice_clone_prompt) -> torch.Tensor | None:
     """The codes (T, 16) that precede the speech in in-context cloning."""
     codes = prompt_field(voice_clone_prompt, "ref_code")
     return codes[0] if codes else None
+
+
+def is_on_gpu(voice_clone_prompt) -> bool:
+    names = ("ref_spk_embedding", "ref_code")
+    tensors = (tensor for name in names for tensor in prompt_field(voice_clone_prompt, name))
+    return any(torch.is_tensor(tensor) and tensor.is_cuda for tensor in tensors)
 
 
 def prompt_field(voice_clone_prompt: dict | list | None, name: str) -> list:

@@ -28,9 +28,7 @@ class Utterance:
         """chunk_sizes: frames of each chunk of audio; None: only codes are wanted"""
         # the request
         self.settings = None  # tensors on the host
-        self.prefix = None  # embeddings of the prompt but for its last position (L, H), until it is admitted
-        self.prefix_key = None  # the same as bytes, if requests with other texts have it, too
-        self.inputs = None  # the last position, the text of each frame, and what follows the text (1 + T + 1, H)
+        self.prefix = self.prefix_key = self.inputs = None  # until it is admitted: see `prompts.in_parts`
         self.prompt_ready = None  # a CUDA event after the kernels that built the prompt, if it was built on the GPU
         self.prompt_length = 0
         self.max_frames = 0
@@ -52,18 +50,10 @@ class Utterance:
         self.chunk_sizes = chunk_sizes
         self.chunk_size = next(chunk_sizes) if chunk_sizes else 0
 
-    @torch.no_grad()
-    def load(self, request: dict, settings: list[torch.Tensor], max_frames: int, pin_memory: bool = False) -> None:
-        """pin_memory: copies to a GPU need not wait"""
-        prompt = request["inputs_embeds"][0]
-        later, pad = request["trailing_text_hidden"][0], request["tts_pad_embed"][0]
+    def load(self, request: dict, settings: list[torch.Tensor], max_frames: int) -> None:
+        """request: as `prompts.in_parts` returns it"""
         self.settings = settings
-        self.prefix = prompt[:-1]
-        has_text = prompt.is_cuda or torch.equal(later, pad)  # on a GPU there is a recording, too
-        if self.reference is None and not has_text:
-            self.prefix_key = self.prefix.contiguous().view(torch.uint8).numpy().tobytes()
-        inputs = prompt.new_empty(len(later) + 2, prompt.shape[1], pin_memory=pin_memory and not prompt.is_cuda)
-        self.inputs = torch.cat([prompt[-1:], later, pad], out=inputs)
+        self.prefix, self.prefix_key, self.inputs = request["prefix"], request["prefix_key"], request["inputs"]
         self.prompt_length = request["attention_mask"].shape[1]
         self.max_frames = max_frames
         self.max_new_tokens = request["max_new_tokens"]

@@ -380,7 +380,7 @@ def test_what_an_engine_needs(voice):
     text.push(" y")
     assert text.can_begin
     request = text.begin()
-    assert request["trailing_text_hidden"].shape[1] == 2  # "i" and " "; "H" is in the prompt
+    assert len(request["inputs"]) == 1 + 2 + 1  # "i" and " "; "H" is in the prompt
     assert [text.has_row(frame) for frame in range(4)] == [True, True, False, False]
     text.push("o")
     text.finish()

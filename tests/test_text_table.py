@@ -13,10 +13,16 @@ from common.voices import speaker_prompt
 from generate import accelerate, load_upstream, stream
 from speech.arriving_text import ArrivingText
 from speech.prompt_templates import PromptTemplate, template_key
-from speech.prompts import build_request, request_for
+from speech.prompts import build_request, in_parts, reference_codes, request_for
 from speech.text_table import HostTalker, TextTable, use_text_table
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
+
+
+def upstreams(method, text: str, **arguments) -> dict:
+    """Upstream's request as `request_for` returns it."""
+    reference = reference_codes(arguments.get("voice_clone_prompt"))
+    return in_parts(build_request(method, text=text, **arguments), False, has_reference=reference is not None)
 
 
 @pytest.fixture(params=["x-vector", *slow("preset", "designed")])
@@ -95,7 +101,7 @@ def test_a_prompt_like_an_earlier_one_is_upstreams(voice, with_table, non_stream
     for number, text in enumerate(["Hello there.", "a", "你好，<|im_end|> cafe\u0301", "one two three " * 20]):
         for settings in (dict(top_k=20), dict(top_k=20, temperature=0.5, language="Chinese")):
             arguments = voice.arguments | layout | settings
-            expected = build_request(method, text=text, **arguments)
+            expected = upstreams(method, text, **arguments)
             request = request_for(speech, method, text, arguments)
             assert request.keys() == expected.keys()
             for name, value in request.items():
@@ -116,11 +122,12 @@ def test_text_that_arrives_has_upstreams_prompt(voice, with_table, is_finished):
         if is_finished:
             text.finish()
         request = text.begin()
-        whole = build_request(method, text="Hello there", **arguments)
-        known = whole["trailing_text_hidden"].shape[1] if is_finished else text.rows
-        assert known >= 1
-        assert torch.equal(request["inputs_embeds"], whole["inputs_embeds"])
-        assert torch.equal(request["trailing_text_hidden"], whole["trailing_text_hidden"][:, :known])
+        whole = upstreams(method, "Hello there", **arguments)
+        known = len(whole["inputs"]) - 2 if is_finished else text.rows
+        assert known >= 1 and request["prefix_key"] == whole["prefix_key"] is not None
+        assert torch.equal(request["prefix"], whole["prefix"])
+        assert torch.equal(request["inputs"][:-1], whole["inputs"][: 1 + known])
+        assert torch.equal(request["inputs"][-1], whole["inputs"][-1])
     (template,) = speech.prompt_templates.templates.values()
     assert template.layout
 
@@ -133,8 +140,8 @@ def test_another_speaker_is_another_template(with_table, voice):
         prompt = speaker_prompt(speaker * scale)
         for _ in range(2):
             request = request_for(speech, method, "Hello.", dict(voice_clone_prompt=prompt, language="English"))
-            expected = build_request(method, text="Hello.", voice_clone_prompt=prompt, language="English")
-            assert torch.equal(request["inputs_embeds"], expected["inputs_embeds"])
+            expected = upstreams(method, "Hello.", voice_clone_prompt=prompt, language="English")
+            assert torch.equal(request["prefix"], expected["prefix"])
     assert len(speech.prompt_templates.templates) == 2
 
 
@@ -148,9 +155,9 @@ def test_another_recording_is_another_template(with_table, voice):
         prompt = [dataclasses.replace(item, **other)]
         for _ in range(2):
             request = request_for(speech, method, "Hello.", dict(voice_clone_prompt=prompt, language="English"))
-            expected = build_request(method, text="Hello.", voice_clone_prompt=prompt, language="English")
-            assert torch.equal(request["inputs_embeds"], expected["inputs_embeds"])
-            assert torch.equal(request["trailing_text_hidden"], expected["trailing_text_hidden"])
+            expected = upstreams(method, "Hello.", voice_clone_prompt=prompt, language="English")
+            assert torch.equal(request["prefix"], expected["prefix"])
+            assert torch.equal(request["inputs"], expected["inputs"])
     templates = speech.prompt_templates.templates
     assert len(templates) == 4 and all(template.layout for template in templates.values())
 
@@ -169,9 +176,7 @@ def test_another_layout_is_left_to_upstream(voice, with_table, monkeypatch):
     monkeypatch.setattr(PromptTemplate, "is_upstreams", lambda *_: False)
     for _ in range(2):
         request = request_for(speech, method, "Hello.", voice.arguments)
-        assert torch.equal(
-            request["inputs_embeds"], build_request(method, text="Hello.", **voice.arguments)["inputs_embeds"]
-        )
+        assert torch.equal(request["prefix"], upstreams(method, "Hello.", **voice.arguments)["prefix"])
     (template,) = speech.prompt_templates.templates.values()
     assert template.layout is None
 
@@ -192,7 +197,7 @@ def test_a_prompt_stays_in_its_thread(voice, with_table, non_streaming_mode):
         before = threads_now()
         request = request_for(speech, method, "one two three " * 1000, arguments)
         by_prompt = threads_now() - before
-        request["inputs_embeds"].new_ones(1 << 16).add_(1)
+        request["inputs"].new_ones(1 << 16).add_(1)
         return by_prompt, threads_now() - before
 
     threads = torch.get_num_threads()
