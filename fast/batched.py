@@ -31,6 +31,8 @@ SHORT_CACHE = 32  # positions: up to here a warp is enough for a KV head of a ro
 MIN_SPLIT_LENGTH = 64  # positions
 ATTENTION_BLOCKS = 2048  # fills a GPU several times over, and is launched in a microsecond or two
 MAX_SPLITS = 32
+ROWS_TO_SPLIT = range(32, 257)  # whose products are split
+CAN_SPLIT = "dtype" in torch.ops.aten.bmm.overloads()  # torch 2.8 or newer: bfloat16 in, float32 out
 
 # Fields of the kernels' structs, in order: the type of a tensor, or int. `complete_source` makes the compiler check
 # names and order.
@@ -162,6 +164,22 @@ def compile_ahead(model: Any) -> None:
     kernels.compile_ahead(complete_source(kernel_sizes(model.config)), model.device)
 
 
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x times a matrix with few outputs, (B, I), (H, I) -> (B, H), or float32 parts of it to be summed, (parts, B, H).
+
+    cuBLAS splits such sums itself, to fill the GPU, and adds the parts in a kernel of its own: `add_and_norm` can do it.
+    """
+    rows, inputs = x.shape
+    parts = 4 if rows <= 128 else 2
+    if rows not in ROWS_TO_SPLIT or inputs % (parts * VECTOR) or not CAN_SPLIT:
+        return F.linear(x, weight)
+    x = x.view(rows, parts, -1).transpose(0, 1)
+    weight = weight.view(len(weight), parts, -1).permute(1, 2, 0)
+    if not x.is_cuda:  # torch has the other on GPUs only
+        return torch.bmm(x.float(), weight.float())
+    return torch.bmm(x, weight, out_dtype=torch.float32)
+
+
 class Layer:
     """A decoder layer's weights and its part of the cache."""
 
@@ -228,9 +246,9 @@ class BatchedStack(LayerKernels):
             if may_share_slots:  # a row attends to keys of others, which must be in the cache before
                 self.qk_norm_rope_store(qkv, layer, positions, slots)
             heads = self.attention(qkv, layer, positions, slots, is_stored=may_share_slots)
-            residual, x = self.add_and_norm(F.linear(heads, layer.output), residual, layer.post_norm)
+            residual, x = self.add_and_norm(product(heads, layer.output), residual, layer.post_norm)
             inner = self.silu_and_multiply(F.linear(x, layer.gate_up))
-            residual, x = self.add_and_norm(F.linear(inner, layer.down), residual, next_norm)
+            residual, x = self.add_and_norm(product(inner, layer.down), residual, next_norm)
         return x
 
     def store_values(self, qkv: Tensor, layer: Layer, positions: Tensor, slots: Tensor) -> dict[str, Tensor | int]:

@@ -9,7 +9,10 @@ static_assert(HIDDEN <= 8192, "unsupported sizes: HIDDEN must be at most 8192");
 static_assert(INNER % 8 == 0, "unsupported sizes: INNER must be a multiple of 8");
 
 struct AddAndNorm {
-    const uint4 *x;                                   // (rows, HIDDEN)
+    const uint4 *x;                                   // (rows, HIDDEN), or null
+    const Eight *parts;                               // (count, rows, HIDDEN), float32; their sum is x, or null
+    u64 count;                                        // of parts
+    u64 part_vectors;                                 // of a part
     const uint4 *scale;                               // (HIDDEN), or null
     const uint4 *residual;                            // (rows, HIDDEN), or null
     const uint4 *weight;                              // (HIDDEN)
@@ -27,11 +30,25 @@ struct NormShared {
     float squares[HIDDEN_VECTORS / 32];               // of each warp
 };
 
+// A product whose sum was split: rounded once, as if it had not been. `vector` counts those of one part.
+__device__ uint4 sum_of_parts(const AddAndNorm &arguments, u64 vector) {
+    Eight sum = {};
+#pragma unroll 4
+    for (u64 part = 0; part < arguments.count; ++part) {
+        const Eight value = arguments.parts[part * arguments.part_vectors + vector];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            sum.v[i] += value.v[i];
+        }
+    }
+    return pack(sum);
+}
+
 // x * scale + residual, rounded after both, and its RMS norm. Block b has row b, thread t its vector t.
 extern "C" __global__ void __launch_bounds__(HIDDEN_VECTORS) add_and_norm(AddAndNorm arguments) {
     const u64 vector = (u64)blockIdx.x * HIDDEN_VECTORS + threadIdx.x;
     const uint4 weight = arguments.weight[threadIdx.x];
-    uint4 sum = arguments.x[vector];
+    uint4 sum = arguments.x ? arguments.x[vector] : sum_of_parts(arguments, vector);
     if (arguments.scale) {
         sum = multiply(sum, arguments.scale[threadIdx.x]);
     }

@@ -8,7 +8,12 @@ from torch import Tensor
 from fast.kernels import VECTOR, Launchable, kernel_arguments
 
 KERNELS: dict[str, dict[str, Any]] = {
-    "add_and_norm": dict.fromkeys(("x", "scale", "residual", "weight", "sum", "normalized"), torch.bfloat16),
+    "add_and_norm": {
+        "x": torch.bfloat16,
+        "parts": torch.float32,
+        **dict.fromkeys(("count", "part_vectors"), int),
+        **dict.fromkeys(("scale", "residual", "weight", "sum", "normalized"), torch.bfloat16),
+    },
     "silu_and_multiply": {**dict.fromkeys(("gate_up", "inner"), torch.bfloat16), "vectors": int},
 }
 
@@ -29,21 +34,26 @@ class LayerKernels:
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """(..., H), (H) -> (..., H)"""
         normalized = torch.empty_like(x)
-        self.launch_norm(x=x, scale=None, residual=None, weight=weight, sum=None, normalized=normalized)
+        self.launch_norm(x, normalized, scale=None, residual=None, weight=weight, sum=None)
         return normalized
 
     def add_and_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(..., H), (..., H), (H), (H) -> x * scale + residual, and that normalized"""
-        total = torch.empty_like(x)
-        normalized = torch.empty_like(x)
-        self.launch_norm(x=x, scale=scale, residual=residual, weight=weight, sum=total, normalized=normalized)
+        """(..., H), (..., H), (H), (H) -> x * scale + residual, and that normalized. x may also be float32 parts that
+        are still to be summed, (parts, ..., H)."""
+        total = torch.empty_like(residual)
+        normalized = torch.empty_like(residual)
+        self.launch_norm(x, normalized, scale=scale, residual=residual, weight=weight, sum=total)
         return total, normalized
 
-    def launch_norm(self, x: Tensor, **values: Tensor | None) -> None:
-        rows = x.shape[:-1].numel()
-        self.launch("add_and_norm", (rows, 1), self.sizes.hidden // VECTOR, x=x, **values)
+    def launch_norm(self, x: Tensor, normalized: Tensor, **values: Tensor | None) -> None:
+        vectors = self.sizes.hidden // VECTOR
+        rows = normalized.shape[:-1].numel()
+        is_split = x.dtype == torch.float32
+        values |= dict(x=None, parts=x, count=len(x)) if is_split else dict(x=x, parts=None, count=0)
+        values |= dict(part_vectors=rows * vectors, normalized=normalized)
+        self.launch("add_and_norm", (rows, 1), vectors, **values)
 
     def silu_and_multiply(self, gate_up: Tensor) -> Tensor:
         """(..., 2 * I) -> (..., I)"""

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from gpu_on_cpu import CpuKernels, whole_source
 from helpers import ExactProducts
 from torch import Tensor
@@ -23,7 +24,7 @@ from cudagraph_talker import RowCache, Rows, Sampling, additive_mask, capture, r
 from fast import batched, nvrtc
 from fast import batched_reference as reference
 from fast import layer_kernels_reference as layer_reference
-from fast.batched import BatchedStack, complete_source, kernel_sizes
+from fast.batched import BatchedStack, complete_source, kernel_sizes, product
 from fast.layers import replace_layers
 from fast.rows import Slots, view_of
 from speech.prefill import PrefillGraph, PromptStack
@@ -123,6 +124,9 @@ def check_norms(stack: BatchedStack) -> None:
     expected_total, expected = layer_reference.add_and_norm(x, residual, weight, EPSILON)
     assert torch.equal(total, expected_total)
     assert_same(normalized, expected)
+    parts = torch.stack([2 * x.float(), -0.25 * x.float(), -0.75 * x.float()])  # sums are exact
+    total, from_parts = stack.add_and_norm(parts, residual, weight)
+    assert torch.equal(total, expected_total) and torch.equal(from_parts, normalized)
 
 
 def store_by_reference(
@@ -293,6 +297,22 @@ def squared_errors(talker: Any, fused: Any, kernels: CpuKernels | None, rows: in
             tensor[slots, :, positions] = old_tensor[slots, :, positions]
             assert torch.equal(tensor, old_tensor)
     return torch.stack(errors).unflatten(0, (rows, -1)).sum(0)
+
+
+PARTS = [(8, 0), (32, 4), (128, 4), (256, 2), (300, 0)]  # rows, parts
+
+
+@pytest.mark.parametrize("rows, parts", PARTS)
+def test_the_parts_of_a_product(rows, parts, device="cpu"):
+    """Their sum is as near to the exact product as float32 is, and rounds to what one product in bfloat16 gives."""
+    x, weight = torch.randn(rows, 3072).bfloat16().to(device), torch.randn(1024, 3072).bfloat16().to(device)
+    exact = x.double() @ weight.double().T
+    ours = product(x, weight)
+    if parts:
+        assert ours.dtype == torch.float32 and ours.shape == (parts, rows, 1024)
+        assert (ours.double().sum(0) - exact).abs().max() < 0.001
+    else:
+        assert torch.equal(ours, F.linear(x, weight))
 
 
 @needs_compiler
@@ -468,6 +488,8 @@ FAULTS: dict[str, tuple[str, str, Check]] = {
         "arguments.normalized[vector] = normalize(arguments.x[vector],",
         check_norms,
     ),
+    "a part that is not summed": ("part < arguments.count", "part < arguments.count - 1", check_norms),
+    "parts of another row": ("part * arguments.part_vectors", "part * HIDDEN_VECTORS", check_norms),
     "a norm rounded once": (
         "return multiply(pack(y), weight);",
         "const auto w = unpack(weight);"
@@ -762,6 +784,8 @@ def test_kernels_compute_the_same_on_a_gpu(talker, fused_on_gpu, gpu):
         check_silu_and_multiply,
     ):
         check(stack)
+    for case in PARTS:
+        test_the_parts_of_a_product(*case, gpu)
     check_sample(stack, rows=2400)
     check_choose(stack, rows=2400)
     compare_with_upstream(copy.deepcopy(talker).to(gpu), fused_on_gpu, None)
