@@ -167,7 +167,7 @@ def compile_ahead(model: Any) -> None:
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x times a matrix with few outputs, (B, I), (H, I) -> (B, H), or float32 parts of it to be summed, (parts, B, H).
 
-    cuBLAS splits such sums itself, to fill the GPU, and adds the parts in a kernel of its own: `add_and_norm` can do it.
+    cuBLAS splits such sums itself, to fill the GPU, and adds the parts in another kernel: `add_and_norm` can do it.
     """
     rows, inputs = x.shape
     parts = 4 if rows <= 128 else 2
