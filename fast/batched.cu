@@ -3,9 +3,8 @@
 // batched.py compiles this file with NVRTC for one GPU and one model. It puts these definitions before it:
 //
 //     HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD_DIM, EPSILON     of the stack of decoder layers
-//     THREADS              of a block of qk_norm_rope_store, short_attention and silu_and_multiply
-//     ATTENTION_THREADS    of a block of attention
-//     SAMPLER_THREADS      of a block of sample and choose
+//     THREADS            of a block of qk_norm_rope_store, attention, short_attention and silu_and_multiply
+//     SAMPLER_THREADS    of a block of sample and choose
 //
 // batched_reference.py has the kernels of a layer in a few lines of torch; add_and_norm and silu_and_multiply
 // are in layer_kernels.h. Sums are float; values are rounded to bfloat16 where the model's own forward rounds
@@ -48,6 +47,8 @@
 constexpr int HEAD_VECTORS = 16;                      // and lanes of a half-warp
 constexpr int QKV_HEADS = HEADS + 2 * KV_HEADS;       // of q, k and v
 constexpr int GROUP = HEADS / KV_HEADS;               // query heads that share a KV head
+constexpr int WARPS = THREADS / 32;                   // of a block
+constexpr int POSITIONS_IN_FLIGHT = 4;                // loaded by a half-warp before it uses the first
 constexpr int SAMPLER_WARPS = SAMPLER_THREADS / 32;
 constexpr int SCORES_PER_THREAD = VOCAB / SAMPLER_THREADS;
 
@@ -150,7 +151,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) qk_norm_rope_store(QkNormR
 
 // What a warp has computed of its positions, for each query head of the group: the sum of values times weights,
 // the highest score, the sum of weights. A weight is exp(score - best).
-template <int WARPS>
 struct alignas(16) AttentionShared {
     float sum[WARPS][GROUP][HEAD_DIM];
     float best[WARPS][GROUP];
@@ -160,11 +160,9 @@ struct alignas(16) AttentionShared {
 
 // Merges the warps of a block in shared memory, and the blocks of a row and KV head, one for each split, in
 // global memory: the block that finishes last does that.
-template <int WARPS>
 __device__ void merge_warps(const Attention &arguments, const Eight (&sum)[GROUP], const float (&best)[GROUP],
                             const float (&weight)[GROUP], u64 first_head, int split, int splits_in_use) {
-    constexpr int BLOCK_THREADS = 32 * WARPS;
-    AttentionShared<WARPS> &merge = static_shared<AttentionShared<WARPS>>();
+    AttentionShared &merge = static_shared<AttentionShared>();
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int g = 0; g < GROUP; ++g) {
@@ -178,8 +176,8 @@ __device__ void merge_warps(const Attention &arguments, const Eight (&sum)[GROUP
     }
     __syncthreads();
 
-    // Thread t has the outputs t, t + BLOCK_THREADS, ... of the GROUP * HEAD_DIM of a block.
-    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += BLOCK_THREADS) {
+    // Thread t has the outputs t, t + THREADS, ... of the GROUP * HEAD_DIM of a block.
+    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS) {
         const int g = i / HEAD_DIM;
         const int dimension = i % HEAD_DIM;
         const PartialAttention block = merge_attention(WARPS, [&](int warp) -> PartialAttention {
@@ -213,7 +211,7 @@ __device__ void merge_warps(const Attention &arguments, const Eight (&sum)[GROUP
     if (!merge.is_last) {
         return;
     }
-    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += BLOCK_THREADS) {
+    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS) {
         const u64 first_split = (first_head + i / HEAD_DIM) * arguments.splits;
         const PartialAttention row_result = merge_attention(splits_in_use, [&](int s) -> PartialAttention {
             const u64 index = first_split + s;
@@ -232,21 +230,21 @@ __device__ void merge_warps(const Attention &arguments, const Eight (&sum)[GROUP
 //     row at 50      |split 0|                                  splits 1, 2, ... exit at once
 //     row at 2,048   |  split 0  |  split 1  |  split 2  | ...
 //
-// So the grid does not depend on the lengths, but the work of a block does. WARPS warps share a KV head with its
-// GROUP query heads. These warps are a block, whose number is KV_HEADS * split + KV head; or, for short caches,
-// one warp of several in a block, and there is one split. Their half-warp h of H takes, 4 at a time,
+// So the grid does not depend on the lengths, but the work of a block does. A KV head with its GROUP query heads is
+// shared by all warps of a block, whose number is KV_HEADS * split + KV head. For short caches one warp has it, and
+// there is one split. Half-warp h of the H that share it takes, 4 at a time,
 //
 //     positions first + h, first + h + H, first + h + 2 H, first + h + 3 H,   then all of them 4 H later, ...
 //
 // and lane l of 16 the dimensions 8 l .. 8 l + 7. Softmax is online. The last split begins with the row's own
 // position.
-template <int BLOCK_WARPS, int WARPS, int IN_FLIGHT>
+template <int SHARING_WARPS>
 __device__ void attend(const Attention &arguments) {
-    constexpr int HALF_WARPS = 2 * WARPS;
-    constexpr int LOOP_POSITIONS = HALF_WARPS * IN_FLIGHT;
+    constexpr int HALF_WARPS = 2 * SHARING_WARPS;
+    constexpr int LOOP_POSITIONS = HALF_WARPS * POSITIONS_IN_FLIGHT;
     const QkNormRopeStore &input = arguments.input;
     const int row = blockIdx.y;
-    const int part = blockIdx.x * (BLOCK_WARPS / WARPS) + warp_index() / WARPS;
+    const int part = blockIdx.x * (WARPS / SHARING_WARPS) + warp_index() / SHARING_WARPS;
     const int kv_head = part % KV_HEADS;
     const int split = part / KV_HEADS;
     const int half_warp = threadIdx.x / 16 % HALF_WARPS;
@@ -256,7 +254,7 @@ __device__ void attend(const Attention &arguments) {
     int splits_in_use = 1;
     int first = 0;
     int end = own_position;
-    if constexpr (WARPS > 1) {
+    if constexpr (SHARING_WARPS > 1) {
         const int splits = arguments.splits;
         const int equal_parts = (own_position + splits - 1) / splits;
         const int whole_loops = (equal_parts + LOOP_POSITIONS - 1) / LOOP_POSITIONS;
@@ -273,17 +271,17 @@ __device__ void attend(const Attention &arguments) {
     const u64 head_in_cache = (input.slots[row] * KV_HEADS + kv_head) * input.cache_length * HEAD_VECTORS + lane;
     uint4 *keys = input.keys + head_in_cache;
     uint4 *values = input.values + head_in_cache;
-    const auto load = [&](uint4 (&vectors)[IN_FLIGHT], const uint4 *cache, int next) {
+    const auto load = [&](uint4 (&vectors)[POSITIONS_IN_FLIGHT], const uint4 *cache, int next) {
         if (next < end) {
 #pragma unroll
-            for (int i = 0; i < IN_FLIGHT; ++i) {
+            for (int i = 0; i < POSITIONS_IN_FLIGHT; ++i) {
                 const int position = min(next + i * HALF_WARPS + half_warp, end - 1);
                 vectors[i] = cache[position * HEAD_VECTORS];
             }
         }
     };
-    uint4 k[IN_FLIGHT];
-    uint4 v[IN_FLIGHT];
+    uint4 k[POSITIONS_IN_FLIGHT];
+    uint4 v[POSITIONS_IN_FLIGHT];
     load(k, keys, first);
     load(v, values, first);
 
@@ -335,9 +333,9 @@ __device__ void attend(const Attention &arguments) {
 
     for (int next = first; next < end; next += LOOP_POSITIONS) {
         const auto is_visible = [&](int i) { return next + i * HALF_WARPS + half_warp < end; };
-        float score[GROUP][IN_FLIGHT];
+        float score[GROUP][POSITIONS_IN_FLIGHT];
 #pragma unroll
-        for (int i = 0; i < IN_FLIGHT; ++i) {
+        for (int i = 0; i < POSITIONS_IN_FLIGHT; ++i) {
             const Eight key = unpack(k[i]);
 #pragma unroll
             for (int g = 0; g < GROUP; ++g) {
@@ -350,7 +348,7 @@ __device__ void attend(const Attention &arguments) {
         for (int g = 0; g < GROUP; ++g) {
             float new_best = best[g];
 #pragma unroll
-            for (int i = 0; i < IN_FLIGHT; ++i) {
+            for (int i = 0; i < POSITIONS_IN_FLIGHT; ++i) {
                 new_best = fmaxf(new_best, score[g][i]);
             }
             const float rescale = expf(best[g] - new_best);
@@ -362,7 +360,7 @@ __device__ void attend(const Attention &arguments) {
             }
         }
 #pragma unroll
-        for (int i = 0; i < IN_FLIGHT; ++i) {
+        for (int i = 0; i < POSITIONS_IN_FLIGHT; ++i) {
             const Eight value = unpack(v[i]);
 #pragma unroll
             for (int g = 0; g < GROUP; ++g) {
@@ -391,8 +389,8 @@ __device__ void attend(const Attention &arguments) {
             value += __shfl_xor_sync(~0u, value, 16);
         }
     }
-    if constexpr (WARPS > 1) {
-        merge_warps<WARPS>(arguments, sum, best, weight, first_head, split, splits_in_use);
+    if constexpr (SHARING_WARPS > 1) {
+        merge_warps(arguments, sum, best, weight, first_head, split, splits_in_use);
     } else {
 #pragma unroll
         for (int g = 0; g < GROUP; ++g) {
@@ -407,13 +405,13 @@ __device__ void attend(const Attention &arguments) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS) attention(Attention arguments) {
-    attend<ATTENTION_THREADS / 32, ATTENTION_THREADS / 32, 4>(arguments);
+extern "C" __global__ void __launch_bounds__(THREADS) attention(Attention arguments) {
+    attend<WARPS>(arguments);
 }
 
 // For caches so short that a warp is enough for a KV head.
 extern "C" __global__ void __launch_bounds__(THREADS) short_attention(ShortAttention arguments) {
-    attend<THREADS / 32, 1, 4>(arguments);
+    attend<1>(arguments);
 }
 
 

@@ -23,12 +23,13 @@ from fast.layer_kernels import LayerKernels
 from fast.layers import concatenate, lookup_rope
 
 SOURCE = Path(__file__).with_suffix(".cu")
-THREADS = 128  # of a block of qk_norm_rope_store, short_attention and silu_and_multiply
-ATTENTION_THREADS = 128
+THREADS = 128  # of a block of qk_norm_rope_store, attention, short_attention and silu_and_multiply
 SAMPLER_THREADS = 256
 WARP = 32  # threads
 SHORT_CACHE = 32  # positions: up to here a warp is enough for a KV head of a row
 MIN_SPLIT_LENGTH = 64  # positions
+MIN_SPLIT_LENGTH_OF_MANY = 256  # where rows fill the GPU without splits: merging them takes longer than it saves
+MANY_ROWS = 32
 ATTENTION_BLOCKS = 2048  # fills a GPU several times over, and is launched in a microsecond or two
 MAX_SPLITS = 32
 ROWS_TO_SPLIT = range(32, 257)  # whose products are split
@@ -89,7 +90,6 @@ class Sizes:
     head_dim: int
     epsilon: str
     threads: int = THREADS
-    attention_threads: int = ATTENTION_THREADS
     sampler_threads: int = SAMPLER_THREADS
 
 
@@ -272,22 +272,25 @@ class BatchedStack(LayerKernels):
         grid = (sizes.heads + 2 * sizes.kv_heads) // heads_per_block, len(qkv)
         self.launch("qk_norm_rope_store", grid, THREADS, **self.store_values(qkv, layer, positions, slots))
 
-    def splits(self, rows: int) -> int:
-        """The maximum number of splits of a row's positions in attention: few where many rows fill the GPU anyway."""
+    def splits(self, rows: int) -> tuple[int, int]:
+        """The maximum number of splits of a row's positions in attention, and the minimum length of one: few and long
+        ones where many rows fill the GPU anyway."""
+        min_length = MIN_SPLIT_LENGTH if rows < MANY_ROWS else MIN_SPLIT_LENGTH_OF_MANY
         wanted = -(-ATTENTION_BLOCKS // (rows * self.sizes.kv_heads))
-        useful = -(-self.cache_length // MIN_SPLIT_LENGTH)
-        return min(wanted, useful, MAX_SPLITS)
+        useful = -(-self.cache_length // min_length)
+        return min(wanted, useful, MAX_SPLITS), min_length
 
     def attention(self, qkv: Tensor, layer: Layer, positions: Tensor, slots: Tensor, is_stored: bool = False) -> Tensor:
         """(B, (Q + 2 KV) * D) -> (B, Q * D). Unless qkv `is_stored`, this first does what qk_norm_rope_store does; then
         no two rows may have the same slot."""
         sizes = self.sizes
         rows = len(qkv)
+        splits, min_split_length = self.splits(rows)
         if self.cache_length <= SHORT_CACHE:
-            kernel, threads, splits = "short_attention", THREADS, 1
+            kernel = "short_attention"
             blocks = -(-sizes.kv_heads // (THREADS // WARP))
         else:
-            kernel, threads, splits = "attention", sizes.attention_threads, self.splits(rows)
+            kernel = "attention"
             blocks = sizes.kv_heads * splits
         with qkv.device:
             split_best, split_weight = torch.empty(2, rows, sizes.heads, splits)
@@ -296,11 +299,11 @@ class BatchedStack(LayerKernels):
         self.launch(
             kernel,
             (blocks, rows),
-            threads,
+            THREADS,
             **self.store_values(qkv, layer, positions, slots),
             is_stored=is_stored,
             splits=splits,
-            min_split_length=MIN_SPLIT_LENGTH,
+            min_split_length=min_split_length,
             split_best=split_best,
             split_weight=split_weight,
             split_sum=split_sum,
