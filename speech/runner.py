@@ -200,7 +200,8 @@ class Runner:
 
     def launch(self, utterances: list[Utterance], hand_over: HandOver) -> None:
         for utterance in utterances:
-            self.write_text(utterance)
+            if utterance.new_text:
+                self.write_text(utterance)
         self.close_gaps()
         frame = self.frames.of(1 + max(utterance.row for utterance in self.active))
         rows = [utterance.row for utterance in utterances]
@@ -279,10 +280,11 @@ class Runner:
 
     def decode(self, utterances: list[Utterance], hand_over: HandOver, together: bool = False) -> None:
         """Hand complete chunks to the codec: one of each utterance at a time, as they must be decoded in order."""
+        utterances = [one for one in utterances if one.may_have_chunk() and not (together and self.waits(one))]
         while utterances:
             by_size = collections.defaultdict(list)
             for utterance in utterances:
-                if (size := utterance.next_chunk()) and not (together and self.waits(utterance, size)):
+                if size := utterance.next_chunk():
                     by_size[size].append(utterance)
             # Small chunks first: they are those of utterances with little audio ahead of their playback.
             for size, ready in sorted(by_size.items()):
@@ -290,10 +292,11 @@ class Runner:
                     self.decode_chunk(ready[first : first + MAX_BATCH], size, hand_over)
             utterances = [utterance for ready in by_size.values() for utterance in ready]  # they may have more
 
-    def waits(self, utterance: Utterance, size: int) -> bool:
-        """Whether a chunk is full and it is not yet the 8th frame, at which those of its batch of rows are decoded."""
-        is_full = size >= FULL_CHUNK and not utterance.finished and not utterance.lacks_text()
-        return is_full and (self.beat + utterance.row // MAX_BATCH) % FULL_CHUNK != 0
+    def waits(self, utterance: Utterance) -> bool:
+        """Whether its next chunk is a full one, and it is not the 8th frame, when its batch of rows is decoded."""
+        if utterance.chunk_size < FULL_CHUNK or utterance.finished or utterance.lacks_text():
+            return False
+        return (self.beat + utterance.row // MAX_BATCH) % FULL_CHUNK != 0
 
     def decode_chunk(self, utterances: list[Utterance], size: int, hand_over: HandOver) -> None:
         codes = [
