@@ -379,12 +379,12 @@ def test_closing_delivers_the_audio_there_is_and_then_an_error(voices, monkeypat
     step, wait = engine.runner.step, PendingAudio.wait
     waits = iter(range(100))
 
-    def close_and_step(streams, *rest) -> None:
+    def close_and_step(streams, *rest, **options) -> None:
         if streams and streams[0].launched == 8:
             threading.Thread(target=engine.close).start()
             while engine.is_running:
                 time.sleep(0.001)
-        step(streams, *rest)
+        step(streams, *rest, **options)
 
     def wait_late(audio: PendingAudio) -> list[np.ndarray]:
         if next(waits) > 0:  # all but the first chunk are late
