@@ -213,11 +213,15 @@ class PendingAudio:
     def is_ready(self) -> bool:
         return self.done is None or self.done.query()
 
-    def wait(self) -> list[np.ndarray]:
-        """A copy for each utterance, so that no listener keeps the pinned memory of the whole batch."""
+    def views(self) -> np.ndarray:
+        """(B, samples) in the pinned memory of the batch, when they are there."""
         if self.done:
             self.done.synchronize()
-        return [samples.copy() for samples in self.audio.numpy()]
+        return self.audio.numpy()
+
+    def wait(self) -> list[np.ndarray]:
+        """A copy for each utterance, so that no listener keeps the memory of the whole batch."""
+        return [samples.copy() for samples in self.views()]
 
 
 class AttentionWindow:

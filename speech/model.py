@@ -126,27 +126,28 @@ class Speech:
 
     def speak(self, utterances: Iterable[Utterance]) -> list[np.ndarray]:
         """The samples of each, in order. Warns of those that were cut off."""
-        audio: dict[Utterance, list[np.ndarray]] = {}
+        audio: dict[Utterance, bytearray] = {}  # float32; they grow without being copied
         pending = collections.deque()
 
         def hand_over(of: list[Utterance], chunk: PendingAudio) -> None:
             pending.append((of, chunk))
 
         def receive(most: int) -> None:
-            while len(pending) > most:
+            """Take what is there, and wait for what is more than `most`."""
+            while len(pending) > most or (pending and pending[0][1].is_ready()):
                 of, chunk = pending.popleft()
-                for utterance, samples in zip(of, chunk.wait()):
-                    audio[utterance].append(samples)
+                for utterance, samples in zip(of, chunk.views()):
+                    audio[utterance] += samples.data
 
         def before_frame(active: list[Utterance]) -> None:
             for utterance in active:
-                audio.setdefault(utterance, [])
+                audio.setdefault(utterance, bytearray())
             receive(MAX_PENDING)
 
         for utterance in self.run(utterances, hand_over, before_frame):
             utterance.warn_if_cut_off()
         receive(0)
-        return [np.concatenate(chunks) for chunks in audio.values()]
+        return [np.frombuffer(samples, np.float32) for samples in audio.values()]
 
     def generate(self, **request):
         """Stands in for talker.generate: codes and hidden states, without audio."""
