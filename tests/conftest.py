@@ -35,6 +35,14 @@ def pytest_unconfigure(config):
         config.shared_folder.cleanup()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file's tests run on one worker: its servers, kernels and Chromium are made once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
+
+
 def seed(name):
     import torch
 

@@ -13,8 +13,8 @@ from tools.random_checkpoint import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizer
 
 CODES = 5  # of a frame
 SIZES = {  # name: frames of the chunks, frames that are decoded
-    "1": (lambda: itertools.repeat(1), 120),
-    "3": (lambda: itertools.repeat(3), 120),
+    "1": (lambda: itertools.repeat(1), 80),
+    "3": (lambda: itertools.repeat(3), 81),
     "growing": (lambda: itertools.chain([1, 1, 2, 4], itertools.repeat(8)), 400),
     "mixed": (lambda: itertools.cycle([3, 1, 70, 8, 2, 33]), 400),
 }

@@ -1,6 +1,7 @@
 """The examples: all of them compile, and those whose packages are installed run against a real server."""
 
 import importlib.util
+import runpy
 import subprocess
 import sys
 
@@ -25,6 +26,19 @@ def run(folder, name, *arguments):
     return subprocess.run(command, cwd=folder, capture_output=True, timeout=LIMIT, check=True)
 
 
+@pytest.fixture
+def run_here(monkeypatch, capfdbinary, tmp_path):
+    """run_here(name, argument, ...) -> stdout, stderr of an example in this process, which has its packages."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_here(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        return capfdbinary.readouterr()
+
+    return run_here
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_compile_and_say_how_to_run_them(path):
     source = path.read_text()
@@ -33,16 +47,16 @@ def test_examples_compile_and_say_how_to_run_them(path):
     assert len(source.splitlines()) <= 60
 
 
-def test_the_openai_client(server, tmp_path):
+def test_the_openai_client(server, run_here, tmp_path):
     """Whole, streamed and as server-sent events."""
     url = ["--url", f"http://127.0.0.1:{server.port}/v1"]
-    run(tmp_path, "openai_client.py", "Hello there.", "whole.mp3", *url)
+    run_here("openai_client.py", "Hello there.", "whole.mp3", *url)
     assert soundfile.info(tmp_path / "whole.mp3").duration > 0.05
-    streamed = run(tmp_path, "openai_client.py", "Hello there.", "-", *url).stdout
+    streamed, _ = run_here("openai_client.py", "Hello there.", "-", *url)
     assert len(streamed) > 0 and len(streamed) % FRAME == 0
-    events = run(tmp_path, "openai_client.py", "Hello there.", "-", "--sse", *url)
-    assert len(events.stdout) > 0 and len(events.stdout) % FRAME == 0
-    assert f"'output_tokens': {len(events.stdout) // FRAME}" in events.stderr.decode()
+    audio, events = run_here("openai_client.py", "Hello there.", "-", "--sse", *url)
+    assert len(audio) > 0 and len(audio) % FRAME == 0
+    assert f"'output_tokens': {len(audio) // FRAME}" in events.decode()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_on_cpu import CpuKernel, PretendedGpu
+from helpers import slow
 from megakernel_cases import (
     END_TOKEN,
     PLAIN_COPIES,
@@ -158,7 +159,7 @@ def test_predictor_step_matches_the_reference(tmp_path):
     assert torch.equal(graph.embedding, summed + it.text[3])
 
 
-@pytest.mark.parametrize("streams", [pytest.param(2, marks=pytest.mark.slow), 4, 8])
+@pytest.mark.parametrize("streams", [8, *slow(2, 4)])
 @torch.no_grad()
 def test_a_talker_of_several_streams(streams, tmp_path):
     """Each stream has its own position, cache, settings and noise; the one that does not advance keeps its state."""

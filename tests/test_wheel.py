@@ -220,12 +220,9 @@ PROGRAM = """
     import sys
 
     path = sys.path[:]
-    from qwen3_tts_cuda_graphs import FasterQwen3TTS
     from qwen3_tts_cuda_graphs.__main__ import main
 
-    import torch
-
-    torch.set_num_threads(1)
+    assert "torch" not in sys.modules  # the first command imports it, as in a shell
     folder, recording = sys.argv[1:]
     short = ["--max-seq-len", "64"]
     for words in (
@@ -234,6 +231,10 @@ PROGRAM = """
     ):
         sys.argv = ["qwen3-tts", *words]
         main()
+
+    import torch
+    from qwen3_tts_cuda_graphs import FasterQwen3TTS
+
     model = FasterQwen3TTS.from_pretrained(folder, device="cpu", dtype="float32", max_seq_len=64)
     voice = dict(ref_spk_embedding=[torch.load("me.pt", weights_only=True)])
     [audio], rate = model.generate_voice_clone("Hello.", "English", voice_clone_prompt=voice, max_new_tokens=4)
