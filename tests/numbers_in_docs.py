@@ -81,6 +81,7 @@ NOT_MEASURED = {
 BY_SIZE = re.compile(r"\|[^|]*\| 0\.6B \| 1\.7B \|")
 LISTENERS = "| | 0.6B: audio s/s | first audio | underruns | 1.7B: audio s/s | first audio | underruns |"
 LISTS = "| texts | 0.6B: upstream's method | engine.generate | 1.7B: upstream's method | engine.generate |"
+SERVER = "| 1.7B | engine: first audio | audio s/s | over HTTP: first audio | audio s/s | underruns |"
 OPTIONS = "| option | default | what it limits |"
 BOUNDS = "| GPU | memory, GB/s |"  # and so on
 
@@ -205,6 +206,15 @@ def whole_tables() -> dict[str, str]:
         speeds = [models["lists"][texts][way] for models in streams for way in ("upstream_method", "engine")]
         lists.append(f"| {' | '.join([texts, *(f'{speed:.0f}' for speed in speeds)])} |")
 
+    server = [SERVER, "|---|---|---|---|---|---|"]
+    ways = [results("h200_server")["models"][f"1.7B, {way}"] for way in ("engine", "over HTTP")]
+    for name in ways[0]:
+        cells = [name]
+        for row in (way[name] for way in ways):
+            cells += [f"{row['first_audio_ms']:.1f} / {row['first_audio_p95_ms']:.1f}"]
+            cells += [f"{row['audio_seconds_per_second']:.0f}"]
+        server.append(f"| {' | '.join(cells)} | {sum(way[name]['underruns'] for way in ways)} |")
+
     options = [OPTIONS, "|---|---|---|"]
     for item in fields(Settings):
         if "help" in item.metadata:
@@ -212,7 +222,7 @@ def whole_tables() -> dict[str, str]:
             default = "what fits" if item.default is None else f"{item.default:.0f}"
             options.append(f"| `{option}` | {default} | {item.metadata['help']} |")
 
-    parts = {LISTENERS: listeners, LISTS: lists, OPTIONS: options, BOUNDS: bounds.table()}
+    parts = {LISTENERS: listeners, LISTS: lists, SERVER: server, OPTIONS: options, BOUNDS: bounds.table()}
     return {start: "\n".join(lines) for start, lines in parts.items()}
 
 
@@ -287,6 +297,8 @@ def sentences() -> Iterator[tuple[str, str, list[str]]]:
     cache = 28 * 2 * 8 * 128 * 2 * 2048 / 2**30
     yield "docs/serving.md", "keys and values of a stream are {} GiB of it", [f"{cache:.2f}"]
 
+    peers = results("h200")["models"]["0.6B"][PEER]["commit"]
+    yield page, f"were measured in an earlier run, at {peers}", []
     asked = round(max(rows["20 requests per second for 60 s"]["audio_seconds_per_second"] for rows in streams))
     yield page, "arrive at random ask for {} audio seconds per second", [str(asked)]
     few = [streams[0]["400 listeners for 60 s"]["underruns"], streams[1]["320 listeners for 60 s"]["underruns"]]

@@ -308,6 +308,12 @@ def test_rows_compute_upstreams_forward(talker, fused, kernels):
 
 
 @needs_compiler
+def test_split_products_compute_upstreams_forward(talker, fused, kernels, monkeypatch):
+    monkeypatch.setattr(batched, "ROWS_TO_SPLIT", range(1, 257))
+    compare_with_upstream(talker, fused, kernels)
+
+
+@needs_compiler
 def test_a_layer_with_a_wrong_norm_is_detected(talker, kernels):
     """A norm that is too large by 1% makes the error of the hidden states 1.6 times upstream's."""
     wrong = copy.deepcopy(talker)
