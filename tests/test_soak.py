@@ -1,7 +1,7 @@
 """Many requests of all kinds through one engine: none of them is wrong, every row is freed, and memory stays flat.
 
 On a CPU every tenth stream is compared with the same request alone. On a GPU, where rounding depends on the batch size,
-its codes are checked against float32: with the same tokens forced, each code must be among the best, for a sampled code
+the codes of every fiftieth are checked against float32: with the same tokens forced, each code must be among the best, for a sampled code
 among the 60 best of 2,048 (it was chosen from 50). In bfloat16 more than 99% are; of codes that belong to another
 stream, another text or a broken cache, 3% would be.
 """
@@ -44,11 +44,13 @@ def request_number(number: int, prompts: list, longest: int) -> dict:
 
 
 class Soak:
-    """Listeners who stay, leave early or stop reading. Every tenth stays, and its audio and codes are kept."""
+    """Listeners who stay, leave early or stop reading. Every tenth stays."""
 
-    def __init__(self, engine, requests: list[dict], at_once: int):
+    def __init__(self, engine, requests: list[dict], at_once: int, keep_every: int):
+        """keep_every: a multiple of 10: the audio and the codes of these requests are kept"""
         self.engine = engine
         self.requests = requests
+        self.keep_every = keep_every
         self.audio = {}
         self.codes = {}
         self.abandoned = []
@@ -56,7 +58,7 @@ class Soak:
         submit, decode_chunk, slots = engine.submit, engine.runner.decode_chunk, engine.runner.slots
 
         def submit_and_remember(stream, method, text, seed, kwargs):
-            if seed % 10 == 0:
+            if seed % keep_every == 0:
                 self.codes[seed] = stream.kept_codes = []
             return submit(stream, method, text, seed, kwargs)
 
@@ -77,7 +79,7 @@ class Soak:
 
     def listen(self, number: int) -> None:
         chunks = self.engine.stream(self.engine.tts.generate_voice_clone, **self.requests[number])
-        if number % 10 == 0:
+        if number % self.keep_every == 0:
             self.audio[number] = joined(chunks)
         elif number % 10 == 1:  # leaves early
             next(chunks)
@@ -110,7 +112,7 @@ def test_on_a_cpu(voices):
     requests = [request_number(number, prompts, 12) for number in range(60)]
     threads_before = threading.active_count()
     with engine_of(voice.fast, 4, max_unread=2, patience=0.2) as engine:
-        soak = Soak(engine, requests, at_once=8)
+        soak = Soak(engine, requests, at_once=8, keep_every=10)
         assert_all_rows_are_free(engine)
     assert threading.active_count() <= threads_before
     for number, audio in soak.audio.items():
@@ -133,7 +135,7 @@ def test_on_a_gpu(checkpoint, recording):
     requests = [request_number(number, prompts, 24) for number in range(2000)]
     start = time.monotonic()
     with Engine(tts, max_unread=2, patience=0.5) as engine:
-        soak = Soak(engine, requests, at_once=96)
+        soak = Soak(engine, requests, at_once=96, keep_every=50)
         assert_all_rows_are_free(engine)
         print(f"\n{len(requests)} requests in {time.monotonic() - start:.0f} s")
         assert soak.memory[-1] <= 1.01 * soak.memory[2], f"GPU memory grew: {soak.memory}"
@@ -153,4 +155,4 @@ def test_on_a_gpu(checkpoint, recording):
         shares[number] = (rank < (5 if number % 4 == 2 else 60)).double().mean().item()
         assert len(soak.audio[number]) == len(codes) * 1920 and np.isfinite(soak.audio[number]).all()
     print(f"{len(shares)} compared, least share of codes among the best: {min(shares.values()):.3f}")
-    assert len(shares) == len(requests) // 10 and min(shares.values()) > LEAST_SHARE
+    assert len(shares) == len(requests) // 50 and min(shares.values()) > LEAST_SHARE
