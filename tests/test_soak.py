@@ -1,9 +1,9 @@
 """Many requests of all kinds through one engine: none of them is wrong, every row is freed, and memory stays flat.
 
 On a CPU every tenth stream is compared with the same request alone. On a GPU, where rounding depends on the batch size,
-the codes of every fiftieth are checked against float32: with the same tokens forced, each code must be among the best, for a sampled code
-among the 60 best of 2,048 (it was chosen from 50). In bfloat16 more than 99% are; of codes that belong to another
-stream, another text or a broken cache, 3% would be.
+the codes of every fiftieth are checked against float32: with the same tokens forced, each code must be among the best,
+for a sampled code among the 60 best of 2,048 (it was chosen from 50). In bfloat16 more than 99% are; of codes that
+belong to another stream, another text or a broken cache, 3% would be.
 """
 
 import gc
