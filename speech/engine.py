@@ -406,12 +406,12 @@ class Engine:
             streams, audio = item
             is_audio = isinstance(audio, PendingAudio)
             try:
-                for stream, samples in zip(streams, audio.wait() if is_audio else [audio]):
-                    if stream.has_ended:
-                        continue
-                    if is_audio:
-                        self.count_delivered(stream, samples)
-                    stream.put(samples)
+                items = audio.wait() if is_audio else [audio]
+                if is_audio:
+                    self.count_delivered(streams, samples=len(items[0]))
+                for stream, item in zip(streams, items):
+                    if not stream.has_ended:
+                        stream.put(item)
             except Exception as error:
                 log.exception("the engine has stopped")
                 self.fail(error)
@@ -427,11 +427,14 @@ class Engine:
         for stream in streams:
             stream.put(RuntimeError(self.intake.why_closed))  # a new error for each thread
 
-    def count_delivered(self, stream: Stream, samples: np.ndarray) -> None:
+    def count_delivered(self, streams: list[Stream], samples: int) -> None:
+        """So many for each of them. All at once: the engine's thread wants the lock, too."""
+        frames = round(samples / self.rate / self.speech.seconds_per_frame)
         with self.changed:
-            stream.unread += 1
-            stream.delivered += round(len(samples) / self.rate / self.speech.seconds_per_frame)
-            if stream.first_delivered_at is None:
+            for stream in streams:
+                stream.unread += 1
+                stream.delivered += frames
+            for stream in [stream for stream in streams if stream.first_delivered_at is None]:
                 stream.first_delivered_at = time.monotonic()
                 self.changed.notify_all()
 
