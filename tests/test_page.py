@@ -219,7 +219,7 @@ def test_what_was_spoken_is_kept(open_page):
         expect(page.locator("#speak")).to_contain_text("Speak")
     page.reload()
     expect(page.locator("#spoken li p")).to_have_text(["Second.", "First."])
-    # It can be played, and sought in. Playwright's wait_for_function polls with `eval`, which the page's policy forbids.
+    # It can be played, and sought in. Playwright's wait_for_function polls with `eval`, which the page forbids.
     wait_until(lambda: page.evaluate("document.querySelector('#spoken audio').duration > 0.9"))
     wav, rate = save(page, "Save WAV", item=1)
     mp3, mp3_rate = save(page, "Save MP3", item=1)
