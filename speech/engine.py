@@ -361,7 +361,7 @@ class Engine:
             message = f"others were waiting and {reason} for {self.patience:g} s: its place was given away"
             self.active[i].end(StreamTimeout(message))
         for stream in self.active:
-            if stream.text and (error := stream.text_timed_out()):  # its listener may have stopped reading
+            if error := stream.text_timed_out():  # its listener may have stopped reading
                 stream.text_error = stream.text_error or error
         self.release_finished()
 
@@ -385,9 +385,8 @@ class Engine:
     def release_finished(self) -> None:
         """Free the rows of streams that are complete, have failed or have lost their listener."""
         for stream in [*self.active]:
-            if stream.text_error:
-                stream.finished |= stream.text_has_failed()
-            if not (stream.has_ended or (stream.finished and stream.is_complete())):
+            stream.finished |= stream.text_has_failed()
+            if not (stream.has_ended or stream.is_complete()):
                 continue
             self.active.remove(stream)
             self.runner.release(stream)
