@@ -97,6 +97,10 @@ class TimedHttpProtocol(Unread, HttpToolsProtocol):
             return
         self.watch()
 
+    def has_body(self) -> bool:
+        """Whether all of the present request has arrived."""
+        return not self.cycle.more_body
+
     def break_off(self) -> None:
         """End a response before it is complete, so that the client notices: its last chunk is missing. HTTP/1.0 has no
         chunks, and only a reset tells a response that was broken off from one that has ended."""

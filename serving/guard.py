@@ -8,9 +8,10 @@ import binascii
 import hmac
 import ipaddress
 import secrets
+from functools import lru_cache
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,6 +29,7 @@ class Guard:
         self.app = app
         self.settings = settings
         self.key = settings.api_key and settings.api_key.strip().encode()  # as `key_of` reads it
+        self.is_known = lru_cache(maxsize=256)(self.is_known)  # most requests name the same host
         self.open = 0  # requests and WebSockets
         self.held = 0  # bytes of what they have sent
 
@@ -161,7 +163,7 @@ def with_request_id(scope: Scope, send: Send) -> Send:
 
     async def send_with_id(message: Message) -> None:
         if message["type"].endswith("http.response.start"):
-            MutableHeaders(scope=message)["X-Request-Id"] = scope["request_id"]
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", scope["request_id"].encode())]
         await send(message)
 
     return send_with_id

@@ -8,6 +8,7 @@ A speech request is read, checked against the model, and answered by a SpeechRes
 first chunk of audio decides the status: whatever fails before it gets an error with a status of its own.
 """
 
+import asyncio
 import base64
 import contextlib
 import logging
@@ -104,7 +105,7 @@ def create_app(speech: Speech) -> Starlette:
         """For the page, which saves what was spoken."""
         style = parse(Style, {"response_format": request.query_params.get("response_format", "mp3")})
         check_encoding(style)
-        with time_limit(settings):
+        with time_limit(request, settings):
             wav = await request.body()
         data = await run_in_threadpool(convert, wav, style.response_format)
         return Response(data, media_type=CONTENT_TYPES[style.response_format])
@@ -188,7 +189,7 @@ async def read_json(request: Request, settings: Settings) -> dict:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(f"the content type is {content_type[:80]!r}, it must be application/json", 415)
-    with time_limit(settings):
+    with time_limit(request, settings):
         return parse_json(await request.body())
 
 
@@ -196,7 +197,7 @@ async def read_voice(request: Request, settings: Settings) -> tuple[str, bytes, 
     """The fields of a multipart form: name, recording, transcript."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise ApiError("a voice is sent as multipart/form-data: name, audio_sample and, if known, ref_text", 415)
-    with time_limit(settings):
+    with time_limit(request, settings):
         try:
             form = await request.form(max_files=1, max_fields=10)
         except (MultiPartException, HTTPException) as error:
@@ -217,7 +218,12 @@ async def read_voice(request: Request, settings: Settings) -> tuple[str, bytes, 
 
 
 @contextlib.contextmanager
-def time_limit(settings: Settings):
+def time_limit(request: Request, settings: Settings):
+    """For the body. Most are small and come with the head."""
+    connection = request.scope.get("state", {}).get("connection")
+    if connection and connection.has_body():
+        yield
+        return
     try:
         with anyio.fail_after(settings.body_seconds):
             yield
@@ -236,48 +242,70 @@ class SpeechResponse(Response):
         self.is_sse = wanted.stream_format == "sse"
         self.is_whole = wanted.stream is False and not self.is_sse
         self.background = None
+        self.task = None  # that speaks
+        self.was_stopped, self.error = False, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self.cancel_when_gone, receive, tasks.cancel_scope)
+        self.task = asyncio.current_task()
+        limit = asyncio.get_running_loop().call_later(self.settings.request_seconds, self.stop, TimeoutError())
+        watcher = asyncio.create_task(self.watch(receive))
+        try:
             is_complete = await self.respond(scope, receive, send)
-            if is_complete or not break_off(scope):
-                tasks.cancel_scope.cancel()
+            self.task = None  # there is nothing more to stop
+            if not is_complete and break_off(scope):
+                await watcher  # until the connection is closed
+        finally:
+            limit.cancel()
+            watcher.cancel()
 
-    async def cancel_when_gone(self, receive: Receive, speaking: anyio.CancelScope) -> None:
+    async def watch(self, receive: Receive) -> None:
+        """Stop when the client goes away."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        speaking.cancel()
+        self.stop(None)
+
+    def stop(self, error: Exception | None) -> None:
+        """Stop speaking, and tell the client about the error. None: there is nobody to tell."""
+        if self.task:
+            self.was_stopped, self.error = True, error
+            self.task.cancel()
 
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Returns whether the response is complete."""
+        """Returns whether the response is complete, or nobody waits for it."""
         has_begun = False
         try:
-            with anyio.fail_after(self.settings.request_seconds):
-                pieces = encode_stream(self.utterance, self.wanted)
-                async with contextlib.aclosing(pieces):
-                    async for data in as_one(pieces, self.wanted.response_format) if self.is_whole else pieces:
-                        if not has_begun:
-                            await send(self.start(len(data) if self.is_whole else None))
-                            has_begun = True
-                            send = scope.get("send", send)
-                        await send(body(self.delta(data) if self.is_sse else data))
-                if not has_begun:
-                    raise ApiError("the model said nothing: change the text or the seed", 500)
-                await send(body(await self.done() if self.is_sse else b"", more=False))
-        except Exception as error:
-            error = as_api_error(error, scope["request_id"])
+            pieces = encode_stream(self.utterance, self.wanted)
+            async with contextlib.aclosing(pieces):
+                async for data in as_one(pieces, self.wanted.response_format) if self.is_whole else pieces:
+                    if not has_begun:
+                        await send(self.start(len(data) if self.is_whole else None))
+                        has_begun = True
+                        send = scope.get("send", send)
+                    await send(body(self.delta(data) if self.is_sse else data))
             if not has_begun:
-                await error.response()(scope, receive, send)
-                return True
-            # The response stays incomplete and the connection is closed, so that the client sees an error and not a
-            # short file: HTTP has no other sign. Events are no exception: some clients ignore those of an unknown type.
-            log.warning("request %s was broken off: %s", scope["request_id"], error.message)
-            if self.is_sse:
-                with anyio.move_on_after(self.settings.send_seconds):
-                    await send(body(event({"type": "error", **error.content()})))
-            return False
-        return True
+                raise ApiError("the model said nothing: change the text or the seed", 500)
+            await send(body(await self.done() if self.is_sse else b"", more=False))
+            return True
+        except asyncio.CancelledError:
+            if not self.was_stopped:
+                raise  # the server ends
+            error = self.error
+        except Exception as failure:
+            error = failure
+        if error is None:
+            return True
+        error = as_api_error(error, scope["request_id"])
+        if not has_begun:
+            await error.response()(scope, receive, send)
+            return True
+        # The response stays incomplete and the connection is closed, so that the client sees an error and not a short
+        # file: HTTP has no other sign. Events are no exception: some clients ignore those of an unknown type.
+        log.warning("request %s was broken off: %s", scope["request_id"], error.message)
+        if self.is_sse:
+            with contextlib.suppress(asyncio.TimeoutError):
+                event_of_error = event({"type": "error", **error.content()})
+                await asyncio.wait_for(send(body(event_of_error)), self.settings.send_seconds)
+        return False
 
     def start(self, length: int | None) -> dict:
         content_type = "text/event-stream" if self.is_sse else CONTENT_TYPES[self.wanted.response_format]

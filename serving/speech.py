@@ -7,7 +7,6 @@ in threads.
 
 import asyncio
 import base64
-import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -244,17 +243,32 @@ class Utterance:
         self.seconds = 0.0  # of audio so far
         self.blocked = 0.0  # seconds that the client took to read it
         self.characters_read = None  # of a text that came in pieces, at the end of the speech
+        self.own_key = None  # of a voice that is for this utterance only
 
     @property
     def rate(self) -> int:
         return self.model.engine.rate
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
+        """One generator, not one in another: each costs time with every chunk of every listener."""
         outcome = "failed"
+        connection = self.take_place()
         try:
-            async with contextlib.aclosing(self.speak()) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+            voice, payload = await self.voice(connection)
+            is_complete = isinstance(self.text, str)
+            request = dict(text=self.text if is_complete else None, options=self.options(), seed=self.style.seed)
+            with connection.call("speak", payload, voice=voice, **request) as call:
+                writer = None if is_complete else asyncio.create_task(self.send_pieces(call))
+                try:
+                    while (answer := await call.answer())[0]["type"] == "audio":
+                        samples = np.frombuffer(answer[1], "<i2")
+                        self.measure(len(samples) / self.rate)
+                        yield samples, self.rate
+                        self.blocked += time.perf_counter() - self.last_chunk
+                finally:
+                    if writer:
+                        writer.cancel()
+            self.characters_read = answer[0].get("characters_read")
             outcome = "complete"
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "cancelled"
@@ -263,81 +277,54 @@ class Utterance:
             outcome = "invalid"
             raise
         except ApiError as error:
-            outcome = {429: "refused", 400: "invalid", 413: "invalid"}.get(error.status, "failed")
+            outcome = outcome_of(error)
             raise
         finally:
+            self.model.in_flight -= 1
+            if self.own_key:
+                connection.send(op="forget", keys=[self.own_key])
             self.speech.metrics.requests.labels(outcome).inc()
 
-    async def speak(self) -> AsyncIterator[Chunk]:
-        model, engine = self.model, self.model.engine
-        engine.check_ready()
-        if model.in_flight >= engine.rows + self.speech.settings.max_waiting:
-            problem = f"{model.in_flight} requests are in flight already: try again later"
-            raise ApiError(problem, 429, code="queue_full")
-        model.in_flight += 1
-        connection = engine.connection
+    def take_place(self) -> Connection:
+        """Among those that are spoken or wait."""
+        model, settings = self.model, self.speech.settings
         try:
-            async with self.voice(connection) as (voice, payload):
-                async with contextlib.aclosing(self.samples(connection, voice, payload)) as chunks:
-                    async for samples in chunks:
-                        self.measure(len(samples) / self.rate)
-                        yield samples, self.rate
-                        self.blocked += time.perf_counter() - self.last_chunk
-        finally:
-            model.in_flight -= 1
+            model.engine.check_ready()
+            if model.in_flight >= model.engine.rows + settings.max_waiting:
+                problem = f"{model.in_flight} requests are in flight already: try again later"
+                raise ApiError(problem, 429, code="queue_full")
+        except ApiError as error:
+            self.speech.metrics.requests.labels(outcome_of(error)).inc()
+            raise
+        model.in_flight += 1
+        return model.engine.connection
 
-    @contextlib.asynccontextmanager
-    async def voice(self, connection: Connection) -> AsyncIterator[tuple[dict, bytes]]:
+    async def voice(self, connection: Connection) -> tuple[dict, bytes]:
         """The voice as the worker takes it, and the bytes that belong to it."""
         speech, style = self.speech, self.style
         if not self.model.clones:
-            yield self.model.preset_voice(style), b""
-            return
+            return self.model.preset_voice(style), b""
         if style.speaker_embedding is not None:
             with np.errstate(over="ignore"):  # the worker refuses what is infinite
-                yield {}, np.array(style.speaker_embedding, np.float32).tobytes()
-            return
+                return {}, np.array(style.speaker_embedding, np.float32).tobytes()
         if style.ref_audio is not None:
             settings = speech.settings
             recording = await speech.run(
                 lambda: decode_recording(decode_base64(style.ref_audio, settings), settings, "ref_audio")
             )
             ref_text = None if style.x_vector_only_mode else (style.ref_text or "").strip()
-            key = await keep_voice(connection, "ref_audio", recording, ref_text or None)
-            try:
-                yield {"key": key}, b""
-            finally:
-                connection.send(op="forget", keys=[key])
-            return
+            self.own_key = await keep_voice(connection, "ref_audio", recording, ref_text or None)
+            return {"key": self.own_key}, b""
         if not isinstance(self.text, str):  # the session has looked at the folder long ago
             await speech.look_for(style.voice)
         name = self.model.resolve_voice(style.voice, speech.registered)
         if name in self.model.speakers:
-            yield {"file": name}, b""
-            return
+            return {"file": name}, b""
         key = connection.kept.get(speech.registered[name])
         if key is None:
             voice, recording = await speech.on_disk(speech.folder.read, name)
             key = connection.kept[voice] = await keep_voice(connection, "voice", recording, voice.ref_text)
-        yield {"key": key}, b""
-
-    async def samples(self, connection: Connection, voice: dict, payload: bytes) -> AsyncIterator[np.ndarray]:
-        """What the worker sends, as int16."""
-        is_complete = isinstance(self.text, str)
-        text = self.text if is_complete else None
-        request = dict(text=text, voice=voice, options=self.options(), seed=self.style.seed)
-        with connection.call("speak", payload, **request) as call:
-            writer = None if is_complete else asyncio.create_task(self.send_pieces(call))
-            try:
-                while True:
-                    header, audio = await call.answer()
-                    if header["type"] == "end":
-                        self.characters_read = header.get("characters_read")
-                        return
-                    yield np.frombuffer(audio, "<i2")
-            finally:
-                if writer:
-                    writer.cancel()
+        return {"key": key}, b""
 
     def options(self) -> dict:
         return sampling(self.style)
@@ -375,6 +362,11 @@ class Utterance:
     def was_asked_to_end(self) -> bool:
         """Whether the client's own max_new_tokens has ended the speech."""
         return self.style.max_new_tokens is not None and self.frames == self.style.max_new_tokens - 1
+
+
+def outcome_of(error: ApiError) -> str:
+    """For the metrics."""
+    return {429: "refused", 400: "invalid", 413: "invalid"}.get(error.status, "failed")
 
 
 async def keep_voice(connection: Connection, name: str, recording: Chunk, ref_text: str | None) -> str:
