@@ -9,6 +9,7 @@ Shapes: B utterances, T frames, C channels, H hidden size.
 """
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -64,7 +65,8 @@ class Codec:
             else:
                 self.use_kernels(model, slots)
         pool = new_pool(self.device)
-        self.slot_states = [[state[slot] for state in self.state] for slot in range(slots)]
+        position, *others = self.state
+        self.slot_states = [(position[slot], [state[slot] for state in others]) for slot in range(slots)]
         self.graphs = {
             (batch, size): self.capture(batch, size, pool)
             for batch in reversed(self.batches)  # the largest first: the others fit into its memory
@@ -159,16 +161,18 @@ class Codec:
         return torch.cuda.stream(self.stream)  # does nothing for None
 
     @torch.no_grad()
-    def reset(self, slot: int) -> None:
-        position, *others = self.slot_states[slot]
+    def reset(self, *slots: int) -> None:
+        positions, others = zip(*(self.slot_states[slot] for slot in slots))
         with self.on_own_stream():
-            position.zero_()
-            torch._foreach_zero_(others)  # one kernel, as they have the same type
+            torch._foreach_zero_(positions)
+            torch._foreach_zero_([*itertools.chain(*others)])  # one kernel for many, as they have the same type
 
     @torch.no_grad()
     def move(self, source: int, target: int) -> None:
+        (position, others), (new_position, new_others) = self.slot_states[source], self.slot_states[target]
         with self.on_own_stream():
-            torch._foreach_copy_(self.slot_states[target], self.slot_states[source])
+            new_position.copy_(position)
+            torch._foreach_copy_(new_others, others)
 
     def wait(self) -> None:
         if self.stream:

@@ -24,6 +24,10 @@ def new_pool(device: torch.device) -> tuple | None:
 class Slots(Rows):
     """Rows of which a frame takes the first n: `slots[:n]` is a view of them."""
 
+    def __init__(self, config, rows: int, length: int, dtype: torch.dtype, device: torch.device):
+        super().__init__(config, rows, length, dtype, device)
+        self.whole_cache = self.keys[0]._base.movedim(2, 0) if length else None  # (B, 2, layers, KV, S, D)
+
     @staticmethod
     def new_cache(config, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> tuple[list, list]:
         """All layers are views of one tensor, so that a prefix is one copy."""
@@ -56,17 +60,13 @@ class Slots(Rows):
     def cache(self) -> list[torch.Tensor]:
         return [*self.keys, *self.values]
 
-    def whole_cache(self) -> torch.Tensor:
-        """The same of all rows, also of those that are not in this view, (2, layers, B, KV, S, D)."""
-        return self.keys[0]._base
-
 
 def copy_row(source: Slots, target: Slots, length: int, clear: bool = True) -> None:
     """Copy a row, `slots[i]`, that has `length` positions. `clear` the rest if attention reads it: 0 x NaN is NaN."""
     torch._foreach_copy_([*target.state(), target.text, target.codes], [*source.state(), source.text, source.codes])
+    target.whole_cache[..., :length, :] = source.whole_cache[..., :length, :]
     if clear:
-        torch._foreach_zero_([tensor[:, length:] for tensor in target.cache()])
-    torch._foreach_copy_(*([tensor[:, :length] for tensor in row.cache()] for row in (target, source)))
+        target.whole_cache[..., length:, :] = 0
 
 
 def tensors_of(sampling: Sampling) -> list[torch.Tensor]:

@@ -73,7 +73,7 @@ class Engine:
         self.open = set()  # streams that somebody may be reading
         self.active = []  # streams that have a row
         self.time_of_pass = 0.0  # seconds that one of the last passes has taken at most
-        self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (streams, their audio, an error or END), in order
+        self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (streams, their audio or what each ends with), in order
         self.changed = threading.Condition()
         self.intake = Intake(self.speech, self.changed)
         if self.speech.on_gpu:
@@ -361,7 +361,7 @@ class Engine:
             message = f"others were waiting and {reason} for {self.patience:g} s: its place was given away"
             self.active[i].end(StreamTimeout(message))
         for stream in self.active:
-            if error := stream.text_timed_out():  # its listener may have stopped reading
+            if stream.text and (error := stream.text_timed_out()):  # its listener may have stopped reading
                 stream.text_error = stream.text_error or error
         self.release_finished()
 
@@ -384,18 +384,20 @@ class Engine:
 
     def release_finished(self) -> None:
         """Free the rows of streams that are complete, have failed or have lost their listener."""
-        for stream in [*self.active]:
-            stream.finished |= stream.text_has_failed()
-            if not (stream.has_ended or stream.is_complete()):
-                continue
+        for stream in self.active:
+            if stream.text_error and stream.text_has_failed():
+                stream.finished = True
+        over = [s for s in self.active if s.has_ended or (s.finished and s.is_complete())]
+        for stream in over:
             self.active.remove(stream)
             self.runner.release(stream)
-            with self.changed:
-                if stream.has_ended:
-                    continue
+        with self.changed:
+            over = [stream for stream in over if not stream.has_ended]
+            for stream in over:
                 stream.state = State.DELIVERING
-            # After its row is free: whoever has seen the end can rely on a free one.
-            self.decoding.put(([stream], stream.text_error or END))
+        # After their rows are free: whoever has seen the end can rely on a free one.
+        if over:
+            self.decoding.put((over, [stream.text_error or END for stream in over]))
 
     # ---- The delivery thread
 
@@ -403,10 +405,10 @@ class Engine:
         """Give decoded audio to its listeners, in the order of the codec."""
         while (item := self.decoding.get()) is not None:
             streams, audio = item
-            is_audio = isinstance(audio, PendingAudio)
             try:
-                items = audio.wait() if is_audio else [audio]
-                if is_audio:
+                items = audio
+                if isinstance(audio, PendingAudio):
+                    items = audio.wait()
                     self.count_delivered(streams, samples=len(items[0]))
                 for stream, item in zip(streams, items):
                     if not stream.has_ended:

@@ -19,7 +19,8 @@ from speech.prompts import to_device
 from speech.utterance import Utterance
 
 PREFILL_ROWS = (1, 4, 32)  # prompts per captured prefill
-SHORTEST_PREFILL = 32  # positions; longer ones in powers of two
+# Positions: powers of two, and from 256 on one between each two.
+PREFILL_LENGTHS = (*(32 << i for i in range(16)), *(384 << i for i in range(12)))
 MAX_PREFILL_POSITIONS = 4096  # of all prompts together, where there are several
 SHORTEST_FOR_SDPA = 128  # positions; for shorter prompts the kernels' attention is faster
 REQUEST_SETTINGS = (  # arguments of talker.generate that `Rows.configure` reads, besides suppress_tokens
@@ -97,7 +98,7 @@ class Prefills:
         self.slots = slots
         self.kept = KeptPrefixes(slots)
         longest = slots.text.shape[1]
-        lengths = [length for i in range(16) if (length := SHORTEST_PREFILL << i) < longest] + [longest]
+        lengths = sorted(length for length in PREFILL_LENGTHS if length < longest) + [longest]
         most = min(rows, max(PREFILL_ROWS))
         self.graphs = {
             (count, length): PrefillGraph(talker, slots, count, length, with_kernels)
@@ -144,7 +145,7 @@ class KeptPrefixes:
     """Keys and values of the prefixes that were used last, by the content of their embeddings."""
 
     def __init__(self, slots: Slots):
-        self.cache = slots.whole_cache()  # (2, layers, B, KV, S, D)
+        self.cache = slots.whole_cache  # (B, 2, layers, KV, S, D)
         self.prefixes = collections.OrderedDict()  # (2, layers, KV, L, D) each
 
     def copy(self, utterances: list[Utterance]) -> list[Utterance]:
@@ -158,11 +159,8 @@ class KeptPrefixes:
         for key, same in rows.items():
             kept = self.prefixes[key]
             self.prefixes.move_to_end(key)
-            target = self.cache[:, :, :, :, : kept.shape[3]]
-            if len(same) == 1:
-                target[:, :, same[0]] = kept
-            else:
-                target[:, :, to_device(torch.tensor(same), kept.device)] = kept[:, :, None]
+            rows_of_it = same[0] if len(same) == 1 else to_device(torch.tensor(same), kept.device)
+            self.cache[..., : kept.shape[3], :][rows_of_it] = kept
             if kept.is_cuda:
                 kept.record_stream(torch.cuda.current_stream(kept.device))
         return missing
@@ -171,7 +169,7 @@ class KeptPrefixes:
         """They take no more memory than a row."""
         if utterance.prefix_key is None:
             return
-        self.prefixes[utterance.prefix_key] = self.cache[:, :, utterance.row, :, : len(utterance.prefix)].clone()
+        self.prefixes[utterance.prefix_key] = self.cache[utterance.row, ..., : len(utterance.prefix), :].clone()
         while sum(kept.shape[3] for kept in self.prefixes.values()) > self.cache.shape[4]:
             self.prefixes.popitem(last=False)
 

@@ -117,9 +117,8 @@ class Runner:
                     self.codec.reset(utterance.row)
                     self.codec.feed([utterance.row], utterance.reference[None])
             self.read_prompts(utterances)
-            for utterance in utterances:
-                if utterance.reference is None:  # after the prompt, which takes the GPU longer
-                    self.codec.reset(utterance.row)
+            if rows := [utterance.row for utterance in utterances if utterance.reference is None]:
+                self.codec.reset(*rows)  # after the prompts, which take the GPU longer
         except Exception as error:
             for utterance, state in zip(utterances, states):
                 heapq.heappush(self.free, utterance.row)
@@ -138,7 +137,7 @@ class Runner:
         """Read all positions but the last, then the last of all prompts together: a step chooses their first tokens."""
         if self.frames.reads_masked_positions():
             for utterance in utterances:
-                torch._foreach_zero_(self.views[utterance.row].cache())
+                self.views[utterance.row].whole_cache.zero_()
         self.prefills.read(utterances)
         lengths = [0] * len(self.new_lengths)
         for utterance in utterances:

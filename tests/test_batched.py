@@ -358,15 +358,15 @@ def test_positions_of_prompts_can_be_rows(lengths, kind, fused, kernels):
     caches = []
     for stack in (None, kind(fused.model, slots.keys, slots.values, 16 * len(lengths), kernels)):
         graph.kernels = stack
-        slots.whole_cache().zero_()
+        slots.whole_cache.zero_()
         with ExactProducts():
             graph.step()
-        caches.append(slots.whole_cache().clone())
+        caches.append(slots.whole_cache.clone())
     expected, ours = caches
     for row, length in enumerate(lengths, start=1):
-        error, scale = ((cache[:, :, row, :, :length]).float() for cache in (ours - expected, expected))
+        error, scale = (cache[row, ..., :length, :].float() for cache in (ours - expected, expected))
         assert (error.norm(dim=-1) < 0.01 * scale.norm(dim=-1)).all()
-    assert (ours[:, :, 0] == 0).all() and (ours[:, :, :, :, 16:] == 0).all()
+    assert (ours[0] == 0).all() and (ours[..., 16:, :] == 0).all()
 
 
 def test_splits_fit_the_batch_and_the_cache(fused):

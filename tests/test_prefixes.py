@@ -122,7 +122,7 @@ def test_those_used_last_are_kept(voices):
         return one
 
     for number in range(3):
-        slots.whole_cache()[:, :, 0] = number
+        slots.whole_cache[0] = number
         prefixes.keep(utterance(number))
     assert prefixes.copy([utterance(0, row=1)]) == []
     assert (slots.keys[-1][1, :, :20] == 0).all()
