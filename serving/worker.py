@@ -9,7 +9,6 @@ It ends when the socket is closed, also while it loads: the server is gone. It e
 or after an error that leaves CUDA unusable, and the server starts another one. SIGTERM drains it.
 """
 
-import gc
 import logging
 import os
 import queue
@@ -87,14 +86,8 @@ class Connection:
 
 
 class Worker:
-    def __init__(
-        self,
-        socket: socket.socket,
-        on_close: Callable[[], None] | None = None,
-        on_ready: Callable[[], None] = lambda: None,
-    ):
+    def __init__(self, socket: socket.socket, on_close: Callable[[], None] | None = None):
         """on_close: called when the server has gone; without it, `run` returns"""
-        self.on_ready = on_ready
         self.host = None
         self.over = threading.Event()
         self.why = ""  # it has stopped
@@ -127,7 +120,6 @@ class Worker:
             host.begin(begin["rows"], begin["models"])
         self.host = host
         self.beats = 0
-        self.on_ready()
         self.connection.take = host.take
         self.connection.send(type="ready", **host.card())
 
@@ -179,7 +171,7 @@ def main() -> None:
     with cli_errors():
         log_to_stderr()
         # All that is loaded stays: looking through it for garbage would stop the speech for a tenth of a second.
-        worker = Worker(inherited, on_close=lambda: os._exit(0), on_ready=gc.freeze)
+        worker = Worker(inherited, on_close=lambda: os._exit(0))
         signal.signal(signal.SIGTERM, worker.drain)
         worker.run()
     sys.stderr.flush()

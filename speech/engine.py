@@ -17,6 +17,7 @@ admitted, held back or evicted is decided in schedule.py.
 import asyncio
 import atexit
 import contextlib
+import gc
 import logging
 import queue
 import threading
@@ -80,6 +81,8 @@ class Engine:
             device = self.speech.device
             self.cuda_stream = torch.cuda.Stream(device)
             self.cuda_stream.wait_stream(torch.cuda.current_stream(device))
+            gc.collect()
+            gc.freeze()  # until `close`: looking through all that is loaded would stop every stream for 0.2 s
         self.thread = threading.Thread(target=self.run, name="speech engine", daemon=True)
         self.delivery = threading.Thread(target=self.deliver, name="speech delivery", daemon=True)
         self.thread.start()
@@ -447,6 +450,8 @@ class Engine:
         self.intake.thread.shutdown(cancel_futures=True)
         self.thread.join()
         self.delivery.join()
+        if self.speech.on_gpu:
+            gc.unfreeze()
         atexit.unregister(self.close)
 
     def __enter__(self) -> "Engine":

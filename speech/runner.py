@@ -16,6 +16,7 @@ import heapq
 import logging
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from cudagraph_talker import capture, draw_noise, round_up
@@ -25,6 +26,7 @@ from fast.frame_set import FrameSet
 from fast.paths import MegakernelStopped
 from fast.rows import Slots, copy_row
 from speech.prefill import HostSettings, Prefills, copy_to_device
+from speech.prompts import to_device
 from speech.utterance import Utterance
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
@@ -149,18 +151,33 @@ class Runner:
         self.mask = [length > 0 for length in lengths]
         self.begin()
         frame.step()
-        for utterance in utterances:  # the step does not need it
-            self.slots.set_text(utterance.row, utterance.inputs[1:-1], utterance.inputs[-1:])
+        self.load_text(utterances)  # the step does not need it
 
     def load_row(self, utterance: Utterance) -> None:
         """Write the prompt's last position and the settings. Most requests have the same, which are in the row."""
-        row = utterance.row
+        row, view = utterance.row, self.views[utterance.row]
         if self.row_settings[row] is not utterance.settings:
             self.row_settings[row] = None
-            for target, value in zip(self.views[row].settings(), utterance.settings):
+            for target, value in zip(view.settings(), utterance.settings):
                 target.copy_(value, non_blocking=True)
             self.row_settings[row] = utterance.settings
-        self.slots.embedding[row].copy_(utterance.inputs[:1], non_blocking=True)
+        view.embedding.copy_(utterance.inputs[:1], non_blocking=True)
+
+    def load_text(self, utterances: list[Utterance]) -> None:
+        """What the frames add to their embeddings: the text, and behind it the padding, which is the same for all.
+
+        In few calls, as in `gather_codes`: after each call of torch another thread may have the interpreter for 5 ms.
+        """
+        padding = utterances[0].inputs[-1:].to(self.device, non_blocking=True)
+        if len(utterances) == 1:
+            self.views[utterances[0].row].text.copy_(padding)
+        else:
+            rows = torch.tensor([utterance.row for utterance in utterances])
+            self.slots.text[to_device(rows, self.device)] = padding
+        for utterance in utterances:
+            text = self.views[utterance.row].text
+            words = min(len(utterance.inputs) - 2, len(text))
+            text[:words].copy_(utterance.inputs[1 : 1 + words], non_blocking=True)
 
     def wait_for_prompt(self, utterance: Utterance) -> None:
         """Order this CUDA stream behind the one that the prompt was built on."""
@@ -298,10 +315,17 @@ class Runner:
         return (self.beat + utterance.row // MAX_BATCH) % FULL_CHUNK != 0
 
     def decode_chunk(self, utterances: list[Utterance], size: int, hand_over: HandOver) -> None:
-        codes = [
-            self.slots.codes[utterance.row, utterance.decoded : utterance.decoded + size] for utterance in utterances
-        ]
-        audio = self.codec.feed([utterance.row for utterance in utterances], torch.stack(codes))
+        codes = self.gather_codes(utterances, size)
+        audio = self.codec.feed([utterance.row for utterance in utterances], codes)
         for utterance in utterances:
             utterance.take_chunk(size)
         hand_over(utterances, audio)
+
+    def gather_codes(self, utterances: list[Utterance], size: int) -> torch.Tensor:
+        """The next codes of each, (B, size, 16)."""
+        if len(utterances) == 1:
+            (one,) = utterances
+            return self.slots.codes[one.row, one.decoded : one.decoded + size][None]
+        first = np.array([utterance.row * self.slots.codes.shape[1] + utterance.decoded for utterance in utterances])
+        places = torch.from_numpy(first[:, None] + np.arange(size))
+        return self.slots.codes.flatten(0, 1)[to_device(places, self.device)]
