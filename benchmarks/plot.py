@@ -148,8 +148,10 @@ def draw_server(models: Models):
     titles = {"first_audio_ms": "ms to the first audio, median", "first_audio_p95_ms": "95th percentile"}
     for axis, (key, title) in zip(figure.subplots(1, 2, sharey=True), titles.items()):
         for (name, rows), color in zip(models.items(), SIZE_COLORS):
-            values = {int(found[1]): row[key] for what, row in rows.items() if (found := PER_SECOND.fullmatch(what))}
-            axis.plot([*values], [*values.values()], color=color, marker="o", label=name)
+            found = ((PER_SECOND.fullmatch(what), row) for what, row in rows.items())
+            values = dict(sorted((int(rate[1]), row[key]) for rate, row in found if rate))
+            if len(values) > 1:
+                axis.plot([*values], [*values.values()], color=color, marker="o", label=name)
         axis.set_xlabel("requests per second", color=GRAY)
         axis.set_ylim(bottom=0)
         axis.legend(frameon=False, labelcolor=GRAY, loc="upper left")

@@ -82,6 +82,7 @@ BY_SIZE = re.compile(r"\|[^|]*\| 0\.6B \| 1\.7B \|")
 LISTENERS = "| | 0.6B: audio s/s | first audio | underruns | 1.7B: audio s/s | first audio | underruns |"
 LISTS = "| texts | 0.6B: upstream's method | engine.generate | 1.7B: upstream's method | engine.generate |"
 SERVER = "| 1.7B | engine: first audio | audio s/s | over HTTP: first audio | audio s/s | underruns |"
+CONDITIONS = "| 1.7B over HTTP: first audio |"  # and so on
 OPTIONS = "| option | default | what it limits |"
 BOUNDS = "| GPU | memory, GB/s |"  # and so on
 
@@ -215,6 +216,15 @@ def whole_tables() -> dict[str, str]:
             cells += [f"{row['audio_seconds_per_second']:.0f}"]
         server.append(f"| {' | '.join(cells)} | {sum(way[name]['underruns'] for way in ways)} |")
 
+    served = results("h200_server")["models"]
+    conditions = {name.removeprefix("1.7B, over HTTP, "): rows for name, rows in served.items() if name.count(",") > 1}
+    under_conditions = [f"{CONDITIONS} {''.join(f'{name} | ' for name in conditions)}underruns |"]
+    under_conditions.append("|---" * (len(conditions) + 2) + "|")
+    for name in next(iter(conditions.values()), ()):
+        rows = [of[name] for of in conditions.values()]
+        cells = [f"{row['first_audio_ms']:.1f} / {row['first_audio_p95_ms']:.1f}" for row in rows]
+        under_conditions.append(f"| {' | '.join([name, *cells])} | {sum(row['underruns'] for row in rows)} |")
+
     options = [OPTIONS, "|---|---|---|"]
     for item in fields(Settings):
         if "help" in item.metadata:
@@ -222,7 +232,8 @@ def whole_tables() -> dict[str, str]:
             default = "what fits" if item.default is None else f"{item.default:.0f}"
             options.append(f"| `{option}` | {default} | {item.metadata['help']} |")
 
-    parts = {LISTENERS: listeners, LISTS: lists, SERVER: server, OPTIONS: options, BOUNDS: bounds.table()}
+    parts = {LISTENERS: listeners, LISTS: lists, SERVER: server, CONDITIONS: under_conditions, OPTIONS: options}
+    parts[BOUNDS] = bounds.table()
     return {start: "\n".join(lines) for start, lines in parts.items()}
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import dataclasses
+import gc
 import itertools
 import random
 import threading
@@ -86,10 +87,12 @@ def test_on_a_gpu(checkpoint):
         return joined(engine.stream(tts.generate_voice_clone, seed=number, max_new_tokens=20 + number, **request))
 
     with Engine(tts) as engine, ThreadPoolExecutor(12) as threads:
+        assert gc.get_freeze_count()  # no long collections meanwhile
         again = joined(engine.stream(tts.generate_voice_clone, seed=7, max_new_tokens=31, **request))
         np.testing.assert_array_equal(again, expected)
         for number, audio in enumerate(threads.map(speak, range(12))):
             assert len(audio) == (19 + number) * 1920 and np.isfinite(audio).all() and np.abs(audio).max() > 0
+    assert not gc.get_freeze_count()
 
 
 @pytest.fixture

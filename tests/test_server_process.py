@@ -287,19 +287,22 @@ def test_load_script_counts_underruns_and_errors():
 
 @pytest.mark.slow
 def test_what_the_server_adds_is_measured(checkpoint, tmp_path):
-    """The engine alone and the server, with two processes of listeners and some idle WebSockets."""
+    """The engine alone and the server, also with two processes of listeners, idle WebSockets and busy cores."""
     folder, output = checkpoint(), tmp_path / "server.json"
     command = [sys.executable, "tools/load.py", "--compare", folder, "--speaker", folder / "speaker.pt"]
-    command += "--device cpu --one-by-one 2 --rate 2 --seconds 2 --crowds 3 --max-streams 2 --clients 2".split()
+    command += "--device cpu --one-by-one 2 --rate 2 --seconds 2 --crowds 3 --max-streams 2 --clients 2 --busy".split()
     command += ["--audio-seconds", "0.3", "--idle-websockets", "20", "--json", output]
     subprocess.run([*map(str, command)], cwd=ROOT, check=True, timeout=3 * LIMIT)
     result = json.loads(output.read_text())
-    assert result["card"]["gpu"] == "none" and result["clients"] == 2
+    assert result["card"]["gpu"] == "none"
     names = ["2 one by one", "2 requests per second for 2 s", "3 at once"]
-    for who in ("engine", "server"):
-        assert [*result[who]] == names
-        assert all(row["audio_seconds_per_second"] > 0 and row["first_audio_p99_ms"] for row in result[who].values())
-        assert result[who]["3 at once"]["listeners"] == 3
+    conditions = ["2 processes of listeners", "20 idle WebSockets", "all cores busy"]
+    ways = ["engine", "over HTTP", *(f"over HTTP, {condition}" for condition in conditions)]
+    assert [*result["models"]] == [f"{folder.name}, {way}" for way in ways]
+    for rows in result["models"].values():
+        assert [*rows] == names and not any(row["errors"] for row in rows.values())
+        assert all(row["audio_seconds_per_second"] > 0 and row["first_audio_p99_ms"] for row in rows.values())
+        assert rows["3 at once"]["listeners"] == 9  # three times
 
 
 def test_audio_is_sent_at_once():

@@ -2,7 +2,8 @@
 
     python tools/load.py --compare 0.6B --speaker speaker.pt --json results/server.json
 
-Listeners of the server are in processes of their own, too, as real ones are: one, or --clients of them.
+Listeners of the server are in a process of their own, too, as real ones are. Then the same server is measured again,
+for a shorter time, with listeners in several processes, beside idle WebSockets, and while all cores are busy.
 """
 
 import argparse
@@ -25,17 +26,20 @@ from benchmarks.listeners import Listener, listen_at, noting_errors, poisson_arr
 ROOT = Path(__file__).parents[1]
 SECONDS_TO_START = 1.0  # of the processes of listeners
 CROWDS = 3  # of the same size, one after another
+SHORT = 10.0  # seconds of requests, for what is measured beside --rate
 
 
 Drive = Callable[[list[float], bool], tuple[list[Listener], list[str], float]]
 # takes when listeners come, and whether each waits for the one before; returns them, their errors, and the seconds
 
 
-def measure(args: argparse.Namespace, drive: Drive) -> dict[str, dict]:
+def measure(args: argparse.Namespace, drive: Drive, is_short: bool = False) -> dict[str, dict]:
     """Rows of results, by name."""
     cases = {f"{args.one_by_one} one by one": [([0.0] * args.one_by_one, True)]}
-    for rate in args.rate:
-        cases[f"{rate:g} requests per second for {args.seconds:g} s"] = [(poisson_arrivals(rate, args.seconds), False)]
+    rates = {args.rate: min(args.seconds, SHORT) if is_short else args.seconds}
+    rates |= {} if is_short else dict.fromkeys(args.other_rates, SHORT)
+    for rate, seconds in rates.items():
+        cases[f"{rate:g} requests per second for {seconds:g} s"] = [(poisson_arrivals(rate, seconds), False)]
     for count in args.crowds:
         cases[f"{count} at once"] = [([0.0] * count, False)] * CROWDS
     drive([0.0], True)  # warm-up
@@ -51,20 +55,28 @@ def compare(args: argparse.Namespace, speak: Callable, request: dict) -> dict:
     from benchmarks.machine import machine_card  # imports torch
 
     size = Path(args.compare).name
-    options = {name: getattr(args, name) for name in ("max_streams", "clients", "idle_websockets")}
-    engine, server = f"{size}, engine", f"{size}, over HTTP"
-    result = {"card": machine_card(args.weights), "options": options, "models": {engine: {}, server: {}}}
+    result = {"card": machine_card(args.weights), "max_streams": args.max_streams, "models": {}}
     with tempfile.NamedTemporaryFile() as output:
         command = [sys.executable, "-m", "tools.compare", json.dumps(vars(args) | {"request": request}, default=str)]
         subprocess.run([*command, output.name], check=True, cwd=ROOT, stdout=2)
-        result["models"][engine] = json.loads(Path(output.name).read_text())
+        result["models"][f"{size}, engine"] = json.loads(Path(output.name).read_text())
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # for many connections, of this process and its children
-    with running_server(args) as url, contextlib.ExitStack() as idle:
-        for _ in range(args.idle_websockets):
-            idle.enter_context(idle_websocket(url))
+    with running_server(args) as url:
         start = partial(speak, url, None, **request)
-        result["models"][server] = measure(args, partial(drive_server, start, args.clients))
+        server = f"{size}, over HTTP"
+        result["models"][server] = measure(args, partial(drive_server, start, 1))
+        conditions = []
+        if args.clients > 1:
+            conditions += [(f"{args.clients} processes of listeners", args.clients, contextlib.nullcontext())]
+        if args.idle_websockets:
+            conditions += [(f"{args.idle_websockets} idle WebSockets", 1, idle_websockets(url, args.idle_websockets))]
+        if args.busy:
+            conditions += [("all cores busy", 1, busy_cores())]
+        for name, clients, condition in conditions:
+            with condition:
+                rows = measure(args, partial(drive_server, start, clients), is_short=True)
+            result["models"][f"{server}, {name}"] = rows
     return result
 
 
@@ -117,13 +129,28 @@ def running_server(args: argparse.Namespace) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def idle_websocket(url: str) -> Iterator[None]:
-    """A session that is configured and then says nothing."""
+def idle_websockets(url: str, count: int) -> Iterator[None]:
+    """Sessions that are configured and then say nothing."""
     from websockets.sync.client import connect  # which the server needs, too
 
-    with connect(f"{url.replace('http', 'ws', 1)}/v1/audio/speech/stream", ping_interval=None) as connection:
-        connection.send('{"type": "session.config"}')
+    with contextlib.ExitStack() as connections:
+        for _ in range(count):
+            address = f"{url.replace('http', 'ws', 1)}/v1/audio/speech/stream"
+            connection = connections.enter_context(connect(address, ping_interval=None))
+            connection.send('{"type": "session.config"}')
         yield
+
+
+@contextlib.contextmanager
+def busy_cores() -> Iterator[None]:
+    """A loop for each core."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count())]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 # ---- The engine alone, in its process

@@ -61,19 +61,18 @@ def drive(start_stream: StartStream, args: argparse.Namespace) -> dict:
     elif args.at_once:
         row = crowd(start, [0.0] * args.at_once)
     else:
-        row = crowd(start, poisson_arrivals(args.rate[0], args.seconds))
+        row = crowd(start, poisson_arrivals(args.rate, args.seconds))
     return row | dict(errors=dict(collections.Counter(errors)))
 
 
 def print_comparison(result: dict) -> None:
     columns = ["first_audio_ms", "first_audio_p95_ms", "first_audio_p99_ms", "audio_seconds_per_second", "underruns"]
-    print(" " * 54 + "  p50 ms   p95 ms   p99 ms  audio s/s  underruns")
-    for name in next(iter(result["models"].values())):
-        for who, rows in result["models"].items():
-            row = rows[name]
+    print(" " * 74 + "  p50 ms   p95 ms   p99 ms  audio s/s  underruns")
+    for who, rows in result["models"].items():
+        for name, row in rows.items():
             figures = [f"{row[column]:9.1f}" if row[column] is not None else "        -" for column in columns]
             errors = f"   {len(row['errors'])} errors: {row['errors'][0]}" if row.get("errors") else ""
-            print(f"{f'{who}: {name}':52} {''.join(figures)}{errors}")
+            print(f"{f'{who}: {name}':72} {''.join(figures)}{errors}")
 
 
 def main() -> None:
@@ -83,9 +82,7 @@ def main() -> None:
     parser.add_argument("--voice", default="alloy")
     parser.add_argument("--text", default=TEXT)
     parser.add_argument("--audio-seconds", type=float, default=4.6, help="length at which a speech is ended")
-    parser.add_argument(
-        "--rate", type=float, nargs="+", default=[20.0], help="requests per second; with --compare one or several"
-    )
+    parser.add_argument("--rate", type=float, default=20.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long requests arrive")
     parser.add_argument("--at-once", type=int, metavar="N")
     parser.add_argument("--one-by-one", type=int, metavar="N")
@@ -97,8 +94,10 @@ def main() -> None:
     starts.add_argument("--weights", default="random", help="whose they are, for the results' card")
     starts.add_argument("--max-streams", type=int, default=64)
     starts.add_argument("--crowds", type=int, nargs="*", default=[16, 64], help="listeners at once")
-    starts.add_argument("--clients", type=int, default=1, help="processes of listeners")
-    starts.add_argument("--idle-websockets", type=int, default=0)
+    starts.add_argument("--other-rates", type=float, nargs="*", default=[], help="also these, for 10 s each")
+    starts.add_argument("--clients", type=int, default=1, help="also with so many processes of listeners")
+    starts.add_argument("--idle-websockets", type=int, default=0, help="also beside so many")
+    starts.add_argument("--busy", action="store_true", help="also with a busy loop on each core")
     args = parser.parse_args()
 
     request = dict(input=args.text, voice=args.voice, response_format="pcm")
