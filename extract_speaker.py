@@ -16,7 +16,7 @@ from common.scripts import Parser, check_device_name, cli_errors, heavy_imports,
 
 def main() -> None:
     with cli_errors():  # also of imports: this may be a Python without the packages
-        from common.audio_files import read_audio
+        from common.audio_files import read_audio, resample
         from common.checkpoints import base_config
 
         parser = Parser(description=__doc__.splitlines()[0])
@@ -43,7 +43,6 @@ def main() -> None:
 
         show_progress(f"loading {args.model}")
         with heavy_imports(args.device):  # a mistake is answered without them
-            import librosa
             import torch
 
             from common.loading import choose_device, model_errors
@@ -54,9 +53,9 @@ def main() -> None:
             model = load_upstream(args.model, choose_device(args.device)).model
             keep_stdout_clean(model)
             speakers = []
+            wanted = model.speaker_encoder_sample_rate
             for audio, rate in recordings:
-                audio = librosa.resample(audio, orig_sr=rate, target_sr=model.speaker_encoder_sample_rate)
-                speakers.append(model.extract_speaker_embedding(audio, model.speaker_encoder_sample_rate))
+                speakers.append(model.extract_speaker_embedding(resample(audio, rate, wanted), wanted))
         speaker = torch.stack(speakers).float().mean(0).bfloat16().cpu()
 
         content = io.BytesIO()

@@ -14,14 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import librosa
 import numpy as np
 import torch
 
 from benchmarks.checkpoints import Checkpoint
 from benchmarks.single import MEGAKERNEL, SEPARATE
 from benchmarks.timing import ON_GPU, Effort, NamedRows, Row, load_alone
-from common.audio_files import join
+from common.audio_files import join, resample
 from common.checkpoints import FRAME_RATE
 from common.voices import speaker_prompt
 from fast.paths import why_not
@@ -137,7 +136,7 @@ class Recognizer:
         self.takes_language = bool(getattr(self.pipeline.model.generation_config, "is_multilingual", False))
 
     def __call__(self, audio: np.ndarray, rate: int, language: str) -> str:
-        samples = librosa.resample(audio, orig_sr=rate, target_sr=self.rate)
+        samples = resample(audio, rate, self.rate)
         options = {"generate_kwargs": {"language": language.lower()}} if self.takes_language else {}
         return self.pipeline({"raw": samples, "sampling_rate": self.rate}, **options)["text"]
 

@@ -5,6 +5,7 @@ and a WAV on stdout.
 """
 
 import contextlib
+import math
 import os
 import struct
 import warnings
@@ -47,6 +48,18 @@ def check_recording(audio: np.ndarray, rate: int, name: str) -> float:
     if seconds < 1:
         raise ValueError(f"{name} has {seconds:.2f} s of audio: give at least 1 s, better 3 to 30 s")
     return seconds
+
+
+def resample(audio: np.ndarray, rate: int, wanted: int) -> np.ndarray:
+    """The samples that librosa.resample gives, which upstream calls. That one compiles for half a minute at its first
+    use after an installation, and a server's streams would wait for it."""
+    if rate == wanted:
+        return audio
+    import soxr  # librosa's own
+
+    length = math.ceil(len(audio) * (wanted / rate))
+    audio = soxr.resample(audio, rate, wanted, quality="soxr_hq")[:length]
+    return np.pad(audio, (0, length - len(audio)))
 
 
 def write_audio(path: Path, chunks: Iterable[Chunk], playable: bool = False, samples: int = 0) -> float:

@@ -8,6 +8,7 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
+from common.audio_files import resample
 from common.checkpoints import REFERENCE_SILENCE, check_speaker_file
 from speech.prompts import speaker_prompt
 
@@ -40,7 +41,9 @@ def clone_prompt(tts, audio: np.ndarray, rate: int, ref_text: str | None, silenc
     if ref_text:  # silence keeps the last phoneme of the recording out of the speech
         audio = np.append(audio, np.zeros(int(silence * rate), dtype=audio.dtype))
     keep_stdout_clean(tts.model)
-    return tts.create_voice_clone_prompt((audio, rate), ref_text, x_vector_only_mode=not ref_text)
+    wanted = tts.model.speaker_encoder_sample_rate  # the codec's, too
+    audio = resample(audio, rate, wanted)
+    return tts.create_voice_clone_prompt((audio, wanted), ref_text, x_vector_only_mode=not ref_text)
 
 
 def keep_stdout_clean(model) -> None:

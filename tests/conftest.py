@@ -109,14 +109,24 @@ def checkpoint():
     return write
 
 
-@pytest.fixture(scope="session")
-def recording():
-    """Two seconds of something with a pitch, at a rate that the models must resample."""
+def tone(rate):
+    """Two seconds of something with a pitch."""
     import numpy as np
 
-    time = np.arange(2 * 16000) / 16000
+    time = np.arange(2 * rate) / rate
     noise = np.random.default_rng(0).normal(size=len(time))
-    return (0.3 * np.sin(2 * np.pi * 180 * time) + 0.02 * noise).astype(np.float32), 16000
+    return (0.3 * np.sin(2 * np.pi * 180 * time) + 0.02 * noise).astype(np.float32), rate
+
+
+@pytest.fixture(scope="session")
+def recording():
+    """At the models' own rate: librosa, which upstream resamples with, compiles for half a minute."""
+    return tone(24000)
+
+
+@pytest.fixture(scope="session")
+def recording_at_another_rate():
+    return tone(16000)
 
 
 @pytest.fixture(scope="session")

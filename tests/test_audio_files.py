@@ -13,7 +13,7 @@ import soundfile
 from helpers import ROOT
 
 from common import audio_files
-from common.audio_files import write_audio
+from common.audio_files import resample, write_audio
 from common.output_files import check_format, write_bytes
 
 RATE = 24000
@@ -300,3 +300,14 @@ def test_bytes_to_a_file_and_to_stdout(tmp_path):
     result = run(program, '"$0" -c "$1" > /dev/full', cwd=tmp_path, env=os.environ | dict(PYTHONUNBUFFERED="1"))
     assert result.returncode != 0 and b"cannot write -" in result.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["speaker.pt"]
+
+
+@pytest.mark.slow  # librosa compiles for half a minute, in a new environment
+@pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100, 48000, 24000])
+def test_recordings_are_resampled_as_upstream_does(rate):
+    import librosa
+
+    audio = np.random.default_rng(0).normal(0, 0.1, 2 * rate + 7).astype(np.float32)
+    ours = resample(audio, rate, 24000)
+    assert ours.dtype == np.float32
+    np.testing.assert_array_equal(ours, librosa.resample(audio, orig_sr=rate, target_sr=24000))

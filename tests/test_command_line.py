@@ -147,9 +147,9 @@ def test_cut_off_speech_is_reported(call, checkpoint, tmp_path):
     assert code == 0 and stderr == f"warning: utterance 1: {warning}\nwarning: utterance 2: {warning}\n"
 
 
-def test_extract_speaker(call, checkpoint, recording, tmp_path):
+def test_extract_speaker(call, checkpoint, recording_at_another_rate, tmp_path):
     """The file holds the vector alone, not the storage it is a view of, and generate.py takes it."""
-    soundfile.write(tmp_path / "voice.wav", *recording)
+    soundfile.write(tmp_path / "voice.wav", *recording_at_another_rate)
     arguments = ["--output", tmp_path / "speaker.pt", "--model", checkpoint(), "--device", "cpu"]
     script = functools.partial(runpy.run_path, str(ROOT / "extract_speaker.py"), run_name="__main__")
     code, stdout, _ = call(script, "--ref-audio", tmp_path / "voice.wav", *arguments)

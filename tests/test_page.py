@@ -341,13 +341,13 @@ def test_mistakes_are_shown_as_a_sentence(page, server, speech):
 def test_a_speech_that_breaks_off_is_an_error(page, speech, monkeypatch):
     """Half a text must not look like a whole one."""
 
-    async def break_off(self, *arguments):
-        async for chunk in samples(self, *arguments):
-            yield chunk
+    def break_off(self, seconds):
+        measure(self, seconds)
+        if self.seconds > seconds:  # it is the second chunk
             raise RuntimeError("the GPU is gone")
 
-    samples = Utterance.samples
-    monkeypatch.setattr(Utterance, "samples", break_off)
+    measure = Utterance.measure
+    monkeypatch.setattr(Utterance, "measure", break_off)
     page.click("#speak")
     expect(alert(page)).to_have_text("The server broke off this speech: its log says why.")
     wait_until_free(speech)

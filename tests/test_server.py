@@ -56,8 +56,8 @@ def preset_server(checkpoint, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def wav(recording):
-    audio, rate = recording
+def wav(recording_at_another_rate):
+    audio, rate = recording_at_another_rate
     file = io.BytesIO()
     soundfile.write(file, audio, rate, format="WAV")
     return file.getvalue()
