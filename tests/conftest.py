@@ -109,24 +109,22 @@ def checkpoint():
     return write
 
 
-def tone(rate):
+@pytest.fixture(scope="session")
+def recording_at_another_rate():
     """Two seconds of something with a pitch."""
     import numpy as np
 
-    time = np.arange(2 * rate) / rate
+    time = np.arange(2 * 16000) / 16000
     noise = np.random.default_rng(0).normal(size=len(time))
-    return (0.3 * np.sin(2 * np.pi * 180 * time) + 0.02 * noise).astype(np.float32), rate
+    return (0.3 * np.sin(2 * np.pi * 180 * time) + 0.02 * noise).astype(np.float32), 16000
 
 
 @pytest.fixture(scope="session")
-def recording():
-    """At the models' own rate: librosa, which upstream resamples with, compiles for half a minute."""
-    return tone(24000)
+def recording(recording_at_another_rate):
+    """The same at the models' own rate: librosa, which upstream resamples with, first compiles for half a minute."""
+    from common.audio_files import resample
 
-
-@pytest.fixture(scope="session")
-def recording_at_another_rate():
-    return tone(16000)
+    return resample(*recording_at_another_rate, 24000), 24000
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import textwrap
 import threading
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import huggingface_hub
@@ -496,17 +497,17 @@ def test_two_recordings_at_once(monkeypatch):
 
     def create(recording, *_, **__):
         inside.wait(10)
-        if recording[1] == 2:
+        if len(recording[0]) == 2:
             assert first_has_left.wait(10)
 
-    tts = types.SimpleNamespace(model=type("Model", (), {"__module__": "upstream"})(), create_voice_clone_prompt=create)
+    model = type("Model", (), {"__module__": "upstream", "speaker_encoder_sample_rate": 24000})()
+    tts = types.SimpleNamespace(model=model, create_voice_clone_prompt=create)
     stdout = sys.stdout
-    threads = [threading.Thread(target=clone_prompt, args=[tts, np.zeros(9), rate, None]) for rate in (1, 2)]
-    for thread in threads:
-        thread.start()
-    threads[0].join(10)
-    first_has_left.set()
-    threads[1].join(10)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (threads.submit(clone_prompt, tts, np.zeros(length), 24000, None) for length in (1, 2))
+        first.result(10)
+        first_has_left.set()
+        second.result(10)
     assert sys.stdout is stdout
 
 

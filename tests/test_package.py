@@ -166,7 +166,8 @@ def test_a_minimum_length_holds(models, checkpoint):
 def test_every_form_of_a_voice(models, recording_file, checkpoint):
     """Prompts of upstream, as items and as a dict, the recording itself, its embedding, with an instruction."""
     model = models("base")
-    prompt = model.model.create_voice_clone_prompt(str(recording_file), "what it says")
+    audio, rate = soundfile.read(recording_file, dtype="float32")
+    prompt = model.model.create_voice_clone_prompt((audio, rate), "what it says")
     embedding = prompt[0].ref_spk_embedding
     as_dict = dict(
         ref_code=[prompt[0].ref_code], ref_spk_embedding=[embedding], x_vector_only_mode=[False], icl_mode=[True]
