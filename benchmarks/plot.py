@@ -36,7 +36,7 @@ def plot(folder: Path) -> list[Path]:
     for draw, name, row in (
         (draw_speed, "speed.svg", "upstream"),
         (draw_listeners, "listeners.svg", "1 stream alone"),
-        (draw_server, "server.svg", "64 at once"),
+        (draw_server, "server.svg", "40 requests per second for 10 s"),
     ):
         chosen = [result for result in results if any(row in rows for rows in result.get("models", {}).values())]
         if chosen:

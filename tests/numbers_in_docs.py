@@ -312,10 +312,8 @@ def sentences() -> Iterator[tuple[str, str, list[str]]]:
     yield page, f"were measured in an earlier run, at {peers}", []
     asked = round(max(rows["20 requests per second for 60 s"]["audio_seconds_per_second"] for rows in streams))
     yield page, "arrive at random ask for {} audio seconds per second", [str(asked)]
-    counts = [rows[f"{count} listeners for 60 s"]["underruns"] for count in (400, 320) for rows in streams]
-    template = (
-        "400 of them heard a minute of 0.6B with {} underruns and of 1.7B with {}; 320, timed before, had {} and {}."
-    )
+    counts = [rows[f"{count} listeners for 60 s"]["underruns"] for rows in streams for count in (320, 400)]
+    template = "320 and 400 of them heard a minute of 0.6B with {} and {} underruns, of 1.7B with {} and {}."
     yield "docs/serving.md", template, [str(underruns) for underruns in counts]
 
     template = "errors of `--check` were {} to {} times the model's own, with a standard deviation of at most {}"
