@@ -105,6 +105,9 @@ $install --no-deps "$qwen_tts"
 # librosa brings scikit-learn, for functions that nobody calls here. transformers imports it where it is installed, which
 # takes a sixth of the time to start.
 $uninstall scikit-learn
+# The first import compiles torch and transformers, and takes as long as installing the rest.
+$venv/bin/python -c 'import generate' &
+import=$!
 for extra in $extras; do
   echo "installing requirements-$extra.txt"
   $install -r requirements-$extra.txt
@@ -117,7 +120,7 @@ if [[ $extras == *test* ]]; then
     $install --no-deps --upgrade --target $venv/peers speech-to-speech==1.1.0 openai==2.28.0 jiter distro sniffio
   fi
 fi
-$venv/bin/python -c 'import generate'
+wait $import
 echo "environment ready: $venv"
 
 # The weights.
