@@ -147,7 +147,7 @@ case $then in
     ;;
   test)
     echo "running the tests (minutes)"
-    exec $venv/bin/python -m pytest -q -n 2 tests
+    exec $venv/bin/python -m pytest -q -n 3 tests
     ;;
   *)
     speak="$venv/bin/python generate.py"
