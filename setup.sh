@@ -120,7 +120,7 @@ if [[ $extras == *test* ]]; then
     $install --no-deps --upgrade --target $venv/peers speech-to-speech==1.1.0 openai==2.28.0 jiter distro sniffio
   fi
 fi
-wait $import
+wait $import || $venv/bin/python -c 'import generate'  # a package may have been replaced meanwhile
 echo "environment ready: $venv"
 
 # The weights.

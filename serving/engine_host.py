@@ -51,6 +51,7 @@ class EngineHost:
         for name, content in spec["speakers"].items():
             self.files[name] = load_speaker(io.BytesIO(base64.b64decode(content)), width, f"{name}.pt")
         self.kept = {}  # key -> prompt of a recording
+        self.voices_wanted = set()  # ids of the calls that wait for one
         dtype = spec["dtype"] and getattr(torch, spec["dtype"])
         self.tts = load_upstream(spec["model"], self.device, dtype)
         self.engine = None
@@ -148,9 +149,11 @@ class EngineHost:
                 self.engine.changed.notify_all()
 
     def on_cancel(self, header: dict, payload: bytes) -> None:
+        self.voices_wanted.discard(header["id"])
         self.cancel(header["id"])
 
     def on_voice(self, header: dict, payload: bytes) -> None:
+        self.voices_wanted.add(header["id"])
         self.references.submit(self.make_voice, header, np.frombuffer(bytearray(payload), np.float32))  # writable
 
     def make_voice(self, header: dict, samples: np.ndarray) -> None:
@@ -158,9 +161,12 @@ class EngineHost:
             prompt = clone_prompt(self.tts, samples, header["rate"], header["ref_text"])
             self.check_embedding(header["name"], prompt[0].ref_spk_embedding)
             self.kept[header["key"]] = prompt
+            if header["id"] not in self.voices_wanted:  # it was cancelled meanwhile
+                self.kept.pop(header["key"], None)
             self.connection.send(type="end", id=header["id"])
         except Exception as error:
             self.fail(header["id"], error)
+        self.voices_wanted.discard(header["id"])
 
     def on_forget(self, header: dict, payload: bytes) -> None:
         for key in header["keys"]:

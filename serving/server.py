@@ -251,7 +251,6 @@ class SpeechResponse(Response):
         watcher = asyncio.create_task(self.watch(receive))
         try:
             is_complete = await self.respond(scope, receive, send)
-            self.task = None  # there is nothing more to stop
             if not is_complete and break_off(scope):
                 await watcher  # until the connection is closed
         finally:
@@ -260,9 +259,12 @@ class SpeechResponse(Response):
 
     async def watch(self, receive: Receive) -> None:
         """Stop when the client goes away."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.stop(None)
+        try:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.stop(None)
+        except Exception as error:
+            self.stop(error)
 
     def stop(self, error: Exception | None) -> None:
         """Stop speaking, and tell the client about the error. None: there is nobody to tell."""
@@ -277,6 +279,8 @@ class SpeechResponse(Response):
             pieces = encode_stream(self.utterance, self.wanted)
             async with contextlib.aclosing(pieces):
                 async for data in as_one(pieces, self.wanted.response_format) if self.is_whole else pieces:
+                    if self.was_stopped:  # asyncio.wait_for may lose a cancellation, before Python 3.12
+                        raise asyncio.CancelledError
                     if not has_begun:
                         await send(self.start(len(data) if self.is_whole else None))
                         has_begun = True
@@ -285,6 +289,7 @@ class SpeechResponse(Response):
             if not has_begun:
                 raise ApiError("the model said nothing: change the text or the seed", 500)
             await send(body(await self.done() if self.is_sse else b"", more=False))
+            self.task = None
             return True
         except asyncio.CancelledError:
             if not self.was_stopped:
@@ -292,6 +297,7 @@ class SpeechResponse(Response):
             error = self.error
         except Exception as failure:
             error = failure
+        self.task = None  # what follows ends by itself
         if error is None:
             return True
         error = as_api_error(error, scope["request_id"])

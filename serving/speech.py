@@ -374,7 +374,11 @@ async def keep_voice(connection: Connection, name: str, recording: Chunk, ref_te
     samples, rate = recording
     payload = np.asarray(samples, np.float32).tobytes()
     key = secrets.token_hex(8)
-    await connection.ask("voice", payload, key=key, name=name, rate=rate, ref_text=ref_text)
+    try:
+        await connection.ask("voice", payload, key=key, name=name, rate=rate, ref_text=ref_text)
+    except BaseException:  # it may have been made all the same
+        connection.send(op="forget", keys=[key])
+        raise
     return key
 
 

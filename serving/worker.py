@@ -170,7 +170,6 @@ def main() -> None:
     inherited.set_inheritable(False)  # not to a compiler: it must not stay open
     with cli_errors():
         log_to_stderr()
-        # All that is loaded stays: looking through it for garbage would stop the speech for a tenth of a second.
         worker = Worker(inherited, on_close=lambda: os._exit(0))
         signal.signal(signal.SIGTERM, worker.drain)
         worker.run()

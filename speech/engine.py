@@ -45,7 +45,8 @@ MAX_BATCHES_IN_CODEC = 8  # the engine waits for the codec before it hands over 
 
 
 class Engine:
-    """Streams that share one model. `close` it, or use it in a `with` statement."""
+    """Streams that share one model. `close` it, or use it in a `with` statement. On a GPU, until then, Python's garbage
+    collector leaves alone what there was before."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class Engine:
             self.cuda_stream = torch.cuda.Stream(device)
             self.cuda_stream.wait_stream(torch.cuda.current_stream(device))
             gc.collect()
-            gc.freeze()  # until `close`: looking through all that is loaded would stop every stream for 0.2 s
+            gc.freeze()  # to look through all that torch has loaded would stop every stream for 0.2 s
         self.thread = threading.Thread(target=self.run, name="speech engine", daemon=True)
         self.delivery = threading.Thread(target=self.deliver, name="speech delivery", daemon=True)
         self.thread.start()
@@ -391,6 +392,8 @@ class Engine:
             if stream.text_error and stream.text_has_failed():
                 stream.finished = True
         over = [s for s in self.active if s.has_ended or (s.finished and s.is_complete())]
+        if not over:
+            return
         for stream in over:
             self.active.remove(stream)
             self.runner.release(stream)

@@ -324,8 +324,8 @@ class Runner:
     def gather_codes(self, utterances: list[Utterance], size: int) -> torch.Tensor:
         """The next codes of each, (B, size, 16)."""
         if len(utterances) == 1:
-            (one,) = utterances
-            return self.slots.codes[one.row, one.decoded : one.decoded + size][None]
+            (one,) = utterances  # a copy: the codec may read it when the row belongs to another one
+            return self.slots.codes[one.row, one.decoded : one.decoded + size][None].clone()
         first = np.array([utterance.row * self.slots.codes.shape[1] + utterance.decoded for utterance in utterances])
         places = torch.from_numpy(first[:, None] + np.arange(size))
         return self.slots.codes.flatten(0, 1)[to_device(places, self.device)]

@@ -312,6 +312,10 @@ def sentences() -> Iterator[tuple[str, str, list[str]]]:
     yield page, f"were measured in an earlier run, at {peers}", []
     asked = round(max(rows["20 requests per second for 60 s"]["audio_seconds_per_second"] for rows in streams))
     yield page, "arrive at random ask for {} audio seconds per second", [str(asked)]
+    served = results("h200_server")["models"]["1.7B, over HTTP"]
+    heard = max(row["audio_seconds_per_second"] for name, row in served.items() if name.startswith("20 requests"))
+    yield "docs/serving.md", "With the server, {} were measured (1.7B, 20 requests per second)", [f"{heard:.0f}"]
+    yield "docs/serving.md", "{} H200s at {} each", [f"{10_000 / round(heard):.0f}", f"{heard:.0f}"]
     counts = [rows[f"{count} listeners for 60 s"]["underruns"] for rows in streams for count in (320, 400)]
     template = "320 and 400 of them heard a minute of 0.6B with {} and {} underruns, of 1.7B with {} and {}."
     yield "docs/serving.md", template, [str(underruns) for underruns in counts]

@@ -173,6 +173,24 @@ def test_full_chunks_are_decoded_together(voice, monkeypatch):
     assert apart == [(16, 8, 1), (19, 8, 1), (24, 8, 1), (27, 8, 1), (28, 4, 1), (31, 4, 1)]
 
 
+def test_what_goes_to_the_codec_is_a_copy(voice, monkeypatch):
+    """The codec of a GPU reads it later, when the row may have another one's codes."""
+    with engine_of(voice.fast, 3) as engine, ThreadPoolExecutor(3) as threads:
+        runner, shared, batches = engine.runner, [], set()
+        feed = runner.codec.feed
+
+        def watch(rows, codes):
+            batches.add(len(rows))
+            shared.append(codes.untyped_storage().data_ptr() == runner.slots.codes.untyped_storage().data_ptr())
+            return feed(rows, codes)
+
+        monkeypatch.setattr(runner.codec, "feed", watch)
+        with engine.speech.turns.take():
+            streams = [engine.stream(voice.fast.generate_voice_clone, **request) for request in requests_of(voice, 3)]
+        [*threads.map(joined, streams)]
+    assert not any(shared) and {1, 3} <= batches
+
+
 @pytest.mark.parametrize("name", ["in-context", *slow("x-vector", "preset")])
 def test_a_list_of_texts(voices, name):
     """More texts than rows, with an argument for each text, and prompts with a row for each."""

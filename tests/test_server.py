@@ -40,10 +40,12 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from common.audio_files import to_int16
-from serving import process
+from serving import engine_host, process
 from serving.audio_formats import COMPRESSED, CONTENT_TYPES, Encoder
 from serving.errors import as_api_error
 from serving.model import OPENAI_VOICES
+from serving.requests import SpeechRequest, parse
+from serving.server import SpeechResponse
 from serving.settings import Settings, check_host
 from serving.speech import Speech, Utterance
 from speech.runner import Runner
@@ -323,6 +325,31 @@ def test_cloning_within_the_request(server, speech, wav):
         server.speak(response_format="pcm", speaker_embedding=embedding).body
         == server.speak(response_format="pcm").body
     )
+
+
+def test_a_voice_that_nobody_waits_for_is_not_kept(server, speech, wav, monkeypatch):
+    """The client leaves while its voice is made."""
+    begun, gone = threading.Event(), threading.Event()
+
+    def slow_prompt(*arguments):
+        begun.set()
+        assert gone.wait(LIMIT)
+        return clone_prompt(*arguments)
+
+    clone_prompt = engine_host.clone_prompt
+    monkeypatch.setattr(engine_host, "clone_prompt", slow_prompt)
+    before, host = set(speech.host.kept), speech.host
+    with contextlib.closing(server.connect()) as connection:
+        body = json.dumps({"input": "Hello there.", "ref_audio": base64.b64encode(wav).decode(), **SHORT})
+        connection.request("POST", "/v1/audio/speech", body, {"Content-Type": "application/json"})
+        assert begun.wait(LIMIT)
+    wait_until(lambda: not host.voices_wanted)
+    gone.set()
+    host.references.submit(lambda: None).result(LIMIT)
+    wait_until_free(speech)
+    monkeypatch.undo()
+    assert server.speak(ref_audio=base64.b64encode(wav).decode()).status == 200  # after what was queued
+    wait_until(lambda: set(host.kept) == before)
 
 
 def test_a_registered_voice_is_kept(server, speech, wav, checkpoint):
@@ -945,3 +972,69 @@ def test_servers_that_share_a_folder_share_its_voices(server, speech, checkpoint
         assert second.speak(voice="me").body == server.speak(voice="me").body
         assert server.ask("DELETE", "/v1/audio/voices/me").status == 200
     other.close()
+
+
+# ---- A response, whoever serves it
+
+
+async def sent_by(receive, chunks):
+    """What a SpeechResponse sends, of a speech that `chunks` makes."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    class Spoken(SimpleNamespace):
+        def __aiter__(self):
+            return chunks()
+
+    wanted = parse(SpeechRequest, {"input": "Hi.", "response_format": "pcm"})
+    response = SpeechResponse(Spoken(rate=24000), wanted, Settings(request_seconds=LIMIT))
+    await asyncio.wait_for(response({"type": "http", "request_id": "1"}, receive, send), LIMIT)
+    return sent
+
+
+async def a_chunk_and_silence():
+    yield np.zeros(1920, np.int16), 24000
+    await asyncio.Event().wait()
+
+
+def test_a_client_who_leaves_ends_the_speech():
+    gone = asyncio.Event()
+
+    async def receive():
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def chunks():
+        yield np.zeros(1920, np.int16), 24000
+        gone.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass  # as asyncio.wait_for may do, before Python 3.12
+        yield np.ones(1920, np.int16), 24000
+        pytest.fail("it went on speaking")
+
+    sent = asyncio.run(sent_by(receive, chunks))
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+
+
+def test_a_connection_that_fails_ends_the_speech():
+    """As that of Ray's proxy may: with an error before the first audio, and incomplete after it."""
+
+    def failing_after(seconds):
+        async def receive():
+            await asyncio.sleep(seconds)
+            raise RuntimeError("the proxy is gone")
+
+        return receive
+
+    async def silence():
+        await asyncio.Event().wait()
+        yield
+
+    start, _ = asyncio.run(sent_by(failing_after(0), silence))
+    assert start["status"] == 500
+    start, first = asyncio.run(sent_by(failing_after(0.1), a_chunk_and_silence))
+    assert start["status"] == 200 and first["more_body"]
