@@ -365,7 +365,7 @@ class Engine:
             message = f"others were waiting and {reason} for {self.patience:g} s: its place was given away"
             self.active[i].end(StreamTimeout(message))
         for stream in self.active:
-            if stream.text and (error := stream.text_timed_out()):  # its listener may have stopped reading
+            if stream.text is not None and (error := stream.text_timed_out()):  # its listener may have stopped reading
                 stream.text_error = stream.text_error or error
         self.release_finished()
 
