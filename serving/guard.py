@@ -58,7 +58,7 @@ class Guard:
             self.check_host(headers)
             self.check_origin(headers)
             self.check_key(scope, headers)
-            connection = scope.get("state", {}).get("connection")
+            connection = connection_of(scope)
             others = len(connection.connections) - 1 if connection else self.open
             if others >= self.settings.max_connections:
                 raise ApiError(f"{others} connections are in use already: try again later", 503, code="too_many")
@@ -156,6 +156,11 @@ class Received:
             raise ApiError("the server holds too many large requests: try again later", 503, code="too_many")
         guard.held += size - self.size
         self.size = size
+
+
+def connection_of(scope: Scope):
+    """The TimedHttpProtocol of a request. None where another server than our own runs the application."""
+    return scope.get("state", {}).get("connection")
 
 
 def with_request_id(scope: Scope, send: Send) -> Send:

@@ -30,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving.audio_formats import CONTENT_TYPES, as_one, check_encoding, convert, encode_stream
 from serving.errors import ApiError, as_api_error, to_json
-from serving.guard import Guard
+from serving.guard import Guard, connection_of
 from serving.page import page_response
 from serving.requests import SpeechRequest, Style, parse, parse_json
 from serving.settings import Settings
@@ -220,7 +220,7 @@ async def read_voice(request: Request, settings: Settings) -> tuple[str, bytes, 
 @contextlib.contextmanager
 def time_limit(request: Request, settings: Settings):
     """For the body. Most are small and come with the head."""
-    connection = request.scope.get("state", {}).get("connection")
+    connection = connection_of(request.scope)
     if connection and connection.has_body():
         yield
         return
@@ -289,7 +289,6 @@ class SpeechResponse(Response):
             if not has_begun:
                 raise ApiError("the model said nothing: change the text or the seed", 500)
             await send(body(await self.done() if self.is_sse else b"", more=False))
-            self.task = None
             return True
         except asyncio.CancelledError:
             if not self.was_stopped:
@@ -297,7 +296,8 @@ class SpeechResponse(Response):
             error = self.error
         except Exception as failure:
             error = failure
-        self.task = None  # what follows ends by itself
+        finally:
+            self.task = None  # what follows ends by itself
         if error is None:
             return True
         error = as_api_error(error, scope["request_id"])
@@ -339,7 +339,7 @@ class SpeechResponse(Response):
 
 def break_off(scope: Scope) -> bool:
     """Close the connection in the middle of a response. False if the server has to do it."""
-    connection = scope.get("state", {}).get("connection")
+    connection = connection_of(scope)
     if connection:
         connection.break_off()
     return connection is not None

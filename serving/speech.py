@@ -251,9 +251,9 @@ class Utterance:
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         """One generator, not one in another: each costs time with every chunk of every listener."""
-        outcome = "failed"
-        connection = self.take_place()
+        outcome, connection = "failed", None
         try:
+            connection = self.take_place()
             voice, payload = await self.voice(connection)
             is_complete = isinstance(self.text, str)
             request = dict(text=self.text if is_complete else None, options=self.options(), seed=self.style.seed)
@@ -277,25 +277,22 @@ class Utterance:
             outcome = "invalid"
             raise
         except ApiError as error:
-            outcome = outcome_of(error)
+            outcome = {429: "refused", 400: "invalid", 413: "invalid"}.get(error.status, "failed")
             raise
         finally:
-            self.model.in_flight -= 1
+            if connection:
+                self.model.in_flight -= 1
             if self.own_key:
                 connection.send(op="forget", keys=[self.own_key])
             self.speech.metrics.requests.labels(outcome).inc()
 
     def take_place(self) -> Connection:
         """Among those that are spoken or wait."""
-        model, settings = self.model, self.speech.settings
-        try:
-            model.engine.check_ready()
-            if model.in_flight >= model.engine.rows + settings.max_waiting:
-                problem = f"{model.in_flight} requests are in flight already: try again later"
-                raise ApiError(problem, 429, code="queue_full")
-        except ApiError as error:
-            self.speech.metrics.requests.labels(outcome_of(error)).inc()
-            raise
+        model = self.model
+        model.engine.check_ready()
+        if model.in_flight >= model.engine.rows + self.speech.settings.max_waiting:
+            problem = f"{model.in_flight} requests are in flight already: try again later"
+            raise ApiError(problem, 429, code="queue_full")
         model.in_flight += 1
         return model.engine.connection
 
@@ -362,11 +359,6 @@ class Utterance:
     def was_asked_to_end(self) -> bool:
         """Whether the client's own max_new_tokens has ended the speech."""
         return self.style.max_new_tokens is not None and self.frames == self.style.max_new_tokens - 1
-
-
-def outcome_of(error: ApiError) -> str:
-    """For the metrics."""
-    return {429: "refused", 400: "invalid", 413: "invalid"}.get(error.status, "failed")
 
 
 async def keep_voice(connection: Connection, name: str, recording: Chunk, ref_text: str | None) -> str:
