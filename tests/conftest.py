@@ -37,10 +37,16 @@ def pytest_unconfigure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A file's tests run on one worker: its servers, kernels and Chromium are made once."""
-    from xdist.scheduler import LoadFileScheduling
+    """A file's tests run on one worker: its servers, kernels and Chromium are made once. Those of a large model run on
+    a worker for each size."""
+    from xdist.scheduler import LoadScopeScheduling
 
-    return LoadFileScheduling(config, log)
+    class BySizeOfModel(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file, _, name = nodeid.partition("::")
+            return file, *(size for size in ("0.6B", "1.7B") if size in name)
+
+    return BySizeOfModel(config, log)
 
 
 def seed(name):
