@@ -27,8 +27,8 @@
 //     add_and_norm          x, residual             residual, normalized            B, HIDDEN / 8
 //
 // If rows are positions of the same text, keys and values of all of them must be in the cache before one attends
-// to them. Then qk_norm_rope_store comes before attention and does its first part: norm and RoPE of queries, in
-// place, and of keys; keys and values to the cache.
+// to them. Then qk_norm_rope_store comes before attention and does its first part: norm and RoPE of queries and
+// keys, in place; keys and values to the cache.
 //
 // The last kernel of a layer has the norm weight of the next layer, or of the final norm. Before the first
 // layer comes `add_and_norm` without a residual. After a head comes `sample`, or `choose` for the talker: a
@@ -137,11 +137,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) qk_norm_rope_store(QkNormR
     const auto in_cache = [&](int kv_head) {
         return ((slot * KV_HEADS + kv_head) * arguments.cache_length + position) * HEAD_VECTORS + lane;
     };
-    if (is_query) {
-        of_head = rotated;
-    } else if (is_value) {
+    if (is_value) {
         arguments.values[in_cache(head - HEADS - KV_HEADS)] = x;
-    } else {
+        return;
+    }
+    of_head = rotated;
+    if (!is_query) {
         arguments.keys[in_cache(head - HEADS)] = rotated;
     }
 }

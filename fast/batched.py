@@ -266,7 +266,7 @@ class BatchedStack(LayerKernels):
         )
 
     def qk_norm_rope_store(self, qkv: Tensor, layer: Layer, positions: Tensor, slots: Tensor) -> None:
-        """(B, (Q + 2 KV) * D): norm and RoPE of the queries in place, keys and values into the cache"""
+        """(B, (Q + 2 KV) * D): norm and RoPE of queries and keys in place, keys and values into the cache"""
         sizes = self.sizes
         heads_per_block = THREADS // (sizes.head_dim // VECTOR)
         grid = (sizes.heads + 2 * sizes.kv_heads) // heads_per_block, len(qkv)

@@ -27,14 +27,14 @@ def qk_norm_rope_store(
     values: Tensor,  # (slots, KV, S, D)
     epsilon: float,
 ) -> Tensor:
-    """Returns the queries (B, Q, D), and writes one position of keys and values for each row."""
+    """Returns queries and keys (B, Q + KV, D), and writes one position of keys and values for each row."""
     kv_heads = keys.shape[1]
     query, key, value = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     query = rotate(norm(query, q_norm, epsilon), cos[positions, None], sin[positions, None])
     key = rotate(norm(key, k_norm, epsilon), cos[positions, None], sin[positions, None])
     keys[slots, :, positions] = key
     values[slots, :, positions] = value
-    return query
+    return torch.cat([query, key], dim=1)
 
 
 def attention(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor) -> Tensor:

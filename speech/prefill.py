@@ -68,7 +68,7 @@ class PrefillGraph:
     def step(self) -> None:
         count, length, _ = self.prefixes.shape
         if self.kernels:
-            self.kernels.prompts = self.rows
+            self.kernels.prompts = count
             slots = self.rows[:, None].repeat(1, length).flatten()
             self.kernels.forward(self.prefixes.flatten(0, 1), self.positions.repeat(count), slots)
         else:
@@ -80,15 +80,14 @@ class PrefillGraph:
 class PromptStack(BatchedStack):
     """The same with SDPA's attention, for rows that are all positions of one prompt after another."""
 
-    prompts = None  # their slots
+    prompts = 1  # how many
 
-    def attention(self, qkv: torch.Tensor, layer, *_, **__) -> torch.Tensor:
-        """(B * L, (Q + 2 KV) * D) -> (B * L, Q * D)"""
-        length = len(qkv) // len(self.prompts)
-        heads = qkv.view(len(self.prompts), length, -1, self.sizes.head_dim)[:, :, : self.sizes.heads].transpose(1, 2)
-        keys, values = (cache[:, :, :length].index_select(0, self.prompts) for cache in (layer.keys, layer.values))
+    def attention(self, qkv: torch.Tensor, *_, **__) -> torch.Tensor:
+        """(B * L, (Q + 2 KV) * D) -> (B * L, Q * D), after norm and RoPE in place"""
+        heads = qkv.view(self.prompts, -1, qkv.shape[1] // self.sizes.head_dim, self.sizes.head_dim).transpose(1, 2)
+        parts = heads.split([self.sizes.heads, self.sizes.kv_heads, self.sizes.kv_heads], dim=1)
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # cuDNN takes 80 ms to plan for each shape
-            heads = F.scaled_dot_product_attention(heads, keys, values, is_causal=True, enable_gqa=True)
+            heads = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
         return heads.transpose(1, 2).reshape(len(qkv), -1)  # from (B, Q, L, D)
 
 

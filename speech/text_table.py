@@ -1,7 +1,7 @@
 """Prompts built on the host, from a table of what the talker makes of each text token.
 
 Upstream embeds a text token and projects it to the talker's width. The result depends on the token alone, so it is
-computed once for the whole vocabulary, on the GPU, and kept on the host: the large embedding leaves the GPU. All other
+computed once for the whole vocabulary, on the GPU, and kept on the host, and the embedding frees its memory. All other
 steps of a prompt are lookups and sums of two embeddings, which give the same bits on a CPU. `HostTalker` lets
 upstream's prompt code run there. On the GPU it takes a hundred small kernels and a dozen synchronizations, which would
 wait for the frames of other streams.
@@ -22,10 +22,10 @@ class TextTable(nn.Module):
     @torch.no_grad()
     def __init__(self, talker):
         super().__init__()
-        weight = talker.get_text_embeddings().weight
+        weight = talker.get_text_embeddings().cpu().weight  # it leaves the GPU first: nothing is to be added to it
         self.table = torch.empty(len(weight), talker.config.hidden_size, dtype=weight.dtype, device="cpu")
         for rows, embedded in zip(self.table.split(ROWS_AT_ONCE), weight.split(ROWS_AT_ONCE)):
-            rows.copy_(talker.text_projection(embedded))
+            rows.copy_(talker.text_projection(embedded.to(talker.device)))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(token_ids.cpu(), self.table).to(token_ids.device)

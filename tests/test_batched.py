@@ -138,12 +138,12 @@ def check_qk_norm_rope_store(stack: BatchedStack) -> None:
     keys, values = (tensor.clone() for tensor in before)
     cos, sin = (table.view(-1, 128) for table in (stack.cos, stack.sin))
     norms = layer.q_norm, layer.k_norm
-    query = reference.qk_norm_rope_store(qkv, *norms, cos, sin, positions, slots, keys, values, EPSILON)
+    rotated = reference.qk_norm_rope_store(qkv, *norms, cos, sin, positions, slots, keys, values, EPSILON)
     stored = qkv.clone()
     stack.qk_norm_rope_store(stored.view(8, -1), layer, positions, slots)
-    assert_same(stored[:, :16], query)
-    assert torch.equal(stored[:, 16:], qkv[:, 16:])
-    assert_same(layer.keys[slots, :, positions], keys[slots, :, positions])
+    assert_same(stored[:, :24], rotated)
+    assert torch.equal(stored[:, 24:], qkv[:, 24:])
+    assert torch.equal(layer.keys[slots, :, positions], stored[:, 16:24])
     assert torch.equal(layer.values, values)
     layer.keys[slots, :, positions] = before[0][slots, :, positions]
     assert torch.equal(layer.keys, before[0])  # nothing else was written
