@@ -1,8 +1,8 @@
 """The process of one model: python -m serving.worker FD. The server starts it, and again when it has ended.
 
     reader          what the server asks for             -> the engine
-    engine's own    prompts, frames, delivery            -> outbox
-    writer          all that is in the outbox            -> the socket, in one write
+    engine's own    prompts, frames, delivery            -> the socket
+    writer          what the socket does not take at once
     main            loads; then every BEAT seconds: is the engine alive, whose text does not come, a sign of life
 
 It ends when the socket is closed, also while it loads: the server is gone. It ends itself when the engine has stopped,
@@ -30,16 +30,18 @@ SECONDS_TO_SAY_WHY = 2.0
 
 
 class Connection:
-    """The socket, with a thread that reads and one that writes."""
+    """The socket, with a thread that reads, and one that writes what it does not take at once."""
 
     def __init__(self, socket: socket.socket, on_close: Callable[[], None]):
         self.socket = socket
         self.on_close = on_close
         self.inbox = queue.SimpleQueue()
         self.take = lambda *message: self.inbox.put(message)  # until the model is loaded
-        self.outbox = queue.SimpleQueue()
+        self.backlog = bytearray()  # what the socket has not taken
+        self.changed = threading.Condition()
+        self.is_closing = False
         self.reader = threading.Thread(target=self.read, name="worker reads", daemon=True)
-        self.writer = threading.Thread(target=self.write, name="worker writes", daemon=True)
+        self.writer = threading.Thread(target=self.write_backlog, name="worker writes", daemon=True)
         self.reader.start()
         self.writer.start()
 
@@ -56,27 +58,39 @@ class Connection:
         self.on_close()
 
     def send(self, payload: bytes = b"", **header) -> None:
-        """Never blocks."""
-        self.outbox.put((header, payload))
+        """Never blocks. Mostly this thread writes: to wake another one takes long where the cores are busy."""
+        data = pack(header, payload)
+        with self.changed:
+            if not self.backlog:
+                try:
+                    data = data[self.socket.send(data, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    pass
+                except OSError:  # the reader notices, too
+                    return
+            if data:
+                self.backlog += data
+                self.changed.notify()
 
-    def write(self) -> None:
-        """The audio of all streams that one pass has made goes into one write."""
-        is_open = True
-        while is_open:
-            messages = [self.outbox.get()]
-            while not self.outbox.empty():
-                messages.append(self.outbox.get())
-            if None in messages:
-                messages = messages[: messages.index(None)]
-                is_open = False
-            try:
-                self.socket.sendall(b"".join(pack(*message) for message in messages))
-            except OSError:  # the reader notices, too
+    def write_backlog(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.backlog or self.is_closing)
+                data = bytes(self.backlog)
+            if not data:
                 return
+            try:
+                sent = self.socket.send(data)
+            except OSError:
+                return
+            with self.changed:
+                del self.backlog[:sent]
 
     def close(self) -> None:
-        """After all that is in the outbox."""
-        self.outbox.put(None)
+        """After all that is to be written."""
+        with self.changed:
+            self.is_closing = True
+            self.changed.notify()
         self.writer.join(SECONDS_TO_SAY_WHY)
         try:
             self.socket.shutdown(socket.SHUT_RDWR)
