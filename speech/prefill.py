@@ -19,8 +19,8 @@ from speech.prompts import to_device
 from speech.utterance import Utterance
 
 PREFILL_ROWS = (1, 4, 32)  # prompts per captured prefill
-# Positions: powers of two, and from 256 on one between each two.
-PREFILL_LENGTHS = (*(32 << i for i in range(16)), *(384 << i for i in range(12)))
+# Positions: of a sentence or two in small steps, then powers of two and one between each two.
+PREFILL_LENGTHS = (32, 64, 96, 128, 192, 256, 320, *(size << i for i in range(12) for size in (384, 512)))
 MAX_PREFILL_POSITIONS = 4096  # of all prompts together, where there are several
 SHORTEST_FOR_SDPA = 128  # positions; for shorter prompts the kernels' attention is faster
 REQUEST_SETTINGS = (  # arguments of talker.generate that `Rows.configure` reads, besides suppress_tokens
@@ -97,7 +97,7 @@ class Prefills:
         self.slots = slots
         self.kept = KeptPrefixes(slots)
         longest = slots.text.shape[1]
-        lengths = sorted(length for length in PREFILL_LENGTHS if length < longest) + [longest]
+        lengths = [*(length for length in PREFILL_LENGTHS if length < longest), longest]
         most = min(rows, max(PREFILL_ROWS))
         self.graphs = {
             (count, length): PrefillGraph(talker, slots, count, length, with_kernels)
