@@ -302,7 +302,7 @@ class Engine:
 
     def run_until_idle(self) -> None:
         """Run frames until no stream can advance."""
-        self.runner.enter()
+        self.runner.enter(sleeps=True)
         while self.is_running:
             began = time.monotonic()
             self.drop_ended()

@@ -78,14 +78,23 @@ class Runner:
         self.launched = collections.deque()  # frames whose `ended` flags the host has not read yet
         self.mask = None  # host copy of slots.advance
         self.last_stream = None  # the CUDA stream of the last caller
+        self.sleeps = False
         self.shared_generator = torch.Generator(self.device)  # of all utterances without a generator of their own
         self.shared_generator.seed()
 
-    def record_event(self) -> torch.cuda.Event | None:
-        return torch.cuda.current_stream(self.device).record_event() if self.on_gpu else None
+    def record_event(self, sleeps: bool = False) -> torch.cuda.Event | None:
+        """sleeps: whether a thread that waits for it does not poll"""
+        if not self.on_gpu:
+            return None
+        return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(blocking=sleeps))
 
-    def enter(self) -> None:
-        """Call this when it is another caller's turn: what the last one has launched comes first."""
+    def enter(self, sleeps: bool = False) -> None:
+        """Call this when it is another caller's turn: what the last one has launched comes first.
+
+        sleeps: wait for frames asleep. To poll is a little faster, but takes a core; if that has other work, too, the
+            system makes a thread that polls wait for it, again and again.
+        """
+        self.sleeps = sleeps
         for utterance in [utterance for utterance in self.active if utterance.is_abandoned]:
             self.release(utterance)
         if self.on_gpu:
@@ -242,7 +251,7 @@ class Runner:
 
         ended = torch.empty(len(frame.rows.ended), dtype=torch.bool, pin_memory=self.on_gpu)
         ended.copy_(frame.rows.ended, non_blocking=True)
-        self.launched.append((self.record_event(), ended, [*zip(utterances, rows)]))
+        self.launched.append((self.record_event(self.sleeps), ended, [*zip(utterances, rows)]))
 
     def draw(self, noise: torch.Tensor, utterances: list[Utterance], rows: list[int] | None = None) -> None:
         """Noise (B, N, V) of the next choices. Who has a generator draws as it would alone, the others together."""
