@@ -37,14 +37,16 @@ struct Block {
 };
 
 struct Fiber {
-    ucontext_t entry;
-    jmp_buf resume_point;
+    const int *awaited;                               // it need not run before this is no longer `awaited_value`
+    int awaited_value;
+    bool started;
+    bool done;
     int thread;
     int block_index;
     int block_index_y;
     Block *block;
-    bool started;
-    bool done;
+    ucontext_t entry;
+    jmp_buf resume_point;
     std::vector<std::array<void *, 2>> copies;        // destination and source of asynchronous copies
 };
 
@@ -78,8 +80,11 @@ void Rendezvous::wait(int size) {
         arrived = 0;
         ++round;
     }
-    while (round == this_round) {
+    if (round == this_round) {
+        running->awaited = &round;
+        running->awaited_value = this_round;
         yield();
+        running->awaited = nullptr;
     }
 }
 
@@ -475,10 +480,10 @@ int run_blocks(void (*kernel)(Arguments), const void *arguments, const std::vect
         for (int block = 0; block < grid; ++block) {
             for (int i = 0; i < TURNS * threads; ++i) {
                 Fiber &fiber = fibers[block * threads + i % threads];
-                if (!fiber.done) {
+                if (!fiber.done && !(fiber.awaited && *fiber.awaited == fiber.awaited_value)) {
                     resume(fiber);
-                    all_done = all_done && fiber.done;
                 }
+                all_done = all_done && fiber.done;
             }
         }
         if (all_done) {
