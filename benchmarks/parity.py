@@ -9,7 +9,7 @@ Shapes: T frames, 16 codes per frame, V vocabulary of the talker, V' of the pred
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -66,9 +66,7 @@ class Forced:
         TalkerGraph(self.talker, view).prefill(prompt, cache)
 
     @torch.no_grad()
-    def logits(
-        self, tokens: torch.Tensor, after_frame: Callable[[], None] = lambda: None, **request
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def logits(self, tokens: torch.Tensor, **request) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes (T, 16) -> logits of the predictor (T * 15, V') and of the talker (T, V) in the last row, on the CPU.
 
         All rows speak the same tokens. Row r joins r % 4 frames late, so that neighbours are at different positions.
@@ -90,7 +88,6 @@ class Forced:
             with self.keep_head_outputs():
                 self.frame.predict()
                 self.frame.step()
-            after_frame()
             if self.launches:
                 of_codes, of_token = (launch.logits()[-1] for launch in self.launches)
             else:

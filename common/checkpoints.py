@@ -17,13 +17,9 @@ import huggingface_hub
 
 from common.scripts import show_progress
 
-MODELS = {  # short name -> hub id; generate.py, which runs without this file, has the same
-    "0.6B": "Qwen/Qwen3-TTS-12Hz-0.6B-Base",
-    "1.7B": "Qwen/Qwen3-TTS-12Hz-1.7B-Base",
-    "0.6B-CustomVoice": "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice",
-    "1.7B-CustomVoice": "Qwen/Qwen3-TTS-12Hz-1.7B-CustomVoice",
-    "1.7B-VoiceDesign": "Qwen/Qwen3-TTS-12Hz-1.7B-VoiceDesign",
-}
+VARIANTS = ("0.6B-Base", "1.7B-Base", "0.6B-CustomVoice", "1.7B-CustomVoice", "1.7B-VoiceDesign")
+# short name -> hub id; generate.py, which runs without this file, has the same
+MODELS = {name.removesuffix("-Base"): f"Qwen/Qwen3-TTS-12Hz-{name}" for name in VARIANTS}
 KINDS = {
     "base": "a Base model, which clones voices",
     "custom_voice": "a CustomVoice model, which has speakers of its own",

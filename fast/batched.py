@@ -9,8 +9,8 @@ Shapes: B rows, H hidden size, S cache length, D head dimension, Q query heads, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fast import kernels, layer_kernels, nvrtc
-from fast.kernels import VECTOR, Launchable
+from fast.kernels import VECTOR
 from fast.layer_kernels import LayerKernels
 from fast.layers import concatenate, lookup_rope
 
@@ -78,24 +78,9 @@ KERNELS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The constants that batched.cu is compiled with, there in capitals."""
-
-    hidden: int
-    inner: int
-    vocab: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    epsilon: str
-    threads: int = THREADS
-    sampler_threads: int = SAMPLER_THREADS
-
-
-def kernel_sizes(config: Any) -> Sizes:
-    """`config` is that of a stack of decoder layers."""
-    return Sizes(
+def kernel_sizes(config: Any) -> SimpleNamespace:
+    """The constants that batched.cu is compiled with, there in capitals. `config` is that of a stack of layers."""
+    return SimpleNamespace(
         hidden=config.hidden_size,
         inner=config.intermediate_size,
         vocab=config.vocab_size,
@@ -103,6 +88,8 @@ def kernel_sizes(config: Any) -> Sizes:
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         epsilon=f"{config.rms_norm_eps}f",
+        threads=THREADS,
+        sampler_threads=SAMPLER_THREADS,
     )
 
 
@@ -147,7 +134,7 @@ def matrices(layer: Any) -> list[Any]:
     return [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
-def complete_source(sizes: Sizes, source: str | None = None) -> str:
+def complete_source(sizes: SimpleNamespace, source: str | None = None) -> str:
     """The sizes, the kernels, and the checks of their structs. `source` is batched.cu, if not given."""
     structs = {kernels.struct_of(name): list(fields) for name, fields in KERNELS.items() if name != "short_attention"}
     structs["Choose"] = [f"sample.{field}" if field in SAMPLE_FIELDS else field for field in KERNELS["choose"]]
@@ -155,7 +142,7 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
     return kernels.complete_source(SOURCE, sizes, structs, source=source)
 
 
-def compile_for(device: torch.device, sizes: Sizes) -> nvrtc.Kernels:
+def compile_for(device: torch.device, sizes: SimpleNamespace) -> nvrtc.Kernels:
     return kernels.load(complete_source(sizes), tuple(KERNELS), device)
 
 
@@ -208,7 +195,7 @@ class BatchedStack(LayerKernels):
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
         rows: int,
-        kernels: Launchable | None = None,
+        kernels: nvrtc.Kernels | None = None,
     ):
         sizes = kernel_sizes(model.config)
         self.device = model.device

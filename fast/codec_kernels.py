@@ -8,6 +8,7 @@ Shapes: B rows, T frames, L columns, C channels, P stored columns, H hidden size
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from cudagraph_talker import round_up
 from fast import kernels, layer_kernels, nvrtc
-from fast.kernels import VECTOR, Launchable
+from fast.kernels import VECTOR
 from fast.layer_kernels import LayerKernels
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -55,28 +56,10 @@ KERNELS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Sizes:
+def kernel_sizes(decoder: Any) -> SimpleNamespace:
     """The constants that codec_kernels.cu is compiled with, there in capitals."""
-
-    codebook: int
-    code_dim: int
-    hidden: int
-    inner: int
-    epsilon: str
-    heads: int
-    window: int
-    ring: int
-    latent: int
-    latent_epsilon: str
-    last: int
-    max_frames: int = MAX_FRAMES
-    threads: int = THREADS
-
-
-def kernel_sizes(decoder: Any) -> Sizes:
     config = decoder.config
-    return Sizes(
+    return SimpleNamespace(
         codebook=config.codebook_size,
         code_dim=decoder.quantizer.rvq_first.vq.layers[0]._codebook.embedding_sum.shape[1],
         hidden=config.hidden_size,
@@ -88,6 +71,8 @@ def kernel_sizes(decoder: Any) -> Sizes:
         latent=config.latent_dim,
         latent_epsilon=f"{decoder.upsample[0][1].norm.eps}f",
         last=decoder.decoder[-1].conv.in_channels,
+        max_frames=MAX_FRAMES,
+        threads=THREADS,
     )
 
 
@@ -153,13 +138,13 @@ def stored_columns(module: Any) -> int:
     return module.padding
 
 
-def complete_source(sizes: Sizes, source: str | None = None) -> str:
+def complete_source(sizes: SimpleNamespace, source: str | None = None) -> str:
     """The sizes, the kernels, and the checks of their structs. `source` is codec_kernels.cu, if not given."""
     structs = {kernels.struct_of(name): fields for name, fields in KERNELS.items()}
     return kernels.complete_source(SOURCE, sizes, structs, source=source)
 
 
-def compile_for(device: torch.device, sizes: Sizes) -> nvrtc.Kernels:
+def compile_for(device: torch.device, sizes: SimpleNamespace) -> nvrtc.Kernels:
     return kernels.load(complete_source(sizes), tuple(KERNELS), device)
 
 
@@ -191,7 +176,7 @@ class Snake:
 class CodecKernels(LayerKernels):
     """`get_slots` returns the slot of each row of the current batch in the state: (B)"""
 
-    def __init__(self, decoder: Any, get_slots: Callable[[], Tensor], kernels: Launchable | None = None):
+    def __init__(self, decoder: Any, get_slots: Callable[[], Tensor], kernels: nvrtc.Kernels | None = None):
         sizes = kernel_sizes(decoder)
         super().__init__(kernels or compile_for(decoder.device, sizes), KERNELS, sizes)
         self.get_slots = get_slots

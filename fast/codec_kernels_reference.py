@@ -56,12 +56,6 @@ def snake(x: Tensor, alpha: Tensor, inverse_beta: Tensor) -> Tensor:
     return x + inverse_beta * torch.sin(x * alpha).pow(2)
 
 
-def interleave(x: Tensor, sequences: int) -> Tensor:
-    """(B, L, C) -> (B, D, ceil(L / D), C): sequence r has the columns r, r + D, r + 2 D, ..., the last may be zeros."""
-    missing = -x.shape[1] % sequences
-    return F.pad(x, (0, 0, 0, missing)).unflatten(1, (-1, sequences)).transpose(1, 2)
-
-
 def activate(
     x: Tensor,  # (B, L, C), not interleaved
     bias: Tensor | None,  # (C)

@@ -7,9 +7,8 @@ that its structs are those that Python writes. fast/kernel_cache.py compiles it,
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,21 +20,15 @@ VECTOR = 8  # bfloat16 that a thread loads at once
 MAY_HAVE_ROW_STRIDE = ("noise",)
 
 
-class Launchable(Protocol):
-    """nvrtc.Kernels, or a stand-in for it where there is no GPU."""
-
-    def launch(self, name: str, grid: tuple[int, int], block: int, fields: Sequence[int]) -> None: ...
-
-
 # ---- Source
 
 
 def complete_source(
     file: Path, sizes: Any, structs: Mapping[str, Iterable[str]], checks: str = "", source: str | None = None
 ) -> str:
-    """The sizes, a dataclass, as definitions in capitals; the file, or `source` in its place; checks of its structs,
+    """The sizes as definitions in capitals; the file, or `source` in its place; checks of its structs,
     which have these fields, and more checks."""
-    defines = "".join(f"#define {name.upper()} {value}\n" for name, value in asdict(sizes).items())
+    defines = "".join(f"#define {name.upper()} {value}\n" for name, value in vars(sizes).items())
     text = include_headers(file.read_text() if source is None else source, file.name)
     python_file = file.with_suffix(".py").name
     for struct, fields in structs.items():

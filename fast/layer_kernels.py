@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast.kernels import VECTOR, Launchable, kernel_arguments
+from fast import nvrtc
+from fast.kernels import VECTOR, kernel_arguments
 
 KERNELS: dict[str, dict[str, Any]] = {
     "add_and_norm": {
@@ -22,7 +23,7 @@ class LayerKernels:
     """Launches the kernels of a source that includes layer_kernels.h, on torch's current stream. `fields` are those of
     the kernels' structs, `sizes` what the source was compiled with."""
 
-    def __init__(self, kernels: Launchable, fields: dict[str, dict[str, Any]], sizes: Any):
+    def __init__(self, kernels: nvrtc.Kernels, fields: dict[str, dict[str, Any]], sizes: Any):
         self.kernels = kernels
         self.fields = fields
         self.sizes = sizes

@@ -57,12 +57,6 @@ class Gpu(Protocol):
     L2_cache_size: int
 
 
-class Launchable(Protocol):
-    """nvrtc.Kernel, or a stand-in for it where there is no GPU."""
-
-    def launch(self, fields: Sequence[int]) -> None: ...
-
-
 @dataclass(frozen=True)
 class Sizes:
     """The constants that megakernel.cu is compiled with, there in capitals."""
@@ -240,7 +234,7 @@ class FusedStep:
     def __init__(
         self,
         sizes: Sizes,
-        kernel: Launchable,
+        kernel: nvrtc.Kernel,
         model: Any,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],

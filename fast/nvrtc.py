@@ -142,28 +142,27 @@ class Kernels:
                 call_driver("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
                 self.functions[name] = function
 
-    def launch(self, name: str, grid: tuple[int, int], block: int, fields: Sequence[int]) -> None:
-        """Launch `grid` blocks of `block` threads on torch's current stream. The driver copies the fields."""
-        self.call_launch("cuLaunchKernel", name, grid, block, 0, fields, None)
-
-    def call_launch(
+    def launch(
         self,
-        driver_function: str,
         name: str,
         grid: tuple[int, int],
         block: int,
-        shared_bytes: int,
         fields: Sequence[int],
-        *more: Any,
+        shared_bytes: int = 0,
+        is_cooperative: bool = False,
     ) -> None:
+        """Launch `grid` blocks of `block` threads on torch's current stream. The driver copies the fields."""
         struct = (ctypes.c_uint64 * len(fields))(*fields)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
         blocks = (*grid, 1)
         threads = (block, 1, 1)
         with torch.cuda.device(self.device):
             stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
-            function = self.functions[name]
-            call_driver(driver_function, function, *blocks, *threads, shared_bytes, stream, parameters, *more)
+            arguments = self.functions[name], *blocks, *threads, shared_bytes, stream, parameters
+            if is_cooperative:
+                call_driver("cuLaunchCooperativeKernel", *arguments)
+            else:
+                call_driver("cuLaunchKernel", *arguments, None)
 
 
 class Kernel:
@@ -189,5 +188,4 @@ class Kernel:
 
     def launch(self, fields: Sequence[int]) -> None:
         """Launch on torch's current stream."""
-        size = (self.grid, 1), self.block, self.shared_bytes
-        self.kernels.call_launch("cuLaunchCooperativeKernel", self.name, *size, fields)
+        self.kernels.launch(self.name, (self.grid, 1), self.block, fields, self.shared_bytes, is_cooperative=True)

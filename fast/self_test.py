@@ -63,18 +63,12 @@ class Wrong(Exception):
     """What the megakernel has computed wrongly."""
 
 
-def why_wrong(frame: MegakernelFrame, **sizes: int) -> str:
-    """What is wrong with a frame of one row; empty if nothing is."""
-    reason, figures = run_test(frame, **sizes)
-    log.debug("self-test: %s", figures)
-    return reason
-
-
 @torch.no_grad()
 def run_test(
     frame: MegakernelFrame, prompt: int = PROMPT, frames: int = FRAMES, choices: int = TALKER_CHOICES
 ) -> tuple[str, dict[str, tuple[float, float]]]:
-    """What is wrong, and the figures that were measured before it was found, each with its limit."""
+    """What is wrong with a frame of one row, empty if nothing is; and the figures that were measured before it was
+    found, each with its limit."""
     reason = ""
     with restored(frame.rows):
         test = SelfTest(frame, prompt, frames)
@@ -84,6 +78,7 @@ def run_test(
             raise
         except (Wrong, RuntimeError) as error:  # RuntimeError: the driver refuses the launch
             reason = " ".join(str(error).split())[:200] or type(error).__name__
+    log.debug("self-test: %s", test.figures)
     return reason, test.figures
 
 

@@ -12,9 +12,8 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from serving.errors import log
 from serving.settings import Settings
-
-log = logging.getLogger("qwen3_tts_cudagraphs")
 
 SPARE_CONNECTIONS = 256  # beyond the limit, which get a 503 rather than nothing
 MAX_HEAD_BYTES = 1 << 16

@@ -4,7 +4,6 @@ import base64
 import contextlib
 import functools
 import io
-import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,14 +18,12 @@ from common.voices import clone_prompt, load_speaker, speaker_prompt
 from fast.paths import MegakernelStopped
 from generate import accelerate, load_upstream
 from serving import memory
-from serving.errors import ApiError, as_api_error, engine_failed, for_clients
+from serving.errors import ApiError, as_api_error, engine_failed, for_clients, log
 from speech.engine import Engine
 from speech.prompts import tokenize
 from speech.request import QueueFull, Stream, StreamTimeout
 from speech.utterance import CutOff
 from speech.warm_up import some_voice
-
-log = logging.getLogger("qwen3_tts_cudagraphs")
 
 MAX_REFERENCE_THREADS = 2
 SECONDS_WITHOUT_A_PASS = 60.0  # a frame of many rows on a slow CPU takes less

@@ -9,7 +9,6 @@ When a worker ends, its socket is closed by the system. All calls in flight get 
 import asyncio
 import contextlib
 import itertools
-import logging
 import os
 import signal
 import socket
@@ -19,10 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from serving.errors import ApiError, engine_failed
+from serving.errors import ApiError, engine_failed, log
 from serving.messages import Message, Unpacker, pack
-
-log = logging.getLogger("qwen3_tts_cudagraphs")
 
 MAX_DEATHS = 3
 SECONDS_OF_SERVICE = 60.0  # after which earlier deaths no longer count

@@ -37,16 +37,8 @@ class Metrics:
         total("streams_waiting", "Requests that wait for a place", attrgetter("waiting"))
         total("worker_restarts", "Workers started in place of one that had ended", attrgetter("engine.restarts"))
         total("worker_memory_bytes", "Resident memory of the workers", attrgetter("engine.memory"))
-        add(Gauge, "tasks", "Tasks of the event loop").set_function(count_tasks)
+        add(Gauge, "tasks", "Tasks of the event loop").set_function(lambda: len(asyncio.all_tasks()))
         add(Gauge, "threads", "Threads of the process").set_function(threading.active_count)
         ProcessCollector(registry=self.registry)  # memory, CPU time, open files
         for outcome in ("complete", "cancelled", "invalid", "refused", "failed"):
             self.requests.labels(outcome)
-
-
-def count_tasks() -> int:
-    """0 outside of the event loop."""
-    try:
-        return len(asyncio.all_tasks())
-    except RuntimeError:
-        return 0

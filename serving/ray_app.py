@@ -32,7 +32,7 @@ from serving.errors import ApiError
 from serving.memory import MAX_ROWS
 from serving.requests import parse
 from serving.server import create_app
-from serving.settings import API_KEY_VARIABLE, LIMITS, Settings, check_model, check_origin
+from serving.settings import API_KEY_VARIABLE, LIMITS, Settings, check_origin
 from serving.speech import Speech, read_speakers
 
 SECONDS_BETWEEN_METRICS = 5.0
@@ -70,8 +70,7 @@ def app(arguments: dict) -> Application:
         settings = Settings(key, origins, open_lists=wanted.open_lists, voices=wanted.voices.absolute(), **limits)
         speakers = read_speakers([Path(path) for path in split(wanted.speaker)])
         models = split(wanted.model)
-        for model in models:
-            check_model(settings, model, bool(speakers) and len(models) == 1)
+        Speech(models, wanted.device, wanted.dtype, settings, speakers)  # finds what its replicas would
         if 0 < wanted.max_replicas < wanted.replicas:
             raise ValueError(f"max_replicas is {wanted.max_replicas}, it must be at least replicas, {wanted.replicas}")
     except (ApiError, ValueError) as error:

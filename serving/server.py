@@ -11,7 +11,6 @@ first chunk of audio decides the status: whatever fails before it gets an error 
 import asyncio
 import base64
 import contextlib
-import logging
 from collections.abc import Callable
 
 import anyio
@@ -29,15 +28,13 @@ from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
 from serving.audio_formats import CONTENT_TYPES, as_one, check_encoding, convert, encode_stream
-from serving.errors import ApiError, as_api_error, to_json
+from serving.errors import ApiError, as_api_error, log, to_json
 from serving.guard import Guard, connection_of
 from serving.page import page_response
 from serving.requests import SpeechRequest, Style, parse, parse_json
 from serving.settings import Settings
 from serving.speech import Speech, Utterance
 from serving.websocket import Session
-
-log = logging.getLogger("qwen3_tts_cudagraphs")
 
 MAX_REGISTRATIONS = 16  # that are being made or wait for a thread, each with its recording
 
@@ -251,7 +248,8 @@ class SpeechResponse(Response):
         watcher = asyncio.create_task(self.watch(receive))
         try:
             is_complete = await self.respond(scope, receive, send)
-            if not is_complete and break_off(scope):
+            if not is_complete and (connection := connection_of(scope)):
+                connection.break_off()
                 await watcher  # until the connection is closed
         finally:
             limit.cancel()
@@ -335,14 +333,6 @@ class SpeechResponse(Response):
         text, audio = await self.utterance.text_tokens(), self.utterance.frames
         usage = {"input_tokens": text, "output_tokens": audio, "total_tokens": text + audio}
         return event({"type": "speech.audio.done", "usage": usage})
-
-
-def break_off(scope: Scope) -> bool:
-    """Close the connection in the middle of a response. False if the server has to do it."""
-    connection = connection_of(scope)
-    if connection:
-        connection.break_off()
-    return connection is not None
 
 
 def body(data: bytes, more: bool = True) -> dict:

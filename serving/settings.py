@@ -5,8 +5,6 @@ import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from common.checkpoints import base_config, check_number, read_config
-
 API_KEY_VARIABLE = "QWEN3_TTS_API_KEY"
 MB = 1_000_000
 
@@ -76,10 +74,3 @@ def check_host(name: str) -> str:
     if not re.fullmatch(r"[a-z0-9._-]+", wanted):
         raise ValueError(f"--allow-host is {name!r}, it must be a name like host.docker.internal, without a port")
     return wanted
-
-
-def check_model(settings: Settings, model: str, has_speakers: bool) -> None:
-    """Whether this model exists and takes these settings, and speaker.pt files if there are any."""
-    check_number(read_config(model), "max_seq_len", settings.max_seq_len)
-    if has_speakers:
-        base_config(model)

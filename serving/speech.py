@@ -24,7 +24,7 @@ from serving.errors import ApiError
 from serving.metrics import Metrics
 from serving.model import OPENAI_VOICES, Model, sampling
 from serving.requests import Style
-from serving.settings import Settings, check_model
+from serving.settings import Settings
 from serving.voices import RegisteredVoice, VoiceFolder, as_stored, check_name
 
 MAX_THREADS = 4
@@ -58,7 +58,9 @@ class Speech:
         self.models = []
         for name in names:
             files = speakers if speakers and name == (cloning or names)[0] else {}
-            check_model(self.settings, name, bool(files))
+            checkpoints.check_number(checkpoints.read_config(name), "max_seq_len", self.settings.max_seq_len)
+            if files:
+                checkpoints.base_config(name)  # no other takes them
             spec = dict(model=name, device=device, dtype=dtype, max_seq_len=self.settings.max_seq_len)
             spec["speakers"] = {file: base64.b64encode(content).decode() for file, content in files.items()}
             engine = EngineProcess(spec, self.settings.max_streams, spawn)

@@ -4,7 +4,6 @@ A file is a safetensors file with the samples and, as metadata, the transcript: 
 recording is kept rather than what a model made of it, so a voice works with every model that clones.
 """
 
-import logging
 import re
 import threading
 import time
@@ -17,9 +16,8 @@ from safetensors.numpy import save
 
 from common.audio_files import Chunk, to_int16
 from common.output_files import replacement_for
+from serving.errors import log
 from serving.settings import Settings
-
-log = logging.getLogger("qwen3_tts_cudagraphs")
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 SUFFIX = ".safetensors"

@@ -138,10 +138,11 @@ class Session:
         while True:
             try:
                 message = await self.read()
-                if message is None:
-                    return None
-                if not self.is_closing:
-                    await self.handle(message)
+                if self.is_closing:
+                    continue
+                if self.style is None and message["type"] not in ("session.config", "session.close"):
+                    raise ApiError(f"{message['type']} came first: begin with session.config", code="not_configured")
+                await self.HANDLERS[message["type"]](self, message)
             except WebSocketDisconnect:
                 return None
             except ApiError as error:
@@ -151,8 +152,8 @@ class Session:
                 with contextlib.suppress(WebSocketDisconnect):  # the next read notices, too
                     await self.send_error(error)
 
-    async def read(self) -> dict | None:
-        """The next message, None if the client is gone."""
+    async def read(self) -> dict:
+        """The next message."""
         seconds = self.settings.config_seconds if self.style is None else self.settings.idle_seconds
         while True:
             try:
@@ -166,7 +167,7 @@ class Session:
                         f"no message came within {seconds:g} s: open a new connection", code="timeout"
                     ) from None
         if received["type"] == "websocket.disconnect":
-            return None
+            raise WebSocketDisconnect
         if received.get("text") is None:
             raise ApiError("a binary message came: send JSON as text", code="invalid_json")
         message = parse_json(received["text"])
@@ -174,12 +175,6 @@ class Session:
         if not isinstance(kind, str) or kind not in self.HANDLERS:
             raise ApiError(f"the type is {describe(kind)}: send one of {', '.join(self.HANDLERS)}", param="type")
         return message
-
-    async def handle(self, message: dict) -> None:
-        kind = message["type"]
-        if self.style is None and kind not in ("session.config", "session.close"):
-            raise ApiError(f"{kind} came first: begin with session.config", code="not_configured")
-        await self.HANDLERS[kind](self, message)
 
     async def configure(self, message: dict) -> None:
         if self.writing:

@@ -9,7 +9,6 @@ It ends when the socket is closed, also while it loads: the server is gone. It e
 or after an error that leaves CUDA unusable, and the server starts another one. SIGTERM drains it.
 """
 
-import logging
 import os
 import queue
 import signal
@@ -19,10 +18,8 @@ import threading
 from collections.abc import Callable
 
 from common.scripts import cli_errors, heavy_imports
-from serving.errors import log_to_stderr
+from serving.errors import log, log_to_stderr
 from serving.messages import Unpacker, pack
-
-log = logging.getLogger("qwen3_tts_cudagraphs")
 
 BEAT = 0.25  # seconds
 BEATS_PER_SIGN = 4

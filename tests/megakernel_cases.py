@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cudagraph_talker import Sampling, apply_rules, sample
 from fast import megakernel
-from fast.megakernel import FusedStep, Launchable, Sizes, table
+from fast.megakernel import FusedStep, Sizes, table
 from fast.rows import tensors_of, view_of
 
 TALKER_VOCAB = 3072
@@ -24,7 +24,7 @@ REPETITION_PENALTY = 1.5
 PLAIN_COPIES = "#define MEGAKERNEL_PLAIN_COPIES\n"
 
 # (model, heads, width of the talker's hidden state) -> a kernel: megakernel.compile_for, or one for the CPU
-KernelFor = Callable[[Any, Sequence[Any], int], tuple[Sizes, Launchable]]
+KernelFor = Callable[[Any, Sequence[Any], int], tuple[Sizes, Any]]
 
 
 def linear(*shape: int) -> SimpleNamespace:

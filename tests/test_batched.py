@@ -9,7 +9,6 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -635,7 +634,8 @@ def test_wrong_kernel_is_detected(fault, fused, wrong_kernels):
 @needs_compiler
 def test_wrong_epsilon_is_detected(fused, tmp_path):
     """Ten times the epsilon."""
-    sizes = replace(kernel_sizes(fused.model.config), epsilon="1e-5f")
+    sizes = kernel_sizes(fused.model.config)
+    sizes.epsilon = "1e-5f"
     stack = talker_stack(fused, CpuKernels(complete_source(sizes), tmp_path))
     for check in (check_norms, check_qk_norm_rope_store):
         with pytest.raises(AssertionError):
@@ -717,7 +717,8 @@ def test_struct_mismatch_does_not_compile(original, changed, message, fused, tmp
 def test_the_kernels_compile(architecture, fused, tmp_path):
     """Without spilled registers."""
     source = tmp_path / "batched.cu"
-    sizes = replace(kernel_sizes(fused.model.config), hidden=2048, inner=6144)
+    sizes = kernel_sizes(fused.model.config)
+    sizes.hidden, sizes.inner = 2048, 6144
     source.write_text(complete_source(sizes))
     command = ["nvcc", f"-arch={architecture}", "-cubin", "-Xptxas=-v", "-o", tmp_path / "batched.cubin", source]
     result = subprocess.run(command, capture_output=True, text=True)

@@ -31,7 +31,7 @@ EPSILON = 1e-6
 SMALL_DECODER = dict(latent_dim=256, hidden_size=256, head_dim=64, decoder_dim=128, upsample_rates=(4, 3, 2, 2))
 SMALL_DECODER |= dict(num_quantizers=16)
 SLOTS = torch.tensor([3, 0, 1])
-PUBLISHED = codec_kernels.Sizes(
+PUBLISHED = SimpleNamespace(
     codebook=2048,
     code_dim=256,
     hidden=512,
@@ -43,6 +43,8 @@ PUBLISHED = codec_kernels.Sizes(
     latent=1024,
     latent_epsilon="1e-6f",
     last=96,
+    max_frames=codec_kernels.MAX_FRAMES,
+    threads=codec_kernels.THREADS,
 )
 
 
@@ -218,6 +220,12 @@ def check_snake(kernels: CodecKernels) -> None:
     assert torch.equal(output, reference.snake(angles, one, factor))
 
 
+def interleave(x: Tensor, sequences: int) -> Tensor:
+    """(B, L, C) -> (B, D, ceil(L / D), C): sequence r has the columns r, r + D, r + 2 D, ..., the last may be zeros."""
+    missing = -x.shape[1] % sequences
+    return F.pad(x, (0, 0, 0, missing)).unflatten(1, (-1, sequences)).transpose(1, 2)
+
+
 def check_interleaved(kernels: CodecKernels, channels: int = 64) -> None:
     """In one order, out in another: lengths that the dilations divide and others."""
     slots = kernels.get_slots()
@@ -227,7 +235,7 @@ def check_interleaved(kernels: CodecKernels, channels: int = 64) -> None:
         bias, residual, state = random(channels), random(3, columns, channels), random(4, 6 * dilation, channels)
         expected_state = state.clone()
         expected, expected_sum = reference.activate(x, bias, None, residual, None, None, expected_state, slots)
-        interleaved = reference.interleave(x, x_sequences) if x_sequences > 1 else x
+        interleaved = interleave(x, x_sequences) if x_sequences > 1 else x
         pending = PendingSum(interleaved.contiguous(), bias, residual=residual)
         output, total = kernels.activate(pending, None, state, keep_sum=True, dilation=dilation)
         if dilation > 1:

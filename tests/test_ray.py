@@ -34,16 +34,18 @@ import json, sys
 import ray
 from ray import serve
 from serving import ray_app
+from starlette.responses import Response
 
 class Replica(ray_app.Replica):
     def __serve_build_asgi_app__(self):
         api = super().__serve_build_asgi_app__()
-        api.post("/stop")(self.stop)
+        api.add_route("/stop", self.stop, methods=["POST"])
         return api
 
-    async def stop(self):  # as after three deaths
+    async def stop(self, request):  # as after three deaths
         await self.speech.models[0].engine.close()
         self.speech.models[0].engine.state = "gave up"
+        return Response()
 
 ray_app.Replica = Replica
 ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, _metrics_export_port=int(sys.argv[2]))

@@ -16,7 +16,7 @@ import bench
 from benchmarks import bounds
 from benchmarks.parity import MARGIN
 from generate import load_upstream
-from tools.calibrate import GAINS, SELF_TEST, mcnemar_spread
+from tools.calibrate import GAINS, SELF_TEST
 
 CALIBRATIONS = ("calibration_", "self_test_")
 FILES = [path for path in sorted((ROOT / "results").glob("*.json")) if not path.name.startswith(CALIBRATIONS)]
@@ -185,6 +185,13 @@ def test_the_table_names_every_gpu():
     for size in bench.SIZES:
         measured = models[size]["megakernel, a frame's parts in ms"]["frame at position 200"]
         assert re.search(rf"{measured:.2f} ms, \d\d% \({size}\)", lines["H200"])
+
+
+def mcnemar_spread(name: str, runs: list[dict]) -> float:
+    """How many more best tokens only the model's own has right than only the megakernel, in standard deviations of
+    McNemar's test: how far that spreads over the runs. 1: the cases are independent."""
+    pairs = [(run[name]["only_own"], run[name]["only_megakernel"]) for run in runs]
+    return statistics.stdev((own - megakernel) / math.sqrt(max(1, own + megakernel)) for own, megakernel in pairs)
 
 
 @pytest.mark.parametrize("size", bench.SIZES)

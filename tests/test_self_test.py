@@ -89,7 +89,7 @@ def test_faults_on_a_cpu(fault, small_talker, tmp_path, monkeypatch):
     comes."""
     frame = cpu_frame(small_talker, tmp_path, fault, monkeypatch, grid=8 if fault else 28)
     before = state_of(frame.rows)
-    reason = self_test.why_wrong(frame, **CPU_FAULTS[fault])
+    reason, _ = self_test.run_test(frame, **CPU_FAULTS[fault])
     print(f"{fault}: {reason}")
     if fault is None:
         assert reason == ""
@@ -142,9 +142,9 @@ def test_the_frame_can_be_captured_after_a_test_that_failed(error, small_talker)
     before = state_of(frame.rows)
     if error is torch.OutOfMemoryError:
         with pytest.raises(error):
-            self_test.why_wrong(frame, **SMALL)
+            self_test.run_test(frame, **SMALL)
     else:
-        assert self_test.why_wrong(frame, **SMALL) == error.__name__
+        assert self_test.run_test(frame, **SMALL)[0] == error.__name__
     assert_same_state(frame.rows, before)
 
 
@@ -264,7 +264,7 @@ def test_faults_on_a_gpu(fault, gpu_talker, compiled_ahead, reasons, monkeypatch
 
     monkeypatch.setattr(megakernel, "compile_for", compile_for)
     slots = Slots(gpu_talker.config, 1, 512, gpu_talker.dtype, gpu_talker.device)
-    reason = self_test.why_wrong(MegakernelFrame(gpu_talker, slots))
+    reason, _ = self_test.run_test(MegakernelFrame(gpu_talker, slots))
     reasons[fault] = reason
     if fault is None:
         assert reason == ""

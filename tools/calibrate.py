@@ -63,13 +63,6 @@ def one_run(models: list, routes: list, seed: int, gain: float, frames: int) -> 
     return figures
 
 
-def mcnemar_spread(name: str, runs: list[dict]) -> float:
-    """How many more best tokens only the model's own has right than only the megakernel, in standard deviations of
-    McNemar's test: how far that spreads over the runs. 1: the cases are independent."""
-    pairs = [(run[name]["only_own"], run[name]["only_megakernel"]) for run in runs]
-    return statistics.stdev((own - megakernel) / math.sqrt(max(1, own + megakernel)) for own, megakernel in pairs)
-
-
 def smallest_loss(name: str, runs: list[dict]) -> float:
     """The share of best tokens that a kernel must lose for the check of one run to find it."""
     sigmas = statistics.NormalDist().inv_cdf(1 - FALSE_ALARM_RATE)
