@@ -33,8 +33,8 @@ Drive = Callable[[list[float], bool], tuple[list[Listener], list[str], float]]
 # takes when listeners come, and whether each waits for the one before; returns them, their errors, and the seconds
 
 
-def measure(args: argparse.Namespace, drive: Drive, is_short: bool = False) -> dict[str, dict]:
-    """Rows of results, by name."""
+def measure(args: argparse.Namespace, drive: Drive, is_short: bool = False) -> Iterator[tuple[str, dict]]:
+    """Rows of results, each with its name, when it is measured."""
     cases = {f"{args.one_by_one} one by one": [([0.0] * args.one_by_one, True)]}
     rates = {args.rate: min(args.seconds, SHORT) if is_short else args.seconds}
     rates |= {} if is_short else dict.fromkeys(args.other_rates, SHORT)
@@ -43,29 +43,30 @@ def measure(args: argparse.Namespace, drive: Drive, is_short: bool = False) -> d
     for count in args.crowds:
         cases[f"{count} at once"] = [([0.0] * count, False)] * CROWDS
     drive([0.0], True)  # warm-up
-    rows = {}
     for name, runs in cases.items():
         parts, errors, walls = zip(*(drive([*arrivals], one_by_one) for arrivals, one_by_one in runs))
-        rows[name] = summary(sum(parts, []), sum(walls)) | {"errors": sum(errors, [])}
-    return rows
+        yield name, summary(sum(parts, []), sum(walls)) | {"errors": sum(errors, [])}
 
 
-def compare(args: argparse.Namespace, speak: Callable, request: dict) -> dict:
-    """speak: tools.load.speak; request: what listeners ask for"""
-    from benchmarks.machine import machine_card  # imports torch
+def compare(args: argparse.Namespace, speak: Callable, request: dict) -> Iterator[tuple[str, str, dict]]:
+    """Who was measured, and what `measure` yields.
 
+    speak: tools.load.speak; request: what listeners ask for
+    """
     size = Path(args.compare).name
-    result = {"card": machine_card(args.weights), "max_streams": args.max_streams, "models": {}}
-    with tempfile.NamedTemporaryFile() as output:
-        command = [sys.executable, "-m", "tools.compare", json.dumps(vars(args) | {"request": request}, default=str)]
-        subprocess.run([*command, output.name], check=True, cwd=ROOT, stdout=2)
-        result["models"][f"{size}, engine"] = json.loads(Path(output.name).read_text())
+    command = [sys.executable, "-m", "tools.compare", json.dumps(vars(args) | {"request": request}, default=str)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as engine:
+        for line in engine.stdout:
+            yield f"{size}, engine", *json.loads(line)
+    if engine.returncode != 0:
+        raise ValueError("the engine alone could not be measured: it says why above")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # for many connections, of this process and its children
     with running_server(args) as url:
         start = partial(speak, url, None, **request)
         server = f"{size}, over HTTP"
-        result["models"][server] = measure(args, partial(drive_server, start, 1))
+        for row in measure(args, partial(drive_server, start, 1)):
+            yield server, *row
         conditions = []
         if args.clients > 1:
             conditions += [(f"{args.clients} processes of listeners", args.clients, contextlib.nullcontext())]
@@ -75,9 +76,8 @@ def compare(args: argparse.Namespace, speak: Callable, request: dict) -> dict:
             conditions += [("all cores busy", 1, busy_cores())]
         for name, clients, condition in conditions:
             with condition:
-                rows = measure(args, partial(drive_server, start, clients), is_short=True)
-            result["models"][f"{server}, {name}"] = rows
-    return result
+                for row in measure(args, partial(drive_server, start, clients), is_short=True):
+                    yield f"{server}, {name}", *row
 
 
 def drive_server(
@@ -97,8 +97,8 @@ def drive_server(
     return listeners, errors, max(wall for _, _, wall in results)
 
 
-def drive_part(start, arrivals, one_by_one, begin_at) -> tuple[list[Listener], list[str], float]:
-    """In a process of its own."""
+def drive_part(start, arrivals, one_by_one, begin_at=0.0) -> tuple[list[Listener], list[str], float]:
+    """In this process."""
     errors = []
     time.sleep(max(0.0, begin_at - time.time()))
     listeners, wall = listen_at(noting_errors(start, errors), arrivals, *([1] if one_by_one else []))
@@ -156,7 +156,7 @@ def busy_cores() -> Iterator[None]:
 # ---- The engine alone, in its process
 
 
-def measure_engine(args: argparse.Namespace) -> dict:
+def measure_engine(args: argparse.Namespace) -> Iterator[tuple[str, dict]]:
     from serving.engine_host import EngineHost
     from speech.warm_up import some_voice
 
@@ -171,17 +171,13 @@ def measure_engine(args: argparse.Namespace) -> dict:
         with contextlib.suppress(UserWarning):  # the speech ends at max_new_tokens
             yield from host.engine.stream(host.method, **arguments)
 
-    def drive(arrivals: list[float], one_by_one: bool) -> tuple[list[Listener], list[str], float]:
-        listeners, wall = listen_at(start, arrivals, *([1] if one_by_one else []))
-        return listeners, [], wall
-
-    rows = measure(args, drive)
+    yield from measure(args, partial(drive_part, start))
     host.close()
-    return rows
 
 
 if __name__ == "__main__":
-    options = argparse.Namespace(**json.loads(sys.argv[1]))
-    Path(sys.argv[2]).write_text(json.dumps(measure_engine(options)))
-    sys.stdout.flush()
+    rows = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed is not a row
+    for row in measure_engine(argparse.Namespace(**json.loads(sys.argv[1]))):
+        print(json.dumps(row), file=rows, flush=True)
     os._exit(0)  # torch need not tidy up

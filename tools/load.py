@@ -65,14 +65,28 @@ def drive(start_stream: StartStream, args: argparse.Namespace) -> dict:
     return row | dict(errors=dict(collections.Counter(errors)))
 
 
-def print_comparison(result: dict) -> None:
+def compare_and_print(args: argparse.Namespace, request: dict) -> bool:
+    """Print and write every row when it is measured. Returns whether there were errors."""
+    from benchmarks.machine import machine_card  # imports torch
+    from tools.compare import compare
+
     columns = ["first_audio_ms", "first_audio_p95_ms", "first_audio_p99_ms", "audio_seconds_per_second", "underruns"]
+    result = {"card": machine_card(args.weights), "max_streams": args.max_streams, "models": {}}
+    has_errors = False
     print(" " * 74 + "  p50 ms   p95 ms   p99 ms  audio s/s  underruns")
-    for who, rows in result["models"].items():
-        for name, row in rows.items():
-            figures = [f"{row[column]:9.1f}" if row[column] is not None else "        -" for column in columns]
-            errors = f"   {len(row['errors'])} errors: {row['errors'][0]}" if row.get("errors") else ""
-            print(f"{f'{who}: {name}':72} {''.join(figures)}{errors}")
+    for who, name, row in compare(args, speak, request):
+        figures = [f"{row[column]:9.1f}" if row[column] is not None else "        -" for column in columns]
+        errors = f"   {len(row['errors'])} errors: {row['errors'][0]}" if row["errors"] else ""
+        print(f"{f'{who}: {name}':72} {''.join(figures)}{errors}", flush=True)
+        has_errors = has_errors or bool(errors)
+        result["models"].setdefault(who, {})[name] = row
+        write_json(args.json, result)
+    return has_errors
+
+
+def write_json(path: Path | None, result: dict) -> None:
+    if path:
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main() -> None:
@@ -103,19 +117,14 @@ def main() -> None:
     request = dict(input=args.text, voice=args.voice, response_format="pcm")
     request["max_new_tokens"] = round(args.audio_seconds * FRAME_RATE) + 1
     if args.compare:
-        from tools.compare import compare
-
         args.one_by_one = args.one_by_one or 50
-        result = compare(args, speak, request)
-        print_comparison(result)
-        has_errors = any(row["errors"] for rows in result["models"].values() for row in rows.values())
+        has_errors = compare_and_print(args, request)
     else:
         result = drive(partial(speak, args.url, args.api_key, **request), args)
         for name, value in result.items():
             print(f"{name.replace('_', ' '):32} {f'{value:.1f}' if isinstance(value, float) else value}")
         has_errors = bool(result["errors"])
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.json, result)
     sys.exit(has_errors)
 
 
