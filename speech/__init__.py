@@ -42,10 +42,10 @@ def plug_in(tts, decoder, rows: int, fused: bool | None) -> None:
     # load_upstream does the same; this is for a model that upstream has loaded, from a folder.
     tts.processor.tokenizer.backend_tokenizer.pre_tokenizer[0] = Split(Regex(PRE_TOKENS), "isolated")
     tts._tokenize_texts([""])  # sets the tokenizer's padding, which must not change while another thread tokenizes
+    host_talker = use_text_table(talker) if on_gpu else None  # first: it frees what the rest then takes
     keepalive = replace_layers(talker, decoder.max_seq_len)
     if not batched.why_not(talker.model):
         batched.compile_ahead(talker.model)  # also where the megakernel makes all frames: prefills need it
-    host_talker = use_text_table(talker) if on_gpu else None  # first: it frees what the rows' memory then takes
     runner = Runner(talker, tts.model.speech_tokenizer, rows, decoder.max_seq_len, fused, keepalive)
     tts.speech = Speech(tts, decoder, runner, host_talker)
     tts.speech.take_over()

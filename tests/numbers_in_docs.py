@@ -308,8 +308,6 @@ def sentences() -> Iterator[tuple[str, str, list[str]]]:
     cache = 28 * 2 * 8 * 128 * 2 * 2048 / 2**30
     yield "docs/serving.md", "keys and values of a stream are {} GiB of it", [f"{cache:.2f}"]
 
-    peers = results("h200")["models"]["0.6B"][PEER]["commit"]
-    yield page, f"were measured in an earlier run, at {peers}", []
     asked = round(max(rows["20 requests per second for 60 s"]["audio_seconds_per_second"] for rows in streams))
     yield page, "arrive at random ask for {} audio seconds per second", [str(asked)]
     served = results("h200_server")["models"]["1.7B, over HTTP"]
