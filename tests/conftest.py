@@ -6,6 +6,7 @@ behind is seen by the next.
 
 import functools
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -37,16 +38,16 @@ def pytest_unconfigure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A file's tests run on one worker: its servers, kernels and Chromium are made once. Those of a large model run on
-    a worker for each size."""
+    """A file's tests run on one worker: its servers, kernels and Chromium are made once. Those of large models run on a
+    worker for each model: a size, or a size and a gain."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class BySizeOfModel(LoadScopeScheduling):
+    class ByModel(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file, _, name = nodeid.partition("::")
-            return file, *(size for size in ("0.6B", "1.7B") if size in name)
+            return file, *re.findall(r"\('[01]\.\dB', [\d.]+\)|[01]\.\dB", name)[:1]
 
-    return BySizeOfModel(config, log)
+    return ByModel(config, log)
 
 
 def seed(name):
