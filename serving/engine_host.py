@@ -65,7 +65,8 @@ class EngineHost:
         rows = rows or self.rows_that_fit(models)
         accelerate(self.tts, max_seq_len=self.spec["max_seq_len"], rows=rows)
         # Requests are counted in the server: the engine's own limit is out of reach.
-        self.engine = Engine(self.tts, MAX_UNREAD, max_waiting=1 << 30, cut_off_is_error=True)
+        options = dict(max_waiting=1 << 30, cut_off_is_error=True, after_delivery=self.connection.flush)
+        self.engine = Engine(self.tts, MAX_UNREAD, **options)
         self.method, voice = some_voice(self.tts)
         if self.clones:  # with a recording, so that its encoder is warm, too
             noise = np.random.default_rng(0).normal(0, 0.1, 24000).astype(np.float32)
@@ -189,7 +190,7 @@ class EngineHost:
         if stream is None:
             return
         if isinstance(item, np.ndarray):
-            self.connection.send(to_int16(item).tobytes(), type="audio", id=number)
+            self.connection.add(to_int16(item).tobytes(), type="audio", id=number)
         elif isinstance(item, BaseException):
             self.fail(number, item)
         else:
@@ -200,7 +201,7 @@ class EngineHost:
                 self.fail(number, error)
                 return
             read = stream.text and stream.text.characters_read(stream.valid)
-            self.connection.send(type="end", id=number, characters_read=read)
+            self.connection.add(type="end", id=number, characters_read=read)
             self.cancel(number)
 
     def fail(self, number: int, error: BaseException) -> None:

@@ -34,6 +34,7 @@ class Connection:
         self.on_close = on_close
         self.inbox = queue.SimpleQueue()
         self.take = lambda *message: self.inbox.put(message)  # until the model is loaded
+        self.outbox = []  # packed messages
         self.backlog = bytearray()  # what the socket has not taken
         self.changed = threading.Condition()
         self.is_closing = False
@@ -55,10 +56,21 @@ class Connection:
         self.on_close()
 
     def send(self, payload: bytes = b"", **header) -> None:
-        """Never blocks. Mostly this thread writes: to wake another one takes long where the cores are busy."""
-        data = pack(header, payload)
+        self.add(payload, **header)
+        self.flush()
+
+    def add(self, payload: bytes = b"", **header) -> None:
+        """To be written with the next `flush`: the audio of all streams that one pass has made goes into one write."""
+        message = pack(header, payload)
         with self.changed:
-            if not self.backlog:
+            self.outbox.append(message)
+
+    def flush(self) -> None:
+        """Never blocks. Mostly this thread writes: to wake another one takes long where the cores are busy."""
+        with self.changed:
+            data = b"".join(self.outbox)
+            self.outbox.clear()
+            if data and not self.backlog:
                 try:
                     data = data[self.socket.send(data, socket.MSG_DONTWAIT) :]
                 except BlockingIOError:

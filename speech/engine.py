@@ -55,12 +55,14 @@ class Engine:
         max_waiting: int = 1024,
         patience: float = 10.0,
         cut_off_is_error: bool = False,
+        after_delivery: Callable[[], None] = lambda: None,
     ):
         """tts: an accelerated model, whose `rows` are how many streams there can be at once
         max_unread: chunks that a listener may leave unread before its stream pauses
         max_waiting: requests that may wait for a row, beyond those that will find one free
         patience: seconds after which a paused stream loses its row to a waiting one
         cut_off_is_error: raise CutOff after the last chunk of a speech that ended at a limit, instead of warning
+        after_delivery: called when all streams that were decoded together have their audio
         """
         if max_unread < 1:
             raise ValueError(f"max_unread is {max_unread}, it must be at least 1")
@@ -72,6 +74,7 @@ class Engine:
         self.max_waiting = max_waiting
         self.patience = patience
         self.cut_off_is_error = cut_off_is_error
+        self.after_delivery = after_delivery
         self.open = set()  # streams that somebody may be reading
         self.active = []  # streams that have a row
         self.time_of_pass = 0.0  # seconds that one of the last passes has taken at most
@@ -419,6 +422,7 @@ class Engine:
                 for stream, item in zip(streams, items):
                     if not stream.has_ended:
                         stream.put(item)
+                self.after_delivery()
             except Exception as error:
                 log.exception("the engine has stopped")
                 self.fail(error)

@@ -28,7 +28,7 @@ from serving_helpers import (
 )
 from websockets.sync.client import connect
 
-from serving import engine_host, engine_process, memory
+from serving import engine_host, engine_process, memory, worker
 from serving.engine_process import EngineProcess
 from serving.errors import ApiError
 from serving.messages import LENGTHS, Unpacker, pack
@@ -70,6 +70,39 @@ def test_messages_arrive_as_they_were_sent():
         assert not unpacker.data
     with pytest.raises(ValueError, match="a message of"):
         [*Unpacker().feed(LENGTHS.pack(2, 1 << 31))]
+
+
+def test_nothing_is_lost_while_the_server_does_not_read():
+    """The socket takes a part at once, another thread writes the rest, and `close` waits for it."""
+    ours, theirs = socket.socketpair()
+    connection = worker.Connection(theirs, on_close=lambda: None)
+    received, senders = [], 3
+
+    def send(sender):
+        for number in range(200):
+            (connection.add if number % 3 else connection.send)(bytes(1000), sender=sender, number=number)
+        connection.flush()
+
+    def read():
+        unpacker = Unpacker()
+        while data := ours.recv(1 << 16):
+            received.extend(unpacker.feed(data))
+
+    threads = [threading.Thread(target=send, args=[sender]) for sender in range(senders)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert connection.backlog  # it was too much for the socket, and nobody has waited
+    reader = threading.Thread(target=read)
+    reader.start()
+    connection.send(type="stopped")
+    connection.close()
+    reader.join(LIMIT)
+    assert received.pop() == ({"type": "stopped"}, b"")
+    for sender in range(senders):
+        of_sender = [(header["number"], payload) for header, payload in received if header["sender"] == sender]
+        assert of_sender == [(number, bytes(1000)) for number in range(200)]
 
 
 # ---- Processes that end

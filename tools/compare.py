@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 from benchmarks.listeners import Listener, listen_at, noting_errors, poisson_arrivals, summary
 
@@ -56,8 +57,12 @@ def compare(args: argparse.Namespace, speak: Callable, request: dict) -> Iterato
     size = Path(args.compare).name
     command = [sys.executable, "-m", "tools.compare", json.dumps(vars(args) | {"request": request}, default=str)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as engine:
-        for line in engine.stdout:
-            yield f"{size}, engine", *json.loads(line)
+        try:
+            for line in engine.stdout:
+                yield f"{size}, engine", *json.loads(line)
+        except BaseException:
+            engine.kill()
+            raise
     if engine.returncode != 0:
         raise ValueError("the engine alone could not be measured: it says why above")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -161,7 +166,7 @@ def measure_engine(args: argparse.Namespace) -> Iterator[tuple[str, dict]]:
     from speech.warm_up import some_voice
 
     spec = dict(model=args.compare, device=args.device, dtype=None, max_seq_len=2048, speakers={})
-    host = EngineHost(spec, connection=None, stop=None)
+    host = EngineHost(spec, connection=SimpleNamespace(flush=lambda: None), stop=None)
     host.begin(args.max_streams, 1)
     _, voice = some_voice(host.tts)
     arguments = voice | {"language": "Auto"}
