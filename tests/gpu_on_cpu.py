@@ -16,7 +16,7 @@ from fast.megakernel import KERNEL_NAME, Gpu, Sizes
 
 HEADER = Path(__file__).with_suffix(".h")
 OPTIONS = (
-    *("-std=c++20", "-O1", "-w", "-fPIC"),  # -O2 takes longer to compile than it saves
+    *("-std=c++20", "-w", "-fPIC"),
     "-fno-strict-aliasing",  # the kernel reads bfloat16 as uint2, and so on
     "-ffp-contract=off",  # the same sums on every CPU
     "-U_FORTIFY_SOURCE",  # whose longjmp refuses to change stacks
@@ -24,6 +24,8 @@ OPTIONS = (
     # share the static variables of templates and inline functions.
     "-fvisibility=hidden",
 )
+# More takes longer to compile than it saves. The kernels beside the megakernel are small and run only once or twice.
+OF_MEGAKERNEL, OF_SMALL_KERNELS = "-O1", "-O0"
 RUN = f"""
 extern "C" [[gnu::visibility("default")]] int run(const void *arguments, int grid, int threads, int shared_bytes) {{
     return launch({KERNEL_NAME}, arguments, grid, threads, shared_bytes);
@@ -45,23 +47,25 @@ libraries: dict[str, ctypes.CDLL] = {}  # what was compiled in this process, by 
 
 
 @functools.cache
-def precompiled_header() -> Path:
+def precompiled_header(optimization: str) -> Path:
     """The header, and compiled beside it: that takes as long as a kernel, and all workers share it."""
-    header = Path(os.environ["QWEN3_TTS_TESTS"]) / HEADER.name
+    header = Path(os.environ["QWEN3_TTS_TESTS"]) / f"{HEADER.stem}{optimization}.h"
     with FileLock(f"{header}.lock"):
         if not header.exists():
-            subprocess.run(["g++", *OPTIONS, "-x", "c++-header", "-o", f"{header}.gch", HEADER], check=True)
+            options = *OPTIONS, optimization, "-x", "c++-header"
+            subprocess.run(["g++", *options, "-o", f"{header}.gch", HEADER], check=True)
             shutil.copy(HEADER, header)
     return header
 
 
-def compile_library(source: str, folder: Path) -> ctypes.CDLL:
+def compile_library(source: str, folder: Path, optimization: str) -> ctypes.CDLL:
     """A RuntimeError has the compiler's messages."""
     if source not in libraries:
         cpp = folder / f"kernel{len(libraries)}.cpp"
         library = cpp.with_suffix(".so")
-        cpp.write_text(f'#include "{precompiled_header()}"\n{source}')
-        result = subprocess.run(["g++", *OPTIONS, "-shared", "-o", library, cpp], capture_output=True, text=True)
+        cpp.write_text(f'#include "{precompiled_header(optimization)}"\n{source}')
+        options = *OPTIONS, optimization, "-shared"
+        result = subprocess.run(["g++", *options, "-o", library, cpp], capture_output=True, text=True)
         if result.returncode != 0:
             raise RuntimeError(result.stderr)
         libraries[source] = ctypes.CDLL(str(library))
@@ -83,7 +87,7 @@ class CpuKernel:
     def __init__(self, source: str, sizes: Sizes, folder: Path) -> None:
         """`source` is megakernel.complete_source(sizes). A RuntimeError has the compiler's messages."""
         self.sizes = sizes
-        self.run: Any = compile_library(source + RUN, folder).run
+        self.run: Any = compile_library(source + RUN, folder, OF_MEGAKERNEL).run
         self.run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
 
     def launch(self, fields: Sequence[int]) -> None:
@@ -99,7 +103,7 @@ class CpuKernels:
     def __init__(self, source: str, folder: Path, names: Iterable[str] = batched.KERNELS) -> None:
         """`source` is complete_source(sizes) of either. A RuntimeError has the compiler's messages."""
         entries = "".join(RUN_BATCHED.format(name) for name in names)
-        self.library = compile_library(source + entries, folder)
+        self.library = compile_library(source + entries, folder, OF_SMALL_KERNELS)
 
     def launch(self, name: str, grid: tuple[int, int], block: int, fields: Sequence[int]) -> None:
         struct = (ctypes.c_uint64 * len(fields))(*fields)
