@@ -83,7 +83,7 @@ class Runner:
         self.shared_generator.seed()
 
     def record_event(self, sleeps: bool = False) -> torch.cuda.Event | None:
-        """sleeps: whether a thread that waits for it does not poll"""
+        """sleeps: a thread that waits for it sleeps instead of polling"""
         if not self.on_gpu:
             return None
         return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(blocking=sleeps))
@@ -91,8 +91,8 @@ class Runner:
     def enter(self, sleeps: bool = False) -> None:
         """Call this when it is another caller's turn: what the last one has launched comes first.
 
-        sleeps: wait for frames asleep. To poll is a little faster, but takes a core; if that has other work, too, the
-            system makes a thread that polls wait for it, again and again.
+        sleeps: sleep until a frame is done instead of polling. Polling notices it a little sooner, but keeps a core
+            busy, and where cores are shared the scheduler preempts such a thread often.
         """
         self.sleeps = sleeps
         for utterance in [utterance for utterance in self.active if utterance.is_abandoned]:

@@ -1,10 +1,10 @@
 """Prompts built on the host, from a table of what the talker makes of each text token.
 
 Upstream embeds a text token and projects it to the talker's width. The result depends on the token alone, so it is
-computed once for the whole vocabulary, on the GPU, and kept on the host, and the embedding frees its memory. All other
-steps of a prompt are lookups and sums of two embeddings, which give the same bits on a CPU. `HostTalker` lets
-upstream's prompt code run there. On the GPU it takes a hundred small kernels and a dozen synchronizations, which would
-wait for the frames of other streams.
+computed once for the whole vocabulary, on the GPU, and kept on the host. The embedding's own memory on the GPU is
+freed. All other steps of a prompt are lookups and sums of two embeddings, which give the same bits on a CPU.
+`HostTalker` lets upstream's prompt code run there. On the GPU it takes a hundred small kernels and a dozen
+synchronizations, which would wait for the frames of other streams.
 """
 
 import copy
@@ -22,7 +22,7 @@ class TextTable(nn.Module):
     @torch.no_grad()
     def __init__(self, talker):
         super().__init__()
-        weight = talker.get_text_embeddings().cpu().weight  # it leaves the GPU first: nothing is to be added to it
+        weight = talker.get_text_embeddings().cpu().weight  # off the GPU first: lower peak memory
         self.table = torch.empty(len(weight), talker.config.hidden_size, dtype=weight.dtype, device="cpu")
         for rows, embedded in zip(self.table.split(ROWS_AT_ONCE), weight.split(ROWS_AT_ONCE)):
             rows.copy_(talker.text_projection(embedded.to(talker.device)))
