@@ -21,19 +21,22 @@ sys.path.append(str(Path(__file__).parents[1] / "package"))  # what `pip install
 
 # torch and the project are imported in functions: the process that only starts the workers needs neither.
 
-SHARED_FOLDER = "QWEN3_TTS_TESTS"  # names the folder that all workers share
+# Names the folder that all workers share. Set by the caller, it is kept for the next run.
+SHARED_FOLDER = "QWEN3_TTS_TESTS"
 
 
 def pytest_configure(config):
     """Checkpoints of the published sizes take 15 GB, so one set is shared by all workers, and removed at the end."""
-    if not hasattr(config, "workerinput"):
+    config.shared_folder = None
+    if SHARED_FOLDER not in os.environ:
         config.shared_folder = tempfile.TemporaryDirectory(prefix="qwen3-tts-tests-", ignore_cleanup_errors=True)
         os.environ[SHARED_FOLDER] = config.shared_folder.name
 
 
 def pytest_unconfigure(config):
-    if not hasattr(config, "workerinput"):
+    if config.shared_folder:
         config.shared_folder.cleanup()
+        del os.environ[SHARED_FOLDER]
 
 
 @pytest.hookimpl(optionalhook=True)
