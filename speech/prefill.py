@@ -6,7 +6,7 @@ prefix depends on voice, language and style, but not on the text. So it is kept 
 """
 
 import collections
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -59,8 +59,10 @@ class PrefillGraph:
             self.prefixes = torch.zeros(count, length, talker.config.hidden_size, dtype=talker.dtype)
             self.rows = torch.full((count,), len(slots.token) - 1)  # that they are read into
             self.positions = torch.arange(length)
-        stack = PromptStack if length >= SHORTEST_FOR_SDPA else BatchedStack
-        self.kernels = stack(talker.model, slots.keys, slots.values, count * length) if with_kernels else None
+        self.kernels = None
+        if with_kernels:
+            stack = partial(PromptStack, count) if length >= SHORTEST_FOR_SDPA else BatchedStack
+            self.kernels = stack(talker.model, slots.keys, slots.values, count * length)
 
     def capture(self, pool: tuple | None) -> None:
         self.replay = capture(self.step, self.rows.device, pool)
@@ -68,7 +70,6 @@ class PrefillGraph:
     def step(self) -> None:
         count, length, _ = self.prefixes.shape
         if self.kernels:
-            self.kernels.prompts = count
             slots = self.rows[:, None].repeat(1, length).flatten()
             self.kernels.forward(self.prefixes.flatten(0, 1), self.positions.repeat(count), slots)
         else:
@@ -80,7 +81,10 @@ class PrefillGraph:
 class PromptStack(BatchedStack):
     """The same with SDPA's attention, for rows that are all positions of one prompt after another."""
 
-    prompts = 1  # how many
+    def __init__(self, prompts: int, *args):
+        """prompts: how many; then what a BatchedStack takes"""
+        super().__init__(*args)
+        self.prompts = prompts
 
     def attention(self, qkv: torch.Tensor, *_, **__) -> torch.Tensor:
         """(B * L, (Q + 2 KV) * D) -> (B * L, Q * D), after norm and RoPE in place"""

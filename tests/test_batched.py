@@ -345,16 +345,17 @@ def test_two_positions_of_a_slot_can_be_two_rows(fused, predictor_kernels):
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", [BatchedStack, PromptStack])
+@pytest.mark.parametrize("with_sdpa", [False, True])
 @pytest.mark.parametrize("lengths", [[9], [5, 9]])
 @torch.no_grad()
-def test_positions_of_prompts_can_be_rows(lengths, kind, fused, kernels):
+def test_positions_of_prompts_can_be_rows(lengths, with_sdpa, fused, kernels):
     """A prefill of one or more prompts: what SDPA and the modules compute, but for rounding."""
     slots = Slots(fused.config, 3, 32, torch.bfloat16, torch.device("cpu"))
     graph = PrefillGraph(fused, slots, len(lengths), 16, with_kernels=False)
     graph.prefixes.normal_()
     graph.rows.copy_(torch.arange(len(lengths)) + 1)
     caches = []
+    kind = functools.partial(PromptStack, len(lengths)) if with_sdpa else BatchedStack
     for stack in (None, kind(fused.model, slots.keys, slots.values, 16 * len(lengths), kernels)):
         graph.kernels = stack
         slots.whole_cache.zero_()
