@@ -31,7 +31,6 @@ ROLE_TOKENS = 3  # before the text: <|im_start|>, assistant, newline
 CLOSING_TOKENS = 5  # after it: <|im_end|>, newline and the next role
 TRANSCRIPT_CLOSING_TOKENS = 2  # after a reference's transcript: <|im_end|>, newline
 MAX_TEMPLATES = 256
-MAX_FIRST_ROWS = 256  # kept by each template: texts begin with the same words
 
 
 class PromptTemplate:
@@ -50,11 +49,9 @@ class PromptTemplate:
         on_host = {name: value.cpu() for name, value in self.request.items() if torch.is_tensor(value)}
         self.request = self.request | on_host
         self.table = talker.get_text_embeddings().table
-        self.table_rows = as_numpy(self.table)
         codec = talker.get_input_embeddings().weight
         self.codec_pad = codec[config.talker_config.codec_pad_id]
         self.codes = codec[config.talker_config.codec_bos_id][None]  # (C, H)
-        self.first_row = functools.lru_cache(MAX_FIRST_ROWS)(self.make_first_row)
         self.transcript, self.end, self.pad = [], [config.tts_eos_token_id], [config.tts_pad_token_id]
         if is_in_context(self.voice_clone_prompt):
             (item,) = self.voice_clone_prompt
@@ -81,21 +78,15 @@ class PromptTemplate:
         in_prompt = first_code + len(self.codes)
         ids += self.pad * (max(0, in_prompt + 1 - len(ids)) + 1)  # at least one for a frame, and what follows
         text = self.table.new_empty(len(ids), self.table.shape[1], pin_memory=self.speech.on_gpu)
-        rows = as_numpy(text)
-        self.table_rows.take(ids, axis=0, out=rows, mode="clip")  # "raise" would copy them twice
-        if in_prompt == 1:  # the other tokens come with the frames
-            rows[0] = self.first_row(ids[0])
-            return self.request | dict(prefix=prefix, inputs=text)
+        torch.index_select(self.table, 0, torch.from_numpy(np.array(ids)), out=text)  # numpy converts a long list fast
         if not is_streaming:
             text[:first_code].add_(self.codec_pad)
         text[first_code:in_prompt].add_(self.codes)
-        prefix = torch.cat([prefix, text[: in_prompt - 1]])
-        mask = torch.ones(1, len(prefix) + 1, dtype=torch.long, device="cpu")
-        return self.request | dict(prefix=prefix, attention_mask=mask, inputs=text[in_prompt - 1 :])
-
-    def make_first_row(self, token: int) -> np.ndarray:
-        """Of a prompt without a recording: a text's first token and codec_bos."""
-        return as_numpy(self.table[token] + self.codes[0])
+        filled = self.request | dict(prefix=prefix, inputs=text[in_prompt - 1 :])
+        if in_prompt > 1:
+            prefix = torch.cat([prefix, text[: in_prompt - 1]])
+            filled |= dict(prefix=prefix, attention_mask=torch.ones(1, len(prefix) + 1, dtype=torch.long, device="cpu"))
+        return filled
 
     def is_upstreams(self, filled: dict) -> bool:
         return all(torch.equal(filled[name], self.request[name]) for name in ("prefix", "attention_mask", "inputs"))
@@ -123,11 +114,6 @@ class PromptTemplates:
     def clear(self) -> None:
         with self.lock:
             self.templates.clear()
-
-
-def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The same memory, bfloat16 as int16: numpy does not know it. Its calls are shorter than those of torch."""
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).detach().numpy()
 
 
 def tokenize(tts, text: str) -> list[int]:
