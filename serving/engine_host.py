@@ -71,9 +71,9 @@ class EngineHost:
         if self.clones:  # with a recording, so that its encoder is warm, too
             noise = np.random.default_rng(0).normal(0, 0.1, 24000).astype(np.float32)
             voice = {"voice_clone_prompt": clone_prompt(self.tts, noise, 24000, "warm up")}
-        texts = ["Warm up."] * (rows if self.device.type == "cuda" else 1)  # a GPU's first crowd takes twice as long
         with contextlib.suppress(CutOff):
-            self.engine.generate(self.method, text=texts, max_new_tokens=5, **voice)
+            for _ in self.engine.stream(self.method, text="Warm up.", max_new_tokens=5, **voice):
+                pass
 
     def rows_that_fit(self, models: int) -> int:
         if self.device.type != "cuda":
