@@ -27,7 +27,7 @@ from helpers import ROOT
 from safetensors.torch import load_file, save_file
 from serving_helpers import FRAME, LIMIT, is_running
 
-from serving.options import keep_to_this_machine
+from serving.options import PRIORITY, keep_to_this_machine, raise_priority
 from serving.options import listen as bind
 from serving.process import greeting
 from serving.settings import Settings, check_origin
@@ -232,6 +232,21 @@ def test_a_server_without_a_key_is_not_opened_silently(host, key, warned):
         settings = keep_to_this_machine(listening, Settings(key))
     assert len(caught) == warned
     assert settings.only_this_machine == (host == "127.0.0.1" and key is None)
+
+
+@pytest.mark.parametrize("before, wanted", [(0, PRIORITY), (-20, -20)])
+def test_the_priority_is_raised_where_that_is_allowed(monkeypatch, before, wanted):
+    raised = []
+    monkeypatch.setattr(os, "getpriority", lambda *_: before)
+    monkeypatch.setattr(os, "setpriority", lambda *arguments: raised.append(arguments))
+    raise_priority()
+    assert raised == [(os.PRIO_PROCESS, 0, wanted)]
+
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    raise_priority()  # no error
 
 
 def test_an_origin_is_what_browsers_send():
