@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.checkpoints import Checkpoint
 from benchmarks.listeners import crowd, poisson_arrivals
-from benchmarks.timing import Effort, NamedRows, Row, clock, clone_arguments, load_alone
+from benchmarks.timing import Effort, NamedRows, Row, clock, clone_arguments, load_alone, median_of
 from common.checkpoints import FRAME_RATE
 from generate import accelerate
 from speech.engine import Engine
@@ -32,15 +32,23 @@ def time_streams(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
     with engine:
         usual = speak(effort.frames[-1])
         for count in effort.streams:
-            crowd(usual, [0.0] * count)  # warm-up
             name = "1 stream alone" if count == 1 else f"{count} streams at once"
-            yield name, crowd(usual, [0.0] * count) | engine_row
+            crowds = [crowd(usual, [0.0] * count) for _ in range(1 + effort.crowds)]
+            yield name, medians(crowds[1:]) | engine_row  # the first one warms up
         if effort.poisson_seconds:
             row = crowd(speak(POISSON_FRAMES), poisson_arrivals(REQUESTS_PER_SECOND, effort.poisson_seconds))
             yield f"{REQUESTS_PER_SECOND} requests per second for {effort.poisson_seconds:g} s", row
         for count in effort.held:
             yield f"{count} listeners for 60 s", crowd(speak(HELD_FRAMES), [0.0] * count)
         yield "lists", {str(count): time_list(tts, engine, checkpoint.speaker, count, effort) for count in effort.lists}
+
+
+def medians(crowds: list[Row]) -> Row:
+    """Of each figure, but all underruns."""
+    columns = {name: [row[name] for row in crowds] for name in crowds[0]}
+    row = {name: statistics.median(values) for name, values in columns.items()}
+    speed = "audio_seconds_per_second"
+    return row | median_of(speed, columns[speed]) | dict(underruns=sum(columns["underruns"]))
 
 
 def time_list(tts, engine: Engine, speaker: torch.Tensor, texts: int, effort: Effort) -> Row:

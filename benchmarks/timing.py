@@ -43,6 +43,7 @@ class Effort:
     first_audio_runs: int = 20
     late_chunk_frames: int = 750  # length of the stream (60 s) that is checked for late chunks
     streams: tuple[int, ...] = (1, 4, 8, 16, 64, 256)  # listeners at once
+    crowds: int = 5  # of each of these sizes: one alone scatters by 5 to 10%
     held: tuple[int, ...] = (320, 400)  # listeners at once, for 60 s each
     poisson_seconds: float = 60
     lists: tuple[int, ...] = (4, 16, 64)  # texts
@@ -57,6 +58,7 @@ SMALL = Effort(
     first_audio_runs=5,
     late_chunk_frames=24,
     streams=(1, 2, 4),
+    crowds=1,
     held=(),
     poisson_seconds=0,
     lists=(2,),
