@@ -153,9 +153,9 @@ def draw_server(models: Models):
             if len(values) > 1:
                 axis.plot([*values], [*values.values()], color=color, marker="o", label=name)
         axis.set_xlabel("requests per second", color=GRAY)
-        axis.set_ylim(bottom=0)
-        axis.legend(frameon=False, labelcolor=GRAY, loc="upper left")
+        axis.legend(frameon=False, labelcolor=GRAY, loc="lower right")
         finish(axis, title)
+    axis.set_ylim(bottom=0)  # of both, when all is drawn
     return figure
 
 

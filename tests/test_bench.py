@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import bench
-from benchmarks import check, listeners, quality, ready, single, timing
+from benchmarks import check, listeners, plot, quality, ready, single, timing
 from benchmarks.checkpoints import Checkpoint
 from benchmarks.parity import Forced, one_pass
 from benchmarks.peer import run_peer
@@ -306,6 +306,14 @@ def test_the_figure_is_drawn_from_the_results(tmp_path, monkeypatch, capsys):
     written = figure.stat().st_mtime_ns  # what has not changed is not written again
     run(monkeypatch, tmp_path, "--plot")
     assert figure.read_text() == drawn and figure.stat().st_mtime_ns == written
+
+
+def test_the_servers_figure_shows_all_of_both_lines():
+    """Both axes have one scale, which the higher percentile needs."""
+    pytest.importorskip("matplotlib")
+    rows = {f"{rate} requests per second for 10 s": dict(first_audio_ms=5, first_audio_p95_ms=50) for rate in (5, 40)}
+    for axis in plot.draw_server({"engine": rows, "over HTTP": rows}).axes:
+        assert axis.get_ylim()[0] == 0 and axis.get_ylim()[1] > 50 and len(axis.lines) == 2
 
 
 def test_the_figure_needs_matplotlib(tmp_path, monkeypatch):

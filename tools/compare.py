@@ -39,7 +39,7 @@ def measure(args: argparse.Namespace, drive: Drive, is_short: bool = False) -> I
     cases = {f"{args.one_by_one} one by one": [([0.0] * args.one_by_one, True)]}
     rates = {args.rate: min(args.seconds, SHORT) if is_short else args.seconds}
     rates |= {} if is_short else dict.fromkeys(args.other_rates, SHORT)
-    for rate, seconds in rates.items():
+    for rate, seconds in sorted(rates.items()):
         cases[f"{rate:g} requests per second for {seconds:g} s"] = [(poisson_arrivals(rate, seconds), False)]
     for count in args.crowds:
         cases[f"{count} at once"] = [([0.0] * count, False)] * CROWDS
