@@ -5,6 +5,7 @@ behind is seen by the next.
 """
 
 import functools
+import gc
 import os
 import re
 import sys
@@ -66,12 +67,16 @@ def pytest_fixture_setup(fixturedef):
 
 @pytest.fixture(autouse=True)
 def own_state(request):
-    """A test has random numbers of its own, whatever ran before, and leaves torch's defaults as they were."""
+    """A test has random numbers of its own, whatever ran before, and leaves torch's defaults as they were. A
+    GPU's memory is given back: other workers need it."""
     import torch
 
     seed(request.node.nodeid)
     yield
     assert torch.get_default_dtype() == torch.float32 and torch.get_default_device().type == "cpu"
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module", autouse=True)
