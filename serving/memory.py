@@ -10,8 +10,7 @@ MARGIN = 0.05  # of what is free: a reference recording, other programs
 
 def bytes_per_row(talker: dict, max_seq_len: int, element_size: int) -> int:
     """Memory of one row, from a model's talker_config: keys and values, the text that waits, the codes."""
-    heads = talker["num_attention_heads"]
-    head_dim = talker.get("head_dim") or talker["hidden_size"] // heads
+    head_dim = talker.get("head_dim") or talker["hidden_size"] // talker["num_attention_heads"]
     cache = 2 * talker["num_hidden_layers"] * talker["num_key_value_heads"] * head_dim * element_size
     text = talker["hidden_size"] * element_size
     codes = 8 * talker["num_code_groups"]

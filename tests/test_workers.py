@@ -358,14 +358,15 @@ def test_a_model_is_given_once(checkpoint, tmp_path):
 
 def test_how_many_rows_fit():
     """A row of 0.6B takes 0.2276 GiB on an H200, one of 1.7B 0.2316 (results/h200_streams.json)."""
-    talker = dict(num_hidden_layers=28, num_key_value_heads=8, head_dim=128, num_attention_heads=16)
-    talker |= dict(hidden_size=1024, num_code_groups=16)
+    talker = dict(num_hidden_layers=28, num_key_value_heads=8, head_dim=128, hidden_size=1024, num_code_groups=16)
     keys_and_values = 28 * 2 * 8 * 128 * 2 * 2048
     per_row = memory.bytes_per_row(talker, 2048, 2)
     assert per_row == keys_and_values + 2048 * (2 * 1024 + 8 * 16) + memory.OTHER_BYTES_PER_ROW
     for hidden_size, measured in ((1024, 0.2276), (2048, 0.2316)):
         estimated = memory.bytes_per_row(talker | {"hidden_size": hidden_size}, 2048, 2) / memory.GIB
         assert measured < estimated < 1.03 * measured
+    heads = dict(head_dim=None, num_attention_heads=8)
+    assert memory.bytes_per_row(talker | heads, 2048, 2) == per_row
     assert memory.rows_that_fit(130 * memory.GIB, per_row) == 64
     assert 20 <= memory.rows_that_fit(8 * memory.GIB, per_row) <= 8 * memory.GIB // per_row
     assert memory.rows_that_fit(16 * memory.GIB, per_row, models=2) == memory.rows_that_fit(8 * memory.GIB, per_row)
