@@ -77,7 +77,7 @@ class Connection(asyncio.Protocol):
         self.unpacker = Unpacker()
         self.numbers = itertools.count()
         self.calls = {}
-        self.kept = {}  # RegisteredVoice that the worker has -> its key there
+        self.kept = {}  # RegisteredVoice -> future of its key in the worker
         self.is_over = asyncio.Event()
         self.sign_of_life = time.monotonic()
 

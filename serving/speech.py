@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -133,8 +134,8 @@ class Speech:
         there = set(self.registered.values())
         for model in self.models:
             connection = model.engine.connection
-            if connection and (gone := connection.kept.keys() - there):
-                connection.send(op="forget", keys=[connection.kept.pop(voice) for voice in gone])
+            for voice in connection.kept.keys() - there if connection else ():
+                connection.kept.pop(voice).add_done_callback(partial(forget, connection))
 
     def voices(self) -> list[dict]:
         presets = dict.fromkeys(name for model in self.models for name in model.voice_names(()))
@@ -155,11 +156,29 @@ class Speech:
         await self.on_disk(self.folder.check_new, name)
         recording = await self.run(lambda: as_stored(decode_recording(data, self.settings, "audio_sample")))
         connection = model.engine.connection
-        key = await keep_voice(connection, "audio_sample", recording, ref_text)
-        voice = await self.on_disk(self.folder.add, name, recording, ref_text)
+        key = asyncio.ensure_future(keep_voice(connection, "audio_sample", recording, ref_text))
+        try:
+            await key
+            voice = await self.on_disk(self.folder.add, name, recording, ref_text)
+        except BaseException:
+            key.add_done_callback(partial(forget, connection))
+            raise
         connection.kept[voice] = key
         await self.refresh()
         return describe_voice(voice)
+
+    async def registered_voice(self, connection: Connection, name: str) -> str:
+        """The key of a registered voice in the worker, which makes it for the first who asks."""
+        voice = self.registered[name]
+        key = connection.kept.get(voice)
+        if key is None or key.done() and has_failed(key):
+            key = connection.kept[voice] = asyncio.ensure_future(self.make_voice(connection, name))
+            key.add_done_callback(has_failed)  # nobody may be left to be told
+        return await asyncio.shield(key)  # others may wait for it, too
+
+    async def make_voice(self, connection: Connection, name: str) -> str:
+        voice, recording = await self.on_disk(self.folder.read, name)
+        return await keep_voice(connection, "voice", recording, voice.ref_text)
 
     async def unregister(self, name: str) -> None:
         name = name.lower()
@@ -319,11 +338,7 @@ class Utterance:
         name = self.model.resolve_voice(style.voice, speech.registered)
         if name in self.model.speakers:
             return {"file": name}, b""
-        key = connection.kept.get(speech.registered[name])
-        if key is None:
-            voice, recording = await speech.on_disk(speech.folder.read, name)
-            key = connection.kept[voice] = await keep_voice(connection, "voice", recording, voice.ref_text)
-        return {"key": key}, b""
+        return {"key": await speech.registered_voice(connection, name)}, b""
 
     def options(self) -> dict:
         return sampling(self.style)
@@ -374,6 +389,15 @@ async def keep_voice(connection: Connection, name: str, recording: Chunk, ref_te
         connection.send(op="forget", keys=[key])
         raise
     return key
+
+
+def has_failed(key: asyncio.Future) -> bool:
+    return key.cancelled() or key.exception() is not None
+
+
+def forget(connection: Connection, key: asyncio.Future) -> None:
+    if not has_failed(key):
+        connection.send(op="forget", keys=[key.result()])
 
 
 def describe_voice(voice: RegisteredVoice) -> dict:
