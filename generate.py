@@ -53,7 +53,7 @@ def download(hub_id: str) -> str:
     """A model's folder in the hub's cache. By its id, transformers 4.57 would ask the hub for tags, even offline."""
     with contextlib.suppress(OSError):
         folder = snapshot_download(hub_id, local_files_only=True)
-        if any(Path(folder).glob("*.safetensors")):  # not only a config
+        if all(any(Path(folder, part).glob("*.safetensors")) for part in ("", "speech_tokenizer")):  # not only configs
             return folder
     return snapshot_download(hub_id)
 

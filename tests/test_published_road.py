@@ -256,11 +256,13 @@ def test_no_network_and_no_weights(hub_cache, no_network, monkeypatch, tmp_path,
     assert set(no_network) == {"huggingface.co"}
 
 
-def test_half_a_cache_is_completed(published, hub_cache, monkeypatch, tmp_path):
+@pytest.mark.parametrize("missing", ["model.safetensors", "speech_tokenizer/model.safetensors"])
+def test_half_a_cache_is_completed(missing, published, hub_cache, monkeypatch, tmp_path):
     """An interrupted download leaves a snapshot without its weights."""
     home = tmp_path / "huggingface"
     shutil.copytree(hub_cache, home, symlinks=True)
-    (weights,) = home.glob("hub/*/snapshots/*/model.safetensors")
+    (snapshot,) = home.glob("hub/*/snapshots/*")
+    weights = snapshot / missing
     blob = weights.readlink()
     weights.unlink()
     use_cache(monkeypatch, home)
@@ -270,7 +272,7 @@ def test_half_a_cache_is_completed(published, hub_cache, monkeypatch, tmp_path):
         if not local_files_only:
             downloads.append(name)
             weights.symlink_to(blob)
-        return str(weights.parent)
+        return str(snapshot)
 
     monkeypatch.setattr("generate.snapshot_download", download)
     assert tokens(load_upstream("0.6B", "cpu")) == qwen_tokens(published("base"))
