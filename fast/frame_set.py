@@ -42,7 +42,7 @@ class FrameSet:
 
     def reads_masked_positions(self) -> bool:
         """Attention of upstream's layers does, so that they must be finite; the kernels do not."""
-        return not all(isinstance(frame, KernelFrame | MegakernelFrame) for frame in self.frames.values())
+        return not all(isinstance(self.frames.get(size), KernelFrame | MegakernelFrame) for size in self.sizes)
 
     def use_megakernel(self, fused: bool | None) -> None:
         """Make the frames that the megakernel has, if it proves to be right here."""

@@ -73,12 +73,16 @@ async def encode_stream(utterance, style: Style) -> AsyncIterator[bytes]:
 
 
 async def as_one(pieces: AsyncIterator[bytes], name: str) -> AsyncIterator[bytes]:
-    """A complete file instead of pieces. A WAV then knows its length."""
-    data = b"".join([piece async for piece in pieces])
-    if name == "wav":
-        size = len(wav_header(0, 0))
-        data = wav_header(int.from_bytes(data[24:28], "little"), len(data) - size) + data[size:]
-    yield data
+    """A complete file instead of pieces."""
+    yield with_length(b"".join([piece async for piece in pieces]), name)
+
+
+def with_length(data: bytes, name: str) -> bytes:
+    """A complete file. While it was made, a WAV's header could not know the length."""
+    if name != "wav":
+        return data
+    size = len(wav_header(0, 0))
+    return wav_header(int.from_bytes(data[24:28], "little"), len(data) - size) + data[size:]
 
 
 def convert(wav: bytes, name: str) -> bytes:
@@ -92,7 +96,7 @@ def convert(wav: bytes, name: str) -> bytes:
     except (wave.Error, EOFError):
         raise ValueError("the body is not a WAV file of 16 bits and one channel: send one") from None
     encoder = Encoder(name, rate)
-    return encoder.add(samples) + encoder.finish()
+    return with_length(encoder.add(samples) + encoder.finish(), name)
 
 
 class Encoder:

@@ -171,13 +171,8 @@ class EngineHost:
             self.kept.pop(key, None)
 
     def on_count(self, header: dict, payload: bytes) -> None:
-        """In the thread that tokenizes: two at once are an error of the tokenizer."""
-
-        def count() -> None:
-            tokens = len(tokenize(self.tts, header["text"]))
-            self.connection.send(type="end", id=header["id"], tokens=tokens)
-
-        self.engine.intake.thread.submit(count)
+        tokens = len(tokenize(self.tts, header["text"]))
+        self.connection.send(type="end", id=header["id"], tokens=tokens)
 
     # ---- What it gets, from any thread
 

@@ -372,6 +372,52 @@ def test_a_registered_voice_is_kept(server, speech, wav, checkpoint):
     assert not list(speech.settings.voices.iterdir())
 
 
+def test_a_registered_voice_is_made_once(server, speech, wav, monkeypatch):
+    """All who asked for it first, after a restart, had it made, and the worker kept it as often. One of them leaves."""
+    begun, go_on, made = threading.Event(), threading.Event(), []
+
+    def slow_prompt(*arguments):
+        begun.set()
+        assert go_on.wait(LIMIT)
+        made.append(arguments)
+        return clone_prompt(*arguments)
+
+    clone_prompt = engine_host.clone_prompt
+    before, host, connection = set(speech.host.kept), speech.host, speech.models[0].engine.connection
+    assert server.register("me", wav).status == 200
+    connection.send(op="forget", keys=[connection.kept.popitem()[1].result()])
+    monkeypatch.setattr(engine_host, "clone_prompt", slow_prompt)
+    with ThreadPoolExecutor() as threads:
+        with contextlib.closing(server.connect()) as first:
+            body = json.dumps({"input": "Hello there.", "voice": "me", **SHORT})
+            first.request("POST", "/v1/audio/speech", body, {"Content-Type": "application/json"})
+            assert begun.wait(LIMIT)
+            others = [threads.submit(server.speak, voice="me") for _ in range(3)]
+            wait_until(lambda: speech.in_flight == 4)
+        wait_until(lambda: speech.in_flight == 3)
+        go_on.set()
+        assert [other.result(LIMIT).status for other in others] == [200] * 3
+    assert len(made) == 1
+    assert server.ask("DELETE", "/v1/audio/voices/me").status == 200
+    wait_until(lambda: set(host.kept) == before)
+
+
+def test_a_converted_wav_knows_its_length(server):
+    """Its header said 4 GiB."""
+    spoken = server.speak(response_format="wav", stream=False).body
+    assert server.ask("POST", "/v1/audio/convert?response_format=wav", spoken).body == spoken
+
+
+def test_a_voice_that_cannot_be_stored_is_not_kept(server, speech, wav, monkeypatch):
+    def full(*_):
+        raise ValueError("no space is left")
+
+    before, host = set(speech.host.kept), speech.host
+    monkeypatch.setattr(speech.folder, "add", full)
+    assert server.register("me", wav).error["message"] == "no space is left"
+    wait_until(lambda: set(host.kept) == before)
+
+
 @pytest.mark.parametrize("gain", [3.0, 1e30])
 def test_a_recording_beyond_full_scale(server, speech, recording, gain):
     """The voice changed with a restart, as the file was clipped; one at 1e30 was registered and could not be used."""

@@ -35,7 +35,8 @@ def speak(url: str, api_key: str | None = None, **request) -> Iterator[tuple[byt
     headers = {"Content-Type": "application/json", "Connection": "close"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=LIMIT)
+    kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+    connection = kind(address.hostname, address.port, timeout=LIMIT)
     try:
         connection.request("POST", "/v1/audio/speech", json.dumps(request), headers)
         with connection.getresponse() as response:
