@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast a frame can be at most: the bytes that it must read, over the memory bandwidth. A bound, not a measurement.
 
-    python benchmarks/bounds.py     # prints the table of the README
+    python benchmarks/bounds.py     # prints the table of docs/other_gpus.md
 
 A frame reads the talker's layers once and the predictor's 15 times, once for each code but the first: 157 MB, more than
 the caches of these GPUs hold. The heads are read once, and the keys and values of all positions so far. Embeddings and
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def table() -> list[str]:
-    """The lines of the README's table."""
+    """The lines of that table."""
     talkers = {size: meta_talker(size) for size in SIZES}
     amounts = [f"{bytes_per_frame(talker) / 1e9:.2f} GB" for talker in talkers.values()]
     lines = [

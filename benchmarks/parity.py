@@ -181,7 +181,7 @@ def verdict(logits: torch.Tensor, own: torch.Tensor, exact: torch.Tensor) -> tup
     200 frames of each size. The errors were 0.980 to 1.013 times the model's own, with a standard deviation of at most
     0.0062 for either gain of the weights; by Student's t distribution one of them is above the limit in one of 10^8
     runs. In McNemar's test the difference spread 0.8 to 1.2 times as far as that of independent cases. Even with 1.2
-    the rate is 10^-8, and the 44 comparisons of `bench.py --check` with both sizes stay below one false alarm in a
+    the rate is 10^-8, and the 52 comparisons of `bench.py --check` with both sizes stay below one false alarm in a
     million runs.
     """
     median, high, cases, only_own, only_path, own_agreement = compare(logits, own, exact).values()

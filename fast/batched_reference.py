@@ -4,7 +4,7 @@ They are the kernels' documentation, and tests/test_batched.py compares the kern
 and `short_attention` compute qk_norm_rope_store and attention, or the latter alone where the kernel qk_norm_rope_store
 was launched before. Tensors are bfloat16; every step here that returns one is a rounding of the model's own forward.
 Norms and silu are in layer_kernels_reference.py. What `sample` and `choose` compute is in cudagraph_talker.py: `sample`
-and TalkerGraph.choose_token.
+and Rows.choose_token.
 
 Shapes: B rows, Q query heads, KV key-value heads, D head dimension, S cache length.
 """

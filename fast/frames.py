@@ -2,7 +2,7 @@
 
 Three ways to compute the same thing, from the one that runs everywhere to the fastest:
 
-    Frame            upstream's layers, in any dtype, on a CPU too
+    Frame            upstream's model, with the layers of layers.py, in any dtype, on a CPU too
     KernelFrame      the kernels of batched.cu around the matrix products; bfloat16
     MegakernelFrame  two launches of megakernel.cu; bfloat16, 1, 2, 4, 8 or 16 rows
 

@@ -9,8 +9,8 @@
     text      more of it; null: there is no more            end       of a call: all of it was sent
     read      so many chunks have been read                 error     of a call: as a client is told
     voice     keep the voice of a recording                 beat      it is alive; its memory
-    forget    voices that were removed                      stopped   why it ends itself
-    count     the tokens of a text
+    forget    voices that were removed                      draining  it was sent SIGTERM
+    count     the tokens of a text                          stopped   why it ends itself
     cancel    nobody listens any more
 
 Everything but `load`, `begin` and `forget` has the `id` of its call, and so has what answers it.

@@ -1,4 +1,4 @@
-"""The server's limits and their defaults. Every field is an option of `python -m serving`."""
+"""The server's limits and their defaults. All but `only_this_machine` are options of `python -m serving`."""
 
 import math
 import re

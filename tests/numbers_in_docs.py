@@ -57,7 +57,7 @@ ROWS = {
     "x real time, stream in chunks of 8, faster-qwen3-tts": (f"{PEER}, chunks of 8", "x_real_time", 1),
     f"x real time, stream in chunks of {GROWING}": (f"{FUSED}, chunks of {GROWING}", "x_real_time", 0),
     "peak memory": (FUSED, "peak_gib", 1),
-    "tokenizing and upstream's prompt": (FIRST_AUDIO, "tokenize and prompt", 1),
+    "tokenizing and prompt": (FIRST_AUDIO, "tokenize and prompt", 1),
     "prefill": (FIRST_AUDIO, "prefill", 1),
     "the first frame's codes": (FIRST_AUDIO, "first codes", 1),
     "codec and copy to the host": (FIRST_AUDIO, "codec and copy", 1),
