@@ -1,8 +1,8 @@
 """The talker as a CUDA graph: an embedding goes in, a hidden state and the next frame's first code come out.
 
-`Rows` has the state of the texts that are decoded together, one row each. All its tensors are static: the graphs read
-and write them in place. The caller configures the rows and prefills their prompts. Then it draws noise and replays
-predictor and talker in turn, once per frame.
+`Rows` has the state of the texts that are decoded together, one row each. Its tensors are static: the
+graphs read and write them in place. The caller configures the rows and prefills their prompts. Then, for
+each frame, it draws noise and replays predictor and talker in turn.
 
 Shapes: B rows, L positions, S cache length, H hidden size, V vocabulary size.
 """
@@ -19,13 +19,13 @@ def capture(fn: Callable[[], None], device: torch.device, pool: tuple | None = N
     if device.type != "cuda":
         return fn
     graph = torch.cuda.CUDAGraph()
-    pool, stream = pool or (None, None)  # memory that graphs can share, and a stream to capture all of them
+    memory, stream = pool or (None, None)  # that several graphs share
     with torch.cuda.device(device):
         fn()  # warm-up
-    torch._C._cuda_clearCublasWorkspaces()  # another graph's, which may be freed before this one
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # others may allocate
+    torch._C._cuda_clearCublasWorkspaces()  # not another graph's, which may be freed before this one
+    with torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"):  # others may allocate
         fn()
-    torch._C._cuda_clearCublasWorkspaces()  # this graph's: it keeps the memory, and nobody else may use it
+    torch._C._cuda_clearCublasWorkspaces()  # the present one belongs to this graph now
     return graph.replay
 
 
@@ -35,7 +35,7 @@ class Sampling:
     def __init__(self, vocab_size: int, rows: int):
         self.vocab_size = vocab_size
         self.temperature = torch.ones(rows, 1, dtype=torch.float32)
-        self.topk_rank = torch.zeros(rows, 1, dtype=torch.long)  # ascending rank of the k-th best score
+        self.topk_rank = torch.zeros(rows, 1, dtype=torch.long)  # index of the k-th best, ascending
         self.one_minus_top_p = torch.zeros(rows, 1, dtype=torch.float32)
         self.greedy = torch.zeros(rows, 1, dtype=torch.bool)
 
@@ -45,7 +45,7 @@ class Sampling:
         top_k = top_k or self.vocab_size  # transformers reads 0 and None as "all"
         top_p = 1.0 if top_p is None else top_p
         if not (temperature > 0 and top_k > 0 and 0 <= top_p <= 1):
-            raise ValueError(f"temperature {temperature} and top_k {top_k} must be above 0, top_p {top_p} from 0 to 1")
+            raise ValueError(f"temperature {temperature}, top_k {top_k} must be above 0, top_p {top_p} from 0 to 1")
         self.temperature.fill_(max(temperature, 1e-30))  # smaller ones overflow the scores
         self.topk_rank.fill_(max(self.vocab_size - top_k, 0))
         self.one_minus_top_p.fill_(min(1 - top_p, 1 - 1e-6))  # below 1: the best token always stays
@@ -53,13 +53,13 @@ class Sampling:
 
 
 def draw_noise(noise: torch.Tensor, generator: torch.Generator | None = None) -> None:
-    """Exp(1) noise for `sample`. (..., N, V): on a CPU N draws, one for each code, as upstream draws them."""
+    """Exp(1) noise for `sample`, (..., N, V). On a CPU it is drawn code by code, in upstream's order."""
     for draw in noise.unbind(-2) if noise.device.type == "cpu" else [noise]:
         draw.exponential_(generator=generator)
 
 
 def sample(scores: torch.Tensor, sampling: Sampling, noise: torch.Tensor) -> torch.Tensor:
-    """Sample after top-k and top-p as torch.multinomial does: argmax(weight / Exp(1) noise). (B, V) x 2 -> (B, 1)"""
+    """Top-k, top-p, then as torch.multinomial: argmax(weight / Exp(1) noise). (B, V) x 2 -> (B, 1)"""
     ranked, order = (scores / sampling.temperature).sort(-1)  # ascending
     weights = (ranked - ranked[:, -1:]).exp()  # softmax without its denominator
     weights = weights.masked_fill(ranked < ranked.gather(-1, sampling.topk_rank), 0)
@@ -73,13 +73,13 @@ def sample(scores: torch.Tensor, sampling: Sampling, noise: torch.Tensor) -> tor
 def apply_rules(
     scores: torch.Tensor, seen: torch.Tensor, repetition_penalty: torch.Tensor, suppressed: torch.Tensor
 ) -> torch.Tensor:
-    """The rules of transformers' logits processors, in their order: penalize seen tokens, then suppress. (B, V)"""
+    """As transformers' logits processors, in their order: penalize seen tokens, then suppress. (B, V)"""
     penalized = torch.where(scores < 0, scores * repetition_penalty, scores / repetition_penalty)
     return torch.where(seen, penalized, scores).masked_fill(suppressed, float("-inf"))
 
 
 def round_up(length: int) -> int:
-    """Round a length up to a multiple of 16 positions: SDPA needs mask rows aligned to 16 bytes, in any dtype."""
+    """To a multiple of 16 positions: SDPA needs mask rows aligned to 16 bytes, in any dtype."""
     return -(-length // 16) * 16
 
 
@@ -89,8 +89,8 @@ def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class RowCache(Cache):
-    """A StaticCache's keys and values in one forward: each row is written at positions of its own, (B, L), or prompts
-    are written to these `rows`, (B), from position 0 on, and attend to themselves only."""
+    """A StaticCache's keys and values in one forward. With `positions` (B, L), each row is written there and
+    attends to the whole cache. With `rows` (B), prompts are written there and attend to themselves."""
 
     def __init__(self, keys: list, values: list, positions: torch.Tensor | None, rows: torch.Tensor | None = None):
         super().__init__(layers=[])
@@ -129,10 +129,10 @@ class Rows:
             self.prompt_length = torch.ones(rows, 1, dtype=torch.long)
             self.frame = torch.zeros(rows, 1, dtype=torch.long)  # the number of the current frame
             self.token = torch.zeros(rows, 1, dtype=torch.long)  # its first code
-            self.hidden = torch.zeros(rows, 1, config.hidden_size, dtype=dtype)  # what that was chosen from
+            self.hidden = torch.zeros(rows, 1, config.hidden_size, dtype=dtype)  # that it was sampled from
             self.seen = torch.zeros(rows, config.vocab_size, dtype=torch.bool)  # for the repetition penalty
             self.ended = torch.zeros(rows, dtype=torch.bool)  # whether the end token has been chosen
-            # the next frame: whether the row takes part in it, its random numbers, the talker's input
+            # the next frame: whether the row takes part in it (here all do), its noise, the talker's input
             self.advance = torch.ones(rows, dtype=torch.bool)
             self.noise = torch.ones(rows, 1, config.vocab_size, dtype=torch.float32)
             self.code_noise = torch.ones(rows, groups - 1, predictor.vocab_size, dtype=torch.float32)
@@ -166,7 +166,7 @@ class Rows:
         """What the frames of a row add to their embeddings: the text (T, H), then padding (1, H)."""
         text = text[: self.text.shape[1]]
         self.text[row, : len(text)].copy_(text, non_blocking=True)
-        self.text[row, len(text) :].copy_(padding.to(self.text.device, non_blocking=True))  # torch expands the source
+        self.text[row, len(text) :].copy_(padding.to(self.text.device, non_blocking=True))  # expanded
 
     def clear_cache(self) -> None:
         """Masked positions must be finite: 0 x NaN is NaN."""

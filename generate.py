@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Qwen3-TTS with every frame captured as CUDA graphs: `tts = load("0.6B")` is upstream's model, accelerated.
 
-Upstream builds the prompt of every voice, calls `talker.generate` once and decodes the codes to audio. `accelerate`
-replaces `talker.generate` with `Decoder.generate`, whose loop is `Decoder.frames`. Where the folder speech/ is, its
-faster runner makes the frames on a GPU, and the loop here is what it is compared with.
+Upstream builds every prompt, calls `talker.generate` once and decodes the codes to audio. `accelerate` puts
+`Decoder.generate` in its place, whose loop is `Decoder.frames`. Where the folder speech/ is, its faster runner
+makes the frames on a GPU, and the loop here is what it is compared with.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from cudagraph_talker import RowCache, Rows, TalkerGraph, capture, draw_noise, r
 
 HAS_SPEECH = all(Path(__file__).with_name(folder).is_dir() for folder in ("speech", "fast"))
 VARIANTS = "0.6B-Base", "1.7B-Base", "0.6B-CustomVoice", "1.7B-CustomVoice", "1.7B-VoiceDesign"
-MODELS = {name.removesuffix("-Base"): f"Qwen/Qwen3-TTS-12Hz-{name}" for name in VARIANTS}  # short name -> hub id
+MODELS = {name.removesuffix("-Base"): f"Qwen/Qwen3-TTS-12Hz-{name}" for name in VARIANTS}  # -> hub id
 QWEN_PATTERN = (  # how the model's training texts were cut into words, in which byte pairs are merged
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -44,16 +44,16 @@ def load_upstream(model: str, device=None, dtype: torch.dtype | None = None):
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     folder = model if Path(model).is_dir() else download(MODELS.get(model, model))
     tts = Qwen3TTSModel.from_pretrained(folder, device_map=device, dtype=dtype)
-    # Upstream asks transformers to mend Mistral's pattern, and version 4.57 then gives it to Qwen's tokenizer.
+    # Upstream asks transformers to mend Mistral's pattern; version 4.57 then gives it to Qwen's tokenizer.
     tts.processor.tokenizer.backend_tokenizer.pre_tokenizer[0] = pre_tokenizers.Split(Regex(QWEN_PATTERN), "isolated")
     return tts
 
 
 def download(hub_id: str) -> str:
-    """A model's folder in the hub's cache. By its id, transformers 4.57 would ask the hub for tags, even offline."""
+    """Its folder in the hub's cache. Given an id, transformers 4.57 would ask the hub for tags, even offline."""
     with contextlib.suppress(OSError):
         folder = snapshot_download(hub_id, local_files_only=True)
-        if all(any(Path(folder, part).glob("*.safetensors")) for part in ("", "speech_tokenizer")):  # not only configs
+        if all(any(Path(folder, part).glob("*.safetensors")) for part in ("", "speech_tokenizer")):
             return folder
     return snapshot_download(hub_id)
 
@@ -64,10 +64,10 @@ def load(model: str, device=None, dtype: torch.dtype | None = None, **options):
 
 
 def accelerate(tts, max_seq_len: int = 2048, rows: int = 1, fused: bool | None = None):
-    """Make a model's methods fast, in place. If this fails, load it again. Meanwhile no other thread may use the GPU.
+    """Make a model's methods fast, in place. If this fails, load it again. No other thread may use the GPU.
 
     max_seq_len: positions for prompt and speech together, one per frame (12.5 per second).
-    rows: texts of a list, or streams of an engine, that are spoken at the same time. Each takes memory on a GPU.
+    rows: texts of a list, or streams of an engine, that are spoken at a time. Each takes memory on a GPU.
     fused: the megakernel of fast/. True requires it, False avoids it, None uses it where it runs.
     """
     decoder = Decoder(tts.model.talker, max_seq_len)
@@ -84,7 +84,7 @@ def accelerate(tts, max_seq_len: int = 2048, rows: int = 1, fused: bool | None =
 
 
 class Decoder:
-    """Stands in for `talker.generate`: prompts go in, codes and hidden states come out. For one thread at a time."""
+    """In place of `talker.generate`: prompts go in, codes and hidden states come out. For one thread at a time."""
 
     def __init__(self, talker, max_seq_len: int):
         self.talker = talker
@@ -101,7 +101,7 @@ class Decoder:
             rows = Rows(self.talker.config, texts, round_up(self.max_seq_len), self.talker.dtype, device)
             predictor, talker = PredictorGraph(self.talker, rows), TalkerGraph(self.talker, rows)
             steps = [capture(graph.step, device) for graph in (predictor, talker)]
-            self.graphs = rows, talker, *steps, predictor  # whose tensors its graph reads
+            self.graphs = rows, talker, *steps, predictor  # kept alive: its graph reads its tensors
         return self.graphs
 
     def frame_limit(self, attention_mask, max_new_tokens, repetition_penalty, **_) -> int:
@@ -110,7 +110,7 @@ class Decoder:
         if used >= self.max_seq_len:
             raise ValueError(f"the prompt takes {used} of {self.max_seq_len} positions: raise max_seq_len")
         if max_new_tokens < 2:
-            raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 2: the end token has no audio")
+            raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 2: the end has no audio")
         if not repetition_penalty > 0:
             raise ValueError(f"repetition_penalty is {repetition_penalty}, it must be above 0: 1.0 for none")
         return min(max_new_tokens - 1, self.max_seq_len - used)
@@ -135,7 +135,7 @@ class Decoder:
         if not rows.ended.all():
             name = "max_seq_len" if limit + 1 < request["max_new_tokens"] else "max_new_tokens"
             warning = f"the speech was cut off after {limit} frames, before its end: raise {name}"
-            warnings.warn_explicit(warning, UserWarning, __file__, 1)  # each time; `warn` shows the same text once
+            warnings.warn_explicit(warning, UserWarning, __file__, 1)  # each time; `warn` shows it once
 
     def read_prompts(
         self, rows: Rows, talker, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed, **settings
@@ -160,8 +160,8 @@ class Decoder:
         return self.output(list(torch.stack(codes, dim=1)), list(torch.stack(hiddens, dim=1)))
 
     def output(self, codes: list, hiddens: list) -> transformers.generation.GenerateDecoderOnlyOutput:
-        """Codes (T, 16) and hidden states (T, H) of each text as upstream reads them: in steps, the prompt first.
-        A step has the hidden state after it, and the codes of the frame that it has read."""
+        """Codes (T, 16) and hidden states (T, H) of each text as upstream reads them, one entry per forward: that
+        of the prompt, without codes, then those that have read a frame, with its codes."""
         end = self.talker.config.codec_eos_token_id
         codes = pad_sequence(codes, batch_first=True, padding_value=end)  # (B, T, 16)
         hiddens = pad_sequence(hiddens, batch_first=True).split(1, dim=1)  # T x (B, 1, H)
@@ -171,7 +171,7 @@ class Decoder:
 
 
 def import_upstream():
-    """Upstream's model class. Only its 25 Hz tokenizer, which the 12 Hz models never use, needs torchaudio and sox."""
+    """Upstream's model class. Only the tokenizer of its 25 Hz models needs torchaudio and sox."""
     spec = find_spec("qwen_tts")
     suffix = "-hf" if spec and Path(spec.origin).with_name("_transformers_compat.py").is_file() else ""
     if not transformers.__version__.startswith(("5.15.", "5.16.") if suffix else "4.57."):

@@ -147,7 +147,7 @@ def compile_for(device: torch.device, sizes: SimpleNamespace) -> nvrtc.Kernels:
 
 
 def compile_ahead(model: Any) -> None:
-    """Start what BatchedStack takes longest with, in a thread. The weights' values are not needed."""
+    """Start compiling in a thread, which BatchedStack then waits for. The weights' values are not needed."""
     kernels.compile_ahead(complete_source(kernel_sizes(model.config)), model.device)
 
 

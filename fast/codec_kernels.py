@@ -92,7 +92,7 @@ def why_not_before_compiling(decoder: Any) -> str | None:
 
 
 def compile_ahead(decoder: Any) -> None:
-    """Start what `why_not` takes longest with, in a thread. The weights' values are not needed."""
+    """Start compiling in a thread, which `why_not` then waits for. The weights' values are not needed."""
     if not why_not_before_compiling(decoder):
         kernels.compile_ahead(complete_source(kernel_sizes(decoder)), decoder.device)
 

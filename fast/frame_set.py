@@ -41,7 +41,7 @@ class FrameSet:
         return self.frames[size]
 
     def reads_masked_positions(self) -> bool:
-        """Attention of upstream's layers does, so that they must be finite; the kernels do not."""
+        """Whether a frame runs SDPA over the whole cache: positions that are masked must then be finite."""
         return not all(isinstance(self.frames.get(size), KernelFrame | MegakernelFrame) for size in self.sizes)
 
     def use_megakernel(self, fused: bool | None) -> None:

@@ -80,7 +80,7 @@ def load(source: str, kernels: tuple[str, ...], device: torch.device) -> nvrtc.K
 
 
 def compile_ahead(source: str, device: torch.device) -> None:
-    """Start what `load` takes longest with, in a thread."""
+    """Start compiling in a thread, which `load` then waits for."""
     kernel_cache.compile_ahead(source, nvrtc.architecture_of(device))
 
 

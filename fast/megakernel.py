@@ -185,7 +185,7 @@ def compile_for(model: Any, heads: Sequence[Any], talker_hidden: int, streams: i
 
 
 def compile_ahead(model: Any, heads: Sequence[Any], talker_hidden: int, streams: int = 1) -> None:
-    """Start what `compile_for` takes longest with, in a thread. The weights' values are not needed."""
+    """Start compiling in a thread, which `compile_for` then waits for. The weights' values are not needed."""
     gpu = nvrtc.gpu_properties(model.device)
     kernels.compile_ahead(complete_source(kernel_sizes(model, heads, talker_hidden, gpu, streams)), model.device)
 

@@ -61,7 +61,7 @@ def why_not(talker) -> str:
 
 
 def compile_ahead(talker) -> None:
-    """Start what `why_not` takes longest with, in threads."""
+    """Start compiling in threads, which `why_not` then waits for."""
     if not why_not_before_compiling(talker):
         for stack in stacks_of(talker):
             megakernel.compile_ahead(*stack)

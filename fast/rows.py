@@ -44,7 +44,7 @@ class Slots(Rows):
         return rules + tensors_of(self.sampling) + tensors_of(self.code_sampling)
 
     def begin(self, prompt_lengths: torch.Tensor) -> None:
-        """Where there is a length (B), and not 0, the next step reads the last position of a new prompt."""
+        """prompt_lengths: (B), above 0 where there is a new prompt. The next step reads its last position."""
         is_new = prompt_lengths > 0
         self.advance.copy_(is_new)
         self.ended.masked_fill_(is_new, False)

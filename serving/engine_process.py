@@ -142,7 +142,7 @@ class EngineProcess:
         self.rows = rows
         self.spawn = spawn
         self.state = "starting"
-        self.why = ""  # the last worker has ended
+        self.why = ""  # why the last worker has ended
         self.deaths = 0  # without enough service in between
         self.restarts = 0
         self.device, self.rate = "", 24000  # the worker says

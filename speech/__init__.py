@@ -1,8 +1,9 @@
 """Text in, sound out. `generate.accelerate` calls `plug_in`; the reference runs without this folder.
 
 prompts.py      requests: upstream's prompts, checked
-text_table.py, prompt_templates.py
-                prompts are built on the host, and like earlier ones
+text_table.py   the embedding of every text token, on the host, where prompts are built
+prompt_templates.py
+                a voice's later prompts, made from its first one
 arriving_text.py, incremental_tokenizer.py
                 a request whose text is still being written, and its tokens that can no longer change
 utterance.py    one request in the runner: what to decode, and how far it is

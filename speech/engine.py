@@ -45,8 +45,8 @@ MAX_BATCHES_IN_CODEC = 8  # the engine waits for the codec before it hands over 
 
 
 class Engine:
-    """Streams that share one model. `close` it, or use it in a `with` statement. On a GPU, until then, Python's garbage
-    collector leaves alone what there was before."""
+    """Streams that share one model. `close` it, or use it in a `with` statement. On a GPU, until then, objects that
+    existed before are hidden from Python's garbage collector (gc.freeze)."""
 
     def __init__(
         self,

@@ -24,8 +24,8 @@ from speech.turns import Turns
 from speech.utterance import Utterance
 
 METHODS = ("generate_voice_clone", "generate_custom_voice", "generate_voice_design")
-MAX_NEW = 16  # texts of a list whose prompts are built between two frames
-NUMBERS_OF_A_REQUEST = 1 << 33  # random ones, at most; a multiple of 4
+MAX_PROMPTS_PER_FRAME = 16  # of a list
+PHILOX_OFFSET_OF_A_REQUEST = 1 << 33  # more numbers than it draws; a multiple of 4
 MAX_PENDING = 8  # chunks of a list that are on their way to the host
 
 
@@ -88,7 +88,7 @@ class Speech:
         with self.generator_lock:
             state = default.get_state()  # seed and offset, 8 bytes each
             own = torch.Generator(self.device).set_state(state)
-            state[8:].view(torch.int64).add_(NUMBERS_OF_A_REQUEST)
+            state[8:].view(torch.int64).add_(PHILOX_OFFSET_OF_A_REQUEST)
             default.set_state(state)
         return own
 
@@ -117,7 +117,7 @@ class Speech:
                     self.runner.release(utterance)
 
     def admit(self, waiting: Iterator[Utterance]) -> list[Utterance]:
-        new = [*itertools.islice(waiting, min(len(self.runner.free), MAX_NEW))]
+        new = [*itertools.islice(waiting, min(len(self.runner.free), MAX_PROMPTS_PER_FRAME))]
         if failed := self.runner.admit(new):
             for utterance in new:
                 self.runner.release(utterance)

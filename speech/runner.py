@@ -73,7 +73,7 @@ class Runner:
         self.row_settings = [None] * rows  # that are in each row
 
         self.active = []  # admitted utterances, each in its row
-        self.beat = 0  # frames launched since there was none
+        self.beat = 0  # frames launched since the runner was idle, to decode chunks together
         self.free = list(range(rows))  # a heap
         self.launched = collections.deque()  # frames whose `ended` flags the host has not read yet
         self.mask = None  # host copy of slots.advance
@@ -89,7 +89,7 @@ class Runner:
         return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(blocking=sleeps))
 
     def enter(self, sleeps: bool = False) -> None:
-        """Call this when it is another caller's turn: what the last one has launched comes first.
+        """Call this at the start of a turn: this CUDA stream then waits for that of the last caller.
 
         sleeps: sleep until a frame is done instead of polling. Polling notices it a little sooner, but keeps a core
             busy, and where cores are shared the scheduler preempts such a thread often.
@@ -253,10 +253,9 @@ class Runner:
         ended.copy_(frame.rows.ended, non_blocking=True)
         self.launched.append((self.record_event(self.sleeps), ended, [*zip(utterances, rows)]))
 
-    def draw(self, noise: torch.Tensor, utterances: list[Utterance], rows: list[int] | None = None) -> None:
-        """Noise (B, N, V) of the next choices. Who has a generator draws as it would alone, the others together."""
-        if rows is None:
-            rows = [utterance.row for utterance in utterances]
+    def draw(self, noise: torch.Tensor, utterances: list[Utterance]) -> None:
+        """Noise (B, N, V) of the next choices. Seeded utterances have generators of their own, the others share one."""
+        rows = [utterance.row for utterance in utterances]
         if any(utterance.generator is None for utterance in utterances):
             draw_noise(noise[: max(rows) + 1], self.shared_generator)
         for utterance, row in zip(utterances, rows):
@@ -267,12 +266,12 @@ class Runner:
         """Put text that has arrived where the frames read it. There may be more of it than they can reach."""
         text = self.slots.text[utterance.row]
         while utterance.new_text:
-            first, rows, utterance.frames_with_text, ready = utterance.new_text.popleft()
+            first, embeddings, utterance.frames_with_text, ready = utterance.new_text.popleft()
             if ready:
                 ready.wait()
-                rows.record_stream(torch.cuda.current_stream(self.device))
-            rows = rows[: max(0, len(text) - first)]
-            text[first : first + len(rows)] = rows
+                embeddings.record_stream(torch.cuda.current_stream(self.device))
+            embeddings = embeddings[: max(0, len(text) - first)]
+            text[first : first + len(embeddings)] = embeddings
 
     def close_gaps(self) -> None:
         """Move utterances to lower rows where a smaller frame is enough for them."""
@@ -318,7 +317,7 @@ class Runner:
             utterances = [utterance for ready in by_size.values() for utterance in ready]  # they may have more
 
     def waits(self, utterance: Utterance) -> bool:
-        """Whether its next chunk is a full one, and it is not the 8th frame, when its batch of rows is decoded."""
+        """Whether a full chunk waits for others. Every 64 rows are decoded together, in every 8th frame."""
         if utterance.chunk_size < FULL_CHUNK or utterance.finished or utterance.lacks_text():
             return False
         return (self.beat + utterance.row // MAX_BATCH) % FULL_CHUNK != 0

@@ -65,7 +65,7 @@ def admissions(now: Situation) -> int:
 
 
 def holds_back(now: Situation) -> bool:
-    """Whether all listeners can wait for those without first audio. All or none."""
+    """Whether to skip this frame, so that newcomers hear something sooner: only if everyone has enough audio ahead."""
     advancing = [listener for listener in now.listeners if listener.may_advance and listener.paused_for is None]
     if not advancing or not now.has_newcomers:
         return False

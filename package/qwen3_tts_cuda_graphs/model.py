@@ -1,8 +1,8 @@
 """A class with the public interface of faster-qwen3-tts 0.5: the same methods, arguments and defaults.
 
-It stands on `generate.load` and the stream of speech/; upstream's model is its attribute `model`. Arguments that make no
-difference here are accepted: `attn_implementation` and `parity_mode` (the kernels are the project's own), `prefill_len`
-(all graphs are captured at load), and those of the GGML backend, which is refused.
+It stands on `generate.load` and the stream of speech/; upstream's model is its attribute `model`. Arguments that make
+no difference here are accepted: `attn_implementation` and `parity_mode` (the kernels are the project's own),
+`prefill_len` (all graphs are captured at load), and those of the GGML backend, which is refused.
 """
 
 import dataclasses
