@@ -1,16 +1,10 @@
 """Whether torch is new enough, whether the megakernel can run a model on this machine, and if not, why."""
 
-from operator import attrgetter
-
 import torch
 
 from fast import megakernel, nvrtc
 
 MIN_SHARED_BYTES = 99 * 1024  # of a block
-FUNCTIONS = ("nn.functional.rms_norm",)
-CUDA_FUNCTIONS = ("cuda.CUDAGraph.register_generator_state",)
-
-
 MEGAKERNEL = "megakernel"  # the name of that path
 
 
@@ -24,13 +18,10 @@ class MegakernelStopped(RuntimeError):
         self.utterances = utterances
 
 
-def check_torch(device: torch.device, torch=torch) -> None:
+def check_torch(torch=torch) -> None:
     """Jetsons and clusters come with a torch of their own: name what it lacks before anything is captured."""
-    for name in FUNCTIONS + (CUDA_FUNCTIONS if device.type == "cuda" else ()):
-        try:
-            attrgetter(name)(torch)
-        except AttributeError:
-            raise ValueError(f"torch {torch.__version__} has no torch.{name}: install torch 2.5 or newer") from None
+    if not hasattr(torch.nn.functional, "rms_norm"):
+        raise ValueError(f"torch {torch.__version__} has no torch.nn.functional.rms_norm: install torch 2.5 or newer")
 
 
 def choose_path(talker, fused: bool | None) -> tuple[bool, str]:

@@ -20,7 +20,7 @@ MAX_HEAD_BYTES = 1 << 16
 SECONDS_TO_CLOSE = 5  # for connections to close when the server ends
 
 
-def uvicorn_config(app: Starlette, settings: Settings, **options) -> uvicorn.Config:
+def uvicorn_config(app: Starlette, settings: Settings) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
         http=TimedHttpProtocol,
@@ -31,7 +31,6 @@ def uvicorn_config(app: Starlette, settings: Settings, **options) -> uvicorn.Con
         log_level="warning",
         server_header=False,
         proxy_headers=False,  # nothing here asks for the client's address
-        **options,
     )
     config.settings = settings
     logging.getLogger("uvicorn.error").addFilter(is_news)

@@ -21,13 +21,12 @@ from serving import memory
 from serving.errors import ApiError, as_api_error, engine_failed, for_clients, log
 from speech.engine import Engine
 from speech.prompts import tokenize
-from speech.request import QueueFull, Stream, StreamTimeout
+from speech.request import Stream, StreamTimeout
 from speech.utterance import CutOff
 from speech.warm_up import some_voice
 
 MAX_REFERENCE_THREADS = 2
 SECONDS_WITHOUT_A_PASS = 60.0  # a frame of many rows on a slow CPU takes less
-MAX_UNREAD = 64  # chunks of a stream that the server may leave unread before it pauses
 
 
 class EngineHost:
@@ -66,7 +65,7 @@ class EngineHost:
         accelerate(self.tts, max_seq_len=self.spec["max_seq_len"], rows=rows)
         # Requests are counted in the server: the engine's own limit is out of reach.
         options = dict(max_waiting=1 << 30, cut_off_is_error=True, after_delivery=self.connection.flush)
-        self.engine = Engine(self.tts, MAX_UNREAD, **options)
+        self.engine = Engine(self.tts, **options)
         self.method, voice = some_voice(self.tts)
         if self.clones:  # with a recording, so that its encoder is warm, too
             noise = np.random.default_rng(0).normal(0, 0.1, 24000).astype(np.float32)
@@ -106,8 +105,7 @@ class EngineHost:
             raise ApiError("the engine is shutting down: try again in a moment", 503, code="shutting_down")
         number, options = header["id"], header["options"]
         put = functools.partial(self.put, number, options["max_new_tokens"])
-        stream = Stream(put, options.pop("text_timeout", 60.0))
-        self.streams[number] = stream
+        stream = self.streams[number] = Stream(put)
         arguments = self.voice_arguments(header["voice"], payload)
         prompt = self.engine.submit(stream, self.method, header["text"], header["seed"], options | arguments)
         prompt.add_done_callback(functools.partial(self.prompt_is_done, number))
@@ -240,8 +238,6 @@ def is_fatal(error: BaseException) -> bool:
 
 def as_told(error: BaseException) -> ApiError:
     """What a client is told about the engine's errors."""
-    if isinstance(error, QueueFull):
-        return ApiError(str(error), 429, code="queue_full")
     if isinstance(error, CutOff):
         return ApiError(for_clients(str(error)), code="cut_off")
     if isinstance(error, StreamTimeout):

@@ -277,7 +277,7 @@ class Utterance:
             connection = self.take_place()
             voice, payload = await self.voice(connection)
             is_complete = isinstance(self.text, str)
-            request = dict(text=self.text if is_complete else None, options=self.options(), seed=self.style.seed)
+            request = dict(text=self.text if is_complete else None, options=sampling(self.style), seed=self.style.seed)
             with connection.call("speak", payload, voice=voice, **request) as call:
                 writer = None if is_complete else asyncio.create_task(self.send_pieces(call))
                 try:
@@ -339,9 +339,6 @@ class Utterance:
         if name in self.model.speakers:
             return {"file": name}, b""
         return {"key": await speech.registered_voice(connection, name)}, b""
-
-    def options(self) -> dict:
-        return sampling(self.style)
 
     async def send_pieces(self, call: Call) -> None:
         try:

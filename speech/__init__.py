@@ -34,7 +34,7 @@ def plug_in(tts, decoder, rows: int, fused: bool | None) -> None:
     """Build `tts.speech`, and let upstream's methods use it. `decoder` is the reference's."""
     talker = tts.model.talker
     on_gpu = talker.device.type == "cuda"
-    check_torch(talker.device)
+    check_torch()
     codec_kernels.compile_ahead(tts.model.speech_tokenizer.model.decoder)
     if fused is not False:
         compile_ahead(talker)

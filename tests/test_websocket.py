@@ -4,12 +4,15 @@ import contextlib
 import json
 import socket
 import time
+from functools import partial
 
 import pytest
 from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, wait_until, wait_until_free
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
+from serving import engine_host
+from serving.model import sampling
 from serving.speech import Utterance
 
 CONFIG = {"type": "session.config", "voice": "speaker", "response_format": "pcm", **SHORT}
@@ -109,8 +112,7 @@ def test_text_that_comes_after_the_speech_has_ended(server, speech, monkeypatch)
 
     Here the model ends after five frames, and a character is a token.
     """
-    options = Utterance.options
-    monkeypatch.setattr(Utterance, "options", lambda utterance: options(utterance) | {"max_new_tokens": 6})
+    monkeypatch.setattr("serving.speech.sampling", lambda style: sampling(style) | {"max_new_tokens": 6})
     monkeypatch.setattr(Utterance, "was_asked_to_end", lambda _: False)
     sentences = ["Hello there.", "there.", " More of it.", "of it."]
     expected = {text: server.speak(input=text, response_format="pcm").body for text in sentences}
@@ -313,8 +315,7 @@ def test_silence_ends_a_session(speech):
 
 def test_a_client_learns_that_its_text_does_not_come(server, speech, monkeypatch):
     """The engine's own sentence, not one about requests that take too long."""
-    options = Utterance.options
-    monkeypatch.setattr(Utterance, "options", lambda utterance: options(utterance) | {"text_timeout": 0.3})
+    monkeypatch.setattr(engine_host, "Stream", partial(engine_host.Stream, text_timeout=0.3))
     with client(server) as session:
         session.send(**CONFIG)
         session.send("input.text", text="H")
