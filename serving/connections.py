@@ -4,6 +4,7 @@ The number of connections is limited in guard.py: uvicorn's own limit answers in
 """
 
 import logging
+import re
 import socket
 import struct
 
@@ -17,6 +18,7 @@ from serving.settings import Settings
 
 SPARE_CONNECTIONS = 256  # beyond the limit, which get a 503 rather than nothing
 MAX_HEAD_BYTES = 1 << 16
+OTHER_UPGRADE = re.compile(rb"\r\nupgrade:[ \t]*(?!websocket)[^\r\n]*", re.IGNORECASE)
 SECONDS_TO_CLOSE = 5  # for connections to close when the server ends
 
 
@@ -77,6 +79,13 @@ class Unread:
             self.transport.abort()
 
 
+def without_upgrade(data: bytes) -> bytes:
+    """A head without an offer of anything but a WebSocket, as Java's client makes with each request (h2c): the parser
+    would take what follows, the body, for that protocol."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return OTHER_UPGRADE.sub(b"", head) + end + rest
+
+
 class TimedWebSocketProtocol(Unread, WebSocketsSansIOProtocol):
     pass
 
@@ -110,7 +119,8 @@ class TimedHttpProtocol(Unread, HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         was_waiting = self.is_waiting()
-        super().data_received(data)
+        is_head = was_waiting and (self.cycle is None or self.has_body())  # not a body that nobody has read
+        super().data_received(without_upgrade(data) if is_head else data)
         self.head_bytes = self.head_bytes + len(data) if was_waiting and self.is_waiting() else 0
         if self.head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("The head of the request is too long.")

@@ -8,7 +8,8 @@ from serving.errors import ApiError
 from serving.requests import Style
 
 # Names that OpenAI's clients send, whatever the server has.
-OPENAI_VOICES = "alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse".split()
+# And `default`, which programs send to servers that are not OpenAI's.
+OPENAI_VOICES = "alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse default".split()
 DESIGNED_VOICES = {"narrator": "a warm and clear narrator"}  # for a VoiceDesign model without `instructions`
 NUMBERS = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")
 

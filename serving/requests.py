@@ -53,7 +53,7 @@ class Style(BaseModel):
     def name_of_language(cls, value: str | None) -> str | None:
         return value and language_name(value)
 
-    @field_validator("response_format", "speed", mode="before")
+    @field_validator("response_format", "speed", "stream_format", mode="before", check_fields=False)
     @classmethod
     def default_for_null(cls, value: Any, info: ValidationInfo) -> Any:
         """Clients may send null or an empty string, and "WAV"."""

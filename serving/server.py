@@ -173,6 +173,7 @@ def create_app(speech: Speech) -> Starlette:
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # OpenAI's client sends headers of its own
             expose_headers=["X-Sample-Rate", "X-Request-Id", "X-Ignored"],
+            allow_private_network=True,  # Chromium asks for it where a public page calls this machine
         )
         middleware.insert(0, cors)
     handlers = {ApiError: refuse, ValueError: refuse, HTTPException: not_found, Exception: fail}
@@ -186,6 +187,8 @@ async def read_json(request: Request, settings: Settings) -> dict:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(f"the content type is {content_type[:80]!r}, it must be application/json", 415)
+    if encoding := request.headers.get("content-encoding"):
+        raise ApiError(f"the content encoding is {encoding[:80]!r}: send the JSON as it is", 415)
     with time_limit(request, settings):
         return parse_json(await request.body())
 

@@ -193,6 +193,39 @@ def test_instructions_that_a_model_cannot_use(server, preset_server, speech):
     assert used.status == 200 and "X-Ignored" not in used.headers
 
 
+@pytest.mark.parametrize("protocol", ["h2c", "TLS/1.2"])
+def test_offers_of_other_protocols_are_ignored(server, protocol):
+    """Java's HTTP client makes one with each request. The body was lost: 400."""
+    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": protocol, "HTTP2-Settings": "AAEAAEAAAAIAAAAB"}
+    assert server.speak(headers=offer).status == 200
+
+
+def test_a_body_is_no_head(server):
+    """One that is refused unread, with what looks like an offer in it. The next request is answered as ever."""
+    body = b"x" * 10 + b"\r\nUpgrade: h2c\r\n\r\n"
+    head = f"POST /v1/audio/speech HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
+        connection.sendall(head)
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 415 and answer.read()
+        connection.sendall(body + b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 200
+
+
+def test_an_encoded_body_is_refused_in_words(server):
+    answer = server.speak(headers={"Content-Encoding": "gzip"})
+    assert answer.status == 415 and "content encoding is 'gzip'" in answer.error["message"]
+
+
+def test_a_default_voice(server, preset_server):
+    """Programs send this name to servers that are not OpenAI's."""
+    for voice in ("default", "Default"):
+        assert server.speak(voice=voice).status == preset_server.speak(voice=voice).status == 200
+
+
 def test_language_codes(server):
     named, code = (server.speak(response_format="pcm", language=name) for name in ("German", "de-DE"))
     assert named.status == 200 and code.body == named.body
@@ -633,6 +666,7 @@ def test_web_pages_of_other_hosts_are_refused(server, speech):
             "Access-Control-Request-Method": "POST",
             "Access-Control-Request-Headers": "content-type, x-stainless-os",
         }
+        preflight |= {"Access-Control-Request-Private-Network": "true"}  # a public page that calls this machine
         assert open_server.ask("OPTIONS", "/v1/audio/speech", headers=preflight).status == 200
 
 
