@@ -60,6 +60,15 @@ class ArrivingText:
         self.taken = 0  # ids that are in the request or have been taken
         self.rows = 0  # text rows that they make
 
+    def take(self, piece: str | BaseException | None) -> None:
+        """The next piece of the text, its end, or the error of its iterator, which is raised."""
+        if isinstance(piece, BaseException):
+            raise piece
+        if piece is END:
+            self.finish()
+        else:
+            self.push(piece)
+
     def push(self, piece: str) -> None:
         if not isinstance(piece, str):
             raise ValueError(f"a piece of the text is a {type(piece).__name__}, it must be a string")
@@ -195,12 +204,7 @@ class TextReader:
 
     def take(self, piece: str | BaseException | None) -> None:
         try:
-            if isinstance(piece, BaseException):
-                raise piece
-            if piece is END:
-                self.text.finish()
-            else:
-                self.text.push(piece)
+            self.text.take(piece)
         except BaseException as error:
             self.error = error
 

@@ -146,13 +146,9 @@ class Intake:
             return
         text = stream.text
         try:
-            if isinstance(piece, BaseException):
-                raise piece
-            if piece is END:
-                text.finish()
-            else:
-                self.check_length(len(text.text) + len(str(piece)))  # `push` refuses what is not a string
-                text.push(piece)
+            if isinstance(piece, str):
+                self.check_length(len(text.text) + len(piece))
+            text.take(piece)
             if piece or piece is END:
                 stream.text_came_at = time.monotonic()
             if stream.state is State.PREPARING:
