@@ -58,9 +58,10 @@ def check(folder: str, speaker: torch.Tensor, frames: int) -> Iterator[Result]:
 
 def ways(tts) -> Iterator[tuple[str, int, type[Frame]]]:
     """What is checked on a GPU: its name, rows, and the frame."""
-    yield "separate kernels", 1, Frame
+    yield "upstream's modules with layers.py", 1, Frame
+    has_kernels = isinstance(frame_without_megakernel(tts.model.talker, tts.speech.runner.slots[:1]), KernelFrame)
     for rows in batch_sizes(MAX_ROWS):
-        if isinstance(frame_without_megakernel(tts.model.talker, tts.speech.runner.slots[:1]), KernelFrame):
+        if has_kernels:
             yield f"batch of {rows}", rows, KernelFrame
         if rows in MEGAKERNEL_ROWS and tts.speech.path == MEGAKERNEL:
             yield f"megakernel for {rows} {'row' if rows == 1 else 'rows'}", rows, MegakernelFrame
