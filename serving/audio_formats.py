@@ -42,6 +42,7 @@ COMPRESSED = {
     "opus": ("ogg", "libopus", 64_000, {"page_duration": "20000"}),
     "aac": ("adts", "aac", 96_000, {}),
 }
+FLAC_LENGTH = 18, 26  # these bytes end with 36 bits for the number of samples; 0: it is not known
 SLOWEST_STEP = 0.5  # of FFmpeg's atempo: a slower tempo takes two of them
 
 READABLE = {"WAV", "WAVEX", "FLAC", "OGG", "MP3"}  # soundfile's names of the formats that clients may upload
@@ -60,29 +61,19 @@ def check_encoding(style: Style) -> None:
         )
 
 
-async def encode_stream(utterance, style: Style) -> AsyncIterator[bytes]:
-    """Audio in the format and tempo of `style`, as it is made. Closing this ends the speech, too."""
-    encoder = None
+async def encode_stream(utterance, style: Style, is_whole: bool = False) -> AsyncIterator[bytes]:
+    """Audio in the format and tempo of `style`, as it is made, or whole. Closing this ends the speech, too."""
+    encoder, pieces = None, []
     async with contextlib.aclosing(aiter(utterance)) as chunks:
         async for samples, rate in chunks:
             encoder = encoder or Encoder(style.response_format, rate, style.speed)
-            if data := await encoder.run(encoder.add, to_int16(samples)):
+            data = await encoder.run(encoder.add, to_int16(samples))
+            if is_whole:
+                pieces.append(data)
+            elif data:
                 yield data
-    if encoder and (data := await encoder.run(encoder.finish)):
-        yield data
-
-
-async def as_one(pieces: AsyncIterator[bytes], name: str) -> AsyncIterator[bytes]:
-    """A complete file instead of pieces."""
-    yield with_length(b"".join([piece async for piece in pieces]), name)
-
-
-def with_length(data: bytes, name: str) -> bytes:
-    """A complete file. While it was made, a WAV's header could not know the length."""
-    if name != "wav":
-        return data
-    size = len(wav_header(0, 0))
-    return wav_header(int.from_bytes(data[24:28], "little"), len(data) - size) + data[size:]
+    if encoder and (data := b"".join([*pieces, await encoder.run(encoder.finish)])):
+        yield encoder.with_length(data) if is_whole else data
 
 
 def convert(wav: bytes, name: str) -> bytes:
@@ -96,13 +87,15 @@ def convert(wav: bytes, name: str) -> bytes:
     except (wave.Error, EOFError):
         raise ValueError("the body is not a WAV file of 16 bits and one channel: send one") from None
     encoder = Encoder(name, rate)
-    return with_length(encoder.add(samples) + encoder.finish(), name)
+    return encoder.with_length(encoder.add(samples) + encoder.finish())
 
 
 class Encoder:
     """One stream: `add` its samples as they come, then `finish`. An encoder that is not finished is just dropped."""
 
     def __init__(self, name: str, rate: int, speed: float = 1.0):
+        self.name = name
+        self.rate = rate
         self.tempo = None if speed == 1 else Tempo(rate, speed)
         self.file = CompressedFile(rate, *COMPRESSED[name]) if name in COMPRESSED else None
         self.header = wav_header(rate, UNKNOWN_LENGTH) if name == "wav" else b""
@@ -126,6 +119,17 @@ class Encoder:
     def finish(self) -> bytes:
         rest = self.encode(self.tempo.finish()) if self.tempo else b""
         return rest + (self.file.finish() if self.file else b"")
+
+    def with_length(self, data: bytes) -> bytes:
+        """All of a stream as a file: the header of a WAV or FLAC could not know its length when it was written."""
+        if self.name == "wav":
+            size = len(wav_header(0, 0))
+            return wav_header(self.rate, len(data) - size) + data[size:]
+        if self.name == "flac":
+            start, stop = FLAC_LENGTH
+            field = int.from_bytes(data[start:stop], "big") | self.file.samples
+            return data[:start] + field.to_bytes(stop - start, "big") + data[stop:]
+        return data
 
 
 class CompressedFile:

@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
-from serving.audio_formats import CONTENT_TYPES, as_one, check_encoding, convert, encode_stream
+from serving.audio_formats import CONTENT_TYPES, check_encoding, convert, encode_stream
 from serving.errors import ApiError, as_api_error, log, to_json
 from serving.guard import Guard, connection_of
 from serving.page import page_response
@@ -277,9 +277,9 @@ class SpeechResponse(Response):
         """Returns whether the response is complete, or nobody waits for it."""
         has_begun = False
         try:
-            pieces = encode_stream(self.utterance, self.wanted)
+            pieces = encode_stream(self.utterance, self.wanted, self.is_whole)
             async with contextlib.aclosing(pieces):
-                async for data in as_one(pieces, self.wanted.response_format) if self.is_whole else pieces:
+                async for data in pieces:
                     if self.was_stopped:  # asyncio.wait_for may lose a cancellation, before Python 3.12
                         raise asyncio.CancelledError
                     if not has_begun:

@@ -435,10 +435,14 @@ def test_a_registered_voice_is_made_once(server, speech, wav, monkeypatch):
     wait_until(lambda: set(host.kept) == before)
 
 
-def test_a_converted_wav_knows_its_length(server):
-    """Its header said 4 GiB."""
-    spoken = server.speak(response_format="wav", stream=False).body
-    assert server.ask("POST", "/v1/audio/convert?response_format=wav", spoken).body == spoken
+@pytest.mark.parametrize("speed", [1, 0.5])
+def test_a_whole_file_knows_its_length(server, speed):
+    """soundfile could not read a FLAC without it, and what was converted to a WAV was said to have 4 GiB."""
+    wav, flac = (server.speak(response_format=name, stream=False, speed=speed).body for name in ("wav", "flac"))
+    (expected, _), (samples, _) = (soundfile.read(io.BytesIO(file), dtype="int16") for file in (wav, flac))
+    assert len(expected) == (len(wav) - 44) // 2 > 0 and (samples == expected).all()
+    for name, file in (("wav", wav), ("flac", flac)):
+        assert server.ask("POST", f"/v1/audio/convert?response_format={name}", wav).body == file
 
 
 def test_a_voice_that_cannot_be_stored_is_not_kept(server, speech, wav, monkeypatch):
