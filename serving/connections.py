@@ -18,7 +18,7 @@ from serving.settings import Settings
 
 SPARE_CONNECTIONS = 256  # beyond the limit, which get a 503 rather than nothing
 MAX_HEAD_BYTES = 1 << 16
-OTHER_UPGRADE = re.compile(rb"\r\nupgrade:[ \t]*(?!websocket)[^\r\n]*", re.IGNORECASE)
+OTHER_UPGRADE = re.compile(rb"\r\nupgrade:(?![ \t]*websocket)[^\r\n]*", re.IGNORECASE)
 SECONDS_TO_CLOSE = 5  # for connections to close when the server ends
 
 
