@@ -84,8 +84,10 @@ def convert(wav: bytes, name: str) -> bytes:
             if (file.getnchannels(), file.getsampwidth()) != (1, 2) or rate not in SAMPLE_RATES:
                 raise wave.Error
             samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
+            if not len(samples):
+                raise EOFError
     except (wave.Error, EOFError):
-        raise ValueError("the body is not a WAV file of 16 bits and one channel: send one") from None
+        raise ValueError("the body is not a WAV file of 16 bits and one channel, or has no samples: send one") from None
     encoder = Encoder(name, rate)
     return encoder.with_length(encoder.add(samples) + encoder.finish())
 

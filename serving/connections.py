@@ -18,6 +18,7 @@ from serving.settings import Settings
 
 SPARE_CONNECTIONS = 256  # beyond the limit, which get a 503 rather than nothing
 MAX_HEAD_BYTES = 1 << 16
+MAX_UNSENT = 1 << 20  # bytes to a WebSocket; audio waits for its client before
 OTHER_UPGRADE = re.compile(rb"\r\nupgrade:(?![ \t]*websocket)[^\r\n]*", re.IGNORECASE)
 SECONDS_TO_CLOSE = 5  # for connections to close when the server ends
 
@@ -87,12 +88,21 @@ def without_upgrade(data: bytes) -> bytes:
 
 
 class TimedWebSocketProtocol(Unread, WebSocketsSansIOProtocol):
-    pass
+    def data_received(self, data: bytes) -> None:
+        """Also gives a client up that sends pings and reads no answers."""
+        super().data_received(data)
+        if self.transport.get_write_buffer_size() > MAX_UNSENT:
+            self.transport.abort()
 
 
 class TimedHttpProtocol(Unread, HttpToolsProtocol):
-    """Also closes a connection on which the head of a request does not arrive in time, or is too long."""
+    """Also closes a connection on which the head of a request does not arrive in time, or is too long.
 
+    A request that comes before the answer to the last one (pipelining) is not read; the connection is closed after that
+    answer. uvicorn would keep any number of them, and no longer notice that the client of the running one has left.
+    """
+
+    is_deaf = False
     timer = None
     head_bytes = 0  # received so far
 
@@ -118,6 +128,8 @@ class TimedHttpProtocol(Unread, HttpToolsProtocol):
         self.transport.close()
 
     def data_received(self, data: bytes) -> None:
+        if self.is_deaf:
+            return
         was_waiting = self.is_waiting()
         is_head = was_waiting and (self.cycle is None or self.has_body())  # not a body that nobody has read
         super().data_received(without_upgrade(data) if is_head else data)
@@ -125,6 +137,17 @@ class TimedHttpProtocol(Unread, HttpToolsProtocol):
         if self.head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("The head of the request is too long.")
         self.watch()
+
+    def on_message_begin(self) -> None:
+        if self.cycle and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+            self.is_deaf = True
+            raise ValueError("pipelined")  # ends the parser
+        super().on_message_begin()
+
+    def send_400_response(self, message: str) -> None:
+        if not self.is_deaf:
+            super().send_400_response(message)
 
     def connection_lost(self, error) -> None:
         super().connection_lost(error)

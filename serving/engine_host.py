@@ -123,6 +123,8 @@ class EngineHost:
         if "file" in voice:
             return {"voice_clone_prompt": self.files[voice["file"]]}
         if "key" in voice:
+            if voice["key"] not in self.kept:
+                raise ApiError("this voice was removed meanwhile: choose another one", 404, "voice", "unknown_voice")
             return {"voice_clone_prompt": self.kept[voice["key"]]}
         embedding = torch.frombuffer(bytearray(payload), dtype=torch.float32)
         self.check_embedding("speaker_embedding", embedding)
@@ -153,6 +155,8 @@ class EngineHost:
         self.references.submit(self.make_voice, header, np.frombuffer(bytearray(payload), np.float32))  # writable
 
     def make_voice(self, header: dict, samples: np.ndarray) -> None:
+        if header["id"] not in self.voices_wanted:  # it was cancelled while it waited for its turn
+            return
         try:
             prompt = clone_prompt(self.tts, samples, header["rate"], header["ref_text"])
             self.check_embedding(header["name"], prompt[0].ref_spk_embedding)

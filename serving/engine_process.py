@@ -26,6 +26,7 @@ SECONDS_OF_SERVICE = 60.0  # after which earlier deaths no longer count
 SECONDS_WITHOUT_SIGN = 30.0  # of life, after which a worker is replaced
 SECONDS_TO_END = 5.0
 SECONDS_TO_DRAIN = 60.0  # of a worker that was sent SIGTERM
+SIGNALS = {number.value: number.name for number in signal.Signals}
 CHUNKS_PER_RECEIPT = 8  # fewer messages; a stream pauses after many more chunks
 
 
@@ -78,6 +79,7 @@ class Connection(asyncio.Protocol):
         self.numbers = itertools.count()
         self.calls = {}
         self.kept = {}  # RegisteredVoice -> future of its key in the worker
+        self.is_ready = False  # the worker knows no call before
         self.is_over = asyncio.Event()
         self.sign_of_life = time.monotonic()
 
@@ -108,7 +110,7 @@ class Connection(asyncio.Protocol):
     @contextlib.contextmanager
     def call(self, op: str, payload: bytes = b"", **fields) -> Iterator[Call]:
         """Leaving it before its end cancels it."""
-        if self.is_over.is_set():
+        if self.is_over.is_set() or not self.is_ready:
             raise engine_failed()
         call = Call(self, next(self.numbers))
         self.calls[call.number] = call
@@ -173,9 +175,9 @@ class EngineProcess:
         while True:
             try:
                 await self.run_once()
-            except OSError as error:
+            except OSError as error:  # not the engine's fault: it is tried again and again
                 self.why = f"no process can be started: {error}"
-                self.deaths += 1
+                await asyncio.sleep(SECONDS_TO_END)
             if not self.started.is_set():  # a mistake of the user, or of the machine: they are told
                 break
             log.warning("the engine of %s has ended: %s", self.spec["model"], self.why)
@@ -214,7 +216,7 @@ class EngineProcess:
             self.state = "restarting" if self.state == "ready" else self.state
             status = await asyncio.shield(asyncio.to_thread(end_process, process))
         self.memory = 0
-        ended = f"killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with status {status}"
+        ended = f"killed by {SIGNALS.get(-status, -status)}" if status < 0 else f"it exited with status {status}"
         self.why = self.why or ended
         served = time.monotonic() - self.ready_at if self.ready_at else 0.0
         self.deaths = 1 if served > SECONDS_OF_SERVICE else self.deaths + 1
@@ -230,6 +232,7 @@ class EngineProcess:
         elif event["type"] == "ready":
             self.device, self.rows, self.rate = event["device"], event["rows"], event["rate"]
             self.ready_at = time.monotonic()
+            self.connection.is_ready = True
             self.state = "ready"
             self.started.set()
         elif event["type"] == "draining":

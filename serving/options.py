@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import ipaddress
 import os
+import resource
 import socket
 import warnings
 from dataclasses import replace
@@ -30,6 +31,7 @@ def run() -> None:
         from serving.process import serve
 
         raise_priority()
+        raise_file_limit()
         serve(args, settings, listening)
 
 
@@ -37,6 +39,12 @@ def raise_priority() -> None:
     """Ahead of what else keeps the cores busy: listeners run dry after milliseconds. The workers inherit it."""
     with contextlib.suppress(OSError):  # only root may
         os.setpriority(os.PRIO_PROCESS, 0, min(PRIORITY, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
+def raise_file_limit() -> None:
+    """To what is allowed: each connection is a file, and a worker cannot be started without one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -35,8 +35,8 @@ def serve(args: argparse.Namespace, settings: Settings, listening: socket.socket
 class Server(uvicorn.Server):
     """uvicorn with workers. SIGTERM first drains: new requests get 503 until the streams in flight have ended."""
 
-    def __init__(self, speech: Speech, address: str):
-        """address: for the greeting"""
+    def __init__(self, speech: Speech, address: str | None = None):
+        """address: for the greeting; without it, `speech` has been started and is closed by others"""
         super().__init__(uvicorn_config(create_app(speech), speech.settings))
         self.speech = speech
         self.address = address
@@ -46,7 +46,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.starting = asyncio.create_task(self.start())
+        if self.address:
+            self.starting = asyncio.create_task(self.start())
 
     async def start(self) -> None:
         """Beside the server, so that /health can be asked meanwhile."""
@@ -61,10 +62,11 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        self.starting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self.starting
-        await self.speech.close()
+        if self.starting:
+            self.starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.starting
+            await self.speech.close()
 
     def handle_exit(self, sig: int, frame) -> None:
         if self.speech.is_draining or sig == signal.SIGINT:

@@ -15,14 +15,14 @@ from collections.abc import Callable
 
 import anyio
 import prometheus_client
+from python_multipart.multipart import parse_options_header
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
@@ -36,6 +36,7 @@ from serving.settings import Settings
 from serving.speech import Speech, Utterance
 from serving.websocket import Session
 
+MAX_WRITE = 1 << 16  # bytes at a time: a client that reads them in time may take long for a whole file
 MAX_REGISTRATIONS = 16  # that are being made or wait for a thread, each with its recording
 
 
@@ -104,7 +105,7 @@ def create_app(speech: Speech) -> Starlette:
         check_encoding(style)
         with time_limit(request, settings):
             wav = await request.body()
-        data = await run_in_threadpool(convert, wav, style.response_format)
+        data = await speech.run(convert, wav, style.response_format)
         return Response(data, media_type=CONTENT_TYPES[style.response_format])
 
     async def describe_models() -> list[dict]:
@@ -152,6 +153,9 @@ def create_app(speech: Speech) -> Starlette:
     async def refuse(_: Request, error: Exception) -> Response:
         return as_api_error(error).response()
 
+    async def nobody_is_there(_: Request, error: Exception) -> Response:
+        return Response(status_code=400)
+
     async def not_found(request: Request, error: HTTPException) -> Response:
         response = ApiError(f"{request.method} {request.url.path}: {error.detail}", error.status_code).response()
         if error.status_code == 405:
@@ -177,6 +181,7 @@ def create_app(speech: Speech) -> Starlette:
         )
         middleware.insert(0, cors)
     handlers = {ApiError: refuse, ValueError: refuse, HTTPException: not_found, Exception: fail}
+    handlers[ClientDisconnect] = nobody_is_there
     app = App(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.state.speech = speech
     return app
@@ -197,6 +202,9 @@ async def read_voice(request: Request, settings: Settings) -> tuple[str, bytes, 
     """The fields of a multipart form: name, recording, transcript."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise ApiError("a voice is sent as multipart/form-data: name, audio_sample and, if known, ref_text", 415)
+    _, options = parse_options_header(request.headers["content-type"])
+    if options.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):  # punycode, say, would take a minute
+        raise ApiError("the form's charset must be utf-8", 415)
     with time_limit(request, settings):
         try:
             form = await request.form(max_files=1, max_fields=10)
@@ -286,7 +294,9 @@ class SpeechResponse(Response):
                         await send(self.start(len(data) if self.is_whole else None))
                         has_begun = True
                         send = scope.get("send", send)
-                    await send(body(self.delta(data) if self.is_sse else data))
+                    data = self.delta(data) if self.is_sse else data
+                    for start in range(0, len(data), MAX_WRITE):
+                        await send(body(data[start : start + MAX_WRITE]))
             if not has_begun:
                 raise ApiError("the model said nothing: change the text or the seed", 500)
             await send(body(await self.done() if self.is_sse else b"", more=False))

@@ -73,6 +73,7 @@ class Speech:
         self.registered = self.folder.voices if cloning else {}  # as the folder was when it was last looked at
         self.looked_at = 0.0
         self.threads = ThreadPoolExecutor(MAX_THREADS, "recordings")
+        self.recordings = asyncio.Semaphore(MAX_THREADS)  # that requests may have in memory, decoded
         self.disk_threads = ThreadPoolExecutor(MAX_THREADS, "voices")  # a disk that hangs keeps them
         self.metrics = Metrics(self.models)
         self.is_draining = False
@@ -274,7 +275,7 @@ class Utterance:
         """One generator, not one in another: each costs time with every chunk of every listener."""
         outcome, connection = "failed", None
         try:
-            connection = self.take_place()
+            connection = self.connection = self.take_place()
             voice, payload = await self.voice(connection)
             is_complete = isinstance(self.text, str)
             request = dict(text=self.text if is_complete else None, options=sampling(self.style), seed=self.style.seed)
@@ -327,11 +328,12 @@ class Utterance:
                 return {}, np.array(style.speaker_embedding, np.float32).tobytes()
         if style.ref_audio is not None:
             settings = speech.settings
-            recording = await speech.run(
-                lambda: decode_recording(decode_base64(style.ref_audio, settings), settings, "ref_audio")
-            )
             ref_text = None if style.x_vector_only_mode else (style.ref_text or "").strip()
-            self.own_key = await keep_voice(connection, "ref_audio", recording, ref_text or None)
+            async with speech.recordings:
+                recording = await speech.run(
+                    lambda: decode_recording(decode_base64(style.ref_audio, settings), settings, "ref_audio")
+                )
+                self.own_key = await keep_voice(connection, "ref_audio", recording, ref_text or None)
             return {"key": self.own_key}, b""
         if not isinstance(self.text, str):  # the session has looked at the folder long ago
             await speech.look_for(style.voice)
@@ -368,7 +370,7 @@ class Utterance:
         return round(self.seconds * checkpoints.FRAME_RATE)
 
     async def text_tokens(self) -> int:
-        return (await self.model.engine.connection.ask("count", text=self.text))["tokens"]
+        return (await self.connection.ask("count", text=self.text))["tokens"]
 
     def was_asked_to_end(self) -> bool:
         """Whether the client's own max_new_tokens has ended the speech."""

@@ -4,6 +4,7 @@ A file is a safetensors file with the samples and, as metadata, the transcript: 
 recording is kept rather than what a model made of it, so a voice works with every model that clones.
 """
 
+import json
 import re
 import threading
 import time
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from common.audio_files import Chunk, to_int16
 from common.output_files import replacement_for
@@ -78,7 +79,7 @@ class VoiceFolder:
     def scan(self) -> None:
         changed = time_of_change(self.folder)
         known, self.files = self.files, {}
-        for path in sorted(self.folder.glob(f"*{SUFFIX}")):
+        for path in sorted(filter(Path.is_file, self.folder.glob(f"*{SUFFIX}"))):
             written = time_of_change(path)
             if path.stem in known and known[path.stem][0] == written:
                 self.files[path.stem] = known[path.stem]
@@ -104,12 +105,13 @@ class VoiceFolder:
         """A voice and its recording. The file may have been written by somebody else: check everything."""
         path = self.path(name)
         try:
-            with safe_open(path, framework="np") as file:
-                metadata = file.metadata() or {}
-                samples = file.get_tensor("samples")
+            data = path.read_bytes()  # not safe_open: it keeps the interpreter to itself while a disk hangs
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            metadata = header["__metadata__"]
+            samples = load(data)["samples"]
             rate = int(metadata["rate"])
             created = int(metadata["created"])
-        except (SafetensorError, OSError, KeyError, ValueError, TypeError):
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError):
             raise ValueError(f"the file of the voice {name} is missing or broken: register it again") from None
         if samples.dtype != np.int16 or samples.ndim != 1 or not 8000 <= rate <= 96000 or len(samples) < rate:
             raise ValueError(f"the file of the voice {name} does not hold a recording: register it again")

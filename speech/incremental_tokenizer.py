@@ -23,6 +23,7 @@ PRE_TOKENS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+LONGEST_TAIL = 256  # characters that are encoded again with each piece
 LONG_PRE_TOKEN = 64  # characters, after which a pre-token is cut inside; words are shorter
 
 
@@ -33,11 +34,14 @@ class IncrementalTokenizer:
         self.rules = rules_of(tokenizer)
         self.settled = []  # ids of the text before `tail`
         self.tail = ""
+        self.wait_for = 0  # characters of the tail
         self.ids = []
         self.push(text)
 
     def push(self, piece: str) -> None:
         self.tail += piece
+        if len(self.tail) < self.wait_for:
+            return
         before, inside, length = self.rules.final_ids(self.tail)
         self.ids = max(self.ids, self.settled + before + inside, key=len)  # each is final
         # Forget what is settled, so that a long text takes no longer per piece than a short one.
@@ -46,6 +50,8 @@ class IncrementalTokenizer:
             self.settle(before, length)
         elif length == 0 and len(self.tail) > LONG_PRE_TOKEN:
             self.settle(*self.rules.cut_inside(self.tail, inside))
+        # Accents without end or a wide gap never settle: look again when there is twice as much of it.
+        self.wait_for = 2 * len(self.tail) if len(self.tail) > LONGEST_TAIL else 0
 
     def settle(self, ids: list[int], length: int) -> None:
         self.settled += ids

@@ -391,6 +391,23 @@ def test_what_an_engine_needs(voice):
     assert text.has_row(1000)
 
 
+@pytest.mark.parametrize("run", ["\u0301", "\u200d", " ", "\u1161"])
+def test_what_never_settles_takes_no_longer_per_character(tokenizer, run, monkeypatch):
+    """Accents without end, a wide gap: each character was encoded with all before it, 2,000 accents took 16 s."""
+    encoded = []
+    encode = incremental_tokenizer.Rules.encode
+    monkeypatch.setattr(
+        incremental_tokenizer.Rules, "encode", lambda rules, text: encoded.append(len(text)) or encode(rules, text)
+    )
+    so_far = IncrementalTokenizer(tokenizer, OPENING)
+    text = "e" + run * 3000
+    for character in text:
+        so_far.push(character)
+    assert sum(encoded) < 3000 * 1000  # 9 million before, for one encoding per character
+    expected = tokenizer(OPENING + text).input_ids
+    assert so_far.ids == expected[: len(so_far.ids)]
+
+
 @pytest.mark.parametrize("run", ["-", "!?", "a", "今", "—"])
 def test_a_run_of_punctuation_takes_no_longer_per_character(tokenizer, run):
     """It is one pre-token. 1,000 hyphens took 45 ms per character, on the only thread that makes prompts."""

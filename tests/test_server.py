@@ -8,6 +8,7 @@ import http.client
 import io
 import json
 import logging
+import os
 import re
 import signal
 import socket
@@ -46,7 +47,7 @@ from serving.model import OPENAI_VOICES
 from serving.requests import SpeechRequest, parse
 from serving.server import SpeechResponse
 from serving.settings import Settings, check_host
-from serving.speech import Speech, Utterance
+from serving.speech import Speech
 from speech.runner import Runner
 
 
@@ -445,6 +446,65 @@ def test_a_whole_file_knows_its_length(server, speed):
         assert server.ask("POST", f"/v1/audio/convert?response_format={name}", wav).body == file
 
 
+def test_nothing_is_not_converted(server):
+    nothing = io.BytesIO()
+    soundfile.write(nothing, np.zeros(0, np.int16), 24000, format="WAV")
+    answer = server.ask("POST", "/v1/audio/convert?response_format=mp3", nothing.getvalue())
+    assert answer.status == 400 and "no samples" in answer.error["message"]
+
+
+def test_a_form_in_another_charset_is_refused(server):
+    """Punycode takes a time that grows with the square of the length: 840 KB stopped every listener for a minute."""
+    field = b"a" * 50_000 + b"-" + b"a" * 50_000
+    body = b"--B\r\nContent-Disposition: form-data; name=x-\r\n\r\n" + field + b"\r\n--B--\r\n"
+    headers = {"Content-Type": "multipart/form-data; boundary=B; Charset=punycode"}
+    answer = server.ask("POST", "/v1/audio/voices", body, headers)
+    assert answer.status == 415 and "utf-8" in answer.error["message"]
+
+
+def test_what_is_not_a_file_is_no_voice(server, speech):
+    """To open a pipe takes until somebody writes to it. All of the server waited for that."""
+    speech.settings.voices.mkdir(exist_ok=True)
+    os.mkfifo(speech.settings.voices / "pipe.safetensors")
+    try:
+        assert "pipe" not in names_of_voices(server)
+    finally:
+        (speech.settings.voices / "pipe.safetensors").unlink()
+
+
+def test_a_voice_that_is_removed_before_it_is_used(server, speech, wav, monkeypatch):
+    """A 404, not a failure of the server."""
+    assert server.register("me", wav).status == 200
+    speech.host.kept.clear()
+    answer = server.speak(voice="me")
+    assert answer.status == 404 and answer.error["code"] == "unknown_voice"
+    assert server.ask("DELETE", "/v1/audio/voices/me").status == 200
+
+
+def test_a_voice_that_nobody_waits_for_is_not_made(speech, monkeypatch):
+    """Others would wait for it. Its client has left while it was queued."""
+    monkeypatch.setattr(engine_host, "clone_prompt", pytest.fail)
+    speech.host.make_voice({"id": -1, "key": "x", "rate": 24000, "ref_text": None, "name": "x"}, np.zeros(1))
+
+
+def test_a_second_request_before_the_first_is_answered(server, speech):
+    """It hid that the client of the first had left. Now it is not read: the connection ends after the first answer."""
+    body = json.dumps({"input": "Hello.", "max_new_tokens": 400, "response_format": "pcm"}).encode()
+    head = "POST /v1/audio/speech HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    others = b"GET /docs HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
+        connection.sendall(request)
+        wait_until(lambda: speech.in_flight)
+        connection.sendall(others)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    wait_until_free(speech)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + others)
+        received = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert received.count(b"HTTP/1.1 ") == received.count(b"HTTP/1.1 200") == 1
+
+
 def test_a_voice_that_cannot_be_stored_is_not_kept(server, speech, wav, monkeypatch):
     def full(*_):
         raise ValueError("no space is left")
@@ -619,7 +679,7 @@ def test_every_response_has_an_id(server, speech, monkeypatch, caplog):
     """So that a client can say which request failed, and the log has the same id."""
     good = server.ask("GET", "/v1/models"), server.speak(), server.speak(stream_format="sse")
     bad = server.speak(temperature=-1), server.ask("GET", "/nothing"), server.speak(headers={"Origin": "http://x"})
-    monkeypatch.setattr(Utterance, "options", lambda *_: 1 / 0)
+    monkeypatch.setattr("serving.speech.sampling", lambda *_: 1 / 0)
     monkeypatch.setattr(Speech, "voices", lambda *_: 1 / 0)
     failed = server.speak(), server.ask("GET", "/v1/audio/voices")
     assert [answer.status for answer in (*good, *bad, *failed)] == [200, 200, 200, 400, 404, 403, 500, 500]
@@ -755,9 +815,12 @@ def test_draining_has_a_limit(speech, monkeypatch):
     monkeypatch.setattr(speech, "settings", dataclasses.replace(speech.settings, drain_seconds=0.3))
     server = process.Server(speech)
     with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the audio does not fit into it
         serving = speech.submit(server.serve(sockets=[listening]))
         wait_until(lambda: server.started)
         connection = http.client.HTTPConnection(*listening.getsockname(), timeout=LIMIT)
+        connection.connect()
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         body = json.dumps({"input": "Hello.", "max_new_tokens": 450, "response_format": "pcm"})
         connection.request("POST", "/v1/audio/speech", body, {"Content-Type": "application/json"})
         wait_until(lambda: speech.engine.counts() == (1, 0))
@@ -968,7 +1031,7 @@ def test_an_error_inside_leaks_nothing(server, speech, monkeypatch, caplog):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(Utterance, "options", fail)
+    monkeypatch.setattr("serving.speech.sampling", fail)
     answer = server.speak()
     assert answer.status == 500 and b"secret" not in answer.body and "log" in answer.error["message"]
     assert "/secret/path" in caplog.text

@@ -196,6 +196,19 @@ def test_a_client_that_does_not_read_is_given_up(speech, when):
             wait_until(lambda: not server.server.server_state.connections)
 
 
+def test_pings_whose_answers_nobody_reads(speech):
+    """The answers were kept, without a limit."""
+    with RunningServer(speech) as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connect(server.websocket_address, sock=connection, ping_interval=None, max_queue=1)
+        connection.settimeout(LIMIT)
+        pings = (bytes([0x89, 0x80 | 125]) + bytes(4) + b"p" * 125) * 1000
+        with pytest.raises(OSError):
+            for _ in range(1000):  # 130 MB
+                connection.sendall(pings)
+
+
 def test_cancel(server, speech):
     """The listener interrupts: no audio follows, the place is free, and the connection can be used again."""
     with client(server) as session:

@@ -167,6 +167,45 @@ def test_after_three_deaths_it_gives_up_and_says_why(caplog):
     assert "is not started again" in caplog.text
 
 
+def test_a_process_that_cannot_be_started_is_no_death(monkeypatch):
+    """Many connections took all file descriptors for a while, and the engine was given up for good."""
+    monkeypatch.setattr(engine_process, "SECONDS_TO_END", 0.01)
+    starts = iter([end, *[None] * 5, live])
+
+    def spawn(theirs):
+        life = next(starts)
+        if life is None:
+            raise OSError("too many open files")
+        return FakeWorker(theirs, life)
+
+    async def main():
+        engine = EngineProcess(dict(model="x"), 1, spawn)
+        await started(engine)
+        await asyncio.wait_for(wait_for_state(engine, "restarting"), LIMIT)
+        await asyncio.wait_for(wait_for_state(engine, "ready"), LIMIT)
+        assert (engine.restarts, engine.deaths) == (6, 1)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_no_call_reaches_a_worker_that_is_not_ready():
+    """It took a voice for a mistake of the server, and ended."""
+
+    async def main():
+        engine = engine_with(live)
+        await started(engine)
+        with engine.connection.call("voice"):
+            pass
+        engine.connection.is_ready = False  # as it is made
+        with pytest.raises(ApiError) as refused, engine.connection.call("voice"):
+            pass
+        assert refused.value.code == "restarting" and not engine_process.Connection(print).is_ready
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_deaths_long_ago_do_not_count(monkeypatch):
     monkeypatch.setattr(engine_process, "SECONDS_OF_SERVICE", -1.0)
 
