@@ -208,7 +208,7 @@ def test_rows_that_quick_leaves_out(short, tmp_path, monkeypatch, capsys):
 
     row = single.time_three_files(checkpoint, voice, timing.SMALL)
     (tts,) = loaded
-    assert row["frames"] == 5 and row["ms_per_frame"] > 0 and row["x_real_time"] > 0
+    assert row["frames"] == 5 and math.isfinite(row["ms_per_frame"]) and row["x_real_time"] > 0
     assert isinstance(tts.model.talker.generate.__self__, single.Decoder)
     assert not hasattr(tts, "speech")
     assert "decode" not in vars(tts.model.speech_tokenizer)
