@@ -46,7 +46,7 @@ def time_streams(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
 def medians(crowds: list[Row]) -> Row:
     """Of each figure, but all underruns."""
     columns = {name: [row[name] for row in crowds] for name in crowds[0]}
-    row = {name: statistics.median(values) for name, values in columns.items()}
+    row = {name: statistics.median(values) if None not in values else None for name, values in columns.items()}
     speed = "audio_seconds_per_second"
     return row | median_of(speed, columns[speed]) | dict(underruns=sum(columns["underruns"]))
 

@@ -25,7 +25,7 @@ KERNEL_NAME = "decode_step"
 CONSUMERS = 256
 MMA_TOKENS = 4
 
-# What the kernel leaves in `failed` when a wait lasts until WAIT_LIMIT_NS after its start.
+# What the kernel leaves in `failed` when a wait lasts until WAIT_LIMIT_NS after the start of the launch.
 WAITED_FOR = {
     1: "a thread block has waited for another one for 2 s",
     2: "a thread block has waited for its weights for 2 s",

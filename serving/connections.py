@@ -19,7 +19,7 @@ from serving.settings import Settings
 SPARE_CONNECTIONS = 256  # beyond the limit, which get a 503 rather than nothing
 MAX_HEAD_BYTES = 1 << 16
 MAX_UNSENT = 1 << 20  # bytes to a WebSocket; audio waits for its client before
-OTHER_UPGRADE = re.compile(rb"\r\nupgrade:(?![ \t]*websocket)[^\r\n]*", re.IGNORECASE)
+OTHER_UPGRADE = re.compile(rb"\r\nupgrade:(?![ \t]*websocket)[^\r\n]*(?=\r\n)", re.IGNORECASE)  # a whole line
 SECONDS_TO_CLOSE = 5  # for connections to close when the server ends
 
 
@@ -41,8 +41,12 @@ def uvicorn_config(app: Starlette, settings: Settings) -> uvicorn.Config:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """uvicorn logs an error for each WebSocket that is refused with an HTTP response: the client's mistake."""
-    return record.msg != "ASGI callable returned without completing handshake."
+    """uvicorn logs each WebSocket that is refused with an HTTP response, and each request that cannot be parsed: the
+    client's mistakes."""
+    return record.msg not in (
+        "ASGI callable returned without completing handshake.",
+        "Invalid HTTP request received.",
+    )
 
 
 class Unread:
@@ -84,7 +88,7 @@ def without_upgrade(data: bytes) -> bytes:
     """A head without an offer of anything but a WebSocket, as Java's client makes with each request (h2c): the parser
     would take what follows, the body, for that protocol."""
     head, end, rest = data.partition(b"\r\n\r\n")
-    return OTHER_UPGRADE.sub(b"", head) + end + rest
+    return OTHER_UPGRADE.sub(b"", head + end) + rest
 
 
 class TimedWebSocketProtocol(Unread, WebSocketsSansIOProtocol):
@@ -144,6 +148,11 @@ class TimedHttpProtocol(Unread, HttpToolsProtocol):
             self.is_deaf = True
             raise ValueError("pipelined")  # ends the parser
         super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self.cycle:
+            self.cycle.more_body = False  # also of a body that nobody has read
 
     def send_400_response(self, message: str) -> None:
         if not self.is_deaf:

@@ -173,11 +173,12 @@ class EngineProcess:
 
     async def keep_running(self) -> None:
         while True:
+            pause = 0.0
             try:
                 await self.run_once()
             except OSError as error:  # not the engine's fault: it is tried again and again
                 self.why = f"no process can be started: {error}"
-                await asyncio.sleep(SECONDS_TO_END)
+                pause = SECONDS_TO_END
             if not self.started.is_set():  # a mistake of the user, or of the machine: they are told
                 break
             log.warning("the engine of %s has ended: %s", self.spec["model"], self.why)
@@ -186,7 +187,7 @@ class EngineProcess:
                 break
             self.state = "restarting"
             self.restarts += 1
-            await asyncio.sleep(0.5 * self.deaths)  # memory of a killed process is free after a moment
+            await asyncio.sleep(pause or 0.5 * self.deaths)  # memory of a killed process is free after a moment
         self.state = "gave up"
         self.loaded.set()
         self.started.set()

@@ -44,7 +44,8 @@ def raise_priority() -> None:
 def raise_file_limit() -> None:
     """To what is allowed: each connection is a file, and a worker cannot be started without one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with contextlib.suppress(OSError, ValueError):  # some systems refuse their own maximum
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -192,7 +192,7 @@ async def read_json(request: Request, settings: Settings) -> dict:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(f"the content type is {content_type[:80]!r}, it must be application/json", 415)
-    if encoding := request.headers.get("content-encoding"):
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
         raise ApiError(f"the content encoding is {encoding[:80]!r}: send the JSON as it is", 415)
     with time_limit(request, settings):
         return parse_json(await request.body())

@@ -164,6 +164,8 @@ class Speech:
         except BaseException:
             key.add_done_callback(partial(forget, connection))
             raise
+        if other := connection.kept.get(voice):  # somebody has seen its file and asked for it
+            other.add_done_callback(partial(forget, connection))
         connection.kept[voice] = key
         await self.refresh()
         return describe_voice(voice)
@@ -299,7 +301,7 @@ class Utterance:
             outcome = "invalid"
             raise
         except ApiError as error:
-            outcome = {429: "refused", 400: "invalid", 413: "invalid"}.get(error.status, "failed")
+            outcome = {429: "refused", 400: "invalid", 404: "invalid", 413: "invalid"}.get(error.status, "failed")
             raise
         finally:
             if connection:

@@ -106,9 +106,8 @@ class VoiceFolder:
         path = self.path(name)
         try:
             data = path.read_bytes()  # not safe_open: it keeps the interpreter to itself while a disk hangs
-            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            metadata = header["__metadata__"]
-            samples = load(data)["samples"]
+            samples = load(data)["samples"]  # which checks the header
+            metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
             rate = int(metadata["rate"])
             created = int(metadata["created"])
         except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError):

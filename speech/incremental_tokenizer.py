@@ -45,13 +45,15 @@ class IncrementalTokenizer:
         before, inside, length = self.rules.final_ids(self.tail)
         self.ids = max(self.ids, self.settled + before + inside, key=len)  # each is final
         # Forget what is settled, so that a long text takes no longer per piece than a short one.
+        unsettled = self.tail
         start, rest = self.tail[:length], self.tail[length:]
         if start and not may_combine(rest[0]) and self.rules.encode(start).ids == before:
             self.settle(before, length)
         elif length == 0 and len(self.tail) > LONG_PRE_TOKEN:
             self.settle(*self.rules.cut_inside(self.tail, inside))
-        # Accents without end or a wide gap never settle: look again when there is twice as much of it.
-        self.wait_for = 2 * len(self.tail) if len(self.tail) > LONGEST_TAIL else 0
+        # Accents without end or a wide gap never settle: look again when there is more of it, in growing steps.
+        is_stuck = len(self.tail) > LONGEST_TAIL and self.tail == unsettled
+        self.wait_for = len(self.tail) * 9 // 8 if is_stuck else 0
 
     def settle(self, ids: list[int], length: int) -> None:
         self.settled += ids

@@ -408,6 +408,17 @@ def test_what_never_settles_takes_no_longer_per_character(tokenizer, run, monkey
     assert so_far.ids == expected[: len(so_far.ids)]
 
 
+@pytest.mark.parametrize("first", ["今天天气真好" * 50, "x" * 300])
+def test_a_long_piece_is_known_soon(tokenizer, first):
+    """What follows must not wait until as much again has come."""
+    so_far = IncrementalTokenizer(tokenizer, OPENING)
+    rest = "今天天气真好 and more of it"
+    for piece in [first, *rest]:
+        so_far.push(piece)
+    expected = tokenizer(OPENING + first + rest).input_ids
+    assert so_far.ids == expected[: len(so_far.ids)] and len(so_far.ids) > len(expected) - 20
+
+
 @pytest.mark.parametrize("run", ["-", "!?", "a", "今", "—"])
 def test_a_run_of_punctuation_takes_no_longer_per_character(tokenizer, run):
     """It is one pre-token. 1,000 hyphens took 45 ms per character, on the only thread that makes prompts."""

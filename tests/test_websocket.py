@@ -196,6 +196,19 @@ def test_a_client_that_does_not_read_is_given_up(speech, when):
             wait_until(lambda: not server.server.server_state.connections)
 
 
+@pytest.mark.parametrize("cut", ["Upgra", "Upgrade: ", "Upgrade: web", "Upgrade: websocket"])
+def test_a_handshake_in_two_parts(server, cut):
+    head = "GET /v1/audio/speech/stream HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    head += "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    first = head.index("Upgrade: ") + len(cut)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(head[:first].encode())
+        time.sleep(0.1)
+        connection.sendall(head[first:].encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 101")
+
+
 def test_pings_whose_answers_nobody_reads(speech):
     """The answers were kept, without a limit."""
     with RunningServer(speech) as server, socket.socket() as connection:
