@@ -64,10 +64,10 @@ def load(model: str, device=None, dtype: torch.dtype | None = None, **options):
 
 
 def accelerate(tts, max_seq_len: int = 2048, rows: int = 1, fused: bool | None = None):
-    """Make a model's methods fast, in place. If this fails, load it again. No other thread may use the GPU.
+    """Make a model's methods fast, in place. Meanwhile no other thread may use the GPU. If it fails, load it again.
 
     max_seq_len: positions for prompt and speech together, one per frame (12.5 per second).
-    rows: texts of a list, or streams of an engine, that are spoken at a time. Each takes memory on a GPU.
+    rows: texts of a list, or streams of an engine, that are spoken together. Each takes memory on a GPU.
     fused: the megakernel of fast/. True requires it, False avoids it, None uses it where it runs.
     """
     decoder = Decoder(tts.model.talker, max_seq_len)
@@ -110,7 +110,7 @@ class Decoder:
         if used >= self.max_seq_len:
             raise ValueError(f"the prompt takes {used} of {self.max_seq_len} positions: raise max_seq_len")
         if max_new_tokens < 2:
-            raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 2: the end has no audio")
+            raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 2: the last has no audio")
         if not repetition_penalty > 0:
             raise ValueError(f"repetition_penalty is {repetition_penalty}, it must be above 0: 1.0 for none")
         return min(max_new_tokens - 1, self.max_seq_len - used)
