@@ -277,7 +277,7 @@ def test_load_script_counts_underruns_and_errors():
     """Against a server that stalls after its first chunk, and one that breaks off."""
 
     async def stall(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
+        await reader.readuntil(b"}")  # all of it: to close with something unread is a reset
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nF00\r\n" + bytes(3840) + b"\r\n")
         await writer.drain()
         await asyncio.sleep(0.3)  # the first chunk lasts 0.08 s
@@ -285,7 +285,7 @@ def test_load_script_counts_underruns_and_errors():
         writer.close()
 
     async def break_off(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
+        await reader.readuntil(b"}")  # all of it: to close with something unread is a reset
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nF00\r\n" + bytes(3840) + b"\r\nF00\r\n")
         writer.close()
 
