@@ -110,7 +110,7 @@ class VoiceFolder:
             metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
             rate = int(metadata["rate"])
             created = int(metadata["created"])
-        except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError):
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError):
             raise ValueError(f"the file of the voice {name} is missing or broken: register it again") from None
         if samples.dtype != np.int16 or samples.ndim != 1 or not 8000 <= rate <= 96000 or len(samples) < rate:
             raise ValueError(f"the file of the voice {name} does not hold a recording: register it again")

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from benchmarks.listeners import Listener, listen_at, noting_errors, poisson_arrivals, summary
+from serving.options import raise_file_limit
 
 ROOT = Path(__file__).parents[1]
 SECONDS_TO_START = 1.0  # of the processes of listeners
@@ -65,8 +65,7 @@ def compare(args: argparse.Namespace, speak: Callable, request: dict) -> Iterato
             raise
     if engine.returncode != 0:
         raise ValueError("the engine alone could not be measured: it says why above")
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # for many connections, of this process and its children
+    raise_file_limit()  # for many connections, of this process and its children
     with running_server(args) as url:
         start = partial(speak, url, None, **request)
         server = f"{size}, over HTTP"
