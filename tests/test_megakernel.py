@@ -3,8 +3,9 @@ run of the same weights as those of the model's own bfloat16 forward. Most tests
 
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from benchmarks.parity import MARGIN, Forced, Megakernel, error, random_request, verdict
 from cudagraph_talker import Sampling
 from fast import megakernel, nvrtc, paths
+from fast.rows import Slots
 from generate import accelerate, load_upstream
 
 LENGTH = 512
@@ -140,19 +142,20 @@ def assert_no_worse(what: str, fused: Tensor, own: Tensor, exact: Tensor) -> Non
 
 @on_gpu
 @torch.no_grad()
-def test_logits_and_cache_with_forced_tokens(routes):
+def test_logits_and_cache_with_forced_tokens(routes, monkeypatch):
     """200 frames: logits of all 16 codes, the talker's cache and the predictor's caches."""
     torch.manual_seed(0)
     request = random_request(routes[0].rows.text.shape[-1], "cuda")
     tokens = torch.randint(2048, (FRAMES, 16), device="cuda")
     code_caches = [[] for _ in routes]
 
-    def keep_cache() -> None:
-        kept.append(cached(route.rows.code_keys, route.rows.code_values, slice(16)))
+    def step_and_keep(step: Callable, rows: Slots, kept: list[Tensor]) -> None:
+        step()
+        kept.append(cached(rows.code_keys, rows.code_values, slice(16)))
 
-    logits = []
-    for route, kept in zip(routes, code_caches):  # noqa: B007
-        logits.append(route.logits(tokens, keep_cache, **request))
+    for route, kept in zip(routes, code_caches):
+        monkeypatch.setattr(route.frame, "step", partial(step_and_keep, route.frame.step, route.rows, kept))
+    logits = [route.logits(tokens, **request) for route in routes]
     assert torch.equal(routes[0].rows.codes[0, :FRAMES], tokens)
     for name, of_routes in zip(("codes 1 to 15", "first codes"), zip(*logits)):
         good, figures = verdict(*of_routes)
