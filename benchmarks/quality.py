@@ -26,7 +26,8 @@ from common.voices import speaker_prompt
 from fast.paths import why_not
 from generate import accelerate
 from speech.engine import Engine
-from speech.long_text import frame_limit, token_counter
+from speech.long_text import frame_limit
+from speech.prompts import tokenize
 from speech.streaming import stream
 
 ROWS = 16  # sentences that are spoken together
@@ -65,8 +66,7 @@ def measure_quality(checkpoint: Checkpoint, effort: Effort, recognizer: str) -> 
     sentences = read_sentences(effort.sentences)
     upstream = None
     for name, tts, speak in ways(checkpoint.model):
-        count = token_counter(tts)
-        limits = [frame_limit(count(sentence.text)) for sentence in sentences]
+        limits = [frame_limit(len(tokenize(tts, sentence.text))) for sentence in sentences]
         requests = [
             dict(
                 text=sentence.text,

@@ -8,7 +8,7 @@ first half of sin negated.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from fast import kernel_cache, kernels, nvrtc
+from fast.layers import concatenate
 
 SOURCE = Path(__file__).with_suffix(".cu")
 KERNEL_NAME = "decode_step"
+Launch = Callable[[Sequence[int]], None]  # takes the fields of Arguments
 
 # As in megakernel.cu. `complete_source` makes the compiler check them.
 CONSUMERS = 256
@@ -168,13 +170,14 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
 
 
 @functools.cache
-def compile_kernel(device: torch.device, sizes: Sizes, source: str, architecture: str | None = None) -> nvrtc.Kernel:
+def compile_kernel(device: torch.device, sizes: Sizes, source: str, architecture: str | None = None) -> Launch:
     """`source` is complete_source(sizes). `architecture` as in nvrtc.compile_source, by default the GPU's own."""
     cubin = kernel_cache.compile_source(source, architecture or nvrtc.architecture_of(device))
-    return nvrtc.Kernel(cubin, KERNEL_NAME, device, sizes.grid, sizes.threads, sizes.shared_bytes)
+    kernel = nvrtc.Kernels(cubin, [KERNEL_NAME], device, sizes.shared_bytes)
+    return functools.partial(kernel.launch, KERNEL_NAME, (sizes.grid, 1), sizes.threads, is_cooperative=True)
 
 
-def compile_for(model: Any, heads: Sequence[Any], talker_hidden: int, streams: int = 1) -> tuple[Sizes, nvrtc.Kernel]:
+def compile_for(model: Any, heads: Sequence[Any], talker_hidden: int, streams: int = 1) -> tuple[Sizes, Launch]:
     """The kernel for a stack and its heads, compiled once per process.
 
     OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the kernel does not support these sizes, the
@@ -212,16 +215,6 @@ def ordered(values: Mapping[str, Tensor | int], names: Sequence[str]) -> list[Te
     return [values[name] for name in names]
 
 
-def stacked_address(weights: Sequence[Tensor]) -> int:
-    """The address of matrices that lie one behind the other in memory."""
-    end = weights[0].data_ptr()
-    for weight in weights:
-        if weight.data_ptr() != end or not weight.is_contiguous():
-            raise ValueError("q_proj, k_proj and v_proj are not one matrix in memory: call replace_layers first")
-        end += weight.nbytes
-    return weights[0].data_ptr()
-
-
 class FusedStep:
     """One step of a stack as one launch, to be called or captured.
 
@@ -234,7 +227,7 @@ class FusedStep:
     def __init__(
         self,
         sizes: Sizes,
-        kernel: nvrtc.Kernel,
+        kernel: Launch,
         model: Any,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
@@ -250,7 +243,7 @@ class FusedStep:
         self.noise = noise
 
         layers: list[list[Tensor | int]] = []
-        matrices_of_layers: list[tuple[Tensor, ...]] = []
+        matrices_of_layers: list[Tensor] = []
         for layer, layer_keys, layer_values in zip(model.layers, keys, values, strict=True):
             attention = layer.self_attn
             mlp = layer.mlp
@@ -263,27 +256,16 @@ class FusedStep:
                 "values": layer_values,
             }
             layers.append(ordered(fields, LAYER_FIELDS))
-            matrices_of_layers += [
-                (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
-                (attention.o_proj.weight,),
-                (mlp.gate_proj.weight,),
-                (mlp.up_proj.weight,),
-                (mlp.down_proj.weight,),
-            ]
+            qkv = concatenate(attention.q_proj, attention.k_proj, attention.v_proj)  # no copy: it was done before
+            others = attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+            matrices_of_layers += [qkv, *(linear.weight for linear in others)]
 
         # In the order of their use.
         has_pass_without_head = sizes.codes > 1 and sizes.first_positions == 1
         matrices = list(matrices_of_layers) if has_pass_without_head else []
         for head in heads:
-            matrices += [*matrices_of_layers, (head.weight,)]
-        matrix_fields: list[list[Tensor | int]] = []
-        for weights in matrices:
-            fields = {
-                "address": stacked_address(weights),
-                "rows": sum(len(weight) for weight in weights),
-                "row_bytes": weights[0][0].nbytes,
-            }
-            matrix_fields.append(ordered(fields, MATRIX_FIELDS))
+            matrices += [*matrices_of_layers, head.weight]
+        matrix_fields = [[matrix, len(matrix), matrix[0].nbytes] for matrix in matrices]  # as in MATRIX_FIELDS
         end_of_list = [0] * len(MATRIX_FIELDS)
 
         length = keys[0].shape[-2]
@@ -320,7 +302,7 @@ class FusedStep:
         self.keepalive: list[Any] = [fields_by_name, matrices, layers]  # the kernel knows only their addresses
 
     def __call__(self) -> None:
-        self.kernel.launch(self.fields)
+        self.kernel(self.fields)
 
     def why_failed(self) -> str:
         """What made the kernel stop in a launch that has ended. Empty if nothing did."""

@@ -20,11 +20,6 @@ from fast.layer_kernels_reference import Rounding, exact, norm, rotate
 from fast.layer_kernels_reference import to_bfloat16 as to_bfloat16
 
 
-def rms_norm(x: Tensor, module: Any, epsilon: float, rounded: Rounding = exact) -> Tensor:
-    """(..., H)"""
-    return norm(x, module.weight, epsilon, rounded)
-
-
 def linear(x: Tensor, module: Any, rounded: Rounding = exact) -> Tensor:
     """(..., H) -> (..., rows)"""
     return rounded(x @ module.weight.float().T)
@@ -42,7 +37,7 @@ def angles(model: Any, first: int, count: int = 1) -> tuple[Tensor, Tensor]:
 def project_qkv(layer: Any, x: Tensor, epsilon: float, rounded: Rounding = exact) -> Tensor:
     """Phase 1: input norm; q, k, v in one row. (L, H) -> (L, (Q + 2 G) * D)"""
     attention = layer.self_attn
-    normalized = rms_norm(x, layer.input_layernorm, epsilon, rounded)
+    normalized = norm(x, layer.input_layernorm.weight, epsilon, rounded)
     matrices = (attention.q_proj, attention.k_proj, attention.v_proj)
     return torch.cat([linear(normalized, matrix, rounded) for matrix in matrices], -1)
 
@@ -66,8 +61,8 @@ def attend(
     keys, values = cache
     heads = qkv.view(count, -1, config.head_dim)
     q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
-    q = rotate(rms_norm(q, attention.q_norm, epsilon, rounded), cos, sin, rounded)
-    k = rotate(rms_norm(k, attention.k_norm, epsilon, rounded), cos, sin, rounded)
+    q = rotate(norm(q, attention.q_norm.weight, epsilon, rounded), cos, sin, rounded)
+    k = rotate(norm(k, attention.k_norm.weight, epsilon, rounded), cos, sin, rounded)
     keys[:, position:end] = k.transpose(0, 1)
     values[:, position:end] = v.transpose(0, 1)
     groups = q.view(count, kv_heads, -1, config.head_dim)  # (L, G, Q/G, D)
@@ -79,7 +74,7 @@ def attend(
 
 def gate_and_up(layer: Any, x: Tensor, epsilon: float, rounded: Rounding = exact) -> Tensor:
     """Phase 5: post-attention norm; silu(gate) * up. (L, H) -> (L, I)"""
-    normalized = rms_norm(x, layer.post_attention_layernorm, epsilon, rounded)
+    normalized = norm(x, layer.post_attention_layernorm.weight, epsilon, rounded)
     silu = rounded(F.silu(linear(normalized, layer.mlp.gate_proj, rounded)))
     return rounded(silu * linear(normalized, layer.mlp.up_proj, rounded))
 
@@ -101,4 +96,4 @@ def run_layers(model: Any, caches: Sequence[tuple[Tensor, Tensor]], x: Tensor, p
         x = add_projection(x, attention, layer.self_attn.o_proj)
         inner = gate_and_up(layer, x, epsilon)
         x = add_projection(x, inner, layer.mlp.down_proj)
-    return rms_norm(x, model.norm, epsilon)
+    return norm(x, model.norm.weight, epsilon)

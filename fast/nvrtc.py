@@ -130,8 +130,10 @@ def compile_source(source: str, architecture: str) -> bytes:
 class Kernels:
     """The kernels of a cubin, loaded on one GPU. The only argument of each is a struct of 8-byte fields, by value."""
 
-    def __init__(self, cubin: bytes, names: Iterable[str], device: torch.device) -> None:
+    def __init__(self, cubin: bytes, names: Iterable[str], device: torch.device, shared_bytes: int = 0) -> None:
+        """shared_bytes: dynamic shared memory of a block"""
         self.device = device
+        self.shared_bytes = shared_bytes
         self.functions: dict[str, ctypes.c_void_p] = {}
         module = ctypes.c_void_p()
         with torch.cuda.device(device):
@@ -140,52 +142,25 @@ class Kernels:
             for name in names:
                 function = ctypes.c_void_p()
                 call_driver("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+                if shared_bytes:
+                    call_driver("cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
                 self.functions[name] = function
 
     def launch(
-        self,
-        name: str,
-        grid: tuple[int, int],
-        block: int,
-        fields: Sequence[int],
-        shared_bytes: int = 0,
-        is_cooperative: bool = False,
+        self, name: str, grid: tuple[int, int], block: int, fields: Sequence[int], is_cooperative: bool = False
     ) -> None:
-        """Launch `grid` blocks of `block` threads on torch's current stream. The driver copies the fields."""
+        """Launch `grid` blocks of `block` threads on torch's current stream. The driver copies the fields.
+
+        is_cooperative: an error unless all blocks fit on the GPU at once
+        """
         struct = (ctypes.c_uint64 * len(fields))(*fields)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
         blocks = (*grid, 1)
         threads = (block, 1, 1)
         with torch.cuda.device(self.device):
             stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
-            arguments = self.functions[name], *blocks, *threads, shared_bytes, stream, parameters
+            arguments = self.functions[name], *blocks, *threads, self.shared_bytes, stream, parameters
             if is_cooperative:
                 call_driver("cuLaunchCooperativeKernel", *arguments)
             else:
                 call_driver("cuLaunchKernel", *arguments, None)
-
-
-class Kernel:
-    """A single kernel, launched cooperatively: an error unless all blocks fit on the GPU at once."""
-
-    def __init__(
-        self,
-        cubin: bytes,
-        name: str,
-        device: torch.device,
-        grid: int,  # blocks
-        block: int,  # threads of a block
-        shared_bytes: int,  # dynamic shared memory of a block
-    ) -> None:
-        self.kernels = Kernels(cubin, [name], device)
-        self.name = name
-        self.grid = grid
-        self.block = block
-        self.shared_bytes = shared_bytes
-        function = self.kernels.functions[name]
-        with torch.cuda.device(device):
-            call_driver("cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
-
-    def launch(self, fields: Sequence[int]) -> None:
-        """Launch on torch's current stream."""
-        self.kernels.launch(self.name, (self.grid, 1), self.block, fields, self.shared_bytes, is_cooperative=True)

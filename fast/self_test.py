@@ -29,8 +29,8 @@ from fast.megakernel_reference import (
     attend,
     gate_and_up,
     linear,
+    norm,
     project_qkv,
-    rms_norm,
     run_layers,
     to_bfloat16,
 )
@@ -237,7 +237,7 @@ class SelfTest:
         self.compare(f"{whose} MLP", gate_and_up(layer, x, epsilon, to_bfloat16), sent["inner"])
         hidden = add_projection(x, sent["inner"], layer.mlp.down_proj, to_bfloat16)
         self.compare(f"{whose} residual stream", hidden, sent["hidden"])
-        hidden = rms_norm(sent["hidden"], model.norm, epsilon, to_bfloat16)
+        hidden = norm(sent["hidden"], model.norm.weight, epsilon, to_bfloat16)
         self.compare(f"{whose} head", linear(hidden, head, to_bfloat16), step.logits()[0, -1:])
 
     def keep(self, what: str, figure: float, limit: float) -> None:

@@ -18,9 +18,13 @@ class Model:
     def __init__(self, name: str, engine: EngineProcess, speakers: Iterable[str] = ()):
         """speakers: names of voices from --speaker files"""
         self.name = name
+        self.id = checkpoints.display_name(name)
         self.engine = engine
         self.config = checkpoints.read_config(name)
         self.kind = self.config["tts_model_type"]
+        self.clones = self.kind == "base"
+        is_small = self.kind == "custom_voice" and self.config.get("tts_model_size") == "0b6"
+        self.takes_instructions = not (self.clones or is_small)
         self.ranges = checkpoints.number_ranges(self.config)
         positions = self.config["talker_config"]["max_position_embeddings"]
         self.ranges["max_new_tokens"] = (lambda x: 2 <= x <= positions, f"from 2 to {positions}")
@@ -32,23 +36,9 @@ class Model:
         self.speakers = list(speakers)
         self.in_flight = 0  # utterances that have a place or wait for one
 
-    @property
-    def id(self) -> str:
-        return checkpoints.display_name(self.name)
-
     def is_named(self, name: str) -> bool:
         known = {self.id, self.name, checkpoints.hub_name(self.name), checkpoints.hub_name(self.name).split("/")[-1]}
         return name.strip().lower() in {name.lower() for name in known}
-
-    @property
-    def clones(self) -> bool:
-        return self.kind == "base"
-
-    @property
-    def takes_instructions(self) -> bool:
-        return self.kind == "voice_design" or (
-            self.kind == "custom_voice" and self.config.get("tts_model_size") != "0b6"
-        )
 
     @property
     def active(self) -> int:

@@ -65,8 +65,7 @@ def stream_long(
     speech = speech_of(method)
     if max_tokens is None:
         max_tokens = tokens_that_fit(speech.max_seq_len, kwargs)
-    count = token_counter(speech.tts)
-    utterances = split_text(text.splitlines(), lambda part: count(part) <= max_tokens, language)
+    utterances = split_text(text.splitlines(), lambda part: len(tokenize(speech.tts, part)) <= max_tokens, language)
 
     def utterance(number: int) -> Iterator[Chunk]:
         own_seed = None if seed is None else (seed + number) % 2**64
@@ -101,18 +100,21 @@ def speak_until_it_ends(
     is_kept_back: whether to yield audio only when its attempt is over
     """
     samples_per_frame = tts.model.speech_tokenizer.get_decode_upsample_rate()
-    count = token_counter(tts)
     for number, chunks in enumerate(attempts):
         if seed is not None:
             torch.manual_seed((seed + (number << 32)) % 2**64)
         heard = []
         samples = 0
-        was_stopped = False
-        attempt = Attempt(chunks)
-        for audio, rate in attempt:
+        was_stopped = has_ended = False
+        while not was_stopped:
+            try:
+                audio, rate = next(chunks)
+            except StopIteration as end:
+                has_ended = end.value
+                break
             limit = MIN_FRAME_LIMIT * samples_per_frame
             if samples + len(audio) > limit:
-                limit = frame_limit(count(str(text))) * samples_per_frame
+                limit = frame_limit(len(tokenize(tts, str(text)))) * samples_per_frame
             was_stopped = samples + len(audio) > limit
             chunk = audio[: limit - samples], rate
             samples += len(chunk[0])
@@ -120,25 +122,12 @@ def speak_until_it_ends(
                 heard.append(chunk)
             else:
                 yield chunk
-            if was_stopped:
-                chunks.close()
-                break
-        if attempt.has_ended:
+        chunks.close()
+        if has_ended:
             break
     yield from heard
     if was_stopped:
         warn_each_time(f"the speech of {str(text)[:30]!r} did not end: stopped after {samples / rate:.0f} s")
-
-
-class Attempt:
-    """Chunks of `stream`, and then whether the speech has ended by itself."""
-
-    def __init__(self, chunks: Iterator[Chunk]):
-        self.chunks = chunks
-        self.has_ended = False
-
-    def __iter__(self) -> Iterator[Chunk]:
-        self.has_ended = yield from self.chunks
 
 
 def frame_limit(tokens: int) -> int:
@@ -156,10 +145,6 @@ def tokens_that_fit(max_seq_len: int, request: dict, reference_positions: int = 
     if tokens < 4:
         raise ValueError(f"the voice takes {used} of {max_seq_len} positions, too many for speech: raise max_seq_len")
     return tokens
-
-
-def token_counter(tts) -> Callable[[str], int]:
-    return lambda text: len(tokenize(tts, text))
 
 
 class Recorded:

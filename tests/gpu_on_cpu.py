@@ -82,7 +82,7 @@ class PretendedGpu(Gpu):
 
 
 class CpuKernel:
-    """Launches a kernel on fibers, in place of nvrtc.Kernel."""
+    """Launches a kernel on fibers, in place of the megakernel's Launch."""
 
     def __init__(self, source: str, sizes: Sizes, folder: Path) -> None:
         """`source` is megakernel.complete_source(sizes). A RuntimeError has the compiler's messages."""
@@ -90,7 +90,7 @@ class CpuKernel:
         self.run: Any = compile_library(source + RUN, folder, OF_MEGAKERNEL).run
         self.run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
 
-    def launch(self, fields: Sequence[int]) -> None:
+    def __call__(self, fields: Sequence[int]) -> None:
         struct = (ctypes.c_uint64 * len(fields))(*fields)
         error = self.run(struct, self.sizes.grid, self.sizes.threads, self.sizes.shared_bytes)
         if error:

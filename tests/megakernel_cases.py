@@ -62,7 +62,7 @@ def stack(layers: int, hidden: int, inner: int, length: int) -> tuple[SimpleName
     cache = SimpleNamespace(length=length, layers=[])
     for _ in range(layers):
         qkv = linear(4096, hidden).weight
-        q, k, v = (SimpleNamespace(weight=weight) for weight in qkv.split([2048, 1024, 1024]))
+        q, k, v = (SimpleNamespace(weight=weight, bias=None) for weight in qkv.split([2048, 1024, 1024]))
         attention = SimpleNamespace(
             q_proj=q,
             k_proj=k,

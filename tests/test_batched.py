@@ -732,6 +732,7 @@ def test_a_launch_passes_a_struct(monkeypatch):
     calls = []
     kernels = nvrtc.Kernels.__new__(nvrtc.Kernels)
     kernels.device = None
+    kernels.shared_bytes = 0
     kernels.functions = {"sample": ctypes.c_void_p(1)}
 
     def call_driver(name: str, function: Any, *rest: Any) -> None:

@@ -321,8 +321,7 @@ def pretended_gpu(monkeypatch):
     gpu = PretendedGpu()
     gpu.name, gpu.minor = "GPU", 0
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(nvrtc, "Kernel", lambda cubin, *_: cubin)
-    monkeypatch.setattr(nvrtc, "Kernels", lambda cubin, *_: cubin)
+    monkeypatch.setattr(nvrtc, "Kernels", lambda cubin, *_: SimpleNamespace(launch=lambda *_, **__: cubin))
     caches = (megakernel.compile_kernel, kernels.load)
     for cache in caches:
         cache.cache_clear()
@@ -339,10 +338,11 @@ def test_kernels_compiled_ahead_are_the_ones_that_are_used(caller, folder, compi
     if caller == "megakernel":
         heads = [SimpleNamespace(weight=range(3072))]
         megakernel.compile_ahead(model, heads, 1024)
-        _, code = megakernel.compile_for(model, heads, 1024)
+        _, launch = megakernel.compile_for(model, heads, 1024)
     else:
         batched.compile_ahead(model)
-        code = batched.compile_for(model.device, batched.kernel_sizes(model.config))
+        launch = batched.compile_for(model.device, batched.kernel_sizes(model.config)).launch
+    code = launch([])
     assert code.startswith(b"1:") and len(compiled) == 1
     assert load_or_compile(*compiled[0]) == code and len(compiled) == 1  # and it is kept
 

@@ -309,16 +309,3 @@ def test_constant_mismatch_does_not_compile(name, monkeypatch, tmp_path):
     is_of_sizes = name != "CONSUMERS"
     monkeypatch.setattr(*((Sizes, name.lower()) if is_of_sizes else (megakernel, name)), 2)
     assert f"megakernel.py has {name} = 2" in compile_error(sizes_of(), tmp_path)
-
-
-@torch.no_grad()
-def test_layers_that_are_not_fused_are_refused(tmp_path):
-    """q, k and v in separate memory would be read past their end."""
-
-    def separate(model: Any, heads: Sequence[Any], talker_hidden: int) -> tuple[Sizes, CpuKernel]:
-        attention = model.layers[1].self_attn
-        attention.k_proj.weight = attention.k_proj.weight.clone()
-        return cpu_kernel_for(tmp_path)(model, heads, talker_hidden)
-
-    with pytest.raises(ValueError, match="replace_layers"):
-        some_talker(separate, HIDDEN, LENGTH)

@@ -126,7 +126,7 @@ def kernel_of_profile(profile: str, capability_here: int) -> Any:
     capability = PROFILES[profile][0]
     architecture = f"compute_{capability}" if capability < capability_here else None
 
-    def compile_for(model: Any, heads: Any, talker_hidden: int, _: int) -> tuple[Sizes, nvrtc.Kernel]:
+    def compile_for(model: Any, heads: Any, talker_hidden: int, _: int) -> tuple[Sizes, Any]:
         sizes = kernel_sizes(model, heads, talker_hidden, gpu_of(profile))
         return sizes, megakernel.compile_kernel(model.device, sizes, complete_source(sizes), architecture)
 
@@ -154,7 +154,7 @@ def test_a_profile_is_the_same_model(profile, case, monkeypatch):
         fused.frame.step()
     end.record()
     end.synchronize()
-    grids = [launch.kernel.grid for launch in fused.launches]
+    grids = [launch.sizes.grid for launch in fused.launches]
     print(f"\n{profile}: {grids[1]} and {grids[0]} blocks, {start.elapsed_time(end) / 20:.2f} ms per frame here")
     for name, logits in zip(("codes 1 to 15", "first codes"), zip(fused_logits, *case.logits)):
         good, figures = verdict(*logits)

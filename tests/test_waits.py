@@ -184,7 +184,7 @@ def test_the_command_line_says_so_in_one_line(capsys):
 
 
 def kernel_for(source: str | None = None, **changes: int) -> Any:
-    def compile_for(model: Any, heads: Any, talker_hidden: int) -> tuple[Sizes, nvrtc.Kernel]:
+    def compile_for(model: Any, heads: Any, talker_hidden: int) -> tuple[Sizes, Any]:
         sizes = kernel_sizes(model, heads, talker_hidden, torch.cuda.get_device_properties(model.device))
         sizes = replace(sizes, **changes)
         return sizes, megakernel.compile_kernel(model.device, sizes, complete_source(sizes, source))
