@@ -178,7 +178,8 @@ class Rows:
         too_early = (self.frame < self.min_tokens) & (vocabulary == self.end_token)  # (B, V)
         scores = head(self.hidden[:, -1]).float()
         scores = apply_rules(scores, self.seen, self.repetition_penalty, self.suppressed | too_early)
-        self.token.copy_(sample(scores, self.sampling, self.noise[:, 0]))
+        token = sample(scores, self.sampling, self.noise[:, 0])
+        self.token.copy_(torch.where(self.ended[:, None], self.end_token, token))  # as transformers pads
         self.seen.scatter_(1, self.token, True)
         self.ended |= (self.token == self.end_token)[:, 0]
 
@@ -208,8 +209,7 @@ class TalkerGraph:
         hidden = self.forward(prompts, positions[None], (positions <= positions[:, None])[None], cache)
         last = (rows.prompt_length - 1)[..., None].expand(-1, -1, hidden.shape[-1])
         rows.hidden.copy_(hidden.gather(1, last))
-        for tensor in (rows.frame, rows.seen, rows.ended):
-            tensor.zero_()
+        torch._foreach_zero_([rows.frame, rows.seen, rows.ended])
         rows.choose_token(self.head)
 
     def step(self) -> None:

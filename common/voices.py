@@ -24,14 +24,14 @@ def load_speaker(file: str | Path | BinaryIO, hidden_size: int, path: str | Path
         raise ValueError(f"{path} is not a speaker file: make one with extract_speaker.py") from None
     dtypes = torch.float32, torch.bfloat16, torch.float16, torch.float64
     is_vector = isinstance(speaker, torch.Tensor) and speaker.dtype in dtypes and speaker.dim() == 1
-    if not is_vector or speaker.is_sparse:
+    if not is_vector or speaker.is_sparse or speaker.is_meta:
         raise ValueError(f"{path} does not hold a speaker embedding: make one with extract_speaker.py")
     if len(speaker) != hidden_size:
         raise ValueError(
             f"{path} holds {len(speaker)} numbers, this model takes {hidden_size}: extract it again with the --model "
             "you speak with"
         )
-    if not speaker.isfinite().all():
+    if not speaker.float().isfinite().all():
         raise ValueError(f"{path} has NaN or infinite values: make it again with extract_speaker.py")
     return speaker_prompt(speaker)
 

@@ -540,7 +540,9 @@ def wrong_files(tmp_path_factory, checkpoint):
     torch.save(torch.zeros(128), folder / "wide.pt")
     torch.save(torch.full((64,), torch.nan), folder / "nan.pt")
     torch.save({"a": 1}, folder / "dict.pt")
+    torch.save(torch.full((64,), 1e300, dtype=torch.float64), folder / "large.pt")
     torch.save(torch.ones(64).to_sparse(), folder / "sparse.pt")
+    torch.save(torch.ones(64, device="meta"), folder / "meta.pt")
     torch.save(torch.ones(64).to(torch.float8_e4m3fn), folder / "float8.pt")
     torch.save(Boom(), folder / "code.pt")
     (folder / "text.pt").write_text("not a tensor")
@@ -647,7 +649,9 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
 LATE_MISTAKES = [  # those that take torch, the tokenizer or the model to find
     (dict(speaker="wide.pt"), "holds 128 numbers, this model takes 64"),
     (dict(speaker="nan.pt"), "NaN or infinite"),
+    (dict(speaker="large.pt"), "NaN or infinite"),
     (dict(speaker="sparse.pt"), "does not hold a speaker"),
+    (dict(speaker="meta.pt"), "does not hold a speaker"),
     (dict(speaker="float8.pt"), "does not hold a speaker"),
     (dict(speaker="dict.pt"), "does not hold a speaker"),
     (dict(speaker="code.pt"), "not a speaker file"),
