@@ -178,8 +178,7 @@ class Rows:
         too_early = (self.frame < self.min_tokens) & (vocabulary == self.end_token)  # (B, V)
         scores = head(self.hidden[:, -1]).float()
         scores = apply_rules(scores, self.seen, self.repetition_penalty, self.suppressed | too_early)
-        token = sample(scores, self.sampling, self.noise[:, 0])
-        self.token.copy_(torch.where(self.ended[:, None], self.end_token, token))  # as transformers pads
+        self.token.copy_(sample(scores, self.sampling, self.noise[:, 0]))
         self.seen.scatter_(1, self.token, True)
         self.ended |= (self.token == self.end_token)[:, 0]
 
@@ -222,3 +221,4 @@ class TalkerGraph:
         rows.hidden.copy_(self.forward(rows.embedding, positions, visible, cache))
         rows.frame += 1
         rows.choose_token(self.head)
+        torch.where(rows.ended[:, None], rows.end_token, rows.token, out=rows.token)  # as transformers pads
