@@ -72,8 +72,13 @@ async def encode_stream(utterance, style: Style, is_whole: bool = False) -> Asyn
                 pieces.append(data)
             elif data:
                 yield data
-    if encoder and (data := b"".join([*pieces, await encoder.run(encoder.finish)])):
-        yield encoder.with_length(data) if is_whole else data
+    if encoder:
+        pieces.append(await encoder.run(encoder.finish))
+        data = b"".join(pieces)
+        pieces.clear()  # a whole file may be long, and take long to send
+        data = encoder.with_length(data) if is_whole else data
+        if data:
+            yield data
 
 
 def convert(wav: bytes, name: str) -> bytes:

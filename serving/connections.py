@@ -4,6 +4,7 @@ The number of connections is limited in guard.py: uvicorn's own limit answers in
 """
 
 import logging
+import math
 import re
 import socket
 import struct
@@ -18,8 +19,13 @@ from serving.settings import Settings
 
 SPARE_CONNECTIONS = 256  # beyond the limit, which get a 503 rather than nothing
 MAX_HEAD_BYTES = 1 << 16
+MAX_FRAGMENTS = 1024  # of a WebSocket's message; each takes memory, however short it is
 MAX_UNSENT = 1 << 20  # bytes to a WebSocket; audio waits for its client before
 OTHER_UPGRADE = re.compile(rb"\r\nupgrade:(?![ \t]*websocket)[^\r\n]*(?=\r\n)", re.IGNORECASE)  # a whole line
+NO_HANDSHAKE = (
+    b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: text/plain\r\n\r\n"
+    b"this is not the handshake of a WebSocket, or its headers are too long or too many\n"
+)
 SECONDS_TO_CLOSE = 5  # for connections to close when the server ends
 
 
@@ -30,6 +36,7 @@ def uvicorn_config(app: Starlette, settings: Settings) -> uvicorn.Config:
         ws=TimedWebSocketProtocol,
         ws_max_size=settings.max_body,
         ws_per_message_deflate=False,  # audio does not compress
+        ws_ping_timeout=None,  # the answer to a ping waits behind unread audio, and that has a limit of its own
         timeout_graceful_shutdown=SECONDS_TO_CLOSE,
         log_level="warning",
         server_header=False,
@@ -46,6 +53,8 @@ def is_news(record: logging.LogRecord) -> bool:
     return record.msg not in (
         "ASGI callable returned without completing handshake.",
         "Invalid HTTP request received.",
+        "Invalid UTF-8 sequence received from client.",
+        "Unsupported upgrade request.",
     )
 
 
@@ -92,11 +101,27 @@ def without_upgrade(data: bytes) -> bytes:
 
 
 class TimedWebSocketProtocol(Unread, WebSocketsSansIOProtocol):
+    unfinished = 0  # bytes of a message whose end has not arrived
+
     def data_received(self, data: bytes) -> None:
-        """Also gives a client up that sends pings and reads no answers."""
+        """Also gives a client up that sends pings and reads no answers, or messages without an end. The first data is
+        the handshake: what is wrong with it, websockets leaves unsaid."""
         super().data_received(data)
-        if self.transport.get_write_buffer_size() > MAX_UNSENT:
+        if not self.handshake_initiated:
+            self.transport.write(NO_HANDSHAKE)
+            self.transport.close()
+        self.unfinished = len(self.conn.reader.buffer) + sum(map(len, self.frames))
+        if self.transport.get_write_buffer_size() > MAX_UNSENT or self.is_too_much():
             self.transport.abort()
+
+    def is_too_much(self) -> bool:
+        """Whether this message is large, and all of them together are more than the server holds."""
+        if len(self.frames) > MAX_FRAGMENTS:
+            return True
+        if self.unfinished < MAX_HEAD_BYTES:
+            return False
+        total = sum(getattr(connection, "unfinished", 0) for connection in self.connections)
+        return total > self.config.settings.max_held
 
 
 class TimedHttpProtocol(Unread, HttpToolsProtocol):
@@ -122,6 +147,12 @@ class TimedHttpProtocol(Unread, HttpToolsProtocol):
         """Whether all of the present request has arrived."""
         return not self.cycle.more_body
 
+    def send_plain(self, is_over: bool = False) -> None:
+        """Send a response without a length as HTTP/1.0 has it, which knows no chunks: it ends with the connection.
+        uvicorn would send chunks."""
+        self.cycle.chunked_encoding = False
+        self.cycle.expected_content_length = 0 if is_over else math.inf
+
     def break_off(self) -> None:
         """End a response before it is complete, so that the client notices: its last chunk is missing. HTTP/1.0 has no
         chunks, and only a reset tells a response that was broken off from one that has ended."""
@@ -134,10 +165,9 @@ class TimedHttpProtocol(Unread, HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.is_deaf:
             return
-        was_waiting = self.is_waiting()
-        is_head = was_waiting and (self.cycle is None or self.has_body())  # not a body that nobody has read
+        is_head = self.is_waiting() and (self.cycle is None or self.has_body())  # not a body that nobody has read
         super().data_received(without_upgrade(data) if is_head else data)
-        self.head_bytes = self.head_bytes + len(data) if was_waiting and self.is_waiting() else 0
+        self.head_bytes = self.head_bytes + len(data) if is_head and self.is_waiting() else 0
         if self.head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("The head of the request is too long.")
         self.watch()

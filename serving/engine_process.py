@@ -24,10 +24,12 @@ from serving.messages import Message, Unpacker, pack
 MAX_DEATHS = 3
 SECONDS_OF_SERVICE = 60.0  # after which earlier deaths no longer count
 SECONDS_WITHOUT_SIGN = 30.0  # of life, after which a worker is replaced
+SECONDS_TO_LOAD = 600.0  # again, after which a worker is replaced
 SECONDS_TO_END = 5.0
 SECONDS_TO_DRAIN = 60.0  # of a worker that was sent SIGTERM
 SIGNALS = {number.value: number.name for number in signal.Signals}
 CHUNKS_PER_RECEIPT = 8  # fewer messages; a stream pauses after many more chunks
+SECONDS_PER_RECEIPT = 1.0  # for listeners who are slow, and read all the same
 
 
 def start_worker(theirs: socket.socket) -> subprocess.Popen:
@@ -47,7 +49,8 @@ class Call:
         self.number = number
         self.answers = asyncio.Queue()
         self.is_open = True
-        self.chunks_read = 0
+        self.chunks_read = 0  # since the last receipt
+        self.receipt_at = time.monotonic()
 
     def send(self, op: str, payload: bytes = b"", **fields) -> None:
         self.connection.send(payload, op=op, id=self.number, **fields)
@@ -59,9 +62,11 @@ class Call:
         header, payload = answer
         if header["type"] == "audio":
             self.chunks_read += 1
-            if self.chunks_read == CHUNKS_PER_RECEIPT:
+            now = time.monotonic()
+            if self.chunks_read == CHUNKS_PER_RECEIPT or now - self.receipt_at > SECONDS_PER_RECEIPT:
                 self.send("read", chunks=self.chunks_read)
                 self.chunks_read = 0
+                self.receipt_at = now
         return header, payload
 
     def put(self, answer: Message | Exception) -> None:
@@ -196,6 +201,7 @@ class EngineProcess:
         """One worker, from its start to its end."""
         self.ready_at = self.end_by = None
         self.why = ""
+        begin = time.monotonic()
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = process = self.spawn(theirs)
@@ -208,6 +214,10 @@ class EngineProcess:
                     await asyncio.wait_for(self.connection.is_over.wait(), 1.0)
                 if self.state == "ready" and self.connection.hangs():
                     self.why = f"it gave no sign of life for {SECONDS_WITHOUT_SIGN:g} s"
+                    self.end_by = 0.0
+                is_again = self.started.is_set() and self.ready_at is None
+                if is_again and time.monotonic() - begin > SECONDS_TO_LOAD:
+                    self.why = f"it was not ready after {SECONDS_TO_LOAD:g} s"
                     self.end_by = 0.0
                 if self.end_by is not None and time.monotonic() > self.end_by:
                     process.kill()

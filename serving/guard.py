@@ -31,7 +31,7 @@ class Guard:
         self.key = settings.api_key and settings.api_key.strip().encode()  # as `key_of` reads it
         self.is_known = lru_cache(maxsize=256)(self.is_known)  # most requests name the same host
         self.open = 0  # requests and WebSockets
-        self.held = 0  # bytes of what they have sent
+        self.held = 0  # bytes of what they have sent, and of whole files that are sent to them
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -45,7 +45,7 @@ class Guard:
             await self.refusal(scope, error)(scope, receive, send)
             return
         self.open += 1
-        received = Received(self, receive)
+        received = scope["received"] = Received(self, receive)
         try:
             await self.app(scope, received.http if scope["type"] == "http" else received.websocket, send)
         finally:
@@ -129,7 +129,8 @@ class Guard:
 
 
 class Received:
-    """What a client sends, counted while it arrives: a body may have no Content-Length."""
+    """What a client sends, counted while it arrives: a body may have no Content-Length. Its answer counts, too, where
+    it is sent as a whole."""
 
     def __init__(self, guard: Guard, receive: Receive):
         self.guard = guard
@@ -139,7 +140,7 @@ class Received:
     async def http(self) -> Message:
         message = await self.receive()
         if arrived := len(message.get("body", b"")):
-            self.hold(self.size + arrived)
+            self.hold_more(arrived)
             if self.size > self.guard.settings.max_body:
                 raise self.guard.too_large()
         return message
@@ -149,6 +150,9 @@ class Received:
         message = await self.receive()
         self.hold(max(self.size, len(message.get("text") or "")))
         return message
+
+    def hold_more(self, size: int) -> None:
+        self.hold(self.size + size)
 
     def hold(self, size: int) -> None:
         guard = self.guard

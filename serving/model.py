@@ -63,6 +63,10 @@ class Model:
         wanted = (style.voice or OPENAI_VOICES[0]).strip().lower()
         return bool(names) if wanted in OPENAI_VOICES else wanted in names
 
+    def has_voice(self, name: str | None, registered: Iterable[str]) -> bool:
+        """By this very name. Another one may stand in for OpenAI's."""
+        return (name or OPENAI_VOICES[0]).strip().lower() in self.voice_names(registered)
+
     def resolve_voice(self, name: str | None, registered: Iterable[str]) -> str:
         """The voice for a name. Without one, and for OpenAI's names, one that exists, the same each time."""
         wanted = (name or OPENAI_VOICES[0]).strip().lower()

@@ -77,7 +77,8 @@ class Server(uvicorn.Server):
         print(f"shutting down when {self.speech.in_flight} streams have ended", file=sys.stderr, flush=True)
 
     async def on_tick(self, counter: int) -> bool:
-        if self.drain_until and (not self.speech.in_flight or time.monotonic() > self.drain_until):
+        is_done = not self.speech.in_flight and not self.speech.responses
+        if self.drain_until and (is_done or time.monotonic() > self.drain_until):
             self.should_exit = True
         return await super().on_tick(counter)
 

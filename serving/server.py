@@ -42,8 +42,11 @@ MAX_REGISTRATIONS = 16  # that are being made or wait for a thread, each with it
 
 class App(Starlette):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Keep the server's own `send`. Each middleware has one around it, for the start of a response only."""
+        """Keep the server's own `send`. Each middleware has one around it, for the start of a response only. A slash at
+        the end changes nothing; a redirect would not know a proxy's https."""
         scope["send"] = send
+        if "path" in scope:
+            scope["path"] = scope["path"].rstrip("/") or "/"
         await super().__call__(scope, receive, send)
 
 
@@ -183,6 +186,7 @@ def create_app(speech: Speech) -> Starlette:
     handlers = {ApiError: refuse, ValueError: refuse, HTTPException: not_found, Exception: fail}
     handlers[ClientDisconnect] = nobody_is_there
     app = App(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app.router.redirect_slashes = False
     app.state.speech = speech
     return app
 
@@ -257,12 +261,14 @@ class SpeechResponse(Response):
         self.task = asyncio.current_task()
         limit = asyncio.get_running_loop().call_later(self.settings.request_seconds, self.stop, TimeoutError())
         watcher = asyncio.create_task(self.watch(receive))
+        self.utterance.speech.responses += 1
         try:
             is_complete = await self.respond(scope, receive, send)
             if not is_complete and (connection := connection_of(scope)):
                 connection.break_off()
                 await watcher  # until the connection is closed
         finally:
+            self.utterance.speech.responses -= 1
             limit.cancel()
             watcher.cancel()
 
@@ -284,6 +290,8 @@ class SpeechResponse(Response):
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Returns whether the response is complete, or nobody waits for it."""
         has_begun = False
+        connection = connection_of(scope)
+        is_plain = connection and scope["http_version"] == "1.0" and not self.is_whole
         try:
             pieces = encode_stream(self.utterance, self.wanted, self.is_whole)
             async with contextlib.aclosing(pieces):
@@ -291,6 +299,10 @@ class SpeechResponse(Response):
                     if self.was_stopped:  # asyncio.wait_for may lose a cancellation, before Python 3.12
                         raise asyncio.CancelledError
                     if not has_begun:
+                        if self.is_whole:
+                            scope["received"].hold_more(len(data))
+                        elif is_plain:
+                            connection.send_plain()
                         await send(self.start(len(data) if self.is_whole else None))
                         has_begun = True
                         send = scope.get("send", send)
@@ -299,11 +311,17 @@ class SpeechResponse(Response):
                         await send(body(data[start : start + MAX_WRITE]))
             if not has_begun:
                 raise ApiError("the model said nothing: change the text or the seed", 500)
-            await send(body(await self.done() if self.is_sse else b"", more=False))
+            if self.is_sse:
+                await send(body(await self.done()))
+            if is_plain:
+                connection.send_plain(is_over=True)
+            await send(body(b"", more=False))
             return True
         except asyncio.CancelledError:
-            if not self.was_stopped:
-                raise  # the server ends
+            if not self.was_stopped:  # the server ends
+                if has_begun and connection:
+                    connection.break_off()
+                raise
             error = self.error
         except Exception as failure:
             error = failure

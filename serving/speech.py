@@ -72,6 +72,7 @@ class Speech:
         self.folder = VoiceFolder(self.settings) if cloning else None
         self.registered = self.folder.voices if cloning else {}  # as the folder was when it was last looked at
         self.looked_at = 0.0
+        self.responses = 0  # over HTTP that are being sent
         self.threads = ThreadPoolExecutor(MAX_THREADS, "recordings")
         self.recordings = asyncio.Semaphore(MAX_THREADS)  # that requests may have in memory, decoded
         self.disk_threads = ThreadPoolExecutor(MAX_THREADS, "voices")  # a disk that hangs keeps them
@@ -151,7 +152,7 @@ class Speech:
         model = self.cloning_model("audio_sample")
         model.engine.check_ready()
         name = check_name(name)
-        if name in model.speakers:
+        if any(name in (*other.presets, *other.speakers) for other in self.models):
             raise ApiError(f"there is a voice {name} already: choose another name", param="name")
         self.check_field("ref_text", ref_text)
         await self.on_disk(self.folder.check_new, name)
@@ -218,7 +219,8 @@ class Speech:
             return self.models[0]
         named = [model for model in self.models if style.model and model.is_named(style.model)]
         able = [model for model in self.models if model.can_do(style, self.registered)]
-        return [*named, *able, *self.models][0]
+        with_voice = [model for model in able if model.has_voice(style.voice, self.registered)]
+        return [*named, *with_voice, *able, *self.models][0]
 
     def check(self, style: Style) -> None:
         """Refuse what cannot be done, before any work starts. `look_for` its voice before."""

@@ -9,12 +9,14 @@ comes, `begin` once `can_begin`, and before frame k it asks `has_row(k)` and han
 runner. `TextReader` is such an owner, for an iterator of strings.
 """
 
+import bisect
 import contextvars
 import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from unicodedata import normalize
 
 import torch
 
@@ -120,7 +122,9 @@ class ArrivingText:
         read = self.tokens_to_begin - 1 + frames
         if self.is_finished and read >= len(ids):
             return len(self.text)
-        return len(self.method.__self__.processor.tokenizer.decode(ids[:read]))
+        composed = len(self.method.__self__.processor.tokenizer.decode(ids[:read]))  # tokens are of composed characters
+        places = range(len(self.text) + 1)
+        return bisect.bisect_right(places, composed, key=lambda end: len(normalize("NFC", self.text[:end]))) - 1
 
     def take_rows(self) -> tuple | None:
         """After `begin`: rows that have become known since the last call, for `Utterance.new_text`."""

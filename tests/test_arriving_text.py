@@ -371,6 +371,21 @@ def test_asyncio(voice):
     assert time.monotonic() - start < 30
 
 
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_how_much_was_read(voice, form):
+    """In characters of the text as it was sent. Tokens are of composed ones: what was read of decomposed text was
+    counted too short, and spoken again."""
+    composed = "é한글 ô und dann noch mehr"
+    sent = unicodedata.normalize(form, composed)
+    text = ArrivingText(voice.fast.speech, voice.fast.generate_voice_clone, **voice.arguments)
+    text.push(sent)
+    text.finish()
+    read = [sent[: text.characters_read(frames)] for frames in range(len(text.ids))]
+    assert read[-1] == sent and all(itertools.starmap(str.startswith, itertools.pairwise(read[::-1])))
+    assert sent[:-5] in read  # letters of ASCII are tokens
+    assert set(read) <= {unicodedata.normalize(form, composed[:end]) for end in range(len(composed) + 1)}
+
+
 def test_what_an_engine_needs(voice):
     """Which frames may be launched, and which rows to write, without threads: at every cut, for every frame."""
     text = ArrivingText(voice.fast.speech, voice.fast.generate_voice_clone, **voice.arguments)

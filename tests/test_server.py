@@ -220,6 +220,47 @@ def test_a_body_is_no_head(server):
         assert answer.status == 200
 
 
+def test_an_upload_that_is_refused_early_gets_its_answer(speech):
+    """The rest of it was taken for a head without an end, and the connection was reset."""
+    with RunningServer(speech, api_key="secret") as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
+            head = b"POST /v1/audio/speech HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3000000\r\n\r\n"
+            connection.sendall(head)
+            assert connection.recv(100).startswith(b"HTTP/1.1 401")
+            for _ in range(30):
+                connection.sendall(b"x" * 100_000)
+            while b"message" not in (rest := connection.recv(10_000)):
+                assert rest
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_http_1_0_has_no_chunks(server):
+    """Their sizes were in the middle of the audio, for clients that do not expect them."""
+    expected = server.speak(response_format="pcm").body
+    for fields in ({}, {"stream": False}, {"stream_format": "sse"}):
+        body = json.dumps({"input": "Hello there.", "response_format": "pcm", **SHORT, **fields}).encode()
+        head = "POST /v1/audio/speech HTTP/1.0\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
+            connection.sendall(head.encode() + body)
+            answer = b"".join(iter(lambda: connection.recv(100_000), b""))
+        head, _, audio = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200") and b"chunked" not in head.lower()
+        if "stream_format" in fields:
+            assert events_of(audio)[-1]["type"] == "speech.audio.done"
+        else:
+            assert audio == expected
+
+
+def test_a_slash_at_the_end(server):
+    """It was answered with a redirect, to http behind a proxy with https."""
+    body = json.dumps({"input": "Hello.", **SHORT})
+    for path in ("/v1/audio/speech/", "/v1/audio/speech//"):
+        assert server.ask("POST", path, body, {"Content-Type": "application/json"}).status == 200
+    assert server.ask("GET", "/v1/models/").status == server.ask("GET", "/").status == 200
+
+
 def test_an_encoded_body_is_refused_in_words(server):
     answer = server.speak(headers={"Content-Encoding": "gzip"})
     assert answer.status == 415 and "content encoding is 'gzip'" in answer.error["message"]
@@ -1021,6 +1062,39 @@ def test_large_requests_share_a_limit(speech, monkeypatch):
         wait_until(lambda: server.speak(input="x" * 30_000).status == 400)  # too long for a text
 
 
+def test_whole_files_share_the_limit(speech):
+    """They are in memory until they have been read."""
+    with RunningServer(speech, max_held=100_000) as server:
+        fields = dict(response_format="pcm", stream=False)
+        assert server.speak(**fields, max_new_tokens=20).status == 200
+        answer = server.speak(**fields, max_new_tokens=40)  # 150 kB
+        assert answer.status == 503 and answer.error["code"] == "too_many"
+        assert server.speak(**fields, max_new_tokens=20).status == 200
+        assert server.speak(response_format="pcm", max_new_tokens=40).status == 200
+
+
+def test_draining_waits_for_a_whole_file(speech):
+    """Nothing was spoken any more, so the server ended while it was sent."""
+    server = process.Server(speech)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = speech.submit(server.serve(sockets=[listening]))
+        wait_until(lambda: server.started)
+        where = SimpleNamespace(socket=listening, port=listening.getsockname()[1])
+        with unread_request(where, stream=False, max_new_tokens=100) as connection:
+            wait_until(lambda: speech.in_flight)
+            wait_until_free(speech)
+            try:
+                server.handle_exit(signal.SIGTERM, None)
+                time.sleep(0.5)
+                assert not server.should_exit
+                answer = http.client.HTTPResponse(connection)
+                answer.begin()
+                assert len(answer.read()) == 99 * FRAME
+                serving.result(20)
+            finally:
+                speech.is_draining = False
+
+
 def test_speech_that_is_cut_off_over_http_1_0(server):
     """It has no chunks: a proxy took the end of the connection for the end of the speech and passed a short file on."""
     fields = {"input": "a" * 480, "non_streaming_mode": True, "response_format": "pcm"}
@@ -1145,7 +1219,8 @@ async def sent_by(receive, chunks):
             return chunks()
 
     wanted = parse(SpeechRequest, {"input": "Hi.", "response_format": "pcm"})
-    response = SpeechResponse(Spoken(rate=24000), wanted, Settings(request_seconds=LIMIT))
+    spoken = Spoken(rate=24000, speech=SimpleNamespace(responses=0))
+    response = SpeechResponse(spoken, wanted, Settings(request_seconds=LIMIT))
     await asyncio.wait_for(response({"type": "http", "request_id": "1"}, receive, send), LIMIT)
     return sent
 

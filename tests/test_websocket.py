@@ -209,6 +209,50 @@ def test_a_handshake_in_two_parts(server, cut):
         assert connection.recv(100).startswith(b"HTTP/1.1 101")
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        "POST /v1/audio/speech/stream HTTP/1.1\r\n",
+        "GET /v1/audio/speech/stream HTTP/1.1\r\nCookie: " + "x" * 9000 + "\r\n",
+        "GET /v1/audio/speech/stream HTTP/1.1\r\n" + "A: b\r\n" * 130,
+    ],
+    ids=["method", "cookie", "headers"],
+)
+def test_what_is_not_a_handshake_is_answered(server, head):
+    """It was kept, without an answer and without a limit."""
+    head += "Host: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    head += "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
+        connection.sendall(head.encode())
+        answer = b"".join(iter(lambda: connection.recv(10_000), b""))
+    assert answer.startswith(b"HTTP/1.1 400") and b"handshake" in answer
+
+
+@pytest.mark.parametrize("kind", ["one frame", "many frames"])
+def test_messages_without_an_end_share_the_limit(speech, kind):
+    """Only complete messages were counted."""
+    zeros = bytes(4)  # the mask
+    if kind == "one frame":
+        start, more = b"\x81\xff" + (15_000_000).to_bytes(8, "big") + zeros, b"x" * 200_000
+    else:
+        start, more = b"\x01\x81" + zeros + b"x", (b"\x00\x81" + zeros + b"x") * 1000
+    with RunningServer(speech, max_held=500_000) as server, socket.socket() as connection:
+        connection.connect(("127.0.0.1", server.port))
+        connect(server.websocket_address, sock=connection, ping_interval=None)
+        connection.settimeout(LIMIT)
+        connection.sendall(start)
+        with pytest.raises(OSError):
+            for _ in range(20):
+                connection.sendall(more)
+                time.sleep(0.05)
+
+
+def test_a_pause_longer_than_a_pings(speech, monkeypatch):
+    """A client that did not read for 20 to 40 s was cut off: the answer to a ping waits behind the audio."""
+    with RunningServer(speech) as server:
+        assert server.server.config.ws_ping_timeout is None and server.server.config.ws_ping_interval
+
+
 def test_pings_whose_answers_nobody_reads(speech):
     """The answers were kept, without a limit."""
     with RunningServer(speech) as server, socket.socket() as connection:

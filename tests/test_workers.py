@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import soundfile
 from helpers import ROOT
 from serving_helpers import (
     FRAME,
@@ -109,11 +111,12 @@ def test_nothing_is_lost_while_the_server_does_not_read():
 
 
 class FakeWorker:
-    """Ready at once. Then it does what `then` does with its socket."""
+    """Ready at once, or never. Then it does what `then` does with its socket."""
 
-    def __init__(self, theirs, then):
+    def __init__(self, theirs, then, is_ready=True):
         self.socket = theirs.dup()
-        for message in (dict(type="loaded"), dict(type="ready", device="cpu", rows=1, rate=24000)):
+        ready = dict(type="ready", device="cpu", rows=1, rate=24000)
+        for message in (dict(type="loaded"), ready) if is_ready else ():
             self.socket.sendall(pack(message))
         self.was_killed = False
         threading.Thread(target=then, args=[self.socket], daemon=True).start()
@@ -243,6 +246,22 @@ def test_a_worker_without_a_sign_of_life_is_replaced(monkeypatch):
     asyncio.run(asyncio.wait_for(main(), LIMIT))
 
 
+def test_a_worker_that_hangs_while_it_loads_again_is_replaced(monkeypatch):
+    """It was waited for without a limit, with "try again in a moment"."""
+    monkeypatch.setattr(engine_process, "SECONDS_TO_LOAD", 0.2)
+    workers = iter([(end, True), (live, False), (live, True)])
+
+    async def main():
+        engine = EngineProcess(dict(model="x"), 1, lambda theirs: FakeWorker(theirs, *next(workers)))
+        await started(engine)
+        await wait_for_state(engine, "restarting")
+        await wait_for_state(engine, "ready")
+        assert engine.restarts == engine.deaths == 2
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT))
+
+
 def test_an_engine_that_stands_still_is_noticed(monkeypatch):
     """A kernel that never ends keeps the engine's thread, and no other."""
     now = 1000.0
@@ -316,6 +335,23 @@ def test_a_slow_listener_does_not_stop_others(speech, monkeypatch):
     wait_until_free(speech)
 
 
+def test_a_listener_who_reads_slowly_is_heard_of(monkeypatch):
+    """Every eighth chunk was told, at a quarter of the speed each 20 s: "nobody has read it for 10 s"."""
+
+    async def receipts(seconds: float) -> list[int]:
+        monkeypatch.setattr(engine_process, "SECONDS_PER_RECEIPT", seconds)
+        told = []
+        connection = SimpleNamespace(send=lambda payload, op, id, chunks: told.append(chunks))
+        call = engine_process.Call(connection, 0)
+        for _ in range(16):
+            call.put(({"type": "audio"}, b""))
+            await call.answer()
+        return told
+
+    assert asyncio.run(receipts(0.0)) == [1] * 16
+    assert asyncio.run(receipts(LIMIT)) == [8, 8]
+
+
 def test_a_folder_of_voices_that_hangs_stops_nobody(server, speech, monkeypatch):
     """A slow network disk stopped every listener."""
     may_go_on = threading.Event()
@@ -362,6 +398,23 @@ def test_the_request_chooses_its_model(server, speech):
             audio += message
         assert audio == speak(model=custom, non_streaming_mode=False)  # as text that arrives is spoken
     assert server.speak(model="tts-1", voice="nobody").error["code"] == "unknown_voice"
+
+
+def test_a_registered_voice_is_the_one_that_is_heard(server, speech, recording, monkeypatch):
+    """A preset of another model had the name, or stood in for it."""
+    file = io.BytesIO()
+    soundfile.write(file, *recording, format="WAV")
+    assert "there is a voice vivian already" in server.register("vivian", file.getvalue()).error["message"]
+    assert server.register("alloy", file.getvalue()).status == 200
+    monkeypatch.setattr(speech, "models", speech.models[::-1])  # the one with presets is the first
+
+    def speak(**fields) -> bytes:
+        return server.speak(response_format="pcm", max_new_tokens=3, **fields).body
+
+    clone, preset = (speak(voice="alloy", model=model.id) for model in speech.models[::-1])
+    assert speak(voice="alloy") == speak() == clone != preset
+    assert speak(voice="nova") == speak(voice="nova", model=speech.models[0].id) != clone
+    assert server.ask("DELETE", "/v1/audio/voices/alloy").status == 200
 
 
 @pytest.mark.parametrize("reason", ["SIGTERM", "CUDA"])
