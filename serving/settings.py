@@ -32,7 +32,7 @@ class Settings:
     # How much in one request
     max_text: int = limit(4096, "characters of a text, a transcript or an instruction")
     max_body: int = limit(16 * MB, "bytes of a request")
-    max_held: int = limit(256 * MB, "bytes of all requests that are in progress; more get 503")
+    max_held: int = limit(256 * MB, "bytes of all requests in progress, and of whole files on their way; more get 503")
     max_upload: int = limit(10 * MB, "bytes of a recording")
     max_reference_seconds: float = limit(60.0, "seconds of a recording")
     max_voices: int = limit(256, "registered voices")

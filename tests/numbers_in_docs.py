@@ -48,6 +48,7 @@ ROWS = {
     "x real time, whole call, upstream": ("upstream", "x_real_time", 2),
     "first audio": (f"{FUSED}, chunks of 1", "first_audio_ms", 1),
     "first audio, preset voice": ("voice: preset voice", "first_audio_ms", 1),
+    "first audio, preset voice, 63 tokens of text": ("voice: preset voice", "first_audio_63_tokens_ms", 1),
     "first audio, in-context": ("voice: in-context", "first_audio_ms", 1),
     "first audio, separate kernels": ("separate kernels, chunks of 1", "first_audio_ms", 1),
     "first audio, faster-qwen3-tts": (f"{PEER}, chunks of 1", "first_audio_ms", 0),

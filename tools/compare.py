@@ -26,7 +26,6 @@ from serving.options import raise_file_limit, raise_priority
 
 ROOT = Path(__file__).parents[1]
 SECONDS_TO_START = 1.0  # of the processes of listeners
-CROWDS = 3  # of the same size, one after another
 SHORT = 10.0  # seconds of requests, for what is measured beside --rate
 
 
@@ -42,7 +41,7 @@ def measure(args: argparse.Namespace, drive: Drive, is_short: bool = False) -> I
     for rate, seconds in sorted(rates.items()):
         cases[f"{rate:g} requests per second for {seconds:g} s"] = [(poisson_arrivals(rate, seconds), False)]
     for count in args.crowds:
-        cases[f"{count} at once"] = [([0.0] * count, False)] * CROWDS
+        cases[f"{count} at once"] = [([0.0] * count, False)] * args.times
     drive([0.0], True)  # warm-up
     for name, runs in cases.items():
         parts, errors, walls = zip(*(drive([*arrivals], one_by_one) for arrivals, one_by_one in runs))
