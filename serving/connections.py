@@ -19,7 +19,7 @@ from serving.settings import Settings
 
 SPARE_CONNECTIONS = 256  # beyond the limit, which get a 503 rather than nothing
 MAX_HEAD_BYTES = 1 << 16
-MAX_FRAGMENTS = 1024  # of a WebSocket's message; each takes memory, however short it is
+MAX_FRAGMENTS = 1 << 14  # of a WebSocket's message; each takes memory, however short it is
 MAX_UNSENT = 1 << 20  # bytes to a WebSocket; audio waits for its client before
 OTHER_UPGRADE = re.compile(rb"\r\nupgrade:(?![ \t]*websocket)[^\r\n]*(?=\r\n)", re.IGNORECASE)  # a whole line
 NO_HANDSHAKE = (
@@ -112,7 +112,13 @@ class TimedWebSocketProtocol(Unread, WebSocketsSansIOProtocol):
             self.transport.close()
         self.unfinished = len(self.conn.reader.buffer) + sum(map(len, self.frames))
         if self.transport.get_write_buffer_size() > MAX_UNSENT or self.is_too_much():
+            log.warning("a WebSocket sends more than the server holds: its connection was closed")
             self.transport.abort()
+
+    def handle_pong(self, event) -> None:
+        """After an answer that came late, uvicorn would send pings without a pause."""
+        super().handle_pong(event)
+        self.last_ping_rtt = 0.0
 
     def is_too_much(self) -> bool:
         """Whether this message is large, and all of them together are more than the server holds."""

@@ -125,8 +125,8 @@ def listen(host: str, port: int) -> socket.socket:
         # With its protocol named: asyncio sets TCP_NODELAY only then. Else the first audio may wait 40 ms for an ACK.
         listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # what is unread shows after 64 KiB, not after megabytes
-            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 1 << 16)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # the system takes 10 s of audio ahead, not megabytes
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 1 << 19)
         listening.bind(address)
         listening.listen(2048)
     except (OSError, UnicodeError) as error:

@@ -247,10 +247,23 @@ def test_messages_without_an_end_share_the_limit(speech, kind):
                 time.sleep(0.05)
 
 
-def test_a_pause_longer_than_a_pings(speech, monkeypatch):
-    """A client that did not read for 20 to 40 s was cut off: the answer to a ping waits behind the audio."""
+def test_answers_to_pings_may_be_late(speech):
+    """They wait behind audio that is unread: a client that paused for 20 to 40 s was cut off. After a late answer
+    uvicorn sent pings without a pause."""
+    head = "GET /v1/audio/speech/stream HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    head += "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
     with RunningServer(speech) as server:
-        assert server.server.config.ws_ping_timeout is None and server.server.config.ws_ping_interval
+        server.server.config.ws_ping_interval = 0.5
+        with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
+            connection.sendall(head.encode())
+            assert connection.recv(1000).startswith(b"HTTP/1.1 101")
+            begin, late, pings = time.monotonic(), 0.49, b""
+            while time.monotonic() < begin + 3:
+                pings += connection.recv(1000)  # two bytes each, and four of data
+                time.sleep(late)
+                connection.sendall(b"\x8a\x84" + bytes(4) + pings[-4:])
+                late = 0.03
+    assert server.server.config.ws_ping_timeout is None and pings[:1] == b"\x89" and 2 <= len(pings) / 6 <= 8
 
 
 def test_pings_whose_answers_nobody_reads(speech):

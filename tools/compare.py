@@ -164,6 +164,7 @@ def measure_engine(args: argparse.Namespace) -> Iterator[tuple[str, dict]]:
     from serving.engine_host import EngineHost
     from speech.warm_up import some_voice
 
+    raise_priority()  # before there are threads, which have that of the one that starts them
     spec = dict(model=args.compare, device=args.device, dtype=None, max_seq_len=2048, speakers={})
     host = EngineHost(spec, connection=SimpleNamespace(flush=lambda: None), stop=None)
     host.begin(args.max_streams, 1)
