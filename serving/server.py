@@ -42,11 +42,13 @@ MAX_REGISTRATIONS = 16  # that are being made or wait for a thread, each with it
 
 class App(Starlette):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Keep the server's own `send`. Each middleware has one around it, for the start of a response only. A slash at
-        the end changes nothing; a redirect would not know a proxy's https."""
+        """Keep the server's own `send`. Each middleware has one around it, for the start of a response only.
+
+        A slash too many changes nothing: some programs put their route behind an address that ends with one.
+        """
         scope["send"] = send
         if "path" in scope:
-            scope["path"] = scope["path"].rstrip("/") or "/"
+            scope["path"] = "/" + "/".join(filter(None, scope["path"].split("/")))
         await super().__call__(scope, receive, send)
 
 
