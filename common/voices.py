@@ -1,6 +1,7 @@
 """Voices as upstream's methods take them: speaker embeddings, recordings, names of speakers, descriptions."""
 
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -19,7 +20,9 @@ def load_speaker(file: str | Path | BinaryIO, hidden_size: int, path: str | Path
         path = file
         check_speaker_file(path)
     try:
-        speaker = torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an error follows, or nothing is wrong
+            speaker = torch.load(file, map_location="cpu", weights_only=True)
     except Exception:
         raise ValueError(f"{path} is not a speaker file: make one with extract_speaker.py") from None
     dtypes = torch.float32, torch.bfloat16, torch.float16, torch.float64

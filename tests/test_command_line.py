@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+import pickle
 import re
 import runpy
 import shutil
@@ -545,6 +546,7 @@ def wrong_files(tmp_path_factory, checkpoint):
     torch.save(torch.ones(64, device="meta"), folder / "meta.pt")
     torch.save(torch.ones(64).to(torch.float8_e4m3fn), folder / "float8.pt")
     torch.save(Boom(), folder / "code.pt")
+    (folder / "pickle.pt").write_bytes(pickle.dumps([1.0] * 64, protocol=4))
     (folder / "text.pt").write_text("not a tensor")
     (folder / "text.wav").write_text("not audio")
     (folder / "binary.txt").write_bytes(bytes(range(128, 256)))
@@ -655,6 +657,7 @@ LATE_MISTAKES = [  # those that take torch, the tokenizer or the model to find
     (dict(speaker="float8.pt"), "does not hold a speaker"),
     (dict(speaker="dict.pt"), "does not hold a speaker"),
     (dict(speaker="code.pt"), "not a speaker file"),
+    (dict(speaker="pickle.pt"), "not a speaker file"),
     (dict(speaker="text.pt"), "not a speaker file"),
     (dict(text="x" * 500), "takes 500 positions, the cache has 300"),
     (dict(text="x" * 295, non_streaming_mode=""), "the prompt takes 305 of 300 positions: raise --max-seq-len"),
