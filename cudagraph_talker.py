@@ -221,4 +221,4 @@ class TalkerGraph:
         rows.hidden.copy_(self.forward(rows.embedding, positions, visible, cache))
         rows.frame += 1
         rows.choose_token(self.head)
-        torch.where(rows.ended[:, None], rows.end_token, rows.token, out=rows.token)  # as transformers pads
+        rows.token.copy_(torch.where(rows.ended[:, None], rows.end_token, rows.token))  # as transformers pads
