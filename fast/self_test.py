@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cudagraph_talker import RowCache, Sampling, apply_rules, draw_noise, round_up, sample
 from fast.frames import MegakernelFrame
+from fast.layer_kernels_reference import norm
 from fast.megakernel import FusedStep
 from fast.megakernel_reference import (
     add_projection,
@@ -29,7 +30,6 @@ from fast.megakernel_reference import (
     attend,
     gate_and_up,
     linear,
-    norm,
     project_qkv,
     run_layers,
     to_bfloat16,

@@ -14,6 +14,11 @@ DESIGNED_VOICES = {"narrator": "a warm and clear narrator"}  # for a VoiceDesign
 NUMBERS = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")
 
 
+def wanted_voice(name: str | None) -> str:
+    """A voice as it is looked up. None stands for any, as OpenAI's names do."""
+    return (name or OPENAI_VOICES[0]).strip().lower()
+
+
 class Model:
     def __init__(self, name: str, engine: EngineProcess, speakers: Iterable[str] = ()):
         """speakers: names of voices from --speaker files"""
@@ -59,17 +64,16 @@ class Model:
             return self.clones
         if style.instructions and not self.takes_instructions:
             return False
-        names = self.voice_names(registered)
-        wanted = (style.voice or OPENAI_VOICES[0]).strip().lower()
-        return bool(names) if wanted in OPENAI_VOICES else wanted in names
+        stands_for_any = wanted_voice(style.voice) in OPENAI_VOICES
+        return bool(self.voice_names(registered)) if stands_for_any else self.has_voice(style.voice, registered)
 
-    def has_voice(self, name: str | None, registered: Iterable[str]) -> bool:
+    def has_voice(self, name: str | None, registered: Iterable[str] = ()) -> bool:
         """By this very name. Another one may stand in for OpenAI's."""
-        return (name or OPENAI_VOICES[0]).strip().lower() in self.voice_names(registered)
+        return wanted_voice(name) in self.voice_names(registered)
 
     def resolve_voice(self, name: str | None, registered: Iterable[str]) -> str:
         """The voice for a name. Without one, and for OpenAI's names, one that exists, the same each time."""
-        wanted = (name or OPENAI_VOICES[0]).strip().lower()
+        wanted = wanted_voice(name)
         names = self.voice_names(registered)
         if wanted in names:
             return wanted

@@ -23,7 +23,7 @@ from serving.audio_formats import decode_base64, decode_recording
 from serving.engine_process import Call, Connection, EngineProcess, start_worker
 from serving.errors import ApiError
 from serving.metrics import Metrics
-from serving.model import OPENAI_VOICES, Model, sampling
+from serving.model import OPENAI_VOICES, Model, sampling, wanted_voice
 from serving.requests import Style
 from serving.settings import Settings
 from serving.voices import RegisteredVoice, VoiceFolder, as_stored, check_name
@@ -118,10 +118,9 @@ class Speech:
     async def look_for(self, voice: str | None) -> None:
         """Look at the folder of voices, unless the voice is known without it. For OpenAI's names, which stand for any
         voice that there is, now and then."""
-        wanted = (voice or OPENAI_VOICES[0]).strip().lower()
-        if any(wanted in (*model.presets, *model.speakers) for model in self.models):
+        if any(model.has_voice(voice) for model in self.models):
             return
-        if wanted not in OPENAI_VOICES or time.monotonic() - self.looked_at > SECONDS_BETWEEN_LOOKS:
+        if wanted_voice(voice) not in OPENAI_VOICES or time.monotonic() - self.looked_at > SECONDS_BETWEEN_LOOKS:
             await self.refresh()
 
     async def refresh(self) -> None:
@@ -152,7 +151,7 @@ class Speech:
         model = self.cloning_model("audio_sample")
         model.engine.check_ready()
         name = check_name(name)
-        if any(name in (*other.presets, *other.speakers) for other in self.models):
+        if any(other.has_voice(name) for other in self.models):
             raise ApiError(f"there is a voice {name} already: choose another name", param="name")
         self.check_field("ref_text", ref_text)
         await self.on_disk(self.folder.check_new, name)

@@ -43,7 +43,7 @@ from common.audio_files import to_int16
 from serving import engine_host, process
 from serving.audio_formats import COMPRESSED, CONTENT_TYPES, Encoder
 from serving.errors import as_api_error
-from serving.model import OPENAI_VOICES
+from serving.model import OPENAI_VOICES, Model
 from serving.requests import SpeechRequest, parse
 from serving.server import SpeechResponse
 from serving.settings import Settings, check_host
@@ -604,7 +604,8 @@ def test_a_base_model_without_voices_says_what_to_do(checkpoint, tmp_path):
 def test_a_speaker_is_found_without_the_disk(monkeypatch):
     """A look at the folder of voices in each request took longer than the first audio on a slow disk."""
     speech = object.__new__(Speech)
-    speech.models = [SimpleNamespace(presets=["aiden"], speakers=["me"])]
+    speech.models = [object.__new__(Model)]
+    vars(speech.models[0]).update(presets=["aiden"], speakers=["me"], clones=True)
     looks = []
     monkeypatch.setattr(Speech, "refresh", lambda self: asyncio.sleep(0, looks.append(1)))
     speech.looked_at = time.monotonic()

@@ -17,6 +17,11 @@ from serving.speech import Utterance
 
 CONFIG = {"type": "session.config", "voice": "speaker", "response_format": "pcm", **SHORT}
 LONG = CONFIG | {"max_new_tokens": 450}
+GET = "GET /v1/audio/speech/stream HTTP/1.1\r\n"
+HANDSHAKE = (
+    "Host: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
 
 
 class Client:
@@ -198,8 +203,7 @@ def test_a_client_that_does_not_read_is_given_up(speech, when):
 
 @pytest.mark.parametrize("cut", ["Upgra", "Upgrade: ", "Upgrade: web", "Upgrade: websocket"])
 def test_a_handshake_in_two_parts(server, cut):
-    head = "GET /v1/audio/speech/stream HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-    head += "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    head = GET + HANDSHAKE
     first = head.index("Upgrade: ") + len(cut)
     with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -213,17 +217,15 @@ def test_a_handshake_in_two_parts(server, cut):
     "head",
     [
         "POST /v1/audio/speech/stream HTTP/1.1\r\n",
-        "GET /v1/audio/speech/stream HTTP/1.1\r\nCookie: " + "x" * 9000 + "\r\n",
-        "GET /v1/audio/speech/stream HTTP/1.1\r\n" + "A: b\r\n" * 130,
+        GET + "Cookie: " + "x" * 9000 + "\r\n",
+        GET + "A: b\r\n" * 130,
     ],
     ids=["method", "cookie", "headers"],
 )
 def test_what_is_not_a_handshake_is_answered(server, head):
     """It was kept, without an answer and without a limit."""
-    head += "Host: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-    head += "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
-        connection.sendall(head.encode())
+        connection.sendall((head + HANDSHAKE).encode())
         answer = b"".join(iter(lambda: connection.recv(10_000), b""))
     assert answer.startswith(b"HTTP/1.1 400") and b"handshake" in answer
 
@@ -250,12 +252,10 @@ def test_messages_without_an_end_share_the_limit(speech, kind):
 def test_answers_to_pings_may_be_late(speech):
     """They wait behind audio that is unread: a client that paused for 20 to 40 s was cut off. After a late answer
     uvicorn sent pings without a pause."""
-    head = "GET /v1/audio/speech/stream HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-    head += "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
     with RunningServer(speech) as server:
         server.server.config.ws_ping_interval = 0.5
         with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
-            connection.sendall(head.encode())
+            connection.sendall((GET + HANDSHAKE).encode())
             assert connection.recv(1000).startswith(b"HTTP/1.1 101")
             begin, late, pings = time.monotonic(), 0.49, b""
             while time.monotonic() < begin + 3:

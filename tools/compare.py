@@ -86,10 +86,11 @@ def compare(args: argparse.Namespace, speak: Callable, request: dict) -> Iterato
 def drive_server(
     start: Callable, clients: int, arrivals: list[float], one_by_one: bool
 ) -> tuple[list[Listener], list[str], float]:
-    """The listeners divided between processes, which begin at the same time."""
+    """The listeners divided between processes, which begin at the same time. Busy cores are to keep the server waiting,
+    not its listeners, so they have the same priority."""
     clients = 1 if one_by_one else min(clients, len(arrivals))
     begin_at = time.time() + SECONDS_TO_START
-    with ProcessPoolExecutor(clients, get_context("spawn")) as processes:
+    with ProcessPoolExecutor(clients, get_context("spawn"), initializer=raise_priority) as processes:
         parts = [
             processes.submit(drive_part, start, arrivals[number::clients], one_by_one, begin_at)
             for number in range(clients)
@@ -101,8 +102,7 @@ def drive_server(
 
 
 def drive_part(start, arrivals, one_by_one, begin_at=0.0) -> tuple[list[Listener], list[str], float]:
-    """In this process. Busy cores are to keep the server waiting, not its listeners, so they have the same priority."""
-    raise_priority()
+    """In this process."""
     errors = []
     time.sleep(max(0.0, begin_at - time.time()))
     listeners, wall = listen_at(noting_errors(start, errors), arrivals, *([1] if one_by_one else []))
