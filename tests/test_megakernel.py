@@ -18,6 +18,7 @@ from benchmarks.parity import MARGIN, Forced, Megakernel, error, random_request,
 from cudagraph_talker import Sampling
 from fast import megakernel, nvrtc, paths
 from fast.rows import Slots
+from fast.self_test import fill_with_random_states
 from generate import accelerate, load_upstream
 
 LENGTH = 512
@@ -251,6 +252,22 @@ def test_the_talkers_choice_and_rules(fused):
         seen[0, rows.token[0]] = True
         assert torch.equal(rows.seen, seen)
         assert rows.frame.item() == 4
+
+
+@on_gpu
+@torch.no_grad()
+def test_a_step_has_the_same_bits_each_time(checkpoint):
+    """Without the fence in `release`, bulk copies overwrote weights before they were read: in one of 50 to 4,000
+    launches for 16 rows."""
+    megakernel_of_16 = Megakernel(load_upstream(str(checkpoint("base", "0.6B"))).model.talker, LENGTH, rows=16)
+    fill_with_random_states(megakernel_of_16.rows)
+    megakernel_of_16.rows.advance.fill_(False)
+    for launch in megakernel_of_16.launches:
+        launch()
+        expected = launch.logits().clone()
+        for number in range(3000):
+            launch()
+            assert torch.equal(launch.logits(), expected), number
 
 
 @on_gpu
