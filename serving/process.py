@@ -17,6 +17,12 @@ from serving.server import create_app
 from serving.settings import Settings
 from serving.speech import Speech, read_speakers
 
+# With 1,000 WebSockets Python takes 0.1 s to look through all objects for garbage. It is done after so many of its
+# collections of younger objects: few if nobody listens, else many.
+COLLECTIONS = 10
+COLLECTIONS_WHILE_SPEAKING = 1000
+NEVER = 2**30
+
 
 def serve(args: argparse.Namespace, settings: Settings, listening: socket.socket) -> None:
     """Serve until a signal comes. `args` are the options of serving/options.py."""
@@ -58,6 +64,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
         else:
             gc.freeze()  # all that is loaded stays
+            gc.set_threshold(*gc.get_threshold()[:2], NEVER)  # on_tick does it
             print(greeting(self.speech, self.address), flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -80,6 +87,8 @@ class Server(uvicorn.Server):
         is_done = not self.speech.in_flight and not self.speech.responses
         if self.drain_until and (is_done or time.monotonic() > self.drain_until):
             self.should_exit = True
+        if gc.get_count()[2] > (COLLECTIONS_WHILE_SPEAKING if self.speech.in_flight else COLLECTIONS):
+            gc.collect()
         return await super().on_tick(counter)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import gc
 import http.client
 import json
 import math
@@ -29,7 +30,7 @@ from serving_helpers import FRAME, LIMIT, is_running
 
 from serving.options import PRIORITY, keep_to_this_machine, raise_priority
 from serving.options import listen as bind
-from serving.process import greeting
+from serving.process import Server, greeting
 from serving.settings import Settings, check_origin
 from serving.speech import Speech
 from tools.load import listen, speak
@@ -262,6 +263,18 @@ def test_the_line_to_try_has_a_place_for_the_key(checkpoint, tmp_path):
     assert sum('curl -H "Authorization: Bearer KEY"' in line for line in lines) == 2
     assert sum("with your API key instead of KEY" in line for line in lines) == 2
     assert "secret" not in str(lines) and "$" not in str(lines)
+
+
+def test_garbage_is_collected_between_streams(checkpoint, tmp_path, monkeypatch):
+    """All objects of 1,000 WebSockets take 0.1 s, and a crowd of 64 listeners had to wait."""
+    server = Server(Speech(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path)))
+    collected = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(count))
+    for streams, count in [(0, 10), (1, 11), (0, 11), (1, 1000), (1, 1001)]:
+        server.speech.models[0].in_flight = streams
+        monkeypatch.setattr(gc, "get_count", lambda: (0, 0, count))  # noqa: B023
+        asyncio.run(server.on_tick(1))
+    assert collected == [11, 1001]
 
 
 def test_without_the_servers_packages(run, monkeypatch):
