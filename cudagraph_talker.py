@@ -202,7 +202,7 @@ class TalkerGraph:
     def prefill(self, prompts: torch.Tensor, cache: RowCache) -> None:
         """Read prompts (B, L, H) from position 0 on, and choose their first tokens.
 
-        What is behind a shorter prompt is computed too, and overwritten before it is attended to."""
+        Positions after the end of a shorter prompt are computed, too, and overwritten before anything reads them."""
         rows = self.rows
         positions = torch.arange(prompts.shape[1], device=prompts.device)
         hidden = self.forward(prompts, positions[None], (positions <= positions[:, None])[None], cache)

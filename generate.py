@@ -94,7 +94,7 @@ class Decoder:
     @torch.inference_mode(False)  # tensors made in inference mode cannot be written outside of it
     @torch.no_grad()
     def graphs_for(self, texts: int) -> tuple[Rows, TalkerGraph, Callable, Callable, PredictorGraph]:
-        """Rows for so many texts, and what decodes a frame of them. Those of the last request are kept."""
+        """Rows for this many texts, and what decodes a frame of them. Those of the last request are kept."""
         if self.graphs is None or len(self.graphs[0].token) != texts:
             self.graphs = None  # free its memory first
             device = self.talker.device
@@ -160,8 +160,8 @@ class Decoder:
         return self.output(list(torch.stack(codes, dim=1)), list(torch.stack(hiddens, dim=1)))
 
     def output(self, codes: list, hiddens: list) -> transformers.generation.GenerateDecoderOnlyOutput:
-        """Codes (T, 16) and hidden states (T, H) of each text as upstream reads them, one entry per forward: that
-        of the prompt, without codes, then those that have read a frame, with its codes."""
+        """Codes (T, 16) and hidden states (T, H) of each text as upstream reads them, one entry per forward: first
+        the prompt's, whose codes are None, then one for each frame, with its codes."""
         end = self.talker.config.codec_eos_token_id
         codes = pad_sequence(codes, batch_first=True, padding_value=end)  # (B, T, 16)
         hiddens = pad_sequence(hiddens, batch_first=True).split(1, dim=1)  # T x (B, 1, H)

@@ -56,7 +56,7 @@ def first_audio_parts(tts, arguments: dict, runs: int) -> Row:
     speech, runner = tts.speech, tts.speech.runner
 
     def make_utterance() -> Utterance:
-        request, _, reference = prepare_request(speech, tts.generate_voice_clone, **arguments)
+        request, reference = prepare_request(speech, tts.generate_voice_clone, **arguments)
         return speech.utterance(request, reference)
 
     utterance = make_utterance()

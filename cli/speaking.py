@@ -145,7 +145,7 @@ def voice_request(args: argparse.Namespace, tts) -> tuple[Callable, dict]:
         prompt = clone_prompt(
             tts, *args.voice, args.ref_text, silence=0 if args.no_append_silence else REFERENCE_SILENCE
         )
-        tokens = tokens_to_begin(tts, prompt, prompt[0].ref_code)
+        tokens = tokens_to_begin(tts, prompt)
         if isinstance(args.texts, Pipe) and tokens > 2:  # in-context
             show_note(
                 f"with --ref-text a line is spoken once it has {tokens} tokens or has ended; without --ref-text from "

@@ -142,7 +142,7 @@ def wav_header(rate: int, size: int) -> bytes:
 
 
 def to_int16(audio: np.ndarray) -> np.ndarray:
-    """Samples from -1 to 1 as 16-bit numbers, which stay as they are."""
+    """Samples from -1 to 1 as 16-bit integers. Samples that are int16 already are returned unchanged."""
     if audio.dtype == np.int16:
         return audio
     return np.rint(np.clip(audio, -1, 1) * 32767).astype("<i2")

@@ -1,4 +1,4 @@
-"""The same model, faster. Everything here works on upstream's weights and on the tensors of the reference.
+"""The same model, faster. Everything here works on upstream's weights and on the tensors of the three files.
 
 rows.py         rows that come and go, each at a position of its own
 frames.py       a frame of 1 to N rows, computed in one of three ways

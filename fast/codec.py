@@ -245,7 +245,7 @@ class AttentionWindow:
         return keys, values
 
     def columns(self, frames: int) -> int:
-        """Keys to attend to for so many new frames, aligned for SDPA."""
+        """Keys to attend to for this many new frames, aligned for SDPA."""
         return round_up(self.length - 1 + frames)
 
 

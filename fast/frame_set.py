@@ -34,7 +34,7 @@ class FrameSet:
             self.of(size)
 
     def of(self, rows: int) -> Frame:
-        """The smallest frame that has so many rows."""
+        """The smallest frame that has at least this many rows."""
         size = next(size for size in self.sizes if size >= rows)
         if size not in self.frames:
             self.frames[size] = frame_without_megakernel(self.talker, self.slots[:size]).capture(self.pool)
@@ -45,7 +45,7 @@ class FrameSet:
         return not all(isinstance(self.frames.get(size), KernelFrame | MegakernelFrame) for size in self.sizes)
 
     def use_megakernel(self, fused: bool | None) -> None:
-        """Make the frames that the megakernel has, if it proves to be right here."""
+        """Make the megakernel's frames, if it passes its test on this machine."""
         sizes = [size for size in self.sizes if size in MEGAKERNEL_ROWS]
         for size in sizes:
             for stack in stacks_of(self.talker):
@@ -67,7 +67,7 @@ class FrameSet:
                 reason = why_rows_wrong(frame, alone)
             except torch.OutOfMemoryError:
                 raise
-            except (OSError, RuntimeError) as error:  # too few multiprocessors for so many rows, for instance
+            except (OSError, RuntimeError) as error:  # too few multiprocessors for this many rows, for instance
                 log.info("frames of %d rows run without the megakernel: %s", size, " ".join(str(error).split())[:200])
                 continue
             if reason:

@@ -6,8 +6,8 @@ Three ways to compute the same thing, from the one that runs everywhere to the f
     KernelFrame      the kernels of batched.cu around the matrix products; bfloat16
     MegakernelFrame  two launches of megakernel.cu; bfloat16, 1, 2, 4, 8 or 16 rows
 
-Rows that must wait (`advance` is False) are computed with the others and keep their state. What they write to cache and
-codes, their next frame overwrites.
+Rows that must wait (`advance` is False) are computed with the others and keep their state. Their next frame
+overwrites what they write to the cache and to `codes`.
 """
 
 import logging

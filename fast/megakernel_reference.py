@@ -26,7 +26,7 @@ def linear(x: Tensor, module: Any, rounded: Rounding = exact) -> Tensor:
 
 
 def angles(model: Any, first: int, count: int = 1) -> tuple[Tensor, Tensor]:
-    """cos and sin of so many positions, (L, 1, D) each."""
+    """cos and sin of this many positions, (L, 1, D) each."""
     device = model.norm.weight.device
     positions = torch.arange(first, first + count, device=device)
     tables = model.rotary_emb(torch.empty(0, dtype=torch.bfloat16, device=device), positions[None])  # L * D each

@@ -1,4 +1,4 @@
-"""Text in, sound out. `generate.accelerate` calls `plug_in`; the reference runs without this folder.
+"""Text in, sound out. `generate.accelerate` calls `plug_in`; the three files run without this folder.
 
 prompts.py      requests: upstream's prompts, checked
 text_table.py   the embedding of every text token, on the host, where prompts are built
@@ -31,7 +31,10 @@ from speech.warm_up import warm_up
 
 
 def plug_in(tts, decoder, rows: int, fused: bool | None) -> None:
-    """Build `tts.speech`, and let upstream's methods use it. `decoder` is the reference's."""
+    """Build `tts.speech`, and let upstream's methods use it. `decoder` is generate.py's."""
+    for name, value in dict(rows=rows, max_seq_len=decoder.max_seq_len).items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}, it must be at least 1")
     talker = tts.model.talker
     on_gpu = talker.device.type == "cuda"
     check_torch()

@@ -2,11 +2,11 @@
 
 In upstream's streaming layout (`non_streaming_mode=False`) the prompt holds the first token of the text, each frame
 adds one more, then comes an end token, then padding. With an in-context reference, its transcript and the text share
-the prompt with the reference's codes. So frame k can be computed as soon as the text's row k is known.
+the prompt with the reference's codes. So frame k can be computed as soon as what it adds is known.
 
-`ArrivingText` has no threads and does no GPU work before `begin`. Its owner calls `push` and `finish` as the text
-comes, `begin` once `can_begin`, and before frame k it asks `has_row(k)` and hands the rows of `take_rows` to the
-runner. `TextReader` is such an owner, for an iterator of strings.
+`ArrivingText` has no threads and does no GPU work before `begin`. Its owner calls `take` with each piece of text and
+then with END, and `begin` once `can_begin`. Before frame k it asks `has_text_for(k)` and hands what `take_embeddings`
+returns to the runner. `TextReader` is such an owner, for an iterator of strings.
 """
 
 import bisect
@@ -21,7 +21,7 @@ from unicodedata import normalize
 import torch
 
 from speech.incremental_tokenizer import IncrementalTokenizer
-from speech.prompt_templates import CLOSING_TOKENS, ROLE_TOKENS, TRANSCRIPT_CLOSING_TOKENS, tokenize
+from speech.prompt_templates import CLOSING_TOKENS, ROLE_TOKENS, is_in_context, tokenize, transcript_ids
 from speech.prompts import (
     check_encodable,
     check_text,
@@ -49,18 +49,18 @@ class ArrivingText:
         self.speech = speech
         self.method = method
         self.kwargs = with_voice_clone_prompt(method, kwargs)
-        _, self.max_frames, self.reference = prepare_request(speech, method, "a", **self.kwargs)
+        _, self.reference = prepare_request(speech, method, "a", **self.kwargs)
 
         tts = method.__self__
         opening, _, _ = tts._build_assistant_text("\0").partition("\0")
         self.tokenizer = IncrementalTokenizer(tts.processor.tokenizer, opening)
         self.end_id = tts.model.config.tts_eos_token_id
-        self.tokens_to_begin = tokens_to_begin(tts, self.kwargs.get("voice_clone_prompt"), self.reference)
+        self.tokens_to_begin = tokens_to_begin(tts, self.kwargs.get("voice_clone_prompt"))
         self.text = ""
         self.ids = []  # known tokens of the text; with the end token once the text is finished
         self.is_finished = False
         self.taken = 0  # ids that are in the request or have been taken
-        self.rows = 0  # text rows that they make
+        self.embedded = 0  # frames whose text has been embedded
 
     def take(self, piece: str | BaseException | None) -> None:
         """The next piece of the text, its end, or the error of its iterator, which is raised."""
@@ -104,17 +104,17 @@ class ArrivingText:
         token_ids = self.tokenizer.ids + closing
         request = request_for(self.speech, self.method, self.text, self.kwargs, token_ids)
         inputs = torch.cat([request["inputs"][:-2], request["inputs"][-1:]])  # without the end
-        self.rows = len(inputs) - 2
+        self.embedded = len(inputs) - 2
         return request | {"inputs": inputs.pin_memory() if self.speech.on_gpu and not inputs.is_cuda else inputs}
 
-    def has_row(self, frame: int) -> bool:
+    def has_text_for(self, frame: int) -> bool:
         """After `begin`: whether it is known what this frame adds."""
-        return self.is_finished or frame < self.rows + len(self.ids) - self.taken
+        return self.is_finished or frame < self.embedded + len(self.ids) - self.taken
 
     @property
     def frames_with_text(self) -> float:
-        """After `begin`: frames whose rows have been taken."""
-        return math.inf if self.is_finished else self.rows
+        """After `begin`: frames whose text has been taken."""
+        return math.inf if self.is_finished else self.embedded
 
     def characters_read(self, frames: int) -> int:
         """Of the text: a speech may end before its frames, which read a token each, have come to the text's end."""
@@ -126,28 +126,27 @@ class ArrivingText:
         places = range(len(self.text) + 1)
         return bisect.bisect_right(places, composed, key=lambda end: len(normalize("NFC", self.text[:end]))) - 1
 
-    def take_rows(self) -> tuple | None:
-        """After `begin`: rows that have become known since the last call, for `Utterance.new_text`."""
-        first, ids = self.rows, self.ids[self.taken :]
+    def take_embeddings(self) -> tuple | None:
+        """After `begin`: the text that has become known since the last call, for `Utterance.new_text`."""
+        first, ids = self.embedded, self.ids[self.taken :]
         if not ids:  # the middle of a word
             return None
         self.taken += len(ids)
-        self.rows += len(ids)
-        return first, text_rows(self.speech, ids), self.frames_with_text, self.speech.runner.record_event()
+        self.embedded += len(ids)
+        return first, embed_text(self.speech, ids), self.frames_with_text, self.speech.runner.record_event()
 
 
-def tokens_to_begin(tts, voice_clone_prompt, reference: torch.Tensor | None) -> int:
+def tokens_to_begin(tts, voice_clone_prompt) -> int:
     """Tokens of the text that the prompt and the first frame take, at least one each."""
-    if reference is None or not voice_clone_prompt[0].icl_mode:
+    if not is_in_context(voice_clone_prompt):
         return 2
-    transcript = tokenize(tts, tts._build_ref_text(voice_clone_prompt[0].ref_text))
-    transcript = transcript[ROLE_TOKENS:-TRANSCRIPT_CLOSING_TOKENS]
-    positions = 1 + len(reference)  # codec_bos and the codes
-    return max(1, positions + 1 - len(transcript))
+    (item,) = voice_clone_prompt
+    positions = 1 + len(item.ref_code)  # codec_bos and the codes
+    return max(1, positions + 1 - len(transcript_ids(tts, item)))
 
 
 @torch.no_grad()
-def text_rows(speech, ids: list[int]) -> torch.Tensor:
+def embed_text(speech, ids: list[int]) -> torch.Tensor:
     """What frames add for these tokens. -> (T, H)"""
     talker = speech.host_talker or speech.talker
     rows = talker.text_projection(

@@ -77,7 +77,7 @@ class Engine:
         self.after_delivery = after_delivery
         self.open = set()  # streams that somebody may be reading
         self.active = []  # streams that have a row
-        self.time_of_pass = 0.0  # seconds that one of the last passes has taken at most
+        self.time_of_pass = 0.0  # seconds; a maximum that decays by a tenth with each pass
         self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (streams, their audio or what each ends with), in order
         self.changed = threading.Condition()
         self.intake = Intake(self.speech, self.changed)
@@ -277,6 +277,8 @@ class Engine:
         except BaseException as error:
             log.exception("the engine has stopped")
             self.fail(error)
+        for stream in self.active:  # the next call that uses the runner frees their rows
+            stream.is_abandoned = True
         if self.speech.on_gpu:
             with contextlib.suppress(Exception):
                 self.cuda_stream.synchronize()
@@ -297,8 +299,6 @@ class Engine:
                 if turn:
                     self.run_until_idle()
             if not self.is_running:
-                for stream in self.active:  # another call may be using the runner
-                    stream.is_abandoned = True
                 return
             with self.changed:  # the timeout is for `patience`
                 self.changed.wait_for(self.has_work, timeout=0.1)
@@ -439,7 +439,7 @@ class Engine:
             stream.put(RuntimeError(self.intake.why_closed))  # a new error for each thread
 
     def count_delivered(self, streams: list[Stream], samples: int) -> None:
-        """So many for each of them. All at once: the engine's thread wants the lock, too."""
+        """A chunk of `samples` for each stream. The lock is taken once for all: the engine's thread needs it, too."""
         frames = round(samples / self.rate / self.speech.seconds_per_frame)
         with self.changed:
             for stream in streams:

@@ -1,6 +1,7 @@
 """Requests on their way into an engine: one thread builds their prompts and takes their text; then they wait for a row.
 
-One, as upstream's Python code takes twice as long when many threads run it at once. It has a CUDA stream of its own.
+One thread is enough: upstream's Python code takes twice as long when several run it at once. It has a CUDA stream of
+its own.
 """
 
 import asyncio
@@ -28,8 +29,8 @@ class Intake:
         self.waiting = collections.deque()  # requests that could be admitted
         self.preparing = 0  # requests whose prompts are being built
         self.why_closed = ""
-        # A token takes a position, and stands for at most as many bytes as its name has characters. A byte of the text
-        # in Unicode's composed form (NFC), which the tokenizer reads, was at most 1.5 characters before.
+        # A token takes a position, and stands for at most as many bytes as its name has characters. Those are bytes of
+        # the text in Unicode's composed form (NFC); one of them comes from at most 1.5 characters as they were typed.
         self.max_characters = 2 * max(map(len, speech.tts.processor.tokenizer.get_vocab())) * speech.max_seq_len
         self.thread = ThreadPoolExecutor(1, "speech prompts", self.start)
 
@@ -156,9 +157,9 @@ class Intake:
                     request = text.begin()
                     stream.frames_with_text = text.frames_with_text
                     self.enqueue(stream, request)
-            elif rows := text.take_rows():
+            elif embeddings := text.take_embeddings():
                 with self.changed:
-                    stream.new_text.append(rows)
+                    stream.new_text.append(embeddings)
                     self.changed.notify_all()
         except BaseException as error:
             with self.changed:

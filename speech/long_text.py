@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import torch
 
-from speech.prompts import check_text, speech_of, tokenize
+from speech.prompts import check_text, speech_of, tokenize, with_voice_clone_prompt
 from speech.streaming import Chunk, check_seed, is_arriving, stream
 from speech.utterance import warn_each_time
 
@@ -60,9 +60,10 @@ def stream_long(
 
     Mistakes raise an error here, before the first chunk.
     """
-    check_text(text)
+    text = check_text(text)
     check_seed(seed)
     speech = speech_of(method)
+    kwargs = with_voice_clone_prompt(method, kwargs)  # once for all utterances
     if max_tokens is None:
         max_tokens = tokens_that_fit(speech.max_seq_len, kwargs)
     utterances = split_text(text.splitlines(), lambda part: len(tokenize(speech.tts, part)) <= max_tokens, language)

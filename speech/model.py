@@ -1,8 +1,8 @@
 """What `accelerate` stores as `tts.speech`: the runner, what prompts are built with, and whose turn it is.
 
 On a GPU upstream's three methods speak with the runner's rows: a list of texts is spoken as many at a time as there are
-rows, and the next text joins when a row is free. On a CPU they stay upstream's, over the reference's loop, which gives
-upstream's tokens for lists too. Streams and the engine use the runner on either.
+rows, and the next text joins when a row is free. On a CPU they stay upstream's, over the loop of generate.py, which
+gives upstream's tokens for lists too. Streams and the engine use the runner on either.
 """
 
 import collections
@@ -31,7 +31,7 @@ MAX_PENDING = 8  # chunks of a list that are on their way to the host
 
 class Speech:
     def __init__(self, tts, decoder, runner: Runner, host_talker):
-        """decoder: the reference's; host_talker: builds prompts on the host of a GPU, or None"""
+        """decoder: generate.py's; host_talker: builds prompts on the host of a GPU, or None"""
         codec = tts.model.speech_tokenizer
         self.tts = tts
         self.decoder = decoder

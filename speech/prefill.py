@@ -49,8 +49,8 @@ class HostSettings:
 
 
 class PrefillGraph:
-    """Compute keys and values of `count` prefixes of up to `length` positions. What is behind a shorter one is computed
-    too, and overwritten before it is attended to."""
+    """Compute keys and values of `count` prefixes of up to `length` positions. Positions after the end of a
+    shorter one are computed, too, and overwritten before anything attends to them."""
 
     def __init__(self, talker, slots: Slots, count: int, length: int, with_kernels: bool):
         self.slots = slots

@@ -56,8 +56,7 @@ class PromptTemplate:
         if is_in_context(self.voice_clone_prompt):
             (item,) = self.voice_clone_prompt
             self.codes = embed_reference(tts.model, item.ref_code)
-            transcript = tokenize(tts, tts._build_ref_text(item.ref_text))
-            self.transcript = transcript[ROLE_TOKENS:-TRANSCRIPT_CLOSING_TOKENS]
+            self.transcript = transcript_ids(tts, item)
         tokens = len(self.transcript) + len(self.ids) + len(self.end)
         for is_streaming, rows_after_prefix in ((True, len(self.codes)), (False, tokens + len(self.codes))):
             length = self.request["attention_mask"].shape[1] - rows_after_prefix
@@ -123,6 +122,11 @@ def tokenize(tts, text: str) -> list[int]:
 
 def is_in_context(voice_clone_prompt) -> bool:
     return isinstance(voice_clone_prompt, list) and voice_clone_prompt[0].icl_mode
+
+
+def transcript_ids(tts, item) -> list[int]:
+    """Tokens of what the recording of a VoiceClonePromptItem says."""
+    return tokenize(tts, tts._build_ref_text(item.ref_text))[ROLE_TOKENS:-TRANSCRIPT_CLOSING_TOKENS]
 
 
 @torch.no_grad()

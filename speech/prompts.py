@@ -40,14 +40,14 @@ def find_omp_set_num_threads() -> Callable[[int], None]:
         return lambda threads: None
 
 
-def prepare_request(speech, method: Callable, text, **kwargs) -> tuple[dict, int, torch.Tensor | None]:
-    """Build and check a request: what `request_for` returns, the most frames, the codes that precede the speech."""
+def prepare_request(speech, method: Callable, text, **kwargs) -> tuple[dict, torch.Tensor | None]:
+    """Build and check a request: what `request_for` returns, and the codes that precede the speech."""
     speech.turns.check_process()
     text = check_text(text)
     kwargs = with_voice_clone_prompt(method, kwargs)
     request = request_for(speech, method, text, kwargs)
-    limit = check_request(speech, request)
-    return request, limit, reference_codes(kwargs.get("voice_clone_prompt"))
+    check_request(speech, request)
+    return request, reference_codes(kwargs.get("voice_clone_prompt"))
 
 
 def with_voice_clone_prompt(method: Callable, kwargs: dict) -> dict:
@@ -101,8 +101,8 @@ def check_encodable(text: str, name: str = "the text") -> None:
         raise ValueError(f"{name} has a character that UTF-8 cannot encode: {text[error.start]!r}") from None
 
 
-def check_request(speech, request: dict) -> int:
-    """Raise an error for settings and prompts that cannot be decoded. Returns the most frames there can be."""
+def check_request(speech, request: dict) -> None:
+    """Raise an error for settings and prompts that cannot be decoded."""
     for names in (
         ("do_sample", "temperature", "top_k", "top_p"),
         ("subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p"),
@@ -110,9 +110,10 @@ def check_request(speech, request: dict) -> int:
         check_sampling(*(request[name] for name in names))
     if request["eos_token_id"] != speech.talker.config.codec_eos_token_id:
         raise ValueError("stream decodes up to the model's own end token: another eos_token_id is for whole calls")
-    limit = speech.decoder.frame_limit(**request)
+    if not isinstance(request["max_new_tokens"], Integral):
+        raise ValueError(f"max_new_tokens is {request['max_new_tokens']}, it must be a whole number")
+    speech.decoder.frame_limit(**request)  # raises an error if there is no room for a frame
     check_text_fits(speech.max_seq_len, **request)
-    return limit
 
 
 def check_text_fits(max_seq_len: int, attention_mask, inputs, max_new_tokens, **_) -> None:
@@ -180,8 +181,9 @@ def in_parts(request: dict, on_gpu: bool, has_reference: bool = False) -> dict:
     request = request | dict(suppress_tokens=tuple(request["suppress_tokens"]))  # for `HostSettings`
     prompt, later, pad = (request.pop(name)[0] for name in EMBEDDINGS)
     prefix = prompt[:-1]
-    has_text = prompt.is_cuda or torch.equal(later, pad)  # on a GPU there is a recording, too
-    is_shared = not (has_reference or has_text)
+    # A prefix holds text if none is left for the frames (non_streaming_mode), or if there is a transcript. Prompts on a
+    # GPU have a recording, or come from a direct call of talker.generate.
+    is_shared = not (has_reference or prompt.is_cuda or torch.equal(later, pad))
     key = prefix.contiguous().view(torch.uint8).numpy().tobytes() if is_shared else None
     inputs = prompt.new_empty(len(later) + 2, prompt.shape[1], pin_memory=on_gpu and not prompt.is_cuda)
     torch.cat([prompt[-1:], later, pad], out=inputs)

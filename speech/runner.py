@@ -130,11 +130,13 @@ class Runner:
             self.read_prompts(utterances)
             if rows := [utterance.row for utterance in utterances if utterance.reference is None]:
                 self.codec.reset(*rows)  # after the prompts, which take the GPU longer
-        except Exception as error:
+        except BaseException as error:
             for utterance, state in zip(utterances, states):
                 heapq.heappush(self.free, utterance.row)
                 if state is not None:
                     utterance.generator.set_state(state)
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise
             if len(utterances) == 1:
                 return [(utterances[0], error)]
             return [failed for utterance in utterances for failed in self.admit([utterance])]  # which one is it?
@@ -173,7 +175,7 @@ class Runner:
         view.embedding.copy_(utterance.inputs[:1], non_blocking=True)
 
     def load_text(self, utterances: list[Utterance]) -> None:
-        """What the frames add to their embeddings: the text, and behind it the padding, which is the same for all.
+        """What the frames add to their embeddings: the text, then the padding, which is the same for all.
 
         In few calls, as in `gather_codes`: after each call of torch another thread may have the interpreter for 5 ms.
         """
@@ -254,7 +256,7 @@ class Runner:
         self.launched.append((self.record_event(self.sleeps), ended, [*zip(utterances, rows)]))
 
     def draw(self, noise: torch.Tensor, utterances: list[Utterance]) -> None:
-        """Noise (B, N, V) of the next choices. Seeded utterances have generators of their own, the others share one."""
+        """Noise (B, N, V) of the next choices. Utterances without a generator share one draw."""
         rows = [utterance.row for utterance in utterances]
         if any(utterance.generator is None for utterance in utterances):
             draw_noise(noise[: max(rows) + 1], self.shared_generator)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 MAX_ADMISSIONS = 32  # prompts that are prefilled between two frames
 LEAD_TO_KEEP = 0.1  # seconds of audio ahead of playback; if all have more, they wait for those without first audio
 LEAD_AFTER_START = 0.5  # seconds; the first chunks, which never wait, are 0.64 s of audio
-FRAMES_BETWEEN_CHUNKS = 16  # a full chunk has 8 frames, and may wait for 7
+FRAMES_BETWEEN_CHUNKS = 16  # a full chunk has 8, may wait for 7, and the host is one behind
 LONGEST_HOLD = 5.0  # seconds that a request waits at most for streams that would run dry
 
 
@@ -35,7 +35,7 @@ class Situation(NamedTuple):
     preparing: int = 0  # requests whose prompts are being built
     waiting: int = 0  # requests that could be admitted
     longest_wait: float = 0.0  # seconds, of the first of them
-    time_of_pass: float = 0.0  # seconds that one of the last passes has taken at most
+    time_of_pass: float = 0.0  # seconds; a maximum that decays by a tenth with each pass
 
     @property
     def can_admit(self) -> bool:

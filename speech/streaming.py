@@ -52,7 +52,7 @@ def stream(
             raise ValueError(f"text_timeout is {text_timeout}, it must be above 0 and finite, in seconds")
         reader = TextReader(ArrivingText(speech, method, **kwargs), text, text_timeout)
         return arriving_audio_chunks(speech, reader, sizes)
-    request, _, reference = prepare_request(speech, method, text, **kwargs)
+    request, reference = prepare_request(speech, method, text, **kwargs)
     return audio_chunks(speech, request, reference, sizes)
 
 
@@ -172,7 +172,7 @@ def audio_chunks(
                     with turn.paused():
                         yield pending.popleft().wait()[0], speech.rate
                 if is_late:  # this keeps its turn: `text_timeout` is the limit
-                    reader.wait_until(lambda: reader.text.has_row(utterance.launched))
+                    reader.wait_until(lambda: reader.text.has_text_for(utterance.launched))
         finally:
             if turn.is_current():
                 runner.release(utterance)
@@ -185,5 +185,5 @@ def audio_chunks(
 def read_text(reader: TextReader, utterance: Utterance) -> None:
     """Hand text that has come to the utterance, as far as its next frame needs it."""
     text = reader.text
-    if reader.is_ready(lambda: text.has_row(utterance.launched)) and (rows := text.take_rows()):
-        utterance.new_text.append(rows)
+    if reader.is_ready(lambda: text.has_text_for(utterance.launched)) and (embeddings := text.take_embeddings()):
+        utterance.new_text.append(embeddings)

@@ -35,7 +35,7 @@ class Utterance:
         self.max_new_tokens = 0
         self.samples_token = self.samples_codes = True  # or chooses the best
         self.reference = None  # codes that precede the speech, for the codec
-        self.generator = None  # of its own if it is seeded; the others of a batch share one draw
+        self.generator = None  # None: an unseeded stream of an engine, which shares `Runner.shared_generator`
         self.row = None
         # a text that is still arriving
         self.new_text = collections.deque()  # (first frame, rows (T, H), frames with text then, CUDA event)
@@ -104,7 +104,7 @@ class Utterance:
         """The `ended` flag after the next frame."""
         if not self.finished:
             self.checked += 1
-            self.was_cut_off = self.checked == self.max_frames and not has_ended
+            self.was_cut_off = self.checked >= self.max_frames and not has_ended
             self.finished = has_ended or self.was_cut_off
 
     def warn_if_cut_off(self, is_error: bool = False) -> None:

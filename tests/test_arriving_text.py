@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from generate import astream, stream
 from speech import incremental_tokenizer
-from speech.arriving_text import ArrivingText, text_rows
+from speech.arriving_text import ArrivingText, embed_text
 from speech.incremental_tokenizer import IncrementalTokenizer, last_nfc_boundary, may_combine
 from speech.prompts import tokenize
 
@@ -386,6 +386,18 @@ def test_how_much_was_read(voice, form):
     assert set(read) <= {unicodedata.normalize(form, composed[:end]) for end in range(len(composed) + 1)}
 
 
+def test_a_prompt_that_is_a_dict_with_codes(voice):
+    """Upstream takes one, too."""
+    codes = torch.randint(64, (6, voice.fast.model.talker.config.num_code_groups))
+    prompt = voice.arguments["voice_clone_prompt"] | {"ref_code": [codes], "icl_mode": [False]}
+    arguments = voice.arguments | GREEDY | dict(max_new_tokens=4, voice_clone_prompt=prompt, non_streaming_mode=False)
+    whole, arriving = (
+        joined(stream(voice.fast.generate_voice_clone, text=text, **arguments))
+        for text in ("Hello there.", iter(["Hello ", "there."]))
+    )
+    np.testing.assert_allclose(arriving, whole, rtol=0, atol=1e-5)
+
+
 def test_what_an_engine_needs(voice):
     """Which frames may be launched, and which rows to write, without threads: at every cut, for every frame."""
     text = ArrivingText(voice.fast.speech, voice.fast.generate_voice_clone, **voice.arguments)
@@ -396,14 +408,14 @@ def test_what_an_engine_needs(voice):
     assert text.can_begin
     request = text.begin()
     assert len(request["inputs"]) == 1 + 2 + 1  # "i" and " "; "H" is in the prompt
-    assert [text.has_row(frame) for frame in range(4)] == [True, True, False, False]
+    assert [text.has_text_for(frame) for frame in range(4)] == [True, True, False, False]
     text.push("o")
     text.finish()
-    first, rows, frames_with_text, _ = text.take_rows()
+    first, rows, frames_with_text, _ = text.take_embeddings()
     assert (first, len(rows), frames_with_text) == (2, 3, math.inf)
-    torch.testing.assert_close(rows[-1:], text_rows(voice.fast.speech, [text.end_id]))
-    assert text.take_rows() is None
-    assert text.has_row(1000)
+    torch.testing.assert_close(rows[-1:], embed_text(voice.fast.speech, [text.end_id]))
+    assert text.take_embeddings() is None
+    assert text.has_text_for(1000)
 
 
 @pytest.mark.parametrize("run", ["\u0301", "\u200d", " ", "\u1161"])

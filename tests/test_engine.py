@@ -193,7 +193,7 @@ def test_full_chunks_are_decoded_together(voice, monkeypatch):
         assert not runner.active
         for frame in range(31):
             if frame in (0, 3):
-                request, _, _ = prepare_request(speech, voice.fast.generate_voice_clone, "Hi.", **arguments)
+                request, _ = prepare_request(speech, voice.fast.generate_voice_clone, "Hi.", **arguments)
                 active.append(speech.utterance(request, chunk_sizes=growing_chunks()))
                 assert not runner.admit(active[-1:])
             runner.step(active, None, together=together)
@@ -425,6 +425,23 @@ def test_a_paused_stream_does_not_hold_up_other_calls(voice):
         assert_same(alone(voice, **other), expected[1])
         heard += [audio for audio, _ in chunks]
         assert_same(np.concatenate(heard), expected[0])
+
+
+@pytest.mark.filterwarnings("ignore:the speech was cut off")
+def test_an_engine_that_fails_leaves_the_rows_to_others(voice, monkeypatch):
+    """Those of its streams were lost, and later calls found all rows taken."""
+    runner = voice.fast.speech.runner
+
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("no memory")
+
+    with Engine(voice.fast) as engine, monkeypatch.context() as patch:
+        patch.setattr(runner, "step", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            joined(engine.stream(voice.fast.generate_voice_clone, text="Hi.", **voice.arguments))
+    for _ in range(runner.rows):
+        joined(stream(voice.fast.generate_voice_clone, text="Hi.", max_new_tokens=3, **voice.arguments))
+    assert sorted(runner.free) == list(range(runner.rows))
 
 
 def test_closing_delivers_the_audio_there_is_and_then_an_error(voices, monkeypatch):

@@ -60,6 +60,22 @@ def test_the_largest_seed(voice):
         assert len(joined(chunks)) > 0
 
 
+@pytest.mark.filterwarnings("ignore:the speech was cut off")
+def test_a_recording_is_encoded_once(voice, recording, monkeypatch):
+    """It was encoded for each paragraph, and the tokens that fit did not count its codes."""
+    encode = voice.fast.create_voice_clone_prompt
+    encoded = []
+
+    def encode_and_count(*recording):
+        encoded.append(encode(*recording))
+        return encoded[-1]
+
+    monkeypatch.setattr(voice.fast, "create_voice_clone_prompt", encode_and_count)
+    method = voice.fast.generate_voice_clone
+    chunks = stream_long(method, text=["One.\nTwo."], ref_audio=recording, ref_text="what it says", max_new_tokens=3)
+    assert len(joined(chunks)) > 0 and len(encoded) == 1
+
+
 @pytest.mark.slow
 def test_200_000_characters(voice, monkeypatch):
     """A book: every utterance once and in order, and memory that does not grow with the text."""

@@ -462,6 +462,7 @@ def test_next_to_no_temperature_takes_the_best(voice):
         (dict(text=[]), "one text at a time, not 0"),
         (dict(eos_token_id=5), "model's own end token"),
         (dict(top_k=2.5), "top_k is 2.5, it must be a whole number"),
+        (dict(max_new_tokens=6.5), "max_new_tokens is 6.5, it must be a whole number"),  # it never ended
         (dict(voice_clone_prompt=speaker_prompt(torch.zeros(7))), "has 7 numbers, this model takes 64"),
     ],
     ids=str,
@@ -470,6 +471,25 @@ def test_stream_reports_mistakes_at_the_call(voice, mistake, message):
     """At the first next() it is too late: a server has sent its headers by then. None of these must be spoken."""
     with pytest.raises(ValueError, match=message):
         stream(voice.fast.generate_voice_clone, **dict(text="a") | voice.arguments | mistake)
+
+
+def test_an_interrupted_prefill_frees_its_row(voice, monkeypatch):
+    """Ctrl-C took the row away for good."""
+    runner = voice.fast.speech.runner
+
+    def interrupt(utterances):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "read_prompts", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream(voice.fast.generate_voice_clone, text="a", **voice.arguments))
+    assert sorted(runner.free) == list(range(runner.rows))
+
+
+@pytest.mark.parametrize("size", ["rows", "max_seq_len"])
+def test_a_model_without_room(voice, size):
+    with pytest.raises(ValueError, match=f"{size} is 0, it must be at least 1"):
+        accelerate(load_upstream(str(voice.folder), "cpu"), **{size: 0})
 
 
 def test_stream_needs_an_accelerated_model(voice):

@@ -214,11 +214,12 @@ class FasterQwen3TTS:
         start = time.perf_counter()
         if arguments["non_streaming_mode"] is None:
             del arguments["non_streaming_mode"]  # upstream's default
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 1")
+        for name, value in dict(max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens).items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}, it must be at least 1")
         speech = self.model.speech
         # Upstream's last token has no frame.
-        request, _, reference = prepare_request(speech, method, text, max_new_tokens=max_new_tokens + 1, **arguments)
+        request, reference = prepare_request(speech, method, text, max_new_tokens=max_new_tokens + 1, **arguments)
         request["min_new_tokens"] = min_new_tokens
         chunks = audio_chunks(speech, request, reference, itertools.repeat(chunk_size))
         prompt_ms = (time.perf_counter() - start) * 1000
