@@ -59,8 +59,7 @@ class FrameSet:
             log.warning("the megakernel failed its test on this machine and is not used: %s", reason)
             self.path = describe(f"it failed its test on this machine: {reason}")
             return
-        if 1 in sizes:
-            self.frames[1] = alone
+        self.frames[1] = alone
         for size in sizes[1:]:
             try:
                 frame = MegakernelFrame(self.talker, self.slots[:size], like=alone)

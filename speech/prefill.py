@@ -23,9 +23,9 @@ PREFILL_ROWS = (1, 4, 32)  # prompts per captured prefill
 PREFILL_LENGTHS = (32, 64, 96, 128, 192, 256, 320, *(size << i for i in range(12) for size in (384, 512)))
 MAX_PREFILL_POSITIONS = 4096  # of all prompts together, where there are several
 SHORTEST_FOR_SDPA = 128  # positions; for shorter prompts the kernels' attention is faster
-REQUEST_SETTINGS = (  # arguments of talker.generate that `Rows.configure` reads, besides suppress_tokens
+REQUEST_SETTINGS = (  # arguments of talker.generate that `Rows.configure` reads
     *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "eos_token_id", "min_new_tokens"),
-    *("subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p"),
+    *("subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p", "suppress_tokens"),
 )
 
 
@@ -35,16 +35,15 @@ class HostSettings:
     def __init__(self, config, on_gpu: bool):
         self.config = config
         self.on_gpu = on_gpu
-        self.rows = lru_cache(maxsize=64, typed=True)(self.make_row)
+        self.cached_row = lru_cache(maxsize=64, typed=True)(self.make_row)
 
     def row(self, request: dict) -> list[torch.Tensor]:
         """In the order of `Slots.settings` and shaped like one row of them."""
-        settings = {name: request[name] for name in REQUEST_SETTINGS}
-        return self.rows(suppress_tokens=tuple(request["suppress_tokens"]), **settings)
+        return self.cached_row(**{name: request[name] for name in REQUEST_SETTINGS})
 
-    def make_row(self, suppress_tokens: tuple[int, ...], **settings) -> list[torch.Tensor]:
+    def make_row(self, **settings) -> list[torch.Tensor]:
         row = Slots(self.config, 1, 0, torch.float32, torch.device("cpu"))
-        row.configure(suppress_tokens=list(suppress_tokens), **settings)
+        row.configure(**settings)
         return [tensor[0].pin_memory() if self.on_gpu else tensor[0] for tensor in row.settings()]
 
 

@@ -178,7 +178,7 @@ def in_parts(request: dict, on_gpu: bool, has_reference: bool = False) -> dict:
     prefix_key: the same as bytes, if requests with other texts have it, too
     inputs: the last position, the text of each frame, and what follows the text (1 + T + 1, H)
     """
-    request = request | dict(suppress_tokens=tuple(request["suppress_tokens"]))  # for `HostSettings`
+    request = request | dict(suppress_tokens=tuple(request["suppress_tokens"]))  # which `HostSettings` looks up
     prompt, later, pad = (request.pop(name)[0] for name in EMBEDDINGS)
     prefix = prompt[:-1]
     # A prefix holds text if none is left for the frames (non_streaming_mode), or if there is a transcript. Prompts on a
