@@ -10,7 +10,7 @@ requests.py       the fields of a request
 speech.py         the models and their voices, as the server uses them; model.py is one of them
 engine_process.py a model's worker, seen from the server: calls, and a new process when it has ended
 audio_formats.py, voices.py, errors.py, metrics.py, settings.py
-                  what they say
+                  as their names say
 page/             the page for a browser
 ray_app.py        the same server as replicas of Ray Serve
 

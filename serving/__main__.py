@@ -1,5 +1,8 @@
 """python -m serving --model 0.6B-CustomVoice --port 8000"""
 
+import os
+import sys
+
 from common.scripts import cli_errors
 
 
@@ -12,3 +15,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a thread may still wait for a disk

@@ -93,8 +93,11 @@ def convert(wav: bytes, name: str) -> bytes:
                 raise EOFError
     except (wave.Error, EOFError):
         raise ValueError("the body is not a WAV file of 16 bits and one channel, or has no samples: send one") from None
-    encoder = Encoder(name, rate)
-    return encoder.with_length(encoder.add(samples) + encoder.finish())
+    try:
+        encoder = Encoder(name, rate)
+        return encoder.with_length(encoder.add(samples) + encoder.finish())
+    except av.FFmpegError:
+        raise ValueError(f"{name} cannot have {rate} Hz: send a WAV file of 24,000 Hz") from None
 
 
 class Encoder:
@@ -139,20 +142,28 @@ class Encoder:
         return data
 
 
+class Written(list):
+    """What PyAV writes to. Not the CompressedFile itself: that would be a reference cycle."""
+
+    def write(self, data: bytes) -> int:
+        self.append(bytes(data))
+        return len(data)
+
+
 class CompressedFile:
     def __init__(self, rate: int, container: str, codec: str, bit_rate: int | None, options: dict):
-        self.written = []
+        self.written = Written()
         self.rate = rate
         self.samples = 0
-        self.container = av.open(self, "w", format=container, options={"flush_packets": "1", **options})
+        self.container = av.open(self.written, "w", format=container, options={"flush_packets": "1", **options})
         self.stream = self.container.add_stream(codec, rate=rate, layout="mono")
         if bit_rate:
             self.stream.bit_rate = bit_rate
 
-    def write(self, data: bytes) -> int:
-        """PyAV calls this."""
-        self.written.append(bytes(data))
-        return len(data)
+    def __del__(self):
+        """Of a client that has left. A container and its stream refer to each other until it is closed, and hold MB."""
+        with contextlib.suppress(av.FFmpegError):
+            self.container.close()
 
     def add(self, samples: np.ndarray) -> bytes:
         if len(samples):
@@ -210,7 +221,7 @@ def audio_frame(samples: np.ndarray, rate: int, position: int):
     return frame
 
 
-def decode_base64(text: str, settings: Settings) -> bytes:
+def decode_base64(text: str) -> bytes:
     """The bytes of a data URL or of plain base64. Addresses and file names are refused."""
     if re.match(r"\s*(https?|file|ftp|s3):", text[:20], re.IGNORECASE):
         raise ValueError("ref_audio is an address, and this server fetches nothing: send the recording in base64")
@@ -218,12 +229,9 @@ def decode_base64(text: str, settings: Settings) -> bytes:
         header, comma, text = text.partition(",")
         if not comma or not header.lower().endswith(";base64"):
             raise ValueError("ref_audio is a data URL without base64: give data:audio/wav;base64,...")
-    text = "".join(text.split())  # line breaks are usual
-    if len(text) * 3 / 4 > settings.max_upload + 3:
-        problem = f"ref_audio is longer than {settings.max_upload} bytes: give a shorter recording"
-        raise ApiError(problem, 413, param="ref_audio")
     try:
-        return base64.b64decode(text, validate=True)
+        plain = text.encode("ascii").translate(None, b" \t\r\n\f\v")  # line breaks are usual
+        return base64.b64decode(plain, validate=True)
     except (binascii.Error, ValueError):
         raise ValueError("ref_audio is not base64: send the recording in base64, or as a data URL") from None
 
@@ -231,9 +239,8 @@ def decode_base64(text: str, settings: Settings) -> bytes:
 def decode_recording(data: bytes, settings: Settings, name: str) -> Chunk:
     """A client's recording as mono samples. No more is decoded than the limits allow, whatever its header says."""
     if len(data) > settings.max_upload:
-        raise ValueError(
-            f"{name} has {len(data)} bytes, at most {settings.max_upload} are possible: give a shorter one"
-        )
+        problem = f"{name} has {len(data)} bytes, at most {settings.max_upload} are possible: give a shorter one"
+        raise ApiError(problem, 413, param=name)
     if not data:
         raise ValueError(f"{name} is empty: give a WAV, FLAC, OGG or MP3 file")
     try:

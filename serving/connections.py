@@ -59,7 +59,7 @@ def is_news(record: logging.LogRecord) -> bool:
 
 
 class Unread:
-    """Gives a client up that leaves audio unread: a connection that is closed still waits for it, without a limit.
+    """Aborts a connection whose client does not read: asyncio's close() would wait for it without a limit.
 
     Writing is paused whenever something is unsent, so one timer, which runs only then, covers all of it.
     """
@@ -131,7 +131,8 @@ class TimedWebSocketProtocol(Unread, WebSocketsSansIOProtocol):
 
 
 class TimedHttpProtocol(Unread, HttpToolsProtocol):
-    """Also closes a connection on which the head of a request does not arrive in time, or is too long.
+    """Also closes a connection on which the head of a request does not arrive in time, or is too long, and one with
+    trailers or chunk extensions without an end, which uvicorn and its parser would take.
 
     A request that comes before the answer to the last one (pipelining) is not read; the connection is closed after that
     answer. uvicorn would keep any number of them, and no longer notice that the client of the running one has left.
@@ -139,7 +140,7 @@ class TimedHttpProtocol(Unread, HttpToolsProtocol):
 
     is_deaf = False
     timer = None
-    head_bytes = 0  # received so far
+    bare_bytes = 0  # received since the last byte of a body: of a head, of trailers, of chunk extensions
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
@@ -172,10 +173,13 @@ class TimedHttpProtocol(Unread, HttpToolsProtocol):
         if self.is_deaf:
             return
         is_head = self.is_waiting() and (self.cycle is None or self.has_body())  # not a body that nobody has read
+        self.bare_bytes += len(data)
         super().data_received(without_upgrade(data) if is_head else data)
-        self.head_bytes = self.head_bytes + len(data) if is_head and self.is_waiting() else 0
-        if self.head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("The head of the request is too long.")
+        if self.bare_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            if is_head:
+                self.send_400_response("The head of the request is too long.")
+            else:
+                self.transport.abort()
         self.watch()
 
     def on_message_begin(self) -> None:
@@ -185,7 +189,16 @@ class TimedHttpProtocol(Unread, HttpToolsProtocol):
             raise ValueError("pipelined")  # ends the parser
         super().on_message_begin()
 
+    def on_headers_complete(self) -> None:
+        self.bare_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self.bare_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self.bare_bytes = 0
         super().on_message_complete()
         if self.cycle:
             self.cycle.more_body = False  # also of a body that nobody has read

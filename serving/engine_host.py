@@ -132,9 +132,7 @@ class EngineHost:
 
     def check_embedding(self, name: str, embedding: torch.Tensor) -> None:
         if not embedding.to(self.tts.model.talker.dtype).isfinite().all():
-            raise ApiError(
-                f"{name} makes a speaker embedding with NaN or infinite values: give another one", param=name
-            )
+            raise ApiError(f"{name} gives NaN or infinite values: give another one", param=name)
 
     def on_text(self, header: dict, payload: bytes) -> None:
         if stream := self.streams.get(header["id"]):

@@ -248,7 +248,7 @@ class EngineProcess:
             self.started.set()
         elif event["type"] == "draining":
             self.state = "restarting"
-            self.why = "it was told to"
+            self.why = "it received SIGTERM"
             self.end_by = time.monotonic() + SECONDS_TO_DRAIN
         elif event["type"] == "stopped":
             self.state = "restarting" if self.state == "ready" else self.state

@@ -28,6 +28,13 @@ class ApiError(Exception):
         self.param = param
         self.code = code
 
+    @property
+    def outcome(self) -> str:
+        """For the metrics."""
+        if self.status == 429 or self.code == "too_many":
+            return "refused"
+        return "invalid" if self.status < 500 else "failed"
+
     def content(self) -> dict:
         kind = TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

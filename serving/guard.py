@@ -168,10 +168,14 @@ def connection_of(scope: Scope):
 
 
 def with_request_id(scope: Scope, send: Send) -> Send:
-    """Adds X-Request-Id to every response, errors too."""
+    """Adds X-Request-Id to every response, errors too. A response that comes before a body that was announced with
+    Expect closes the connection: the client may send the body or not."""
+    connection = connection_of(scope) if scope["type"] == "http" else None
 
     async def send_with_id(message: Message) -> None:
         if message["type"].endswith("http.response.start"):
+            if connection and connection.cycle.waiting_for_100_continue:
+                connection.cycle.keep_alive = False
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", scope["request_id"].encode())]
         await send(message)
 

@@ -27,7 +27,7 @@ class Metrics:
         self.frame = add(
             Histogram, "frame_seconds", "Time per frame of a stream after the first", buckets=FRAME_BUCKETS
         )
-        self.underruns = add(Counter, "underruns", "Chunks later than a player that began with the first needs them")
+        self.underruns = add(Counter, "underruns", "Chunks later than a player that began with the first one needed")
         self.audio = add(Counter, "audio_seconds", "Audio made")
 
         def total(name, text, value) -> None:

@@ -81,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
         option = "--" + item.name.replace("_", "-")
         kind, help_text = int, item.metadata["help"]
         if item.default is not None:
-            kind, help_text = type(item.default), f"{help_text} ({item.default:g})"
+            kind, help_text = type(item.default), f"{help_text} ({item.default:.12g})"
         limits.add_argument(option, type=kind, default=item.default, help=help_text)
     args = parser.parse_args()
     args.model = args.model or [CLONING_MODEL if args.speaker else PRESET_MODEL]

@@ -11,7 +11,7 @@ first chunk of audio decides the status: whatever fails before it gets an error 
 import asyncio
 import base64
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import anyio
 import prometheus_client
@@ -23,9 +23,10 @@ from starlette.formparsers import MultiPartException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from serving.audio_formats import CONTENT_TYPES, check_encoding, convert, encode_stream
 from serving.errors import ApiError, as_api_error, log, to_json
@@ -67,15 +68,15 @@ def create_app(speech: Speech) -> Starlette:
 
     @route("POST", "/v1/audio/speech")
     async def create_speech(request: Request) -> Response:
-        speech.check_ready()
         try:
+            speech.check_ready()
             wanted = parse(SpeechRequest, await read_json(request, settings))
             await speech.look_for(wanted.voice)
             speech.check(wanted)
             check_encoding(wanted)
             text = speech.check_text(wanted.input)
-        except ApiError:
-            speech.metrics.requests.labels("invalid").inc()
+        except ApiError as error:
+            speech.metrics.requests.labels(error.outcome).inc()
             raise
         return SpeechResponse(speech.say(wanted, text), wanted, settings, speech.ignored(wanted))
 
@@ -111,7 +112,9 @@ def create_app(speech: Speech) -> Starlette:
         with time_limit(request, settings):
             wav = await request.body()
         data = await speech.run(convert, wav, style.response_format)
-        return Response(data, media_type=CONTENT_TYPES[style.response_format])
+        request.scope["received"].hold_more(len(data))
+        length = {"content-length": str(len(data))}
+        return StreamingResponse(in_slices(data), headers=length, media_type=CONTENT_TYPES[style.response_format])
 
     async def describe_models() -> list[dict]:
         await speech.refresh()
@@ -187,6 +190,7 @@ def create_app(speech: Speech) -> Starlette:
         middleware.insert(0, cors)
     handlers = {ApiError: refuse, ValueError: refuse, HTTPException: not_found, Exception: fail}
     handlers[ClientDisconnect] = nobody_is_there
+    routes.append(WebSocketRoute("/{path:path}", no_such_websocket))
     app = App(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False
     app.state.speech = speech
@@ -224,8 +228,6 @@ async def read_voice(request: Request, settings: Settings) -> tuple[str, bytes, 
             raise ApiError("audio_sample is missing: give a recording of the voice", param="audio_sample")
         if isinstance(ref_text, UploadFile):
             raise ApiError("ref_text is a file, it must be text", param="ref_text")
-        if (sample.size or 0) > settings.max_upload:
-            raise ApiError(f"audio_sample has more than {settings.max_upload} bytes: give a shorter recording", 413)
         return name, await sample.read(), (ref_text or "").strip() or None
     finally:
         await form.close()  # its temporary files
@@ -255,7 +257,6 @@ class SpeechResponse(Response):
         self.ignored = ignored  # fields that this model cannot use
         self.is_sse = wanted.stream_format == "sse"
         self.is_whole = wanted.stream is False and not self.is_sse
-        self.background = None
         self.task = None  # that speaks
         self.was_stopped, self.error = False, None
 
@@ -366,6 +367,16 @@ class SpeechResponse(Response):
         text, audio = await self.utterance.text_tokens(), self.utterance.frames
         usage = {"input_tokens": text, "output_tokens": audio, "total_tokens": text + audio}
         return event({"type": "speech.audio.done", "usage": usage})
+
+
+async def in_slices(data: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), MAX_WRITE):
+        yield data[start : start + MAX_WRITE]
+
+
+async def no_such_websocket(websocket: WebSocket) -> None:
+    problem = "there is no WebSocket at this path: use /v1/audio/speech/stream"
+    await websocket.send_denial_response(ApiError(problem, 404, code="not_found").response())
 
 
 def body(data: bytes, more: bool = True) -> dict:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 API_KEY_VARIABLE = "QWEN3_TTS_API_KEY"
 MB = 1_000_000
+MAX_REFERENCE_SECONDS = 600  # at 96 kHz a recording then fits into a message to the worker
 
 
 def limit(default, help_text: str):
@@ -37,13 +38,13 @@ class Settings:
     max_reference_seconds: float = limit(60.0, "seconds of a recording")
     max_voices: int = limit(256, "registered voices")
 
-    # How long, in seconds
-    body_seconds: float = limit(30.0, "to receive a request")
-    request_seconds: float = limit(600.0, "to answer a request, including the time in the queue")
-    send_seconds: float = limit(60.0, "that a client may leave its audio unread")
-    config_seconds: float = limit(10.0, "to the first message of a WebSocket")
-    idle_seconds: float = limit(30.0, "without a message on a WebSocket")
-    drain_seconds: float = limit(60.0, "for streams in flight to end after SIGTERM")
+    # How long
+    body_seconds: float = limit(30.0, "seconds to receive a request")
+    request_seconds: float = limit(600.0, "seconds to answer a request, including the time in the queue")
+    send_seconds: float = limit(60.0, "seconds that a client may leave its audio unread")
+    config_seconds: float = limit(10.0, "seconds to the first message of a WebSocket")
+    idle_seconds: float = limit(30.0, "seconds that a WebSocket may stay without a message")
+    drain_seconds: float = limit(60.0, "seconds for streams in flight to end after SIGTERM")
 
     def __post_init__(self):
         for item in fields(self):
@@ -51,6 +52,8 @@ class Settings:
             if "help" in item.metadata and value is not None and not 0 < value < math.inf:
                 option = "--" + item.name.replace("_", "-")
                 raise ValueError(f"{option} is {value}, it must be above 0")
+        if self.max_reference_seconds > MAX_REFERENCE_SECONDS:
+            raise ValueError(f"--max-reference-seconds is above {MAX_REFERENCE_SECONDS}: give less")
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError(f"--api-key or ${API_KEY_VARIABLE} is empty: give a key, or leave it out")
 

@@ -72,7 +72,7 @@ class Speech:
         self.folder = VoiceFolder(self.settings) if cloning else None
         self.registered = self.folder.voices if cloning else {}  # as the folder was when it was last looked at
         self.looked_at = 0.0
-        self.responses = 0  # over HTTP that are being sent
+        self.responses = 0  # that are being sent, over HTTP or a WebSocket
         self.threads = ThreadPoolExecutor(MAX_THREADS, "recordings")
         self.recordings = asyncio.Semaphore(MAX_THREADS)  # that requests may have in memory, decoded
         self.disk_threads = ThreadPoolExecutor(MAX_THREADS, "voices")  # a disk that hangs keeps them
@@ -150,13 +150,13 @@ class Speech:
         """Make a voice from a recording and keep it."""
         model = self.cloning_model("audio_sample")
         model.engine.check_ready()
+        connection = model.engine.connection  # now: if this worker ends, the next one is still loading
         name = check_name(name)
         if any(other.has_voice(name) for other in self.models):
             raise ApiError(f"there is a voice {name} already: choose another name", param="name")
         self.check_field("ref_text", ref_text)
         await self.on_disk(self.folder.check_new, name)
         recording = await self.run(lambda: as_stored(decode_recording(data, self.settings, "audio_sample")))
-        connection = model.engine.connection
         key = asyncio.ensure_future(keep_voice(connection, "audio_sample", recording, ref_text))
         try:
             await key
@@ -203,7 +203,7 @@ class Speech:
         return await asyncio.get_running_loop().run_in_executor(self.threads, function, *arguments)
 
     async def on_disk(self, function: Callable, *arguments):
-        """A disk that hangs holds up those who need it, and them not for ever."""
+        """In a thread, for at most SECONDS_FOR_A_DISK: a disk may hang."""
         work = asyncio.get_running_loop().run_in_executor(self.disk_threads, function, *arguments)
         try:
             return await asyncio.wait_for(work, SECONDS_FOR_A_DISK)
@@ -302,7 +302,7 @@ class Utterance:
             outcome = "invalid"
             raise
         except ApiError as error:
-            outcome = {429: "refused", 400: "invalid", 404: "invalid", 413: "invalid"}.get(error.status, "failed")
+            outcome = error.outcome
             raise
         finally:
             if connection:
@@ -334,7 +334,7 @@ class Utterance:
             ref_text = None if style.x_vector_only_mode else (style.ref_text or "").strip()
             async with speech.recordings:
                 recording = await speech.run(
-                    lambda: decode_recording(decode_base64(style.ref_audio, settings), settings, "ref_audio")
+                    lambda: decode_recording(decode_base64(style.ref_audio), settings, "ref_audio")
                 )
                 self.own_key = await keep_voice(connection, "ref_audio", recording, ref_text or None)
             return {"key": self.own_key}, b""

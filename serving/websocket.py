@@ -37,7 +37,7 @@ class Incoming:
         self.taken = 0  # characters that have been given to the model
         self.is_complete = False
         self.is_over = False  # nothing more of it is spoken
-        self.how = {}  # it ended early: {"cancelled": True} or {"error": True}
+        self.early_end = {}  # {"cancelled": True} or {"error": True}
         self.changed = asyncio.Event()
         self.speaking = anyio.CancelScope()  # of the sentence that is spoken
 
@@ -52,7 +52,7 @@ class Incoming:
     def stop(self, reason: str) -> None:
         """Stop now, or do not begin."""
         self.is_over = True
-        self.how[reason] = True
+        self.early_end[reason] = True
         self.speaking.cancel()
         self.changed.set()
 
@@ -195,7 +195,7 @@ class Session:
     def take(self, text: str) -> None:
         if self.writing is None and not text.strip():
             return  # an utterance begins with its first word
-        if self.writing and "error" in self.writing.how:
+        if self.writing and "error" in self.writing.early_end:
             return  # the rest of a text whose speech has failed
         try:
             self.speech.check_text((self.writing.text if self.writing else "") + text)
@@ -264,8 +264,12 @@ class Session:
 
     async def speak_all(self, session: anyio.CancelScope) -> None:
         while incoming := await self.queue.get():
-            with contextlib.suppress(WebSocketDisconnect):  # the reader notices, too
-                await self.speak(incoming)
+            self.speech.responses += 1
+            try:
+                with contextlib.suppress(WebSocketDisconnect):  # the reader notices, too
+                    await self.speak(incoming)
+            finally:
+                self.speech.responses -= 1
             self.unspoken.remove(incoming)
         session.cancel()
 
@@ -277,10 +281,10 @@ class Session:
         while await incoming.has_more():
             sentences += await self.speak_sentence(incoming, sentences)
         await incoming.wait_until(lambda: incoming.is_complete)
-        how = incoming.how
-        if incoming.has_words() and not how:  # the client's own max_new_tokens has ended the speech
-            how = {"unspoken_characters": len(incoming.rest)}
-        await self.send(type="session.done", utterance_index=incoming.index, total_sentences=sentences, **how)
+        end = incoming.early_end
+        if incoming.has_words() and not end:  # the client's own max_new_tokens has ended the speech
+            end = {"unspoken_characters": len(incoming.rest)}
+        await self.send(type="session.done", utterance_index=incoming.index, total_sentences=sentences, **end)
 
     async def speak_sentence(self, incoming: Incoming, index: int) -> int:
         """Returns how many sentences there were: one, or none."""
@@ -311,7 +315,7 @@ class Session:
             incoming.stop("error")
             await self.send_error(error, utterance_index=incoming.index)
         if total_bytes:
-            await self.send(type="audio.done", **place, total_bytes=total_bytes, **incoming.how)
+            await self.send(type="audio.done", **place, total_bytes=total_bytes, **incoming.early_end)
         return 1 if total_bytes else 0
 
     def answer(self, style: Style) -> dict:

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import gc
 import http.client
 import io
 import json
@@ -42,7 +43,7 @@ from websockets.sync.client import connect
 from common.audio_files import to_int16
 from serving import engine_host, process
 from serving.audio_formats import COMPRESSED, CONTENT_TYPES, Encoder
-from serving.errors import as_api_error
+from serving.errors import as_api_error, engine_failed
 from serving.model import OPENAI_VOICES, Model
 from serving.requests import SpeechRequest, parse
 from serving.server import SpeechResponse
@@ -496,6 +497,92 @@ def test_nothing_is_not_converted(server):
     soundfile.write(nothing, np.zeros(0, np.int16), 24000, format="WAV")
     answer = server.ask("POST", "/v1/audio/convert?response_format=mp3", nothing.getvalue())
     assert answer.status == 400 and "no samples" in answer.error["message"]
+
+
+def test_a_rate_that_a_format_cannot_have(server):
+    """The answer was FFmpeg's own text."""
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(4410, np.int16), 44100, format="WAV")
+    answer = server.ask("POST", "/v1/audio/convert?response_format=opus", file.getvalue())
+    assert answer.status == 400 and answer.error["message"].startswith("opus cannot have 44100 Hz: send")
+
+
+def test_converted_files_share_the_limit_of_memory(speech):
+    wav = io.BytesIO()
+    soundfile.write(wav, np.zeros(30_000, np.int16), 24000, format="WAV")
+    with RunningServer(speech, max_held=100_000) as server:
+        answer = server.ask("POST", "/v1/audio/convert?response_format=wav", wav.getvalue())
+        assert answer.status == 503 and answer.error["code"] == "too_many"
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_an_encoder_is_freed_at_once(name, is_finished):
+    """It has megabytes in FFmpeg, and was in a reference cycle: full garbage collections are rare."""
+
+    def containers() -> int:
+        return sum(isinstance(item, av.container.OutputContainer) for item in gc.get_objects())
+
+    gc.disable()
+    try:
+        before = containers()
+        encoder = Encoder(name, 24000)
+        encoder.add(np.zeros(24000, np.int16))
+        assert containers() == before + 1
+        if is_finished:
+            encoder.finish()
+        del encoder
+        assert containers() == before
+    finally:
+        gc.enable()
+
+
+def test_trailers_without_an_end(server):
+    """Of a chunked body, without a key: uvicorn kept all of them, 900 MB in 5 s."""
+    head = b"POST /v1/audio/speech HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
+        connection.sendall(head + b"2\r\n{}\r\n0\r\n")
+        with pytest.raises(OSError):  # a reset
+            for _ in range(1000):
+                connection.sendall(b"a:b\r\n" * 10_000)
+
+
+def test_a_body_that_was_announced_and_refused(server):
+    """What came next on the connection was read as that body."""
+    head = "POST /v1/audio/speech HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\nContent-Length: 10\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
+        connection.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
+        received = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert received.startswith(b"HTTP/1.1 415 ") and b"\r\nconnection: close\r\n" in received.lower()
+
+
+def test_a_worker_that_ends_while_a_voice_is_registered(server, speech, wav, monkeypatch):
+    """The call went to the next worker, which was still loading and ended because of it."""
+    (model,) = speech.models
+    first, asked = model.engine.connection, []
+
+    async def keep_voice(connection, *_):
+        asked.append(connection)
+        raise engine_failed()
+
+    def next_worker(name):
+        monkeypatch.setattr(model.engine, "connection", SimpleNamespace())
+
+    monkeypatch.setattr("serving.speech.keep_voice", keep_voice)
+    monkeypatch.setattr(speech.folder, "check_new", next_worker)
+    assert server.register("me", wav).status == 503 and asked == [first]
+
+
+def test_requests_that_find_no_engine_are_counted_as_failed(server, speech, monkeypatch):
+    def failed() -> float:
+        return speech.metrics.registry.get_sample_value("qwen3_tts_requests_total", {"outcome": "failed"}) or 0.0
+
+    def fail():
+        raise engine_failed()
+
+    before = failed()
+    monkeypatch.setattr(speech, "check_ready", fail)
+    assert server.speak().status == 503 and failed() == before + 1
 
 
 def test_a_form_in_another_charset_is_refused(server):

@@ -28,6 +28,7 @@ from helpers import ROOT
 from safetensors.torch import load_file, save_file
 from serving_helpers import FRAME, LIMIT, is_running
 
+from serving import messages
 from serving.options import PRIORITY, keep_to_this_machine, raise_priority
 from serving.options import listen as bind
 from serving.process import Server, greeting
@@ -265,6 +266,13 @@ def test_the_line_to_try_has_a_place_for_the_key(checkpoint, tmp_path):
     assert "secret" not in str(lines) and "$" not in str(lines)
 
 
+def test_recordings_fit_into_a_message():
+    """A longer one ended the worker."""
+    with pytest.raises(ValueError, match="--max-reference-seconds is above 600"):
+        Settings(max_reference_seconds=601)
+    assert 4 * 96_000 * 600 < messages.MAX_BYTES
+
+
 def test_garbage_is_collected_between_streams(checkpoint, tmp_path, monkeypatch):
     """All objects of 1,000 WebSockets take 0.1 s, and a crowd of 64 listeners had to wait."""
     server = Server(Speech(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path)))
@@ -307,10 +315,19 @@ def test_load_script_counts_underruns_and_errors():
             port = server.sockets[0].getsockname()[1]
             return await asyncio.to_thread(listen, partial(speak, f"http://127.0.0.1:{port}", input="Hi."))
 
+    async def refuse(reader, writer):
+        await reader.readuntil(b"}")
+        writer.write(b'HTTP/1.1 404 Not Found\r\nContent-Length: 22\r\n\r\n{"detail":"Not Found"}')
+        writer.close()
+
     stalled = asyncio.run(main(stall))
     assert (stalled.underruns, stalled.seconds) == (1, 0.16)
     with pytest.raises(OSError, match="closed in the middle"):
         asyncio.run(main(break_off))
+    with pytest.raises(OSError, match="does not answer as this project's server does"):
+        asyncio.run(main(refuse))
+    with pytest.raises(OSError, match="give one like http://127.0.0.1:8000"):
+        listen(partial(speak, "127.0.0.1:8000", input="Hi."))
 
 
 @pytest.mark.slow

@@ -54,6 +54,25 @@ def client(server, **options):
         yield Client(websocket)
 
 
+def test_a_websocket_at_another_path(server):
+    """It got 403 without a word, as with a wrong key."""
+    address = server.websocket_address.replace("/v1/audio/speech/stream", "/v1/realtime")
+    with pytest.raises(InvalidStatus) as refused, connect(address, open_timeout=LIMIT):
+        pass
+    assert refused.value.response.status_code == 404 and b"use /v1/audio/speech/stream" in refused.value.response.body
+
+
+def test_an_utterance_is_a_response_until_its_end(server, speech):
+    """A server that drains waits for it: the last audio is sent after the last frame is made."""
+    with client(server) as session:
+        session.send(**CONFIG)
+        session.send("input.text", text="Hello there.")
+        assert session.receive()["type"] == "audio.start" and speech.responses == 1
+        session.send("input.done")
+        session.until("session.done")
+        wait_until(lambda: speech.responses == 0)
+
+
 def test_several_utterances(server):
     """The audio is that of the same text over HTTP, however the text was cut into pieces."""
     expected = server.speak(response_format="pcm").body

@@ -32,6 +32,8 @@ LIMIT = 120.0  # seconds to wait for a server
 def speak(url: str, api_key: str | None = None, **request) -> Iterator[tuple[bytes, int]]:
     """Audio as a server sends it, and how many bytes make a second. Raises OSError for all that can go wrong."""
     address = urllib.parse.urlsplit(url)
+    if not address.hostname:
+        raise OSError(f"{url} is no address: give one like http://127.0.0.1:8000")
     headers = {"Content-Type": "application/json", "Connection": "close"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
@@ -46,7 +48,7 @@ def speak(url: str, api_key: str | None = None, **request) -> Iterator[tuple[byt
                 yield piece, BYTES_PER_SECOND
     except http.client.IncompleteRead:
         raise OSError("the connection was closed in the middle of the audio") from None
-    except (http.client.HTTPException, ValueError) as error:
+    except (http.client.HTTPException, ValueError, KeyError, TypeError) as error:
         raise OSError(f"{url} does not answer as this project's server does: {error}") from None
     finally:
         connection.close()
@@ -115,6 +117,8 @@ def main() -> None:
     starts.add_argument("--idle-websockets", type=int, default=0, help="also beside so many")
     starts.add_argument("--busy", action="store_true", help="also with a busy loop on each core")
     args = parser.parse_args()
+    if min(args.rate, *args.other_rates) <= 0:
+        raise ValueError("--rate and --other-rates must be above 0")
 
     request = dict(input=args.text, voice=args.voice, response_format="pcm")
     request["max_new_tokens"] = round(args.audio_seconds * FRAME_RATE) + 1
