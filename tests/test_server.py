@@ -521,7 +521,7 @@ def test_an_encoder_is_freed_at_once(name, is_finished):
     """It has megabytes in FFmpeg, and was in a reference cycle: full garbage collections are rare."""
 
     def containers() -> int:
-        return sum(isinstance(item, av.container.OutputContainer) for item in gc.get_objects())
+        return sum(type(item) is av.container.OutputContainer for item in gc.get_objects())
 
     gc.disable()
     try:
