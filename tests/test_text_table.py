@@ -123,7 +123,7 @@ def test_text_that_arrives_has_upstreams_prompt(voice, with_table, is_finished):
             text.finish()
         request = text.begin()
         whole = upstreams(method, "Hello there", **arguments)
-        known = len(whole["inputs"]) - 2 if is_finished else text.rows
+        known = len(whole["inputs"]) - 2 if is_finished else text.embedded
         assert known >= 1 and request["prefix_key"] == whole["prefix_key"] is not None
         assert torch.equal(request["prefix"], whole["prefix"])
         assert torch.equal(request["inputs"][:-1], whole["inputs"][: 1 + known])

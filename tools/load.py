@@ -117,7 +117,7 @@ def main() -> None:
     starts.add_argument("--idle-websockets", type=int, default=0, help="also beside so many")
     starts.add_argument("--busy", action="store_true", help="also with a busy loop on each core")
     args = parser.parse_args()
-    if min(args.rate, *args.other_rates) <= 0:
+    if min([args.rate, *args.other_rates]) <= 0:
         raise ValueError("--rate and --other-rates must be above 0")
 
     request = dict(input=args.text, voice=args.voice, response_format="pcm")
