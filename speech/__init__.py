@@ -25,6 +25,7 @@ from fast.layers import bypass_config_getattr, replace_layers
 from fast.paths import check_torch, compile_ahead
 from speech.incremental_tokenizer import PRE_TOKENS
 from speech.model import Speech
+from speech.prompts import check_counts
 from speech.runner import Runner
 from speech.text_table import use_text_table
 from speech.warm_up import warm_up
@@ -32,9 +33,7 @@ from speech.warm_up import warm_up
 
 def plug_in(tts, decoder, rows: int, fused: bool | None) -> None:
     """Build `tts.speech`, and let upstream's methods use it. `decoder` is generate.py's."""
-    for name, value in dict(rows=rows, max_seq_len=decoder.max_seq_len).items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}, it must be at least 1")
+    check_counts(rows=rows, max_seq_len=decoder.max_seq_len)
     talker = tts.model.talker
     on_gpu = talker.device.type == "cuda"
     check_torch()

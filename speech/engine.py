@@ -33,7 +33,7 @@ from fast.paths import MegakernelStopped
 from speech.arriving_text import END
 from speech.intake import Intake
 from speech.model import value_for
-from speech.prompts import check_text, with_voice_clone_prompt
+from speech.prompts import check_counts, check_text, with_voice_clone_prompt
 from speech.request import QueueFull, State, Stream, StreamTimeout
 from speech.schedule import Situation, admissions, can_decode_together, evictions, holds_back
 from speech.streaming import check_not_async, check_seed, is_arriving
@@ -64,8 +64,7 @@ class Engine:
         cut_off_is_error: raise CutOff after the last chunk of a speech that ended at a limit, instead of warning
         after_delivery: called when all streams that were decoded together have their audio
         """
-        if max_unread < 1:
-            raise ValueError(f"max_unread is {max_unread}, it must be at least 1")
+        check_counts(max_unread=max_unread)
         self.tts = tts
         self.speech = tts.speech
         self.runner = tts.speech.runner

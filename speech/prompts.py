@@ -101,6 +101,12 @@ def check_encodable(text: str, name: str = "the text") -> None:
         raise ValueError(f"{name} has a character that UTF-8 cannot encode: {text[error.start]!r}") from None
 
 
+def check_counts(**values) -> None:
+    for name, value in values.items():
+        if not isinstance(value, Integral) or value < 1:
+            raise ValueError(f"{name} is {value}, it must be a whole number of at least 1")
+
+
 def check_request(speech, request: dict) -> None:
     """Raise an error for settings and prompts that cannot be decoded."""
     for names in (

@@ -17,7 +17,7 @@ import torch
 
 from fast.codec import PendingAudio
 from speech.arriving_text import ArrivingText, TextReader
-from speech.prompts import prepare_request, speech_of
+from speech.prompts import check_counts, prepare_request, speech_of
 from speech.utterance import Utterance, growing_chunks
 
 Chunk = tuple[np.ndarray, int]
@@ -43,7 +43,7 @@ def stream(
     The chunks joined are the audio of the whole call. Mistakes raise an error here, before the first chunk.
     """
     if chunk_frames is not None:
-        check_chunk_frames("chunk_frames", chunk_frames)
+        check_counts(chunk_frames=chunk_frames)
     speech = speech_of(method)
     check_not_async(text)
     sizes = itertools.repeat(chunk_frames) if chunk_frames else growing_chunks()
@@ -54,11 +54,6 @@ def stream(
         return arriving_audio_chunks(speech, reader, sizes)
     request, reference = prepare_request(speech, method, text, **kwargs)
     return audio_chunks(speech, request, reference, sizes)
-
-
-def check_chunk_frames(name: str, frames: int) -> None:
-    if not isinstance(frames, numbers.Integral) or frames < 1:
-        raise ValueError(f"{name} is {frames}, it must be a whole number of at least 1")
 
 
 async def astream(

@@ -161,7 +161,7 @@ def test_a_minimum_length_holds(models, checkpoint):
         )
         lengths.append(len(audio) // 1920)
     assert lengths[0] < 40 <= lengths[1]
-    with pytest.raises(ValueError, match="min_new_tokens is 0, it must be at least 1"):
+    with pytest.raises(ValueError, match="min_new_tokens is 0, it must be a whole number of at least 1"):
         models("base").generate_voice_clone(
             "Hello.", "English", voice_clone_prompt={"ref_spk_embedding": [speaker]}, min_new_tokens=0
         )

@@ -488,7 +488,7 @@ def test_an_interrupted_prefill_frees_its_row(voice, monkeypatch):
 
 @pytest.mark.parametrize("size", ["rows", "max_seq_len"])
 def test_a_model_without_room(voice, size):
-    with pytest.raises(ValueError, match=f"{size} is 0, it must be at least 1"):
+    with pytest.raises(ValueError, match=f"{size} is 0, it must be a whole number of at least 1"):
         accelerate(load_upstream(str(voice.folder), "cpu"), **{size: 0})
 
 

@@ -111,10 +111,10 @@ def main() -> None:
     starts.add_argument("--weights", default="random", help="whose they are, for the results' card")
     starts.add_argument("--max-streams", type=int, default=64)
     starts.add_argument("--crowds", type=int, nargs="*", default=[16, 64], help="listeners at once")
-    starts.add_argument("--times", type=int, default=3, help="each of these crowds comes so often")
+    starts.add_argument("--times", type=int, default=3, help="how often each of these crowds comes")
     starts.add_argument("--other-rates", type=float, nargs="*", default=[], help="also these, for 10 s each")
-    starts.add_argument("--clients", type=int, default=1, help="also with so many processes of listeners")
-    starts.add_argument("--idle-websockets", type=int, default=0, help="also beside so many")
+    starts.add_argument("--clients", type=int, default=1, help="also with this many processes of listeners")
+    starts.add_argument("--idle-websockets", type=int, default=0, help="also beside this many")
     starts.add_argument("--busy", action="store_true", help="also with a busy loop on each core")
     args = parser.parse_args()
     if min([args.rate, *args.other_rates]) <= 0:

@@ -23,8 +23,8 @@ from qwen3_tts_cuda_graphs.common.checkpoints import REFERENCE_SILENCE
 from qwen3_tts_cuda_graphs.common.loading import choose_device
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt
 from qwen3_tts_cuda_graphs.generate import Qwen3TTSModel, load
-from qwen3_tts_cuda_graphs.speech.prompts import prepare_request
-from qwen3_tts_cuda_graphs.speech.streaming import audio_chunks, check_chunk_frames
+from qwen3_tts_cuda_graphs.speech.prompts import check_counts, prepare_request
+from qwen3_tts_cuda_graphs.speech.streaming import audio_chunks
 
 # isort: split
 from qwen_tts import VoiceClonePromptItem  # after generate, which imports qwen_tts without its 25 Hz tokenizer
@@ -210,13 +210,10 @@ class FasterQwen3TTS:
     ) -> Chunks:
         """Check and build a request of upstream's `method` now, so that mistakes raise an error here; generate while
         being read."""
-        check_chunk_frames("chunk_size", chunk_size)
+        check_counts(chunk_size=chunk_size, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens)
         start = time.perf_counter()
         if arguments["non_streaming_mode"] is None:
             del arguments["non_streaming_mode"]  # upstream's default
-        for name, value in dict(max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens).items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}, it must be at least 1")
         speech = self.model.speech
         # Upstream's last token has no frame.
         request, reference = prepare_request(speech, method, text, max_new_tokens=max_new_tokens + 1, **arguments)
