@@ -127,8 +127,9 @@ def languages(config: dict) -> list[str]:
 
 
 def language_name(code_or_name: str) -> str:
-    """The models' name of a language that was given as a code: "en" or "en-US" is english. All else stays as it is."""
-    return LANGUAGES.get(code_or_name.lower().partition("-")[0], code_or_name)
+    """The models' name of a language that was given as a code: "en", "en-US" or "en_US" is english. All else stays as
+    it is."""
+    return LANGUAGES.get(code_or_name.lower().replace("_", "-").partition("-")[0], code_or_name)
 
 
 def display_name(model: str) -> str:

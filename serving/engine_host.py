@@ -20,12 +20,14 @@ from generate import accelerate, load_upstream
 from serving import memory
 from serving.errors import ApiError, as_api_error, engine_failed, for_clients, log
 from speech.engine import Engine
+from speech.long_text import split_text, tokens_that_fit
 from speech.prompts import tokenize
 from speech.request import Stream, StreamTimeout
 from speech.utterance import CutOff
 from speech.warm_up import some_voice
 
-MAX_REFERENCE_THREADS = 2
+MAX_THREADS = 2  # for recordings and long texts
+FRAMES_PER_TOKEN = 6  # usual speech takes 3 to 5
 SECONDS_WITHOUT_A_PASS = 60.0  # a frame of many rows on a slow CPU takes less
 
 
@@ -54,7 +56,7 @@ class EngineHost:
         self.streams = {}  # id of a call -> its Stream
         self.is_draining = self.has_failed = False
         self.last_pass = self.advanced_at = 0.0  # the engine's last pass that was seen, and when
-        self.references = ThreadPoolExecutor(MAX_REFERENCE_THREADS, "references")
+        self.threads = ThreadPoolExecutor(MAX_THREADS, "recordings")
 
     def begin(self, rows: int | None, models: int) -> None:
         """Capture all graphs and speak once, so that the first client need not wait.
@@ -90,7 +92,7 @@ class EngineHost:
     def close(self) -> None:
         if self.engine:
             self.engine.close()
-        self.references.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- What the server asks for, as messages.py lists it, in the reader's thread
 
@@ -150,7 +152,7 @@ class EngineHost:
 
     def on_voice(self, header: dict, payload: bytes) -> None:
         self.voices_wanted.add(header["id"])
-        self.references.submit(self.make_voice, header, np.frombuffer(bytearray(payload), np.float32))  # writable
+        self.threads.submit(self.make_voice, header, np.frombuffer(bytearray(payload), np.float32))  # writable
 
     def make_voice(self, header: dict, samples: np.ndarray) -> None:
         if header["id"] not in self.voices_wanted:  # it was cancelled while it waited for its turn
@@ -171,8 +173,31 @@ class EngineHost:
             self.kept.pop(key, None)
 
     def on_count(self, header: dict, payload: bytes) -> None:
-        tokens = len(tokenize(self.tts, header["text"]))
-        self.connection.send(type="end", id=header["id"], tokens=tokens)
+        self.connection.send(type="end", id=header["id"], tokens=self.count_tokens(header["text"]))
+
+    def count_tokens(self, text: str) -> int:
+        return len(tokenize(self.tts, text))
+
+    def on_split(self, header: dict, payload: bytes) -> None:
+        """A text that is too long for one utterance, in parts. Few are, and one utterance sounds best."""
+        voice = self.voice_arguments(header["voice"], payload)
+        options = dict(frames_per_token=FRAMES_PER_TOKEN, count_tokens=self.count_tokens)
+        most = tokens_that_fit(self.spec["max_seq_len"], voice, **options)
+
+        def fits(text: str) -> bool:
+            return self.count_tokens(text) <= most
+
+        if fits(header["text"]):
+            self.connection.send(type="end", id=header["id"], texts=[header["text"]])
+        else:
+            self.threads.submit(self.split, header, fits)
+
+    def split(self, header: dict, fits: Callable[[str], bool]) -> None:
+        try:
+            texts = split_text([header["text"]], fits, header["language"])
+            self.connection.send(type="end", id=header["id"], texts=texts)
+        except Exception as error:
+            self.fail(header["id"], error)
 
     # ---- What it gets, from any thread
 

@@ -96,7 +96,8 @@ class Guard:
             is_own_page = False
         if not is_own_page:
             raise ApiError(
-                f"web pages of {origin[:100]!r} may not use this server: start it with --cors-origin",
+                f"web pages of {origin[:100]!r} may not use this server: start it with --cors-origin, or let the "
+                "proxy in front of it keep the Host header",
                 403,
                 code="origin",
             )

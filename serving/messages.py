@@ -11,6 +11,7 @@
     voice     keep the voice of a recording                 beat      it is alive; its memory
     forget    voices that were removed                      draining  it was sent SIGTERM
     count     the tokens of a text                          stopped   why it ends itself
+    split     a text into parts that fit into a row
     cancel    nobody listens any more
 
 Everything but `load`, `begin` and `forget` has the `id` of its call, and so has what answers it.

@@ -31,6 +31,8 @@ from serving.voices import RegisteredVoice, VoiceFolder, as_stored, check_name
 MAX_THREADS = 4
 SECONDS_FOR_A_DISK = 10.0
 SECONDS_BETWEEN_LOOKS = 1.0  # at the folder, for OpenAI's names
+PAUSE = 0.4  # seconds between parts of a long text, as on the command line
+POSITIONS_PER_BYTE = 8  # of UTF-8; no text takes more, not even digits
 
 Text = str | AsyncIterator[str]
 
@@ -280,19 +282,23 @@ class Utterance:
         try:
             connection = self.connection = self.take_place()
             voice, payload = await self.voice(connection)
-            is_complete = isinstance(self.text, str)
-            request = dict(text=self.text if is_complete else None, options=sampling(self.style), seed=self.style.seed)
-            with connection.call("speak", payload, voice=voice, **request) as call:
-                writer = None if is_complete else asyncio.create_task(self.send_pieces(call))
-                try:
-                    while (answer := await call.answer())[0]["type"] == "audio":
-                        samples = np.frombuffer(answer[1], "<i2")
-                        self.measure(len(samples) / self.rate)
-                        yield samples, self.rate
-                        self.blocked += time.perf_counter() - self.last_chunk
-                finally:
-                    if writer:
-                        writer.cancel()
+            seed, silence = self.style.seed, b""
+            for text in await self.parts(voice, payload):
+                request = dict(text=text, options=sampling(self.style), seed=seed)
+                with connection.call("speak", payload, voice=voice, **request) as call:
+                    writer = asyncio.create_task(self.send_pieces(call)) if text is None else None
+                    try:
+                        while (answer := await call.answer())[0]["type"] == "audio":
+                            samples = np.frombuffer(silence + answer[1], "<i2")
+                            silence = b""
+                            self.measure(len(samples) / self.rate)
+                            yield samples, self.rate
+                            self.blocked += time.perf_counter() - self.last_chunk
+                    finally:
+                        if writer:
+                            writer.cancel()
+                seed = None if seed is None else seed + 1
+                silence = bytes(2 * round(PAUSE * self.rate))  # before the next part
             self.characters_read = answer[0].get("characters_read")
             outcome = "complete"
         except (asyncio.CancelledError, GeneratorExit):
@@ -344,6 +350,16 @@ class Utterance:
         if name in self.model.speakers:
             return {"file": name}, b""
         return {"key": await speech.registered_voice(connection, name)}, b""
+
+    async def parts(self, voice: dict, payload: bytes) -> list[str | None]:
+        """The text, cut at sentence ends if it may be too long for one utterance. None: it comes in pieces."""
+        if not isinstance(self.text, str):
+            return [None]
+        is_short = POSITIONS_PER_BYTE * len(self.text.encode()) <= self.speech.settings.max_seq_len
+        if is_short or self.style.max_new_tokens is not None:
+            return [self.text]
+        request = dict(voice=voice, text=self.text, language=self.style.language)
+        return (await self.connection.ask("split", payload, **request))["texts"]
 
     async def send_pieces(self, call: Call) -> None:
         try:

@@ -136,13 +136,22 @@ def frame_limit(tokens: int) -> int:
     return max(MIN_FRAME_LIMIT, FRAMES_PER_TOKEN * tokens)
 
 
-def tokens_that_fit(max_seq_len: int, request: dict, reference_positions: int = 0) -> int:
-    """Tokens of an utterance that ends before the cache is full, even if it takes all frames of its limit."""
+def tokens_that_fit(
+    max_seq_len: int,
+    request: dict,
+    reference_positions: int = 0,
+    frames_per_token: int = FRAMES_PER_TOKEN,
+    count_tokens: Callable[[str], int] = lambda text: len(text.encode()),
+) -> int:
+    """Tokens of an utterance that ends before the cache is full, even if each of them takes so many frames.
+
+    count_tokens: of other texts than the spoken one. By default the most that there can be, a token per byte.
+    """
     prompt = request.get("voice_clone_prompt")
     if isinstance(prompt, list) and prompt[0].ref_code is not None:
-        reference_positions = len(prompt[0].ref_code) + len((prompt[0].ref_text or "").encode())
-    used = PROMPT_POSITIONS + len((request.get("instruct") or "").encode()) + reference_positions
-    tokens = (max_seq_len - used) // (FRAMES_PER_TOKEN + 1)  # each token may take a position of the prompt, too
+        reference_positions = len(prompt[0].ref_code) + count_tokens(prompt[0].ref_text or "")
+    used = PROMPT_POSITIONS + count_tokens(request.get("instruct") or "") + reference_positions
+    tokens = (max_seq_len - used) // (frames_per_token + 1)  # each token may take a position of the prompt, too
     if tokens < 4:
         raise ValueError(f"the voice takes {used} of {max_seq_len} positions, too many for speech: raise max_seq_len")
     return tokens

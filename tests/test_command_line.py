@@ -525,8 +525,8 @@ def test_codes_of_languages(call, checkpoint, requests):
     """As other services name them: --language en was "there is no language"."""
     code, *_ = call(main, *options(checkpoint(), output=os.devnull, language="de"), "--max-seq-len", 300)
     assert code == 0 and requests[0]["language"] == "german"
-    names = {word: checkpoints.language_name(word) for word in ("EN-us", "zh", "Auto", "xx")}
-    assert names == {"EN-us": "english", "zh": "chinese", "Auto": "Auto", "xx": "xx"}
+    names = {word: checkpoints.language_name(word) for word in ("EN-us", "zh_CN", "Auto", "xx")}
+    assert names == {"EN-us": "english", "zh_CN": "chinese", "Auto": "Auto", "xx": "xx"}
 
 
 class Boom:

@@ -424,7 +424,7 @@ def test_a_voice_that_nobody_waits_for_is_not_kept(server, speech, wav, monkeypa
         assert begun.wait(LIMIT)
     wait_until(lambda: not host.voices_wanted)
     gone.set()
-    host.references.submit(lambda: None).result(LIMIT)
+    host.threads.submit(lambda: None).result(LIMIT)
     wait_until_free(speech)
     monkeypatch.undo()
     assert server.speak(ref_audio=base64.b64encode(wav).decode()).status == 200  # after what was queued
@@ -1053,10 +1053,11 @@ def test_a_client_that_goes_away_frees_its_place(server, speech, when, name, mon
 
 @pytest.mark.parametrize("response_format", ["wav", "pcm", "mp3"])
 def test_text_that_can_never_fit(server, speech, response_format):
-    """Every frame takes a token: 600 of them were spoken into 512 positions, and then the response broke off."""
+    """Every frame takes a token: 600 of them were spoken into 512 positions, and then the response broke off. With
+    max_new_tokens the text is one utterance."""
     frames = speech.metrics.audio._value.get()
     fields = {"input": "a b " * 150, "non_streaming_mode": False, "response_format": response_format}
-    answer = server.speak(**fields, max_new_tokens=None)
+    answer = server.speak(**fields, max_new_tokens=1000)
     assert answer.status == 400 and answer.error["type"] == "invalid_request_error"
     assert re.search(r"takes at least 6\d\d of 512 positions: shorten input", answer.error["message"])
     assert speech.metrics.audio._value.get() == frames
@@ -1080,8 +1081,25 @@ def test_speech_that_is_cut_off_is_not_a_short_file(server, caplog):
     answer = server.speak(**fields | {"stream": False})
     assert answer.status == 400 and "cut off" in answer.error["message"]
     assert not [message for message in caplog.messages if "ASGI" in message]
-    answer = server.speak(**fields | {"input": "a" * 600})
+    answer = server.speak(**fields | {"input": "a" * 600, "max_new_tokens": 1000})
     assert answer.status == 400 and "positions" in answer.error["message"]
+
+
+def test_a_long_text_is_spoken_in_parts(checkpoint, wav, tmp_path):
+    """OpenAI takes 4,096 characters. Here 500 ended with a broken connection, after minutes of speech."""
+    sentences = [f"This is the sentence with the number {number}." for number in range(5)]
+    fields = {"response_format": "pcm", "max_new_tokens": None}
+    speech = load_speech(checkpoint(), tmp_path / "voices")
+    with contextlib.closing(speech), RunningServer(speech) as server:
+        alone = [server.speak(input=text, seed=7 + i, **fields).body for i, text in enumerate(sentences)]
+        pause = bytes(2 * 24000 * 2 // 5)
+        assert server.speak(input=" ".join(sentences), seed=7, **fields).body == pause.join(alone)
+        answer = server.speak(input=" ".join(sentences), seed=7, stream_format="sse", **fields)
+        *_, last = events_of(answer.body)
+        assert last["type"] == "speech.audio.done" and last["usage"]["input_tokens"] == len(" ".join(sentences))
+        in_context = {"ref_audio": base64.b64encode(wav).decode(), "ref_text": "x" * 450}
+        answer = server.speak(input=" ".join(sentences), **in_context, **fields)
+        assert answer.status == 400 and "too many for speech: shorten input" in answer.error["message"]
 
 
 def unread_request(server, **fields) -> socket.socket:
