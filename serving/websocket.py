@@ -6,11 +6,12 @@
 Messages are read at all times, so that input.cancel takes effect at once. Utterances are spoken one after another by a
 task beside the reader; the next may be written while the last is still spoken. session.done answers input.done or
 input.cancel: an error or an early end of the speech does not end the utterance, whose text may still be arriving. Text
-that the speech ended before is spoken as a further sentence.
+that the speech ended before, or that is too long for one speech, is spoken as a further sentence.
 """
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable
 
 import anyio
@@ -25,6 +26,9 @@ from serving.speech import Speech
 MAX_WAITING = 8  # utterances of one connection
 MAX_MISTAKES = 32  # messages with errors, after which the connection is closed
 NORMAL, GONE, POLICY_VIOLATION = 1000, 1006, 1008  # close codes
+POSITIONS_PER_BYTE = 3  # of the text that is given to one speech; usual speech takes up to 1
+SENTENCE_END = re.compile(r"""[.!?…]["')\]”’]*\s|[。！？]|\n""")
+SPACE = re.compile(r"\s")
 
 
 class Incoming:
@@ -77,14 +81,23 @@ class Incoming:
         await self.wait_until(lambda: self.is_complete or self.is_over or self.has_words())
         return self.has_words() and not self.is_over
 
-    async def pieces(self) -> AsyncIterator[str]:
-        """The text as it arrives, until it is complete."""
-        while not (self.is_complete and not self.rest):
+    async def pieces(self, room: int | None = None) -> AsyncIterator[str]:
+        """The text as it arrives, until it is complete, or a sentence of it has ended after `room` bytes."""
+        start, end = self.taken, None
+        while end is None and not (self.is_complete and not self.rest):
             await self.wait_until(lambda: self.is_complete or self.rest)
-            piece = self.rest
+            end = room and self.end_of_sentence(start, room)
+            piece = self.text[self.taken : end]
             self.taken += len(piece)
             if piece:
                 yield piece
+
+    def end_of_sentence(self, start: int, room: int) -> int | None:
+        """Where it is, if at least `room` bytes lie before it. After half as many characters again a space will do."""
+        start += len(self.text[start : start + room].encode()[:room].decode(errors="ignore"))
+        last = start + room // 2
+        end = SENTENCE_END.search(self.text, start, last) or SPACE.search(self.text, last)
+        return end and end.end()
 
 
 def split_half_a_pair(text: str) -> tuple[str, str]:
@@ -295,7 +308,7 @@ class Session:
         with anyio.CancelScope() as incoming.speaking:
             try:
                 with anyio.fail_after(self.settings.request_seconds):
-                    utterance = self.speech.say(incoming.style, incoming.pieces())
+                    utterance = self.speech.say(incoming.style, incoming.pieces(self.room(incoming.style)))
                     pieces = encode_stream(utterance, incoming.style)
                     async with contextlib.aclosing(pieces):
                         async for data in pieces:
@@ -317,6 +330,10 @@ class Session:
         if total_bytes:
             await self.send(type="audio.done", **place, total_bytes=total_bytes, **incoming.early_end)
         return 1 if total_bytes else 0
+
+    def room(self, style: Style) -> int | None:
+        """Bytes of text for one speech, unless its length is the client's own choice."""
+        return self.settings.max_seq_len // POSITIONS_PER_BYTE if style.max_new_tokens is None else None
 
     def answer(self, style: Style) -> dict:
         """To a session.config: the format, and fields that the model cannot use."""

@@ -1,5 +1,6 @@
 """The WebSocket: text in while it is written, audio out; interruptions, mistakes and silence."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -13,7 +14,9 @@ from websockets.sync.client import connect
 
 from serving import engine_host
 from serving.model import sampling
+from serving.requests import Style
 from serving.speech import Utterance
+from serving.websocket import Incoming, Session
 
 CONFIG = {"type": "session.config", "voice": "speaker", "response_format": "pcm", **SHORT}
 LONG = CONFIG | {"max_new_tokens": 450}
@@ -371,6 +374,43 @@ def test_mistakes_are_answered_and_the_session_goes_on(server):
         assert "within an utterance" in session.until("error")[0][-1]["message"]
         session.send("input.done")
         assert session.until("session.done")[1] == server.speak(response_format="pcm").body
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])  # of the pieces that the text comes in
+def test_a_long_utterance_is_spoken_in_sentences(size):
+    """2,048 positions were full after 160 s, and the rest of the text was an error."""
+    parts = [
+        'It is 3.5 metres, "really." ',
+        "今天天气很好我们走吧。",
+        "Yes! And then no more... ",
+        "x" * 50 + " ",
+        "the rest. So.",
+    ]
+    text = "".join(parts)
+
+    async def spoken(room: int | None) -> list[str]:
+        incoming, sentences = Incoming(0, Style()), []
+
+        async def write() -> None:
+            for start in range(0, len(text), size):
+                incoming.add(text[start : start + size])
+                await asyncio.sleep(0)
+            incoming.finish()
+
+        writer = asyncio.create_task(write())
+        while await incoming.has_more():
+            sentences.append("".join([piece async for piece in incoming.pieces(room)]))
+        await writer
+        return sentences
+
+    assert asyncio.run(spoken(20)) == parts
+    assert asyncio.run(spoken(None)) == [text]
+
+
+def test_the_room_of_an_utterance(server, speech):
+    session = Session(None, speech)
+    assert session.room(Style()) == 170  # of 512 positions
+    assert session.room(Style(max_new_tokens=6)) is None
 
 
 def test_text_that_grows_too_long_ends_its_utterance(server, speech):
