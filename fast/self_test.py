@@ -398,7 +398,7 @@ def fill_with_random_states(rows: Slots) -> list[int]:
         for sampling in (rows.sampling, rows.code_sampling):
             sampling.temperature[row] = 100.0 - row  # so hot that the noise decides
             sampling.topk_rank[row] = sampling.vocab_size - (400, 20, 100, 5)[row % 4]
-            sampling.one_minus_top_p[row] = (0.0, 0.5, 0.0, 0.0)[row % 4]
+            sampling.one_minus_top_p[row] = (0.0, 0.475, 0.0, 0.0)[row % 4]  # leaves 9.5 of 20 out
             sampling.greedy[row] = row % 4 == 3
     return positions
 
