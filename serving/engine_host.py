@@ -26,7 +26,7 @@ from speech.request import Stream, StreamTimeout
 from speech.utterance import CutOff
 from speech.warm_up import some_voice
 
-MAX_THREADS = 2  # for recordings and long texts
+MAX_THREADS = 2  # for recordings
 FRAMES_PER_TOKEN = 6  # usual speech takes 3 to 5
 SECONDS_WITHOUT_A_PASS = 60.0  # a frame of many rows on a slow CPU takes less
 
@@ -56,7 +56,8 @@ class EngineHost:
         self.streams = {}  # id of a call -> its Stream
         self.is_draining = self.has_failed = False
         self.last_pass = self.advanced_at = 0.0  # the engine's last pass that was seen, and when
-        self.threads = ThreadPoolExecutor(MAX_THREADS, "recordings")
+        self.recordings = ThreadPoolExecutor(MAX_THREADS, "recordings")
+        self.long_texts = ThreadPoolExecutor(1, "long texts")
 
     def begin(self, rows: int | None, models: int) -> None:
         """Capture all graphs and speak once, so that the first client need not wait.
@@ -92,7 +93,8 @@ class EngineHost:
     def close(self) -> None:
         if self.engine:
             self.engine.close()
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self.recordings, self.long_texts):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- What the server asks for, as messages.py lists it, in the reader's thread
 
@@ -152,7 +154,7 @@ class EngineHost:
 
     def on_voice(self, header: dict, payload: bytes) -> None:
         self.voices_wanted.add(header["id"])
-        self.threads.submit(self.make_voice, header, np.frombuffer(bytearray(payload), np.float32))  # writable
+        self.recordings.submit(self.make_voice, header, np.frombuffer(bytearray(payload), np.float32))  # writable
 
     def make_voice(self, header: dict, samples: np.ndarray) -> None:
         if header["id"] not in self.voices_wanted:  # it was cancelled while it waited for its turn
@@ -180,22 +182,18 @@ class EngineHost:
 
     def on_split(self, header: dict, payload: bytes) -> None:
         """A text that is too long for one utterance, in parts. Few are, and one utterance sounds best."""
-        voice = self.voice_arguments(header["voice"], payload)
-        options = dict(frames_per_token=FRAMES_PER_TOKEN, count_tokens=self.count_tokens)
-        most = tokens_that_fit(self.spec["max_seq_len"], voice, **options)
+        self.long_texts.submit(self.split, header, payload)
 
-        def fits(text: str) -> bool:
-            return self.count_tokens(text) <= most
-
-        if fits(header["text"]):
-            self.connection.send(type="end", id=header["id"], texts=[header["text"]])
-        else:
-            self.threads.submit(self.split, header, fits)
-
-    def split(self, header: dict, fits: Callable[[str], bool]) -> None:
+    def split(self, header: dict, payload: bytes) -> None:
+        text, options = header["text"], dict(frames_per_token=FRAMES_PER_TOKEN, count_tokens=self.count_tokens)
         try:
-            texts = split_text([header["text"]], fits, header["language"])
-            self.connection.send(type="end", id=header["id"], texts=texts)
+            voice = self.voice_arguments(header["voice"], payload)
+            most = tokens_that_fit(self.spec["max_seq_len"], voice, **options)
+            if self.count_tokens(text) <= most:
+                parts = [text]
+            else:
+                parts = split_text([text], lambda part: self.count_tokens(part) <= most, header["language"])
+            self.connection.send(type="end", id=header["id"], texts=parts)
         except Exception as error:
             self.fail(header["id"], error)
 

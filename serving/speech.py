@@ -31,6 +31,7 @@ from serving.voices import RegisteredVoice, VoiceFolder, as_stored, check_name
 MAX_THREADS = 4
 SECONDS_FOR_A_DISK = 10.0
 SECONDS_BETWEEN_LOOKS = 1.0  # at the folder, for OpenAI's names
+SECONDS_TO_LOOK = 0.02  # that such a request waits for it
 PAUSE = 0.4  # seconds between parts of a long text, as on the command line
 POSITIONS_PER_BYTE = 8  # of UTF-8; no text takes more, not even digits
 
@@ -74,6 +75,7 @@ class Speech:
         self.folder = VoiceFolder(self.settings) if cloning else None
         self.registered = self.folder.voices if cloning else {}  # as the folder was when it was last looked at
         self.looked_at = 0.0
+        self.look = None  # the task that looks at it for OpenAI's names
         self.responses = 0  # that are being sent, over HTTP or a WebSocket
         self.threads = ThreadPoolExecutor(MAX_THREADS, "recordings")
         self.recordings = asyncio.Semaphore(MAX_THREADS)  # that requests may have in memory, decoded
@@ -119,11 +121,18 @@ class Speech:
 
     async def look_for(self, voice: str | None) -> None:
         """Look at the folder of voices, unless the voice is known without it. For OpenAI's names, which stand for any
-        voice that there is, now and then."""
+        voice that there is, now and then, all who ask together; if one is known, nobody waits for a slow disk."""
         if any(model.has_voice(voice) for model in self.models):
             return
-        if wanted_voice(voice) not in OPENAI_VOICES or time.monotonic() - self.looked_at > SECONDS_BETWEEN_LOOKS:
+        if wanted_voice(voice) not in OPENAI_VOICES:
             await self.refresh()
+        elif time.monotonic() - self.looked_at > SECONDS_BETWEEN_LOOKS:
+            if self.look is None or self.look.done():
+                self.look = asyncio.ensure_future(self.refresh())
+                self.look.add_done_callback(has_failed)  # nobody may be left to be told
+            await asyncio.wait([self.look], timeout=SECONDS_TO_LOOK)
+            if not any(model.voice_names(self.registered) for model in self.models):
+                await asyncio.shield(self.look)
 
     async def refresh(self) -> None:
         """Look at the folder of voices, which other servers may share."""

@@ -424,7 +424,7 @@ def test_a_voice_that_nobody_waits_for_is_not_kept(server, speech, wav, monkeypa
         assert begun.wait(LIMIT)
     wait_until(lambda: not host.voices_wanted)
     gone.set()
-    host.threads.submit(lambda: None).result(LIMIT)
+    host.recordings.submit(lambda: None).result(LIMIT)
     wait_until_free(speech)
     monkeypatch.undo()
     assert server.speak(ref_audio=base64.b64encode(wav).decode()).status == 200  # after what was queued
@@ -695,7 +695,7 @@ def test_a_speaker_is_found_without_the_disk(monkeypatch):
     vars(speech.models[0]).update(presets=["aiden"], speakers=["me"], clones=True)
     looks = []
     monkeypatch.setattr(Speech, "refresh", lambda self: asyncio.sleep(0, looks.append(1)))
-    speech.looked_at = time.monotonic()
+    speech.looked_at, speech.look, speech.registered = time.monotonic(), None, {}
     for name in ("aiden", " ME ", "alloy", None):
         asyncio.run(speech.look_for(name))
     assert not looks
@@ -703,6 +703,31 @@ def test_a_speaker_is_found_without_the_disk(monkeypatch):
     speech.looked_at -= 2
     asyncio.run(speech.look_for("alloy"))
     assert len(looks) == 2
+
+
+def test_a_slow_disk_delays_nobody_who_wants_any_voice(monkeypatch):
+    """Each of 16 requests at once looked at the folder, one second after the last look, and waited for the disk."""
+    looks = []
+
+    async def refresh(self):
+        looks.append(1)
+        await asyncio.sleep(0.5)
+        self.registered = {"late": None}
+
+    async def crowd(speakers: list[str]) -> tuple[float, dict]:
+        speech = object.__new__(Speech)
+        speech.models = [object.__new__(Model)]
+        vars(speech.models[0]).update(presets=[], speakers=speakers, clones=True)
+        speech.looked_at, speech.look, speech.registered = -10.0, None, {}
+        began = time.monotonic()
+        await asyncio.gather(*(speech.look_for("alloy") for _ in range(16)))
+        return time.monotonic() - began, speech.registered
+
+    monkeypatch.setattr(Speech, "refresh", refresh)
+    seconds, _ = asyncio.run(crowd(["me"]))
+    assert seconds < 0.4 and len(looks) == 1
+    seconds, registered = asyncio.run(crowd([]))  # where there is no voice, they have to wait for one
+    assert seconds > 0.4 and registered and len(looks) == 2
 
 
 @pytest.mark.parametrize(
