@@ -21,8 +21,7 @@ SPARE_CONNECTIONS = 256  # beyond the limit, which get a 503 rather than nothing
 MAX_HEAD_BYTES = 1 << 16
 MAX_FRAGMENTS = 1 << 14  # of a WebSocket's message; each takes memory, however short it is
 MAX_UNSENT = 1 << 20  # bytes to a WebSocket; audio waits for its client before
-UPGRADE = b"\r\nupgrade:"
-OTHER_UPGRADE = re.compile(UPGRADE + rb"(?![ \t]*websocket)[^\r\n]*(?=\r\n)", re.IGNORECASE)  # a whole line
+OTHER_UPGRADE = re.compile(rb"\r\nupgrade:(?![ \t]*websocket)[^\r\n]*(?=\r\n)", re.IGNORECASE)  # a whole line
 NO_HANDSHAKE = (
     b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: text/plain\r\n\r\n"
     b"this is not the handshake of a WebSocket, or its headers are too long or too many\n"
@@ -94,18 +93,11 @@ class Unread:
             self.transport.abort()
 
 
-def without_upgrade(data: bytes) -> tuple[bytes, bytes]:
+def without_upgrade(data: bytes) -> bytes:
     """A head without an offer of anything but a WebSocket, as Java's client makes with each request (h2c): the parser
-    would take what follows, the body, for that protocol. And, apart from it, what may be the first part of such an
-    offer, whose rest has not arrived."""
+    would take what follows, the body, for that protocol."""
     head, end, rest = data.partition(b"\r\n\r\n")
-    head = OTHER_UPGRADE.sub(b"", head + end)
-    if end:
-        return head + rest, b""
-    *_, last_line = head.rpartition(b"\r\n")
-    is_offer = (b"\r\n" + last_line).lower().startswith(UPGRADE[: 2 + len(last_line)]) and last_line != head
-    unfinished = b"\r\n" + last_line if is_offer else b"\r" * head.endswith(b"\r")
-    return head.removesuffix(unfinished), unfinished
+    return OTHER_UPGRADE.sub(b"", head + end) + rest
 
 
 class TimedWebSocketProtocol(Unread, WebSocketsSansIOProtocol):
@@ -149,7 +141,6 @@ class TimedHttpProtocol(Unread, HttpToolsProtocol):
     is_deaf = False
     timer = None
     bare_bytes = 0  # received since the last byte of a body: of a head, of trailers, of chunk extensions
-    unfinished = b""  # the last line of a head, while it may be an offer of another protocol
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
@@ -183,10 +174,7 @@ class TimedHttpProtocol(Unread, HttpToolsProtocol):
             return
         is_head = self.is_waiting() and (self.cycle is None or self.has_body())  # not a body that nobody has read
         self.bare_bytes += len(data)
-        data, self.unfinished = self.unfinished + data, b""
-        if is_head:
-            data, self.unfinished = without_upgrade(data)
-        super().data_received(data)
+        super().data_received(without_upgrade(data) if is_head else data)
         if self.bare_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             if is_head:
                 self.send_400_response("The head of the request is too long.")

@@ -43,7 +43,6 @@ from websockets.sync.client import connect
 from common.audio_files import to_int16
 from serving import engine_host, process
 from serving.audio_formats import COMPRESSED, CONTENT_TYPES, Encoder
-from serving.connections import without_upgrade
 from serving.errors import as_api_error, engine_failed
 from serving.model import OPENAI_VOICES, Model
 from serving.requests import SpeechRequest, parse
@@ -201,36 +200,6 @@ def test_offers_of_other_protocols_are_ignored(server, protocol):
     """Java's HTTP client makes one with each request. The body was lost: 400."""
     offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": protocol, "HTTP2-Settings": "AAEAAEAAAAIAAAAB"}
     assert server.speak(headers=offer).status == 200
-
-
-@pytest.mark.parametrize("upgrade", ["h2c", "websocket", None])
-def test_a_head_may_arrive_in_any_pieces(upgrade):
-    """An offer whose line was cut by the network was not recognized."""
-    lines = [b"POST / HTTP/1.1", b"Host: x", b"Connection: upgrade", b"X: u", b"Up: 1"]
-    offer = [b"uPgrade: " + upgrade.encode()] if upgrade else []
-    wanted = b"\r\n".join([*lines, *(offer if upgrade == "websocket" else []), b"Content-Length: 4", b"", b"body"])
-    data = b"\r\n".join([*lines, *offer, b"Content-Length: 4", b"", b"body"])
-    head = data.index(b"\r\n\r\n") + 4
-    for first in range(1, head):
-        for second in {first + 1, first + 5, head, len(data)}:
-            seen = unfinished = b""
-            for piece in (data[:first], data[first:second], data[second:]):
-                part, unfinished = without_upgrade(unfinished + piece) if b"\r\n\r\n" not in seen else (piece, b"")
-                seen += part
-            assert seen == wanted and not unfinished
-
-
-def test_an_offer_in_two_pieces(server):
-    speech = json.dumps({"input": "Hello.", **SHORT})
-    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        head = b"POST /v1/audio/speech HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(head + b"Connection: Upgrade\r\nUpg")
-        time.sleep(0.2)
-        connection.sendall(f"rade: h2c\r\nContent-Length: {len(speech)}\r\n\r\n{speech}".encode())
-        answer = http.client.HTTPResponse(connection)
-        answer.begin()
-        assert answer.status == 200
 
 
 def test_a_body_is_no_head(server):
