@@ -26,8 +26,9 @@ from speech.request import Stream, StreamTimeout
 from speech.utterance import CutOff
 from speech.warm_up import some_voice
 
-MAX_THREADS = 2  # for recordings
+RECORDING_THREADS = 2
 FRAMES_PER_TOKEN = 6  # usual speech takes 3 to 5
+SECONDS_TO_THE_NEXT_PART = 2.0  # of a long text, that a worker which is to end waits
 SECONDS_WITHOUT_A_PASS = 60.0  # a frame of many rows on a slow CPU takes less
 
 
@@ -49,14 +50,15 @@ class EngineHost:
         for name, content in spec["speakers"].items():
             self.files[name] = load_speaker(io.BytesIO(base64.b64decode(content)), width, f"{name}.pt")
         self.kept = {}  # key -> prompt of a recording
-        self.voices_wanted = set()  # ids of the calls that wait for one
+        self.wanted = set()  # ids of the calls that wait for a voice, or for the parts of a text
         dtype = spec["dtype"] and getattr(torch, spec["dtype"])
         self.tts = load_upstream(spec["model"], self.device, dtype)
         self.engine = None
         self.streams = {}  # id of a call -> its Stream
         self.is_draining = self.has_failed = False
+        self.next_part_by = 0.0  # time.monotonic()
         self.last_pass = self.advanced_at = 0.0  # the engine's last pass that was seen, and when
-        self.recordings = ThreadPoolExecutor(MAX_THREADS, "recordings")
+        self.recordings = ThreadPoolExecutor(RECORDING_THREADS, "recordings")
         self.long_texts = ThreadPoolExecutor(1, "long texts")
 
     def begin(self, rows: int | None, models: int) -> None:
@@ -105,10 +107,10 @@ class EngineHost:
             self.fail(header.get("id"), error)
 
     def on_speak(self, header: dict, payload: bytes) -> None:
-        if self.is_draining:
+        if self.is_draining and header["is_first"]:
             raise ApiError("the engine is shutting down: try again in a moment", 503, code="shutting_down")
         number, options = header["id"], header["options"]
-        put = functools.partial(self.put, number, options["max_new_tokens"])
+        put = functools.partial(self.put, number, options["max_new_tokens"], header["is_last"])
         stream = self.streams[number] = Stream(put)
         arguments = self.voice_arguments(header["voice"], payload)
         prompt = self.engine.submit(stream, self.method, header["text"], header["seed"], options | arguments)
@@ -149,26 +151,26 @@ class EngineHost:
                 self.engine.changed.notify_all()
 
     def on_cancel(self, header: dict, payload: bytes) -> None:
-        self.voices_wanted.discard(header["id"])
+        self.wanted.discard(header["id"])
         self.cancel(header["id"])
 
     def on_voice(self, header: dict, payload: bytes) -> None:
-        self.voices_wanted.add(header["id"])
+        self.wanted.add(header["id"])
         self.recordings.submit(self.make_voice, header, np.frombuffer(bytearray(payload), np.float32))  # writable
 
     def make_voice(self, header: dict, samples: np.ndarray) -> None:
-        if header["id"] not in self.voices_wanted:  # it was cancelled while it waited for its turn
+        if header["id"] not in self.wanted:  # it was cancelled while it waited for its turn
             return
         try:
             prompt = clone_prompt(self.tts, samples, header["rate"], header["ref_text"])
             self.check_embedding(header["name"], prompt[0].ref_spk_embedding)
             self.kept[header["key"]] = prompt
-            if header["id"] not in self.voices_wanted:  # it was cancelled meanwhile
+            if header["id"] not in self.wanted:  # it was cancelled meanwhile
                 self.kept.pop(header["key"], None)
             self.connection.send(type="end", id=header["id"])
         except Exception as error:
             self.fail(header["id"], error)
-        self.voices_wanted.discard(header["id"])
+        self.wanted.discard(header["id"])
 
     def on_forget(self, header: dict, payload: bytes) -> None:
         for key in header["keys"]:
@@ -182,27 +184,39 @@ class EngineHost:
 
     def on_split(self, header: dict, payload: bytes) -> None:
         """A text that is too long for one utterance, in parts. Few are, and one utterance sounds best."""
+        self.wanted.add(header["id"])
         self.long_texts.submit(self.split, header, payload)
 
     def split(self, header: dict, payload: bytes) -> None:
-        text, options = header["text"], dict(frames_per_token=FRAMES_PER_TOKEN, count_tokens=self.count_tokens)
+        if header["id"] not in self.wanted:  # it was cancelled while it waited for its turn
+            return
+        options = dict(frames_per_token=FRAMES_PER_TOKEN, count_tokens=self.count_tokens)
         try:
             voice = self.voice_arguments(header["voice"], payload)
             most = tokens_that_fit(self.spec["max_seq_len"], voice, **options)
-            if self.count_tokens(text) <= most:
-                parts = [text]
-            else:
-                parts = split_text([text], lambda part: self.count_tokens(part) <= most, header["language"])
+            parts = self.parts(header["text"], most, header["language"])
             self.connection.send(type="end", id=header["id"], texts=parts)
         except Exception as error:
             self.fail(header["id"], error)
+        self.wanted.discard(header["id"])
+
+    def parts(self, text: str, most: int, language: str | None) -> list[str]:
+        """Parts of at most so many tokens. To count them stops the engine, so they are estimated by the text's average,
+        with a tenth to spare, and only a part with still too many is cut again."""
+        tokens = self.count_tokens(text)
+        if tokens <= most:
+            return [text]
+        bytes_that_fit = 0.9 * most * len(text.encode()) / tokens
+        parts = split_text([text], lambda part: len(part.encode()) <= bytes_that_fit, language)
+        return [smaller for part in parts for smaller in self.parts(part, most, language)]
 
     # ---- What it gets, from any thread
 
-    def put(self, number: int, max_new_tokens: int | None, item) -> None:
+    def put(self, number: int, max_new_tokens: int | None, is_last: bool, item) -> None:
         """Audio of a stream, its end, or an error.
 
         max_new_tokens: what the client asked for. A speech that ends there is complete.
+        is_last: whether no other part of the same text follows
         """
         stream = self.streams.get(number)
         if stream is None:
@@ -218,6 +232,8 @@ class EngineHost:
             except CutOff as error:
                 self.fail(number, error)
                 return
+            if not is_last:
+                self.next_part_by = time.monotonic() + SECONDS_TO_THE_NEXT_PART
             read = stream.text and stream.text.characters_read(stream.valid)
             self.connection.add(type="end", id=number, characters_read=read)
             self.cancel(number)

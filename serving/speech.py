@@ -33,7 +33,7 @@ SECONDS_FOR_A_DISK = 10.0
 SECONDS_BETWEEN_LOOKS = 1.0  # at the folder, for OpenAI's names
 SECONDS_TO_LOOK = 0.02  # that such a request waits for it
 PAUSE = 0.4  # seconds between parts of a long text, as on the command line
-POSITIONS_PER_BYTE = 8  # of UTF-8; no text takes more, not even digits
+POSITIONS_OF_A_BYTE = 8  # more than any text takes, even digits: a text that fits with these is not cut
 
 Text = str | AsyncIterator[str]
 
@@ -292,9 +292,11 @@ class Utterance:
             connection = self.connection = self.take_place()
             voice, payload = await self.voice(connection)
             seed, silence = self.style.seed, b""
-            for text in await self.parts(voice, payload):
+            parts = await self.parts(voice, payload)
+            for number, text in enumerate(parts):
                 request = dict(text=text, options=sampling(self.style), seed=seed)
-                with connection.call("speak", payload, voice=voice, **request) as call:
+                place = dict(is_first=number == 0, is_last=number == len(parts) - 1)
+                with connection.call("speak", payload, voice=voice, **request, **place) as call:
                     writer = asyncio.create_task(self.send_pieces(call)) if text is None else None
                     try:
                         while (answer := await call.answer())[0]["type"] == "audio":
@@ -364,7 +366,7 @@ class Utterance:
         """The text, cut at sentence ends if it may be too long for one utterance. None: it comes in pieces."""
         if not isinstance(self.text, str):
             return [None]
-        is_short = POSITIONS_PER_BYTE * len(self.text.encode()) <= self.speech.settings.max_seq_len
+        is_short = POSITIONS_OF_A_BYTE * len(self.text.encode()) <= self.speech.settings.max_seq_len
         if is_short or self.style.max_new_tokens is not None:
             return [self.text]
         request = dict(voice=voice, text=self.text, language=self.style.language)

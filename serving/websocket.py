@@ -26,9 +26,10 @@ from serving.speech import Speech
 MAX_WAITING = 8  # utterances of one connection
 MAX_MISTAKES = 32  # messages with errors, after which the connection is closed
 NORMAL, GONE, POLICY_VIOLATION = 1000, 1006, 1008  # close codes
-POSITIONS_PER_BYTE = 3  # of the text that is given to one speech; usual speech takes up to 1
+PART_OF_THE_ROW = 1 / 3  # bytes of text that one speech is given per position; usual speech takes up to 1 for each
+WORD = re.compile(r"\w")
 SENTENCE_END = re.compile(r"""[.!?…]["')\]”’]*\s|[。！？]|\n""")
-SPACE = re.compile(r"\s")
+ANY_END = re.compile(r"[\s。！？，、]")
 
 
 class Incoming:
@@ -93,11 +94,19 @@ class Incoming:
                 yield piece
 
     def end_of_sentence(self, start: int, room: int) -> int | None:
-        """Where it is, if at least `room` bytes lie before it. After half as many characters again a space will do."""
-        start += len(self.text[start : start + room].encode()[:room].decode(errors="ignore"))
-        last = start + room // 2
-        end = SENTENCE_END.search(self.text, start, last) or SPACE.search(self.text, last)
+        """Where it is, if at least `room` bytes from the first word on lie before it. After half as many again a space
+        will do."""
+        word = WORD.search(self.text, start)
+        if word is None:
+            return None
+        enough = self.index_after(word.start(), room)
+        too_much = self.index_after(enough, room // 2)
+        end = SENTENCE_END.search(self.text, enough, too_much) or ANY_END.search(self.text, too_much)
         return end and end.end()
+
+    def index_after(self, start: int, size: int) -> int:
+        """Of the first character after `size` bytes of UTF-8."""
+        return start + len(self.text[start : start + size].encode()[:size].decode(errors="ignore"))
 
 
 def split_half_a_pair(text: str) -> tuple[str, str]:
@@ -313,8 +322,9 @@ class Session:
                     async with contextlib.aclosing(pieces):
                         async for data in pieces:
                             if total_bytes == 0:
-                                about = dict(sentence_text=incoming.text[start:], sample_rate=utterance.rate)
-                                await self.send(type="audio.start", **place, **about, **self.answer(incoming.style))
+                                about = dict(sample_rate=utterance.rate) | self.answer(incoming.style)
+                                text = incoming.text[start : incoming.taken]
+                                await self.send(type="audio.start", **place, sentence_text=text, **about)
                             await self.send_audio(data)
                             total_bytes += len(data)
                 incoming.taken = start + utterance.characters_read
@@ -333,7 +343,7 @@ class Session:
 
     def room(self, style: Style) -> int | None:
         """Bytes of text for one speech, unless its length is the client's own choice."""
-        return self.settings.max_seq_len // POSITIONS_PER_BYTE if style.max_new_tokens is None else None
+        return int(self.settings.max_seq_len * PART_OF_THE_ROW) if style.max_new_tokens is None else None
 
     def answer(self, style: Style) -> dict:
         """To a session.config: the format, and fields that the model cannot use."""

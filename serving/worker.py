@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 from common.scripts import cli_errors, heavy_imports
@@ -168,7 +169,7 @@ class Worker:
         if self.is_draining and not self.host.is_draining:
             self.host.is_draining = True
             self.connection.send(type="draining")
-        if self.is_draining and not self.host.streams:
+        if self.is_draining and not self.host.streams and time.monotonic() > self.host.next_part_by:
             self.over.set()
         if self.beats % BEATS_PER_SIGN == 0:
             self.connection.send(type="beat", memory=resident_bytes())

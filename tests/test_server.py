@@ -422,7 +422,7 @@ def test_a_voice_that_nobody_waits_for_is_not_kept(server, speech, wav, monkeypa
         body = json.dumps({"input": "Hello there.", "ref_audio": base64.b64encode(wav).decode(), **SHORT})
         connection.request("POST", "/v1/audio/speech", body, {"Content-Type": "application/json"})
         assert begun.wait(LIMIT)
-    wait_until(lambda: not host.voices_wanted)
+    wait_until(lambda: not host.wanted)
     gone.set()
     host.recordings.submit(lambda: None).result(LIMIT)
     wait_until_free(speech)
@@ -1125,6 +1125,35 @@ def test_a_long_text_is_spoken_in_parts(checkpoint, wav, tmp_path):
         in_context = {"ref_audio": base64.b64encode(wav).decode(), "ref_text": "x" * 450}
         answer = server.speak(input=" ".join(sentences), **in_context, **fields)
         assert answer.status == 400 and "too many for speech: shorten input" in answer.error["message"]
+
+
+def test_parts_of_a_long_text(monkeypatch):
+    """Each count stops the engine: a client stopped it for half a second with every text, once for each word."""
+    counted = []
+    monkeypatch.setattr(engine_host, "tokenize", lambda tts, text: counted.append(text) or text.replace(" ", ""))
+    host = object.__new__(engine_host.EngineHost)
+    host.tts = None
+    for text in ("1 " * 2000, "One sentence. " * 100 + "a " * 500, "x" * 1000, "Short."):
+        counted.clear()
+        parts = host.parts(text, 100, None)
+        assert "".join(parts).replace(" ", "") == text.replace(" ", "")
+        assert all(len(part.replace(" ", "")) <= 100 for part in parts)
+        assert len(counted) <= 1 + 2 * len(parts)
+
+
+def test_a_worker_that_is_to_end_speaks_the_other_parts(checkpoint, tmp_path):
+    """systemd sends SIGTERM to all processes of a service: the second part was refused."""
+    text = " ".join(f"This is the sentence with the number {number}." for number in range(4))
+    fields = {"input": text, "response_format": "pcm", "max_new_tokens": None, "seed": 7}
+    speech = load_speech(checkpoint(), tmp_path / "voices")
+    with contextlib.closing(speech), RunningServer(speech) as server:
+        whole = server.speak(**fields).body
+        with ThreadPoolExecutor() as threads:
+            answer = threads.submit(server.speak, **fields)
+            wait_until(lambda: speech.host.streams)
+            speech.models[0].engine.process.worker.is_draining = True
+            assert answer.result(LIMIT).body == whole
+        wait_until(lambda: speech.models[0].engine.restarts == 1)
 
 
 def unread_request(server, **fields) -> socket.socket:

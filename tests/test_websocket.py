@@ -405,6 +405,9 @@ def test_a_long_utterance_is_spoken_in_sentences(size):
 
     assert asyncio.run(spoken(20)) == parts
     assert asyncio.run(spoken(None)) == [text]
+    parts[:] = [" " * 30 + "hello there, how is it?" + "\n", "\n" * 50 + "world"]  # no part without a word
+    text = "".join(parts)
+    assert asyncio.run(spoken(20)) == parts
 
 
 def test_the_room_of_an_utterance(server, speech):

@@ -47,8 +47,8 @@ def measure(args: argparse.Namespace, drive: Drive, is_short: bool = False) -> I
         parts, errors, walls = zip(*(drive([*arrivals], one_by_one) for arrivals, one_by_one in runs))
         row = summary(sum(parts, []), sum(walls)) | {"errors": sum(errors, [])}
         if len(runs) > 1:  # one slow crowd of many shows here
-            each = [summary(part, wall)["first_audio_p95_ms"] for part, wall in zip(parts, walls)]
-            row["first_audio_p95_ms_of_each"] = each
+            p95s = [summary(part, wall)["first_audio_p95_ms"] for part, wall in zip(parts, walls)]
+            row["first_audio_p95_ms_of_each"] = p95s
         yield name, row
 
 
