@@ -217,6 +217,7 @@ def test_what_was_spoken_is_kept(open_page):
         page.click("#speak")
         expect(page.locator("#spoken li p").first).to_have_text(text)
         expect(page.locator("#speak")).to_contain_text("Speak")
+        wait_until(lambda: page.evaluate("document.querySelector('#spoken li').entry.id !== undefined"))  # it is stored
     page.reload()
     expect(page.locator("#spoken li p")).to_have_text(["Second.", "First."])
     # It can be played, and sought in. Playwright's wait_for_function polls with `eval`, which the page forbids.
@@ -225,6 +226,7 @@ def test_what_was_spoken_is_kept(open_page):
     mp3, mp3_rate = save(page, "Save MP3", item=1)
     assert rate == mp3_rate == 24000 and len(wav) == 12 * 1920 and abs(len(mp3) - len(wav)) < 2500
     page.locator("#spoken li").first.get_by_role("button", name="Forget").click()
+    expect(page.locator("#spoken li p")).to_have_text(["First."])
     page.reload()
     expect(page.locator("#spoken li p")).to_have_text(["First."])
 
