@@ -28,7 +28,7 @@ from speech.warm_up import some_voice
 
 RECORDING_THREADS = 2
 FRAMES_PER_TOKEN = 6  # usual speech takes 3 to 5
-SECONDS_TO_THE_NEXT_PART = 2.0  # of a long text, that a worker which is to end waits
+SECONDS_TO_THE_NEXT_PART = 2.0  # of a long text: a worker that shuts down waits for it
 SECONDS_WITHOUT_A_PASS = 60.0  # a frame of many rows on a slow CPU takes less
 
 

@@ -120,8 +120,11 @@ class Speech:
     # ---- Voices
 
     async def look_for(self, voice: str | None) -> None:
-        """Look at the folder of voices, unless the voice is known without it. For OpenAI's names, which stand for any
-        voice that there is, now and then, all who ask together; if one is known, nobody waits for a slow disk."""
+        """Look at the folder of voices, unless the voice is known without it.
+
+        OpenAI's names stand for any voice that there is: requests share one look per second, and if there is a voice
+        already, they do not wait for a slow disk.
+        """
         if any(model.has_voice(voice) for model in self.models):
             return
         if wanted_voice(voice) not in OPENAI_VOICES:
@@ -291,9 +294,10 @@ class Utterance:
         try:
             connection = self.connection = self.take_place()
             voice, payload = await self.voice(connection)
-            seed, silence = self.style.seed, b""
             parts = await self.parts(voice, payload)
             for number, text in enumerate(parts):
+                seed = None if self.style.seed is None else self.style.seed + number
+                silence = bytes(2 * round(PAUSE * self.rate)) if number else b""
                 request = dict(text=text, options=sampling(self.style), seed=seed)
                 place = dict(is_first=number == 0, is_last=number == len(parts) - 1)
                 with connection.call("speak", payload, voice=voice, **request, **place) as call:
@@ -308,8 +312,6 @@ class Utterance:
                     finally:
                         if writer:
                             writer.cancel()
-                seed = None if seed is None else seed + 1
-                silence = bytes(2 * round(PAUSE * self.rate))  # before the next part
             self.characters_read = answer[0].get("characters_read")
             outcome = "complete"
         except (asyncio.CancelledError, GeneratorExit):

@@ -26,7 +26,7 @@ from serving.speech import Speech
 MAX_WAITING = 8  # utterances of one connection
 MAX_MISTAKES = 32  # messages with errors, after which the connection is closed
 NORMAL, GONE, POLICY_VIOLATION = 1000, 1006, 1008  # close codes
-PART_OF_THE_ROW = 1 / 3  # bytes of text that one speech is given per position; usual speech takes up to 1 for each
+POSITIONS_PER_BYTE = 3  # of one speech's text. Usual speech takes up to 1: the rest is for the voice and slow speech.
 WORD = re.compile(r"\w")
 SENTENCE_END = re.compile(r"""[.!?…]["')\]”’]*\s|[。！？]|\n""")
 ANY_END = re.compile(r"[\s。！？，、]")
@@ -343,7 +343,7 @@ class Session:
 
     def room(self, style: Style) -> int | None:
         """Bytes of text for one speech, unless its length is the client's own choice."""
-        return int(self.settings.max_seq_len * PART_OF_THE_ROW) if style.max_new_tokens is None else None
+        return self.settings.max_seq_len // POSITIONS_PER_BYTE if style.max_new_tokens is None else None
 
     def answer(self, style: Style) -> dict:
         """To a session.config: the format, and fields that the model cannot use."""
