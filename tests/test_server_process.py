@@ -117,11 +117,31 @@ def uses_torch(pid: int) -> bool:
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
+def imports(stderr: Path) -> list[str]:
+    return [line for line in stderr.read_text().splitlines() if line.startswith("import time:")]
+
+
+def speak_with_late_body(url: str, **fields) -> None:
+    body = json.dumps({"input": "Hi.", "max_new_tokens": 3, **fields}).encode()
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=LIMIT)
+    connection.putrequest("POST", "/v1/audio/speech")
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Content-Length", str(len(body)))
+    connection.endheaders()
+    time.sleep(0.1)
+    connection.send(body)
+    response = connection.getresponse()
+    assert response.status == 200 and response.read()
+    connection.close()
+
+
 def test_from_the_start_to_the_end(endless, tmp_path):
     """Starting, listening, a soak in small, a worker that is killed, and SIGTERM while somebody listens."""
     command = [sys.executable, "-m", "serving", "--model", str(endless), "--device", "cpu", "--port", "0"]
-    command += ["--speaker", str(endless / "speaker.pt"), "--voices", str(tmp_path), "--max-streams", "3"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command += ["--speaker", str(endless / "speaker.pt"), "--voices", str(tmp_path / "voices"), "--max-streams", "3"]
+    env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}  # a line for each import
+    with open(tmp_path / "stderr", "w") as stderr:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env)
     killer = threading.Timer(3 * LIMIT, process.kill)
     killer.start()
     try:
@@ -136,7 +156,10 @@ def test_from_the_start_to_the_end(endless, tmp_path):
         assert f"{url}/v1/audio/speech" in curl and '"voice": "speaker"' in curl
         assert status(f"{url}/health") == 200
 
+        loaded = len(imports(tmp_path / "stderr"))
+        speak_with_late_body(url, response_format="mp3")
         result = soak(url, 50)
+        assert imports(tmp_path / "stderr")[loaded:] == []  # while clients wait
         assert sum(result["outcomes"].values()) == 50 and result["outcomes"].keys() <= {
             "good",
             "bad",
@@ -175,8 +198,9 @@ def test_from_the_start_to_the_end(endless, tmp_path):
             assert status(post(url, max_new_tokens=3)) == 503
             audio += response.read()
         assert len(audio) == 99 * FRAME
-        _, stderr = process.communicate(timeout=LIMIT)
+        process.communicate(timeout=LIMIT)
         assert process.returncode == 0
+        stderr = (tmp_path / "stderr").read_text()
         assert "Traceback" not in stderr and "shutting down when 1 streams" in stderr, stderr
         assert "has ended: killed by SIGKILL" in stderr
     finally:
