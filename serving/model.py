@@ -64,8 +64,12 @@ class Model:
             return self.clones
         if style.instructions and not self.takes_instructions:
             return False
-        stands_for_any = wanted_voice(style.voice) in OPENAI_VOICES
-        return bool(self.voice_names(registered)) if stands_for_any else self.has_voice(style.voice, registered)
+        return self.knows_voice(style.voice, registered)
+
+    def knows_voice(self, name: str | None, registered: Iterable[str]) -> bool:
+        """Whether it can speak in a voice of this name, or in one that stands in for it."""
+        stands_for_any = wanted_voice(name) in OPENAI_VOICES
+        return bool(self.voice_names(registered)) if stands_for_any else self.has_voice(name, registered)
 
     def has_voice(self, name: str | None, registered: Iterable[str] = ()) -> bool:
         """By this very name. Another one may stand in for OpenAI's."""

@@ -7,6 +7,7 @@ in threads.
 
 import asyncio
 import base64
+import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -23,15 +24,14 @@ from serving.audio_formats import decode_base64, decode_recording
 from serving.engine_process import Call, Connection, EngineProcess, start_worker
 from serving.errors import ApiError
 from serving.metrics import Metrics
-from serving.model import OPENAI_VOICES, Model, sampling, wanted_voice
+from serving.model import Model, sampling
 from serving.requests import Style
 from serving.settings import Settings
 from serving.voices import RegisteredVoice, VoiceFolder, as_stored, check_name
 
 MAX_THREADS = 4
 SECONDS_FOR_A_DISK = 10.0
-SECONDS_BETWEEN_LOOKS = 1.0  # at the folder, for OpenAI's names
-SECONDS_TO_LOOK = 0.02  # that such a request waits for it
+SECONDS_BETWEEN_LOOKS = 1.0  # at the folder of voices
 PAUSE = 0.4  # seconds between parts of a long text, as on the command line
 POSITIONS_OF_A_BYTE = 8  # more than any text takes, even digits: a text that fits with these is not cut
 
@@ -74,8 +74,7 @@ class Speech:
             raise ValueError(f"two models would have the name {max(ids, key=ids.count)}: give each once")
         self.folder = VoiceFolder(self.settings) if cloning else None
         self.registered = self.folder.voices if cloning else {}  # as the folder was when it was last looked at
-        self.looked_at = 0.0
-        self.look = None  # the task that looks at it for OpenAI's names
+        self.looking = None  # the task that looks at it
         self.responses = 0  # that are being sent, over HTTP or a WebSocket
         self.threads = ThreadPoolExecutor(MAX_THREADS, "recordings")
         self.recordings = asyncio.Semaphore(MAX_THREADS)  # that requests may have in memory, decoded
@@ -91,8 +90,12 @@ class Speech:
             await model.engine.load()
         for number, model in enumerate(self.models):
             await model.engine.begin(len(self.models) - number)
+        if self.folder:
+            self.looking = asyncio.create_task(self.keep_looking())
 
     async def close(self) -> None:
+        if self.looking:
+            self.looking.cancel()
         await asyncio.gather(*(model.engine.close() for model in self.models))
         for threads in (self.threads, self.disk_threads):
             threads.shutdown(wait=False, cancel_futures=True)
@@ -120,30 +123,26 @@ class Speech:
     # ---- Voices
 
     async def look_for(self, voice: str | None) -> None:
-        """Look at the folder of voices, unless the voice is known without it.
-
-        OpenAI's names stand for any voice that there is: requests share one look per second, and if there is a voice
-        already, they do not wait for a slow disk.
+        """Look at the folder of voices if this one is not known. Who wants a known one does not wait for a disk and a
+        thread: that takes milliseconds while a crowd keeps the event loop busy. `keep_looking` finds what has changed.
         """
-        if any(model.has_voice(voice) for model in self.models):
-            return
-        if wanted_voice(voice) not in OPENAI_VOICES:
+        if not any(model.knows_voice(voice, self.registered) for model in self.models):
             await self.refresh()
-        elif time.monotonic() - self.looked_at > SECONDS_BETWEEN_LOOKS:
-            if self.look is None or self.look.done():
-                self.look = asyncio.ensure_future(self.refresh())
-                self.look.add_done_callback(has_failed)  # nobody may be left to be told
-            await asyncio.wait([self.look], timeout=SECONDS_TO_LOOK)
-            if not any(model.voice_names(self.registered) for model in self.models):
-                await asyncio.shield(self.look)
+
+    async def keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            with contextlib.suppress(Exception):  # who asks for an unknown voice is told
+                await self.refresh()
 
     async def refresh(self) -> None:
         """Look at the folder of voices, which other servers may share."""
         if self.folder is None:
             return
-        self.registered = await self.on_disk(lambda: self.folder.voices)
-        self.looked_at = time.monotonic()
-        self.forget_removed_voices()
+        registered = await self.on_disk(lambda: self.folder.voices)
+        if registered is not self.registered:
+            self.registered = registered
+            self.forget_removed_voices()
 
     def forget_removed_voices(self) -> None:
         there = set(self.registered.values())
