@@ -182,7 +182,7 @@ def time_all(checkpoints: Iterable, args: argparse.Namespace, card: dict, output
             output.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def print_row(name: str, row: dict, columns: dict = ONE_LISTENER) -> None:
+def print_row(name: str, row: dict, columns: dict) -> None:
     if not row.keys() & columns.keys():
         print_wrapped(f"{name}: {in_words(row)}")
         return

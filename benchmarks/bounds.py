@@ -85,12 +85,12 @@ def meta_talker(size: str):
         return Qwen3TTSTalkerForConditionalGeneration(config.talker_config).to(torch.bfloat16)
 
 
-def bytes_per_frame(talker, position: int = POSITION) -> int:
+def bytes_per_frame(talker) -> int:
     predictor = talker.code_predictor
     config = talker.config
     element = talker.codec_head.weight.element_size()
     passes = config.num_code_groups - 1  # the first has two positions
-    key_values = len(talker.model.layers) * 2 * config.num_key_value_heads * config.head_dim * element * position
+    key_values = len(talker.model.layers) * 2 * config.num_key_value_heads * config.head_dim * element * POSITION
     return (
         weight_bytes(talker.model.layers)
         + weight_bytes(talker.codec_head)

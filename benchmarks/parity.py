@@ -159,7 +159,7 @@ def compare(logits: torch.Tensor, own: torch.Tensor, exact: torch.Tensor) -> dic
         high=high,
         cases=len(agree),
         only_own=int((own_agree & ~agree).sum()),
-        only_megakernel=int((agree & ~own_agree).sum()),
+        only_megakernel=int((agree & ~own_agree).sum()),  # or another path: results/calibration_*.json have this name
         own_agreement=own_agree.double().mean().item(),
     )
 
@@ -184,11 +184,13 @@ def verdict(logits: torch.Tensor, own: torch.Tensor, exact: torch.Tensor) -> tup
     the rate is 10^-8, and the 52 comparisons of `bench.py --check` with both sizes stay below one false alarm in a
     million runs.
     """
-    median, high, cases, only_own, only_path, own_agreement = compare(logits, own, exact).values()
+    figures = compare(logits, own, exact)
+    median, high, only_own, only_path = (figures[name] for name in ("median", "high", "only_own", "only_megakernel"))
+    own_agreement = figures["own_agreement"]
+    agreement = own_agreement + (only_path - only_own) / figures["cases"]
     probability = mcnemar(only_own, only_path)
     good = 0 < median <= MARGIN and 0 < high <= MARGIN and probability > FALSE_ALARM_RATE
     return good, (
         f"error {median:.3f} (median) and {high:.3f} (99th percentile) times the model's own; best token as in float32 "
-        f"in {own_agreement + (only_path - only_own) / cases:.1%} of the cases (the model's own: {own_agreement:.1%}, "
-        f"p = {probability:.1g})"
+        f"in {agreement:.1%} of the cases (the model's own: {own_agreement:.1%}, p = {probability:.1g})"
     )

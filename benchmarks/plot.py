@@ -50,7 +50,7 @@ def plot(folder: Path) -> list[Path]:
                 path.write_bytes(drawing.getvalue())
             drawn.append(path)
     if not drawn:
-        raise ValueError(f"{folder} has no figures to draw: run bench.py first")
+        raise ValueError(f"{folder} has no figures to draw: run python bench.py first")
     return drawn
 
 

@@ -216,8 +216,8 @@ def check_cloning(args: argparse.Namespace) -> None:
         args.speaker = str(own)
     if (args.speaker is None) == (args.ref_audio is None):
         raise ValueError(
-            f"{args.model} clones a voice: give it --ref-audio voice.wav or --speaker speaker.pt (made by "
-            "extract_speaker.py), one of the two, or use --model 0.6B-CustomVoice, which has voices"
+            f"{args.model} clones a voice: give it --ref-audio voice.wav or --speaker speaker.pt (made "
+            "with extract_speaker.py), one of the two, or use --model 0.6B-CustomVoice, which has voices"
         )
     if args.ref_text is not None and args.ref_audio is None:
         raise ValueError("--ref-text is the transcript of --ref-audio: give both, or neither with --speaker")

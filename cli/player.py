@@ -13,7 +13,7 @@ def sound_device():
     try:
         import sounddevice
     except ImportError:
-        raise ValueError("--play needs the package sounddevice: .venv/bin/python -m pip install sounddevice") from None
+        raise ValueError("--play needs the package sounddevice: run pip install sounddevice") from None
     except OSError:  # the package is there, the library is not
         raise ValueError("--play needs the library PortAudio: on Debian, apt-get install libportaudio2") from None
     try:

@@ -36,11 +36,10 @@ from speech.model import value_for
 from speech.prompts import check_counts, check_text, with_voice_clone_prompt
 from speech.request import QueueFull, State, Stream, StreamTimeout
 from speech.schedule import Situation, admissions, can_decode_together, evictions, holds_back
-from speech.streaming import check_not_async, check_seed, is_arriving
+from speech.streaming import Chunk, check_not_async, check_seed, is_arriving
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
-Chunk = tuple[np.ndarray, int]
 MAX_BATCHES_IN_CODEC = 8  # the engine waits for the codec before it hands over more
 
 
@@ -389,7 +388,8 @@ class Engine:
         self.decoding.put((streams, audio))
 
     def release_finished(self) -> None:
-        """Free the rows of streams that are complete, have failed or have lost their listener."""
+        """Free the rows of streams that are complete, have failed or have lost their listener. Attributes are looked at
+        before methods are called: there may be hundreds of streams, in every frame."""
         for stream in self.active:
             if stream.text_error and stream.text_has_failed():
                 stream.finished = True

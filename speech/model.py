@@ -61,7 +61,7 @@ class Speech:
                 setattr(self.tts, name, types.MethodType(whole_call(name, type(self.tts)), self.tts))
 
     def utterance(self, request: dict, reference=None, chunk_sizes: Iterator[int] | None = None) -> Utterance:
-        """A request for the runner, with a generator of its own."""
+        """A request for the runner. On a GPU it has a generator of its own."""
         utterance = Utterance(chunk_sizes)
         utterance.reference = reference
         utterance.generator = self.seeded_generator()
@@ -75,7 +75,7 @@ class Speech:
         utterance.load(request, self.runner.settings.row(request), self.decoder.frame_limit(**request))
 
     def seeded_generator(self, seed: int | None = None) -> torch.Generator:
-        """A generator in the state that a call has after torch.manual_seed(seed), or without it, now.
+        """A generator for one request: seeded, or in the present state of torch's own.
 
         On a GPU it is a copy, and torch's default one skips more numbers than a request draws: other threads may draw
         from that meanwhile.

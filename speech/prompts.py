@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import ctypes
+import math
 import os
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache, partial
@@ -94,17 +95,22 @@ def check_text(text: str | list[str]) -> str:
     return text
 
 
-def check_encodable(text: str, name: str = "the text") -> None:
+def check_encodable(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} has a character that UTF-8 cannot encode: {text[error.start]!r}") from None
+        raise ValueError(f"the text has a character that UTF-8 cannot encode: {text[error.start]!r}") from None
 
 
 def check_counts(**values) -> None:
     for name, value in values.items():
         if not isinstance(value, Integral) or value < 1:
             raise ValueError(f"{name} is {value}, it must be a whole number of at least 1")
+
+
+def check_text_timeout(seconds: float) -> None:
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"text_timeout is {seconds}, it must be above 0 and finite, in seconds")
 
 
 def check_request(speech, request: dict) -> None:
@@ -236,8 +242,7 @@ def build_request(method: Callable, *, text: str, token_ids: list[int] | None = 
         ids = torch.tensor([token_ids], device=tts.device)
         tts._tokenize_texts = lambda texts: [ids] if texts == [templated] else tokenize_others(texts)
     try:
-        with one_thread() if host_talker else contextlib.nullcontext():
-            getattr(type(tts), method.__name__)(tts, text=text, **kwargs)
+        getattr(type(tts), method.__name__)(tts, text=text, **kwargs)
     except RequestBuilt as built:
         (request,) = built.args
         return request

@@ -1,11 +1,11 @@
 """One request of an engine: an utterance, the text that is still coming for it, and where its audio goes."""
 
 import enum
-import math
 import time
 from collections.abc import Callable
 
 from fast.codec import BATCH_CHUNK_SIZES
+from speech.prompts import check_text_timeout
 from speech.schedule import Listener
 from speech.utterance import Utterance, growing_chunks
 
@@ -29,8 +29,7 @@ class State(enum.Enum):
 class Stream(Utterance):
     def __init__(self, put: Callable, text_timeout: float = 60.0):
         """put: takes audio, an exception or speech.arriving_text.END, in any thread"""
-        if not 0 < text_timeout < math.inf:
-            raise ValueError(f"text_timeout is {text_timeout}, it must be above 0 and finite, in seconds")
+        check_text_timeout(text_timeout)
         super().__init__(growing_chunks())  # the same for every stream, so that a seed reproduces
         self.put = put
         self.state = State.PREPARING

@@ -17,7 +17,7 @@ import torch
 
 from fast.codec import PendingAudio
 from speech.arriving_text import ArrivingText, TextReader
-from speech.prompts import check_counts, prepare_request, speech_of
+from speech.prompts import check_counts, check_text_timeout, prepare_request, speech_of
 from speech.utterance import Utterance, growing_chunks
 
 Chunk = tuple[np.ndarray, int]
@@ -48,8 +48,7 @@ def stream(
     check_not_async(text)
     sizes = itertools.repeat(chunk_frames) if chunk_frames else growing_chunks()
     if is_arriving(text):
-        if not 0 < text_timeout < float("inf"):
-            raise ValueError(f"text_timeout is {text_timeout}, it must be above 0 and finite, in seconds")
+        check_text_timeout(text_timeout)
         reader = TextReader(ArrivingText(speech, method, **kwargs), text, text_timeout)
         return arriving_audio_chunks(speech, reader, sizes)
     request, reference = prepare_request(speech, method, text, **kwargs)

@@ -19,8 +19,8 @@ class Turns:
     same CUDA stream.
     """
 
-    def __init__(self, patience: float = 10.0):
-        self.patience = patience
+    def __init__(self):
+        self.patience = 10.0
         self.changed = threading.Condition()
         self.current = None
         self.process = os.getpid()

@@ -1,4 +1,4 @@
-"""The first request of a process is slow: libraries are loaded and memory is pinned. So `accelerate` makes one."""
+"""The first request of a process is slow: libraries are loaded and memory is pinned. So `accelerate` makes two."""
 
 import logging
 

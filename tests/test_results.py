@@ -171,7 +171,7 @@ def test_the_benchmark_says_what_share_it_reached(monkeypatch, capsys):
     row = bounds.memory_bound(talker, 10.0)
     assert row["bound in ms"] == pytest.approx(row["GB per frame"]) == pytest.approx(3.33, abs=0.01)
     assert row["share of the bound"] == row["bound in ms"] / 10
-    bench.print_row("megakernel, memory bound", row)
+    bench.print_row("megakernel, memory bound", row, bench.ONE_LISTENER)
     printed = " ".join(capsys.readouterr().out.split())
     assert "bound in ms 3.33, measured in ms 10.00, share of the bound 0.33" in printed
 

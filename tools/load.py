@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Drive a running server over HTTP and report what listeners hear. Needs nothing but Python's standard library.
+"""Drive a running server over HTTP and report what listeners hear. But for --compare, it needs Python alone.
 
     python tools/load.py --rate 20 --seconds 60                  independent (Poisson) arrivals
     python tools/load.py --at-once 64                            requests in the same instant
