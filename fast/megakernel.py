@@ -23,7 +23,7 @@ SOURCE = Path(__file__).with_suffix(".cu")
 KERNEL_NAME = "decode_step"
 Launch = Callable[[Sequence[int]], None]  # takes the fields of Arguments
 
-# As in megakernel.cu. `complete_source` makes the compiler check them.
+# As in megakernel.cu. `complete_source` makes the compiler check them, or what follows from them.
 CONSUMERS = 256
 MMA_TOKENS = 4
 
@@ -161,8 +161,8 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
         message = f"megakernel.py reads Activations::{name}"
         checks += f'static_assert(OFFSET_OF(Activations, {name}) == {offset}, "{message}");\n'
         offset += 4 * length
-    constants = dict(CONSUMERS=CONSUMERS, MMA_TOKENS=MMA_TOKENS, PRODUCERS=sizes.producers)
-    constants |= dict(REPLICAS=sizes.replicas, FIRST_POSITIONS=sizes.first_positions)
+    constants = dict(CONSUMERS=CONSUMERS, PRODUCERS=sizes.producers, REPLICAS=sizes.replicas)
+    constants["FIRST_POSITIONS"] = sizes.first_positions
     for name, value in constants.items():
         checks += f'static_assert({name} == {value}, "megakernel.py has {name} = {value}");\n'
     structs = dict(Matrix=MATRIX_FIELDS, Layer=LAYER_FIELDS, Arguments=sizes.argument_names)

@@ -242,7 +242,8 @@ def build_request(method: Callable, *, text: str, token_ids: list[int] | None = 
         ids = torch.tensor([token_ids], device=tts.device)
         tts._tokenize_texts = lambda texts: [ids] if texts == [templated] else tokenize_others(texts)
     try:
-        getattr(type(tts), method.__name__)(tts, text=text, **kwargs)
+        with one_thread() if host_talker else contextlib.nullcontext():
+            getattr(type(tts), method.__name__)(tts, text=text, **kwargs)
     except RequestBuilt as built:
         (request,) = built.args
         return request
