@@ -10,7 +10,7 @@ import contextlib
 import io
 import re
 import wave
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from fractions import Fraction
 
 import numpy as np
@@ -61,14 +61,18 @@ def check_encoding(style: Style) -> None:
         )
 
 
-async def encode_stream(utterance, style: Style, is_whole: bool = False) -> AsyncIterator[bytes]:
-    """Audio in the format and tempo of `style`, as it is made, or whole. Closing this ends the speech, too."""
+async def encode_stream(utterance, style: Style, keep: Callable[[int], None] | None = None) -> AsyncIterator[bytes]:
+    """Audio in the format and tempo of `style`, as it is made. Closing this ends the speech, too.
+
+    keep: all of it comes at the end; this is told how many bytes are kept until then, and may raise an error
+    """
     encoder, pieces = None, []
     async with contextlib.aclosing(aiter(utterance)) as chunks:
         async for samples, rate in chunks:
             encoder = encoder or Encoder(style.response_format, rate, style.speed)
             data = await encoder.run(encoder.add, to_int16(samples))
-            if is_whole:
+            if keep:
+                keep(len(data))
                 pieces.append(data)
             elif data:
                 yield data
@@ -76,7 +80,7 @@ async def encode_stream(utterance, style: Style, is_whole: bool = False) -> Asyn
         pieces.append(await encoder.run(encoder.finish))
         data = b"".join(pieces)
         pieces.clear()  # a whole file may be long, and take long to send
-        data = encoder.with_length(data) if is_whole else data
+        data = encoder.with_length(data) if keep else data
         if data:
             yield data
 
@@ -187,7 +191,9 @@ class Tempo:
 
     def __init__(self, rate: int, speed: float):
         self.rate = rate
+        self.speed = speed
         self.samples = 0
+        self.taken = 0
         self.graph = av.filter.Graph()
         steps = [SLOWEST_STEP, speed / SLOWEST_STEP] if speed < SLOWEST_STEP else [speed]
         self.graph.link_nodes(
@@ -202,15 +208,20 @@ class Tempo:
         return self.take()
 
     def finish(self) -> np.ndarray:
+        """atempo keeps the last milliseconds to itself, so some silence follows them, and is cut off again."""
+        missing = round(self.samples / self.speed) - self.taken
+        rest = self.add(np.zeros(self.rate // 10, np.int16))
         self.graph.push(None)
-        return self.take()
+        return np.concatenate([rest, self.take()])[: max(missing, 0)]
 
     def take(self) -> np.ndarray:
         pieces = [np.empty(0, np.int16)]
         with contextlib.suppress(av.BlockingIOError, av.EOFError):
             while True:
                 pieces.append(self.graph.pull().to_ndarray()[0])
-        return np.concatenate(pieces)
+        samples = np.concatenate(pieces)
+        self.taken += len(samples)
+        return samples
 
 
 def audio_frame(samples: np.ndarray, rate: int, position: int):
@@ -219,6 +230,12 @@ def audio_frame(samples: np.ndarray, rate: int, position: int):
     frame.time_base = Fraction(1, rate)
     frame.pts = position
     return frame
+
+
+def check_base64(name: str, text: str) -> None:
+    """A quick look. One character of another kind would have Python keep four bytes for each."""
+    if not text.isascii():
+        raise ApiError(f"{name} is not base64: send the recording in base64, or as a data URL", param=name)
 
 
 def decode_base64(text: str) -> bytes:
@@ -230,7 +247,7 @@ def decode_base64(text: str) -> bytes:
         if not comma or not header.lower().endswith(";base64"):
             raise ValueError("ref_audio is a data URL without base64: give data:audio/wav;base64,...")
     try:
-        plain = text.encode("ascii").translate(None, b" \t\r\n\f\v")  # line breaks are usual
+        plain = text.encode().translate(None, b" \t\r\n\f\v")  # line breaks are usual
         return base64.b64decode(plain, validate=True)
     except (binascii.Error, ValueError):
         raise ValueError("ref_audio is not base64: send the recording in base64, or as a data URL") from None

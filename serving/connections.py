@@ -13,6 +13,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import InvalidState
 
 from serving.errors import log
 from serving.settings import Settings
@@ -114,6 +115,13 @@ class TimedWebSocketProtocol(Unread, WebSocketsSansIOProtocol):
         if self.transport.get_write_buffer_size() > MAX_UNSENT or self.is_too_much():
             log.warning("a WebSocket sends more than the server holds: its connection was closed")
             self.transport.abort()
+
+    def shutdown(self) -> None:
+        """uvicorn's own fails if the client has begun to close the connection, and the server's shutdown with it."""
+        try:
+            super().shutdown()
+        except InvalidState:
+            self.transport.close()
 
     def handle_pong(self, event) -> None:
         """After an answer that came late, uvicorn would send pings without a pause."""

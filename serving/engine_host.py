@@ -28,7 +28,6 @@ from speech.warm_up import some_voice
 
 RECORDING_THREADS = 2
 FRAMES_PER_TOKEN = 6  # usual speech takes 3 to 5
-SECONDS_TO_THE_NEXT_PART = 2.0  # of a long text: a worker that shuts down waits for it
 SECONDS_WITHOUT_A_PASS = 60.0  # a frame of many rows on a slow CPU takes less
 
 
@@ -56,7 +55,8 @@ class EngineHost:
         self.engine = None
         self.streams = {}  # id of a call -> its Stream
         self.is_draining = self.has_failed = False
-        self.next_part_by = 0.0  # time.monotonic()
+        self.stays = False  # the server ends this worker, SIGTERM does not
+        self.unfinished = set()  # ids of calls that have spoken a part of a text, and another part follows
         self.last_pass = self.advanced_at = 0.0  # the engine's last pass that was seen, and when
         self.recordings = ThreadPoolExecutor(RECORDING_THREADS, "recordings")
         self.long_texts = ThreadPoolExecutor(1, "long texts")
@@ -107,8 +107,9 @@ class EngineHost:
             self.fail(header.get("id"), error)
 
     def on_speak(self, header: dict, payload: bytes) -> None:
-        if self.is_draining and header["is_first"]:
+        if self.is_draining and header["after"] is None:
             raise ApiError("the engine is shutting down: try again in a moment", 503, code="shutting_down")
+        self.unfinished.discard(header["after"])
         number, options = header["id"], header["options"]
         put = functools.partial(self.put, number, options["max_new_tokens"], header["is_last"])
         stream = self.streams[number] = Stream(put)
@@ -151,8 +152,12 @@ class EngineHost:
                 self.engine.changed.notify_all()
 
     def on_cancel(self, header: dict, payload: bytes) -> None:
-        self.wanted.discard(header["id"])
+        for ids in (self.wanted, self.unfinished):
+            ids.discard(header["id"])
         self.cancel(header["id"])
+
+    def on_stay(self, header: dict, payload: bytes) -> None:
+        self.stays, self.is_draining = True, False
 
     def on_voice(self, header: dict, payload: bytes) -> None:
         self.wanted.add(header["id"])
@@ -233,7 +238,7 @@ class EngineHost:
                 self.fail(number, error)
                 return
             if not is_last:
-                self.next_part_by = time.monotonic() + SECONDS_TO_THE_NEXT_PART
+                self.unfinished.add(number)
             read = stream.text and stream.text.characters_read(stream.valid)
             self.connection.add(type="end", id=number, characters_read=read)
             self.cancel(number)

@@ -157,6 +157,7 @@ class EngineProcess:
         self.connection = None
         self.process = None
         self.task = None
+        self.stays = False  # the server drains: the worker is neither ended nor replaced
 
     # ---- Lifetime
 
@@ -187,6 +188,8 @@ class EngineProcess:
             if not self.started.is_set():  # a mistake of the user, or of the machine: they are told
                 break
             log.warning("the engine of %s has ended: %s", self.spec["model"], self.why)
+            if self.stays:
+                break
             if self.deaths >= MAX_DEATHS:
                 log.error("the engine of %s is not started again: restart the server", self.spec["model"])
                 break
@@ -199,7 +202,7 @@ class EngineProcess:
 
     async def run_once(self) -> None:
         """One worker, from its start to its end."""
-        self.ready_at = self.end_by = None
+        self.ready_at = self.end_by = self.drain_by = None
         self.why = ""
         begin = time.monotonic()
         ours, theirs = socket.socketpair()
@@ -218,6 +221,8 @@ class EngineProcess:
                 is_again = self.started.is_set() and self.ready_at is None
                 if is_again and time.monotonic() - begin > SECONDS_TO_LOAD:
                     self.why = f"it was not ready after {SECONDS_TO_LOAD:g} s"
+                    self.end_by = 0.0
+                if self.drain_by is not None and time.monotonic() > self.drain_by and not self.stays:
                     self.end_by = 0.0
                 if self.end_by is not None and time.monotonic() > self.end_by:
                     process.kill()
@@ -249,11 +254,17 @@ class EngineProcess:
         elif event["type"] == "draining":
             self.state = "restarting"
             self.why = "it received SIGTERM"
-            self.end_by = time.monotonic() + SECONDS_TO_DRAIN
+            self.drain_by = time.monotonic() + SECONDS_TO_DRAIN
         elif event["type"] == "stopped":
             self.state = "restarting" if self.state == "ready" else self.state
             self.why = event["message"]
             self.end_by = time.monotonic() + SECONDS_TO_END
+
+    def stay(self) -> None:
+        """The server drains, and may have received SIGTERM together with its workers: they speak to the end."""
+        if not self.stays and self.connection and self.connection.is_ready:
+            self.connection.send(op="stay")
+        self.stays = True
 
     @property
     def is_ready(self) -> bool:

@@ -137,6 +137,7 @@ class Received:
         self.guard = guard
         self.receive = receive
         self.size = 0
+        self.kept = 0  # bytes of a WebSocket's earlier messages
 
     async def http(self) -> Message:
         message = await self.receive()
@@ -147,10 +148,14 @@ class Received:
         return message
 
     async def websocket(self) -> Message:
-        """A session keeps little besides its configuration, which may have a recording: count its largest message."""
         message = await self.receive()
-        self.hold(max(self.size, len(message.get("text") or "")))
+        self.hold(self.kept + len(message.get("text") or ""))
         return message
+
+    def keep(self, size: int) -> None:
+        """What a WebSocket's session still has of its messages."""
+        self.kept = size
+        self.hold(size)
 
     def hold_more(self, size: int) -> None:
         self.hold(self.size + size)

@@ -13,8 +13,9 @@
     count     the tokens of a text                          stopped   why it ends itself
     split     a text into parts that fit into a row
     cancel    nobody listens any more
+    stay      the server drains: go on, whoever sends SIGTERM
 
-Everything but `load`, `begin` and `forget` has the `id` of its call, and so has what answers it.
+Everything but `load`, `begin`, `forget` and `stay` has the `id` of its call, and so has what answers it.
 """
 
 import json

@@ -88,6 +88,9 @@ class Server(uvicorn.Server):
         print(f"shutting down{f' when {streams} streams have ended' if streams else ''}", file=sys.stderr, flush=True)
 
     async def on_tick(self, counter: int) -> bool:
+        if self.drain_until:
+            for model in self.speech.models:
+                model.engine.stay()
         is_done = not self.speech.in_flight and not self.speech.responses
         if self.drain_until and (is_done or time.monotonic() > self.drain_until):
             self.should_exit = True

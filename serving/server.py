@@ -296,15 +296,14 @@ class SpeechResponse(Response):
         connection = connection_of(scope)
         is_plain = connection and scope["http_version"] == "1.0" and not self.is_whole
         try:
-            pieces = encode_stream(self.utterance, self.wanted, self.is_whole)
+            keep = scope["received"].hold_more if self.is_whole else None
+            pieces = encode_stream(self.utterance, self.wanted, keep)
             async with contextlib.aclosing(pieces):
                 async for data in pieces:
                     if self.was_stopped:  # asyncio.wait_for may lose a cancellation, before Python 3.12
                         raise asyncio.CancelledError
                     if not has_begun:
-                        if self.is_whole:
-                            scope["received"].hold_more(len(data))
-                        elif is_plain:
+                        if is_plain:
                             connection.send_plain()
                         await send(self.start(len(data) if self.is_whole else None))
                         has_begun = True

@@ -20,7 +20,7 @@ import numpy as np
 from common import checkpoints
 from common.audio_files import Chunk
 from common.scripts import check_device_name
-from serving.audio_formats import decode_base64, decode_recording
+from serving.audio_formats import check_base64, decode_base64, decode_recording
 from serving.engine_process import Call, Connection, EngineProcess, start_worker
 from serving.errors import ApiError
 from serving.metrics import Metrics
@@ -236,8 +236,9 @@ class Speech:
 
     def check(self, style: Style) -> None:
         """Refuse what cannot be done, before any work starts. `look_for` its voice before."""
-        for name in ("instructions", "ref_text", "voice", "language"):
+        for name in ("model", "instructions", "ref_text", "voice", "language"):
             self.check_field(name, getattr(style, name))
+        check_base64("ref_audio", style.ref_audio or "")
         self.model_for(style).check(style, self.registered)
 
     def ignored(self, style: Style) -> tuple[str, ...]:
@@ -289,7 +290,7 @@ class Utterance:
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         """One generator, not one in another: each costs time with every chunk of every listener."""
-        outcome, connection = "failed", None
+        outcome, connection, call = "failed", None, None
         try:
             connection = self.connection = self.take_place()
             voice, payload = await self.voice(connection)
@@ -298,7 +299,7 @@ class Utterance:
                 seed = None if self.style.seed is None else self.style.seed + number
                 silence = bytes(2 * round(PAUSE * self.rate)) if number else b""
                 request = dict(text=text, options=sampling(self.style), seed=seed)
-                place = dict(is_first=number == 0, is_last=number == len(parts) - 1)
+                place = dict(after=call and call.number, is_last=number == len(parts) - 1)
                 with connection.call("speak", payload, voice=voice, **request, **place) as call:
                     writer = asyncio.create_task(self.send_pieces(call)) if text is None else None
                     try:
@@ -325,6 +326,8 @@ class Utterance:
         finally:
             if connection:
                 self.model.in_flight -= 1
+            if call and outcome != "complete":  # no other part follows
+                call.send("cancel")
             if self.own_key:
                 connection.send(op="forget", keys=[self.own_key])
             self.speech.metrics.requests.labels(outcome).inc()

@@ -147,6 +147,10 @@ class Session:
                 tasks.cancel_scope.cancel()
         except ApiError as refused:
             error = refused
+        finally:
+            self.style = None
+            for incoming in self.unspoken:  # they are garbage that is collected later, their recordings are freed now
+                incoming.style = None
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the client may be gone
             if error:
                 await self.send_error(error)
@@ -206,6 +210,13 @@ class Session:
         self.speech.check(style)
         check_encoding(style)
         self.style = style
+        self.count_recordings()
+
+    def count_recordings(self) -> None:
+        """Each utterance keeps the configuration that it began with; all else that a session keeps is small."""
+        styles = {id(style): style for style in [self.style, *(incoming.style for incoming in self.unspoken)]}
+        size = sum(len(style.ref_audio or "") for style in styles.values())
+        self.websocket.scope["received"].keep(size)
 
     async def add_text(self, message: dict) -> None:
         text = message.get("text")
@@ -293,6 +304,7 @@ class Session:
             finally:
                 self.speech.responses -= 1
             self.unspoken.remove(incoming)
+            self.count_recordings()
         session.cancel()
 
     async def speak(self, incoming: Incoming) -> None:

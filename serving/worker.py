@@ -6,7 +6,8 @@
     main            loads; then every BEAT seconds: is the engine alive, whose text does not come, a sign of life
 
 It ends when the socket is closed, also while it loads: the server is gone. It ends itself when the engine has stopped,
-or after an error that leaves CUDA unusable, and the server starts another one. SIGTERM drains it.
+or after an error that leaves CUDA unusable, and the server starts another one. SIGTERM drains it, unless the server
+was sent SIGTERM, too, as systemd does: then the server drains, and the worker stays as long as it is needed.
 """
 
 import os
@@ -15,7 +16,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 from common.scripts import cli_errors, heavy_imports
@@ -166,11 +166,12 @@ class Worker:
 
     def beat(self) -> None:
         self.host.look_after_streams()
-        if self.is_draining and not self.host.is_draining:
-            self.host.is_draining = True
-            self.connection.send(type="draining")
-        if self.is_draining and not self.host.streams and time.monotonic() > self.host.next_part_by:
-            self.over.set()
+        if self.is_draining and not self.host.stays:
+            if not self.host.is_draining:
+                self.host.is_draining = True
+                self.connection.send(type="draining")
+            elif not (self.host.streams or self.host.unfinished):
+                self.over.set()
         if self.beats % BEATS_PER_SIGN == 0:
             self.connection.send(type="beat", memory=resident_bytes())
         self.beats += 1

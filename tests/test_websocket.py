@@ -76,6 +76,32 @@ def test_an_utterance_is_a_response_until_its_end(server, speech):
         wait_until(lambda: speech.responses == 0)
 
 
+def test_recordings_of_waiting_utterances_are_counted(speech):
+    """Each utterance keeps its configuration. The largest message was counted, and a session could hold eight."""
+    recording = "A" * 150_000
+    with RunningServer(speech, max_held=500_000) as server, client(server) as session:
+        session.send(**LONG)
+        session.send("input.text", text="Hello there.")
+        session.send("input.done")
+        for _ in range(3):
+            session.send(**CONFIG, ref_audio=recording)
+            session.send("input.text", text="Hello there.")
+            session.send("input.done")
+        session.send(**CONFIG, ref_audio=recording)
+        messages, _ = session.until("error")
+        assert messages[-1]["code"] == "too_many"
+        session.send(**CONFIG, ref_audio="A\N{GRINNING FACE}")
+        messages, _ = session.until("error")
+        assert messages[-1]["param"] == "ref_audio" and "not base64" in messages[-1]["message"]
+        session.send("input.cancel")
+        for _ in range(4):
+            session.until("session.done")
+        session.send(**CONFIG, ref_audio=recording)
+        session.send("input.done")  # answered by a session.done, and not by an error
+        assert session.receive()["type"] == "session.done"
+    wait_until_free(speech)
+
+
 def test_several_utterances(server):
     """The audio is that of the same text over HTTP, however the text was cut into pieces."""
     expected = server.speak(response_format="pcm").body
@@ -299,6 +325,25 @@ def test_pings_whose_answers_nobody_reads(speech):
         with pytest.raises(OSError):
             for _ in range(1000):  # 130 MB
                 connection.sendall(pings)
+
+
+def test_the_server_ends_while_a_client_closes(speech):
+    """uvicorn raised an error then, in the middle of its shutdown."""
+    text = json.dumps({"type": "input.text", "text": "Hello there."}).encode()
+    config = json.dumps(LONG).encode()
+    with socket.socket() as connection:
+        with RunningServer(speech) as server:
+            server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", server.port))
+            connection.sendall((GET + HANDSHAKE).encode())
+            for message in (config, text):
+                connection.sendall(bytes([0x81, 0x80 | len(message)]) + bytes(4) + message)
+            wait_until(lambda: speech.in_flight)
+            time.sleep(0.3)  # audio that is not read waits in the server
+            connection.sendall(b"\x88\x80" + bytes(4))  # close
+            time.sleep(0.3)
+    wait_until_free(speech)
 
 
 def test_cancel(server, speech):
