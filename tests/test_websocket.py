@@ -337,6 +337,7 @@ def test_the_server_ends_while_a_client_closes(speech):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", server.port))
             connection.sendall((GET + HANDSHAKE).encode())
+            assert connection.recv(1000).startswith(b"HTTP/1.1 101")
             for message in (config, text):
                 connection.sendall(bytes([0x81, 0x80 | len(message)]) + bytes(4) + message)
             wait_until(lambda: speech.in_flight)
