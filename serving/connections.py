@@ -121,7 +121,7 @@ class TimedWebSocketProtocol(Unread, WebSocketsSansIOProtocol):
         try:
             super().shutdown()
         except InvalidState:
-            self.transport.close()
+            self.transport.abort()  # it wants no more
 
     def handle_pong(self, event) -> None:
         """After an answer that came late, uvicorn would send pings without a pause."""
