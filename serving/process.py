@@ -103,7 +103,8 @@ async def load_all() -> None:
     """anyio and PyAV import parts of themselves at their first use, which would stop all streams for 20 to 90 ms."""
     await anyio.sleep(0)
     for name in COMPRESSED if av else ():
-        Encoder(name, 24000)
+        with contextlib.suppress(Exception):  # an FFmpeg without this codec: who asks for it is told
+            Encoder(name, 24000)
 
 
 def greeting(speech: Speech, address: str) -> str:
