@@ -9,10 +9,8 @@ import socket
 import sys
 import time
 
-import anyio
 import uvicorn
 
-from serving.audio_formats import COMPRESSED, Encoder, av
 from serving.connections import uvicorn_config
 from serving.errors import log_to_stderr
 from serving.server import create_app
@@ -53,7 +51,6 @@ class Server(uvicorn.Server):
         self.drain_until = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await load_all()
         await super().startup(sockets)
         if self.address:
             self.starting = asyncio.create_task(self.start())
@@ -97,14 +94,6 @@ class Server(uvicorn.Server):
         if gc.get_count()[2] > (COLLECTIONS_WHILE_SPEAKING if self.speech.in_flight else COLLECTIONS):
             gc.collect()
         return await super().on_tick(counter)
-
-
-async def load_all() -> None:
-    """anyio and PyAV import parts of themselves at their first use, which would stop all streams for 20 to 90 ms."""
-    await anyio.sleep(0)
-    for name in COMPRESSED if av else ():
-        with contextlib.suppress(Exception):  # an FFmpeg without this codec: who asks for it is told
-            Encoder(name, 24000)
 
 
 def greeting(speech: Speech, address: str) -> str:

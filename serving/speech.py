@@ -15,12 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import anyio
 import numpy as np
 
 from common import checkpoints
 from common.audio_files import Chunk
 from common.scripts import check_device_name
-from serving.audio_formats import check_base64, decode_base64, decode_recording
+from serving.audio_formats import COMPRESSED, Encoder, av, check_base64, decode_base64, decode_recording
 from serving.engine_process import Call, Connection, EngineProcess, start_worker
 from serving.errors import ApiError
 from serving.metrics import Metrics
@@ -86,6 +87,7 @@ class Speech:
 
     async def start(self) -> None:
         """Until all models speak. Weights first: rows take what memory is left."""
+        await load_all()
         for model in self.models:
             await model.engine.load()
         for number, model in enumerate(self.models):
@@ -409,6 +411,14 @@ class Utterance:
     def was_asked_to_end(self) -> bool:
         """Whether the client's own max_new_tokens has ended the speech."""
         return self.style.max_new_tokens is not None and self.frames == self.style.max_new_tokens - 1
+
+
+async def load_all() -> None:
+    """anyio and PyAV import parts of themselves at their first use, which would stop all streams for 20 to 90 ms."""
+    await anyio.sleep(0)
+    for name in COMPRESSED if av else ():
+        with contextlib.suppress(Exception):  # an FFmpeg without this codec: who asks for it is told
+            Encoder(name, 24000)
 
 
 async def keep_voice(connection: Connection, name: str, recording: Chunk, ref_text: str | None) -> str:
