@@ -48,6 +48,7 @@ SLOWEST_STEP = 0.5  # of FFmpeg's atempo: a slower tempo takes two of them
 READABLE = {"WAV", "WAVEX", "FLAC", "OGG", "MP3"}  # soundfile's names of the formats that clients may upload
 MAX_CHANNELS = 2
 SAMPLE_RATES = range(8000, 96001)
+NOT_BASE64 = "ref_audio is not base64: send the recording in base64, or as a data URL"
 
 
 def check_encoding(style: Style) -> None:
@@ -77,8 +78,10 @@ async def encode_stream(utterance, style: Style, keep: Callable[[int], None] | N
             elif data:
                 yield data
     if encoder:
-        pieces.append(await encoder.run(encoder.finish))
-        data = b"".join(pieces)
+        rest = await encoder.run(encoder.finish)
+        if keep:
+            keep(len(rest))
+        data = b"".join([*pieces, rest])
         pieces.clear()  # a whole file may be long, and take long to send
         data = encoder.with_length(data) if keep else data
         if data:
@@ -232,10 +235,10 @@ def audio_frame(samples: np.ndarray, rate: int, position: int):
     return frame
 
 
-def check_base64(name: str, text: str) -> None:
+def check_base64(text: str) -> None:
     """A quick look. One character of another kind would have Python keep four bytes for each."""
     if not text.isascii():
-        raise ApiError(f"{name} is not base64: send the recording in base64, or as a data URL", param=name)
+        raise ApiError(NOT_BASE64, param="ref_audio")
 
 
 def decode_base64(text: str) -> bytes:
@@ -247,10 +250,10 @@ def decode_base64(text: str) -> bytes:
         if not comma or not header.lower().endswith(";base64"):
             raise ValueError("ref_audio is a data URL without base64: give data:audio/wav;base64,...")
     try:
-        plain = text.encode().translate(None, b" \t\r\n\f\v")  # line breaks are usual
+        plain = text.encode("ascii").translate(None, b" \t\r\n\f\v")  # line breaks are usual
         return base64.b64decode(plain, validate=True)
     except (binascii.Error, ValueError):
-        raise ValueError("ref_audio is not base64: send the recording in base64, or as a data URL") from None
+        raise ValueError(NOT_BASE64) from None
 
 
 def decode_recording(data: bytes, settings: Settings, name: str) -> Chunk:

@@ -21,7 +21,7 @@ import numpy as np
 from common import checkpoints
 from common.audio_files import Chunk
 from common.scripts import check_device_name
-from serving.audio_formats import COMPRESSED, Encoder, av, check_base64, decode_base64, decode_recording
+from serving.audio_formats import Encoder, av, check_base64, decode_base64, decode_recording
 from serving.engine_process import Call, Connection, EngineProcess, start_worker
 from serving.errors import ApiError
 from serving.metrics import Metrics
@@ -240,7 +240,7 @@ class Speech:
         """Refuse what cannot be done, before any work starts. `look_for` its voice before."""
         for name in ("model", "instructions", "ref_text", "voice", "language"):
             self.check_field(name, getattr(style, name))
-        check_base64("ref_audio", style.ref_audio or "")
+        check_base64(style.ref_audio or "")
         self.model_for(style).check(style, self.registered)
 
     def ignored(self, style: Style) -> tuple[str, ...]:
@@ -416,9 +416,8 @@ class Utterance:
 async def load_all() -> None:
     """anyio and PyAV import parts of themselves at their first use, which would stop all streams for 20 to 90 ms."""
     await anyio.sleep(0)
-    for name in COMPRESSED if av else ():
-        with contextlib.suppress(Exception):  # an FFmpeg without this codec: who asks for it is told
-            Encoder(name, 24000)
+    if av:
+        Encoder("flac", 24000)  # which every FFmpeg has
 
 
 async def keep_voice(connection: Connection, name: str, recording: Chunk, ref_text: str | None) -> str:
