@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.plot import plot
+from common.checkpoints import check_speaker_file
 from common.output_files import check_writable
 from common.scripts import Parser, cli_errors
 
@@ -84,16 +85,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--random-weights", action="store_true", help="of the published shapes, made here")
     parser.add_argument("--speaker", type=Path, help="a speaker.pt for the voice; default: a random one")
     parser.add_argument("--quick", action="store_true", help="fewer rows and runs: within a minute on an H200 (0.6B)")
-    parser.add_argument("--streams", action="store_true", help="time many listeners at once, and nothing else")
-    parser.add_argument("--ready", action="store_true", help="time how long a new process takes to speak, nothing else")
-    parser.add_argument("--check", action="store_true", help="compare, do not time; exit code 1 if anything is wrong")
-    parser.add_argument(
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--streams", action="store_true", help="time many listeners at once, and nothing else")
+    modes.add_argument("--ready", action="store_true", help="time how long a new process takes to speak, nothing else")
+    modes.add_argument("--check", action="store_true", help="compare, do not time; exit code 1 if anything is wrong")
+    modes.add_argument(
         "--listen", action="store_true", help="word errors, speaker similarity and runaways of each path, do not time"
     )
     parser.add_argument(
         "--recognizer", default="openai/whisper-large-v3", help="for --listen: a hub id or a folder (%(default)s)"
     )
-    parser.add_argument("--plot", action="store_true", help="draw results/*.svg, do not time")
+    modes.add_argument("--plot", action="store_true", help="draw results/*.svg, do not time")
     parser.add_argument(
         "--output",
         type=Path,
@@ -107,6 +109,8 @@ def parse_arguments() -> argparse.Namespace:
     for name in args.models:
         if name not in [*SIZES, "tiny"] and not Path(name).is_dir():
             parser.error(f"{name} is neither 0.6B, 1.7B nor a folder")
+    if args.speaker:
+        check_speaker_file(args.speaker)
     if args.output:
         check_writable(args.output)
     return args

@@ -22,10 +22,10 @@ def capture(fn: Callable[[], None], device: torch.device, pool: tuple | None = N
     memory, stream = pool or (None, None)  # that several graphs share
     with torch.cuda.device(device):
         fn()  # warm-up
-    torch._C._cuda_clearCublasWorkspaces()  # not another graph's, which may be freed before this one
-    with torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"):  # others may allocate
+    torch._C._cuda_clearCublasWorkspaces()  # or it would use another graph's, which may be freed first
+    with torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"):  # other threads may allocate
         fn()
-    torch._C._cuda_clearCublasWorkspaces()  # the present one belongs to this graph now
+    torch._C._cuda_clearCublasWorkspaces()  # the new one is in this graph's memory: no other call may use it
     return graph.replay
 
 
@@ -129,7 +129,7 @@ class Rows:
             self.prompt_length = torch.ones(rows, 1, dtype=torch.long)
             self.frame = torch.zeros(rows, 1, dtype=torch.long)  # the number of the current frame
             self.token = torch.zeros(rows, 1, dtype=torch.long)  # its first code
-            self.hidden = torch.zeros(rows, 1, config.hidden_size, dtype=dtype)  # that it was sampled from
+            self.hidden = torch.zeros(rows, 1, config.hidden_size, dtype=dtype)  # that the token was sampled from
             self.seen = torch.zeros(rows, config.vocab_size, dtype=torch.bool)  # for the repetition penalty
             self.ended = torch.zeros(rows, dtype=torch.bool)  # whether the end token has been chosen
             # the next frame: whether the row takes part in it (here all do), its noise, the talker's input

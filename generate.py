@@ -2,8 +2,8 @@
 """Qwen3-TTS with every frame captured as CUDA graphs: `tts = load("0.6B")` is upstream's model, accelerated.
 
 Upstream builds every prompt, calls `talker.generate` once and decodes the codes to audio. `accelerate` puts
-`Decoder.generate` in its place, whose loop is `Decoder.frames`. Where the folder speech/ is, its faster runner
-makes the frames on a GPU, and the loop here is what it is compared with.
+`Decoder.generate` in its place, whose loop is `Decoder.frames`. If speech/ and fast/ lie beside this file, their
+faster runner makes the frames on a GPU, and this loop is the reference that it is compared with.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-if __name__ == "__main__" and Path(__file__).with_name("cli").is_dir():
+if __name__ == "__main__" and all(Path(__file__).with_name(folder).is_dir() for folder in ("cli", "common")):
     runpy.run_module("cli", run_name="__main__")  # all voices and options, checked before torch is imported
     sys.exit()
 
@@ -32,7 +32,7 @@ from cudagraph_talker import RowCache, Rows, TalkerGraph, capture, draw_noise, r
 HAS_SPEECH = all(Path(__file__).with_name(folder).is_dir() for folder in ("speech", "fast"))
 VARIANTS = "0.6B-Base", "1.7B-Base", "0.6B-CustomVoice", "1.7B-CustomVoice", "1.7B-VoiceDesign"
 MODELS = {name.removesuffix("-Base"): f"Qwen/Qwen3-TTS-12Hz-{name}" for name in VARIANTS}  # -> hub id
-QWEN_PATTERN = (  # how the model's training texts were cut into words, in which byte pairs are merged
+QWEN_PATTERN = (  # the tokenizer cuts a text into these; byte pairs are merged within them
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -44,7 +44,7 @@ def load_upstream(model: str, device=None, dtype: torch.dtype | None = None):
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     folder = model if Path(model).is_dir() else download(MODELS.get(model, model))
     tts = Qwen3TTSModel.from_pretrained(folder, device_map=device, dtype=dtype)
-    # Upstream asks transformers to mend Mistral's pattern; version 4.57 then gives it to Qwen's tokenizer.
+    # Upstream passes fix_mistral_regex=True, and transformers 4.57 then installs Mistral's: put Qwen's back.
     tts.processor.tokenizer.backend_tokenizer.pre_tokenizer[0] = pre_tokenizers.Split(Regex(QWEN_PATTERN), "isolated")
     return tts
 
@@ -64,7 +64,7 @@ def load(model: str, device=None, dtype: torch.dtype | None = None, **options):
 
 
 def accelerate(tts, max_seq_len: int = 2048, rows: int = 1, fused: bool | None = None):
-    """Make a model's methods fast, in place. Meanwhile no other thread may use the GPU. If it fails, load it again.
+    """Make a model's methods fast, in place. No other thread may use the GPU during it. After an error, load it again.
 
     max_seq_len: positions for prompt and speech together, one per frame (12.5 per second).
     rows: texts of a list, or streams of an engine, that are spoken together. Each takes memory on a GPU.

@@ -56,7 +56,7 @@ def speak_all(args: argparse.Namespace, progress: "Progress", player: Player | N
     tts = load(args.model, args.device, args.dtype, max_seq_len=args.max_seq_len, fused=args.fused)
     show_progress("")
     method, request = voice_request(args, tts)
-    utterance = partial(speak if args.limit_speech else stream_seeded, method, **request)
+    utterance = partial(speak if args.limit_speech else stream, method, **request)
     if args.retry:
         utterance = partial(utterance, retries=args.retry)
     path = f"; {tts.speech.path}"
@@ -157,12 +157,6 @@ def voice_request(args: argparse.Namespace, tts) -> tuple[Callable, dict]:
 def seed_of(args: argparse.Namespace, number: int) -> int | None:
     """Each utterance has a seed of its own, so that --resume gives what an uninterrupted run does."""
     return None if args.seed is None else args.seed + number
-
-
-def stream_seeded(method: Callable, *, seed: int | None, **request) -> Iterator[Chunk]:
-    if seed is not None:
-        torch.manual_seed(seed)
-    yield from stream(method, **request)
 
 
 def speak_parts(args: argparse.Namespace, texts: list, utterance: Callable, progress: "Progress") -> None:

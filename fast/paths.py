@@ -26,6 +26,8 @@ def check_torch(torch=torch) -> None:
 
 def choose_path(talker, fused: bool | None) -> tuple[bool, str]:
     """Whether to use the megakernel, and the name of the path for messages. `fused` as in `accelerate`."""
+    if talker.device.type == "cpu" and not fused:
+        return False, "on the CPU"
     reason = "fused=False" if fused is False else why_not(talker)
     if fused and reason:
         raise ValueError(f"fused=True: the megakernel cannot run here: {reason}")

@@ -29,7 +29,7 @@ def serve(args: argparse.Namespace, settings: Settings, listening: socket.socket
     log_to_stderr()
     speech = Speech(args.model, args.device, args.dtype, settings, read_speakers(args.speaker))
     host, port = listening.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # those cannot be asked
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # wildcards: print an address that a client can use
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     print(f"listening on {address}, loading {', '.join(args.model)}", flush=True)
     server = Server(speech, address)

@@ -25,7 +25,7 @@ class Settings:
     voices: Path = Path("voices")  # folder of the registered voices
 
     # How much at once
-    max_streams: int | None = limit(None, "listeners of a model at the same time; by default what fits, at most 64")
+    max_streams: int | None = limit(None, "listeners of a model at the same time, at most 64 by default")
     max_waiting: int = limit(256, "requests that may wait for a place; more get 429")
     max_connections: int = limit(1024, "connections at the same time; more get 503")
     max_seq_len: int = limit(2048, "positions for prompt and speech of one request, 12.5 per second")

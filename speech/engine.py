@@ -75,7 +75,7 @@ class Engine:
         self.after_delivery = after_delivery
         self.open = set()  # streams that somebody may be reading
         self.active = []  # streams that have a row
-        self.time_of_pass = 0.0  # seconds; a maximum that decays by a tenth with each pass
+        self.pass_seconds = 0.0  # seconds; a maximum that decays by a tenth with each pass
         self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (streams, their audio or what each ends with), in order
         self.changed = threading.Condition()
         self.intake = Intake(self.speech, self.changed)
@@ -218,12 +218,14 @@ class Engine:
 
         def speak(number: int) -> np.ndarray:
             own = {name: value_for(number, len(text), name, value) for name, value in kwargs.items()}
-            own_seed = None if seed is None else seed + number
+            own_seed = None if seed is None else (seed + number) % 2**64
             return np.concatenate([audio for audio, _ in self.stream(method, text=text[number], seed=own_seed, **own)])
 
         if isinstance(text, str):
             raise ValueError("the text is a string: give a list of texts, or use stream")
         check_seed(seed)
+        for one in text:
+            check_text(one)
         self.check_model(method)
         kwargs = with_voice_clone_prompt(method, kwargs)
         with ThreadPoolExecutor(self.runner.rows, "speech list") as threads:
@@ -318,7 +320,7 @@ class Engine:
                 for stream in stopped.utterances:
                     stream.end(MegakernelStopped(stopped.reason))  # a new one for each thread
             self.release_finished()
-            self.time_of_pass = max(time.monotonic() - began, 0.9 * self.time_of_pass)
+            self.pass_seconds = max(time.monotonic() - began, 0.9 * self.pass_seconds)
             if is_held_back:
                 self.wait_for_newcomers()
             elif not advancing:
@@ -336,7 +338,7 @@ class Engine:
             preparing=self.intake.preparing,
             waiting=len(self.intake.waiting),
             longest_wait=now - self.intake.waiting[0].queued_at if self.intake.waiting else 0.0,
-            time_of_pass=self.time_of_pass,
+            pass_seconds=self.pass_seconds,
         )
 
     def wait_for_newcomers(self) -> None:

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
-import torch
 
 from speech.prompts import check_text, speech_of, tokenize, with_voice_clone_prompt
 from speech.streaming import Chunk, check_seed, is_arriving, stream
@@ -62,6 +61,8 @@ def stream_long(
     """
     text = check_text(text)
     check_seed(seed)
+    if not 0 <= pause < math.inf:
+        raise ValueError(f"pause is {pause}, it must be at least 0 and finite, in seconds")
     speech = speech_of(method)
     kwargs = with_voice_clone_prompt(method, kwargs)  # once for all utterances
     if max_tokens is None:
@@ -88,22 +89,25 @@ def speak(
     seen = Recorded(text) if is_arriving(text) else text
     if retries and seen is not text:
         raise ValueError("text that is still arriving cannot be spoken again: leave out retries")
-    first = stream(method, text=seen, **kwargs)
-    again = (stream(method, text=seen, **kwargs) for _ in range(retries))
-    return speak_until_it_ends(method.__self__, seen, itertools.chain([first], again), bool(retries), seed)
+
+    def attempt(number: int) -> Iterator[Chunk]:
+        own_seed = None if seed is None else (seed + (number << 32)) % 2**64
+        return stream(method, text=seen, seed=own_seed, warn=number == retries, **kwargs)
+
+    first = attempt(0)
+    attempts = itertools.chain([first], map(attempt, range(1, retries + 1)))
+    return speak_until_it_ends(method.__self__, seen, attempts, bool(retries))
 
 
 def speak_until_it_ends(
-    tts, text: "str | Recorded", attempts: Iterable[Iterator[Chunk]], is_kept_back: bool, seed: int | None
+    tts, text: "str | Recorded", attempts: Iterable[Iterator[Chunk]], is_kept_back: bool
 ) -> Iterator[Chunk]:
     """The first attempt that ends by itself, or the last.
 
     is_kept_back: whether to yield audio only when its attempt is over
     """
     samples_per_frame = tts.model.speech_tokenizer.get_decode_upsample_rate()
-    for number, chunks in enumerate(attempts):
-        if seed is not None:
-            torch.manual_seed((seed + (number << 32)) % 2**64)
+    for chunks in attempts:
         heard = []
         samples = 0
         was_stopped = has_ended = False
@@ -153,7 +157,9 @@ def tokens_that_fit(
     used = PROMPT_POSITIONS + count_tokens(request.get("instruct") or "") + reference_positions
     tokens = (max_seq_len - used) // (frames_per_token + 1)  # each token may take a position of the prompt, too
     if tokens < 4:
-        raise ValueError(f"the voice takes {used} of {max_seq_len} positions, too many for speech: raise max_seq_len")
+        raise ValueError(
+            f"the prompt takes {used} of {max_seq_len} positions, too little is left for speech: raise max_seq_len"
+        )
     return tokens
 
 

@@ -60,11 +60,13 @@ class Speech:
             for name in METHODS:
                 setattr(self.tts, name, types.MethodType(whole_call(name, type(self.tts)), self.tts))
 
-    def utterance(self, request: dict, reference=None, chunk_sizes: Iterator[int] | None = None) -> Utterance:
-        """A request for the runner. On a GPU it has a generator of its own."""
+    def utterance(
+        self, request: dict, reference=None, chunk_sizes: Iterator[int] | None = None, seed: int | None = None
+    ) -> Utterance:
+        """A request for the runner."""
         utterance = Utterance(chunk_sizes)
         utterance.reference = reference
-        utterance.generator = self.seeded_generator()
+        utterance.generator = self.seeded_generator(seed)
         self.load(utterance, request)
         return utterance
 
@@ -222,6 +224,9 @@ def whole_call(name: str, model_class: type) -> Callable:
 def value_for(number: int, texts: int, name: str, value):
     """The argument of one text out of several. Upstream's voice_clone_prompt has lists inside, of one voice or more."""
     if isinstance(value, dict):
+        voices = max((len(column or ()) for column in value.values()), default=0)
+        if 1 < voices < texts:
+            raise ValueError(f"there are {voices} voices for {texts} texts: give one, or one for each text")
         return {key: column[number : number + 1] if len(column or ()) > 1 else column for key, column in value.items()}
     if not (isinstance(value, list) and len(value) == texts):
         return value

@@ -35,7 +35,7 @@ class Situation(NamedTuple):
     preparing: int = 0  # requests whose prompts are being built
     waiting: int = 0  # requests that could be admitted
     longest_wait: float = 0.0  # seconds, of the first of them
-    time_of_pass: float = 0.0  # seconds; a maximum that decays by a tenth with each pass
+    pass_seconds: float = 0.0  # seconds; a maximum that decays by a tenth with each pass
 
     @property
     def can_admit(self) -> bool:
@@ -49,7 +49,7 @@ class Situation(NamedTuple):
     @property
     def lead_to_admit(self) -> float:
         """Seconds of audio with which a listener can wait for a pass that admits others, and for the one after it."""
-        return 2 * self.time_of_pass
+        return 2 * self.pass_seconds
 
 
 def admissions(now: Situation) -> int:
@@ -75,7 +75,7 @@ def holds_back(now: Situation) -> bool:
 
 def can_decode_together(now: Situation) -> bool:
     """Whether full chunks can wait for those of others without a listener running dry."""
-    return FRAMES_BETWEEN_CHUNKS * now.time_of_pass < LEAD_AFTER_START
+    return FRAMES_BETWEEN_CHUNKS * now.pass_seconds < LEAD_AFTER_START
 
 
 def evictions(now: Situation, patience: float) -> list[int]:

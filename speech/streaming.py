@@ -29,6 +29,8 @@ def stream(
     text: str | list[str] | Iterable[str],
     chunk_frames: int | None = None,
     text_timeout: float = 60.0,
+    seed: int | None = None,
+    warn: bool = True,
     **kwargs,
 ) -> Iterator[Chunk]:
     """Speak one text and yield (float32 samples, sample rate) while it is generated.
@@ -39,20 +41,23 @@ def stream(
     kwargs: the method's other arguments. Text from an iterator is spoken with non_streaming_mode=False.
     chunk_frames: frames of 80 ms per chunk. Default: 1, 1, 2, 4, 8, 8, ..., for an early start and then fewer chunks.
     text_timeout: seconds without new text after which the stream ends with a TimeoutError
+    seed: gives the speech that `torch.manual_seed(seed)` before a whole call does
+    warn: whether to warn if the speech is cut off at a limit
 
     The chunks joined are the audio of the whole call. Mistakes raise an error here, before the first chunk.
     """
     if chunk_frames is not None:
         check_counts(chunk_frames=chunk_frames)
+    check_seed(seed)
     speech = speech_of(method)
     check_not_async(text)
     sizes = itertools.repeat(chunk_frames) if chunk_frames else growing_chunks()
     if is_arriving(text):
         check_text_timeout(text_timeout)
         reader = TextReader(ArrivingText(speech, method, **kwargs), text, text_timeout)
-        return arriving_audio_chunks(speech, reader, sizes)
+        return arriving_audio_chunks(speech, reader, sizes=sizes, seed=seed, warn=warn)
     request, reference = prepare_request(speech, method, text, **kwargs)
-    return audio_chunks(speech, request, reference, sizes)
+    return audio_chunks(speech, request, reference, sizes=sizes, seed=seed, warn=warn)
 
 
 async def astream(
@@ -123,23 +128,30 @@ def is_arriving(text) -> bool:
     return hasattr(text, "__iter__") and not isinstance(text, str | bytes | list | tuple | dict | set)
 
 
-def arriving_audio_chunks(speech, reader: TextReader, sizes: Iterator[int]) -> Generator[Chunk, None, bool]:
+def arriving_audio_chunks(speech, reader: TextReader, **options) -> Generator[Chunk, None, bool]:
     """`audio_chunks` of a text that is still arriving. The model is not locked before there is enough of it."""
     text = reader.text
     reader.start()
     try:
         reader.wait_until(lambda: text.can_begin)
-        return (yield from audio_chunks(speech, text.begin(), text.reference, sizes, reader))
+        return (yield from audio_chunks(speech, text.begin(), text.reference, reader, **options))
     finally:
         reader.close()
 
 
 def audio_chunks(
-    speech, request: dict, reference: torch.Tensor | None, sizes: Iterator[int], reader: TextReader | None = None
+    speech,
+    request: dict,
+    reference: torch.Tensor | None,
+    reader: TextReader | None = None,
+    *,
+    sizes: Iterator[int],
+    seed: int | None,
+    warn: bool,
 ) -> Generator[Chunk, None, bool]:
     """Returns whether the speech has ended by itself, and not at a limit. `sizes` are the frames of each chunk."""
     runner = speech.runner
-    utterance = speech.utterance(request, reference, sizes)
+    utterance = speech.utterance(request, reference, sizes, seed)
     if reader:
         utterance.frames_with_text = reader.text.frames_with_text
     pending = collections.deque()
@@ -172,7 +184,8 @@ def audio_chunks(
                 runner.release(utterance)
     for audio in pending:
         yield audio.wait()[0], speech.rate
-    utterance.warn_if_cut_off()
+    if warn:
+        utterance.warn_if_cut_off()
     return not utterance.was_cut_off
 
 

@@ -243,6 +243,21 @@ def test_a_list_of_texts(voices, name):
         assert_same(wavs[number], alone(voice, 5 + number, **arguments))
 
 
+def test_mistakes_in_a_list_come_first(voices):
+    """They came after the texts before had been spoken, some as an IndexError."""
+    voice = voices("x-vector").end_comes_up(True)
+    method, prompt = voice.fast.generate_voice_clone, voice.arguments["voice_clone_prompt"]
+    two = {name: column and column[:2] for name, column in prompt.items()}
+    with engine_of(voice.fast, 2) as engine:
+        with pytest.raises(ValueError, match="the text is empty"):
+            engine.generate(method, text=["Hello."] * 8 + [""], **voice.arguments)
+        with pytest.raises(ValueError, match="2 voices for 3 texts"):
+            engine.generate(method, text=["Hello."] * 3, **voice.arguments | dict(voice_clone_prompt=two))
+        assert engine.runner.beat == 0
+        last = engine.generate(method, text=["Hi", "Hi"], seed=2**64 - 1, max_new_tokens=4, **voice.arguments)[0][1]
+        assert_same(last, alone(voice, 0, text="Hi", max_new_tokens=4, **voice.arguments))
+
+
 def test_a_listener_who_leaves_early_disturbs_nobody(voice):
     method = voice.fast.generate_voice_clone
     requests = requests_of(voice, 4)

@@ -14,6 +14,7 @@ from helpers import GREEDY, joined
 import cli.__main__
 from cli import speaking
 from speech.long_text import frame_limit, speak, split_text, stream_long
+from speech.model import Speech
 from speech.streaming import stream
 
 SENTENCES = "Dr. Smith paid $3.50 to J. R. Jones. Really? Yes! ", "今天天气真好。我们去公园吧！", "Это тест. Да, так. "
@@ -135,17 +136,17 @@ def test_speech_that_ends_is_not_touched(voice):
 def test_a_retry_speaks_with_another_seed(voice, monkeypatch):
     """The first attempt does not end and must not be heard; the second must not repeat its random numbers."""
     seeds = []
-    original = torch.manual_seed
+    original = Speech.seeded_generator
     monkeypatch.setattr("speech.long_text.MIN_FRAME_LIMIT", 1)
     monkeypatch.setattr("speech.long_text.FRAMES_PER_TOKEN", 0)
 
-    def manual_seed(seed):
+    def seeded_generator(speech, seed):
         seeds.append(seed)
         if len(seeds) == 2:
             monkeypatch.setattr("speech.long_text.MIN_FRAME_LIMIT", 192)
-        return original(seed)
+        return original(speech, seed)
 
-    monkeypatch.setattr(torch, "manual_seed", manual_seed)
+    monkeypatch.setattr(Speech, "seeded_generator", seeded_generator)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         audio = joined(speak(voice.fast.generate_voice_clone, text="Hi", seed=5, retries=3, **voice.arguments))
@@ -154,14 +155,16 @@ def test_a_retry_speaks_with_another_seed(voice, monkeypatch):
 
 
 def test_a_retry_after_a_full_cache(voices, monkeypatch):
-    """Speech that fills the cache before it reaches its frame limit has not ended either."""
+    """Speech that fills the cache before it reaches its frame limit has not ended either. The warning is about what is
+    heard: an attempt that is dropped gave one, too."""
     voice = voices("x-vector").end_comes_up(False)
     seeds = []
-    monkeypatch.setattr(torch, "manual_seed", seeds.append)
-    with pytest.warns(UserWarning, match="cut off after 4 frames"):
+    original = Speech.seeded_generator
+    monkeypatch.setattr(Speech, "seeded_generator", lambda speech, seed: seeds.append(seed) or original(speech, seed))
+    with pytest.warns(UserWarning, match="cut off after 4 frames") as caught:
         request = dict(text="Hi", max_new_tokens=5, **voice.arguments, **GREEDY)
         audio = joined(speak(voice.fast.generate_voice_clone, seed=5, retries=2, **request))
-    assert len(seeds) == 3 and len(audio) == 4 * 1920
+    assert len(set(seeds)) == 3 and len(audio) == 4 * 1920 and len(caught) == 1
 
 
 @pytest.mark.parametrize("mistake", [dict(text=" "), dict(language="Klingon"), dict(temperature=-1.0), dict(seed="a")])
@@ -170,6 +173,26 @@ def test_mistakes_raise_at_the_call(voice, function, mistake):
     """As those of `stream`: they were raised at the first chunk."""
     with pytest.raises(ValueError):
         function(voice.fast.generate_voice_clone, **dict(text="Hi") | voice.arguments | mistake)
+
+
+@pytest.mark.parametrize("pause", [-1.0, float("inf"), float("nan")])
+def test_a_pause_that_cannot_be(voice, pause):
+    """It failed after the first utterance."""
+    with pytest.raises(ValueError, match="pause"):
+        stream_long(voice.fast.generate_voice_clone, text="Hi", pause=pause, **voice.arguments)
+
+
+def test_a_stream_takes_a_seed(voice):
+    """It went to upstream, which ignores what it does not know."""
+    torch.manual_seed(5)
+    (expected,), _ = voice.fast.generate_voice_clone(text="Hi", **voice.arguments)
+    state = torch.get_rng_state()
+    for text in ("Hi", iter(["Hi"])):
+        audio = joined(stream(voice.fast.generate_voice_clone, text=text, seed=5, **voice.arguments))
+        np.testing.assert_allclose(audio, expected, rtol=0, atol=1e-5)
+    assert torch.equal(state, torch.get_rng_state())
+    with pytest.raises(ValueError, match="seed"):
+        stream(voice.fast.generate_voice_clone, text="Hi", seed=2**64, **voice.arguments)
 
 
 def generate(folder, *arguments):

@@ -20,7 +20,7 @@ def situation(rules, *listeners, **details):
     """Numbers are listeners with so many seconds of audio ahead, None is one who has heard nothing yet."""
     kinds = {float: lambda lead: listener(rules, lead), type(None): lambda _: rules.Listener()}
     listeners = [kinds[type(one)](one) if type(one) in kinds else one for one in listeners]
-    return rules.Situation(listeners, **dict(rows=8, time_of_pass=PASS) | details)
+    return rules.Situation(listeners, **dict(rows=8, pass_seconds=PASS) | details)
 
 
 def check_nobody_runs_dry(rules):
@@ -108,8 +108,8 @@ def check_evictions(rules):
 
 def check_chunks_wait_for_others_where_frames_are_fast(rules):
     """The first chunks are 0.64 s; until the next one is decoded there are up to 15 frames, and this one."""
-    for time_of_pass, expected in [(0.005, True), (0.031, True), (0.0315, False), (0.08, False)]:
-        assert rules.can_decode_together(situation(rules, 9.0, time_of_pass=time_of_pass)) == expected, time_of_pass
+    for pass_seconds, expected in [(0.005, True), (0.031, True), (0.0315, False), (0.08, False)]:
+        assert rules.can_decode_together(situation(rules, 9.0, pass_seconds=pass_seconds)) == expected, pass_seconds
 
 
 CHECKS = [check for name, check in globals().copy().items() if name.startswith("check_")]
@@ -126,7 +126,7 @@ MUTATIONS = [
     ("if listener.has_heard and listener.may_advance", "if listener.may_advance"),
     ("if listener.has_heard and listener.may_advance", "if listener.has_heard"),
     ("has_heard and listener.may_advance and listener.paused_for is None", "has_heard and listener.may_advance"),
-    ("2 * self.time_of_pass", "self.time_of_pass"),
+    ("2 * self.pass_seconds", "self.pass_seconds"),
     ("if would_run_dry and now.longest_wait <= LONGEST_HOLD", "if would_run_dry"),
     ("now.longest_wait <= LONGEST_HOLD", "now.longest_wait < LONGEST_HOLD"),
     ("if would_run_dry", "if False"),
@@ -152,7 +152,7 @@ MUTATIONS = [
     ("self.preparing or self.can_admit or", "self.preparing or"),
     ("self.can_admit or not all(listener.has_heard for listener in self.listeners)", "self.can_admit"),
     ("self.waiting > 0 and len(self.listeners) < self.rows", "self.waiting > 0"),
-    ("FRAMES_BETWEEN_CHUNKS * now.time_of_pass", "8 * now.time_of_pass"),
+    ("FRAMES_BETWEEN_CHUNKS * now.pass_seconds", "8 * now.pass_seconds"),
     ("if len(now.listeners) < now.rows", "if False"),
     ("enumerate(now.listeners)), reverse=True)", "enumerate(now.listeners)))"),
     ("if idle_for > patience", "if idle_for >= patience"),
@@ -181,15 +181,15 @@ def test_a_changed_rule_is_found(original, mutated):
 def underruns_of_a_burst(rules, listeners=400, frame=0.03, prefill=0.07):
     """Everybody asks at once. A frame of 80 ms takes 30, and a prefill 70 more. Returns who ran dry, and the time at
     which the last one heard something."""
-    waiting, active, now, time_of_pass, dry = listeners, [], 0.0, 0.0, 0
+    waiting, active, now, pass_seconds, dry = listeners, [], 0.0, 0.0, 0
     while waiting or None in active:  # times at which their audio runs out
         streams = [rules.Listener() if end is None else listener(rules, end - now) for end in active]
-        state = rules.Situation(streams, listeners, 0, waiting, now, time_of_pass)
+        state = rules.Situation(streams, listeners, 0, waiting, now, pass_seconds)
         new = rules.admissions(state)
         is_held_back = not new and rules.holds_back(state)
         took = 0.002 if is_held_back else frame + prefill * (new > 0)
         now += took
-        time_of_pass = max(took, 0.9 * time_of_pass)
+        pass_seconds = max(took, 0.9 * pass_seconds)
         waiting -= new
         active += [None] * new
         if not is_held_back:

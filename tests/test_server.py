@@ -1102,7 +1102,7 @@ def test_a_long_text_is_spoken_in_parts(checkpoint, wav, tmp_path):
         assert last["type"] == "speech.audio.done" and last["usage"]["input_tokens"] == len(" ".join(sentences))
         in_context = {"ref_audio": base64.b64encode(wav).decode(), "ref_text": "x" * 450}
         answer = server.speak(input=" ".join(sentences), **in_context, **fields)
-        assert answer.status == 400 and "too many for speech: shorten input" in answer.error["message"]
+        assert answer.status == 400 and "too little is left for speech: shorten input" in answer.error["message"]
 
 
 def test_parts_of_a_long_text(monkeypatch):

@@ -266,11 +266,11 @@ def test_an_engine_that_stands_still_is_noticed(monkeypatch):
     """A kernel that never ends keeps the engine's thread, and no other."""
     now = 1000.0
     monkeypatch.setattr(engine_host, "time", SimpleNamespace(monotonic=lambda: now))
-    engine = SimpleNamespace(active=[], time_of_pass=0.1, intake=SimpleNamespace(waiting=[]), has_work=lambda: True)
+    engine = SimpleNamespace(active=[], pass_seconds=0.1, intake=SimpleNamespace(waiting=[]), has_work=lambda: True)
     host = object.__new__(engine_host.EngineHost)
     host.engine, host.last_pass, host.advanced_at = engine, 0.0, 0.0
     for active, duration, stands_still in (([], 0.1, False), ([1], 0.1, True), ([1], 0.2, False), ([1], 0.2, True)):
-        engine.active, engine.time_of_pass = active, duration
+        engine.active, engine.pass_seconds = active, duration
         now += engine_host.SECONDS_WITHOUT_A_PASS + 1
         assert host.stands_still() == stands_still
 
