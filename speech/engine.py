@@ -75,7 +75,7 @@ class Engine:
         self.after_delivery = after_delivery
         self.open = set()  # streams that somebody may be reading
         self.active = []  # streams that have a row
-        self.pass_seconds = 0.0  # seconds; a maximum that decays by a tenth with each pass
+        self.pass_seconds = 0.0  # a maximum that decays by a tenth with each pass
         self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (streams, their audio or what each ends with), in order
         self.changed = threading.Condition()
         self.intake = Intake(self.speech, self.changed)

@@ -35,7 +35,7 @@ class Situation(NamedTuple):
     preparing: int = 0  # requests whose prompts are being built
     waiting: int = 0  # requests that could be admitted
     longest_wait: float = 0.0  # seconds, of the first of them
-    pass_seconds: float = 0.0  # seconds; a maximum that decays by a tenth with each pass
+    pass_seconds: float = 0.0  # a maximum that decays by a tenth with each pass
 
     @property
     def can_admit(self) -> bool:
