@@ -279,6 +279,7 @@ def decode_recording(data: bytes, settings: Settings, name: str) -> Chunk:
         raise ValueError(f"{name} has no samples: give a recording of the voice")
     if len(audio) > max_samples:
         raise ValueError(f"{name} is longer than {settings.max_reference_seconds:g} s: give a shorter recording")
-    audio = audio.mean(axis=1)
+    with np.errstate(over="ignore"):  # what is infinite is refused
+        audio = audio.mean(axis=1)
     check_recording(audio, rate, name)
     return audio / max(1.0, np.abs(audio).max()), rate  # floats may be beyond full scale

@@ -45,6 +45,7 @@ def uvicorn_config(app: Starlette, settings: Settings) -> uvicorn.Config:
     )
     config.settings = settings
     logging.getLogger("uvicorn.error").addFilter(is_news)
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it warns of forms that cannot be parsed
     return config
 
 

@@ -267,11 +267,11 @@ class EngineHost:
                 self.fail(number, error)
 
     def stands_still(self) -> bool:
-        """Whether the engine has work and finishes none of it. Each of its passes sets time_of_pass."""
+        """Whether the engine has work and finishes none of it. Each of its passes sets pass_seconds."""
         engine, now = self.engine, time.monotonic()
         has_work = (engine.active or engine.intake.waiting) and engine.has_work()
-        if not has_work or engine.time_of_pass != self.last_pass:
-            self.last_pass, self.advanced_at = engine.time_of_pass, now
+        if not has_work or engine.pass_seconds != self.last_pass:
+            self.last_pass, self.advanced_at = engine.pass_seconds, now
         return now - self.advanced_at > SECONDS_WITHOUT_A_PASS
 
 

@@ -1,6 +1,6 @@
 """One of the models that are served: what its config allows, which voices it has, and its engine."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from common import checkpoints
 from serving.engine_process import EngineProcess
@@ -85,15 +85,7 @@ class Model:
             return self.presets[OPENAI_VOICES.index(wanted) % len(self.presets)]
         if wanted in OPENAI_VOICES and names:
             return names[0]  # the oldest: it stays the same when voices are added
-        if not names:
-            raise ApiError(
-                "this model clones voices and none is registered: POST a recording to /v1/audio/voices, or send "
-                "ref_audio with the request",
-                param="voice",
-                code="unknown_voice",
-            )
-        nearest = checkpoints.nearest(wanted, names)
-        raise ApiError(f"there is no voice {name!r}: choose {nearest}", param="voice", code="unknown_voice")
+        raise unknown_voice(name, names)
 
     # ---- Checks
 
@@ -151,6 +143,14 @@ class Model:
         about = {"kind": self.kind, "languages": checkpoints.languages(self.config)}  # for the page
         about["random_weights"] = bool(self.config.get("random_weights"))
         return model | about | {"voices": self.voice_names(registered)}
+
+
+def unknown_voice(name: str | None, names: Sequence[str]) -> ApiError:
+    problem = f"there is no voice {name!r}: choose {checkpoints.nearest(wanted_voice(name), names)}"
+    if not names:
+        problem = "this model clones voices and none is registered: POST a recording to /v1/audio/voices, or send "
+        problem += "ref_audio with the request"
+    return ApiError(problem, param="voice", code="unknown_voice")
 
 
 def sampling(style: Style) -> dict:

@@ -3,7 +3,7 @@
 import json
 from typing import Any, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 
 from common.checkpoints import language_name
 from serving.errors import ApiError
@@ -21,7 +21,7 @@ class Style(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
     model: str | None = None  # any string; one of several models by its name
-    voice: str | None = Field(None, validation_alias=AliasChoices("voice", "speaker"))
+    voice: str | None = None  # or `speaker`
     instructions: str | None = None
     language: str | None = None
     response_format: Format = "wav"
@@ -42,6 +42,12 @@ class Style(BaseModel):
     max_new_tokens: int | None = None
     non_streaming_mode: bool | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def speaker_is_voice(cls, content: dict) -> dict:
+        has_voice = content.get("voice") not in (None, "")
+        return content if has_voice else content | {"voice": content.get("speaker")}
+
     @field_validator("voice", mode="before")
     @classmethod
     def id_of_voice(cls, value: Any) -> Any:
@@ -51,7 +57,7 @@ class Style(BaseModel):
     @field_validator("language")
     @classmethod
     def name_of_language(cls, value: str | None) -> str | None:
-        return value and language_name(value)
+        return value and language_name(value.strip())
 
     @field_validator("response_format", "speed", "stream_format", mode="before", check_fields=False)
     @classmethod

@@ -107,7 +107,7 @@ def create_app(speech: Speech) -> Starlette:
     @route("POST", "/v1/audio/convert")
     async def convert_speech(request: Request) -> Response:
         """For the page, which saves what was spoken."""
-        style = parse(Style, {"response_format": request.query_params.get("response_format", "mp3")})
+        style = parse(Style, {"response_format": request.query_params.get("response_format") or "mp3"})
         check_encoding(style)
         with time_limit(request, settings):
             wav = await request.body()

@@ -25,7 +25,7 @@ from serving.audio_formats import Encoder, av, check_base64, decode_base64, deco
 from serving.engine_process import Call, Connection, EngineProcess, start_worker
 from serving.errors import ApiError
 from serving.metrics import Metrics
-from serving.model import Model, sampling
+from serving.model import Model, sampling, unknown_voice
 from serving.requests import Style
 from serving.settings import Settings
 from serving.voices import RegisteredVoice, VoiceFolder, as_stored, check_name
@@ -128,7 +128,7 @@ class Speech:
         """Look at the folder of voices if this one is not known. Who wants a known one does not wait for a disk and a
         thread: that takes milliseconds while a crowd keeps the event loop busy. `keep_looking` finds what has changed.
         """
-        if not any(model.knows_voice(voice, self.registered) for model in self.models):
+        if not self.speaking(voice):
             await self.refresh()
 
     async def keep_looking(self) -> None:
@@ -231,16 +231,26 @@ class Speech:
         """The model with the request's name; for other names the first that can do what is asked."""
         if len(self.models) == 1:
             return self.models[0]
-        named = [model for model in self.models if style.model and model.is_named(style.model)]
+        named = self.named(style)
         able = [model for model in self.models if model.can_do(style, self.registered)]
         with_voice = [model for model in able if model.has_voice(style.voice, self.registered)]
-        return [*named, *with_voice, *able, *self.models][0]
+        return [*named, *with_voice, *able, *self.speaking(style.voice), *self.models][0]
+
+    def named(self, style: Style) -> list[Model]:
+        return [model for model in self.models if style.model and model.is_named(style.model)]
+
+    def speaking(self, voice: str | None) -> list[Model]:
+        """The models that can speak in this voice."""
+        return [model for model in self.models if model.knows_voice(voice, self.registered)]
 
     def check(self, style: Style) -> None:
         """Refuse what cannot be done, before any work starts. `look_for` its voice before."""
         for name in ("model", "instructions", "ref_text", "voice", "language"):
             self.check_field(name, getattr(style, name))
         check_base64(style.ref_audio or "")
+        has_reference = style.ref_audio is not None or style.speaker_embedding is not None
+        if style.voice and not (has_reference or self.named(style) or self.speaking(style.voice)):
+            raise unknown_voice(style.voice, self.voice_names())
         self.model_for(style).check(style, self.registered)
 
     def ignored(self, style: Style) -> tuple[str, ...]:

@@ -249,11 +249,12 @@ def test_mistakes_in_a_list_come_first(voices):
     method, prompt = voice.fast.generate_voice_clone, voice.arguments["voice_clone_prompt"]
     two = {name: column and column[:2] for name, column in prompt.items()}
     with engine_of(voice.fast, 2) as engine:
+        frames = engine.runner.beat
         with pytest.raises(ValueError, match="the text is empty"):
             engine.generate(method, text=["Hello."] * 8 + [""], **voice.arguments)
         with pytest.raises(ValueError, match="2 voices for 3 texts"):
             engine.generate(method, text=["Hello."] * 3, **voice.arguments | dict(voice_clone_prompt=two))
-        assert engine.runner.beat == 0
+        assert engine.runner.beat == frames
         last = engine.generate(method, text=["Hi", "Hi"], seed=2**64 - 1, max_new_tokens=4, **voice.arguments)[0][1]
         assert_same(last, alone(voice, 0, text="Hi", max_new_tokens=4, **voice.arguments))
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import threading
 import time
+import warnings
 import wave
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -342,8 +343,10 @@ def test_fields_as_clients_send_them(server):
     for fields in (
         {"speaker": "speaker"},
         {"voice": {"id": "Speaker"}},
+        {"voice": None, "speaker": "Speaker"},
+        {"voice": "", "speaker": {"id": "speaker"}},
         {"voice": "alloy", "model": "gpt-4o-mini-tts"},
-        {"model": None, "voice": None, "speed": 1, "language": "Auto", "stream": True, "instructions": None},
+        {"model": None, "voice": None, "speed": 1, "language": " Auto ", "stream": True, "instructions": None},
         {"stream_format": "audio", "unknown_field": {"x": [1]}, "task_type": "Base"},
     ):
         answer = server.speak(response_format="pcm", **fields)
@@ -594,6 +597,18 @@ def test_a_form_in_another_charset_is_refused(server):
     headers = {"Content-Type": "multipart/form-data; boundary=B; Charset=punycode"}
     answer = server.ask("POST", "/v1/audio/voices", body, headers)
     assert answer.status == 415 and "utf-8" in answer.error["message"]
+
+
+def test_a_clients_mistakes_are_not_in_the_log(server, caplog):
+    """python_multipart and numpy wrote a line for each."""
+    form = {"Content-Type": "multipart/form-data; boundary=CC"}
+    assert server.ask("POST", "/v1/audio/voices", b"--BB\r\n", form).status == 400
+    file = io.BytesIO()
+    soundfile.write(file, np.full((24000, 2), 3e38, np.float32), 24000, format="WAV", subtype="FLOAT")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        answer = server.speak(ref_audio=base64.b64encode(file.getvalue()).decode())
+    assert answer.status == 400 and not caplog.messages
 
 
 def test_what_is_not_a_file_is_no_voice(server, speech):

@@ -397,7 +397,18 @@ def test_the_request_chooses_its_model(server, speech):
         while isinstance(message := session.recv(LIMIT), bytes):
             audio += message
         assert audio == speak(model=custom, non_streaming_mode=False)  # as text that arrives is spoken
-    assert server.speak(model="tts-1", voice="nobody").error["code"] == "unknown_voice"
+    unknown = server.speak(model="tts-1", voice="vivia").error
+    assert unknown["code"] == "unknown_voice" and "choose vivian" in unknown["message"]
+
+
+@pytest.mark.parametrize("voice, first", [("speaker", 1), ("vivian", 0), ("nova", 0)])
+def test_instructions_that_no_model_with_the_voice_can_use(server, speech, monkeypatch, voice, first):
+    """The voice was then looked for in the first model, which has others: 400."""
+    monkeypatch.setattr(speech, "models", [speech.models[first], speech.models[1 - first]])
+    for model in speech.models:
+        monkeypatch.setattr(model, "takes_instructions", False)
+    answer = server.speak(voice=voice, instructions="Speak calmly.", max_new_tokens=3)
+    assert (answer.status, answer.headers["X-Ignored"]) == (200, "instructions")
 
 
 def test_a_registered_voice_is_the_one_that_is_heard(server, speech, recording, monkeypatch):
