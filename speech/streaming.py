@@ -55,9 +55,9 @@ def stream(
     if is_arriving(text):
         check_text_timeout(text_timeout)
         reader = TextReader(ArrivingText(speech, method, **kwargs), text, text_timeout)
-        return arriving_audio_chunks(speech, reader, sizes=sizes, seed=seed, warn=warn)
+        return arriving_audio_chunks(speech, reader, sizes, seed, warn)
     request, reference = prepare_request(speech, method, text, **kwargs)
-    return audio_chunks(speech, request, reference, sizes=sizes, seed=seed, warn=warn)
+    return audio_chunks(speech, request, reference, sizes, seed, warn)
 
 
 async def astream(
@@ -128,13 +128,13 @@ def is_arriving(text) -> bool:
     return hasattr(text, "__iter__") and not isinstance(text, str | bytes | list | tuple | dict | set)
 
 
-def arriving_audio_chunks(speech, reader: TextReader, **options) -> Generator[Chunk, None, bool]:
+def arriving_audio_chunks(speech, reader: TextReader, *options) -> Generator[Chunk, None, bool]:
     """`audio_chunks` of a text that is still arriving. The model is not locked before there is enough of it."""
     text = reader.text
     reader.start()
     try:
         reader.wait_until(lambda: text.can_begin)
-        return (yield from audio_chunks(speech, text.begin(), text.reference, reader, **options))
+        return (yield from audio_chunks(speech, text.begin(), text.reference, *options, reader))
     finally:
         reader.close()
 
@@ -143,11 +143,10 @@ def audio_chunks(
     speech,
     request: dict,
     reference: torch.Tensor | None,
-    reader: TextReader | None = None,
-    *,
     sizes: Iterator[int],
-    seed: int | None,
-    warn: bool,
+    seed: int | None = None,
+    warn: bool = True,
+    reader: TextReader | None = None,
 ) -> Generator[Chunk, None, bool]:
     """Returns whether the speech has ended by itself, and not at a limit. `sizes` are the frames of each chunk."""
     runner = speech.runner
