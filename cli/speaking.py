@@ -29,9 +29,10 @@ from common.loading import choose_device, model_errors
 from common.output_files import check_writable, is_wav
 from common.scripts import show_note, show_progress, show_warning
 from common.voices import clone_prompt, load_speaker
-from generate import load, stream
+from generate import load
 from speech.arriving_text import tokens_to_begin
 from speech.long_text import speak, split_text, tokens_that_fit, with_pauses
+from speech.streaming import nth_seed, stream
 
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 PIPE_TIMEOUT = 600.0  # seconds that a line on stdin may stay unfinished
@@ -75,7 +76,7 @@ def speak_all(args: argparse.Namespace, progress: "Progress", player: Player | N
             speak_parts(args, texts, utterance, progress)
             spoken = (args.parts.read(number) for number, _ in texts)
         else:
-            spoken = (progress.follow(utterance(text=text, seed=seed_of(args, n)), text) for n, text in texts)
+            spoken = (progress.follow(utterance(text=text, seed=nth_seed(args.seed, n)), text) for n, text in texts)
         chunks = with_pauses(spoken, args.pause)
         if player:
             chunks = player.follow(chunks)
@@ -154,11 +155,6 @@ def voice_request(args: argparse.Namespace, tts) -> tuple[Callable, dict]:
     return tts.generate_voice_clone, request | {"voice_clone_prompt": prompt}
 
 
-def seed_of(args: argparse.Namespace, number: int) -> int | None:
-    """Each utterance has a seed of its own, so that --resume gives what an uninterrupted run does."""
-    return None if args.seed is None else args.seed + number
-
-
 def speak_parts(args: argparse.Namespace, texts: list, utterance: Callable, progress: "Progress") -> None:
     """Speak what is not there yet, each utterance into a file of its own."""
     for number, text in texts:
@@ -166,7 +162,7 @@ def speak_parts(args: argparse.Namespace, texts: list, utterance: Callable, prog
         if part.is_file():
             progress.skip(text)
         else:
-            write_audio(part, progress.follow(utterance(text=text, seed=seed_of(args, number)), text))
+            write_audio(part, progress.follow(utterance(text=text, seed=nth_seed(args.seed, number)), text))
 
 
 def check_lengths(args: argparse.Namespace) -> None:

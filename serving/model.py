@@ -60,7 +60,7 @@ class Model:
 
     def can_do(self, style: Style, registered: Iterable[str]) -> bool:
         """Whether it has the voice, and takes what else describes it. For a request that names no model."""
-        if style.ref_audio is not None or style.speaker_embedding is not None:
+        if style.has_reference:
             return self.clones
         if style.instructions and not self.takes_instructions:
             return False
@@ -110,7 +110,7 @@ class Model:
             raise ApiError("ref_audio and speaker_embedding are two voices: give one of them", param="ref_audio")
         if style.ref_audio is None:
             check_no_reference(style)
-        if style.ref_audio is None and style.speaker_embedding is None:
+        if not style.has_reference:
             self.resolve_voice(style.voice, registered)
             return
         self.check_cloning("ref_audio" if style.ref_audio is not None else "speaker_embedding")
@@ -146,10 +146,13 @@ class Model:
 
 
 def unknown_voice(name: str | None, names: Sequence[str]) -> ApiError:
-    problem = f"there is no voice {name!r}: choose {checkpoints.nearest(wanted_voice(name), names)}"
-    if not names:
-        problem = "this model clones voices and none is registered: POST a recording to /v1/audio/voices, or send "
-        problem += "ref_audio with the request"
+    if names:
+        problem = f"there is no voice {name!r}: choose {checkpoints.nearest(wanted_voice(name), names)}"
+    else:
+        problem = (
+            "this model clones voices and none is registered: POST a recording to /v1/audio/voices, or send "
+            "ref_audio with the request"
+        )
     return ApiError(problem, param="voice", code="unknown_voice")
 
 

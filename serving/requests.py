@@ -42,6 +42,11 @@ class Style(BaseModel):
     max_new_tokens: int | None = None
     non_streaming_mode: bool | None = None
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether the request itself has a voice to clone."""
+        return self.ref_audio is not None or self.speaker_embedding is not None
+
     @model_validator(mode="before")
     @classmethod
     def speaker_is_voice(cls, content: dict) -> dict:

@@ -248,8 +248,7 @@ class Speech:
         for name in ("model", "instructions", "ref_text", "voice", "language"):
             self.check_field(name, getattr(style, name))
         check_base64(style.ref_audio or "")
-        has_reference = style.ref_audio is not None or style.speaker_embedding is not None
-        if style.voice and not (has_reference or self.named(style) or self.speaking(style.voice)):
+        if style.voice and not (style.has_reference or self.named(style) or self.speaking(style.voice)):
             raise unknown_voice(style.voice, self.voice_names())
         self.model_for(style).check(style, self.registered)
 

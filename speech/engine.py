@@ -36,7 +36,7 @@ from speech.model import value_for
 from speech.prompts import check_counts, check_text, with_voice_clone_prompt
 from speech.request import QueueFull, State, Stream, StreamTimeout
 from speech.schedule import Situation, admissions, can_decode_together, evictions, holds_back
-from speech.streaming import Chunk, check_not_async, check_seed, is_arriving
+from speech.streaming import Chunk, check_not_async, check_seed, is_arriving, nth_seed
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
 
@@ -218,7 +218,7 @@ class Engine:
 
         def speak(number: int) -> np.ndarray:
             own = {name: value_for(number, len(text), name, value) for name, value in kwargs.items()}
-            own_seed = None if seed is None else (seed + number) % 2**64
+            own_seed = nth_seed(seed, number)
             return np.concatenate([audio for audio, _ in self.stream(method, text=text[number], seed=own_seed, **own)])
 
         if isinstance(text, str):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from speech.prompts import check_text, speech_of, tokenize, with_voice_clone_prompt
-from speech.streaming import Chunk, check_seed, is_arriving, stream
+from speech.streaming import Chunk, check_seed, is_arriving, nth_seed, stream
 from speech.utterance import warn_each_time
 
 FRAMES_PER_TOKEN = 12
@@ -70,8 +70,8 @@ def stream_long(
     utterances = split_text(text.splitlines(), lambda part: len(tokenize(speech.tts, part)) <= max_tokens, language)
 
     def utterance(number: int) -> Iterator[Chunk]:
-        own_seed = None if seed is None else (seed + number) % 2**64
-        return speak(method, text=utterances[number], language=language, retries=retries, seed=own_seed, **kwargs)
+        own = dict(text=utterances[number], seed=nth_seed(seed, number))
+        return speak(method, language=language, retries=retries, **own, **kwargs)
 
     first = utterance(0)
     return with_pauses(itertools.chain([first], map(utterance, range(1, len(utterances)))), pause)
@@ -91,8 +91,7 @@ def speak(
         raise ValueError("text that is still arriving cannot be spoken again: leave out retries")
 
     def attempt(number: int) -> Iterator[Chunk]:
-        own_seed = None if seed is None else (seed + (number << 32)) % 2**64
-        return stream(method, text=seen, seed=own_seed, warn=number == retries, **kwargs)
+        return stream(method, text=seen, seed=nth_seed(seed, number << 32), warn=number == retries, **kwargs)
 
     first = attempt(0)
     attempts = itertools.chain([first], map(attempt, range(1, retries + 1)))

@@ -119,6 +119,11 @@ def check_seed(seed: int | None) -> None:
         raise ValueError(f"seed is {seed!r}, it must be a whole number from -2**63 to 2**64 - 1")
 
 
+def nth_seed(seed: int | None, number: int) -> int | None:
+    """Each of several texts or attempts has a seed of its own, whichever were spoken before it."""
+    return None if seed is None else (seed + number) % 2**64
+
+
 def check_not_async(text) -> None:
     if hasattr(text, "__aiter__"):
         raise ValueError("the text is an async iterator: use astream instead of stream")

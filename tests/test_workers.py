@@ -397,6 +397,7 @@ def test_the_request_chooses_its_model(server, speech):
         while isinstance(message := session.recv(LIMIT), bytes):
             audio += message
         assert audio == speak(model=custom, non_streaming_mode=False)  # as text that arrives is spoken
+    assert server.speak(model="tts-1", voice="nobody").error["code"] == "unknown_voice"
     unknown = server.speak(model="tts-1", voice="vivia").error
     assert unknown["code"] == "unknown_voice" and "choose vivian" in unknown["message"]
 
