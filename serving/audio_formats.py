@@ -270,7 +270,7 @@ def decode_recording(data: bytes, settings: Settings, name: str) -> Chunk:
                 raise ValueError
             if rate not in SAMPLE_RATES or not 1 <= channels <= MAX_CHANNELS:
                 have = f"{channels} channels at {rate} Hz"
-                raise ApiError(f"{name} has {have}: give 1 or 2 channels at 8,000 to 96,000 Hz")
+                raise ApiError(f"{name} has {have}: give 1 or 2 channels at 8,000 to 96,000 Hz", param=name)
             max_samples = int(settings.max_reference_seconds * rate)
             audio = file.read(max_samples + 1, dtype="float32", always_2d=True)
     except (soundfile.LibsndfileError, ValueError, OSError, MemoryError, RuntimeError):

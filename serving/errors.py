@@ -1,5 +1,6 @@
 """Errors in the form that OpenAI's clients expect, without paths or tracebacks."""
 
+import contextlib
 import json
 import logging
 
@@ -42,6 +43,14 @@ class ApiError(Exception):
     def response(self) -> Response:
         headers = {"Retry-After": "1"} if self.status in (429, 503) else None
         return Response(to_json(self.content()), self.status, headers, "application/json")
+
+
+@contextlib.contextmanager
+def mistakes_in(field: str):
+    try:
+        yield
+    except ValueError as error:
+        raise ApiError(str(error), param=field) from None
 
 
 def engine_failed() -> ApiError:

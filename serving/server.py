@@ -31,6 +31,7 @@ from starlette.websockets import WebSocket
 from serving.audio_formats import CONTENT_TYPES, check_encoding, convert, encode_stream
 from serving.errors import ApiError, as_api_error, log, to_json
 from serving.guard import Guard, connection_of
+from serving.page import FILES as PAGES
 from serving.page import page_response
 from serving.requests import SpeechRequest, Style, parse, parse_json
 from serving.settings import Settings
@@ -118,7 +119,8 @@ def create_app(speech: Speech) -> Starlette:
 
     async def describe_models() -> list[dict]:
         await speech.refresh()
-        return [model.describe(speech.registered) for model in speech.models]
+        limits = dict(max_text=settings.max_text, max_reference_seconds=settings.max_reference_seconds)  # for the page
+        return [model.describe(speech.registered) | limits for model in speech.models]
 
     @route("GET", "/v1/models")
     async def list_models(_: Request) -> Response:
@@ -131,12 +133,11 @@ def create_app(speech: Speech) -> Starlette:
 
     @route("GET", "/v1/models/{name}")
     async def find_model(request: Request) -> Response:
-        await speech.refresh()
         name = request.path_params["name"]
-        models = {model.id: model for model in speech.models}
+        models = {model["id"]: model for model in await describe_models()}
         if name not in models:
             raise ApiError(f"there is no model {name!r} here: choose {', '.join(map(repr, models))}", 404)
-        return JSONResponse(models[name].describe(speech.registered))
+        return JSONResponse(models[name])
 
     @route("GET", "/health")
     async def health(_: Request) -> Response:
@@ -153,10 +154,14 @@ def create_app(speech: Speech) -> Starlette:
         text = prometheus_client.generate_latest(speech.metrics.registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
-    @route("GET", "/")
-    @route("GET", "/docs")
     async def page(request: Request) -> Response:
-        return page_response(request.url.path)
+        path = request.scope["path"]
+        if path == "/docs" and request.scope.get("raw_path", b"").endswith(b"/"):  # its addresses are relative
+            return Response(status_code=307, headers={"Location": "../docs"})
+        return page_response(path, known=request.headers.get("if-none-match", ""))
+
+    for path in PAGES:
+        route("GET", path)(page)
 
     async def refuse(_: Request, error: Exception) -> Response:
         return as_api_error(error).response()

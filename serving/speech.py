@@ -23,7 +23,7 @@ from common.audio_files import Chunk
 from common.scripts import check_device_name
 from serving.audio_formats import Encoder, av, check_base64, decode_base64, decode_recording
 from serving.engine_process import Call, Connection, EngineProcess, start_worker
-from serving.errors import ApiError
+from serving.errors import ApiError, mistakes_in
 from serving.metrics import Metrics
 from serving.model import Model, sampling, unknown_voice
 from serving.requests import Style
@@ -166,12 +166,14 @@ class Speech:
         model = self.cloning_model("audio_sample")
         model.engine.check_ready()
         connection = model.engine.connection  # now: if this worker ends, the next one is still loading
-        name = check_name(name)
-        if any(other.has_voice(name) for other in self.models):
-            raise ApiError(f"there is a voice {name} already: choose another name", param="name")
+        with mistakes_in("name"):
+            name = check_name(name)
+            if any(other.has_voice(name) for other in self.models):
+                raise ValueError(f"there is a voice {name} already: choose another name")
+            await self.on_disk(self.folder.check_new, name)
         self.check_field("ref_text", ref_text)
-        await self.on_disk(self.folder.check_new, name)
-        recording = await self.run(lambda: as_stored(decode_recording(data, self.settings, "audio_sample")))
+        with mistakes_in("audio_sample"):
+            recording = await self.run(lambda: as_stored(decode_recording(data, self.settings, "audio_sample")))
         key = asyncio.ensure_future(keep_voice(connection, "audio_sample", recording, ref_text))
         try:
             await key

@@ -92,8 +92,10 @@ class LocalSpeech(Speech):
 class RunningServer:
     """`with RunningServer(speech) as server`: serves on a free port of this machine, in the loop of the speech."""
 
-    def __init__(self, speech: Speech, **settings):
+    def __init__(self, speech: Speech, below: str = "", **settings):
+        """below: a path, as of a proxy that passes on what is asked for below it"""
         self.speech = speech
+        self.below = below
         self.before = speech.settings
         self.settings = dataclasses.replace(speech.settings, **settings)
 
@@ -102,7 +104,8 @@ class RunningServer:
         self.app = create_app(self.speech)
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
-        self.server = uvicorn.Server(uvicorn_config(self.app, self.settings))
+        app = strip_path(self.app, self.below) if self.below else self.app
+        self.server = uvicorn.Server(uvicorn_config(app, self.settings))
         self.serving = self.speech.submit(self.server.serve(sockets=[self.socket]))
         wait_until(lambda: self.server.started)
         return self
@@ -138,6 +141,20 @@ class RunningServer:
     @property
     def websocket_address(self) -> str:
         return f"ws://127.0.0.1:{self.port}/v1/audio/speech/stream"
+
+
+def strip_path(app, below: str):
+    """What a proxy that serves the application below a path lets through."""
+
+    async def proxy(scope, receive, send):
+        path, inner = scope.get("path"), dict(scope)
+        if path is not None:
+            is_ours = path == below or path.startswith(f"{below}/")
+            inner["path"] = (path.removeprefix(below) or "/") if is_ours else "/not_ours"
+            inner["raw_path"] = inner["path"].encode()
+        await app(inner, receive, send)
+
+    return proxy
 
 
 class Answer:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 
@@ -301,11 +302,20 @@ def test_the_figure_is_drawn_from_the_results(tmp_path, monkeypatch, capsys):
     drawn = figure.read_text()
     fastest, ratios = (results["models"]["0.6B"][f"megakernel{what}"] for what in ("", ", times as fast"))
     assert f"{ratios['than upstream']:.0f} x ({fastest['ms_per_frame']:.2f} ms)" in drawn
-    assert ">this project: megakernel<" in drawn
+    assert ">megakernel*<" in drawn and drawn.count(">does not stream<") == 4  # two ways, for each size
     assert capsys.readouterr().out.strip() == str(figure)
     written = figure.stat().st_mtime_ns  # what has not changed is not written again
     run(monkeypatch, tmp_path, "--plot")
     assert figure.read_text() == drawn and figure.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("path", sorted((bench.ROOT / "results").glob("*.svg")), ids=lambda path: path.stem)
+def test_a_phone_shows_the_figures_in_legible_type(path):
+    """At least 10 pixels high on a screen that is 400 pixels wide."""
+    drawing = path.read_text()
+    width = float(re.search(r'<svg[^>]* width="([\d.]+)pt"', drawing)[1])
+    sizes = [float(size) for size in re.findall(r"font(?:-size)?: (?:bold )?([\d.]+)px", drawing)]
+    assert len(sizes) > 10 and min(sizes) * 400 / width >= 10
 
 
 def test_the_servers_figure_shows_all_of_both_lines():

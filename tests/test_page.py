@@ -20,7 +20,6 @@ from serving_helpers import RunningServer, load_speech, pcm, wait_until, wait_un
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from serving.page import HEADERS
 from serving.speech import Utterance
 
 try:
@@ -87,11 +86,11 @@ def open_page(browser, server, problems):
             context = new_context(browser, **options)
             contexts.append(context)
         page = context.new_page()
-        own = (f"http://127.0.0.1:{at.port}/", f"ws://127.0.0.1:{at.port}/", "blob:", "data:")
+        own = (*(f"{kind}://127.0.0.1:{at.port}{at.below}/" for kind in ("http", "ws")), "blob:", "data:")
         page.on("request", lambda request: request.url.startswith(own) or problems.append(request.url))
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("console", lambda message: is_problem(message) and problems.append(message.text))
-        page.goto(f"http://127.0.0.1:{at.port}/")
+        page.goto(f"http://127.0.0.1:{at.port}{at.below}/")
         if is_ready:
             expect(page.locator("#status")).to_have_text("Ready.")
         return page
@@ -116,9 +115,10 @@ def is_problem(message):
 
 @pytest.fixture(scope="module")
 def shared_context(browser):
-    """A new one takes Chromium three times as long as a new page in it, which finds nothing that was spoken before."""
+    """A new one takes Chromium three times as long as a new page in it, which finds nothing of those before."""
     context = new_context(browser)
-    context.add_init_script("location.protocol === 'about:' || indexedDB.deleteDatabase('spoken')")
+    forget = "indexedDB.deleteDatabase('qwen3-tts'); localStorage.clear()"
+    context.add_init_script(f"if (location.protocol !== 'about:') {{ {forget} }}")
     yield context
     context.close()
 
@@ -138,7 +138,7 @@ def wav(recording):
 
 
 def set_fields(page, **fields):
-    page.evaluate("document.getElementById('settings').open = true")
+    page.evaluate("document.querySelectorAll('#settings, #program').forEach((part) => { part.open = true; })")
     for name, value in fields.items():
         page.fill(f"#{name}", str(value))
 
@@ -158,6 +158,11 @@ def wait_for_sound(page):
 
 def wait_for_end(page):
     expect(page.locator("#status")).to_have_text(re.compile("s of speech"))
+
+
+def texts(page):
+    """Of what was spoken."""
+    return page.locator("#spoken li p:first-child")
 
 
 def alert(page):
@@ -200,7 +205,7 @@ def test_what_is_heard_is_what_the_server_made(page, server):
     assert min(gaps, default=0) > -1e-9
     assert sum(gap > 1e-9 for gap in gaps) == int(page.inner_text("#gaps"))
     assert page.inner_text("#seconds") == "1.0s"
-    assert float(page.inner_text("#speed").removesuffix("×")) > 0
+    assert float(page.inner_text("#real-time").removesuffix("×")) > 0
     assert "1.0 s of speech" in page.inner_text("#status")
     assert page.get_attribute("#waveform", "aria-label") == "Waveform of 1.0 seconds of speech"
 
@@ -209,26 +214,100 @@ def test_what_is_heard_is_what_the_server_made(page, server):
 
 
 def test_what_was_spoken_is_kept(open_page):
-    """Over a reload, too: its text, its sound, and files of it."""
+    """Over a reload, too: its text, voice and seed, its sound, and files of it."""
     page = open_page()
     set_fields(page, max_new_tokens=13)
-    for text in ("First.", "Second."):
-        page.fill("#text", text)
+    for text, seed in {"First.": 7, "Second.": ""}.items():
+        set_fields(page, text=text, seed=seed)
         page.click("#speak")
-        expect(page.locator("#spoken li p").first).to_have_text(text)
+        expect(texts(page).first).to_have_text(text)
         expect(page.locator("#speak")).to_contain_text("Speak")
         wait_until(lambda: page.evaluate("document.querySelector('#spoken li').entry.id !== undefined"))  # it is stored
     page.reload()
-    expect(page.locator("#spoken li p")).to_have_text(["Second.", "First."])
+    expect(texts(page)).to_have_text(["Second.", "First."])
+    drawn = re.compile(r"voice speaker, seed \d+$")  # without a wish: another one each time, to be asked for again
+    expect(page.locator("#spoken .hint")).to_have_text([drawn, "voice speaker, seed 7"])
     # It can be played, and sought in. Playwright's wait_for_function polls with `eval`, which the page forbids.
     wait_until(lambda: page.evaluate("document.querySelector('#spoken audio').duration > 0.9"))
     wav, rate = save(page, "Save WAV", item=1)
     mp3, mp3_rate = save(page, "Save MP3", item=1)
     assert rate == mp3_rate == 24000 and len(wav) == 12 * 1920 and abs(len(mp3) - len(wav)) < 2500
     page.locator("#spoken li").first.get_by_role("button", name="Forget").click()
-    expect(page.locator("#spoken li p")).to_have_text(["First."])
+    expect(texts(page)).to_have_text(["First."])
     page.reload()
-    expect(page.locator("#spoken li p")).to_have_text(["First."])
+    expect(texts(page)).to_have_text(["First."])
+
+
+def test_the_seed_of_the_history_speaks_it_again(page, server):
+    set_fields(page, max_new_tokens=4)
+    page.click("#speak")
+    wait_for_end(page)
+    seed = int(page.locator("#spoken .hint").first.inner_text().split()[-1])
+    asked = dict(input=page.input_value("#text"), seed=seed, max_new_tokens=4, response_format="pcm")
+    np.testing.assert_allclose(samples(page), pcm(server.speak(**asked).body), atol=1e-6)
+
+
+def test_what_was_entered_survives_a_reload(open_page, checkpoint, tmp_path):
+    speech = load_speech(checkpoint("custom_voice"), tmp_path)
+    with RunningServer(speech) as server:
+        page = open_page(server)
+        wanted = dict(text="My text.\n\u00e4\U0001f600", speed="1.5", instructions="whisper")
+        set_fields(page, **wanted)
+        chosen = dict(voice=speech.models[0].presets[1], language="german")
+        for name, value in chosen.items():
+            page.select_option(f"#{name}", value)
+        page.reload()
+        expect(page.locator("#status")).to_have_text("Ready.")
+        assert {name: page.input_value(f"#{name}") for name in wanted | chosen} == wanted | chosen
+    speech.close()
+
+
+def test_without_storage_it_works(open_page):
+    """Browsers throw at the mere mention of it where cookies are forbidden."""
+    page = open_page(is_ready=False)
+    forbid = "get() { throw new DOMException('no', 'SecurityError'); }"
+    stores = ("localStorage", "sessionStorage", "indexedDB")
+    page.add_init_script("".join(f"Object.defineProperty(window, '{name}', {{ {forbid} }});" for name in stores))
+    page.reload()
+    expect(page.locator("#status")).to_have_text("Ready.")
+    set_fields(page, text="Hello.", max_new_tokens=3)
+    page.click("#speak")
+    wait_for_end(page)
+    expect(texts(page)).to_have_text(["Hello."])
+
+
+def test_the_speed_is_the_servers(page, server):
+    set_fields(page, seed=1, max_new_tokens=13, speed="0.25")
+    expect(page.locator("#speed-shown")).to_have_text("0.25\u00d7")
+    page.locator("#speed").press("ArrowRight")
+    page.click("#speak")
+    wait_for_end(page)
+    asked = dict(max_new_tokens=13, speed=0.3, response_format="pcm")
+    expected = pcm(server.speak(input=page.input_value("#text"), **asked).body)
+    np.testing.assert_allclose(samples(page), expected, atol=1e-6)
+    expect(page.locator("#request")).to_contain_text('"speed": 0.3')
+    set_fields(page, speed="1")
+    expect(page.locator("#request")).not_to_contain_text("speed")
+
+
+def test_characters_and_progress_are_shown(page, speech):
+    """As the server counts them: an emoji is one."""
+    most = speech.settings.max_text
+    page.fill("#text", "\U0001f600" * most)
+    expect(page.locator("#characters")).to_have_text(f"{most:,} of {most:,} characters")
+    expect(page.locator("#characters.too-many")).to_have_count(0)
+    page.locator("#text").press("End")
+    page.keyboard.type("!")
+    expect(page.locator("#characters.too-many")).to_have_text(f"{most + 1:,} of {most:,} characters")
+    page.click("#speak")
+    expect(page.locator("#text + .mistake")).to_contain_text(f"The text has {most + 1} characters")
+    page.fill("#text", "Hello there.")
+    expect(alert(page)).to_have_count(0)  # it is being corrected
+    page.click("#speak")
+    expect(page.locator("#progress")).to_have_text(re.compile(r"^[1-9]\d* s heard of \d+ s made so far\.$"))
+    page.click("#speak")
+    expect(page.locator("#progress")).to_be_empty()
+    wait_until_free(speech)
 
 
 def test_slower_than_real_time_is_said_in_words(page):
@@ -286,7 +365,7 @@ def test_stop_stops(page, speech, how):
     elif how == "escape":
         page.keyboard.press("Escape")
     elif how == "play":  # something that was spoken before
-        page.evaluate("spoken.add('Before.', wavFile([new Int16Array(24000)]))")
+        page.evaluate("spoken.add({ text: 'Before.' }, wavFile([new Int16Array(24000)]))")
         page.evaluate("document.querySelector('#spoken audio').play()")
     else:
         set_fields(page, max_new_tokens=3)
@@ -395,9 +474,51 @@ def test_a_file_becomes_a_voice(page, server, speech, wav):
     np.testing.assert_allclose(samples(page), pcm(audio), atol=1e-6)
 
     page.on("dialog", lambda dialog: dialog.accept())
+    page.route("**/v1/audio/voices/uploaded", lambda route: route.abort("connectionaborted"), times=1)
+    page.get_by_role("button", name="Remove the voice uploaded").click()
+    expect(page.locator(".joined .mistake")).to_contain_text("The server cannot be reached")
+    page.route("**/v1/audio/speech", lambda route: route.abort("connectionaborted"))
+    page.click("#speak")
+    expect(page.locator("#error")).to_contain_text("The server cannot be reached")
     page.click("#remove-voice")
     expect(page.locator("#status")).to_have_text("The voice uploaded was removed.")
     assert "uploaded" not in speech.voice_names()
+    expect(alert(page)).to_have_count(0)  # what was wrong before
+    expect(page.locator("#remove-voice")).to_be_hidden()
+
+
+def test_a_voice_that_somebody_else_has_removed(page, server, wav):
+    server.register("theirs", wav)
+    page.reload()
+    page.select_option("#voice", "theirs")
+    server.ask("DELETE", "/v1/audio/voices/theirs")
+    page.click("#speak")
+    expect(page.locator(".joined .mistake")).to_contain_text("There is no voice 'theirs'")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.click("#remove-voice")
+    expect(page.locator("#status")).to_have_text("The voice theirs was removed.")
+    expect(alert(page)).to_have_count(0)
+    assert page.locator("#voice option").all_inner_texts() == ["speaker"]
+
+
+@pytest.mark.parametrize(
+    "given, name",
+    [
+        ("  My Voice ", "my-voice"),
+        ("Jos\u00e9\u00a0\u3000M\u00fcller", "jose-muller"),
+        ("../Anna's\tvoice (2)", "anna-s-voice-2"),
+        ("a_b-c", "a_b-c"),
+    ],
+)
+def test_names_with_blanks(page, server, wav, given, name):
+    page.click("#add-voice summary")
+    page.fill("#voice-name", given)
+    note = "Letters a to z, digits, - and _, at most 64." if name == given else f"It will be called {name}."
+    expect(page.locator("#name-hint")).to_have_text(note)
+    page.set_input_files("#file", {"name": "me.wav", "mimeType": "audio/wav", "buffer": wav})
+    page.get_by_role("button", name="Add this voice").click()
+    expect(page.locator("#voice-status")).to_have_text(f"The voice {name} was added and chosen.")
+    assert server.ask("DELETE", f"/v1/audio/voices/{name}").status == 200
 
 
 def test_a_recording_becomes_a_voice(page, server, speech):
@@ -421,13 +542,20 @@ def test_a_voice_needs_a_recording_and_a_name(page, wav):
     page.set_input_files("#file", {"name": "me.wav", "mimeType": "audio/wav", "buffer": wav})
     add.click()
     expect(alert(page)).to_have_text("The voice has no name yet: give it one.")
-    page.fill("#voice-name", "../me")
-    add.click()
-    expect(alert(page)).to_contain_text("The name '../me' cannot be used")
+    expect(page.locator("#voice-name + .mistake")).to_have_count(1)
+    for name, problem in {"\u5c0f\u660e": "cannot be used", "x" * 65: "cannot be used", "Speaker": "already"}.items():
+        page.fill("#voice-name", name)
+        add.click()
+        expect(page.locator("#voice-name + .mistake")).to_contain_text(problem)
+        expect(page.locator("#voice-name")).to_be_focused()
     page.fill("#voice-name", "me")
+    page.fill("#transcript", "words" * 1000)
+    add.click()
+    expect(page.locator("#transcript + .mistake")).to_contain_text("The transcript has 5000 characters")
+    page.fill("#transcript", "")
     page.set_input_files("#file", {"name": "me.wav", "mimeType": "audio/wav", "buffer": b"not audio"})
     add.click()
-    expect(alert(page)).to_contain_text("This file is not audio that can be read")
+    expect(page.locator("#file + .mistake")).to_contain_text("This file is not audio that can be read")
     page.set_input_files("#file", {"name": "me.m4a", "mimeType": "audio/mp4", "buffer": b"not audio"})
     expect(alert(page)).to_contain_text("This file is not audio that the browser can read")
 
@@ -483,7 +611,7 @@ def test_words_are_sent_while_they_are_typed(page, speech):
     text = "".join(message["text"] for message in sent if message["type"] == "input.text")
     assert text == "Hello there, world." and sent[-1]["type"] == "input.done"
     assert len(samples(page)) == 3 * 1920
-    assert page.inner_text("#speed") == "–"  # it would be the speed of the fingers
+    assert page.inner_text("#real-time") == "–"  # it would be the speed of the fingers
     expect(alert(page)).to_contain_text("characters of the text were not spoken")
 
     page.evaluate("speech.player.isPlaying = () => true")  # as after a longer sentence
@@ -494,6 +622,29 @@ def test_words_are_sent_while_they_are_typed(page, speech):
     assert len(sockets) == 1
     assert page.evaluate("heard.silenced") == silenced  # the first sentence was not interrupted
     wait_until_free(speech)
+
+
+def test_a_typists_pause_is_no_gap(page):
+    """A silence is the server's only if no words have come since its last audio."""
+    sockets = []
+
+    def speak(socket):
+        sockets.append(socket)
+        socket.on_message(lambda message: "input.text" in message and socket.send(bytes(2400 * 2)))
+
+    page.route_web_socket(re.compile("/v1/audio/speech/stream$"), speak)
+    page.reload()
+    expect(page.locator("#status")).to_have_text("Ready.")
+    page.click("#live")
+    for number, word in enumerate(("One ", "two ", "three "), 1):
+        page.keyboard.type(word)
+        expect(page.locator("#seconds")).to_have_text(f"{0.1 * number:.1f}s")
+        page.wait_for_timeout(400)
+    assert page.inner_text("#gaps") == "0"
+    for gaps in ("1", "2"):
+        sockets[0].send(bytes(2400 * 2))
+        expect(page.locator("#gaps")).to_have_text(gaps)
+        page.wait_for_timeout(600)
 
 
 def test_stop_ends_what_is_typed(page, speech):
@@ -528,17 +679,17 @@ def test_a_key_is_asked_for_and_used(open_page, speech):
     with RunningServer(speech, api_key=key) as server:
         assert server.ask("GET", "/", headers={"Accept": "text/html"}).status == 401
         page = open_page(server, is_ready=False)
-        expect(alert(page)).to_contain_text("The API key is missing or wrong")
+        expect(page.locator("#key + .mistake")).to_have_text(re.compile("^This server needs a key: enter"))
         expect(page.locator("#key")).to_be_focused()
         page.keyboard.type("wrong")
         page.keyboard.press("Enter")
-        expect(alert(page)).to_contain_text("The API key is missing or wrong")
+        expect(page.locator("#key + .mistake")).to_have_text(re.compile("^The server does not know this key: check"))
         page.fill("#key", key)
         page.keyboard.press("Enter")
         expect(page.locator("#status")).to_have_text("Ready.")
         expect(page.locator("#key-form")).to_be_hidden()
         stored = page.evaluate("[Object.values(sessionStorage), Object.values(localStorage), document.cookie]")
-        assert stored == [[key], [], ""]
+        assert stored == [[key], ["speaker"], ""]
 
         set_fields(page, max_new_tokens=3)
         page.click("#speak")
@@ -550,13 +701,42 @@ def test_a_key_is_asked_for_and_used(open_page, speech):
         expect(page.locator("#request")).to_contain_text('"Authorization: Bearer $QWEN3_TTS_API_KEY"')
         assert key not in page.inner_text("#request")
 
-        page.evaluate("sessionStorage.setItem('api-key', 'old')")
+        page.evaluate("sessionStorage.setItem('qwen3-tts-key', 'old')")
         page.reload()
         page.click("#live")
         page.keyboard.type("Hello.")
         page.keyboard.press("Enter")
-        expect(alert(page)).to_contain_text("The API key is missing or wrong")
-        expect(page.locator("#key-form")).to_be_visible()
+        expect(page.locator("#key + .mistake")).to_contain_text("The server does not know this key")
+
+
+def test_below_a_path_of_a_proxy(open_page, problems, speech, tmp_path, monkeypatch):
+    """Every request stays below it (`problems` has the others), and what is copied leads there, too."""
+    monkeypatch.chdir(tmp_path)
+    with RunningServer(speech, below="/tts") as server:
+        page = open_page(server)
+        for address in ("/tts/?x=1#y", "/tts", "/tts?x=1"):  # some proxies add no slash
+            page.goto(f"http://127.0.0.1:{server.port}{address}")
+            expect(page.locator("#status")).to_have_text("Ready.")
+        problems.clear()  # without the slash the browser has asked too early
+        set_fields(page, max_new_tokens=3)
+        page.click("#speak")
+        wait_for_end(page)
+        assert save(page, "Save MP3")[1] == 24000
+        page.click("#live")
+        page.keyboard.type("Hello.")
+        page.keyboard.press("Enter")
+        wait_until(lambda: len(samples(page)) == 4 * 1920)
+        assert f"curl 'http://127.0.0.1:{server.port}/tts/v1/audio/speech' " in page.inner_text("#request")
+        page.get_by_text("Python", exact=True).click()
+        exec(page.inner_text("#request"), {})
+        assert (tmp_path / "speech.wav").read_bytes()[:4] == b"RIFF"
+        for address in ("/tts/docs", "/tts/docs/"):
+            page.goto(f"http://127.0.0.1:{server.port}{address}")
+            page.click("text=Back to the page")
+            expect(page.locator("#status")).to_have_text("Ready.")
+        page.click("text=for programs")
+        expect(page.locator("h1")).to_have_text("Qwen3-TTS for programs")
+    wait_until_free(speech)
 
 
 def test_a_websocket_can_send_its_key_as_a_subprotocol(speech):
@@ -602,22 +782,15 @@ def test_the_request_can_be_run(open_page, server, tmp_path, monkeypatch):
 
 
 def test_it_can_be_used_with_the_keyboard_alone(page, speech):
-    """Every control is reached in the order in which it is read, and has a name; none needs a mouse."""
+    """Every control is reached in the order in which it is read; none needs a mouse."""
     page.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
-    focused = """() => {
-        const element = document.activeElement;
-        const name = element.labels?.[0]?.textContent || element.ariaLabel || element.textContent;
-        return [element.id || element.value || element.textContent.trim(), name.trim()];
-    }"""
     order = []
-    while not order or order[-1][0] not in ("copy", ""):
+    while not order or order[-1] not in ("copy", ""):
         page.keyboard.press("Tab")
-        order.append(page.evaluate(focused))
+        order.append(page.evaluate("(({ id, value, innerText }) => id || value || innerText)(document.activeElement)"))
         assert len(order) < 60, order
-    assert all(name for _, name in order), order
-    ids = [element for element, _ in order]
-    wanted = ["text", "voice", "record", "file", "voice-name", "speak", "seed", "max_new_tokens", "live", "copy"]
-    assert [element for element in ids if element in wanted] == wanted, ids
+    wanted = "text voice language speed speak seed max_new_tokens record file voice-name live copy".split()
+    assert [element for element in order if element in wanted] == wanted, order
 
     page.locator("#text").focus()
     page.keyboard.press("Control+Enter")
@@ -629,6 +802,25 @@ def test_it_can_be_used_with_the_keyboard_alone(page, speech):
     page.locator("input[value=curl]").focus()
     page.keyboard.press("ArrowRight")
     expect(page.locator("#request")).to_contain_text("from openai import OpenAI")
+
+
+def test_every_control_has_a_name_of_its_own(page, server, wav):
+    """As a screen reader finds it in the accessibility tree."""
+    server.register("theirs", wav)
+    page.reload()
+    page.select_option("#voice", "theirs")
+    page.evaluate("['First.', 'Second.'].forEach((text) => spoken.add({ text }, wavFile([new Int16Array(24000)])))")
+    page.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
+    session = page.context.new_cdp_session(page)
+    nodes = session.send("Accessibility.getFullAXTree")["nodes"]
+    kinds = "button textbox combobox slider radio Audio".split()
+    named = [node["name"]["value"] for node in nodes if node.get("role", {}).get("value") in kinds]
+    player = ("play", "mute", "show more", "audio time", "volume")  # the browser's own, inside of each audio
+    names = [name for name in named if not name.startswith(player)]
+    assert all(names) and len(set(names)) == len(names) > 20, names
+    wanted = {"Text", "Speak", "Speed", "Remove the voice theirs", "Save WAV: First.", "Copy the request"}
+    assert wanted <= set(names), names
+    server.ask("DELETE", "/v1/audio/voices/theirs")
 
 
 def test_it_fits_a_phone(open_page):
@@ -705,13 +897,19 @@ def test_with_reduced_motion_it_is_redrawn_rarely(open_page):
 # ---- Safe by default
 
 
-def test_the_page_comes_with_a_strict_policy(server):
-    answer = server.ask("GET", "/")
-    assert answer.status == 200 and answer.headers["Content-Type"] == "text/html; charset=utf-8"
-    assert {name: answer.headers[name] for name in HEADERS} == HEADERS
-    assert "for programs" in server.ask("GET", "/docs").body.decode()
+@pytest.mark.parametrize(
+    "path, kind", [("/", "html"), ("/docs", "html"), ("/page.css", "css"), ("/page.js", "javascript")]
+)
+def test_the_page_comes_with_a_strict_policy(server, path, kind):
+    """And is sent again only if it has changed."""
+    answer = server.ask("GET", path)
+    assert answer.status == 200 and answer.headers["Content-Type"] == f"text/{kind}; charset=utf-8"
     policy = answer.headers["Content-Security-Policy"]
-    assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
+    assert policy.startswith("default-src 'none'; script-src 'self' 'sha256-") and "unsafe" not in policy
+    assert answer.headers["X-Content-Type-Options"] == "nosniff" and answer.headers["Cache-Control"] == "no-cache"
+    again = server.ask("GET", path, headers={"If-None-Match": f'W/{answer.headers["ETag"]}, "other"'})
+    assert again.status == 304 and again.body == b"" and again.headers["ETag"] == answer.headers["ETag"]
+    assert server.ask("GET", path, headers={"If-None-Match": '"other"'}).body == answer.body
 
 
 def test_only_the_pages_own_script_runs(page, problems):
@@ -725,9 +923,11 @@ def test_only_the_pages_own_script_runs(page, problems):
     assert blocked == "script-src-elem" and page.evaluate("window.wasRun") is None
 
 
-def test_the_page_needs_nothing_from_elsewhere():
-    """One file: no address of another host, and nothing that parses text as HTML."""
-    source = (ROOT / "serving/page/index.html").read_text()
+@pytest.mark.parametrize("path", sorted((ROOT / "serving/page").glob("*.*[!y]")), ids=lambda path: path.name)
+def test_the_page_needs_nothing_from_elsewhere(path):
+    """No address of another host or from the root of this one, and nothing that parses text as HTML."""
+    source = path.read_text()
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg')", source)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", source)
-    assert re.search(r"\bsrc=|<link (?!rel=\"icon\" href=\"data:)", source) is None
+    linked = re.findall(r"\b(?:src|href)=\"(?!data:)(.*?)\"|\burl\((.*?)\)", source)
+    assert {one or other for one, other in linked} <= {"page.css", "page.js", "docs", "./"}

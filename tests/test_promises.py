@@ -167,7 +167,7 @@ FOLDERS = sorted({path.parent for path in python_files() if path.name == "__init
 
 def wrong_names(docstring, folder):
     """Files of the folder that its description does not name, and names in it that are no files."""
-    described = set(re.findall(r"[\w/]+(?:\.(?:py|cu|h|html|tsv)\b|/(?!\w))", docstring))
+    described = set(re.findall(r"[\w/]+(?:\.(?:py|cu|h|html|css|js|tsv)\b|/(?!\w))", docstring))
     files = {path.name + "/" * path.is_dir() for path in folder.iterdir()} - {"__init__.py", "__pycache__/"}
     return sorted(files - described), sorted(it for it in described - files if not (ROOT / it).exists())
 

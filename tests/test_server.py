@@ -442,7 +442,9 @@ def test_a_registered_voice_is_kept(server, speech, wav, checkpoint):
     assert names_of_voices(server) == ["speaker", "my-voice"]
     spoken = server.speak(voice="my-voice", response_format="pcm")
     assert spoken.status == 200 and spoken.body != server.speak(response_format="pcm").body
-    assert "already" in server.register("my-voice", wav).error["message"]
+    for name, problem in {"my-voice": "already", "speaker": "already", "my voice": "cannot be used"}.items():
+        error = server.register(name, wav).error
+        assert problem in error["message"] and error["param"] == "name"
 
     again = Speech(str(checkpoint()), "cpu", settings=speech.settings)  # after a restart
     assert again.voice_names() == ["my-voice"]
@@ -775,7 +777,9 @@ def encoded_as(samples, name):
 def test_recordings_are_decoded_with_limits(server, wav):
     bad, promises_hours = bad_recordings(wav)
     for name, data in bad.items():
-        for answer in (server.register("x", data), server.speak(ref_audio=base64.b64encode(data).decode())):
+        registered = server.register("x", data)
+        assert registered.error["param"] == "audio_sample", name
+        for answer in (registered, server.speak(ref_audio=base64.b64encode(data).decode())):
             assert answer.status == 400 and len(answer.error["message"]) > 20, name
             if name in ("nothing", "empty"):
                 assert "is empty" in answer.error["message"] or "no samples" in answer.error["message"]
@@ -852,8 +856,9 @@ def test_every_response_has_an_id(server, speech, monkeypatch, caplog):
 def test_a_key_guards_every_route_but_health_and_docs(speech):
     key = "k\u00e4y-1"
     with RunningServer(speech, api_key=f" {key}\n") as server:  # as from a file; clients cannot send white space
-        assert server.ask("GET", "/health").status == server.ask("GET", "/docs").status == 200
-        open_routes = "/health", "/docs", "/v1/audio/speech/stream"
+        open_routes = "/health", "/docs", "/page.css", "/page.js"
+        assert [server.ask("GET", path).status for path in open_routes] == [200] * 4
+        open_routes += ("/v1/audio/speech/stream",)
         routes = [route.path for route in server.app.routes if route.path not in open_routes]
         assert len(routes) >= 7
         for path in routes:

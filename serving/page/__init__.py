@@ -1,6 +1,7 @@
-"""The page at `/` (index.html), and its description of the interface at `/docs` (docs.html).
+"""The page at `/` (index.html, page.css, page.js), and its description of the interface at `/docs` (docs.html).
 
-Their headers let them run their own script and call their own server, nothing else.
+They ask for everything by relative addresses, as a proxy may serve them below a path of its own. Their headers let them
+run their own script and call their own server, nothing else.
 """
 
 import base64
@@ -10,8 +11,33 @@ from pathlib import Path
 
 from starlette.responses import Response
 
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+FILES = {
+    path: Path(__file__).with_name(name)
+    for path, name in {"/": "index.html", "/docs": "docs.html", "/page.css": "page.css", "/page.js": "page.js"}.items()
+}
+CONTENTS = {path: file.read_bytes() for path, file in FILES.items()}
+
+
+def sha256(content: bytes) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}"
+
+
+INLINE = re.search(rb"<script>(.*?)</script>", CONTENTS["/"])[1]  # it adds the slash that relative addresses need
+POLICY = {
+    "default-src": "'none'",
+    "script-src": f"'self' '{sha256(INLINE)}'",
+    "style-src": "'self'",
+    "connect-src": "'self'",
+    "img-src": "data:",  # the icon
+    "media-src": "blob:",  # a recording before it is sent, and what was spoken
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+}
 HEADERS = {
-    "Cache-Control": "no-cache",
+    "Cache-Control": "no-cache",  # ask each time whether it has changed: the files belong together
+    "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in POLICY.items()),
     "Cross-Origin-Opener-Policy": "same-origin",
     "Permissions-Policy": "microphone=(self), camera=(), geolocation=()",
     "Referrer-Policy": "no-referrer",
@@ -19,34 +45,10 @@ HEADERS = {
 }
 
 
-def policy_of(page: str) -> str:
-    policy = {
-        "default-src": "'none'",
-        "script-src": hashes_of(page, "script"),
-        "style-src": hashes_of(page, "style"),
-        "connect-src": "'self'",
-        "img-src": "data:",  # the icon
-        "media-src": "blob:",  # a recording before it is sent, and what was spoken
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "'none'",
-    }
-    return "; ".join(f"{name} {value}" for name, value in policy.items())
-
-
-def hashes_of(page: str, tag: str) -> str:
-    """The SHA-256 of each inline script or style. A browser runs those and no others."""
-    contents = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-    digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
-    return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
-
-
-PAGES = {
-    path: Path(__file__).with_name(file).read_text(encoding="utf-8")
-    for path, file in {"/": "index.html", "/docs": "docs.html"}.items()
-}
-POLICIES = {path: policy_of(page) for path, page in PAGES.items()}
-
-
-def page_response(path: str = "/", status: int = 200) -> Response:
-    return Response(PAGES[path], status, HEADERS | {"Content-Security-Policy": POLICIES[path]}, "text/html")
+def page_response(path: str = "/", status: int = 200, known: str = "") -> Response:
+    """known: the request's If-None-Match"""
+    etag = f'"{sha256(CONTENTS[path])}"'
+    headers = HEADERS | {"ETag": etag}
+    if etag in known:
+        return Response(status_code=304, headers=headers)
+    return Response(CONTENTS[path], status, headers, TYPES[FILES[path].suffix])
