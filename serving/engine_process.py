@@ -18,12 +18,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import anyio
+
 from serving.errors import ApiError, engine_failed, log
 from serving.messages import Message, Unpacker, pack
 
 MAX_DEATHS = 3
 SECONDS_OF_SERVICE = 60.0  # after which earlier deaths no longer count
 SECONDS_WITHOUT_SIGN = 30.0  # of life, after which a worker is replaced
+SECONDS_TO_ANSWER = 120.0  # a question, also behind others; speech has --request-seconds
 SECONDS_TO_LOAD = 600.0  # again, after which a worker is replaced
 SECONDS_TO_END = 5.0
 SECONDS_TO_DRAIN = 60.0  # of a worker that was sent SIGTERM
@@ -129,8 +132,12 @@ class Connection(asyncio.Protocol):
 
     async def ask(self, op: str, payload: bytes = b"", **fields) -> dict:
         """A call with one answer."""
-        with self.call(op, payload, **fields) as call:
-            return (await call.answer())[0]
+        try:
+            with anyio.fail_after(SECONDS_TO_ANSWER), self.call(op, payload, **fields) as call:
+                return (await call.answer())[0]
+        except TimeoutError:
+            problem = f"the engine did not answer within {SECONDS_TO_ANSWER:g} s: try again later"
+            raise ApiError(problem, 503, code="timeout") from None
 
     def hangs(self) -> bool:
         """Whether the process stands still. An engine that does is noticed by the worker itself."""

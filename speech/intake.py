@@ -28,6 +28,7 @@ class Intake:
         self.changed = changed
         self.waiting = collections.deque()  # requests that could be admitted
         self.preparing = 0  # requests whose prompts are being built
+        self.prepared = 0  # prompts that were built, or could not be
         self.why_closed = ""
         # A token takes a position, and stands for at most as many bytes as its name has characters. Those are bytes of
         # the text in Unicode's composed form (NFC); one of them comes from at most 1.5 characters as they were typed.
@@ -60,6 +61,7 @@ class Intake:
     def prompt_is_done(self, future: Future) -> None:
         with self.changed:
             self.preparing -= 1
+            self.prepared += 1
             if not self.preparing:  # the engine may wait for it
                 self.changed.notify_all()
 
@@ -101,7 +103,9 @@ class Intake:
                 await asyncio.wrap_future(self.thread.submit(self.take_piece, stream, piece))
                 if stream.text_error:
                     return
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
             last = error
         with contextlib.suppress(RuntimeError):
             self.thread.submit(self.take_piece, stream, last)

@@ -246,6 +246,23 @@ def test_a_worker_without_a_sign_of_life_is_replaced(monkeypatch):
     asyncio.run(asyncio.wait_for(main(), LIMIT))
 
 
+@pytest.mark.parametrize("op", ["count", "split", "voice"])
+def test_a_question_has_a_deadline(op, monkeypatch):
+    """The worker lives and does not answer: its clients waited for --request-seconds, or for ever."""
+    monkeypatch.setattr(engine_process, "SECONDS_TO_ANSWER", 0.2)
+
+    async def main():
+        engine = engine_with(live)
+        await started(engine)
+        with pytest.raises(ApiError, match=r"did not answer within 0.2 s: try again later") as failed:
+            await engine.connection.ask(op, text="Hello.")
+        assert (failed.value.status, failed.value.code) == (503, "timeout")
+        assert engine.is_ready and not engine.connection.calls
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT))
+
+
 def test_a_worker_that_hangs_while_it_loads_again_is_replaced(monkeypatch):
     """It was waited for without a limit, with "try again in a moment"."""
     monkeypatch.setattr(engine_process, "SECONDS_TO_LOAD", 0.2)
@@ -266,13 +283,17 @@ def test_an_engine_that_stands_still_is_noticed(monkeypatch):
     """A kernel that never ends keeps the engine's thread, and no other."""
     now = 1000.0
     monkeypatch.setattr(engine_host, "time", SimpleNamespace(monotonic=lambda: now))
-    engine = SimpleNamespace(active=[], pass_seconds=0.1, intake=SimpleNamespace(waiting=[]), has_work=lambda: True)
+    intake = SimpleNamespace(waiting=[], preparing=0, prepared=0)
+    engine = SimpleNamespace(active=[], pass_seconds=0.1, intake=intake, has_work=lambda: True)
     host = object.__new__(engine_host.EngineHost)
-    host.engine, host.last_pass, host.advanced_at = engine, 0.0, 0.0
-    for active, duration, stands_still in (([], 0.1, False), ([1], 0.1, True), ([1], 0.2, False), ([1], 0.2, True)):
-        engine.active, engine.pass_seconds = active, duration
+    host.engine, host.seen = engine, {}
+    for active, duration, preparing, prepared, what in (
+        *(([], 0.1, 0, 0, None), ([1], 0.1, 0, 0, "frame"), ([1], 0.2, 0, 0, None), ([1], 0.2, 0, 0, "frame")),
+        *(([1], 0.3, 1, 0, "prompt"), ([1], 0.4, 1, 1, None), ([], 0.4, 2, 1, "prompt"), ([], 0.4, 0, 1, None)),
+    ):
+        engine.active, engine.pass_seconds, intake.preparing, intake.prepared = active, duration, preparing, prepared
         now += engine_host.SECONDS_WITHOUT_A_PASS + 1
-        assert host.stands_still() == stands_still
+        assert host.stands_still() == what
 
 
 def test_a_model_that_cannot_be_loaded_is_not_tried_again(checkpoint, tmp_path):
@@ -306,6 +327,53 @@ def test_a_worker_ends_with_its_server():
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
+
+
+# ---- Answers
+
+
+class Panic(BaseException):
+    """As pyo3_runtime.PanicException: not an Exception."""
+
+
+@pytest.mark.parametrize(
+    "function, status",
+    [
+        ("serving.engine_host.split_text", 500),
+        ("serving.engine_host.tokenize", 500),
+        ("speech.intake.request_for", 500),
+        ("serving.engine_host.clone_prompt", 500),
+        ("serving.engine_host.to_int16", 503),  # in the delivery thread: the worker is replaced
+    ],
+)
+def test_a_panic_is_answered(server, speech, recording, monkeypatch, function, status):
+    """`except Exception` misses the panics of libraries in Rust: no answer came, and the place was never free again."""
+
+    def panic(*_, **__):
+        raise Panic("end byte index 10 is not a char boundary")
+
+    monkeypatch.setattr(function, panic)
+    if function.endswith("clone_prompt"):
+        file = io.BytesIO()
+        soundfile.write(file, *recording, format="WAV")
+        answer = server.register("me", file.getvalue())
+    else:
+        model = speech.models[status == 503].id
+        answer = server.speak(model=model, input="One two. " * 50, max_new_tokens=6 if status == 503 else None)
+    assert answer.status == status and "char boundary" not in answer.error["message"]
+    monkeypatch.undo()
+    wait_until(lambda: server.ask("GET", "/health").status == 200)
+    wait_until_free(speech)
+
+
+def test_a_text_that_sentencex_panics_at_is_spoken(server, speech):
+    text = "Take vitamin C\u00a0. And more of it. " * 20
+    body = json.dumps({"input": text, "response_format": "pcm"})
+    with contextlib.closing(server.connect()) as connection:
+        connection.request("POST", "/v1/audio/speech", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 200 and len(response.read(FRAME)) == FRAME
+    wait_until_free(speech)
 
 
 # ---- Listeners
