@@ -27,6 +27,7 @@ from speech.utterance import CutOff
 from speech.warm_up import some_voice
 
 RECORDING_THREADS = 2
+MAX_VOICE_BYTES = 256 << 20  # of the voices that are kept; 256 with a minute's recording each take 25 MB
 FRAMES_PER_TOKEN = 6  # usual speech takes 3 to 5
 SECONDS_WITHOUT_A_PASS = 60.0  # a frame of many rows on a slow CPU takes less, and so does a prompt
 
@@ -182,8 +183,12 @@ class EngineHost:
         prompt = clone_prompt(self.tts, samples, header["rate"], header["ref_text"])
         self.check_embedding(header["name"], prompt[0].ref_spk_embedding)
         self.kept[header["key"]] = prompt
-        if header["id"] not in self.wanted:  # it was cancelled meanwhile
+        size = sum(map(voice_bytes, [*self.kept.values()]))
+        if header["id"] not in self.wanted or size > MAX_VOICE_BYTES:  # it was cancelled meanwhile, or is too much
             self.kept.pop(header["key"], None)
+        if size > MAX_VOICE_BYTES:
+            problem = f"the voices in use take {size >> 20} MB, too much: remove some, or use shorter recordings"
+            raise ApiError(problem, 503, header["name"], "out_of_memory")
         return {}
 
     def on_forget(self, header: dict, payload: bytes) -> None:
@@ -280,6 +285,11 @@ class EngineHost:
             elif now - self.seen[what][1] > SECONDS_WITHOUT_A_PASS:
                 return what
         return None
+
+
+def voice_bytes(prompt: list) -> int:
+    (item,) = prompt
+    return item.ref_spk_embedding.nbytes + (0 if item.ref_code is None else item.ref_code.nbytes)
 
 
 def is_fatal(error: BaseException) -> bool:

@@ -366,6 +366,20 @@ def test_a_panic_is_answered(server, speech, recording, monkeypatch, function, s
     wait_until_free(speech)
 
 
+def test_the_voices_in_use_take_a_limited_memory(server, speech, recording, monkeypatch):
+    file = io.BytesIO()
+    soundfile.write(file, *recording, format="WAV")
+    assert server.register("one", file.getvalue(), ref_text="what it says").status == 200
+    size = sum(map(engine_host.voice_bytes, speech.host.kept.values()))
+    monkeypatch.setattr(engine_host, "MAX_VOICE_BYTES", 3 * size // 2)
+    refused = server.register("two", file.getvalue(), ref_text="what it says")
+    assert (refused.status, refused.error["code"]) == (503, "out_of_memory") and "remove some" in refused.body.decode()
+    assert server.speak(voice="one").status == 200 and len(speech.host.kept) == 1
+    assert server.ask("DELETE", "/v1/audio/voices/one").status == 200
+    assert server.register("two", file.getvalue(), ref_text="what it says").status == 200
+    assert server.ask("DELETE", "/v1/audio/voices/two").status == 200
+
+
 def test_a_text_that_sentencex_panics_at_is_spoken(server, speech):
     text = "Take vitamin C\u00a0. And more of it. " * 20
     body = json.dumps({"input": text, "response_format": "pcm"})
