@@ -130,6 +130,8 @@ class EngineHost:
         put = functools.partial(self.put, number, options["max_new_tokens"], header["is_last"])
         stream = self.streams[number] = Stream(put)
         arguments = self.voice_arguments(header["voice"], payload)
+        if header["text"] is None and options["max_new_tokens"] is None:
+            stream.max_text_tokens = self.tokens_that_fit(arguments)
         prompt = self.engine.submit(stream, self.method, header["text"], header["seed"], options | arguments)
         prompt.add_done_callback(functools.partial(self.prompt_is_done, number))
 
@@ -248,6 +250,12 @@ class EngineHost:
             if not is_last:
                 self.unfinished.add(number)
             read = stream.text and stream.text.characters_read(stream.valid)
+            if read == 0:
+                problem = (
+                    "the speech has ended before its text began: ref_text says more than the recording, correct it"
+                )
+                self.fail(number, ApiError(problem, param="ref_text", code="cut_off"))
+                return
             self.connection.add(type="end", id=number, characters_read=read)
             self.cancel(number)
 

@@ -27,7 +27,8 @@ MIN_FRAME_LIMIT = 192
 PROMPT_POSITIONS = 16  # of a prompt without text, instruction and reference
 PAUSE = 0.4  # seconds between two utterances
 OTHER_SPACE = re.compile(r"(?![\x00-\x7f])\s")
-PLAIN_SENTENCE = re.compile(r"""(?s).+?(?:[.!?…]["')\]”’»]*\s+|[。！？]["')\]”’」』]*\s*|\n\s*|\Z)""")
+SENTENCE_END = re.compile(r"""[.!?…]["')\]”’»]*\s|[。！？]["')\]”’」』]*|\n""")
+PLAIN_SENTENCE = re.compile(rf"(?s).+?(?:(?:{SENTENCE_END.pattern})\s*|\Z)")
 CLAUSE = re.compile(r"(?s).+?(?:[,;:.!?…，、；：。！？–—)\]}）】»”’/|·]+|\Z)")
 
 log = logging.getLogger("qwen3_tts_cudagraphs")
@@ -211,6 +212,13 @@ def split_text(paragraphs: Iterable[str], fits: Callable[[str], bool], language:
         else:
             utterances.extend(packed(sentences(paragraph, language), fits))
     return utterances
+
+
+def first_part(text: str, fits: Callable[[str], bool], language: str | None = None) -> str:
+    """How a text begins that does not fit: up to where `split_text` cuts it."""
+    letters = len("".join(split_text([text], fits, language)[0].split()))
+    places = [place for place, character in enumerate(text) if not character.isspace()]
+    return text[: places[letters - 1] + 1]
 
 
 def sentences(text: str, language: str | None) -> list[str]:
