@@ -68,6 +68,9 @@ def parse_arguments() -> argparse.Namespace:
         "--allow-host", action="append", default=[], help="another name of this machine, for containers and proxies"
     )
     parser.add_argument("--open-lists", action="store_true", help="list voices and models without the key")
+    parser.add_argument(
+        "--exit-when-failed", action="store_true", help="end with status 1 when an engine is given up, to be restarted"
+    )
     parser.add_argument("--voices", type=Path, default=Settings.voices, help="folder of the registered voices")
     parser.add_argument(
         "--speaker",
@@ -96,7 +99,8 @@ def make_settings(args: argparse.Namespace) -> Settings:
     api_key = os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key
     origins = tuple(map(check_origin, args.cors_origin))
     hosts = tuple(map(check_host, args.allow_host))
-    return Settings(api_key, origins, hosts=hosts, open_lists=args.open_lists, voices=args.voices, **limits)
+    flags = dict(open_lists=args.open_lists, exit_when_failed=args.exit_when_failed)
+    return Settings(api_key, origins, hosts=hosts, voices=args.voices, **flags, **limits)
 
 
 def check_folder(folder: Path) -> None:

@@ -34,6 +34,7 @@ from serving import engine_host, engine_process, memory, worker
 from serving.engine_process import EngineProcess
 from serving.errors import ApiError
 from serving.messages import LENGTHS, Unpacker, pack
+from serving.process import Server
 from serving.requests import Style
 from serving.settings import Settings
 from serving.speech import Speech, read_speakers
@@ -112,6 +113,8 @@ def test_nothing_is_lost_while_the_server_does_not_read():
 
 class FakeWorker:
     """Ready at once, or never. Then it does what `then` does with its socket."""
+
+    pid = None
 
     def __init__(self, theirs, then, is_ready=True):
         self.socket = theirs.dup()
@@ -222,8 +225,54 @@ def test_deaths_long_ago_do_not_count(monkeypatch):
     asyncio.run(asyncio.wait_for(main(), LIMIT))
 
 
+def test_a_stopped_worker_is_replaced(monkeypatch):
+    """After 30 s, as one that may be busy; it cannot be, and /health said 200."""
+    monkeypatch.setattr(engine_process, "SECONDS_BETWEEN_LOOKS", 0.05)
+    monkeypatch.setattr(engine_process, "SECONDS_STOPPED", 0.5)
+    process = subprocess.Popen(["sleep", "600"])
+
+    async def main():
+        engine = engine_with(live, live)
+        await started(engine)
+        engine.process.pid = process.pid
+        await asyncio.sleep(1)
+        assert engine.is_ready and engine.restarts == 0  # it only sleeps
+        process.send_signal(signal.SIGSTOP)
+        await asyncio.wait_for(wait_for_state(engine, "restarting"), 5)
+        await wait_for_state(engine, "ready")
+        await engine.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), LIMIT))
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("exits", [True, False])
+def test_a_server_whose_engine_is_given_up_can_exit(checkpoint, tmp_path, exits):
+    """It stayed, and so systemd and Docker never started it again."""
+    settings = Settings(max_streams=1, voices=tmp_path, exit_when_failed=exits)
+
+    async def main():
+        speech = Speech(str(checkpoint()), "cpu", settings=settings, spawn=lambda theirs: FakeWorker(theirs, end))
+        await speech.start()
+        server = Server(speech)
+        serving = asyncio.create_task(server.serve(sockets=[socket.create_server(("127.0.0.1", 0))]))
+        await asyncio.wait_for(wait_for_state(speech.models[0].engine, "gave up"), LIMIT)
+        await asyncio.sleep(0.5)
+        assert serving.done() == exits
+        assert server.failure.code == 1 if exits else server.failure is None
+        server.should_exit = True
+        await serving
+        await speech.close()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT))
+
+
 def test_a_worker_without_a_sign_of_life_is_replaced(monkeypatch):
-    monkeypatch.setattr(engine_process, "SECONDS_WITHOUT_SIGN", 0.2)
+    monkeypatch.setattr(engine_process, "SECONDS_BETWEEN_LOOKS", 0.1)
+    monkeypatch.setattr(engine_process, "SECONDS_WITHOUT_SIGN", 0.5)
 
     def beat(socket):
         with contextlib.suppress(OSError):
@@ -364,6 +413,7 @@ def test_a_panic_is_answered(server, speech, recording, monkeypatch, function, s
     monkeypatch.undo()
     wait_until(lambda: server.ask("GET", "/health").status == 200)
     wait_until_free(speech)
+    speech.models[1].engine.deaths = 0  # others follow
 
 
 def test_the_voices_in_use_take_a_limited_memory(server, speech, recording, monkeypatch):
@@ -388,6 +438,18 @@ def test_a_text_that_sentencex_panics_at_is_spoken(server, speech):
         response = connection.getresponse()
         assert response.status == 200 and len(response.read(FRAME)) == FRAME
     wait_until_free(speech)
+
+
+def test_a_silent_worker_is_doubted_first(server, speech, monkeypatch):
+    """It may just be slow: others are told at once, and its listeners keep it."""
+    workers = [model.engine.process for model in speech.models]
+    monkeypatch.setattr(engine_process, "SECONDS_IN_DOUBT", -1.0)
+    for answer in (server.ask("GET", "/health"), server.speak(model=speech.models[1].id)):
+        assert (answer.status, answer.error["code"]) == (503, "silent") and "no sign of life" in answer.error["message"]
+    assert server.ask("GET", "/livez").status == 200
+    monkeypatch.undo()
+    assert server.ask("GET", "/health").status == 200
+    assert [model.engine.process for model in speech.models] == workers
 
 
 # ---- Listeners
