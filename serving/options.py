@@ -60,7 +60,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in: set --api-key, too")
     parser.add_argument("--port", default=8000, type=int, help="0 takes a free one")
-    parser.add_argument("--api-key", help=f"guards every route but /health and /docs; default: ${API_KEY_VARIABLE}")
+    parser.add_argument(
+        "--api-key", help=f"guards every route but /health, /livez and /docs; default: ${API_KEY_VARIABLE}"
+    )
     parser.add_argument(
         "--cors-origin", action="append", default=[], help="web pages of this origin may call the server, or *"
     )

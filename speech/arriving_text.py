@@ -56,7 +56,7 @@ class ArrivingText:
         self.tokenizer = IncrementalTokenizer(tts.processor.tokenizer, opening)
         self.end_id = tts.model.config.tts_eos_token_id
         self.tokens_in_prompt = tokens_in_prompt(tts, self.kwargs.get("voice_clone_prompt"))
-        self.tokens_to_begin = max(1, self.tokens_in_prompt + 1)  # for the prompt and the first frame
+        self.tokens_to_begin = tokens_to_begin(tts, self.kwargs.get("voice_clone_prompt"))
         self.text = ""
         self.ids = []  # known tokens of the text; with the end token once the text is finished
         self.is_finished = False
@@ -135,6 +135,11 @@ class ArrivingText:
         self.taken += len(ids)
         self.embedded += len(ids)
         return first, embed_text(self.speech, ids), self.frames_with_text, self.speech.runner.record_event()
+
+
+def tokens_to_begin(tts, voice_clone_prompt) -> int:
+    """Tokens of the text that the prompt and the first frame take."""
+    return max(1, tokens_in_prompt(tts, voice_clone_prompt) + 1)
 
 
 def tokens_in_prompt(tts, voice_clone_prompt) -> int:
