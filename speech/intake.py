@@ -19,7 +19,7 @@ import torch
 from speech.arriving_text import END, ArrivingText
 from speech.long_text import SENTENCE_END, first_part
 from speech.prompt_templates import ROLE_TOKENS, tokenize
-from speech.prompts import check_request, is_on_gpu, reference_codes, request_for
+from speech.prompts import check_encodable, check_request, is_on_gpu, reference_codes, request_for
 from speech.request import State, Stream
 from speech.streaming import check_seed
 
@@ -187,6 +187,7 @@ class Intake:
 
     def what_fits(self, stream: Stream, piece: str) -> tuple[str, bool]:
         """As much of a piece as belongs to this utterance, and whether the utterance is full then."""
+        check_encodable(piece)
         text, most = stream.text, stream.max_text_tokens
         whole, start = text.text + piece, len(text.text)
         settled = max(0, len(text.tokenizer.settled) - ROLE_TOKENS)
