@@ -28,4 +28,4 @@ EXPOSE 8000
 HEALTHCHECK --start-period=15m --interval=10s --timeout=5s \
   CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health')"]
 ENTRYPOINT ["qwen3-tts"]
-CMD ["serve", "--host", "0.0.0.0", "--voices", "/voices"]
+CMD ["serve", "--host", "0.0.0.0", "--voices", "/voices", "--exit-when-failed"]

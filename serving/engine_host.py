@@ -27,8 +27,9 @@ from speech.utterance import CutOff
 from speech.warm_up import some_voice
 
 RECORDING_THREADS = 2
+MAX_VOICE_BYTES = 256 << 20  # of the voices that are kept; 256 with a minute's recording each take 25 MB
 FRAMES_PER_TOKEN = 6  # usual speech takes 3 to 5
-SECONDS_WITHOUT_A_PASS = 60.0  # a frame of many rows on a slow CPU takes less
+SECONDS_WITHOUT_A_PASS = 60.0  # a frame of many rows on a slow CPU takes less, and so does a prompt
 
 
 class EngineHost:
@@ -57,7 +58,7 @@ class EngineHost:
         self.is_draining = self.has_failed = False
         self.stays = False  # the server ends this worker, SIGTERM does not
         self.unfinished = set()  # ids of calls that have spoken a part of a text, and another part follows
-        self.last_pass = self.advanced_at = 0.0  # the engine's last pass that was seen, and when
+        self.seen = {}  # "frame" or "prompt" -> the last one that was seen, and when
         self.recordings = ThreadPoolExecutor(RECORDING_THREADS, "recordings")
         self.long_texts = ThreadPoolExecutor(1, "long texts")
 
@@ -98,13 +99,28 @@ class EngineHost:
         for threads in (self.recordings, self.long_texts):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    # ---- What the server asks for, as messages.py lists it, in the reader's thread
+    # ---- What the server asks for, as messages.py lists it, in the reader's thread. Each call gets an answer, whatever
+    # is raised: a panic of a library in Rust is no Exception.
 
     def take(self, header: dict, payload: bytes) -> None:
         try:
             getattr(self, f"on_{header['op']}")(header, payload)
-        except Exception as error:
+        except BaseException as error:
             self.fail(header.get("id"), error)
+
+    def answer_in(self, threads: ThreadPoolExecutor, number: int, work: Callable[[], dict]) -> None:
+        """Have a call answered by one of these threads. work: returns the fields of the answer"""
+        self.wanted.add(number)
+        threads.submit(self.answer, number, work)
+
+    def answer(self, number: int, work: Callable[[], dict]) -> None:
+        if number not in self.wanted:  # it was cancelled while it waited for its turn
+            return
+        try:
+            self.connection.send(type="end", id=number, **work())
+        except BaseException as error:
+            self.fail(number, error)
+        self.wanted.discard(number)
 
     def on_speak(self, header: dict, payload: bytes) -> None:
         if self.is_draining and header["after"] is None:
@@ -114,6 +130,8 @@ class EngineHost:
         put = functools.partial(self.put, number, options["max_new_tokens"], header["is_last"])
         stream = self.streams[number] = Stream(put)
         arguments = self.voice_arguments(header["voice"], payload)
+        if header["text"] is None and options["max_new_tokens"] is None:
+            stream.max_text_tokens = self.tokens_that_fit(arguments)
         prompt = self.engine.submit(stream, self.method, header["text"], header["seed"], options | arguments)
         prompt.add_done_callback(functools.partial(self.prompt_is_done, number))
 
@@ -160,22 +178,20 @@ class EngineHost:
         self.stays, self.is_draining = True, False
 
     def on_voice(self, header: dict, payload: bytes) -> None:
-        self.wanted.add(header["id"])
-        self.recordings.submit(self.make_voice, header, np.frombuffer(bytearray(payload), np.float32))  # writable
+        samples = np.frombuffer(bytearray(payload), np.float32)  # writable
+        self.answer_in(self.recordings, header["id"], lambda: self.make_voice(header, samples))
 
-    def make_voice(self, header: dict, samples: np.ndarray) -> None:
-        if header["id"] not in self.wanted:  # it was cancelled while it waited for its turn
-            return
-        try:
-            prompt = clone_prompt(self.tts, samples, header["rate"], header["ref_text"])
-            self.check_embedding(header["name"], prompt[0].ref_spk_embedding)
-            self.kept[header["key"]] = prompt
-            if header["id"] not in self.wanted:  # it was cancelled meanwhile
-                self.kept.pop(header["key"], None)
-            self.connection.send(type="end", id=header["id"])
-        except Exception as error:
-            self.fail(header["id"], error)
-        self.wanted.discard(header["id"])
+    def make_voice(self, header: dict, samples: np.ndarray) -> dict:
+        prompt = clone_prompt(self.tts, samples, header["rate"], header["ref_text"])
+        self.check_embedding(header["name"], prompt[0].ref_spk_embedding)
+        self.kept[header["key"]] = prompt
+        size = sum(map(voice_bytes, [*self.kept.values()]))
+        if header["id"] not in self.wanted or size > MAX_VOICE_BYTES:  # it was cancelled meanwhile, or is too much
+            self.kept.pop(header["key"], None)
+        if size > MAX_VOICE_BYTES:
+            problem = f"the voices in use take {size >> 20} MB, too much: remove some, or use shorter recordings"
+            raise ApiError(problem, 503, header["name"], "out_of_memory")
+        return {}
 
     def on_forget(self, header: dict, payload: bytes) -> None:
         for key in header["keys"]:
@@ -189,21 +205,15 @@ class EngineHost:
 
     def on_split(self, header: dict, payload: bytes) -> None:
         """A text that is too long for one utterance, in parts. Few are, and one utterance sounds best."""
-        self.wanted.add(header["id"])
-        self.long_texts.submit(self.split, header, payload)
+        self.answer_in(self.long_texts, header["id"], lambda: self.split(header, payload))
 
-    def split(self, header: dict, payload: bytes) -> None:
-        if header["id"] not in self.wanted:  # it was cancelled while it waited for its turn
-            return
+    def split(self, header: dict, payload: bytes) -> dict:
+        voice = self.voice_arguments(header["voice"], payload)
+        return {"texts": self.parts(header["text"], self.tokens_that_fit(voice), header["language"])}
+
+    def tokens_that_fit(self, voice: dict) -> int:
         options = dict(frames_per_token=FRAMES_PER_TOKEN, count_tokens=self.count_tokens)
-        try:
-            voice = self.voice_arguments(header["voice"], payload)
-            most = tokens_that_fit(self.spec["max_seq_len"], voice, **options)
-            parts = self.parts(header["text"], most, header["language"])
-            self.connection.send(type="end", id=header["id"], texts=parts)
-        except Exception as error:
-            self.fail(header["id"], error)
-        self.wanted.discard(header["id"])
+        return tokens_that_fit(self.spec["max_seq_len"], voice, **options)
 
     def parts(self, text: str, most: int, language: str | None) -> list[str]:
         """Parts of at most so many tokens. To count them stops the engine, so they are estimated by the text's average,
@@ -240,6 +250,12 @@ class EngineHost:
             if not is_last:
                 self.unfinished.add(number)
             read = stream.text and stream.text.characters_read(stream.valid)
+            if read == 0:
+                problem = (
+                    "the speech has ended before its text began: ref_text says more than the recording, correct it"
+                )
+                self.fail(number, ApiError(problem, param="ref_text", code="cut_off"))
+                return
             self.connection.add(type="end", id=number, characters_read=read)
             self.cancel(number)
 
@@ -260,19 +276,28 @@ class EngineHost:
     def look_after_streams(self) -> None:
         if not self.engine.is_running:
             self.stop(self.engine.intake.why_closed)
-        if self.stands_still():
-            self.stop(f"the engine has made no frame for {SECONDS_WITHOUT_A_PASS:g} s")
+        if what := self.stands_still():
+            self.stop(f"the engine has made no {what} for {SECONDS_WITHOUT_A_PASS:g} s")
         for number, stream in [*self.streams.items()]:
             if error := stream.text_timed_out():
                 self.fail(number, error)
 
-    def stands_still(self) -> bool:
-        """Whether the engine has work and finishes none of it. Each of its passes sets pass_seconds."""
+    def stands_still(self) -> str | None:
+        """What the engine has work for and finishes none of. Each of its passes sets pass_seconds."""
         engine, now = self.engine, time.monotonic()
-        has_work = (engine.active or engine.intake.waiting) and engine.has_work()
-        if not has_work or engine.pass_seconds != self.last_pass:
-            self.last_pass, self.advanced_at = engine.pass_seconds, now
-        return now - self.advanced_at > SECONDS_WITHOUT_A_PASS
+        has_frames = (engine.active or engine.intake.waiting) and engine.has_work()
+        kinds = ("frame", has_frames, engine.pass_seconds), ("prompt", engine.intake.preparing, engine.intake.prepared)
+        for what, has_work, last in kinds:
+            if not has_work or self.seen.get(what, (None,))[0] != last:
+                self.seen[what] = last, now
+            elif now - self.seen[what][1] > SECONDS_WITHOUT_A_PASS:
+                return what
+        return None
+
+
+def voice_bytes(prompt: list) -> int:
+    (item,) = prompt
+    return item.ref_spk_embedding.nbytes + (0 if item.ref_code is None else item.ref_code.nbytes)
 
 
 def is_fatal(error: BaseException) -> bool:

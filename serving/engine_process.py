@@ -18,12 +18,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import anyio
+
 from serving.errors import ApiError, engine_failed, log
 from serving.messages import Message, Unpacker, pack
 
 MAX_DEATHS = 3
 SECONDS_OF_SERVICE = 60.0  # after which earlier deaths no longer count
-SECONDS_WITHOUT_SIGN = 30.0  # of life, after which a worker is replaced
+SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_STOPPED = 5.0  # by SIGSTOP, after which a worker is replaced
+SECONDS_IN_DOUBT = 10.0  # without a sign of life, after which requests get 503
+SECONDS_WITHOUT_SIGN = 30.0  # after which a worker is replaced: on busy cores it may just be slow
+SECONDS_TO_ANSWER = 120.0  # a question, also behind others; speech has --request-seconds
 SECONDS_TO_LOAD = 600.0  # again, after which a worker is replaced
 SECONDS_TO_END = 5.0
 SECONDS_TO_DRAIN = 60.0  # of a worker that was sent SIGTERM
@@ -86,13 +92,13 @@ class Connection(asyncio.Protocol):
         self.kept = {}  # RegisteredVoice -> future of its key in the worker
         self.is_ready = False  # the worker knows no call before
         self.is_over = asyncio.Event()
-        self.sign_of_life = time.monotonic()
+        self.silence = 0.0  # seconds without a sign of life
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self.sign_of_life = time.monotonic()
+        self.silence = 0.0
         for header, payload in self.unpacker.feed(data):
             if "id" not in header:
                 self.on_event(header)
@@ -129,12 +135,12 @@ class Connection(asyncio.Protocol):
 
     async def ask(self, op: str, payload: bytes = b"", **fields) -> dict:
         """A call with one answer."""
-        with self.call(op, payload, **fields) as call:
-            return (await call.answer())[0]
-
-    def hangs(self) -> bool:
-        """Whether the process stands still. An engine that does is noticed by the worker itself."""
-        return time.monotonic() - self.sign_of_life > SECONDS_WITHOUT_SIGN
+        try:
+            with anyio.fail_after(SECONDS_TO_ANSWER), self.call(op, payload, **fields) as call:
+                return (await call.answer())[0]
+        except TimeoutError:
+            problem = f"the engine did not answer within {SECONDS_TO_ANSWER:g} s: try again later"
+            raise ApiError(problem, 503, code="timeout") from None
 
 
 class EngineProcess:
@@ -143,7 +149,7 @@ class EngineProcess:
     def __init__(self, spec: dict, rows: int | None, spawn: Callable = start_worker):
         """spec: what EngineHost takes
         rows: None for as many as fit
-        spawn: starts a worker with the other end of a socket; returns what has poll, wait and kill
+        spawn: starts a worker with the other end of a socket; returns what has pid, wait and kill
         """
         self.spec = spec
         self.rows = rows
@@ -214,9 +220,9 @@ class EngineProcess:
             self.connection.send(op="load", **self.spec)
             while not self.connection.is_over.is_set():
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self.connection.is_over.wait(), 1.0)
-                if self.state == "ready" and self.connection.hangs():
-                    self.why = f"it gave no sign of life for {SECONDS_WITHOUT_SIGN:g} s"
+                    await asyncio.wait_for(self.connection.is_over.wait(), SECONDS_BETWEEN_LOOKS)
+                if self.state == "ready" and self.stands_still():
+                    self.why = f"it gave no sign of life for {self.connection.silence:g} s"
                     self.end_by = 0.0
                 is_again = self.started.is_set() and self.ready_at is None
                 if is_again and time.monotonic() - begin > SECONDS_TO_LOAD:
@@ -236,6 +242,13 @@ class EngineProcess:
         self.why = self.why or ended
         served = time.monotonic() - self.ready_at if self.ready_at else 0.0
         self.deaths = 1 if served > SECONDS_OF_SERVICE else self.deaths + 1
+
+    def stands_still(self) -> bool:
+        """Whether the process does. An engine that does is noticed by the worker itself. Looks are counted, not a clock
+        read: the server may have been stopped, too, or be slow."""
+        self.connection.silence += SECONDS_BETWEEN_LOOKS
+        silence = self.connection.silence
+        return silence > SECONDS_WITHOUT_SIGN or (silence > SECONDS_STOPPED and is_stopped(self.process))
 
     def take(self, event: dict) -> None:
         """What the worker says about itself."""
@@ -268,7 +281,7 @@ class EngineProcess:
 
     @property
     def is_ready(self) -> bool:
-        return self.state == "ready"
+        return self.state == "ready" and self.connection.silence <= SECONDS_IN_DOUBT
 
     def check_ready(self) -> None:
         if self.state == "starting":
@@ -278,12 +291,24 @@ class EngineProcess:
         if self.state == "gave up":
             problem = f"the engine has stopped {MAX_DEATHS} times ({self.why}): restart the server, its log says more"
             raise ApiError(problem, 503, code="stopped")
+        if not self.is_ready:
+            problem = f"the engine has given no sign of life for {self.connection.silence:g} s: try again in a moment"
+            raise ApiError(problem, 503, code="silent")
 
     async def close(self) -> None:
         if self.task:
             self.task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self.task
+
+
+def is_stopped(process) -> bool:
+    """By a signal, so that it cannot go on by itself. Not known where /proc is missing."""
+    try:
+        with open(f"/proc/{process.pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def end_process(process) -> int:

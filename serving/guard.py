@@ -19,7 +19,7 @@ from serving.errors import ApiError
 from serving.page import page_response
 from serving.settings import Settings
 
-OPEN_TO_ALL = "/health", "/docs", "/page.css", "/page.js"
+OPEN_TO_ALL = "/health", "/livez", "/docs", "/page.css", "/page.js"
 LISTS = {"/v1/models", "/v1/audio/models", "/v1/audio/voices", "/v1/test"}
 SUBPROTOCOL = "speech"  # of WebSockets that send their key as a second subprotocol, "bearer." + base64url(KEY)
 

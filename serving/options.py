@@ -60,7 +60,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in: set --api-key, too")
     parser.add_argument("--port", default=8000, type=int, help="0 takes a free one")
-    parser.add_argument("--api-key", help=f"guards all but /health, /docs and /page.*; default: ${API_KEY_VARIABLE}")
+    parser.add_argument(
+        "--api-key", help=f"guards all but /health, /livez, /docs and /page.*; default: ${API_KEY_VARIABLE}"
+    )
     parser.add_argument(
         "--cors-origin", action="append", default=[], help="web pages of this origin may call the server, or *"
     )
@@ -68,6 +70,9 @@ def parse_arguments() -> argparse.Namespace:
         "--allow-host", action="append", default=[], help="another name of this machine, for containers and proxies"
     )
     parser.add_argument("--open-lists", action="store_true", help="list voices and models without the key")
+    parser.add_argument(
+        "--exit-when-failed", action="store_true", help="end with status 1 when an engine is given up, to be restarted"
+    )
     parser.add_argument("--voices", type=Path, default=Settings.voices, help="folder of the registered voices")
     parser.add_argument(
         "--speaker",
@@ -96,7 +101,8 @@ def make_settings(args: argparse.Namespace) -> Settings:
     api_key = os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key
     origins = tuple(map(check_origin, args.cors_origin))
     hosts = tuple(map(check_host, args.allow_host))
-    return Settings(api_key, origins, hosts=hosts, open_lists=args.open_lists, voices=args.voices, **limits)
+    flags = dict(open_lists=args.open_lists, exit_when_failed=args.exit_when_failed)
+    return Settings(api_key, origins, hosts=hosts, voices=args.voices, **flags, **limits)
 
 
 def check_folder(folder: Path) -> None:

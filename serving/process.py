@@ -47,7 +47,7 @@ class Server(uvicorn.Server):
         self.speech = speech
         self.address = address
         self.starting = None  # a task
-        self.failure = None  # why a model could not be loaded
+        self.failure = None  # why a model could not be loaded, or the exit status after an engine was given up
         self.drain_until = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -79,6 +79,9 @@ class Server(uvicorn.Server):
         if self.speech.is_draining or sig == signal.SIGINT:
             self.should_exit = True  # the second signal, or Ctrl-C
             return
+        self.drain()
+
+    def drain(self) -> None:
         self.speech.is_draining = True
         self.drain_until = time.monotonic() + self.speech.settings.drain_seconds
         streams = self.speech.in_flight
@@ -88,6 +91,9 @@ class Server(uvicorn.Server):
         if self.drain_until:
             for model in self.speech.models:
                 model.engine.stay()
+        elif self.speech.settings.exit_when_failed and not self.failure and self.speech.has_given_up:
+            self.failure = SystemExit(1)  # the log says why
+            self.drain()
         is_done = not self.speech.in_flight and not self.speech.responses
         if self.drain_until and (is_done or time.monotonic() > self.drain_until):
             self.should_exit = True

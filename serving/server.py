@@ -144,6 +144,11 @@ def create_app(speech: Speech) -> Starlette:
         speech.check_all_ready()
         return JSONResponse({"status": "ok"})
 
+    @route("GET", "/livez")
+    async def live(_: Request) -> Response:
+        """Whether this process serves, whatever its engines do."""
+        return JSONResponse({"status": "ok"})
+
     @route("GET", "/v1/test")
     async def test(_: Request) -> Response:
         """wyoming-openai asks this to learn whether it may list our voices."""

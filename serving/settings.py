@@ -23,6 +23,7 @@ class Settings:
     hosts: tuple[str, ...] = ()  # names by which this machine is asked besides localhost, in lower case
     open_lists: bool = False  # the lists of voices and models need no key
     voices: Path = Path("voices")  # folder of the registered voices
+    exit_when_failed: bool = False  # end the server when an engine has been given up
 
     # How much at once
     max_streams: int | None = limit(None, "listeners of a model at the same time, at most 64 by default")

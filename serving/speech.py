@@ -106,6 +106,10 @@ class Speech:
     def in_flight(self) -> int:
         return sum(model.in_flight for model in self.models)
 
+    @property
+    def has_given_up(self) -> bool:
+        return any(model.engine.state == "gave up" for model in self.models)
+
     def check_ready(self) -> None:
         """Whether any of the models speaks."""
         if self.is_draining or not any(model.engine.is_ready for model in self.models):

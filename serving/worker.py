@@ -52,7 +52,7 @@ class Connection:
                     self.take(*message)
         except OSError:
             pass
-        except Exception:
+        except BaseException:
             log.exception("the server's message cannot be read")
         self.on_close()
 

@@ -55,6 +55,7 @@ class ArrivingText:
         opening, _, _ = tts._build_assistant_text("\0").partition("\0")
         self.tokenizer = IncrementalTokenizer(tts.processor.tokenizer, opening)
         self.end_id = tts.model.config.tts_eos_token_id
+        self.tokens_in_prompt = tokens_in_prompt(tts, self.kwargs.get("voice_clone_prompt"))
         self.tokens_to_begin = tokens_to_begin(tts, self.kwargs.get("voice_clone_prompt"))
         self.text = ""
         self.ids = []  # known tokens of the text; with the end token once the text is finished
@@ -119,7 +120,7 @@ class ArrivingText:
     def characters_read(self, frames: int) -> int:
         """Of the text: a speech may end before its frames, which read a token each, have come to the text's end."""
         ids = self.ids[:-1] if self.is_finished else self.ids
-        read = self.tokens_to_begin - 1 + frames
+        read = max(0, self.tokens_in_prompt + frames)
         if self.is_finished and read >= len(ids):
             return len(self.text)
         composed = len(self.method.__self__.processor.tokenizer.decode(ids[:read]))  # tokens are of composed characters
@@ -137,12 +138,17 @@ class ArrivingText:
 
 
 def tokens_to_begin(tts, voice_clone_prompt) -> int:
-    """Tokens of the text that the prompt and the first frame take, at least one each."""
+    """Tokens of the text that the prompt and the first frame take."""
+    return max(1, tokens_in_prompt(tts, voice_clone_prompt) + 1)
+
+
+def tokens_in_prompt(tts, voice_clone_prompt) -> int:
+    """Tokens of the text that the prompt takes. Below 0: so many frames go on with the reference's transcript first."""
     if not is_in_context(voice_clone_prompt):
-        return 2
+        return 1
     (item,) = voice_clone_prompt
     positions = 1 + len(item.ref_code)  # codec_bos and the codes
-    return max(1, positions + 1 - len(transcript_ids(tts, item)))
+    return positions - len(transcript_ids(tts, item))
 
 
 @torch.no_grad()

@@ -424,7 +424,7 @@ class Engine:
                     if not stream.has_ended:
                         stream.put(item)
                 self.after_delivery()
-            except Exception as error:
+            except BaseException as error:
                 log.exception("the engine has stopped")
                 self.fail(error)
                 for stream in streams:  # an END must not follow: their audio is not complete

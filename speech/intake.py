@@ -8,6 +8,7 @@ import asyncio
 import collections
 import contextlib
 import contextvars
+import re
 import threading
 import time
 from collections.abc import AsyncIterable, Callable, Iterable
@@ -16,9 +17,15 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 import torch
 
 from speech.arriving_text import END, ArrivingText
-from speech.prompts import check_request, is_on_gpu, reference_codes, request_for
+from speech.long_text import SENTENCE_END, first_part
+from speech.prompt_templates import ROLE_TOKENS, tokenize
+from speech.prompts import check_encodable, check_request, is_on_gpu, reference_codes, request_for
 from speech.request import State, Stream
 from speech.streaming import check_seed
+
+# Where a text that is still arriving may end, once so much of what fits is there.
+ENDS = (0.6, SENTENCE_END), (0.9, re.compile(r"\s"))
+LONGEST_END = 4  # characters, of which the last may be the next piece's
 
 
 class Intake:
@@ -28,6 +35,7 @@ class Intake:
         self.changed = changed
         self.waiting = collections.deque()  # requests that could be admitted
         self.preparing = 0  # requests whose prompts are being built
+        self.prepared = 0  # prompts that were built, or could not be
         self.why_closed = ""
         # A token takes a position, and stands for at most as many bytes as its name has characters. Those are bytes of
         # the text in Unicode's composed form (NFC); one of them comes from at most 1.5 characters as they were typed.
@@ -60,6 +68,7 @@ class Intake:
     def prompt_is_done(self, future: Future) -> None:
         with self.changed:
             self.preparing -= 1
+            self.prepared += 1
             if not self.preparing:  # the engine may wait for it
                 self.changed.notify_all()
 
@@ -101,7 +110,9 @@ class Intake:
                 await asyncio.wrap_future(self.thread.submit(self.take_piece, stream, piece))
                 if stream.text_error:
                     return
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
             last = error
         with contextlib.suppress(RuntimeError):
             self.thread.submit(self.take_piece, stream, last)
@@ -147,9 +158,15 @@ class Intake:
             return
         text = stream.text
         try:
+            if text.is_finished:  # without this
+                return
+            is_full = False
             if isinstance(piece, str):
                 self.check_length(len(text.text) + len(piece))
+                piece, is_full = self.what_fits(stream, piece)
             text.take(piece)
+            if is_full:
+                text.take(END)
             if piece or piece is END:
                 stream.text_came_at = time.monotonic()
             if stream.state is State.PREPARING:
@@ -167,3 +184,25 @@ class Intake:
                 self.changed.notify_all()
             if stream.state is State.PREPARING:  # the engine does not know it yet
                 stream.put(error)
+
+    def what_fits(self, stream: Stream, piece: str) -> tuple[str, bool]:
+        """As much of a piece as belongs to this utterance, and whether the utterance is full then."""
+        check_encodable(piece)
+        text, most = stream.text, stream.max_text_tokens
+        whole, start = text.text + piece, len(text.text)
+        settled = max(0, len(text.tokenizer.settled) - ROLE_TOKENS)
+        for share, end in ENDS:
+            for found in end.finditer(whole, max(0, start - LONGEST_END)) if settled >= share * most else ():
+                if found.end() >= start and whole[: found.end()].strip():
+                    return whole[start : found.end()], True
+        pending = max(0, start - len(text.tokenizer.tail))
+        if not whole[pending:].strip():  # a wide gap
+            return piece, False
+
+        def fits(part: str) -> bool:
+            return len(part) == 1 or settled + len(tokenize(self.speech.tts, part)) <= most
+
+        if settled + len(whole[pending:].encode()) <= most or fits(whole[pending:]):  # a token has a byte at least
+            return piece, False
+        end = pending + len(first_part(whole[pending:], fits, text.kwargs.get("language")))
+        return whole[start:end], True

@@ -1,7 +1,7 @@
 """Long texts, and speech that does not end.
 
 A long text is cut at paragraph and sentence ends into utterances that fit into the cache, and these are spoken one
-after another with the same voice. sentencex finds the sentence ends.
+after another with the same voice. sentencex finds the sentence ends; where it fails, a plain rule does.
 
 The model sometimes misses its end and goes on with silence, noise or repetitions until the cache is full: in 0.3 to 0.5
 percent of all runs, as users of several implementations report. So an utterance is stopped after a number of frames in
@@ -10,7 +10,10 @@ slow and emotional speech. Here it is twice that, and 15 seconds for short texts
 """
 
 import itertools
+import logging
 import math
+import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -23,6 +26,12 @@ FRAMES_PER_TOKEN = 12
 MIN_FRAME_LIMIT = 192
 PROMPT_POSITIONS = 16  # of a prompt without text, instruction and reference
 PAUSE = 0.4  # seconds between two utterances
+OTHER_SPACE = re.compile(r"(?![\x00-\x7f])\s")
+SENTENCE_END = re.compile(r"""[.!?…]["')\]”’»]*\s|[。！？]["')\]”’」』]*|\n""")
+PLAIN_SENTENCE = re.compile(rf"(?s).+?(?:(?:{SENTENCE_END.pattern})\s*|\Z)")
+CLAUSE = re.compile(r"(?s).+?(?:[,;:.!?…，、；：。！？–—)\]}）】»”’/|·]+|\Z)")
+
+log = logging.getLogger("qwen3_tts_cudagraphs")
 
 LANGUAGE_CODES = dict(
     chinese="zh",
@@ -205,17 +214,33 @@ def split_text(paragraphs: Iterable[str], fits: Callable[[str], bool], language:
     return utterances
 
 
+def first_part(text: str, fits: Callable[[str], bool], language: str | None = None) -> str:
+    """How a text begins that does not fit: up to where `split_text` cuts it."""
+    letters = len("".join(split_text([text], fits, language)[0].split()))
+    places = [place for place, character in enumerate(text) if not character.isspace()]
+    return text[: places[letters - 1] + 1]
+
+
 def sentences(text: str, language: str | None) -> list[str]:
     """With the space after them, so that they join to the text."""
     try:
         from sentencex import segment
     except ImportError:
         raise ValueError("long texts need a package that finds sentence ends: pip install sentencex") from None
-    return segment(LANGUAGE_CODES.get((language or "").lower(), "en"), text)
+    language = LANGUAGE_CODES.get((language or "").lower(), "en")
+    try:  # sentencex 1.0.32 panics at "vitamin C\u00a0. And", and prints that, too: it gets plain spaces
+        ends = [0, *itertools.accumulate(map(len, segment(language, OTHER_SPACE.sub(" ", text))))]
+        if ends[-1] == len(text):
+            return [text[start:end] for start, end in itertools.pairwise(ends)]
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # as a panic of Rust is
+        log.info("sentencex has failed (%s): the text is cut at plain sentence ends", error)
+    return PLAIN_SENTENCE.findall(text)
 
 
 def packed(parts: Iterable[str], fits: Callable[[str], bool]) -> Iterator[str]:
-    """Join parts while they fit. One that does not fit alone is cut at spaces, and a word without any in halves."""
+    """Join parts while they fit. One that does not fit alone is cut into smaller ones."""
     utterance = ""
     for part in parts:
         if not part.strip():  # a gap, which may be wider than what fits
@@ -238,10 +263,14 @@ def packed(parts: Iterable[str], fits: Callable[[str], bool]) -> Iterator[str]:
 
 
 def smaller_parts(text: str) -> list[str]:
-    words = text.split()
-    if len(words) > 1:
-        return [f"{word} " for word in words]
+    """Words; of a single one what ends with a punctuation mark, else halves. They join to the text."""
+    words = [f"{word} " for word in text.split()]
+    parts = words if len(words) > 1 else CLAUSE.findall(text)
+    if len(parts) > 1:
+        return parts
     half = math.ceil(len(text) / 2)
     if half == len(text):
         raise ValueError("a single character does not fit into the cache: raise max_seq_len")
+    is_mark = [unicodedata.category(character)[0] == "M" for character in text[half:]]
+    half += is_mark.index(False) if False in is_mark else 0  # marks belong to the character before them
     return [text[:half], text[half:]]

@@ -30,12 +30,17 @@ log = logging.getLogger("qwen3_tts_cudagraphs")
 ROLE_TOKENS = 3  # before the text: <|im_start|>, assistant, newline
 CLOSING_TOKENS = 5  # after it: <|im_end|>, newline and the next role
 TRANSCRIPT_CLOSING_TOKENS = 2  # after a reference's transcript: <|im_end|>, newline
-MAX_TEMPLATES = 256
+MAX_BYTES = 256 << 20  # of all templates: 64 prompts of 2,048 positions with 1.7B, and thousands of short ones
 
 
 class PromptTemplate:
     def __init__(self, speech, request: dict, ids: list[int], voice_clone_prompt):
         """`request` is what upstream has built for the text with these tokens, in parts."""
+        self.nbytes = sum(value.nbytes for value in request.values() if torch.is_tensor(value))
+        self.nbytes += len(request["prefix_key"] or b"")
+        if is_in_context(voice_clone_prompt):
+            codes = voice_clone_prompt[0].ref_code
+            self.nbytes += codes.nbytes + (1 + len(codes)) * request["inputs"][0].nbytes  # with `self.codes`
         self.speech = speech
         self.request = request
         self.ids = ids
@@ -92,7 +97,7 @@ class PromptTemplate:
 
 
 class PromptTemplates:
-    """The templates of the last requests, by everything that was asked for but the text."""
+    """The templates of the last requests, by everything that was asked for but the text. MAX_BYTES at most."""
 
     def __init__(self):
         self.templates = collections.OrderedDict()
@@ -107,7 +112,7 @@ class PromptTemplates:
     def add(self, key, template: PromptTemplate) -> None:
         with self.lock:
             self.templates[key] = template
-            if len(self.templates) > MAX_TEMPLATES:
+            while sum(template.nbytes for template in self.templates.values()) > MAX_BYTES:
                 self.templates.popitem(last=False)
 
     def clear(self) -> None:

@@ -168,6 +168,7 @@ def request_like_earlier(speech, method: Callable, text: str, kwargs: dict, toke
         return request
     request = build_in_parts(speech, method, text, kwargs, token_ids)
     if not template:
+        check_request(speech, request)  # what is refused is not kept
         template = PromptTemplate(speech, request, ids, kwargs.get("voice_clone_prompt"))
         speech.prompt_templates.add(key, template)
     return request

@@ -1,6 +1,7 @@
 """One request of an engine: an utterance, the text that is still coming for it, and where its audio goes."""
 
 import enum
+import math
 import time
 from collections.abc import Callable
 
@@ -36,6 +37,7 @@ class Stream(Utterance):
         self.queued_at = None  # time
         # a text that is still arriving
         self.text = None  # ArrivingText
+        self.max_text_tokens = math.inf  # what comes after them is not part of this utterance
         self.text_timeout = text_timeout
         self.text_came_at = time.monotonic()
         self.text_error = None

@@ -30,6 +30,8 @@ FRAME = 1920 * 2  # bytes of PCM
 class ThreadWorker:
     """A worker in a thread of this process, over the same socket. EngineProcess takes it for a process."""
 
+    pid = None
+
     def __init__(self, theirs: socket.socket):
         self.worker = Worker(theirs.dup())
         self.thread = threading.Thread(target=self.run, name="worker", daemon=True)

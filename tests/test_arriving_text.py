@@ -2,9 +2,11 @@
 
 import asyncio
 import contextvars
+import dataclasses
 import itertools
 import math
 import random
+import re
 import sys
 import threading
 import time
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from helpers import GREEDY, joined
+from helpers import GREEDY, engine_of, joined
 from transformers import PreTrainedTokenizerFast
 
 from generate import astream, stream
@@ -23,6 +25,7 @@ from speech import incremental_tokenizer
 from speech.arriving_text import ArrivingText, embed_text
 from speech.incremental_tokenizer import IncrementalTokenizer, last_nfc_boundary, may_combine
 from speech.prompts import tokenize
+from speech.request import Stream
 
 OPENING = "<|im_start|>assistant\n"
 CLOSING = "<|im_end|>\n<|im_start|>assistant\n"
@@ -384,6 +387,57 @@ def test_how_much_was_read(voice, form):
     assert read[-1] == sent and all(itertools.starmap(str.startswith, itertools.pairwise(read[::-1])))
     assert sent[:-5] in read  # letters of ASCII are tokens
     assert set(read) <= {unicodedata.normalize(form, composed[:end]) for end in range(len(composed) + 1)}
+
+
+@pytest.mark.parametrize("surplus", [-5, 0, 40])
+def test_a_transcript_is_not_counted_as_text(voices, surplus):
+    """One that is longer than its recording: what was left of it counted as read text, which was then never spoken."""
+    voice = voices("in-context")
+    (item,) = voice.arguments["voice_clone_prompt"]
+    positions = 1 + len(item.ref_code)
+    prompt = [dataclasses.replace(item, ref_text="x" * (positions + surplus))]  # a character is a token
+    text = ArrivingText(voice.fast.speech, voice.fast.generate_voice_clone, voice_clone_prompt=prompt)
+    text.push("One two three four.")
+    text.finish()
+    assert [text.characters_read(frames) for frames in range(70)] == [
+        min(max(0, frames - surplus), len(text.text)) for frames in range(70)
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 5, 10_000])  # of the pieces that the text comes in
+@pytest.mark.parametrize(
+    "text, ends",
+    [
+        ("xqzjkvw" * 60, None),
+        ("0123456789abcdef" * 20, None),
+        ("今天天气；很好我们：走吧" * 10, None),
+        ("สวัสดีครับวันนี้อากาศดีมาก" * 5, None),
+        ("e\u0301" * 200, None),
+        ("\U0001f600" * 40, None),
+        ("3 1 4 1 5 9 " * 30, r"\S "),
+        ("one two three four five. " * 8, r"(\w )|(five\. ?)"),
+        ("\n" * 200 + "Hello there. " * 8, None),
+    ],
+    ids=["letters", "hash", "；：", "Thai", "accents", "emoji", "digits", "sentences", "line ends"],
+)
+def test_a_text_that_does_not_fit_is_cut(voice, text, ends, size):
+    """All of it is spoken, in utterances that fit. Without spaces it was never cut: it could not fit."""
+    most, utterances = 40, []
+    tts = voice.fast
+    with engine_of(tts, 2) as engine:
+        while (rest := text[len("".join(utterances)) :]).strip():
+            stream = Stream(print)
+            stream.max_text_tokens = most
+            engine.submit(stream, tts.generate_voice_clone, None, 0, voice.arguments | {"max_new_tokens": 2}).result()
+            for piece in [*(rest[start : start + size] for start in range(0, len(rest), size)), None]:
+                engine.intake.thread.submit(engine.intake.take_piece, stream, piece).result()
+            assert stream.text.is_finished and not stream.text_error
+            utterances.append(stream.text.text)
+            engine.cancel(stream)
+    assert "".join(utterances).rstrip() == text.rstrip() and len(utterances) > 2
+    assert max(len(tokenize(tts, utterance.strip())) for utterance in utterances) <= most + 4
+    if ends:
+        assert all(re.search(f"({ends})$", utterance) or size > 1 for utterance in utterances[:-1])
 
 
 def test_a_prompt_that_is_a_dict_with_codes(voice):

@@ -4,6 +4,7 @@ import re
 import sys
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from helpers import GREEDY, joined
 
 import cli.__main__
 from cli import speaking
-from speech.long_text import frame_limit, speak, split_text, stream_long
+from speech.long_text import frame_limit, sentences, speak, split_text, stream_long
 from speech.model import Speech
 from speech.streaming import stream
 
@@ -37,14 +38,54 @@ def test_texts_are_cut_at_sentence_ends():
     assert split_text(["One. Two.", "", " Three. "], no_longer_than(20)) == ["One. Two.", "Three."]
 
 
+class Panic(BaseException):
+    """As pyo3_runtime.PanicException: not an Exception."""
+
+
+def panic(language, text):
+    raise Panic("end byte index 10 is not a char boundary")
+
+
+@pytest.mark.parametrize("splitter", [None, panic, lambda language, text: [text[3:]]], ids=["real", "panics", "loses"])
 @pytest.mark.parametrize("limit", [1, 7, 30, 400])
-def test_nothing_is_lost_and_everything_fits(limit):
+def test_nothing_is_lost_and_everything_fits(limit, splitter, monkeypatch):
     """Sentences and words that are too long are cut, too: no text is dropped, repeated or too long."""
+    if splitter:
+        monkeypatch.setitem(sys.modules, "sentencex", SimpleNamespace(segment=splitter))
     gap = "\u2009" * 200  # "not enough values to unpack"
     paragraphs = ["".join(SENTENCES) * 3, "a" * 100, "word " * 50, "x", f"One.{gap}Two{gap}three. {gap}Four."]
+    paragraphs += ["e" + "\u0301" * 5000, "；".join("今天天气真好") * 30, "สวัสดี" * 100, "0123456789abcdef" * 200]
     utterances = split_text(paragraphs, no_longer_than(limit))
     assert max(map(len, utterances)) <= limit
     assert re.sub(r"\s", "", "".join(utterances)) == re.sub(r"\s", "", "".join(paragraphs))
+
+
+@pytest.mark.parametrize("space", "\u00a0\u2003\u202f\u3000\u1680\u205f\x85\u2028", ids=ascii)
+@pytest.mark.parametrize("language", [None, "German", "Chinese", "Russian"])
+def test_a_text_that_sentencex_panics_at(space, language, capfd):
+    """A capital, a space that is not ASCII and a full stop; its panic is no Exception, and is printed, too."""
+    text = f"Take vitamin C{space}. And{space}more of it. Or Ж{space}. Yes."
+    utterances = split_text([text], no_longer_than(30), language)
+    assert re.sub(r"\s", "", "".join(utterances)) == re.sub(r"\s", "", text) and max(map(len, utterances)) <= 30
+    assert len(utterances) == 2 and capfd.readouterr().err == ""
+
+
+def test_a_splitter_that_fails_is_replaced(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentencex", SimpleNamespace(segment=panic))
+    parts = ["It is 3.5 m. ", "“Really?” ", "Yes!  ", "今天天气真好。", "我们去公园吧！ ", "One\n", "the rest"]
+    assert sentences("".join(parts), None) == parts
+
+
+@pytest.mark.parametrize(
+    "text, limit, parts",
+    [
+        ("一二三四；五六：七八九，十", 6, ["一二三四；", "五六：", "七八九，十"]),
+        ("xe\u0301\u0302xx", 4, ["xe\u0301\u0302", "xx"]),
+    ],
+)
+def test_where_a_text_without_spaces_is_cut(text, limit, parts):
+    """After a punctuation mark, and not between a letter and its accents."""
+    assert split_text([text], no_longer_than(limit)) == parts
 
 
 def test_the_largest_seed(voice):

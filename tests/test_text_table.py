@@ -11,6 +11,7 @@ from helpers import joined, slow
 
 from common.voices import speaker_prompt
 from generate import accelerate, load_upstream, stream
+from speech import prompt_templates
 from speech.arriving_text import ArrivingText
 from speech.prompt_templates import PromptTemplate, template_key
 from speech.prompts import build_request, in_parts, reference_codes, request_for
@@ -160,6 +161,27 @@ def test_another_recording_is_another_template(with_table, voice):
             assert torch.equal(request["inputs"], expected["inputs"])
     templates = speech.prompt_templates.templates
     assert len(templates) == 4 and all(template.layout for template in templates.values())
+
+
+@pytest.mark.parametrize("voice", ["x-vector", "in-context"], indirect=True)
+def test_templates_take_a_limited_memory(with_table, voice, monkeypatch):
+    """256 of them were kept, of any size, and those of refused requests, too: 12.8 GB of prompts that did not fit."""
+    speech, method = with_table.speech, with_table.generate_voice_clone
+    templates = speech.prompt_templates.templates
+    for top_k, mistake in enumerate([{}, dict(max_new_tokens=1), dict(temperature=-1.0), dict(eos_token_id=1)], 1):
+        text = "Hello." if mistake else "x" * 2000
+        with pytest.raises(ValueError):
+            request_for(speech, method, text, voice.arguments | dict(top_k=top_k, non_streaming_mode=True) | mistake)
+    assert not templates
+
+    monkeypatch.setattr(prompt_templates, "MAX_BYTES", limit := 200_000)
+    held = []
+    for top_k in range(1, 40):
+        text = "x" * 50 * (top_k % 3)
+        request_for(speech, method, f"Hello {text}", voice.arguments | dict(top_k=top_k, non_streaming_mode=False))
+        tensors = [value for kept in templates.values() for value in kept.request.values() if torch.is_tensor(value)]
+        held.append(sum(tensor.nbytes for tensor in tensors))
+    assert limit / 4 < max(held) <= limit and len(templates) < 39
 
 
 def test_what_cannot_be_compared_has_no_template(voices):

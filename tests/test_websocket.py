@@ -8,7 +8,7 @@ import time
 from functools import partial
 
 import pytest
-from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, wait_until, wait_until_free
+from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, wait_until, wait_until_free
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
@@ -460,6 +460,38 @@ def test_the_room_of_an_utterance(server, speech):
     session = Session(None, speech)
     assert session.room(Style()) == 170  # of 512 positions
     assert session.room(Style(max_new_tokens=6)) is None
+
+
+@pytest.fixture(scope="module")
+def ending(checkpoint, tmp_path_factory):
+    """A server whose speech ends by itself."""
+    speech = load_speech(checkpoint(), tmp_path_factory.mktemp("ending") / "voices", max_seq_len=128)
+    with RunningServer(speech) as server:
+        yield server
+    speech.close()
+
+
+def test_a_text_without_sentence_ends_is_spoken(ending):
+    """More tokens than positions, and nowhere to cut it: an error."""
+    with client(ending) as session:
+        session.send(**CONFIG | {"max_new_tokens": None})
+        session.send("input.text", text="qxzjkvw" * 20)
+        session.send("input.done")
+        messages, audio = session.until("session.done")
+    assert [message for message in messages if message["type"] == "error"] == [] and audio
+    assert messages[-1].keys() == {"type", "utterance_index", "total_sentences"}  # nothing is unspoken
+
+
+def test_a_speech_that_reads_no_text_is_an_error(ending, monkeypatch):
+    """As that of a transcript that is much longer than its recording: the text was spoken again and again."""
+    monkeypatch.setattr("speech.arriving_text.ArrivingText.characters_read", lambda *_: 0)
+    with client(ending) as session:
+        session.send(**CONFIG | {"max_new_tokens": None})
+        session.send("input.text", text="Hi.")
+        session.send("input.done")
+        messages, _ = session.until("session.done")
+    assert [message["param"] for message in messages if message["type"] == "error"] == ["ref_text"]
+    assert messages[-1]["error"]
 
 
 def test_text_that_grows_too_long_ends_its_utterance(server, speech):

@@ -34,6 +34,7 @@ from serving import engine_host, engine_process, memory, worker
 from serving.engine_process import EngineProcess
 from serving.errors import ApiError
 from serving.messages import LENGTHS, Unpacker, pack
+from serving.process import Server
 from serving.requests import Style
 from serving.settings import Settings
 from serving.speech import Speech, read_speakers
@@ -112,6 +113,8 @@ def test_nothing_is_lost_while_the_server_does_not_read():
 
 class FakeWorker:
     """Ready at once, or never. Then it does what `then` does with its socket."""
+
+    pid = None
 
     def __init__(self, theirs, then, is_ready=True):
         self.socket = theirs.dup()
@@ -222,8 +225,54 @@ def test_deaths_long_ago_do_not_count(monkeypatch):
     asyncio.run(asyncio.wait_for(main(), LIMIT))
 
 
+def test_a_stopped_worker_is_replaced(monkeypatch):
+    """After 30 s, as one that may be busy; it cannot be, and /health said 200."""
+    monkeypatch.setattr(engine_process, "SECONDS_BETWEEN_LOOKS", 0.05)
+    monkeypatch.setattr(engine_process, "SECONDS_STOPPED", 0.5)
+    process = subprocess.Popen(["sleep", "600"])
+
+    async def main():
+        engine = engine_with(live, live)
+        await started(engine)
+        engine.process.pid = process.pid
+        await asyncio.sleep(1)
+        assert engine.is_ready and engine.restarts == 0  # it only sleeps
+        process.send_signal(signal.SIGSTOP)
+        await asyncio.wait_for(wait_for_state(engine, "restarting"), 5)
+        await wait_for_state(engine, "ready")
+        await engine.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), LIMIT))
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("exits", [True, False])
+def test_a_server_whose_engine_is_given_up_can_exit(checkpoint, tmp_path, exits):
+    """It stayed, and so systemd and Docker never started it again."""
+    settings = Settings(max_streams=1, voices=tmp_path, exit_when_failed=exits)
+
+    async def main():
+        speech = Speech(str(checkpoint()), "cpu", settings=settings, spawn=lambda theirs: FakeWorker(theirs, end))
+        await speech.start()
+        server = Server(speech)
+        serving = asyncio.create_task(server.serve(sockets=[socket.create_server(("127.0.0.1", 0))]))
+        await asyncio.wait_for(wait_for_state(speech.models[0].engine, "gave up"), LIMIT)
+        await asyncio.sleep(0.5)
+        assert serving.done() == exits
+        assert server.failure.code == 1 if exits else server.failure is None
+        server.should_exit = True
+        await serving
+        await speech.close()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT))
+
+
 def test_a_worker_without_a_sign_of_life_is_replaced(monkeypatch):
-    monkeypatch.setattr(engine_process, "SECONDS_WITHOUT_SIGN", 0.2)
+    monkeypatch.setattr(engine_process, "SECONDS_BETWEEN_LOOKS", 0.1)
+    monkeypatch.setattr(engine_process, "SECONDS_WITHOUT_SIGN", 0.5)
 
     def beat(socket):
         with contextlib.suppress(OSError):
@@ -241,6 +290,23 @@ def test_a_worker_without_a_sign_of_life_is_replaced(monkeypatch):
             await asyncio.sleep(0.01)
         await asyncio.sleep(1.5)
         assert engine.is_ready and engine.restarts == 1  # the second one beats
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT))
+
+
+@pytest.mark.parametrize("op", ["count", "split", "voice"])
+def test_a_question_has_a_deadline(op, monkeypatch):
+    """The worker lives and does not answer: its clients waited for --request-seconds, or for ever."""
+    monkeypatch.setattr(engine_process, "SECONDS_TO_ANSWER", 0.2)
+
+    async def main():
+        engine = engine_with(live)
+        await started(engine)
+        with pytest.raises(ApiError, match=r"did not answer within 0.2 s: try again later") as failed:
+            await engine.connection.ask(op, text="Hello.")
+        assert (failed.value.status, failed.value.code) == (503, "timeout")
+        assert engine.is_ready and not engine.connection.calls
         await engine.close()
 
     asyncio.run(asyncio.wait_for(main(), LIMIT))
@@ -266,13 +332,17 @@ def test_an_engine_that_stands_still_is_noticed(monkeypatch):
     """A kernel that never ends keeps the engine's thread, and no other."""
     now = 1000.0
     monkeypatch.setattr(engine_host, "time", SimpleNamespace(monotonic=lambda: now))
-    engine = SimpleNamespace(active=[], pass_seconds=0.1, intake=SimpleNamespace(waiting=[]), has_work=lambda: True)
+    intake = SimpleNamespace(waiting=[], preparing=0, prepared=0)
+    engine = SimpleNamespace(active=[], pass_seconds=0.1, intake=intake, has_work=lambda: True)
     host = object.__new__(engine_host.EngineHost)
-    host.engine, host.last_pass, host.advanced_at = engine, 0.0, 0.0
-    for active, duration, stands_still in (([], 0.1, False), ([1], 0.1, True), ([1], 0.2, False), ([1], 0.2, True)):
-        engine.active, engine.pass_seconds = active, duration
+    host.engine, host.seen = engine, {}
+    for active, duration, preparing, prepared, what in (
+        *(([], 0.1, 0, 0, None), ([1], 0.1, 0, 0, "frame"), ([1], 0.2, 0, 0, None), ([1], 0.2, 0, 0, "frame")),
+        *(([1], 0.3, 1, 0, "prompt"), ([1], 0.4, 1, 1, None), ([], 0.4, 2, 1, "prompt"), ([], 0.4, 0, 1, None)),
+    ):
+        engine.active, engine.pass_seconds, intake.preparing, intake.prepared = active, duration, preparing, prepared
         now += engine_host.SECONDS_WITHOUT_A_PASS + 1
-        assert host.stands_still() == stands_still
+        assert host.stands_still() == what
 
 
 def test_a_model_that_cannot_be_loaded_is_not_tried_again(checkpoint, tmp_path):
@@ -306,6 +376,80 @@ def test_a_worker_ends_with_its_server():
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
+
+
+# ---- Answers
+
+
+class Panic(BaseException):
+    """As pyo3_runtime.PanicException: not an Exception."""
+
+
+@pytest.mark.parametrize(
+    "function, status",
+    [
+        ("serving.engine_host.split_text", 500),
+        ("serving.engine_host.tokenize", 500),
+        ("speech.intake.request_for", 500),
+        ("serving.engine_host.clone_prompt", 500),
+        ("serving.engine_host.to_int16", 503),  # in the delivery thread: the worker is replaced
+    ],
+)
+def test_a_panic_is_answered(server, speech, recording, monkeypatch, function, status):
+    """`except Exception` misses the panics of libraries in Rust: no answer came, and the place was never free again."""
+
+    def panic(*_, **__):
+        raise Panic("end byte index 10 is not a char boundary")
+
+    monkeypatch.setattr(function, panic)
+    if function.endswith("clone_prompt"):
+        file = io.BytesIO()
+        soundfile.write(file, *recording, format="WAV")
+        answer = server.register("me", file.getvalue())
+    else:
+        model = speech.models[status == 503].id
+        answer = server.speak(model=model, input="One two. " * 50, max_new_tokens=6 if status == 503 else None)
+    assert answer.status == status and "char boundary" not in answer.error["message"]
+    monkeypatch.undo()
+    wait_until(lambda: server.ask("GET", "/health").status == 200)
+    wait_until_free(speech)
+    speech.models[1].engine.deaths = 0  # others follow
+
+
+def test_the_voices_in_use_take_a_limited_memory(server, speech, recording, monkeypatch):
+    file = io.BytesIO()
+    soundfile.write(file, *recording, format="WAV")
+    assert server.register("one", file.getvalue(), ref_text="what it says").status == 200
+    size = sum(map(engine_host.voice_bytes, speech.host.kept.values()))
+    monkeypatch.setattr(engine_host, "MAX_VOICE_BYTES", 3 * size // 2)
+    refused = server.register("two", file.getvalue(), ref_text="what it says")
+    assert (refused.status, refused.error["code"]) == (503, "out_of_memory") and "remove some" in refused.body.decode()
+    assert server.speak(voice="one").status == 200 and len(speech.host.kept) == 1
+    assert server.ask("DELETE", "/v1/audio/voices/one").status == 200
+    assert server.register("two", file.getvalue(), ref_text="what it says").status == 200
+    assert server.ask("DELETE", "/v1/audio/voices/two").status == 200
+
+
+def test_a_text_that_sentencex_panics_at_is_spoken(server, speech):
+    text = "Take vitamin C\u00a0. And more of it. " * 20
+    body = json.dumps({"input": text, "response_format": "pcm"})
+    with contextlib.closing(server.connect()) as connection:
+        connection.request("POST", "/v1/audio/speech", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 200 and len(response.read(FRAME)) == FRAME
+    wait_until_free(speech)
+
+
+def test_a_silent_worker_is_doubted_first(server, speech, monkeypatch):
+    """It may just be slow: others are told at once, and its listeners keep it."""
+    workers = [model.engine.process for model in speech.models]
+    monkeypatch.setattr(engine_process, "SECONDS_IN_DOUBT", -1.0)
+    for answer in (server.ask("GET", "/health"), server.speak(model=speech.models[1].id)):
+        assert (answer.status, answer.error["code"]) == (503, "silent") and "no sign of life" in answer.error["message"]
+    assert server.ask("GET", "/livez").status == 200
+    monkeypatch.undo()
+    assert server.ask("GET", "/health").status == 200
+    assert [model.engine.process for model in speech.models] == workers
 
 
 # ---- Listeners
