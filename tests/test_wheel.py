@@ -25,6 +25,7 @@ from qwen3_tts_cuda_graphs.checkout import FILES, FOLDERS, as_submodule
 
 LIMIT = 120  # seconds that a process may take
 HOSTILE = [*FILES, *FOLDERS, "model", "checkout"]
+HOSTILE += "torchaudio", "sox", "onnxruntime", "einops", "gradio"  # pip installs them for qwen-tts; they may be broken
 
 
 @pytest.fixture(scope="module")
