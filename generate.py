@@ -8,6 +8,7 @@ faster runner makes the frames on a GPU, and this loop is the reference that it 
 
 import argparse
 import contextlib
+import os
 import runpy
 import sys
 import tempfile
@@ -25,7 +26,6 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from tokenizers import Regex, pre_tokenizers
-from torch.nn.utils.rnn import pad_sequence
 
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import RowCache, Rows, TalkerGraph, capture, draw_noise, round_up
@@ -163,8 +163,8 @@ class Decoder:
         """Codes (T, 16) and hidden states (T, H) of each text as upstream reads them, one entry per forward: first
         the prompt's, whose codes are None, then one for each frame, with its codes."""
         end = self.talker.config.codec_eos_token_id
-        codes = pad_sequence(codes, batch_first=True, padding_value=end)  # (B, T, 16)
-        hiddens = pad_sequence(hiddens, batch_first=True).split(1, dim=1)  # T x (B, 1, H)
+        codes = torch.nn.utils.rnn.pad_sequence(codes, batch_first=True, padding_value=end)  # (B, T, 16)
+        hiddens = torch.nn.utils.rnn.pad_sequence(hiddens, batch_first=True).split(1, dim=1)  # T x (B, 1, H)
         steps = zip([*hiddens, hiddens[-1]], [None, *codes.unbind(1)])  # the last hidden state is not read
         hidden_states = tuple(((hidden,), frame) for hidden, frame in steps)
         return transformers.generation.GenerateDecoderOnlyOutput(sequences=codes[..., 0], hidden_states=hidden_states)
@@ -181,7 +181,7 @@ def import_upstream():
         import librosa.filters  # noqa: F401
     except RuntimeError:  # numba keeps compiled functions beside librosa or in the home, and can write to neither
         import_upstream.folder = tempfile.TemporaryDirectory()  # until the process ends
-        sys.modules["numba"].config.CACHE_DIR = import_upstream.folder.name
+        os.environ["XDG_CACHE_HOME"] = import_upstream.folder.name
     tokenizer = "qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1"
     sys.modules.setdefault(tokenizer, type("unused", (), {"Qwen3TTSTokenizerV1Model": object}))
     from qwen_tts import Qwen3TTSModel
