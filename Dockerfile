@@ -1,12 +1,13 @@
 # The server: `docker compose up`. torch's packages bring CUDA; the machine has NVIDIA's driver and container toolkit.
 FROM debian:bookworm-slim
 
-# Certificates for downloads. A user for the server, with folders that volumes take their owner from.
+# Certificates for downloads. A user for the server, and folders that any user can write (docker run --user); volumes take
+# their mode from them.
 RUN apt-get update \
  && apt-get install -y --no-install-recommends ca-certificates python3-venv \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --create-home --uid 1000 speech \
- && install -d -o speech /cache /voices
+ && install -d -m 1777 /cache /voices
 ENV PATH=/venv/bin:$PATH PIP_NO_CACHE_DIR=1
 
 # The packages in a layer of their own, which stays when the project changes. qwen-tts without its dependencies: the

@@ -8,8 +8,10 @@ faster runner makes the frames on a GPU, and this loop is the reference that it 
 
 import argparse
 import contextlib
+import os
 import runpy
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -24,7 +26,6 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from tokenizers import Regex, pre_tokenizers
-from torch.nn.utils.rnn import pad_sequence
 
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import RowCache, Rows, TalkerGraph, capture, draw_noise, round_up
@@ -43,6 +44,8 @@ def load_upstream(model: str, device=None, dtype: torch.dtype | None = None):
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     folder = model if Path(model).is_dir() else download(MODELS.get(model, model))
+    if "25hz" in str(transformers.PretrainedConfig.get_config_dict(folder)[0].get("tokenizer_type")):
+        raise ValueError(f"{model} is a 25 Hz model: only the 12 Hz models run here, {', '.join(MODELS)}")
     tts = Qwen3TTSModel.from_pretrained(folder, device_map=device, dtype=dtype)
     # Upstream passes fix_mistral_regex=True, and transformers 4.57 then installs Mistral's: put Qwen's back.
     tts.processor.tokenizer.backend_tokenizer.pre_tokenizer[0] = pre_tokenizers.Split(Regex(QWEN_PATTERN), "isolated")
@@ -97,10 +100,9 @@ class Decoder:
         """Rows for this many texts, and what decodes a frame of them. Those of the last request are kept."""
         if self.graphs is None or len(self.graphs[0].token) != texts:
             self.graphs = None  # free its memory first
-            device = self.talker.device
-            rows = Rows(self.talker.config, texts, round_up(self.max_seq_len), self.talker.dtype, device)
+            rows = Rows(self.talker.config, texts, round_up(self.max_seq_len), self.talker.dtype, self.talker.device)
             predictor, talker = PredictorGraph(self.talker, rows), TalkerGraph(self.talker, rows)
-            steps = [capture(graph.step, device) for graph in (predictor, talker)]
+            steps = [capture(graph.step, self.talker.device) for graph in (predictor, talker)]
             self.graphs = rows, talker, *steps, predictor  # kept alive: its graph reads its tensors
         return self.graphs
 
@@ -137,9 +139,7 @@ class Decoder:
             warning = f"the speech was cut off after {limit} frames, before its end: raise {name}"
             warnings.warn_explicit(warning, UserWarning, __file__, 1)  # each time; `warn` shows it once
 
-    def read_prompts(
-        self, rows: Rows, talker, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed, **settings
-    ) -> None:
+    def read_prompts(self, rows, talker, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed, **request):
         """Upstream pads prompts (B, L, H) on the left. Here they begin at position 0 of their rows."""
         lengths = attention_mask.sum(-1).tolist()
         prompts = inputs_embeds.new_zeros(len(lengths), round_up(max(lengths)), inputs_embeds.shape[-1])
@@ -147,9 +147,9 @@ class Decoder:
             rows.prompt_length[row] = length
             prompts[row, :length] = inputs_embeds[row, -length:]
             rows.set_text(row, trailing_text_hidden[row], tts_pad_embed[0])
-        rows.configure(**settings)
+        rows.configure(**request)
         rows.clear_cache()
-        if settings["do_sample"]:
+        if request["do_sample"]:
             draw_noise(rows.noise)
         indices = torch.arange(len(prompts), device=prompts.device)
         talker.prefill(prompts, RowCache(rows.keys, rows.values, None, indices))
@@ -163,30 +163,30 @@ class Decoder:
         """Codes (T, 16) and hidden states (T, H) of each text as upstream reads them, one entry per forward: first
         the prompt's, whose codes are None, then one for each frame, with its codes."""
         end = self.talker.config.codec_eos_token_id
-        codes = pad_sequence(codes, batch_first=True, padding_value=end)  # (B, T, 16)
-        hiddens = pad_sequence(hiddens, batch_first=True).split(1, dim=1)  # T x (B, 1, H)
+        codes = torch.nn.utils.rnn.pad_sequence(codes, batch_first=True, padding_value=end)  # (B, T, 16)
+        hiddens = torch.nn.utils.rnn.pad_sequence(hiddens, batch_first=True).split(1, dim=1)  # T x (B, 1, H)
         steps = zip([*hiddens, hiddens[-1]], [None, *codes.unbind(1)])  # the last hidden state is not read
         hidden_states = tuple(((hidden,), frame) for hidden, frame in steps)
         return transformers.generation.GenerateDecoderOnlyOutput(sequences=codes[..., 0], hidden_states=hidden_states)
 
 
 def import_upstream():
-    """Upstream's model class. Only the tokenizer of its 25 Hz models needs torchaudio and sox."""
+    """Upstream's model class, without its 25 Hz tokenizer, whose packages (torchaudio, sox, ...) may be broken."""
     spec = find_spec("qwen_tts")
     suffix = "-hf" if spec and Path(spec.origin).with_name("_transformers_compat.py").is_file() else ""
     if not transformers.__version__.startswith(("5.15.", "5.16.") if suffix else "4.57."):
         pairs = "transformers==4.57.3 with qwen-tts==0.1.1, or transformers==5.16.1 with qwen-tts-hf==0.1.1.post1"
         raise ImportError(f"transformers {transformers.__version__} is not for qwen-tts{suffix}: install {pairs}")
     try:
-        if not all(map(find_spec, ("torchaudio", "sox", "onnxruntime", "einops"))):
-            raise ImportError
-        with contextlib.redirect_stdout(sys.stderr):  # it prints a warning, and stdout may be the audio
-            from qwen_tts import Qwen3TTSModel
-    except (ImportError, OSError):  # import the rest without that tokenizer
-        tokenizer = "qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1"
-        sys.modules[tokenizer] = type("unused", (), {"Qwen3TTSTokenizerV1Model": object})
-        from qwen_tts import Qwen3TTSModel
+        import librosa.filters  # noqa: F401
+    except RuntimeError:  # numba keeps compiled functions beside librosa or in the home, and can write to neither
+        import_upstream.folder = tempfile.TemporaryDirectory()  # until the process ends
+        os.environ["XDG_CACHE_HOME"] = import_upstream.folder.name
+    tokenizer = "qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1"
+    sys.modules.setdefault(tokenizer, type("unused", (), {"Qwen3TTSTokenizerV1Model": object}))
+    from qwen_tts import Qwen3TTSModel
 
+    if isinstance(sys.modules[tokenizer], type):  # not the module, which the program may have imported before
         del sys.modules[tokenizer]
     return Qwen3TTSModel
 

@@ -7,7 +7,7 @@ show_help() {
   cat << 'END'
 usage: ./setup.sh [WHAT ...] [OPTION ...]
 
-Makes .venv (Python 3.10 or newer) with what is missing in it, and then:
+Makes .venv (Python 3.11 or newer) with what is missing in it, and then:
 
   0.6B-CustomVoice  downloads a model with preset voices; the default, and the shortest way to speech
   0.6B, 1.7B        download models that clone a voice from a recording; both: the two of them
@@ -83,10 +83,10 @@ if [ -n "$system_torch" ]; then
   echo "$torch_folder" > "$site_packages/torch.pth"
 elif command -v uv > /dev/null; then
   uv venv --quiet --allow-existing $venv
-elif python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+elif python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
   python3 -m venv $venv
 else
-  echo "error: python3 is missing or older than 3.10: install a newer one, or uv" >&2
+  echo "error: python3 is missing or older than 3.11: install a newer one, or uv" >&2
   exit 2
 fi
 if [ -z "$system_torch" ] && command -v uv > /dev/null; then

@@ -161,7 +161,10 @@ def local_folder(model: str) -> Path:
     try:
         huggingface_hub.model_info(name, timeout=HUB_TIMEOUT)  # snapshot_download is content with half a cache
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=SMALL_FILES))
-    except hub_errors():
+    except hub_errors() as error:
+        if isinstance(error, OSError) and error.filename:  # not of the network
+            place = huggingface_hub.constants.HF_HUB_CACHE
+            raise ValueError(f"{name} cannot be kept in {place}: let $HF_HOME name a writable folder") from None
         raise ValueError(
             f"{name} cannot be downloaded from the model hub: check the name and the network, or give --model a folder"
         ) from None

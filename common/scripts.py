@@ -4,6 +4,7 @@ Imports nothing that takes time, so that --help and mistakes are answered at onc
 """
 
 import argparse
+import atexit
 import contextlib
 import difflib
 import gc
@@ -22,9 +23,8 @@ CUDA_TIMEOUT = 60.0  # seconds to wait for CUDA's start
 
 FOLDERS = "fast", "speech", "common", "cli", "serving", "tools", "benchmarks"  # of the project
 
-# Packages that take long to import where they are installed, and that nobody calls here: onnxruntime is for the 25 Hz
-# tokenizer, which generate.py then leaves out with all it imports, the others for parts of transformers.
-UNUSED = ("jax", "onnxruntime", "sklearn", "tensorflow")
+# Packages that take long to import where they are installed, for parts of transformers that nobody calls here.
+UNUSED = ("jax", "sklearn", "tensorflow")
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,6 +84,7 @@ def heavy_imports(device: str | None) -> Iterator[None]:
         if cuda:  # a process that ends while CUDA starts may crash
             cuda.join(CUDA_TIMEOUT)
         gc.freeze()  # what is imported stays: later collections skip it
+        atexit.register(gc.unfreeze)  # the last collection frees it; nanobind's modules would print what is left
         gc.enable()
         for number, handler in handlers.items():
             signal.signal(number, handler)

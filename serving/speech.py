@@ -228,7 +228,7 @@ class Speech:
         work = asyncio.get_running_loop().run_in_executor(self.disk_threads, function, *arguments)
         try:
             return await asyncio.wait_for(work, SECONDS_FOR_A_DISK)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise ApiError("the folder of voices does not answer: try again later", 503, code="disk") from None
 
     # ---- Requests

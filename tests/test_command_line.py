@@ -771,9 +771,16 @@ def test_what_is_written_twice_is_the_same():
     ],
 )
 def test_the_garbage_collector_rests_during_imports_only(mistaken, tmp_path, device, init, started):
-    """A process without garbage collection fills the memory. CUDA starts beside the imports, if it is to be used."""
+    """A process without garbage collection fills the memory. CUDA starts beside the imports, if it is to be used. At
+    the end all is freed: of what is left, triton's bindings (nanobind) print a list of 30 lines."""
     (tmp_path / "torch.py").write_text(f"""if True:
         import threading
+        class Bound:
+            def __init__(self):
+                self.itself = self
+            def __del__(self, print=print):
+                print("freed")
+        bound = Bound()
         calls, bfloat16 = [], None
         ones = mm = lambda *_, **__: None
         class cuda:
@@ -795,7 +802,7 @@ def test_the_garbage_collector_rests_during_imports_only(mistaken, tmp_path, dev
     """
     result = run_program(program, tmp_path, ROOT)
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == f"imports False\nspeech True True {started}\n"
+    assert result.stdout == f"imports False\nspeech True True {started}\nfreed\n"
 
 
 def test_ctrl_c_during_imports(mistaken, tmp_path):
@@ -822,8 +829,8 @@ def test_ctrl_c_during_imports(mistaken, tmp_path):
 
 
 def test_what_nobody_calls_is_not_imported(tmp_path):
-    """transformers and generate.py look for these packages, and import what is there."""
-    names = ("jax", "onnxruntime", "sklearn", "tensorflow")
+    """transformers looks for these packages, and imports what is there."""
+    names = ("jax", "sklearn", "tensorflow")
     for name in names:
         (tmp_path / f"{name}.py").write_text("print('imported', __name__)")
     look = f"from importlib.util import find_spec\nprint([*map(find_spec, {names})])"
@@ -835,7 +842,7 @@ def test_what_nobody_calls_is_not_imported(tmp_path):
         import sklearn
     """
     result = run_program(program, tmp_path, ROOT)
-    assert result.stdout == "[None, None, None, None]\nimported sklearn\n", result.stderr
+    assert result.stdout == "[None, None, None]\nimported sklearn\n", result.stderr
 
 
 @pytest.mark.parametrize(

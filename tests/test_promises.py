@@ -1,6 +1,8 @@
 """What the project promises about its own files: a small core, imports in one direction, a quiet import."""
 
 import ast
+import json
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +11,8 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 from helpers import ROOT
+
+import generate
 
 REFERENCE = {"cudagraph_talker", "cudagraph_predictor", "generate"}
 COMMANDS = {"cli", "extract_speaker"}
@@ -194,18 +198,44 @@ def test_no_file_is_long():
     assert {name: length for name, length in lengths.items() if length > 500} == {}
 
 
-def test_importing_and_loading_are_silent(checkpoint):
+# What only the 25 Hz tokenizer imports, of upstream's dependencies.
+PACKAGES_25HZ = {
+    "torchaudio/__init__.py": "",
+    "torchaudio/compliance/__init__.py": "",
+    "torchaudio/compliance/kaldi.py": "",
+    "sox.py": "",
+    "onnxruntime.py": "",
+    "einops.py": "rearrange = repeat = None",
+    "flash_attn.py": "",
+}
+BROKEN = "raise SystemExit('compiled for another CUDA')"  # not even an Exception
+
+
+def write_packages(folder, broken=""):
+    for name, source in PACKAGES_25HZ.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(broken or source)
+
+
+def run_here(program, first_on_path):
+    environment = os.environ | {"PYTHONPATH": str(first_on_path)}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_importing_and_loading_are_silent(checkpoint, tmp_path):
     """A library must not print: what it has to say while it loads are log records. Nor must it touch the garbage
     collector, as a script does while it imports.
 
-    Without the 25 Hz tokenizer's packages, none of them is loaded, and no module stands in their place afterwards. The
-    engine is for programs that have none of the server's packages.
+    None of the 25 Hz tokenizer's packages is loaded, which may be broken: pip installs a torchaudio for another torch.
+    No module stands in their place afterwards. The engine is for programs that have none of the server's packages.
     """
+    write_packages(tmp_path, BROKEN)
     program = f"""
         import gc, logging, sys
         sys.modules.update(dict.fromkeys({SERVER_PACKAGES!r}))  # cannot be imported
         frozen = gc.get_freeze_count()
-        import benchmarks.listeners, cli.speaking, common.voices, generate, speech.engine
+        import bench, benchmarks.listeners, cli.speaking, common.voices, generate, speech.engine, tools.load
         assert gc.isenabled() and gc.get_freeze_count() == frozen
 
         unwanted = {{"torchaudio", "sox", "onnxruntime", "gradio", "flash_attn", {UNUSED_TOKENIZER!r}}}
@@ -220,34 +250,36 @@ def test_importing_and_loading_are_silent(checkpoint):
         generate.load({str(checkpoint())!r}, "cpu", max_seq_len=64)
         assert any("captur" in record.getMessage() for record in records)
     """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, text=True)
+    run = run_here(program, tmp_path)
     ours = [line for line in run.stderr.splitlines() if line and "Loading weights:" not in line]  # transformers 5's
     assert (run.returncode, run.stdout, ours) == (0, "", [])
 
 
-@pytest.mark.slow
-def test_the_25_hz_tokenizer_is_the_real_one_where_its_packages_are(tmp_path):
-    """A program that also uses the 25 Hz tokenizer must not find an empty class in its place.
-
-    Upstream's module prints a warning, which must not go to stdout, where the audio may go.
-    """
-    packages = {
-        "torchaudio/__init__.py": "",
-        "torchaudio/compliance/__init__.py": "",
-        "torchaudio/compliance/kaldi.py": "",
-        "sox.py": "",
-        "onnxruntime.py": "",
-        "einops.py": "rearrange = repeat = None",
-    }
-    for name, source in packages.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(source)
+@pytest.mark.parametrize("broken", ["", BROKEN], ids=["whole", "broken"])
+def test_a_program_that_imports_upstream_first(checkpoint, tmp_path, broken):
+    """One that also uses the 25 Hz tokenizer must not find an empty class in its place. One that could not import it is
+    left with half of upstream's modules, and can still load."""
+    write_packages(tmp_path, broken)
     program = f"""
         import sys
-        sys.path.insert(0, {str(tmp_path)!r})
+        try:
+            import qwen_tts
+        except SystemExit:
+            assert {bool(broken)}
         import generate
-        from qwen_tts.core import Qwen3TTSTokenizerV1Model
-        print(Qwen3TTSTokenizerV1Model.__module__, hasattr(Qwen3TTSTokenizerV1Model, "decode"), end="")
+        if not {bool(broken)}:
+            from qwen_tts.core import Qwen3TTSTokenizerV1Model
+            assert hasattr(Qwen3TTSTokenizerV1Model, "decode")
+            assert sys.modules[{UNUSED_TOKENIZER!r}].Qwen3TTSTokenizerV1Model is Qwen3TTSTokenizerV1Model
+        generate.load({str(checkpoint())!r}, "cpu", max_seq_len=64)
     """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, text=True)
-    assert (run.returncode, run.stdout) == (0, f"{UNUSED_TOKENIZER} True"), run.stderr
+    run = run_here(program, tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_25_hz_model_is_named(checkpoint, tmp_path):
+    """Before its weights are read: it would fail deep in transformers."""
+    config = json.loads((checkpoint() / "config.json").read_text()) | {"tokenizer_type": "qwen3_tts_tokenizer_25hz"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="is a 25 Hz model: only the 12 Hz models run here, 0.6B, "):
+        generate.load(str(tmp_path), "cpu")

@@ -256,6 +256,14 @@ def test_no_network_and_no_weights(hub_cache, no_network, monkeypatch, tmp_path,
     assert set(no_network) == {"huggingface.co"}
 
 
+def test_a_cache_that_cannot_be_written(monkeypatch):
+    """A user without a home was sent to look at the network."""
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda *_, **__: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: os.makedirs("/dev/null/hub"))
+    with pytest.raises(ValueError, match=r"owner/name cannot be kept in \S+: let \$HF_HOME name a writable folder"):
+        read_config("owner/name")
+
+
 @pytest.mark.parametrize("missing", ["model.safetensors", "speech_tokenizer/model.safetensors"])
 def test_half_a_cache_is_completed(missing, published, hub_cache, monkeypatch, tmp_path):
     """An interrupted download leaves a snapshot without its weights."""

@@ -126,3 +126,16 @@ def test_the_readme_is_short_and_says_how_to_test():
     readme = read_pages()["README.md"]
     assert len(readme.splitlines()) <= 230
     assert "./setup.sh test" in readme
+
+
+def placeholders(text: str) -> list[str]:
+    """What a reader would have to replace in a shell command: <address of this page>."""
+    commands = re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S) + re.findall(r"`([^`\n]+ [^`\n]+)`", text)
+    return [found for command in commands for found in re.findall(r"<[a-zA-Z][^<>\n]*>", command)]
+
+
+def test_commands_can_be_pasted():
+    assert {page: found for page, text in read_pages().items() if (found := placeholders(text))} == {}
+    assert placeholders("```bash\ngit clone <this repository> here\n```") == ["<this repository>"]
+    assert placeholders('or `pip install "git+<address>"`, which writes `out_<size>.wav`') == ["<address>"]
+    assert placeholders("```bash\npython generate.py --text - < in.txt > out.wav\n```") == []

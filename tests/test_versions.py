@@ -5,11 +5,13 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from importlib.metadata import distributions
 from types import SimpleNamespace
 
 import pytest
 import transformers
 from helpers import ROOT
+from packaging.specifiers import SpecifierSet
 
 import generate
 from fast.paths import check_torch
@@ -54,6 +56,20 @@ def test_the_pairs_are_those_that_setup_installs():
     for name in re.findall(r"\S+==[\w.]+\w", PAIRS):
         assert name in installed
     assert transformers.__version__ in PAIRS
+
+
+def test_the_promised_python_can_install_all_that_is_pinned():
+    """A pin can be raised to a release that has left a Python behind, which then cannot install it."""
+    promised = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    files = (ROOT / "setup.sh").read_text() + "".join(path.read_text() for path in ROOT.glob("requirements*.txt"))
+    names = set(re.findall(r"^(?:qwen_tts=\")?([\w-]+)(?:\[\w+\])?==", files, re.M)) - {"qwen-tts-hf"}
+    needed = {found.name: found.metadata["Requires-Python"] for found in distributions() if found.name in names}
+    assert {"torch", "starlette", "av", "pytest"} <= needed.keys() <= names
+    assert {name: python for name, python in needed.items() if promised not in SpecifierSet(python or "")} == {}
+    for file in ("README.md", "docs/install.md", "setup.sh"):
+        assert re.findall(r"Python (3[.\d]+) or newer", (ROOT / file).read_text()) == [promised], file
+    major, minor = promised.split(".")
+    assert f"sys.version_info < ({major}, {minor})" in files and f"older than {promised}:" in files
 
 
 def test_an_older_torch_is_named():

@@ -4,16 +4,18 @@ import ast
 import configparser
 import email
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import urllib.request
 import zipfile
+from functools import partial
+from pathlib import Path
 
 import pytest
 import soundfile
@@ -25,6 +27,24 @@ from qwen3_tts_cuda_graphs.checkout import FILES, FOLDERS, as_submodule
 
 LIMIT = 120  # seconds that a process may take
 HOSTILE = [*FILES, *FOLDERS, "model", "checkout"]
+HOSTILE += "torchaudio", "sox", "onnxruntime", "einops", "gradio"  # pip installs them for qwen-tts; they may be broken
+
+# As an arbitrary user of a container: no name, no home, and nothing of the environment can be written. This one may
+# read everything, as the tests' folders and Python may be root's own.
+AS_ANYBODY = "setpriv --reuid=12345 --regid=12345 --clear-groups --inh-caps=-all,+dac_read_search".split()
+AS_ANYBODY += "--ambient-caps=-all,+dac_read_search env -i OMP_NUM_THREADS=1".split()
+WITHOUT_HOME = pytest.mark.parametrize("user", [["env"], AS_ANYBODY], ids=["me", "anybody"], indirect=True)
+WITH_HOME = pytest.mark.parametrize(
+    "user", [["env"], [*AS_ANYBODY, "HOME=/nonexistent"]], ids=["me", "anybody"], indirect=True
+)
+
+
+@pytest.fixture
+def user(request):
+    """What a command begins with to be run by that user."""
+    if shutil.which(request.param[0]) and not subprocess.run([*request.param, sys.executable, "-c", ""]).returncode:
+        return request.param
+    pytest.skip("only root can become another user, with setpriv")
 
 
 @pytest.fixture(scope="module")
@@ -51,33 +71,34 @@ def metadata(wheel):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """installed(program, *arguments) -> a process in a folder full of hostile modules, with the wheel on its path.
+    """installed(program, *arguments, user) -> a process among hostile modules, with the wheel on its path.
 
     The other packages are those of this environment, in which the project is not installed.
     """
-    site, folder = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("hostile")
+    site, folder = tmp_path_factory.mktemp("site"), Path(tempfile.mkdtemp())  # pytest's own folders are this user's
+    folder.chmod(0o777)
     wheel.extractall(site)
     for name in HOSTILE:
         (folder / f"{name}.py").write_text(f"raise SystemExit('this is not the project: {name}')")
 
-    def start(program, *arguments):
-        command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
-        environment = os.environ | {"PYTHONPATH": str(site)}
+    def start(program, *arguments, user=("env",)):
+        command = [*user, f"PYTHONPATH={site}", f"TMPDIR={folder}", sys.executable, "-c", textwrap.dedent(program)]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+        return subprocess.Popen([*command, *map(str, arguments)], cwd=folder, **pipes)
 
-    return start
+    yield start
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
 def command(wheel, installed):
-    """command(*arguments) -> the process of the wheel's one command."""
+    """command(*arguments, user) -> the process of the wheel's one command."""
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt")]
     entry_points = configparser.ConfigParser()
     entry_points.read_string(wheel.read(name).decode())
     assert dict(entry_points["console_scripts"]).keys() == {"qwen3-tts"}
     module, function = entry_points["console_scripts"]["qwen3-tts"].split(":")
-    return lambda *arguments: installed(f"from {module} import {function}\n{function}()", *arguments)
+    return partial(installed, f"from {module} import {function}\n{function}()")
 
 
 def ended(process):
@@ -217,7 +238,7 @@ def test_the_command_answers_without_torch(installed, metadata, checkpoint):
 
 
 PROGRAM = """
-    import sys
+    import os, sys
 
     path = sys.path[:]
     from qwen3_tts_cuda_graphs.__main__ import main
@@ -245,19 +266,23 @@ PROGRAM = """
     assert sys.path == path  # what scripts of a checkout insert is left out
     unwanted = {"generate", "common", "fast", "speech", "qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1"}
     assert not unwanted & set(sys.modules)
+    os.remove("me.pt")  # another user is next
+    os.remove("hi.wav")
 """
 
 
-def test_it_speaks(installed, checkpoint, recording, tmp_path):
+@WITHOUT_HOME
+def test_it_speaks(installed, checkpoint, recording, user, tmp_path):
     """`clone`, `speak` and the class of faster-qwen3-tts, where a module named `generate` lies in wait."""
     soundfile.write(tmp_path / "voice.wav", *recording)
-    status, output, errors = ended(installed(PROGRAM, checkpoint(), tmp_path / "voice.wav"))
+    status, output, errors = ended(installed(PROGRAM, checkpoint(), tmp_path / "voice.wav", user=user))
     assert status == 0, errors
     cloned, spoken = output.splitlines()
     assert cloned == "me.pt: 64 numbers from 2.0 s of audio" and spoken.startswith("hi.wav: ")
 
 
-def test_it_serves(command, checkpoint, tmp_path):
+@WITH_HOME
+def test_it_serves(command, checkpoint, user, tmp_path):
     """From the start to SIGTERM: /health, one request, the page."""
     folder = checkpoint()
     options = [
@@ -270,9 +295,9 @@ def test_it_serves(command, checkpoint, tmp_path):
         "--max-seq-len",
         128,
         "--voices",
-        tmp_path / "voices",
+        tmp_path.name,
     ]
-    process = command("serve", "--model", folder, "--speaker", folder / "speaker.pt", *options)
+    process = command("serve", "--model", folder, "--speaker", folder / "speaker.pt", *options, user=user)
     killer = threading.Timer(LIMIT, process.kill)
     killer.start()
     try:
@@ -291,3 +316,19 @@ def test_it_serves(command, checkpoint, tmp_path):
         killer.cancel()
         process.kill()
         process.wait()
+
+
+@pytest.mark.slow  # downloads gigabytes
+def test_an_unpinned_install(wheel, checkpoint, tmp_path):
+    """pip takes the newest torch, and a torchaudio that may be for another one; the newest triton lists what is not
+    freed at the end."""
+    (tmp_path / "generate.py").write_text("raise SystemExit('this is not the project')")
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    subprocess.run([tmp_path / "venv/bin/pip", "install", "--quiet", wheel.filename], check=True)
+    load = f"from qwen3_tts_cuda_graphs import FasterQwen3TTS, load\nload({str(checkpoint())!r}, max_seq_len=64)"
+    voice = ["--model", checkpoint(), "--speaker", checkpoint() / "speaker.pt"]
+    speak = [*voice, "--text", "Hi.", "--max-seq-len", "64", "--device", "cpu", "--output", "hi.wav"]
+    for words in (["python", "-c", load], ["qwen3-tts", "speak", *speak], ["qwen3-tts", "bench", "--help"]):
+        command = [tmp_path / "venv/bin" / words[0], *words[1:]]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+        assert run.returncode == 0 and "leaked" not in run.stderr, run.stderr
