@@ -24,7 +24,7 @@ from cli.parts import Parts
 from cli.player import Player
 from cli.text_files import Line, Pipe
 from common.audio_files import Chunk, write_audio
-from common.checkpoints import FRAME_RATE, REFERENCE_SILENCE, local_folder
+from common.checkpoints import FRAME_RATE, REFERENCE_SILENCE, file_errors, local_folder
 from common.loading import choose_device, model_errors
 from common.output_files import check_writable, is_wav
 from common.scripts import show_note, show_progress, show_warning
@@ -202,7 +202,9 @@ def count_tokens(model: str, text: str) -> int:
 @functools.cache
 def text_tokenizer(model: str):
     """The model's own tokenizer, before its weights are there."""
-    return transformers.Qwen2TokenizerFast.from_pretrained(local_folder(model), fix_mistral_regex=False)
+    folder = local_folder(model)
+    with file_errors(folder):
+        return transformers.Qwen2TokenizerFast.from_pretrained(folder, fix_mistral_regex=False)
 
 
 def plan_outputs(args: argparse.Namespace) -> list[tuple[Path, Iterable[tuple[int, str | Line]]]]:

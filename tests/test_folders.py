@@ -1,0 +1,251 @@
+"""Folders as users bring them: each speaks as upstream does, or is refused in one line that names the file.
+
+A case changes a copy of one small checkpoint, in which the unchanged files are links.
+"""
+
+import json
+import sys
+import warnings
+
+import pytest
+import torch
+from helpers import Voice
+from safetensors.torch import load_file, save_file
+
+import extract_speaker
+from cli.__main__ import main
+from common.checkpoints import read_config
+from generate import load
+
+pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
+NULLS = "temperature", "repetition_penalty", "max_new_tokens", "top_k", "top_p", "do_sample", "subtalker_temperature"
+WEIGHTS = "model.safetensors"
+CODEC = "speech_tokenizer/model.safetensors"
+SMALL = "config.json", "generation_config.json", "tokenizer_config.json", "speech_tokenizer/config.json"
+NAMED = *SMALL, "speech_tokenizer/preprocessor_config.json", "vocab.json", "merges.txt", WEIGHTS, CODEC
+
+
+class Folder:
+    """A copy whose files can be replaced."""
+
+    def __init__(self, original, path):
+        self.path = path
+        (path / "speech_tokenizer").mkdir(parents=True)
+        for file in original.rglob("*"):
+            if file.is_file() and file.name != "tokenizer.json":  # as the published ones, which have vocab.json
+                (path / file.relative_to(original)).symlink_to(file)
+
+    def remove(self, *names):
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
+
+    def write(self, name, content):
+        self.remove(name)
+        if isinstance(content, str):
+            content = content.encode()
+        (self.path / name).write_bytes(content)
+
+    def cut(self, name, part):
+        content = (self.path / name).read_bytes()
+        self.write(name, content[: int(len(content) * part)])
+
+    def update(self, name, **values):
+        self.write(name, json.dumps(json.loads((self.path / name).read_bytes()) | values, ensure_ascii=False))
+
+    def update_talker(self, **values):
+        talker = json.loads((self.path / "config.json").read_bytes())["talker_config"]
+        self.update("config.json", talker_config=talker | values)
+
+    def save(self, change, name=WEIGHTS):
+        weights = load_file(self.path / name)
+        weights = change(weights) or weights
+        self.remove(name)
+        save_file({key: weight.contiguous() for key, weight in weights.items()}, self.path / name, {"format": "pt"})
+
+    def pickle(self, name, shards=1):
+        """As pytorch_model.bin, or in shards with an index."""
+        weights = load_file(self.path / name)
+        place = (self.path / name).parent
+        self.remove(name)
+        if shards == 1:
+            torch.save(weights, place / "pytorch_model.bin")
+            return
+        files = {key: f"pytorch_model-{n % shards + 1:05}-of-{shards:05}.bin" for n, key in enumerate(weights)}
+        for file in set(files.values()):
+            torch.save({key: weights[key] for key in files if files[key] == file}, place / file)
+        (place / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+    def make_a_folder(self, name):
+        self.remove(name)
+        (self.path / name).mkdir()
+
+
+def without(prefix):
+    return lambda weights: {name: weight for name, weight in weights.items() if not name.startswith(prefix)}
+
+
+def prefixed(weights):
+    return {f"module.{name}": weight for name, weight in weights.items()}
+
+
+def with_nan(weights):
+    name = sorted(name for name, weight in weights.items() if weight.dim() == 2)[0]
+    weights[name] = weights[name].clone()
+    weights[name][-1, -1] = float("nan")
+
+
+def as_upstreams_recipe(folder):
+    """A finetuned speaker: another type, no speaker encoder, float32, the optimizer's file beside."""
+    folder.update("config.json", tts_model_type="custom_voice")
+    folder.update_talker(spk_id={"anna": 2999}, spk_is_dialect={"anna": False})
+    folder.save(lambda weights: {name: weight.float() for name, weight in without("speaker_encoder.")(weights).items()})
+    folder.write("optimizer.bin", b"not for us")
+    folder.write("trainer_state.json", "{broken")
+
+
+SPEAKING = {
+    "as it is": lambda folder: None,
+    "no tokenizer_config.json": lambda folder: folder.remove("tokenizer_config.json"),
+    "only the needed files": lambda folder: folder.remove("added_tokens.json", "special_tokens_map.json"),
+    "pytorch_model.bin": lambda folder: folder.pickle(WEIGHTS),
+    "pytorch_model.bin in shards": lambda folder: folder.pickle(WEIGHTS, 3),
+    "the codec's pytorch_model.bin": lambda folder: folder.pickle(CODEC),
+    "unexpected weights": lambda folder: folder.save(lambda weights: weights | {"ema.step": torch.ones(1)}),
+    "float16 weights": lambda folder: folder.save(lambda weights: {name: w.half() for name, w in weights.items()}),
+    "words that are not ASCII": lambda folder: folder.update("config.json", note="zażółć gęślą 今天"),
+    "a byte order mark in merges.txt's end": lambda folder: folder.write(
+        "merges.txt", (folder.path / "merges.txt").read_bytes() + b"\n\n"
+    ),
+    "upstream's recipe": as_upstreams_recipe,
+    **{
+        f"{name} is null": lambda folder, name=name: folder.update("generation_config.json", **{name: None})
+        for name in NULLS
+    },
+}
+REFUSED = {  # what is done -> what the line must have in it
+    "keys with a prefix": (lambda folder: folder.save(prefixed), r"has \d\d\d missing weights: "),
+    "a prefix in the codec's": (lambda folder: folder.save(prefixed, CODEC), "speech_tokenizer has .* missing weights"),
+    "no speaker encoder": (lambda folder: folder.save(without("speaker_encoder.")), "missing weights: speaker_encoder"),
+    "one weight less": (
+        lambda folder: folder.save(without("talker.codec_head")),
+        "has 1 missing weights: talker.codec_head",
+    ),
+    "the codec's weights": (
+        lambda folder: folder.write(WEIGHTS, (folder.path / CODEC).read_bytes()),
+        "missing weights",
+    ),
+    "NaN": (lambda folder: folder.save(with_nan), "has 1 NaN weights"),
+    "NaN in the codec": (lambda folder: folder.save(with_nan, CODEC), "speech_tokenizer has 1 NaN weights"),
+    "another width": (lambda folder: folder.update_talker(intermediate_size=48), "mismatched weights: .*mlp"),
+    "fewer heads than fit": (lambda folder: folder.update_talker(num_attention_heads="many"), "config"),
+    "a word for a number": (
+        lambda folder: folder.update("generation_config.json", temperature="hot"),
+        "temperature 'hot'",
+    ),
+    "merges of other tokens": (
+        lambda folder: folder.write("merges.txt", "#version: 0.2\nqqq zzz\n"),
+        "line 2 of .*merges.txt",
+    ),
+    "a vocabulary of words": (lambda folder: folder.update("vocab.json", zzz="word"), "vocab.json"),
+    "a pickle that runs something": (
+        lambda folder: (folder.remove(WEIGHTS), folder.write("pytorch_model.bin", b"cos\nsystem\n(S'touch ran'\ntR.")),
+        "weights",
+    ),
+    "an index of nothing": (
+        lambda folder: (folder.remove(WEIGHTS), folder.write(f"{WEIGHTS}.index.json", "{}")),
+        "index.json does not say",
+    ),
+    "a shard is missing": (
+        lambda folder: (folder.pickle(WEIGHTS, 2), folder.remove("pytorch_model-00002-of-00002.bin")),
+        "it has no pytorch_model-00002-of-00002.bin",
+    ),
+    **{
+        f"{name} is cut": (lambda folder, name=name: folder.cut(name, 0.6), name)
+        for name in NAMED
+        if name != "merges.txt"
+    },
+    **{
+        f"{name} is empty": (lambda folder, name=name: folder.write(name, b""), name)
+        for name in NAMED
+        if name != "merges.txt"
+    },
+    **{f"{name} is a folder": (lambda folder, name=name: folder.make_a_folder(name), name) for name in NAMED},
+    **{f"{name} is a list": (lambda folder, name=name: folder.write(name, "[1, 2]"), name) for name in SMALL},
+    **{f"{name} is binary": (lambda folder, name=name: folder.write(name, b"\xff\xfe\x00"), name) for name in NAMED},
+}
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path):
+    return Folder(checkpoint(), tmp_path / "model")
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """Run a script in this process. -> exit code, stdout, stderr"""
+
+    def call(script, *words):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["script", *map(str, words), "--device", "cpu"])
+        read_config.cache_clear()
+        try:
+            with warnings.catch_warnings():
+                script()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.mark.parametrize("case", SPEAKING)
+def test_a_folder_that_speaks_as_upstream_does(case, folder, call, recording, tmp_path):
+    SPEAKING[case](folder)
+    is_finetuned = case == "upstream's recipe"
+    voice = Voice("preset" if is_finetuned else "x-vector", lambda kind: folder.path, recording)
+    speaker = {"speaker": "anna"} if is_finetuned else {}
+    limit = {} if case == "max_new_tokens is null" else {"max_new_tokens": 6}
+    voice.assert_same_tokens(text="Hi", seed=2, **limit, **speaker)
+    words = "--model", folder.path, "--text", "Hi", "--output", "out.wav", "--max-seq-len", "64", "--seed", "1"
+    code, stdout, stderr = call(main, *words)
+    assert code == 0 and "s of audio" in stdout, stderr
+    assert "weights" not in stderr
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_folder_that_is_refused(case, folder, call, tmp_path):
+    """Missing weights were random ones, and broken files ended in tracebacks or in a wish for protobuf."""
+    change, wanted = REFUSED[case]
+    change(folder)
+    read_config.cache_clear()
+    with pytest.raises(ValueError, match=wanted) as error:
+        load(str(folder.path), "cpu", max_seq_len=64)
+    assert "\n" not in str(error.value) and str(folder.path) in str(error.value)
+    assert error.value.__suppress_context__ or error.value.__context__ is None
+    speaker = folder.path / "speaker.pt"
+    code, stdout, stderr = call(main, "--model", folder.path, "--speaker", speaker, "--text", "Hi", "--output", "o.wav")
+    assert (code, stdout) == (2, "") and stderr == f"error: {error.value}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("case", ["no speaker encoder", "NaN", "config.json is binary"])
+def test_no_voice_is_extracted_with_such_a_model(case, folder, call, tmp_path, recording):
+    """Each time it was another random voice."""
+    import soundfile
+
+    REFUSED[case][0](folder)
+    soundfile.write(tmp_path / "voice.wav", *recording)
+    code, _, stderr = call(extract_speaker.main, "--model", folder.path, "--ref-audio", "voice.wav")
+    assert code == 2 and stderr.splitlines()[-1].startswith("error: ") and not (tmp_path / "speaker.pt").exists()
+
+
+@pytest.mark.parametrize("name", ["tinny", "models/tinny", "a/b/c", ""])
+def test_a_name_that_is_no_folder(name, monkeypatch, tmp_path):
+    """In Python it was Hugging Face's traceback of three screens."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").touch()
+    with pytest.raises(ValueError, match="tiny$" if name == "tinny" else "give") as error:
+        load(name)
+    assert error.value.__suppress_context__ or error.value.__context__ is None
