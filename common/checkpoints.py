@@ -154,8 +154,8 @@ def hub_name(model: str) -> str:
     return model if Path(model).is_dir() else MODELS.get(model, model)
 
 
-def local_folder(model: str) -> Path:
-    """The model's folder, or the one in the hub's cache. All but the weights is downloaded if need be."""
+def local_folder(model: str, with_weights: bool = False) -> Path:
+    """The model's folder, or the one in the hub's cache. What is not there is downloaded."""
     if Path(model).is_dir():
         return Path(model)
     name = MODELS.get(model, model)
@@ -170,7 +170,7 @@ def local_folder(model: str) -> Path:
     show_progress(f"fetching {name} from the model hub")
     try:
         huggingface_hub.model_info(name, timeout=HUB_TIMEOUT)  # snapshot_download is content with half a cache
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=SMALL_FILES))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=None if with_weights else SMALL_FILES))
     except hub_errors():
         raise ValueError(
             f"{name} cannot be downloaded from the model hub: check the name and the network, or give a folder"
@@ -215,7 +215,8 @@ def check_files(folder: Path) -> None:
             raise ValueError(f"{folder / 'generation_config.json'} has {name} {value!r}: give a number, or null")
     for part in ("", "speech_tokenizer/"):
         for file in weight_files(folder / part, part):
-            check_weights(folder / file)
+            if (folder / file).is_file():  # those of the hub are downloaded later
+                check_weights(folder / file)
 
 
 def read_json(path: Path) -> dict:
@@ -282,10 +283,8 @@ def file_errors(folder: Path) -> Iterator[None]:
 def complete_folder(model: str) -> Iterator[str]:
     """For generate.load_upstream: the model's folder with its weights, which are downloaded if need be."""
     read_config(model)
-    folder = local_folder(model)
-    if missing_files(folder):
-        folder = huggingface_hub.snapshot_download(hub_name(model))
-    with file_errors(Path(folder)):
+    folder = local_folder(model, with_weights=True)
+    with file_errors(folder):
         yield str(folder)
 
 
