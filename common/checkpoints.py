@@ -282,6 +282,7 @@ def file_errors(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def complete_folder(model: str) -> Iterator[str]:
     """For generate.load_upstream: the model's folder with its weights, which are downloaded if need be."""
+    model = str(model)
     read_config(model)
     folder = local_folder(model, with_weights=True)
     with file_errors(folder):

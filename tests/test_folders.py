@@ -4,12 +4,13 @@ A case changes a copy of one small checkpoint, in which the unchanged files are 
 """
 
 import json
+import subprocess
 import sys
 import warnings
 
 import pytest
 import torch
-from helpers import Voice
+from helpers import ROOT, Voice
 from safetensors.torch import load_file, save_file
 
 import extract_speaker
@@ -249,3 +250,18 @@ def test_a_name_that_is_no_folder(name, monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="tiny$" if name == "tinny" else "give") as error:
         load(name)
     assert error.value.__suppress_context__ or error.value.__context__ is None
+
+
+@pytest.mark.parametrize("script", ["generate.py", "extract_speaker.py", "bench.py", "setup.sh", "benchmark.sh"])
+def test_a_script_through_a_link_is_the_same_program(script, tmp_path):
+    """generate.py was one with four options, on the slow path; the others did not find their files."""
+    if script == "benchmark.sh" and not (ROOT / ".venv/bin/python").exists():
+        pytest.skip("it would make .venv")
+    (tmp_path / script).symlink_to(ROOT / script)
+    program = [sys.executable] if script.endswith(".py") else ["bash"]
+    helps = [
+        subprocess.run([*program, path, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        for path in (ROOT / script, tmp_path / script)
+    ]
+    assert helps[0].returncode == helps[1].returncode == 0, helps[1].stderr
+    assert helps[0].stdout == helps[1].stdout
