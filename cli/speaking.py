@@ -146,12 +146,12 @@ def voice_request(args: argparse.Namespace, tts) -> tuple[Callable, dict]:
         prompt = clone_prompt(
             tts, *args.voice, args.ref_text, silence=0 if args.no_append_silence else REFERENCE_SILENCE
         )
-        tokens = tokens_to_begin(tts, prompt)
-        if isinstance(args.texts, Pipe) and tokens > 2:  # in-context
-            show_note(
-                f"with --ref-text a line is spoken once it has {tokens} tokens or has ended; without --ref-text from "
-                "its second token on"
-            )
+    tokens = tokens_to_begin(tts, prompt)
+    if isinstance(args.texts, Pipe) and tokens > 2:  # in-context
+        show_note(
+            f"with a transcript a line is spoken once it has {tokens} tokens or has ended; without one from its second "
+            "token on"
+        )
     return tts.generate_voice_clone, request | {"voice_clone_prompt": prompt}
 
 
@@ -187,7 +187,8 @@ def split_texts(args: argparse.Namespace) -> list[str]:
     if args.ref_text:
         audio, rate = args.voice
         reference_positions = int((len(audio) / rate + REFERENCE_SILENCE) * FRAME_RATE) + len(args.ref_text.encode())
-    most = tokens_that_fit(args.max_seq_len, {"instruct": args.instruct}, reference_positions)
+    voice = {"instruct": args.instruct, "voice_clone_prompt": None if args.ref_audio else args.voice}
+    most = tokens_that_fit(args.max_seq_len, voice, reference_positions)
 
     def fits(text: str) -> bool:
         return len(text.encode()) <= most or count_tokens(args.model, text) <= most

@@ -3,20 +3,27 @@
 A case changes a copy of one small checkpoint, in which the unchanged files are links.
 """
 
+import dataclasses
 import json
 import subprocess
 import sys
 import warnings
 
 import pytest
+import soundfile
 import torch
 from helpers import ROOT, Voice
 from safetensors.torch import load_file, save_file
+from serving_helpers import SHORT, RunningServer, load_speech
 
 import extract_speaker
 from cli.__main__ import main
 from common.checkpoints import read_config
 from generate import load
+from serving.speech import read_speakers
+
+# isort: split
+from qwen_tts import VoiceClonePromptItem  # after generate, which imports qwen_tts without its 25 Hz tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 NULLS = "temperature", "repetition_penalty", "max_new_tokens", "top_k", "top_p", "do_sample", "subtalker_temperature"
@@ -233,12 +240,67 @@ def test_a_folder_that_is_refused(case, folder, call, tmp_path):
 @pytest.mark.parametrize("case", ["no speaker encoder", "NaN", "config.json is binary"])
 def test_no_voice_is_extracted_with_such_a_model(case, folder, call, tmp_path, recording):
     """Each time it was another random voice."""
-    import soundfile
-
     REFUSED[case][0](folder)
     soundfile.write(tmp_path / "voice.wav", *recording)
     code, _, stderr = call(extract_speaker.main, "--model", folder.path, "--ref-audio", "voice.wav")
     assert code == 2 and stderr.splitlines()[-1].startswith("error: ") and not (tmp_path / "speaker.pt").exists()
+
+
+@pytest.fixture
+def demo_voice(checkpoint, recording):
+    """demo_voice(with_transcript) -> the content of a file as upstream's demo writes it"""
+    tts = load(str(checkpoint()), "cpu", max_seq_len=64)
+
+    def make(with_transcript):
+        items = tts.create_voice_clone_prompt(recording, "what it says", x_vector_only_mode=not with_transcript)
+        return {"items": [dataclasses.asdict(item) for item in items]}
+
+    return make
+
+
+@pytest.mark.parametrize("with_transcript", [False, True], ids=["x-vector", "in-context"])
+def test_a_voice_of_upstreams_demo(with_transcript, demo_voice, checkpoint, call, tmp_path):
+    """Its button "save voice" writes a file that could not be used here."""
+    content = demo_voice(with_transcript)
+    torch.save(content, tmp_path / "demo.pt")
+    words = "--model", checkpoint(), "--speaker", "demo.pt", "--text", "Hi", "--seed", 3, "--max-seq-len", 128
+    code, _, stderr = call(main, *words, "--output", "out.wav", "--non-streaming-mode")
+    assert code == 0, stderr
+    tts = load(str(checkpoint()), "cpu", max_seq_len=128)
+    torch.manual_seed(3)
+    voice = [VoiceClonePromptItem(**item) for item in content["items"]]
+    (expected,), rate = tts.generate_voice_clone("Hi", voice_clone_prompt=voice, non_streaming_mode=True)
+    audio, _ = soundfile.read(tmp_path / "out.wav")
+    assert len(audio) == len(expected) and abs(audio - expected).max() < 1e-3
+
+    speech = load_speech(checkpoint(), tmp_path / "voices", speakers=read_speakers([tmp_path / "demo.pt"]))
+    with RunningServer(speech) as server:
+        assert server.speak(voice="demo", **SHORT).status == 200
+    speech.close()
+
+
+BAD_ITEMS = {
+    "no items": lambda voice: {"items": []},
+    "two items": lambda voice: {"items": voice["items"] * 2},
+    "another dict": lambda voice: {"state_dict": {}},
+    "items of numbers": lambda voice: {"items": [1]},
+    "no speaker": lambda voice: {"items": [voice["items"][0] | {"ref_spk_embedding": None}]},
+    "of another size": lambda voice: {"items": [voice["items"][0] | {"ref_spk_embedding": torch.ones(7)}]},
+    "no codes": lambda voice: {"items": [voice["items"][0] | {"ref_code": None}]},
+    "codes of another model": lambda voice: {"items": [voice["items"][0] | {"ref_code": torch.full((9, 5), 10**6)}]},
+    "codes in words": lambda voice: {"items": [voice["items"][0] | {"ref_code": ["a"]}]},
+    "no transcript": lambda voice: {"items": [voice["items"][0] | {"ref_text": ""}]},
+}
+
+
+@pytest.mark.parametrize("case", BAD_ITEMS)
+def test_a_broken_voice_of_upstreams_demo(case, demo_voice, checkpoint, call, tmp_path):
+    torch.save(BAD_ITEMS[case](demo_voice(True)), tmp_path / "demo.pt")
+    words = "--model", checkpoint(), "--speaker", "demo.pt", "--text", "Hi", "--output", "out.wav"
+    code, stdout, stderr = call(main, *words)
+    assert (code, stdout) == (2, "") and stderr.startswith("error: ") and stderr.count("\n") == 1
+    assert "demo.pt" in stderr or case == "codes of another model" and "the codebooks have 0 to" in stderr
+    assert not (tmp_path / "out.wav").exists()
 
 
 @pytest.mark.parametrize("name", ["tinny", "models/tinny", "a/b/c", ""])
