@@ -5,6 +5,8 @@ A case changes a copy of one small checkpoint, in which the unchanged files are 
 
 import dataclasses
 import json
+import os
+import re
 import subprocess
 import sys
 import warnings
@@ -12,7 +14,7 @@ import warnings
 import pytest
 import soundfile
 import torch
-from helpers import ROOT, Voice
+from helpers import ROOT, Voice, slow
 from safetensors.torch import load_file, save_file
 from serving_helpers import SHORT, RunningServer, load_speech
 
@@ -235,6 +237,32 @@ def test_a_folder_that_is_refused(case, folder, call, tmp_path):
     code, stdout, stderr = call(main, "--model", folder.path, "--speaker", speaker, "--text", "Hi", "--output", "o.wav")
     assert (code, stdout) == (2, "") and stderr == f"error: {error.value}\n"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_configs_are_utf8_in_every_locale(folder):
+    """They were read in the locale's encoding."""
+    SPEAKING["words that are not ASCII"](folder)
+    program = "import sys; from common.checkpoints import read_config; print(ascii(read_config(sys.argv[1])['note']))"
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", program, folder.path], cwd=ROOT, env=os.environ | locale, capture_output=True, text=True
+    )
+    assert result.stdout.strip() == ascii("zażółć gęślą 今天"), result.stderr
+
+
+@pytest.mark.parametrize(
+    "case", ["keys with a prefix", *slow("NaN in the codec", "vocab.json is cut", "config.json is cut")]
+)
+def test_such_a_model_is_not_served(case, folder, tmp_path):
+    """The server said `ready`."""
+    change, wanted = REFUSED[case]
+    change(folder)
+    command = [sys.executable, "-m", "serving", "--model", folder.path, "--port", "0", "--device", "cpu"]
+    options = dict(cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    result = subprocess.run(command, timeout=120, **options)
+    (line,) = (line for line in result.stderr.splitlines() if "warning" not in line)
+    assert result.returncode == 2 and line.startswith("error: ") and re.search(wanted, line), result.stderr
+    assert "ready" not in result.stdout
 
 
 @pytest.mark.parametrize("case", ["no speaker encoder", "NaN", "config.json is binary"])
