@@ -31,7 +31,7 @@ from common.checkpoints import check_speaker_file
 from common.output_files import check_writable
 from common.scripts import Parser, cli_errors
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent
 SIZES = ["0.6B", "1.7B"]
 WIDTH = 100  # of what is printed
 ONE_LISTENER = {  # columns of the table: key of a row -> title, digits

@@ -3,7 +3,7 @@
 #     [--streams | --ready | --check | --listen | --plot]
 # Default: both sizes, with --quick 0.6B. Writes bench_results_<GPU>.json and sample_<size>.wav. More: bench.py --help
 set -euo pipefail
-cd "$(dirname "$0")"
+cd "$(dirname "$(readlink -f "$0")")"  # also through a link
 
 # The environment, if setup.sh has not made it yet.
 [ -x .venv/bin/python ] || ./setup.sh none

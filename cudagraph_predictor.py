@@ -27,13 +27,10 @@ class PredictorGraph:
         end = first + embeds.shape[1]
         positions = self.positions[None, first:end]
         cache = RowCache(self.rows.code_keys, self.rows.code_values, positions.expand(len(embeds), -1))
-        return self.model(
-            inputs_embeds=self.project(embeds),
-            attention_mask={"full_attention": self.masks[:, :, first:end]},
-            position_ids=positions,
-            cache_position=positions[0],
-            past_key_values=cache,
-        ).last_hidden_state[:, -1]
+        mask = {"full_attention": self.masks[:, :, first:end]}
+        place = dict(position_ids=positions, cache_position=positions[0], past_key_values=cache)
+        output = self.model(inputs_embeds=self.project(embeds), attention_mask=mask, **place)
+        return output.last_hidden_state[:, -1]
 
     def step(self) -> None:
         rows = self.rows

@@ -39,11 +39,11 @@ class Sampling:
         self.one_minus_top_p = torch.zeros(rows, 1, dtype=torch.float32)
         self.greedy = torch.zeros(rows, 1, dtype=torch.bool)
 
-    def set(self, do_sample: bool, temperature: float, top_k: int | None, top_p: float | None) -> None:
+    def set(self, do_sample: bool, temperature: float | None, top_k: int | None, top_p: float | None) -> None:
         if not do_sample:
             temperature, top_k, top_p = 1.0, 1, 1.0
         top_k = top_k or self.vocab_size  # transformers reads 0 and None as "all"
-        top_p = 1.0 if top_p is None else top_p
+        temperature, top_p = (1.0 if value is None else value for value in (temperature, top_p))
         if not (temperature > 0 and top_k > 0 and 0 <= top_p <= 1):
             raise ValueError(f"temperature {temperature}, top_k {top_k} must be above 0, top_p {top_p} from 0 to 1")
         self.temperature.fill_(max(temperature, 1e-30))  # smaller ones overflow the scores
@@ -156,7 +156,7 @@ class Rows:
         names = "temperature", "top_k", "top_p"
         self.sampling.set(request["do_sample"], *(request[name] for name in names))
         self.code_sampling.set(request["subtalker_dosample"], *(request[f"subtalker_{name}"] for name in names))
-        self.repetition_penalty.fill_(request["repetition_penalty"])
+        self.repetition_penalty.fill_(1.0 if request["repetition_penalty"] is None else request["repetition_penalty"])
         self.suppressed.zero_()
         self.suppressed[:, np.asarray(request["suppress_tokens"])] = True  # numpy converts a long list fast
         self.end_token.fill_(request["eos_token_id"])
@@ -191,18 +191,13 @@ class TalkerGraph:
 
     def forward(self, embeds: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor, cache) -> torch.Tensor:
         """Run the layers. (B, L, H), (B, L), (B, L, keys) -> (B, L, H)"""
-        return self.model(
-            inputs_embeds=embeds,
-            attention_mask=additive_mask(visible, embeds.dtype)[:, None],
-            position_ids=positions,
-            cache_position=positions[0],
-            past_key_values=cache,
-        ).last_hidden_state
+        mask = additive_mask(visible, embeds.dtype)[:, None]
+        place = dict(position_ids=positions, cache_position=positions[0], past_key_values=cache)
+        return self.model(inputs_embeds=embeds, attention_mask=mask, **place).last_hidden_state
 
     def prefill(self, prompts: torch.Tensor, cache: RowCache) -> None:
-        """Read prompts (B, L, H) from position 0 on, and choose their first tokens.
-
-        Positions after the end of a shorter prompt are computed, too, and overwritten before anything reads them."""
+        """Read prompts (B, L, H) from position 0 on, and choose their first tokens. Positions after the end of a
+        shorter prompt are computed, too, and overwritten before anything reads them."""
         rows = self.rows
         positions = torch.arange(prompts.shape[1], device=prompts.device)
         hidden = self.forward(prompts, positions[None], (positions <= positions[:, None])[None], cache)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-if __name__ == "__main__" and all(Path(__file__).with_name(folder).is_dir() for folder in ("cli", "common")):
+if __name__ == "__main__" and all(Path(__file__).resolve().with_name(name).is_dir() for name in ("cli", "common")):
     runpy.run_module("cli", run_name="__main__")  # all voices and options, checked before torch is imported
     sys.exit()
 
@@ -30,7 +30,7 @@ from tokenizers import Regex, pre_tokenizers
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import RowCache, Rows, TalkerGraph, capture, draw_noise, round_up
 
-HAS_SPEECH = all(Path(__file__).with_name(folder).is_dir() for folder in ("speech", "fast"))
+HAS_SPEECH = all(Path(__file__).resolve().with_name(folder).is_dir() for folder in ("speech", "fast"))
 VARIANTS = "0.6B-Base", "1.7B-Base", "0.6B-CustomVoice", "1.7B-CustomVoice", "1.7B-VoiceDesign"
 MODELS = {name.removesuffix("-Base"): f"Qwen/Qwen3-TTS-12Hz-{name}" for name in VARIANTS}  # -> hub id
 QWEN_PATTERN = (  # the tokenizer cuts a text into these; byte pairs are merged within them
@@ -43,22 +43,29 @@ def load_upstream(model: str, device=None, dtype: torch.dtype | None = None):
     """Upstream's model, with Qwen's pattern. `model` is a folder, a hub id or a short name from MODELS."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    folder = model if Path(model).is_dir() else download(MODELS.get(model, model))
-    if "25hz" in str(transformers.PretrainedConfig.get_config_dict(folder)[0].get("tokenizer_type")):
-        raise ValueError(f"{model} is a 25 Hz model: only the 12 Hz models run here, {', '.join(MODELS)}")
-    tts = Qwen3TTSModel.from_pretrained(folder, device_map=device, dtype=dtype)
+    with contextlib.ExitStack() as errors:  # that say which file is missing or broken
+        if Path(__file__).resolve().with_name("common").is_dir():
+            from common.checkpoints import complete_folder
+
+            model = errors.enter_context(complete_folder(model))
+        elif not Path(model).is_dir():  # given an id, transformers 4.57 would ask the hub for tags, even offline
+            model = snapshot_download(MODELS.get(model, model))
+        tts = Qwen3TTSModel.from_pretrained(model, device_map=device, dtype=dtype)
     # Upstream passes fix_mistral_regex=True, and transformers 4.57 then installs Mistral's: put Qwen's back.
     tts.processor.tokenizer.backend_tokenizer.pre_tokenizer[0] = pre_tokenizers.Split(Regex(QWEN_PATTERN), "isolated")
     return tts
 
 
-def download(hub_id: str) -> str:
-    """Its folder in the hub's cache. Given an id, transformers 4.57 would ask the hub for tags, even offline."""
-    with contextlib.suppress(OSError):
-        folder = snapshot_download(hub_id, local_files_only=True)
-        if all(any(Path(folder, part).glob("*.safetensors")) for part in ("", "speech_tokenizer")):
-            return folder
-    return snapshot_download(hub_id)
+def load_weights(cls, folder, *args, **options):
+    """In place of transformers' from_pretrained, which makes up weights that are missing, and only warns."""
+    options |= dict(output_loading_info=True, ignore_mismatched_sizes=True)
+    model, found = transformers.PreTrainedModel.from_pretrained.__func__(cls, folder, *args, **options)
+    sums = {name: weight.sum(dtype=torch.float32) for name, weight in model.state_dict().items()}
+    found["NaN_keys"] = [name for name, total in sums.items() if not total.isfinite()]
+    for problem in ("missing", "mismatched", "NaN"):
+        if names := sorted(map(str, found[f"{problem}_keys"])):
+            raise ValueError(f"{folder} has {len(names)} {problem} weights: {', '.join(names[:3])}: give another model")
+    return model
 
 
 def load(model: str, device=None, dtype: torch.dtype | None = None, **options):
@@ -111,9 +118,10 @@ class Decoder:
         used = attention_mask.shape[1]
         if used >= self.max_seq_len:
             raise ValueError(f"the prompt takes {used} of {self.max_seq_len} positions: raise max_seq_len")
+        max_new_tokens = 20 - used if max_new_tokens is None else max_new_tokens  # as transformers: its max_length
         if max_new_tokens < 2:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 2: the last has no audio")
-        if not repetition_penalty > 0:
+        if repetition_penalty is not None and not repetition_penalty > 0:
             raise ValueError(f"repetition_penalty is {repetition_penalty}, it must be above 0: 1.0 for none")
         return min(max_new_tokens - 1, self.max_seq_len - used)
 
@@ -135,7 +143,7 @@ class Decoder:
             step()
 
         if not rows.ended.all():
-            name = "max_seq_len" if limit + 1 < request["max_new_tokens"] else "max_new_tokens"
+            name = "max_seq_len" if limit + 1 < (request["max_new_tokens"] or 0) else "max_new_tokens"
             warning = f"the speech was cut off after {limit} frames, before its end: raise {name}"
             warnings.warn_explicit(warning, UserWarning, __file__, 1)  # each time; `warn` shows it once
 
@@ -160,11 +168,9 @@ class Decoder:
         return self.output(list(torch.stack(codes, dim=1)), list(torch.stack(hiddens, dim=1)))
 
     def output(self, codes: list, hiddens: list) -> transformers.generation.GenerateDecoderOnlyOutput:
-        """Codes (T, 16) and hidden states (T, H) of each text as upstream reads them, one entry per forward: first
-        the prompt's, whose codes are None, then one for each frame, with its codes."""
-        end = self.talker.config.codec_eos_token_id
-        codes = torch.nn.utils.rnn.pad_sequence(codes, batch_first=True, padding_value=end)  # (B, T, 16)
-        hiddens = torch.nn.utils.rnn.pad_sequence(hiddens, batch_first=True).split(1, dim=1)  # T x (B, 1, H)
+        """Codes (T, 16) and hidden states (T, H) of each text, one entry per forward: the prompt's has no codes."""
+        codes = pad_sequence(codes, True, padding_value=self.talker.config.codec_eos_token_id)  # (B, T, 16)
+        hiddens = pad_sequence(hiddens, batch_first=True).split(1, dim=1)  # T x (B, 1, H)
         steps = zip([*hiddens, hiddens[-1]], [None, *codes.unbind(1)])  # the last hidden state is not read
         hidden_states = tuple(((hidden,), frame) for hidden, frame in steps)
         return transformers.generation.GenerateDecoderOnlyOutput(sequences=codes[..., 0], hidden_states=hidden_states)
@@ -192,6 +198,9 @@ def import_upstream():
 
 
 Qwen3TTSModel = import_upstream()
+for base in transformers.PreTrainedModel.__subclasses__():
+    if base.__module__.startswith("qwen_tts."):
+        base.from_pretrained = classmethod(load_weights)
 
 
 def __getattr__(name: str):
@@ -208,11 +217,9 @@ def __getattr__(name: str):
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speak a text with the voice of a speaker.pt.")
     parser.add_argument("--model", default="0.6B", help=f"{', '.join(MODELS)}, a hub id or a folder")
-    parser.add_argument("--speaker", required=True, help="a speaker embedding from extract_speaker.py")
-    parser.add_argument("--text", required=True)
-    parser.add_argument("--output", required=True, help="the audio file to write")
+    for name in ("--speaker", "--text", "--output"):
+        parser.add_argument(name, required=True)
     args = parser.parse_args()
-
     speaker = torch.load(args.speaker, map_location="cpu", weights_only=True)
     voice = {"ref_code": [None], "ref_spk_embedding": [speaker], "x_vector_only_mode": [True], "icl_mode": [False]}
     (audio,), rate = load(args.model).generate_voice_clone(args.text, voice_clone_prompt=voice)

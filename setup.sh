@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv with everything the 12 Hz models need, and download weights, try it, or run the tests: ./setup.sh --help
 set -euo pipefail
-cd "$(dirname "$0")"
+cd "$(dirname "$(readlink -f "$0")")"  # also through a link
 
 show_help() {
   cat << 'END'

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python benchmarks/bounds.py`
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python benchmarks/bounds.py`
 from tools.random_checkpoint import PREDICTOR, TALKER, TALKER_SIZES  # imports generate, which must come before qwen_tts
 
 # isort: split
 from qwen_tts.core.models import Qwen3TTSConfig
 from qwen_tts.core.models.modeling_qwen3_tts import Qwen3TTSTalkerForConditionalGeneration
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 POSITION = 200  # of the frame whose keys and values are counted
 SIZES = ("0.6B", "1.7B")
 BANDWIDTH = {  # GPU -> GB/s as its maker states it; the name as torch gives it, without NVIDIA and GeForce

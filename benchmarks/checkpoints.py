@@ -8,6 +8,7 @@ import torch
 
 from common.checkpoints import base_config
 from common.voices import load_speaker
+from speech.prompts import prompt_field
 from tools.random_checkpoint import write_checkpoint
 
 
@@ -20,7 +21,8 @@ class Checkpoint:
 
     @property
     def speaker(self) -> torch.Tensor:
-        (speaker,) = load_speaker(self.speaker_file, hidden_size_of(self.model))["ref_spk_embedding"]
+        voice = load_speaker(self.speaker_file, hidden_size_of(self.model))
+        (speaker,) = prompt_field(voice, "ref_spk_embedding")
         return speaker
 
 

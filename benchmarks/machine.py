@@ -27,7 +27,7 @@ def machine_card(weights: str) -> dict[str, Any]:
 
 def project_version() -> str:
     """The checkout's commit, or the version that is installed, which may lie in somebody else's repository."""
-    if (Path(__file__).parents[1] / ".git").exists():
+    if (Path(__file__).resolve().parents[1] / ".git").exists():
         return first_line("git", "describe", "--always", "--dirty")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("qwen3-tts-cuda-graphs")

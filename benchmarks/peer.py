@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for that process
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for that process
 from benchmarks.checkpoints import Checkpoint
 from benchmarks.timing import ON_GPU, TEXT, Effort, NamedRows, time_stream, time_whole_calls
 from common.checkpoints import hub_name
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 PEER = "faster-qwen3-tts"
 PYTHON = ROOT / ".venv5" / "bin" / "python"
 LIMIT = 1200  # seconds, more than ten times what it takes on an H200

@@ -19,10 +19,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for that process, whose first heavy import must be upstream
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # for that process, whose first heavy import must be upstream
 from benchmarks.listeners import TEXT, listen
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 REQUESTS = 10
 LIMIT = 300.0  # seconds that a process may take
 WAV_HEADER = 44  # bytes

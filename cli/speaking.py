@@ -24,7 +24,7 @@ from cli.parts import Parts
 from cli.player import Player
 from cli.text_files import Line, Pipe
 from common.audio_files import Chunk, write_audio
-from common.checkpoints import FRAME_RATE, REFERENCE_SILENCE, local_folder
+from common.checkpoints import FRAME_RATE, REFERENCE_SILENCE, file_errors, local_folder
 from common.loading import choose_device, model_errors
 from common.output_files import check_writable, is_wav
 from common.scripts import show_note, show_progress, show_warning
@@ -146,12 +146,12 @@ def voice_request(args: argparse.Namespace, tts) -> tuple[Callable, dict]:
         prompt = clone_prompt(
             tts, *args.voice, args.ref_text, silence=0 if args.no_append_silence else REFERENCE_SILENCE
         )
-        tokens = tokens_to_begin(tts, prompt)
-        if isinstance(args.texts, Pipe) and tokens > 2:  # in-context
-            show_note(
-                f"with --ref-text a line is spoken once it has {tokens} tokens or has ended; without --ref-text from "
-                "its second token on"
-            )
+    tokens = tokens_to_begin(tts, prompt)
+    if isinstance(args.texts, Pipe) and tokens > 2:  # in-context
+        show_note(
+            f"with a transcript a line is spoken once it has {tokens} tokens or has ended; without one from its second "
+            "token on"
+        )
     return tts.generate_voice_clone, request | {"voice_clone_prompt": prompt}
 
 
@@ -187,7 +187,8 @@ def split_texts(args: argparse.Namespace) -> list[str]:
     if args.ref_text:
         audio, rate = args.voice
         reference_positions = int((len(audio) / rate + REFERENCE_SILENCE) * FRAME_RATE) + len(args.ref_text.encode())
-    most = tokens_that_fit(args.max_seq_len, {"instruct": args.instruct}, reference_positions)
+    voice = {"instruct": args.instruct, "voice_clone_prompt": None if args.ref_audio else args.voice}
+    most = tokens_that_fit(args.max_seq_len, voice, reference_positions)
 
     def fits(text: str) -> bool:
         return len(text.encode()) <= most or count_tokens(args.model, text) <= most
@@ -202,7 +203,9 @@ def count_tokens(model: str, text: str) -> int:
 @functools.cache
 def text_tokenizer(model: str):
     """The model's own tokenizer, before its weights are there."""
-    return transformers.Qwen2TokenizerFast.from_pretrained(local_folder(model), fix_mistral_regex=False)
+    folder = local_folder(model)
+    with file_errors(folder):
+        return transformers.Qwen2TokenizerFast.from_pretrained(folder, fix_mistral_regex=False)
 
 
 def plan_outputs(args: argparse.Namespace) -> list[tuple[Path, Iterable[tuple[int, str | Line]]]]:

@@ -1,4 +1,4 @@
-"""Recordings in, speech out: audio files of every kind that soundfile knows.
+"""Recordings in, speech out: audio files of every kind that soundfile knows, and those of phones, which PyAV reads.
 
 The only formats written by hand are those that soundfile cannot write: a WAV file that can be played while it grows,
 and a WAV on stdout.
@@ -7,9 +7,13 @@ and a WAV on stdout.
 import contextlib
 import math
 import os
+import re
 import struct
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,21 +27,60 @@ Chunk = tuple[np.ndarray, int]  # float samples from -1 to 1, sample rate
 WAV_HEADER_BYTES = 36  # of the 44-byte header, those that the RIFF size field counts
 MAX_WAV_BYTES = 0xFFFFFFFF - WAV_HEADER_BYTES  # of samples
 UNKNOWN_LENGTH = MAX_WAV_BYTES  # for a stream whose header cannot be corrected later
+MAX_SECONDS = 600.0  # of a phone's recording
+SECONDS_TO_DECODE = 30.0
+RECORDINGS = "a WAV, FLAC, OGG, MP3, M4A, AAC or WebM file"  # that can be read
+if find_spec("av") is None:
+    RECORDINGS = "a WAV, FLAC, OGG or MP3 file, or run pip install av, which reads M4A, AAC and WebM"
 
 
 def read_audio(path: Path) -> Chunk:
     """A recording as mono float32 samples, and its rate."""
     if not path.is_file():
+        if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:/|data:", str(path)):
+            raise ValueError(f"{str(path)[:80]} is an address: download the recording, and give its file")
         raise ValueError(f"there is no file {path}: give a recording of the voice")
     try:
-        audio, rate = soundfile.read(path, dtype="float32", always_2d=True)
-    except (soundfile.LibsndfileError, OSError, ValueError, MemoryError):
-        raise ValueError(f"{path} is not audio that can be read: give a WAV, FLAC, OGG or MP3 file") from None
+        with path.open("rb", buffering=0) as file:  # the decoder reads on where the descriptor is
+            demuxer = demuxer_for(file.read(12))
+            file.seek(0)
+            if demuxer:
+                audio, rate, _ = decode_with_ffmpeg(file, demuxer, MAX_SECONDS)
+            else:
+                audio, rate = soundfile.read(file, dtype="float32", always_2d=True)
+    except (soundfile.LibsndfileError, RuntimeError, OSError, ValueError, TypeError, MemoryError):
+        raise ValueError(f"{path} is not audio that can be read: give {RECORDINGS}") from None
+    if demuxer and len(audio) > MAX_SECONDS * rate:
+        raise ValueError(f"{path} is longer than {MAX_SECONDS:g} s: give a shorter recording")
     audio = audio.mean(axis=1)
     seconds = check_recording(audio, rate, str(path))
     if not 3 <= seconds <= 30:
         warnings.warn(f"{path} has {seconds:.1f} s of audio: 3 to 30 s give a better voice", stacklevel=2)
     return audio, rate
+
+
+def demuxer_for(start: bytes) -> str | None:
+    """FFmpeg's name for a phone's or a browser's format, by the first 12 bytes of a file. None: soundfile's."""
+    if start[4:8] in (b"ftyp", b"moov", b"mdat", b"wide"):
+        return "mp4"
+    if start[:4] == b"\x1a\x45\xdf\xa3":
+        return "matroska"  # or WebM
+    has_aac_header = len(start) > 1 and start[0] == 0xFF and start[1] & 0xF6 == 0xF0  # MP3 has a layer there
+    return "aac" if has_aac_header else None
+
+
+def decode_with_ffmpeg(file: BinaryIO | bytes, demuxer: str, seconds: float) -> tuple[np.ndarray, int, int]:
+    """Samples (N, 1) of at most so many seconds and one more, rate, and channels of the file. Raises RuntimeError."""
+    command = [sys.executable, str(Path(__file__).with_name("ffmpeg_decoder.py")), demuxer, str(seconds)]
+    source = {"input": file} if isinstance(file, bytes) else {"stdin": file}
+    try:
+        result = subprocess.run(command, capture_output=True, timeout=SECONDS_TO_DECODE, **source)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError("it takes too long") from None
+    if result.returncode != 0 or len(result.stdout) < 8:
+        raise RuntimeError("it cannot be decoded")
+    rate, channels = struct.unpack("<II", result.stdout[:8])
+    return np.frombuffer(result.stdout, np.float32, offset=8)[:, None].copy(), rate, channels
 
 
 def check_recording(audio: np.ndarray, rate: int, name: str) -> float:

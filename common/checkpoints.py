@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -30,10 +30,18 @@ MODELS_OF_KIND = {"base": "0.6B or 1.7B", "custom_voice": "1.7B-CustomVoice", "v
 CHECKPOINT_FILES = (  # besides the weights and the vocabulary, which may be stored in two ways
     "config.json",
     "generation_config.json",
-    "tokenizer_config.json",
     "speech_tokenizer/config.json",
     "speech_tokenizer/preprocessor_config.json",
 )
+VOCABULARY = "vocab.json", "merges.txt"
+OPTIONAL_FILES = (
+    *("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"),
+    *("preprocessor_config.json", "processor_config.json"),
+)
+SAMPLING_DEFAULTS = {  # numbers in generation_config.json
+    *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens"),
+    *("subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p"),
+}
 LANGUAGES = {  # ISO 639-1 code -> the models' name; speech/long_text.py has the same
     "zh": "chinese",
     "en": "english",
@@ -66,12 +74,13 @@ def read_config(model: str) -> dict:
             "it again"
         )
     folder = local_folder(model)
+    check_files(folder)
+    config = read_json(folder / "config.json")
     try:
-        config = json.loads((folder / "config.json").read_text())
         kind, tokenizer = config["tts_model_type"], config["tokenizer_type"]
         if TALKER_KEYS - set(config["talker_config"]):
             raise KeyError
-    except (ValueError, KeyError, TypeError, OSError):
+    except (KeyError, TypeError):
         raise ValueError(f"the config.json of {model} does not describe a Qwen3-TTS model: give another one") from None
     if tokenizer != "qwen3_tts_tokenizer_12hz" or kind not in KINDS:
         raise ValueError(
@@ -145,13 +154,14 @@ def hub_name(model: str) -> str:
     return model if Path(model).is_dir() else MODELS.get(model, model)
 
 
-def local_folder(model: str) -> Path:
-    """The model's folder, or the one in the hub's cache. All but the weights is downloaded if need be."""
+def local_folder(model: str, with_weights: bool = False) -> Path:
+    """The model's folder, or the one in the hub's cache. What is not there is downloaded."""
     if Path(model).is_dir():
         return Path(model)
     name = MODELS.get(model, model)
     if not re.fullmatch(r"[\w-]+/[\w.-]+", name):
-        known = ", ".join(MODELS)
+        folders = [str(config.parent) for config in Path(model).parent.glob("*/config.json")]
+        known = ", ".join(difflib.get_close_matches(model, [*MODELS, *folders]) or MODELS)
         raise ValueError(f"there is no folder {model}: give a folder, a hub id like owner/name, or one of {known}")
     with contextlib.suppress(OSError, ValueError):
         folder = Path(huggingface_hub.snapshot_download(name, local_files_only=True))
@@ -160,13 +170,13 @@ def local_folder(model: str) -> Path:
     show_progress(f"fetching {name} from the model hub")
     try:
         huggingface_hub.model_info(name, timeout=HUB_TIMEOUT)  # snapshot_download is content with half a cache
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=SMALL_FILES))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=None if with_weights else SMALL_FILES))
     except hub_errors() as error:
         if isinstance(error, OSError) and error.filename:  # not of the network
             place = huggingface_hub.constants.HF_HUB_CACHE
             raise ValueError(f"{name} cannot be kept in {place}: let $HF_HOME name a writable folder") from None
         raise ValueError(
-            f"{name} cannot be downloaded from the model hub: check the name and the network, or give --model a folder"
+            f"{name} cannot be downloaded from the model hub: check the name and the network, or give a folder"
         ) from None
     finally:
         show_progress("")
@@ -176,24 +186,110 @@ def missing_files(folder: Path) -> list[str]:
     """What a checkpoint needs and this folder has not."""
     needed = [*CHECKPOINT_FILES]
     if not (folder / "tokenizer.json").is_file():
-        needed += "vocab.json", "merges.txt"
+        needed += VOCABULARY
     for part in ("", "speech_tokenizer/"):
         needed += weight_files(folder / part, part)
     return [file for file in needed if not (folder / file).is_file()]
 
 
 def weight_files(folder: Path, prefix: str) -> list[str]:
-    """One file, or an index and the shards that it names."""
-    whole, index = "model.safetensors", "model.safetensors.index.json"
-    if (folder / whole).is_file() or not (any(folder.glob("*.safetensors")) or (folder / index).is_file()):
-        return [prefix + whole]
-    if not (folder / index).is_file():
-        return [prefix + index]
+    """One file, or an index and the shards that it names, in either of transformers' formats."""
+    for whole in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{whole}.index.json"
+        if (folder / whole).is_file():
+            return [prefix + whole]
+        if index.is_file():
+            shards = read_json(index).get("weight_map")
+            if not isinstance(shards, dict) or not shards:
+                raise ValueError(f"{index} does not say which weights are where: download it again")
+            return [prefix + shard for shard in sorted(set(map(str, shards.values())))]
+    is_sharded = any(folder.glob("*.safetensors"))
+    return [prefix + ("model.safetensors.index.json" if is_sharded else "model.safetensors")]
+
+
+def check_files(folder: Path) -> None:
+    """Whether the small files can be read, and the weights are whole: what the libraries raise seldom names a file."""
+    small = {file: read_json(folder / file) for file in CHECKPOINT_FILES}
+    for file in OPTIONAL_FILES:
+        if (folder / file).exists():
+            read_json(folder / file)
+    for name, value in small["generation_config.json"].items():
+        if name in SAMPLING_DEFAULTS and not isinstance(value, int | float | None):
+            raise ValueError(f"{folder / 'generation_config.json'} has {name} {value!r}: give a number, or null")
+    for part in ("", "speech_tokenizer/"):
+        for file in weight_files(folder / part, part):
+            if (folder / file).is_file():  # those of the hub are downloaded later
+                check_weights(folder / file)
+
+
+def read_json(path: Path) -> dict:
     try:
-        shards = {str(shard) for shard in json.loads((folder / index).read_text())["weight_map"].values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{folder / index} does not say which weights are where: download it again") from None
-    return [prefix + shard for shard in sorted(shards)]
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} cannot be read as a JSON object: download it again")
+    return content
+
+
+def check_weights(path: Path) -> None:
+    """Whether the file is as long as its header says. safetensors would say the same, but import numpy."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            is_whole = size > 0
+            if path.suffix == ".safetensors":
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(min(length, size)))
+                header.pop("__metadata__", None)
+                is_whole = size == 8 + length + max(tensor["data_offsets"][1] for tensor in header.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        is_whole = False
+    if not is_whole:
+        raise ValueError(f"{path} is broken or not complete: download it again")
+
+
+def vocabulary_problem(folder: Path) -> str | None:
+    """Takes a second, so it is for a tokenizer that could not be loaded."""
+    vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
+    try:
+        if (folder / "tokenizer.json").exists():
+            return None if read_json(folder / "tokenizer.json") else f"{folder / 'tokenizer.json'} is empty"
+        tokens = read_json(vocabulary)
+        if not all(isinstance(number, int) and number >= 0 for number in tokens.values()):
+            return f"{vocabulary} does not give tokens their numbers"
+        lines = merges.read_text(encoding="utf-8").split("\n")
+    except ValueError as error:
+        return f"{merges} is not UTF-8" if isinstance(error, UnicodeError) else str(error).rpartition(": ")[0]
+    for number, line in enumerate(lines, 1):
+        pair = line.split()
+        if pair and not line.startswith("#version") and not (len(pair) == 2 and "".join(pair) in tokens):
+            return f"line {number} of {merges} is not two tokens of vocab.json"
+    return None
+
+
+@contextlib.contextmanager
+def file_errors(folder: Path) -> Iterator[None]:
+    """What libraries raise while they read a checkpoint, as one sentence that names the file if it can be found."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        if "CUDA" in reason or "memory" in reason or reason.startswith(str(folder)):  # which load_weights raises
+            raise
+        reason = f"{type(error).__name__}: {reason}"
+        problem = f"the configs or weights in {folder} are broken, or do not belong together ({reason})"
+        raise ValueError(f"{vocabulary_problem(folder) or problem}: download it again") from None
+
+
+@contextlib.contextmanager
+def complete_folder(model: str) -> Iterator[str]:
+    """For generate.load_upstream: the model's folder with its weights, which are downloaded if need be."""
+    model = str(model)
+    read_config(model)
+    folder = local_folder(model, with_weights=True)
+    with file_errors(folder):
+        yield str(folder)
 
 
 def download(model: str) -> None:

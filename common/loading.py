@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import huggingface_hub
 import torch
 import transformers
-from safetensors import SafetensorError
 
 from common.scripts import check_device_name
 from fast.paths import MegakernelStopped
@@ -37,5 +36,3 @@ def model_errors() -> Iterator[None]:
         raise ValueError("the GPU's memory is full: use a smaller model or --max-seq-len, or free some") from None
     except MegakernelStopped as error:
         raise ValueError(str(error)) from None
-    except SafetensorError as error:
-        raise ValueError(f"the checkpoint's weights cannot be read ({error}): download it again") from None

@@ -1,5 +1,6 @@
 """Voices as upstream's methods take them: speaker embeddings, recordings, names of speakers, descriptions."""
 
+import contextlib
 import sys
 import warnings
 from functools import partial
@@ -14,8 +15,9 @@ from common.checkpoints import REFERENCE_SILENCE, check_speaker_file
 from speech.prompts import speaker_prompt
 
 
-def load_speaker(file: str | Path | BinaryIO, hidden_size: int, path: str | Path | None = None) -> dict:
-    """A speaker.pt as a voice_clone_prompt. Nothing in the file is executed. `path` names it in messages."""
+def load_speaker(file: str | Path | BinaryIO, hidden_size: int, path: str | Path | None = None) -> dict | list:
+    """A speaker.pt, or a voice that upstream's demo has saved, as a voice_clone_prompt. Nothing in it is executed.
+    `path` names it in messages."""
     if path is None:
         path = file
         check_speaker_file(path)
@@ -25,6 +27,9 @@ def load_speaker(file: str | Path | BinaryIO, hidden_size: int, path: str | Path
             speaker = torch.load(file, map_location="cpu", weights_only=True)
     except Exception:
         raise ValueError(f"{path} is not a speaker file: make one with extract_speaker.py") from None
+    item = saved_item(speaker, path)
+    if item:
+        speaker = item["ref_spk_embedding"]
     dtypes = torch.float32, torch.bfloat16, torch.float16, torch.float64
     is_vector = isinstance(speaker, torch.Tensor) and speaker.dtype in dtypes and speaker.dim() == 1
     if not is_vector or speaker.is_sparse or speaker.is_meta:
@@ -36,7 +41,38 @@ def load_speaker(file: str | Path | BinaryIO, hidden_size: int, path: str | Path
         )
     if not speaker.float().isfinite().all():
         raise ValueError(f"{path} has NaN or infinite values: make it again with extract_speaker.py")
-    return speaker_prompt(speaker)
+    return [in_context_item(item, path)] if item and item["icl_mode"] else speaker_prompt(speaker)
+
+
+def saved_item(content, path: str | Path) -> dict | None:
+    """The voice in a file of upstream's demo, which is {"items": [its fields]}. None: it is another file."""
+    if not isinstance(content, dict):
+        return None
+    items = content.get("items")
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise ValueError(f"{path} does not hold a voice: make one with extract_speaker.py")
+    if len(items) != 1:
+        raise ValueError(f"{path} holds {len(items)} voices: save one alone")
+    item = dict.fromkeys(("ref_code", "ref_spk_embedding", "ref_text")) | items[0]
+    for name in ("ref_code", "ref_spk_embedding"):
+        if isinstance(item[name], list):
+            with contextlib.suppress(ValueError, TypeError, RuntimeError):  # it is checked below
+                item[name] = torch.tensor(item[name])
+    item["icl_mode"] = bool(item.get("icl_mode", not item.get("x_vector_only_mode", False)))
+    return item
+
+
+def in_context_item(item: dict, path: str | Path):
+    """As upstream's methods take it."""
+    from qwen_tts import VoiceClonePromptItem  # after generate, which leaves out what is slow in it
+
+    codes, transcript = item["ref_code"], item["ref_text"]
+    has_codes = torch.is_tensor(codes) and codes.dim() == 2 and not (codes.is_floating_point() or codes.is_complex())
+    if not has_codes or not len(codes) or not isinstance(transcript, str) or not transcript.strip():
+        raise ValueError(
+            f"{path} has no recording or no transcript: save the voice again, or make one with extract_speaker.py"
+        )
+    return VoiceClonePromptItem(codes.long(), item["ref_spk_embedding"], False, True, transcript)
 
 
 def clone_prompt(tts, audio: np.ndarray, rate: int, ref_text: str | None, silence: float = REFERENCE_SILENCE) -> list:

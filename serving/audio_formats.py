@@ -16,7 +16,16 @@ from fractions import Fraction
 import numpy as np
 import soundfile
 
-from common.audio_files import UNKNOWN_LENGTH, Chunk, check_recording, to_int16, wav_header
+from common.audio_files import (
+    RECORDINGS,
+    UNKNOWN_LENGTH,
+    Chunk,
+    check_recording,
+    decode_with_ffmpeg,
+    demuxer_for,
+    to_int16,
+    wav_header,
+)
 from serving.errors import ApiError
 from serving.requests import Style
 from serving.settings import Settings
@@ -262,24 +271,31 @@ def decode_recording(data: bytes, settings: Settings, name: str) -> Chunk:
         problem = f"{name} has {len(data)} bytes, at most {settings.max_upload} are possible: give a shorter one"
         raise ApiError(problem, 413, param=name)
     if not data:
-        raise ValueError(f"{name} is empty: give a WAV, FLAC, OGG or MP3 file")
+        raise ValueError(f"{name} is empty: give {RECORDINGS}")
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            rate, channels = file.samplerate, file.channels
-            if file.format not in READABLE:
-                raise ValueError
-            if rate not in SAMPLE_RATES or not 1 <= channels <= MAX_CHANNELS:
-                have = f"{channels} channels at {rate} Hz"
-                raise ApiError(f"{name} has {have}: give 1 or 2 channels at 8,000 to 96,000 Hz", param=name)
-            max_samples = int(settings.max_reference_seconds * rate)
-            audio = file.read(max_samples + 1, dtype="float32", always_2d=True)
+        if demuxer := demuxer_for(data[:12]):
+            audio, rate, channels = decode_with_ffmpeg(data, demuxer, settings.max_reference_seconds)
+            check_layout(rate, channels, name)
+        else:
+            with soundfile.SoundFile(io.BytesIO(data)) as file:
+                rate = file.samplerate
+                if file.format not in READABLE:
+                    raise ValueError
+                check_layout(rate, file.channels, name)
+                audio = file.read(int(settings.max_reference_seconds * rate) + 1, dtype="float32", always_2d=True)
     except (soundfile.LibsndfileError, ValueError, OSError, MemoryError, RuntimeError):
-        raise ValueError(f"{name} is not audio that can be read: give a WAV, FLAC, OGG or MP3 file") from None
+        raise ValueError(f"{name} is not audio that can be read: give {RECORDINGS}") from None
     if len(audio) == 0:
         raise ValueError(f"{name} has no samples: give a recording of the voice")
-    if len(audio) > max_samples:
+    if len(audio) > int(settings.max_reference_seconds * rate):
         raise ValueError(f"{name} is longer than {settings.max_reference_seconds:g} s: give a shorter recording")
     with np.errstate(over="ignore"):  # what is infinite is refused
         audio = audio.mean(axis=1)
     check_recording(audio, rate, name)
     return audio / max(1.0, np.abs(audio).max()), rate  # floats may be beyond full scale
+
+
+def check_layout(rate: int, channels: int, name: str) -> None:
+    if rate not in SAMPLE_RATES or not 1 <= channels <= MAX_CHANNELS:
+        have = f"{channels} channels at {rate} Hz"
+        raise ApiError(f"{name} has {have}: give 1 or 2 channels at 8,000 to 96,000 Hz", param=name)

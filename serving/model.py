@@ -1,6 +1,7 @@
 """One of the models that are served: what its config allows, which voices it has, and its engine."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from common import checkpoints
 from serving.engine_process import EngineProcess
@@ -11,6 +12,7 @@ from serving.requests import Style
 # And `default`, which programs send to servers that are not OpenAI's.
 OPENAI_VOICES = "alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse default".split()
 DESIGNED_VOICES = {"narrator": "a warm and clear narrator"}  # for a VoiceDesign model without `instructions`
+MAX_PARTS = 10  # of a path in a model's name
 NUMBERS = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")
 
 
@@ -19,11 +21,34 @@ def wanted_voice(name: str | None) -> str:
     return (name or OPENAI_VOICES[0]).strip().lower()
 
 
+def named_models(models: Iterable[str]) -> dict[str, str]:
+    """The name that clients use -> folder, hub id or short name. A model may be given as name=folder. Folders of the
+    same name get as much of their path as tells them apart: upstream's finetuning calls all of them the same."""
+    models = [split_name(model) for model in models]
+    names = [name or checkpoints.display_name(model) for name, model in models]
+    for depth in range(2, MAX_PARTS):
+        doubled = {name for name in names if names.count(name) > 1}
+        for number, (name, model) in enumerate(models):
+            if names[number] in doubled and not name and Path(model).is_dir():
+                names[number] = "-".join(Path(model).absolute().parts[1:][-depth:])
+    if len(set(names)) < len(names):
+        name = max(names, key=names.count)
+        raise ValueError(f"two models would have the name {name}: give each once, or as --model another-name=folder")
+    return {name: model for name, (_, model) in zip(names, models)}
+
+
+def split_name(model: str) -> tuple[str | None, str]:
+    """A path may have an = in it, too."""
+    name, equals, folder = model.partition("=")
+    is_named = equals and name.strip() and "/" not in name and not Path(model).exists()
+    return (name.strip(), folder) if is_named else (None, model)
+
+
 class Model:
-    def __init__(self, name: str, engine: EngineProcess, speakers: Iterable[str] = ()):
-        """speakers: names of voices from --speaker files"""
+    def __init__(self, id: str, name: str, engine: EngineProcess, speakers: Iterable[str] = ()):
+        """id: what clients call it; name: folder, hub id or short name; speakers: of voices from --speaker files"""
+        self.id = id
         self.name = name
-        self.id = checkpoints.display_name(name)
         self.engine = engine
         self.config = checkpoints.read_config(name)
         self.kind = self.config["tts_model_type"]

@@ -53,7 +53,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--model",
         action="append",
-        help=", ".join(MODELS) + f", a hub id or a folder; may be given several times. Default: {PRESET_MODEL}, or "
+        help=", ".join(MODELS)
+        + f", a hub id, a folder or name=folder; may be given several times. Default: {PRESET_MODEL}, or "
         f"{CLONING_MODEL} with --speaker",
     )
     parser.add_argument("--device", help="cuda, cuda:1, cpu")

@@ -30,6 +30,7 @@ from starlette.applications import Starlette
 from common.checkpoints import PRESET_MODEL
 from serving.errors import ApiError
 from serving.memory import MAX_ROWS
+from serving.model import named_models
 from serving.requests import parse
 from serving.server import create_app
 from serving.settings import API_KEY_VARIABLE, LIMITS, Settings, check_origin
@@ -75,7 +76,8 @@ def app(arguments: dict) -> Application:
             raise ValueError(f"max_replicas is {wanted.max_replicas}, it must be at least replicas, {wanted.replicas}")
     except (ApiError, ValueError) as error:
         raise click.UsageError(str(error)) from None
-    models = [str(Path(model).absolute()) if Path(model).is_dir() else model for model in models]
+    named = named_models(models).items()
+    models = [f"{id}={Path(model).absolute() if Path(model).is_dir() else model}" for id, model in named]
     deployment = serve.deployment(
         Replica,
         **scaling(wanted),

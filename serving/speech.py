@@ -25,7 +25,7 @@ from serving.audio_formats import Encoder, av, check_base64, decode_base64, deco
 from serving.engine_process import Call, Connection, EngineProcess, start_worker
 from serving.errors import ApiError, mistakes_in
 from serving.metrics import Metrics
-from serving.model import Model, sampling, unknown_voice
+from serving.model import Model, named_models, sampling, unknown_voice
 from serving.requests import Style
 from serving.settings import Settings
 from serving.voices import RegisteredVoice, VoiceFolder, as_stored, check_name
@@ -53,15 +53,17 @@ class Speech:
     ):
         """Check everything that can be checked without the weights.
 
+        models: each a folder, a hub id or a short name, or name=folder
         speakers: name -> content of a speaker.pt, voices of the first Base model besides those in the folder
         spawn: starts a worker, see EngineProcess
         """
         check_device_name(device)
         self.settings = settings or Settings()
-        names = [models] if isinstance(models, str) else list(models)
+        named = named_models([models] if isinstance(models, str) else models)
+        names = [*named.values()]
         cloning = [name for name in names if checkpoints.read_config(name)["tts_model_type"] == "base"]
         self.models = []
-        for name in names:
+        for id, name in named.items():
             files = speakers if speakers and name == (cloning or names)[0] else {}
             checkpoints.check_number(checkpoints.read_config(name), "max_seq_len", self.settings.max_seq_len)
             if files:
@@ -69,10 +71,7 @@ class Speech:
             spec = dict(model=name, device=device, dtype=dtype, max_seq_len=self.settings.max_seq_len)
             spec["speakers"] = {file: base64.b64encode(content).decode() for file, content in files.items()}
             engine = EngineProcess(spec, self.settings.max_streams, spawn)
-            self.models.append(Model(name, engine, files))
-        ids = [model.id for model in self.models]
-        if len(set(ids)) < len(ids):
-            raise ValueError(f"two models would have the name {max(ids, key=ids.count)}: give each once")
+            self.models.append(Model(id, name, engine, files))
         self.folder = VoiceFolder(self.settings) if cloning else None
         self.registered = self.folder.voices if cloning else {}  # as the folder was when it was last looked at
         self.looking = None  # the task that looks at it
@@ -243,7 +242,9 @@ class Speech:
         return [*named, *with_voice, *able, *self.speaking(style.voice), *self.models][0]
 
     def named(self, style: Style) -> list[Model]:
-        return [model for model in self.models if style.model and model.is_named(style.model)]
+        name = (style.model or "").strip().lower()
+        found = [model for model in self.models if name and model.is_named(name)]
+        return sorted(found, key=lambda model: model.id.lower() != name)  # a folder may have the name of another model
 
     def speaking(self, voice: str | None) -> list[Model]:
         """The models that can speak in this voice."""

@@ -122,7 +122,7 @@ def check_request(speech, request: dict) -> None:
         check_sampling(*(request[name] for name in names))
     if request["eos_token_id"] != speech.talker.config.codec_eos_token_id:
         raise ValueError("stream decodes up to the model's own end token: another eos_token_id is for whole calls")
-    if not isinstance(request["max_new_tokens"], Integral):
+    if not isinstance(request["max_new_tokens"], Integral | None):
         raise ValueError(f"max_new_tokens is {request['max_new_tokens']}, it must be a whole number")
     speech.decoder.frame_limit(**request)  # raises an error if there is no room for a frame
     check_text_fits(speech.max_seq_len, **request)
@@ -131,7 +131,7 @@ def check_request(speech, request: dict) -> None:
 def check_text_fits(max_seq_len: int, attention_mask, inputs, max_new_tokens, **_) -> None:
     """Each frame takes one token of the text that the prompt has not. So text may be too long for any speech."""
     used, frames = attention_mask.shape[1], inputs.shape[0] - 2
-    is_cut_by_the_caller = max_new_tokens - 1 <= max_seq_len - used
+    is_cut_by_the_caller = max_new_tokens is None or max_new_tokens - 1 <= max_seq_len - used
     if used + frames > max_seq_len and not is_cut_by_the_caller:
         raise ValueError(f"the text takes at least {used + frames} of {max_seq_len} positions: raise max_seq_len")
 

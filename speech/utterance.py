@@ -56,7 +56,7 @@ class Utterance:
         self.prefix, self.prefix_key, self.inputs = request["prefix"], request["prefix_key"], request["inputs"]
         self.prompt_length = request["attention_mask"].shape[1]
         self.max_frames = max_frames
-        self.max_new_tokens = request["max_new_tokens"]
+        self.max_new_tokens = request["max_new_tokens"] or 0  # None: see Decoder.frame_limit
         self.samples_token = request["do_sample"]
         self.samples_codes = request["subtalker_dosample"]
 

@@ -1,6 +1,7 @@
 """What several test modules use: every kind of voice, on upstream's model and on the same model accelerated; and
 products of bfloat16 tensors that are the same on every CPU."""
 
+import io
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -106,6 +107,22 @@ def use_rows(runner, rows):
     """Let a runner use its first rows only, or all of them again."""
     taken = {utterance.row for utterance in runner.active}
     runner.rows, runner.free = rows, [row for row in range(rows) if row not in taken]
+
+
+def phone_recording(samples, rate, container, codec, layout="mono") -> bytes:
+    """As phones and browsers save them."""
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as output:
+        stream = output.add_stream(codec, rate=rate, layout=layout)
+        frame = av.AudioFrame.from_ndarray(samples[None].astype(np.float32), format="flt", layout="mono")
+        frame.sample_rate = rate
+        resampler = av.AudioResampler(stream.codec_context.format.name, layout, rate, stream.codec_context.frame_size)
+        for part in (*resampler.resample(frame), *resampler.resample(None)):
+            output.mux(stream.encode(part))
+        output.mux(stream.encode(None))
+    return file.getvalue()
 
 
 def joined(chunks):

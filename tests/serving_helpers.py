@@ -197,10 +197,10 @@ def wait_until_free(speech: Speech) -> None:
     wait_until(lambda: speech.in_flight == 0 and speech.engine.counts() == (0, 0))
 
 
-def load_speech(folder: Path, voices: Path, **settings) -> LocalSpeech:
-    """A loaded tiny model; a Base model has the voice "speaker"."""
+def load_speech(folder: Path, voices: Path, speakers: dict | None = None, **settings) -> LocalSpeech:
+    """A loaded tiny model; a Base model has the voice "speaker", or those of `speakers`."""
     is_base = json.loads((folder / "config.json").read_text())["tts_model_type"] == "base"
-    speakers = read_speakers([folder / "speaker.pt"] if is_base else [])
+    speakers = speakers or read_speakers([folder / "speaker.pt"] if is_base else [])
     limits = dict(max_streams=2, max_waiting=2, max_seq_len=512, voices=voices) | settings
     speech = LocalSpeech(str(folder), "cpu", settings=Settings(**limits), speakers=speakers)
     speech.load()

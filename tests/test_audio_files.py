@@ -2,18 +2,21 @@
 
 import os
 import stat
+import struct
 import subprocess
 import sys
 import textwrap
+import time
 import wave
+from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
-from helpers import ROOT
+from helpers import ROOT, phone_recording
 
 from common import audio_files
-from common.audio_files import resample, write_audio
+from common.audio_files import read_audio, resample, write_audio
 from common.output_files import check_format, write_bytes
 
 RATE = 24000
@@ -311,3 +314,93 @@ def test_recordings_are_resampled_as_upstream_does(rate):
     ours = resample(audio, rate, 24000)
     assert ours.dtype == np.float32
     np.testing.assert_array_equal(ours, librosa.resample(audio, orig_sr=rate, target_sr=24000))
+
+
+# ---- Recordings of phones
+
+
+PHONES = {  # container, codec, rate, channels
+    "memo.m4a": ("ipod", "aac", 44100, "mono"),
+    "lossless.m4a": ("ipod", "alac", 48000, "stereo"),
+    "film.mp4": ("mp4", "aac", 48000, "stereo"),
+    "film.mov": ("mov", "pcm_s16le", 24000, "mono"),
+    "memo.3gp": ("3gp", "aac", 16000, "mono"),
+    "memo.aac": ("adts", "aac", 22050, "mono"),
+    "page.webm": ("webm", "libopus", 48000, "mono"),
+    "page.mkv": ("matroska", "aac", 44100, "stereo"),
+}
+
+
+def sine(rate, seconds=3.0):
+    return 0.5 * np.sin(2 * np.pi * 440 * np.arange(int(seconds * rate)) / rate)
+
+
+@pytest.mark.parametrize("name", PHONES)
+def test_a_phones_recording_is_read(tmp_path, name):
+    """soundfile knows none of these. The name does not matter."""
+    container, codec, rate, layout = PHONES[name]
+    path = tmp_path / f"{name}.wav"
+    path.write_bytes(phone_recording(sine(rate), rate, container, codec, layout))
+    audio, found = read_audio(path)
+    assert found == rate and audio.ndim == 1 and audio.dtype == np.float32
+    assert 0 <= len(audio) / rate - 3.0 < 0.1  # encoders fill their last block
+    assert np.sqrt((audio**2).mean()) == pytest.approx(0.5 / np.sqrt(2), rel=0.05)
+    spectrum = np.abs(np.fft.rfft(audio[: 2 * rate]))
+    assert spectrum.argmax() == 2 * 440
+
+
+def with_counts(data, count):
+    """An MP4 whose tables promise so many samples of one byte."""
+    data = bytearray(data)
+    for box, offset, values in ((b"stsz", 8, (1, count)), (b"stsc", 16, (count,)), (b"stts", 12, (count, 1))):
+        struct.pack_into(f">{len(values)}I", data, data.find(box) + offset, *values)
+    return bytes(data)
+
+
+@pytest.mark.parametrize("what", ["cut", "noise", "only a header", "40 million samples", "2**31 samples", "no frames"])
+def test_a_phones_recording_that_is_broken(tmp_path, what):
+    """Whatever the header says, it takes seconds and little memory, and is one sentence."""
+    good = phone_recording(sine(44100), 44100, "ipod", "alac")
+    content = {
+        "cut": good[:-100],  # what says where the samples are is at the end
+        "noise": good[:12] + np.random.default_rng(0).bytes(20_000),
+        "only a header": good[:12],
+        "40 million samples": with_counts(good, 40_000_000),
+        "2**31 samples": with_counts(good, 2**31 - 1),
+        "no frames": bytes([0xFF, 0xF1, 0x50, 0x80]) + bytes(500),
+    }
+    path = tmp_path / "memo.m4a"
+    path.write_bytes(content[what])
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="memo.m4a is not audio that can be read: give a WAV, .*M4A"):
+        read_audio(path)
+    assert time.perf_counter() - start < 25
+
+
+def test_a_phones_recording_is_not_read_for_hours(tmp_path, monkeypatch):
+    monkeypatch.setattr(audio_files, "MAX_SECONDS", 2.0)
+    (tmp_path / "memo.m4a").write_bytes(phone_recording(sine(24000), 24000, "ipod", "aac"))
+    with pytest.raises(ValueError, match="memo.m4a is longer than 2 s: give a shorter recording"):
+        read_audio(tmp_path / "memo.m4a")
+
+
+def test_without_pyav_a_phones_recording_says_what_to_install(tmp_path):
+    (tmp_path / "memo.m4a").write_bytes(b"\0\0\0\x20ftypM4A ")
+    program = """
+        sys.modules["av"] = None
+        from pathlib import Path
+        from common.audio_files import read_audio
+        try:
+            read_audio(Path("memo.m4a"))
+        except ValueError as error:
+            print(error)
+    """
+    assert "MP3 file, or run pip install av, which reads M4A" in run(program, text=True, cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    "address", ["http://x.org/a.wav", "HTTPS://x.org/a", "s3://bucket/a.wav", "data:audio/wav;base64,A"]
+)
+def test_an_address_is_no_recording(address):
+    with pytest.raises(ValueError, match="is an address: download the recording, and give its file"):
+        read_audio(Path(address))

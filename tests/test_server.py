@@ -27,6 +27,7 @@ import openai
 import pytest
 import soundfile
 import torch
+from helpers import phone_recording
 from serving_helpers import (
     FRAME,
     LIMIT,
@@ -765,6 +766,10 @@ def bad_recordings(wav):
         "a strange rate": encoded(noise[:, 0], 400000),
         "NaN": encoded(np.full(48000, np.nan, np.float32), 24000, subtype="FLOAT"),
         "a raw format": encoded_as(noise[:, 0], "AU"),
+        "a phone's, too long": phone_recording(np.tile(noise[:, 0], 7), 8000, "ipod", "aac"),
+        "a phone's, silent": phone_recording(np.zeros(48000), 24000, "webm", "libopus"),
+        "a phone's, six channels": phone_recording(noise[:, 0], 48000, "mp4", "aac", "5.1"),
+        "a phone's, cut": phone_recording(noise[:, 0], 48000, "mp4", "aac")[:5000],
     }, bytes(huge)
 
 
@@ -772,6 +777,16 @@ def encoded_as(samples, name):
     file = io.BytesIO()
     soundfile.write(file, samples, 24000, format=name, subtype="PCM_16")
     return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "container, codec, rate", [("ipod", "aac", 44100), ("adts", "aac", 16000), ("webm", "libopus", 48000)]
+)
+def test_a_phones_recording_is_a_voice(server, container, codec, rate):
+    data = phone_recording(np.random.default_rng(0).normal(0, 0.1, 2 * rate), rate, container, codec)
+    assert server.speak(ref_audio=base64.b64encode(data).decode()).status == 200
+    assert server.register("phone", data).status == 200
+    assert server.ask("DELETE", "/v1/audio/voices/phone").status == 200
 
 
 def test_recordings_are_decoded_with_limits(server, wav):

@@ -596,9 +596,36 @@ def test_one_model_fails_and_the_others_speak(server, speech, reason, monkeypatc
     assert server.speak(model=custom).status == 200
 
 
-def test_a_model_is_given_once(checkpoint, tmp_path):
-    with pytest.raises(ValueError, match="two models would have the name"):
-        Speech([str(checkpoint())] * 2, settings=Settings(voices=tmp_path))
+@pytest.mark.parametrize(
+    "given, listed",
+    [
+        ("{0}/a/epoch-2 {0}/b/epoch-2", "a-epoch-2 b-epoch-2"),
+        ("{0}/a/out/epoch-2 {0}/b/out/epoch-2", "a-out-epoch-2 b-out-epoch-2"),
+        ("{0}/a/epoch-2 {0}/b/other", "epoch-2 other"),
+        ("anna={0}/a/epoch-2 {0}/b/epoch-2", "anna epoch-2"),
+        ("{0}/a/epoch-2 epoch-2={0}/b/epoch-2", "a-epoch-2 epoch-2"),
+        ("{0}/lr=1/epoch-2 {0}/lr=2/epoch-2", "lr=1-epoch-2 lr=2-epoch-2"),
+        ("x={0}/a/epoch-2 y={0}/a/epoch-2", "x y"),
+        ("{0}/a/epoch-2 {0}/a/epoch-2", None),
+        ("x={0}/a/epoch-2 x={0}/b/epoch-2", None),
+    ],
+)
+def test_names_of_models(given, listed, checkpoint, tmp_path):
+    """Upstream's finetuning gives its folders the same names, which could not be served together."""
+    given = given.format(tmp_path).split()
+    for folder in {model.rpartition(f"={tmp_path}")[2].removeprefix(str(tmp_path)) for model in given}:
+        (tmp_path / folder.strip("/")).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder.strip("/")).symlink_to(checkpoint())
+    settings = Settings(voices=tmp_path)
+    if listed is None:
+        with pytest.raises(ValueError, match="two models would have the name .* --model another-name=folder"):
+            Speech(given, settings=settings)
+        return
+    speech = Speech(given, settings=settings)
+    names = [model.describe({})["id"] for model in speech.models]
+    assert names == listed.split()
+    for name, model in zip(names, speech.models):
+        assert speech.named(Style(model=name))[0] is model
 
 
 # ---- Memory

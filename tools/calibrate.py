@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import machine_card
 from benchmarks.parity import FALSE_ALARM_RATE, Forced, Megakernel, compare, one_pass, random_request
 from common.loading import model_errors

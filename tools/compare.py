@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from benchmarks.listeners import Listener, listen_at, noting_errors, poisson_arrivals, summary
 from serving.options import raise_file_limit, raise_priority
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 SECONDS_TO_START = 1.0  # of the processes of listeners
 SHORT = 10.0  # seconds of requests, for what is measured beside --rate
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python tools/load.py`
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tools/load.py`
 from benchmarks.listeners import TEXT, StartStream, crowd, listen, noting_errors, poisson_arrivals
 from common.scripts import Parser, cli_errors
 

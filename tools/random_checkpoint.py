@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python tools/random_checkpoint.py`
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tools/random_checkpoint.py`
 import generate  # noqa: F401  must come before qwen_tts
 from common.loading import model_errors
 from common.scripts import Parser, cli_errors
