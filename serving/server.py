@@ -38,6 +38,7 @@ from serving.speech import Speech, Utterance
 from serving.websocket import Session
 
 MAX_WRITE = 1 << 16  # bytes at a time: a client that reads them in time may take long for a whole file
+MAX_EVENT = 24_000  # bytes of audio in a server-sent event: as base64 below 32 KB, and whole samples
 MAX_REGISTRATIONS = 16  # that are being made or wait for a thread, each with its recording
 
 
@@ -308,9 +309,10 @@ class SpeechResponse(Response):
                         await send(self.start(len(data) if self.is_whole else None))
                         has_begun = True
                         send = scope.get("send", send)
-                    data = self.delta(data) if self.is_sse else data
-                    for start in range(0, len(data), MAX_WRITE):
-                        await send(body(data[start : start + MAX_WRITE]))
+                    size = MAX_EVENT if self.is_sse else MAX_WRITE
+                    for start in range(0, len(data), size):
+                        piece = data[start : start + size]
+                        await send(body(self.delta(piece) if self.is_sse else piece))
             if not has_begun:
                 raise ApiError("the model said nothing: change the text or the seed", 500)
             if self.is_sse:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 API_KEY_VARIABLE = "QWEN3_TTS_API_KEY"
 MB = 1_000_000
+MAX_PENDING = 2048  # connections that the system keeps until the server takes them
 MAX_REFERENCE_SECONDS = 600  # at 96 kHz a recording then fits into a message to the worker
 
 
@@ -41,6 +42,7 @@ class Settings:
     # How long
     body_seconds: float = limit(30.0, "seconds to receive a request")
     request_seconds: float = limit(600.0, "seconds to answer a request, including the time in the queue")
+    keep_alive_seconds: float = limit(120.0, "seconds that a connection stays open between two requests")
     send_seconds: float = limit(60.0, "seconds that a client may leave its audio unread")
     config_seconds: float = limit(10.0, "seconds to the first message of a WebSocket")
     idle_seconds: float = limit(30.0, "seconds that a WebSocket may stay without a message")
