@@ -76,7 +76,10 @@ def parse_arguments() -> argparse.Namespace:
         "--cors-origin", action="append", default=[], help="web pages of this origin may call the server, or *"
     )
     parser.add_argument(
-        "--allow-host", action="append", default=[], help="another name of this machine, for containers and proxies"
+        "--allow-host",
+        action="append",
+        default=[],
+        help="another name of this machine, for containers and proxies; requests to other names are refused then",
     )
     parser.add_argument("--open-lists", action="store_true", help="list voices and models without the key")
     parser.add_argument("--voices", type=Path, default=Settings.voices, help="folder of the registered voices")

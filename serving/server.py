@@ -19,7 +19,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.applications import Starlette
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
-from starlette.formparsers import MultiPartException
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -166,7 +166,10 @@ def create_app(speech: Speech) -> Starlette:
         return Response(status_code=400)
 
     async def not_found(request: Request, error: HTTPException) -> Response:
-        response = ApiError(f"{request.method} {request.url.path}: {error.detail}", error.status_code).response()
+        problem = f"{request.method[:20]} {request.url.path[:80]}: {error.detail}"
+        if error.status_code == 404:
+            problem += f": there are {', '.join(sorted({route.path for route in routes[:-1]}))}"
+        response = ApiError(problem, error.status_code).response()
         if error.status_code == 405:
             here = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
             response.headers["Allow"] = ", ".join(sorted(set().union(*(route.methods for route in here))))
@@ -218,9 +221,11 @@ async def read_voice(request: Request, settings: Settings) -> tuple[str, bytes, 
         raise ApiError("the form's charset must be utf-8", 415)
     with time_limit(request, settings):
         try:
-            form = await request.form(max_files=1, max_fields=10)
-        except (MultiPartException, HTTPException) as error:
-            raise ApiError(f"the form cannot be read: {getattr(error, 'detail', error)}") from None
+            parser = MultiPartParser(request.headers, request.stream(), max_files=1, max_fields=10)
+            parser.spool_max_size = settings.max_body  # in memory, where it is counted: a disk may be full
+            form = await parser.parse()
+        except MultiPartException as error:
+            raise ApiError(f"the form cannot be read: {error.message}") from None
     try:
         name, sample, ref_text = (form.get(field) for field in ("name", "audio_sample", "ref_text"))
         if not isinstance(name, str):
@@ -231,7 +236,7 @@ async def read_voice(request: Request, settings: Settings) -> tuple[str, bytes, 
             raise ApiError("ref_text is a file, it must be text", param="ref_text")
         return name, await sample.read(), (ref_text or "").strip() or None
     finally:
-        await form.close()  # its temporary files
+        await form.close()
 
 
 @contextlib.contextmanager

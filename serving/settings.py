@@ -21,7 +21,7 @@ class Settings:
     api_key: str | None = None
     cors_origins: tuple[str, ...] = ()  # origins of web pages on other hosts that may call this server
     only_this_machine: bool = False  # refuse requests whose Host header names another
-    hosts: tuple[str, ...] = ()  # names by which this machine is asked besides localhost, in lower case
+    hosts: tuple[str, ...] = ()  # names by which this machine is asked besides localhost, in lower case: no others then
     open_lists: bool = False  # the lists of voices and models need no key
     voices: Path = Path("voices")  # folder of the registered voices
 
