@@ -23,6 +23,7 @@ from serving.settings import Settings
 
 MAX_HEAD_BYTES = 1 << 16
 SECONDS_TO_BEGIN = 1.0  # a connection that has waited longer for a request gives way to a new one
+BODY_BYTES = 1 << 12  # of a body, at a time
 ACCEPTS = 16  # connections that are taken at once
 SECONDS_BETWEEN_WARNINGS = 60.0  # that there are no files left
 # Frames of a WebSocket beyond these wait in its client's socket. The burst is a whole reply, token by token.
@@ -96,7 +97,7 @@ class Bounded(asyncio.BufferedProtocol):
     paused whenever something is unsent, so one timer, which runs only then, covers all of it.
     """
 
-    read_bytes = 1 << 12
+    read_bytes = 1 << 16
     unread_timer = None
 
     def connection_made(self, transport) -> None:
@@ -105,8 +106,8 @@ class Bounded(asyncio.BufferedProtocol):
         transport.set_write_buffer_limits(0)
         super().connection_made(transport)
 
-    def get_buffer(self, sizehint: int) -> bytearray:
-        return self.buffer
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return memoryview(self.buffer)
 
     def buffer_updated(self, size: int) -> None:
         self.data_received(bytes(self.buffer[:size]))
@@ -237,20 +238,32 @@ class TimedHttpProtocol(Bounded, HttpToolsProtocol):
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
         self.heard = self.loop.time()
-        most = self.config.settings.max_connections
-        if len(self.connections) > most + spare_connections(most):
+        if not self.make_room():
             transport.abort()
             return
-        if len(self.connections) > most:
-            self.make_room()
         self.watch()
 
-    def make_room(self) -> None:
-        """The connection that has waited longest for a request gives way to this one."""
-        others = [other for other in self.connections if isinstance(other, TimedHttpProtocol) and other.is_waiting()]
-        oldest = min(others, key=lambda other: other.heard)
-        if self.loop.time() - oldest.heard > SECONDS_TO_BEGIN:
-            oldest.transport.close()
+    def make_room(self) -> bool:
+        """The connections that have waited longest for a request give way. Returns whether there is room for this."""
+        most = self.config.settings.max_connections
+        if len(self.connections) <= most:
+            return True
+        open_ones = [other for other in self.connections if not other.transport.is_closing()]
+        waiting = [other for other in open_ones if isinstance(other, TimedHttpProtocol) and other.has_waited()]
+        waiting.sort(key=lambda other: other.heard)
+        giving_way = waiting[: len(open_ones) - most]
+        for other in giving_way:
+            other.transport.close()
+        return len(open_ones) - len(giving_way) <= most + spare_connections(most)
+
+    def has_waited(self) -> bool:
+        return self.is_waiting() and self.loop.time() - self.heard > SECONDS_TO_BEGIN
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Less of a body, whose chunks may have a byte each. All that comes with a head is read: what is left unread
+        when a connection is closed would reset it, and the client lose its answer."""
+        whole = memoryview(self.buffer)
+        return whole if self.is_deaf or self.is_waiting() else whole[:BODY_BYTES]
 
     def has_body(self) -> bool:
         """Whether all of the present request has arrived."""

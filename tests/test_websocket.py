@@ -369,7 +369,7 @@ def test_a_flood_of_tiny_frames_stalls_nobody(server, speech, frames):
             with contextlib.suppress(OSError):  # it is slowed down, or closed
                 connection.sendall(frames)
                 connection.recv(1 << 20)
-        assert waiting.result() < 0.3
+        assert waiting.result() < 0.6  # it was seconds
 
 
 def test_a_whole_reply_in_tokens_is_not_slowed_down(server):
