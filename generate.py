@@ -26,6 +26,7 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from tokenizers import Regex, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
 
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import RowCache, Rows, TalkerGraph, capture, draw_noise, round_up

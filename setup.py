@@ -30,10 +30,13 @@ class BuildPackage(build_py):
         return super().get_source_files() + [str(path.relative_to(ROOT)) for path in paths]
 
 
+EXACT = "uvicorn==", "httptools==", "websockets=="  # serving/connections.py uses private parts of them
+
+
 def tested(name: str) -> list[str]:
     """A requirements file's packages, from the tested version on."""
     lines = (ROOT / name).read_text().splitlines()
-    return [line.replace("==", ">=") for line in lines if "==" in line]
+    return [line if line.startswith(EXACT) else line.replace("==", ">=") for line in lines if "==" in line]
 
 
 server = tested("requirements-server.txt")

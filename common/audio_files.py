@@ -9,8 +9,6 @@ import math
 import os
 import re
 import struct
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -28,7 +26,8 @@ WAV_HEADER_BYTES = 36  # of the 44-byte header, those that the RIFF size field c
 MAX_WAV_BYTES = 0xFFFFFFFF - WAV_HEADER_BYTES  # of samples
 UNKNOWN_LENGTH = MAX_WAV_BYTES  # for a stream whose header cannot be corrected later
 MAX_SECONDS = 600.0  # of a phone's recording
-SECONDS_TO_DECODE = 30.0
+MAX_RATE = 192_000  # Hz
+CODECS = {"aac", "alac", "flac", "mp3", "opus", "pcm_s16le", "vorbis"}  # of such a recording
 RECORDINGS = "a WAV, FLAC, OGG, MP3, M4A, AAC or WebM file"  # that can be read
 if find_spec("av") is None:
     RECORDINGS = "a WAV, FLAC, OGG or MP3 file, or run pip install av, which reads M4A, AAC and WebM"
@@ -41,7 +40,7 @@ def read_audio(path: Path) -> Chunk:
             raise ValueError(f"{str(path)[:80]} is an address: download the recording, and give its file")
         raise ValueError(f"there is no file {path}: give a recording of the voice")
     try:
-        with path.open("rb", buffering=0) as file:  # the decoder reads on where the descriptor is
+        with path.open("rb") as file:
             demuxer = demuxer_for(file.read(12))
             file.seek(0)
             if demuxer:
@@ -69,18 +68,37 @@ def demuxer_for(start: bytes) -> str | None:
     return "aac" if has_aac_header else None
 
 
-def decode_with_ffmpeg(file: BinaryIO | bytes, demuxer: str, seconds: float) -> tuple[np.ndarray, int, int]:
+def decode_with_ffmpeg(file: BinaryIO, demuxer: str, seconds: float) -> tuple[np.ndarray, int, int]:
     """Samples (N, 1) of at most so many seconds and one more, rate, and channels of the file. Raises RuntimeError."""
-    command = [sys.executable, str(Path(__file__).with_name("ffmpeg_decoder.py")), demuxer, str(seconds)]
-    source = {"input": file} if isinstance(file, bytes) else {"stdin": file}
     try:
-        result = subprocess.run(command, capture_output=True, timeout=SECONDS_TO_DECODE, **source)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError("it takes too long") from None
-    if result.returncode != 0 or len(result.stdout) < 8:
-        raise RuntimeError("it cannot be decoded")
-    rate, channels = struct.unpack("<II", result.stdout[:8])
-    return np.frombuffer(result.stdout, np.float32, offset=8)[:, None].copy(), rate, channels
+        import av
+    except ImportError:
+        raise RuntimeError("PyAV is not installed") from None
+    av.logging.set_level(None)
+    resampler, pieces, left = None, [], 1  # samples that are wanted, once the rate is known
+    try:
+        with av.open(file, format=demuxer) as container:
+            stream = container.streams.audio[0]
+            if stream.codec_context.codec.canonical_name not in CODECS:
+                raise RuntimeError("its codec is not read here")
+            stream.thread_count = 1
+            for frame in container.decode(stream):
+                if resampler is None:
+                    rate, channels = frame.sample_rate, frame.layout.nb_channels
+                    if rate > MAX_RATE:
+                        raise RuntimeError(f"it has {rate} Hz")
+                    left = int(seconds * rate) + 1
+                    resampler = av.AudioResampler("flt", "mono", rate)
+                for mono in resampler.resample(frame):
+                    pieces.append(mono.to_ndarray()[0, :left].copy())
+                    left -= len(pieces[-1])
+                if not left:
+                    break
+    except (av.FFmpegError, IndexError, ValueError) as error:
+        raise RuntimeError(f"it cannot be decoded: {error}") from None
+    if not pieces:
+        raise RuntimeError("it has no sound")
+    return np.concatenate(pieces)[:, None], rate, channels
 
 
 def check_recording(audio: np.ndarray, rate: int, name: str) -> float:

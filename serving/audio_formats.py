@@ -107,7 +107,7 @@ def convert(wav: bytes, name: str) -> bytes:
             samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
             if not len(samples):
                 raise EOFError
-    except (wave.Error, EOFError):
+    except Exception:  # wave has others, too
         raise ValueError("the body is not a WAV file of 16 bits and one channel, or has no samples: send one") from None
     try:
         encoder = Encoder(name, rate)
@@ -253,16 +253,17 @@ def check_base64(text: str) -> None:
 def decode_base64(text: str) -> bytes:
     """The bytes of a data URL or of plain base64. Addresses and file names are refused."""
     if re.match(r"\s*(https?|file|ftp|s3):", text[:20], re.IGNORECASE):
-        raise ValueError("ref_audio is an address, and this server fetches nothing: send the recording in base64")
+        problem = "ref_audio is an address, and this server fetches nothing: send the recording in base64"
+        raise ApiError(problem, param="ref_audio")
     if text[:5].lower() == "data:":
         header, comma, text = text.partition(",")
         if not comma or not header.lower().endswith(";base64"):
-            raise ValueError("ref_audio is a data URL without base64: give data:audio/wav;base64,...")
+            raise ApiError("ref_audio is a data URL without base64: give data:audio/wav;base64,...", param="ref_audio")
     try:
         plain = text.encode("ascii").translate(None, b" \t\r\n\f\v")  # line breaks are usual
         return base64.b64decode(plain, validate=True)
     except (binascii.Error, ValueError):
-        raise ValueError(NOT_BASE64) from None
+        raise ApiError(NOT_BASE64, param="ref_audio") from None
 
 
 def decode_recording(data: bytes, settings: Settings, name: str) -> Chunk:
@@ -274,7 +275,7 @@ def decode_recording(data: bytes, settings: Settings, name: str) -> Chunk:
         raise ValueError(f"{name} is empty: give {RECORDINGS}")
     try:
         if demuxer := demuxer_for(data[:12]):
-            audio, rate, channels = decode_with_ffmpeg(data, demuxer, settings.max_reference_seconds)
+            audio, rate, channels = decode_with_ffmpeg(io.BytesIO(data), demuxer, settings.max_reference_seconds)
             check_layout(rate, channels, name)
         else:
             with soundfile.SoundFile(io.BytesIO(data)) as file:

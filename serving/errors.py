@@ -15,6 +15,7 @@ TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",
+    507: "server_error",
 }
 MAX_MESSAGE = 500  # characters
 

@@ -69,10 +69,11 @@ class Guard:
     def check_host(self, headers: Headers) -> None:
         """A web page whose host's name is made to lead to this machine (DNS rebinding) would count as our own page."""
         host = headers.get("host", "localhost")
-        if self.settings.only_this_machine and not self.is_known(host):
+        if (self.settings.only_this_machine or self.settings.hosts) and not self.is_known(host):
+            other = " or --api-key" if self.settings.only_this_machine and not self.settings.hosts else ""
             raise ApiError(
-                f"the host is {host[:100]!r}, and without a key this server is for this machine only: ask localhost, "
-                "or start it with --allow-host or --api-key",
+                f"the host is {host[:100]!r}, by which this server is not known: ask localhost, or start it with "
+                f"--allow-host{other}",
                 403,
                 code="host",
             )

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from common.checkpoints import CLONING_MODEL, MODELS, PRESET_MODEL
 from common.scripts import Parser, check_device_name
-from serving.settings import API_KEY_VARIABLE, LIMITS, Settings, check_host, check_origin
+from serving.settings import API_KEY_VARIABLE, LIMITS, MAX_PENDING, Settings, check_host, check_origin
 
 PACKAGES = "starlette", "uvicorn", "httptools", "websockets", "pydantic", "prometheus_client", "python_multipart"
 PRIORITY = -10  # as `nice` counts
+OTHER_FILES = 40  # that are open besides connections: the workers' sockets, pipes, voices
 
 
 def run() -> None:
@@ -32,7 +33,7 @@ def run() -> None:
 
         raise_priority()
         raise_file_limit()
-        serve(args, settings, listening)
+        serve(args, keep_to_file_limit(settings), listening)
 
 
 def raise_priority() -> None:
@@ -46,6 +47,16 @@ def raise_file_limit() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # some systems refuse their own maximum
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def keep_to_file_limit(settings: Settings) -> Settings:
+    """Without a file left, a connection cannot even be refused."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = max((files - OTHER_FILES) * 4 // 5, 1)  # a quarter more are taken, and get a 503
+    if files == resource.RLIM_INFINITY or settings.max_connections <= room:
+        return settings
+    warnings.warn(f"ulimit -n is {files}: --max-connections is {room}, not {settings.max_connections}", stacklevel=2)
+    return replace(settings, max_connections=room)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -68,7 +79,10 @@ def parse_arguments() -> argparse.Namespace:
         "--cors-origin", action="append", default=[], help="web pages of this origin may call the server, or *"
     )
     parser.add_argument(
-        "--allow-host", action="append", default=[], help="another name of this machine, for containers and proxies"
+        "--allow-host",
+        action="append",
+        default=[],
+        help="another name of this machine, for containers and proxies; requests to other names are refused then",
     )
     parser.add_argument("--open-lists", action="store_true", help="list voices and models without the key")
     parser.add_argument(
@@ -135,7 +149,7 @@ def listen(host: str, port: int) -> socket.socket:
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # the system takes 10 s of audio ahead, not megabytes
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 1 << 19)
         listening.bind(address)
-        listening.listen(2048)
+        listening.listen(MAX_PENDING)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not the name of a host"
         raise ValueError(f"cannot listen on {host}:{port}: {reason}: choose another --host or --port") from None

@@ -11,10 +11,10 @@ import time
 
 import uvicorn
 
-from serving.connections import uvicorn_config
+from serving.connections import AcceptErrors, uvicorn_config
 from serving.errors import log_to_stderr
 from serving.server import create_app
-from serving.settings import Settings
+from serving.settings import MAX_PENDING, Settings
 from serving.speech import Speech, read_speakers
 
 # A full garbage collection takes 0.1 s with 1,000 WebSockets, so Python's own is off. `on_tick` runs one after this
@@ -52,6 +52,9 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        asyncio.get_running_loop().set_exception_handler(AcceptErrors())
+        for listening in sockets or ():
+            listening.listen(MAX_PENDING)  # asyncio has made it ACCEPTS
         if self.address:
             self.starting = asyncio.create_task(self.start())
 

@@ -1,6 +1,9 @@
 """What a client may ask for: the fields of OpenAI's speech requests and ours, with their types."""
 
+import difflib
 import json
+import re
+from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
@@ -10,6 +13,8 @@ from serving.errors import ApiError
 
 MAX_VALUES = 50_000  # of a JSON object
 MAX_DIGITS = 1000
+MAX_UNKNOWN = 20  # fields that are named to the client
+MEANT = {"text": "input", "prompt": "input", "format": "response_format"}  # as others call them
 
 Format = Literal["wav", "pcm", "flac", "mp3", "opus", "aac"]
 SLOWEST, FASTEST = 0.25, 4.0  # as OpenAI's
@@ -41,6 +46,12 @@ class Style(BaseModel):
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
     non_streaming_mode: bool | None = None
+
+    _unknown: tuple[str, ...] = ()  # fields that were sent and are none of these
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        return self._unknown
 
     @property
     def has_reference(self) -> bool:
@@ -117,18 +128,41 @@ def read_integer(digits: str) -> int:
 
 
 def parse(kind: type[Model], content: dict) -> Model:
+    unknown = unknown_fields(kind, content)
     try:
-        return kind.model_validate(content)
+        parsed = kind.model_validate(content)
     except ValidationError as error:
-        raise explain(error.errors(include_url=False, include_context=False)[0]) from None
+        raise explain(error.errors(include_url=False, include_context=False)[0], unknown) from None
+    parsed._unknown = unknown
+    return parsed
 
 
-def explain(problem: dict) -> ApiError:
-    """One sentence from the first problem that pydantic found."""
+def unknown_fields(kind: type[Model], content: dict) -> tuple[str, ...]:
+    """Those that have a value, as they can be sent in a header, each with the field that may be meant."""
+    known = {*kind.model_fields, "speaker"} | ({"type"} if kind is Style else set())  # of a session.config
+    names = [name for name, value in content.items() if name not in known and value is not None]
+    named = [re.sub(r"[^\w.-]", "?", name[:40], flags=re.ASCII) + hint(name, known) for name in names[:MAX_UNKNOWN]]
+    if content.get("voice") and content.get("speaker"):
+        named.append("speaker")
+    if len(names) > MAX_UNKNOWN:
+        named.append(f"{len(names) - MAX_UNKNOWN} more")
+    return tuple(named)
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    name = name[:40].lower()
+    meant = [MEANT[name]] if MEANT.get(name) in known else difflib.get_close_matches(name, known, 1, 0.7)
+    return f" (did you mean {meant[0]}?)" if meant else ""
+
+
+def explain(problem: dict, unknown: Iterable[str] = ()) -> ApiError:
+    """One sentence from the first problem that pydantic found. A field that is missing may have another name."""
     param = str(problem["loc"][0]) if problem["loc"] else None
     message = problem["msg"]
     if problem["type"] == "missing":
         message = f"{param} is missing: give it"
+        if unknown:
+            message += f"; these fields are unknown: {', '.join(unknown)}"
     elif problem["type"] == "value_error":
         message = message.removeprefix("Value error, ")
     else:

@@ -19,7 +19,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.applications import Starlette
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
-from starlette.formparsers import MultiPartException
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -39,6 +39,7 @@ from serving.speech import Speech, Utterance
 from serving.websocket import Session
 
 MAX_WRITE = 1 << 16  # bytes at a time: a client that reads them in time may take long for a whole file
+MAX_EVENT = 24_000  # bytes of audio in a server-sent event: as base64 below 32 KB, and whole samples
 MAX_REGISTRATIONS = 16  # that are being made or wait for a thread, each with its recording
 
 
@@ -175,7 +176,10 @@ def create_app(speech: Speech) -> Starlette:
         return Response(status_code=400)
 
     async def not_found(request: Request, error: HTTPException) -> Response:
-        response = ApiError(f"{request.method} {request.url.path}: {error.detail}", error.status_code).response()
+        problem = f"{request.method[:20]} {request.url.path[:80]}: {error.detail}"
+        if error.status_code == 404:
+            problem += f": there are {', '.join(sorted({route.path for route in routes[:-1]}))}"
+        response = ApiError(problem, error.status_code).response()
         if error.status_code == 405:
             here = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
             response.headers["Allow"] = ", ".join(sorted(set().union(*(route.methods for route in here))))
@@ -227,9 +231,11 @@ async def read_voice(request: Request, settings: Settings) -> tuple[str, bytes, 
         raise ApiError("the form's charset must be utf-8", 415)
     with time_limit(request, settings):
         try:
-            form = await request.form(max_files=1, max_fields=10)
-        except (MultiPartException, HTTPException) as error:
-            raise ApiError(f"the form cannot be read: {getattr(error, 'detail', error)}") from None
+            parser = MultiPartParser(request.headers, request.stream(), max_files=1, max_fields=10)
+            parser.spool_max_size = settings.max_body  # in memory, where it is counted: a disk may be full
+            form = await parser.parse()
+        except MultiPartException as error:
+            raise ApiError(f"the form cannot be read: {error.message}") from None
     try:
         name, sample, ref_text = (form.get(field) for field in ("name", "audio_sample", "ref_text"))
         if not isinstance(name, str):
@@ -240,7 +246,7 @@ async def read_voice(request: Request, settings: Settings) -> tuple[str, bytes, 
             raise ApiError("ref_text is a file, it must be text", param="ref_text")
         return name, await sample.read(), (ref_text or "").strip() or None
     finally:
-        await form.close()  # its temporary files
+        await form.close()
 
 
 @contextlib.contextmanager
@@ -318,9 +324,10 @@ class SpeechResponse(Response):
                         await send(self.start(len(data) if self.is_whole else None))
                         has_begun = True
                         send = scope.get("send", send)
-                    data = self.delta(data) if self.is_sse else data
-                    for start in range(0, len(data), MAX_WRITE):
-                        await send(body(data[start : start + MAX_WRITE]))
+                    size = MAX_EVENT if self.is_sse else MAX_WRITE
+                    for start in range(0, len(data), size):
+                        piece = data[start : start + size]
+                        await send(body(self.delta(piece) if self.is_sse else piece))
             if not has_begun:
                 raise ApiError("the model said nothing: change the text or the seed", 500)
             if self.is_sse:

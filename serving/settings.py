@@ -7,6 +7,7 @@ from pathlib import Path
 
 API_KEY_VARIABLE = "QWEN3_TTS_API_KEY"
 MB = 1_000_000
+MAX_PENDING = 2048  # connections that the system keeps until the server takes them
 MAX_REFERENCE_SECONDS = 600  # at 96 kHz a recording then fits into a message to the worker
 
 
@@ -20,7 +21,7 @@ class Settings:
     api_key: str | None = None
     cors_origins: tuple[str, ...] = ()  # origins of web pages on other hosts that may call this server
     only_this_machine: bool = False  # refuse requests whose Host header names another
-    hosts: tuple[str, ...] = ()  # names by which this machine is asked besides localhost, in lower case
+    hosts: tuple[str, ...] = ()  # names by which this machine is asked besides localhost, in lower case: no others then
     open_lists: bool = False  # the lists of voices and models need no key
     voices: Path = Path("voices")  # folder of the registered voices
     exit_when_failed: bool = False  # end the server when an engine has been given up
@@ -42,6 +43,7 @@ class Settings:
     # How long
     body_seconds: float = limit(30.0, "seconds to receive a request")
     request_seconds: float = limit(600.0, "seconds to answer a request, including the time in the queue")
+    keep_alive_seconds: float = limit(120.0, "seconds that a connection stays open between two requests")
     send_seconds: float = limit(60.0, "seconds that a client may leave its audio unread")
     config_seconds: float = limit(10.0, "seconds to the first message of a WebSocket")
     idle_seconds: float = limit(30.0, "seconds that a WebSocket may stay without a message")

@@ -21,11 +21,12 @@ import numpy as np
 from common import checkpoints
 from common.audio_files import Chunk
 from common.scripts import check_device_name
-from serving.audio_formats import Encoder, av, check_base64, decode_base64, decode_recording
+from serving.audio_formats import Encoder, av, check_base64, decode_base64
 from serving.engine_process import Call, Connection, EngineProcess, start_worker
 from serving.errors import ApiError, mistakes_in
 from serving.metrics import Metrics
 from serving.model import Model, named_models, sampling, unknown_voice
+from serving.recordings import Decoders
 from serving.requests import Style
 from serving.settings import Settings
 from serving.voices import RegisteredVoice, VoiceFolder, as_stored, check_name
@@ -77,6 +78,7 @@ class Speech:
         self.looking = None  # the task that looks at it
         self.responses = 0  # that are being sent, over HTTP or a WebSocket
         self.threads = ThreadPoolExecutor(MAX_THREADS, "recordings")
+        self.decoders = Decoders()
         self.recordings = asyncio.Semaphore(MAX_THREADS)  # that requests may have in memory, decoded
         self.disk_threads = ThreadPoolExecutor(MAX_THREADS, "voices")  # a disk that hangs keeps them
         self.metrics = Metrics(self.models)
@@ -98,6 +100,7 @@ class Speech:
         if self.looking:
             self.looking.cancel()
         await asyncio.gather(*(model.engine.close() for model in self.models))
+        self.decoders.close()
         for threads in (self.threads, self.disk_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -176,7 +179,7 @@ class Speech:
             await self.on_disk(self.folder.check_new, name)
         self.check_field("ref_text", ref_text)
         with mistakes_in("audio_sample"):
-            recording = await self.run(lambda: as_stored(decode_recording(data, self.settings, "audio_sample")))
+            recording = await self.run(lambda: as_stored(self.decoders.decode(data, self.settings, "audio_sample")))
         key = asyncio.ensure_future(keep_voice(connection, "audio_sample", recording, ref_text))
         try:
             await key
@@ -260,14 +263,16 @@ class Speech:
         self.model_for(style).check(style, self.registered)
 
     def ignored(self, style: Style) -> tuple[str, ...]:
-        """Fields that the model cannot use. Programs send them to any model."""
-        return ("instructions",) if style.instructions and not self.model_for(style).takes_instructions else ()
+        """Fields that nobody uses, or this model cannot. Programs send them to any model."""
+        unused = ("instructions",) if style.instructions and not self.model_for(style).takes_instructions else ()
+        return unused + style.unknown
 
     def check_field(self, name: str, text: str | None) -> None:
         """Whether a field can be tokenized, and is not too long."""
         if text and len(text) > self.settings.max_text:
             raise ApiError(
-                f"{name} has {len(text)} characters, at most {self.settings.max_text} are possible: shorten it",
+                f"{name} has {len(text)} characters, at most {self.settings.max_text} are possible here (--max-text): "
+                "shorten it",
                 param=name,
                 code="too_long",
             )
@@ -373,7 +378,7 @@ class Utterance:
             ref_text = None if style.x_vector_only_mode else (style.ref_text or "").strip()
             async with speech.recordings:
                 recording = await speech.run(
-                    lambda: decode_recording(decode_base64(style.ref_audio), settings, "ref_audio")
+                    lambda: speech.decoders.decode(decode_base64(style.ref_audio), settings, "ref_audio")
                 )
                 self.own_key = await keep_voice(connection, "ref_audio", recording, ref_text or None)
             return {"key": self.own_key}, b""

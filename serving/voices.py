@@ -4,10 +4,14 @@ A file is a safetensors file with the samples and, as metadata, the transcript: 
 recording is kept rather than what a model made of it, so a voice works with every model that clones.
 """
 
+import contextlib
+import fcntl
 import json
+import os
 import re
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +21,12 @@ from safetensors.numpy import load, save
 
 from common.audio_files import Chunk, to_int16
 from common.output_files import replacement_for
-from serving.errors import log
+from serving.errors import ApiError, log
 from serving.settings import Settings
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 SUFFIX = ".safetensors"
+SECONDS_TO_WRITE = 60.0  # the first byte of a file
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,19 @@ def time_of_change(path: Path) -> int | None:
         return None
 
 
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """A disk that is full or cannot be written to is not the client's mistake, and not a fault of the server."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__  # replacement_for raises ValueErrors
+        reason = getattr(cause, "strerror", None) or "the file is incomplete"
+        log.warning("%s cannot be written or removed: %s", path, reason)
+        problem = f"the folder of voices cannot be written to: {reason}: make room there, or choose another --voices"
+        raise ApiError(problem, 507, code="disk") from None
+
+
 class VoiceFolder:
     """Thread-safe. Reading and writing files blocks."""
 
@@ -67,6 +85,7 @@ class VoiceFolder:
         self.files = {}  # name -> (time of its last change, RegisteredVoice or None if it cannot be read)
         self.by_name = {}
         self.scanned = None  # time of the folder's last change that `files` knows
+        self.remove_unfinished()
 
     @property
     def voices(self) -> dict[str, RegisteredVoice]:
@@ -135,17 +154,30 @@ class VoiceFolder:
         return voice
 
     def write(self, path: Path, content: bytes) -> None:
-        """The whole file or none. A disk that cannot be written to is not the client's mistake."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+        """The whole file or none, for this user only. It is locked until it has its name: see remove_unfinished."""
+        with disk_errors(path), contextlib.ExitStack() as files:
+            self.folder.mkdir(0o700, parents=True, exist_ok=True)
             with replacement_for(path) as beside:
-                beside.write_bytes(content)
-        except (OSError, ValueError) as error:
-            raise RuntimeError(f"the voice could not be stored: {error}") from error
+                beside.chmod(0o600)
+                file = files.enter_context(open(beside, "wb"))
+                with contextlib.suppress(OSError):  # some file systems have no locks
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                file.write(content)
+                file.flush()
+
+    def remove_unfinished(self) -> None:
+        """Files of registrations whose server was killed. Those of other servers are locked, once they have content."""
+        for path in self.folder.glob(f".*{SUFFIX}.*"):
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                about = os.fstat(file.fileno())
+                if about.st_size or time.time() - about.st_mtime > SECONDS_TO_WRITE:
+                    path.unlink()
 
     def remove(self, name: str) -> None:
         """Raises KeyError if there is no such voice."""
         with self.lock:
             if name not in self.voices:
                 raise KeyError(name)
-            self.path(name).unlink(missing_ok=True)
+            with disk_errors(self.path(name)):
+                self.path(name).unlink(missing_ok=True)

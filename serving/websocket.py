@@ -19,12 +19,14 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from serving.audio_formats import check_encoding, encode_stream
 from serving.errors import ApiError, as_api_error, to_json
-from serving.guard import SUBPROTOCOL
+from serving.guard import SUBPROTOCOL, connection_of
 from serving.requests import Style, describe, parse, parse_json
 from serving.speech import Speech
 
 MAX_WAITING = 8  # utterances of one connection
 MAX_MISTAKES = 32  # messages with errors, after which the connection is closed
+MAX_MESSAGE = 32_000  # bytes: some clients, as Go's, take no more than 32 KB by default
+MAX_SENTENCE_TEXT = 2_500  # characters in audio.start; as JSON each may take 12 bytes
 NORMAL, GONE, POLICY_VIOLATION = 1000, 1006, 1008  # close codes
 POSITIONS_PER_BYTE = 3  # of one speech's text. Usual speech takes up to 1: the rest is for the voice and slow speech.
 WORD = re.compile(r"\w")
@@ -181,14 +183,15 @@ class Session:
     async def read(self) -> dict:
         """The next message."""
         seconds = self.settings.config_seconds if self.style is None else self.settings.idle_seconds
+        wait = seconds
         while True:
             try:
-                with anyio.fail_after(seconds):
+                with anyio.fail_after(wait):
                     received = await self.websocket.receive()
                 break
             except TimeoutError:
-                listening = self.writing is None and self.unspoken  # nothing to send while one listens
-                if not listening:
+                wait = self.patience(seconds)
+                if wait <= 0:
                     raise ApiError(
                         f"no message came within {seconds:g} s: open a new connection", code="timeout"
                     ) from None
@@ -201,6 +204,15 @@ class Session:
         if not isinstance(kind, str) or kind not in self.HANDLERS:
             raise ApiError(f"the type is {describe(kind)}: send one of {', '.join(self.HANDLERS)}", param="type")
         return message
+
+    def patience(self, seconds: float) -> float:
+        """How much longer to wait. Who listens has nothing to send, and pings are signs of life."""
+        if self.writing is None and self.unspoken:
+            return seconds
+        connection = connection_of(self.websocket.scope)
+        if self.style is None or connection is None:
+            return 0.0
+        return connection.heartbeat + seconds - asyncio.get_running_loop().time()
 
     async def configure(self, message: dict) -> None:
         if self.writing:
@@ -335,7 +347,7 @@ class Session:
                         async for data in pieces:
                             if total_bytes == 0:
                                 about = dict(sample_rate=utterance.rate) | self.answer(incoming.style)
-                                text = incoming.text[start : incoming.taken]
+                                text = incoming.text[start : incoming.taken][:MAX_SENTENCE_TEXT]
                                 await self.send(type="audio.start", **place, sentence_text=text, **about)
                             await self.send_audio(data)
                             total_bytes += len(data)
@@ -374,6 +386,8 @@ class Session:
     async def send_audio(self, data: bytes) -> None:
         """Past the middlewares, as in server.py."""
         try:
-            await self.websocket.scope["send"]({"type": "websocket.send", "bytes": data})
+            for start in range(0, len(data), MAX_MESSAGE):
+                piece = data[start : start + MAX_MESSAGE]
+                await self.websocket.scope["send"]({"type": "websocket.send", "bytes": piece})
         except OSError:
             raise WebSocketDisconnect(GONE) from None

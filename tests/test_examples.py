@@ -64,6 +64,7 @@ def test_the_openai_client(server, run_here, tmp_path):
     [
         ("pipecat_tts.py", ["pipecat"], "/v1"),
         ("livekit_openai.py", ["livekit.plugins.openai"], "/v1"),
+        ("websocket_client.py", ["websockets"], "/v1/audio/speech/stream"),
         ("livekit_websocket.py", ["livekit.plugins.baseten"], "/v1/audio/speech/stream"),
         ("realtimetts_engine.py", ["RealtimeTTS", "pyaudio"], "/v1"),
     ],

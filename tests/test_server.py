@@ -4,20 +4,26 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import gc
 import http.client
 import io
 import json
 import logging
 import os
+import random
 import re
+import shlex
 import signal
 import socket
+import sys
 import threading
 import time
 import warnings
 import wave
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import av
@@ -27,7 +33,7 @@ import openai
 import pytest
 import soundfile
 import torch
-from helpers import phone_recording
+from helpers import ROOT, phone_recording
 from serving_helpers import (
     FRAME,
     LIMIT,
@@ -43,14 +49,16 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from common.audio_files import to_int16
-from serving import engine_host, process
+from serving import engine_host, process, recordings
 from serving.audio_formats import COMPRESSED, CONTENT_TYPES, Encoder
 from serving.errors import as_api_error, engine_failed
 from serving.model import OPENAI_VOICES, Model
+from serving.options import make_settings, parse_arguments
 from serving.requests import SpeechRequest, parse
 from serving.server import SpeechResponse
 from serving.settings import Settings, check_host
 from serving.speech import Speech
+from serving.voices import VoiceFolder
 from speech.runner import Runner
 
 
@@ -197,6 +205,31 @@ def test_instructions_that_a_model_cannot_use(server, preset_server, speech):
     assert "X-Ignored" not in plain.headers
     used = preset_server.speak(voice="vivian", instructions="whisper", response_format="pcm")
     assert used.status == 200 and "X-Ignored" not in used.headers
+
+
+@pytest.mark.parametrize(
+    "fields, ignored",
+    [
+        ({"sample_rate": 16000, "user": None}, "sample_rate"),
+        ({"instructions": "whisper", "Temprature": 0.5}, "instructions, Temprature (did you mean temperature?)"),
+        ({"format": "wav", "type": "x"}, "format (did you mean response_format?), type"),
+        ({"voice": "alloy", "speaker": "alloy"}, "speaker"),
+        ({"a\r\nX-Evil: 1": 1, "\N{SNOWMAN}": 1, "x" * 5000: 1}, "a??X-Evil??1, ?, " + "x" * 40),
+        ({f"field{number}": {} for number in range(23)}, None),
+    ],
+)
+def test_fields_that_nobody_knows_are_named(server, fields, ignored):
+    """They were ignored without a word. A field that is missing may be one of them."""
+    answer = server.speak(response_format="pcm", **fields)
+    assert answer.status == 200 and len(answer.body) == 5 * FRAME
+    assert answer.headers["X-Ignored"] == ignored or not ignored and answer.headers["X-Ignored"].endswith(", 3 more")
+
+
+def test_an_input_by_another_name(server):
+    body = json.dumps({"text": "Hello.", "voice": "alloy"})
+    error = server.ask("POST", "/v1/audio/speech", body, {"Content-Type": "application/json"}).error
+    assert error["param"] == "input" and "input is missing" in error["message"]
+    assert "text (did you mean input?)" in error["message"]
 
 
 @pytest.mark.parametrize("protocol", ["h2c", "TLS/1.2"])
@@ -500,6 +533,22 @@ def test_a_whole_file_knows_its_length(server, speed):
         assert server.ask("POST", f"/v1/audio/convert?response_format={name}", wav).body == file
 
 
+@pytest.mark.parametrize("name", ["wav", "mp3", "flac"])
+def test_malformed_files_are_not_converted(server, wav, name):
+    """Where a chunk is cut or has an impossible length, wave raises errors of several kinds: some were a 500."""
+    dice = random.Random(0)
+    files = [wav[:length] for length in (0, 1, 3, 12, 20, 36, 40, 43, 44, 45, 47)]
+    files += [wav[:4] + size + wav[8:] for size in (bytes(4), b"\xff" * 4)]
+    for _ in range(150):
+        data = bytearray(wav[:2000])
+        for _ in range(dice.randint(1, 6)):
+            data[dice.randrange(60)] = dice.choice([0, 1, 2, 127, 128, 255, dice.randrange(256)])
+        files.append(bytes(data))
+    for data in files:
+        answer = server.ask("POST", f"/v1/audio/convert?response_format={name}", data)
+        assert answer.status == 200 or answer.status == 400 and "WAV file" in answer.error["message"], data[:60]
+
+
 def test_nothing_is_not_converted(server):
     nothing = io.BytesIO()
     soundfile.write(nothing, np.zeros(0, np.int16), 24000, format="WAV")
@@ -663,14 +712,114 @@ def test_a_second_request_before_the_first_is_answered(server, speech):
     assert received.count(b"HTTP/1.1 ") == received.count(b"HTTP/1.1 200") == 1
 
 
-def test_a_voice_that_cannot_be_stored_is_not_kept(server, speech, wav, monkeypatch):
-    def full(*_):
-        raise ValueError("no space is left")
+def failing(code: int):
+    """A function of a system whose disk is full, say."""
 
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("part", ["open", "chmod", "touch", "replace", "mkdir"])
+def test_a_voice_that_cannot_be_stored_is_not_kept(server, speech, wav, monkeypatch, code, part, caplog):
+    """A full disk was a 500 with a traceback."""
+    full = failing(code)
     before, host = set(speech.host.kept), speech.host
-    monkeypatch.setattr(speech.folder, "add", full)
-    assert server.register("me", wav).error["message"] == "no space is left"
+    if part == "open":
+        monkeypatch.setattr("serving.voices.open", full, raising=False)
+    else:
+        monkeypatch.setattr(Path, part, full)
+    answer = server.register("me", wav)
+    monkeypatch.undo()
+    error = answer.error
+    assert (answer.status, error["type"], error["code"]) == (507, "server_error", "disk")
+    assert os.strerror(code) in error["message"] and "--voices" in error["message"] and "tmp" not in error["message"]
+    assert "Traceback" not in caplog.text and caplog.text.count("\n") == 1
     wait_until(lambda: set(host.kept) == before)
+    assert not [*speech.settings.voices.glob(".*")] and names_of_voices(server) == ["speaker"]
+
+
+def test_a_voice_that_cannot_be_removed(server, speech, wav, monkeypatch):
+    assert server.register("me", wav).status == 200
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", failing(errno.EROFS))
+        assert server.ask("DELETE", "/v1/audio/voices/me").status == 507
+    assert server.ask("DELETE", "/v1/audio/voices/me").status == 200
+
+
+def test_an_upload_needs_no_temporary_files(server, recording, monkeypatch):
+    """$TMPDIR may be full. It was a 500."""
+    monkeypatch.setattr("tempfile.TemporaryFile", failing(errno.ENOSPC))
+    file = io.BytesIO()
+    soundfile.write(file, np.tile(recording[0], 15), recording[1], format="WAV")
+    assert len(file.getvalue()) > 1_400_000 and server.register("me", file.getvalue()).status == 200
+    assert server.ask("DELETE", "/v1/audio/voices/me").status == 200
+
+
+def test_voices_are_for_this_user_only(tmp_path):
+    """Recordings and transcripts were readable for every user of the machine."""
+    folder = tmp_path / "new" / "voices"
+    before = os.umask(0)
+    try:
+        VoiceFolder(Settings(voices=folder)).add("me", (np.ones(24000, np.float32), 24000), "what it says")
+    finally:
+        os.umask(before)
+    (file,) = folder.iterdir()
+    assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+
+
+def test_what_a_killed_registration_has_left_is_removed(tmp_path):
+    """Not what another server is writing: that is locked, or has just been made."""
+    names = [f".{name}.safetensors.0123abcd" for name in ("killed", "locked", "new", "old")]
+    killed, locked, new, old = files = [tmp_path / name for name in names]
+    for path in files:
+        path.write_bytes(b"" if path in (new, old) else b"half a voice")
+    os.utime(old, (0, 0))
+    (tmp_path / ".gitignore").write_text("*")
+    with open(locked) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        VoiceFolder(Settings(voices=tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {locked.name, new.name, ".gitignore"}
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
+def test_a_decoder_that_crashes_harms_nobody(server, speech, wav, monkeypatch, signal_number):
+    """Recordings were decoded in the server's own process."""
+    monkeypatch.setattr("serving.recordings.SECONDS", 1)
+    start = recordings.start_decoder
+
+    def start_and_kill():
+        process = start()
+        process.send_signal(signal_number)
+        return process
+
+    speech.decoders.close()
+    monkeypatch.setattr(recordings, "start_decoder", start_and_kill)
+    for answer in (server.register("x", wav), server.speak(ref_audio=base64.b64encode(wav).decode())):
+        assert answer.status == 400 and "cannot be decoded" in answer.error["message"]
+    monkeypatch.undo()
+    speech.decoders.is_closed = False
+    for _ in range(2):
+        assert server.speak(ref_audio=base64.b64encode(wav).decode()).status == 200
+        (idle,) = speech.decoders.idle
+        idle.kill()  # while it is idle
+        idle.wait()
+
+
+def test_broken_uploads_are_not_in_the_log(server, wav, capfd):
+    """libmpg123 writes to stderr itself."""
+    samples, rate = soundfile.read(io.BytesIO(wav))
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format="MP3")
+    dice = random.Random(0)
+    for _ in range(20):
+        data = bytearray(file.getvalue())
+        for _ in range(200):
+            data[dice.randrange(len(data))] = dice.randrange(256)
+        assert server.speak(ref_audio=base64.b64encode(data).decode()).status in (200, 400)
+    assert "mpg123" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("gain", [3.0, 1e30])
@@ -796,6 +945,7 @@ def test_recordings_are_decoded_with_limits(server, wav):
         assert registered.error["param"] == "audio_sample", name
         for answer in (registered, server.speak(ref_audio=base64.b64encode(data).decode())):
             assert answer.status == 400 and len(answer.error["message"]) > 20, name
+            assert answer.error["param"] in ("audio_sample", "ref_audio"), name
             if name in ("nothing", "empty"):
                 assert "is empty" in answer.error["message"] or "no samples" in answer.error["message"]
     assert server.speak(ref_audio=base64.b64encode(promises_hours).decode()).status in (200, 400)
@@ -803,7 +953,8 @@ def test_recordings_are_decoded_with_limits(server, wav):
 
 
 @pytest.mark.parametrize(
-    "address", ["http://127.0.0.1/x.wav", "https://x", "file:///etc/passwd", "/etc/passwd", "ftp://x"]
+    "address",
+    ["http://127.0.0.1/x.wav", "https://x", "file:///etc/passwd", "/etc/passwd", "ftp://x", "voice.wav", "abcd"],
 )
 def test_nothing_is_fetched_for_strangers(server, address, monkeypatch):
     monkeypatch.setattr("urllib.request.urlopen", lambda *_: pytest.fail("the server fetched something"))
@@ -811,6 +962,7 @@ def test_nothing_is_fetched_for_strangers(server, address, monkeypatch):
     monkeypatch.setitem(vars(librosa), "load", lambda *_, **__: pytest.fail("the server read a file"))
     answer = server.speak(ref_audio=address)
     assert answer.status == 400 and answer.error["message"].startswith("ref_audio")
+    assert answer.error["param"] == "ref_audio"
 
 
 # ---- Other routes
@@ -848,6 +1000,7 @@ def test_unknown_routes_and_methods(server):
         answer = server.ask(method, path)
         assert answer.status == status and answer.error["message"]
         assert answer.headers["Allow"] == allowed
+        assert ("/v1/audio/speech, /v1/audio/speech/stream" in answer.error["message"]) == (status == 404)
     assert server.ask("HEAD", "/health").status == 200
 
 
@@ -919,7 +1072,7 @@ def test_a_name_that_is_made_to_lead_here_is_refused(speech):
         for host in ("evil.example", f"evil.example:{server.port}", "127.0.0.1.evil.example", "10.0.0.1", "[", ""):
             headers = {"Host": host, "Origin": f"http://{host}"}
             answer = server.ask("GET", "/v1/models", headers=headers)
-            assert answer.status == 403 and "--api-key" in answer.error["message"], host
+            assert answer.status == 403 and "--allow-host or --api-key" in answer.error["message"], host
         assert server.ask("GET", "/health", headers={"Host": "evil.example"}).status == 200
         named = {"Host": "Host.docker.internal:8000"}
         assert server.ask("GET", "/v1/models", headers=named).status == 403
@@ -931,6 +1084,29 @@ def test_a_name_that_is_made_to_lead_here_is_refused(speech):
         assert server.speak().status == 200
 
 
+def compose_options() -> list[str]:
+    """Of the server in compose.yaml, as a shell would split them."""
+    command = re.search(r"command: >-\n((?:      .*\n)+)", (ROOT / "compose.yaml").read_text())[1]
+    return shlex.split(command)
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_hosts_are_checked_wherever_names_are_given(speech, key, monkeypatch):
+    """Only a server on a loopback address did. That of compose.yaml listens on 0.0.0.0, behind a published port."""
+    monkeypatch.setattr(sys, "argv", compose_options())
+    settings = make_settings(parse_arguments())
+    assert not settings.only_this_machine
+    with RunningServer(speech, hosts=settings.hosts, api_key=key) as server:
+        bearer = {"Authorization": f"Bearer {key}"}
+        for host in ("localhost:8000", "127.0.0.1:8000", "speech:8000", "Host.docker.internal:8000"):
+            headers = bearer | {"Host": host, "Origin": f"http://{host}"}
+            assert server.ask("GET", "/v1/models", headers=headers).status == 200, host
+        for host in ("evil.example:8000", "speech.evil.example", "localhost.evil.example", "10.0.0.1"):
+            headers = bearer | {"Host": host, "Origin": f"http://{host}"}
+            error = server.ask("GET", "/v1/models", headers=headers).error
+            assert error["code"] == "host" and "--allow-host" in error["message"], host
+
+
 def test_a_host_is_a_name():
     assert check_host(" Host.docker.internal") == "host.docker.internal"
     for name in ("http://x", "x:8000", "", "a b"):
@@ -940,7 +1116,8 @@ def test_a_host_is_a_name():
 
 def test_limits_of_a_request(speech, wav):
     with RunningServer(speech, max_text=20, max_body=100_000, max_upload=50_000, max_reference_seconds=1.5) as server:
-        assert "at most 20" in server.speak(input="x" * 21).error["message"]
+        message = server.speak(input="x" * 21).error["message"]
+        assert "at most 20" in message and "--max-text" in message
         assert server.speak(input="x" * 100_000).status == 413
         headers = {"Content-Type": "application/json", "Transfer-Encoding": "chunked"}
         body = (b"%x\r\n%s\r\n" % (1000, b" " * 1000) for _ in range(200))
@@ -1198,22 +1375,58 @@ def test_a_listener_who_does_not_read_is_given_up(speech, fields):
         wait_until(lambda: not open_connections(server))
 
 
-def test_connections_that_do_nothing_are_counted(speech, monkeypatch):
+def test_a_connection_is_kept_between_requests(speech):
+    """For 5 s: a client that posts every 5 s lost some, and proxies gave 502. The limit for a head is another one."""
+    assert Settings().keep_alive_seconds > 90  # Go's clients and some proxies keep theirs for as long
+    with RunningServer(speech, keep_alive_seconds=1.5, body_seconds=0.3) as server:
+        with contextlib.closing(server.connect()) as connection:
+            for _ in range(2):
+                connection.request("GET", "/health")
+                assert connection.getresponse().read()
+                used = connection.sock
+                time.sleep(0.8)
+            connection.request("GET", "/health")
+            assert connection.getresponse().read() and connection.sock is used
+            began = time.monotonic()
+            assert used.recv(1) == b"" and 1 < time.monotonic() - began < LIMIT
+
+
+def test_a_connection_that_waits_gives_way(speech, monkeypatch):
+    """Idle ones, or those whose heads never end, shut everybody out. Those in use and WebSockets stay."""
+    monkeypatch.setattr("serving.connections.SECONDS_TO_BEGIN", 0.2)
+    with RunningServer(speech, max_connections=4) as server, contextlib.ExitStack() as stack:
+        websocket = stack.enter_context(connect(server.websocket_address, open_timeout=LIMIT))
+        unread = stack.enter_context(unread_request(server, max_new_tokens=400))
+        others = []
+        for head in (b"", b"GET /health HTTP/1.1\r\nHost: x"):
+            others.append(stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT)))
+            others[-1].sendall(head)
+        wait_until(lambda: open_connections(server) == 4)
+        assert server.ask("GET", "/v1/models").error["code"] == "too_many"
+        time.sleep(0.3)
+        for other in others:
+            kept = stack.enter_context(contextlib.closing(server.connect()))
+            kept.request("GET", "/v1/models")
+            assert kept.getresponse().status == 200 and other.recv(1) == b""
+        websocket.ping().wait(LIMIT)
+        assert unread.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_connections_that_do_nothing_are_counted(speech):
     """Only requests in progress were. Those beyond the limit get a 503, and a little further nothing."""
-    monkeypatch.setattr("serving.connections.SPARE_CONNECTIONS", 2)
     with RunningServer(speech, max_connections=1) as server, contextlib.ExitStack() as stack:
         idle = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT))]
         wait_until(lambda: open_connections(server) == 1)
         assert server.ask("GET", "/v1/models").error["code"] == "too_many"
         assert server.ask("GET", "/health").status == 200
         wait_until(lambda: open_connections(server) == 1)
-        for _ in range(3):
+        for _ in range(2):
             idle.append(stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT)))
         try:
             assert idle[-1].recv(1) == b""
         except ConnectionResetError:
             pass
-        wait_until(lambda: open_connections(server) == 3)
+        wait_until(lambda: open_connections(server) == 2)
 
 
 def test_large_requests_share_a_limit(speech, monkeypatch):

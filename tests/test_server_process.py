@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import contextlib
 import gc
 import http.client
 import json
@@ -207,6 +208,32 @@ def test_from_the_start_to_the_end(endless, tmp_path):
         killer.cancel()
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("files, connections", [(80, 32), (45, 4)])
+def test_more_connections_than_files(checkpoint, tmp_path, files, connections):
+    """asyncio logged each attempt to take one, 70 MB a minute, and nobody was answered."""
+    command = [sys.executable, "-m", "serving", "--model", str(checkpoint("custom_voice")), "--device", "cpu"]
+    command += ["--port", "0", "--voices", str(tmp_path / "voices")]
+    limited = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
+    with open(tmp_path / "stderr", "w") as stderr:
+        process = subprocess.Popen(limited, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    killer = threading.Timer(LIMIT, process.kill)
+    killer.start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        stack.callback(killer.cancel)
+        url = process.stdout.readline().split()[2].rstrip(",")
+        assert process.stdout.readline().startswith("ready: ")
+        host, port = url.removeprefix("http://").split(":")
+        for _ in range(100):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=LIMIT))
+        time.sleep(3)
+        assert status(f"{url}/v1/models") == 200  # an idle connection gives way
+        log = (tmp_path / "stderr").read_text()
+        assert f"ulimit -n is {files}: --max-connections is {connections}, not 1024" in log
+        assert log.count("new connections wait") <= 1 and len(log) < 2000, log
 
 
 @pytest.fixture

@@ -292,7 +292,7 @@ def test_messages_without_an_end_share_the_limit(speech, kind):
         connection.settimeout(LIMIT)
         connection.sendall(start)
         with pytest.raises(OSError):
-            for _ in range(20):
+            for _ in range(400):  # beyond a burst, frames are taken slowly
                 connection.sendall(more)
                 time.sleep(0.05)
 
@@ -312,6 +312,112 @@ def test_answers_to_pings_may_be_late(speech):
                 connection.sendall(b"\x8a\x84" + bytes(4) + pings[-4:])
                 late = 0.03
     assert server.server.config.ws_ping_timeout is None and pings[:1] == b"\x89" and 2 <= len(pings) / 6 <= 8
+
+
+def frame(opcode: int, data: bytes = b"", is_last: bool = True) -> bytes:
+    """As a client sends it, with a mask of zeros."""
+    return bytes([opcode | is_last << 7, 0x80 | len(data)]) + bytes(4) + data
+
+
+def message(kind: str, **fields) -> bytes:
+    return frame(1, json.dumps({"type": kind, **fields}).encode())
+
+
+CONTINUED = frame(0, is_last=False)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        frame(10) * 43_000,
+        frame(9) * 43_000,
+        frame(1) * 43_000,
+        frame(2) * 43_000,
+        frame(1, is_last=False) + CONTINUED * 16_000,
+        (frame(1, is_last=False) + CONTINUED * 100 + frame(0, b"{}")) * 400,
+        *(message("input.text", text=text) * 6000 for text in ("", " ", "x")),
+        message("session.config", voice="speaker") * 6000,
+        message("input.done") * 6000,
+        message("input.cancel") * 6000,
+        None,
+    ],
+    ids="pongs pings text binary fragments fragmented empty blank x config done cancel chunks".split(),
+)
+def test_a_flood_of_tiny_frames_stalls_nobody(server, speech, frames):
+    """All that one read had brought, 43,000 frames or 7,000 messages, was handled before anybody else had a turn."""
+
+    async def longest_wait() -> float:
+        longest, clock = 0.0, asyncio.get_running_loop().time
+        for _ in range(150):
+            asked = clock()
+            await asyncio.sleep(0.01)
+            longest = max(longest, clock() - asked)
+        return longest
+
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
+        if frames:
+            connection.sendall((GET + HANDSHAKE).encode())
+            assert connection.recv(1000).startswith(b"HTTP/1.1 101")
+            connection.sendall(message("session.config", **SHORT))
+        else:  # a body of HTTP
+            head = "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+            connection.sendall(f"POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\n{head}".encode())
+            frames = b"1\r\n \r\n" * 43_000
+        waiting = speech.submit(longest_wait())
+        connection.settimeout(0.1)
+        while not waiting.done():
+            with contextlib.suppress(OSError):  # it is slowed down, or closed
+                connection.sendall(frames)
+                connection.recv(1 << 20)
+        assert waiting.result() < 0.6  # it was seconds
+
+
+def test_a_whole_reply_in_tokens_is_not_slowed_down(server):
+    """A client that has all of its text sends it at once, token by token."""
+    with client(server) as session:
+        session.send(**CONFIG)
+        begin = time.monotonic()
+        for _ in range(4000):
+            session.send("input.text", text="x")
+        session.send("input.done")
+        messages, audio = session.until("session.done")
+        assert len(audio) == 5 * FRAME and messages[-1]["unspoken_characters"] > 3900
+        assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize("heartbeat", [frame(9, b"x"), frame(10)], ids=["ping", "pong"])
+def test_heartbeats_are_activity(speech, heartbeat):
+    """Libraries send them by themselves. The socket was closed all the same."""
+    with RunningServer(speech, idle_seconds=0.6) as server, socket.socket() as connection:
+        connection.settimeout(LIMIT)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall((GET + HANDSHAKE).encode())
+        assert connection.recv(1000).startswith(b"HTTP/1.1 101")
+        connection.sendall(message("session.config"))
+        for _ in range(8):
+            time.sleep(0.2)
+            connection.sendall(heartbeat)
+        connection.sendall(message("input.done"))
+        begin, answers = time.monotonic(), b""
+        while b"no message came within 0.6 s" not in answers:
+            answers += connection.recv(1000)
+        assert b"session.done" in answers and time.monotonic() - begin > 0.5
+
+
+def test_no_message_is_above_32_kb(server):
+    """Go's clients take no more by default. At speed 0.25 messages had up to 123 KB, and so had events over HTTP."""
+    text = "\N{GRINNING FACE}" * 4000
+    with client(server) as session:
+        session.send(**CONFIG | {"max_new_tokens": 60, "speed": 0.25})
+        session.send("input.text", text=text)
+        session.send("input.done")
+        received = [session.websocket.recv(timeout=LIMIT)]
+        while isinstance(received[-1], bytes) or "session.done" not in received[-1]:
+            received.append(session.websocket.recv(timeout=LIMIT))
+    audio = [piece for piece in received if isinstance(piece, bytes)]
+    events = server.speak(speed=0.25, max_new_tokens=60, response_format="pcm", stream_format="sse").body
+    assert sum(map(len, audio)) == 4 * 59 * FRAME and all(len(piece) % 2 == 0 for piece in audio)
+    assert max(map(len, [*received, *events.split(b"\n\n")])) <= 32_700
 
 
 def test_pings_whose_answers_nobody_reads(speech):
