@@ -682,10 +682,9 @@ def test_a_voice_that_is_removed_before_it_is_used(server, speech, wav):
     assert server.ask("DELETE", "/v1/audio/voices/me").status == 200
 
 
-def test_a_voice_that_nobody_waits_for_is_not_made(speech, monkeypatch):
-    """Others would wait for it. Its client has left while it was queued."""
-    monkeypatch.setattr(engine_host, "clone_prompt", pytest.fail)
-    speech.host.make_voice({"id": -1, "key": "x", "rate": 24000, "ref_text": None, "name": "x"}, np.zeros(1))
+def test_what_nobody_waits_for_is_not_made(speech):
+    """Others would wait for a voice, or for the parts of a text. Its client has left while it was queued."""
+    speech.host.answer(-1, pytest.fail)
 
 
 def test_a_second_request_before_the_first_is_answered(server, speech):
@@ -1024,8 +1023,8 @@ def test_every_response_has_an_id(server, speech, monkeypatch, caplog):
 def test_a_key_guards_every_route_but_health_and_docs(speech):
     key = "k\u00e4y-1"
     with RunningServer(speech, api_key=f" {key}\n") as server:  # as from a file; clients cannot send white space
-        open_routes = "/health", "/docs", "/page.css", "/page.js"
-        assert [server.ask("GET", path).status for path in open_routes] == [200] * 4
+        open_routes = "/health", "/livez", "/docs", "/page.css", "/page.js"
+        assert [server.ask("GET", path).status for path in open_routes] == [200] * 5
         open_routes += ("/v1/audio/speech/stream",)
         routes = [route.path for route in server.app.routes if route.path not in open_routes]
         assert len(routes) >= 7
