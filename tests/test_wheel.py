@@ -17,7 +17,7 @@ import zipfile
 
 import pytest
 import soundfile
-from helpers import ROOT
+from helpers import ROOT, project_files
 
 sys.path.append(str(ROOT / "package"))  # what `pip install -e .` does
 
@@ -105,7 +105,7 @@ def test_every_file_is_in_it(wheel):
 
 def test_no_import_of_a_plain_name_is_left(wheel):
     """A folder that checkout.py does not list would be imported from wherever a program happens to run."""
-    ours = {path.stem for path in ROOT.iterdir()} - {"setup"}
+    ours = {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in project_files()} - {"setup"}
     for name in wheel.namelist():
         if name.endswith(".py"):
             for node in ast.walk(ast.parse(wheel.read(name))):
