@@ -29,6 +29,7 @@ from pathlib import Path
 from benchmarks.plot import plot
 from common.checkpoints import check_speaker_file
 from common.output_files import check_writable
+from common.published import model_name
 from common.scripts import Parser, cli_errors
 
 ROOT = Path(__file__).parent
@@ -80,7 +81,11 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help="0.6B, 1.7B or a folder; default: both sizes, with --quick 0.6B"
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        type=model_name,
+        help="0.6B, 1.7B or a folder; default: both sizes, with --quick 0.6B",
     )
     parser.add_argument("--random-weights", action="store_true", help="of the published shapes, made here")
     parser.add_argument("--speaker", type=Path, help="a speaker.pt for the voice; default: a random one")
@@ -98,6 +103,7 @@ def parse_arguments() -> argparse.Namespace:
     modes.add_argument("--plot", action="store_true", help="draw results/*.svg, do not time")
     parser.add_argument(
         "--output",
+        "-o",
         type=Path,
         help="the JSON file; default: bench_results_<GPU>.json, or ..._streams, ..._ready, ..._listen.json",
     )
