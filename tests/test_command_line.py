@@ -1126,5 +1126,28 @@ def test_setup_says_what_it_knows():
     result = run(["bash", ROOT / "setup.sh", "0.6B", "7B"])
     message = "error: setup.sh does not know 7B: see ./setup.sh --help\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", message)
-    result = run(["bash", ROOT / "setup.sh", *MODELS, "both", "none", "demo", "test", "--help"])
+    result = run(
+        ["bash", ROOT / "setup.sh", *MODELS, *map(str.lower, MODELS), "both", "none", "demo", "test", "--help"]
+    )
     assert (result.returncode, result.stderr) == (0, "") and all(name in result.stdout for name in MODELS)
+
+
+@pytest.mark.parametrize("on_a_terminal", [False, True])
+def test_setup_shows_how_far_it_is(tmp_path, on_a_terminal):
+    """`./setup.sh demo` was silent for minutes: each step is said, and a terminal shows the downloads' own progress."""
+    for path in (ROOT / "setup.sh", *ROOT.glob("requirements*.txt")):
+        shutil.copy(path, tmp_path)
+    uv = tmp_path / "uv"  # stands in for the real one: notes its arguments, and makes an environment without anything
+    uv.write_text("#!/bin/sh\necho $@ >> log\nmkdir -p .venv/bin\nln -sf /bin/true .venv/bin/python\n")
+    uv.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    stdout, terminal = os.openpty() if on_a_terminal else os.pipe()
+    result = subprocess.run(["bash", tmp_path / "setup.sh", "demo"], stdout=terminal, env=environment, timeout=60)
+    shown = os.read(stdout, 1 << 16).decode()
+    os.close(stdout)
+    os.close(terminal)
+    steps = re.findall(r"^\[\d+:\d\d\] (\w+)", shown, re.M)
+    assert result.returncode == 0
+    assert steps == ["making", "installing", "importing", "environment", "making", "speaking"], shown
+    installs = re.findall(r"^pip install.*", (tmp_path / "log").read_text(), re.M)
+    assert len(installs) == 2 and all(("--quiet" in line) != on_a_terminal for line in installs)
