@@ -18,6 +18,7 @@ downloaded, too. Without a GPU a tiny model runs on the CPU, which shows that ev
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import textwrap
@@ -113,8 +114,10 @@ def parse_arguments() -> argparse.Namespace:
     if args.speaker and len(args.models) > 1:
         parser.error("a speaker belongs to one size: give one model with --speaker")
     for name in args.models:
-        if name not in [*SIZES, "tiny"] and not Path(name).is_dir():
-            parser.error(f"{name} is neither 0.6B, 1.7B nor a folder")
+        if name not in [*SIZES, "tiny"] and not os.path.isdir(name):  # "" is none
+            parser.error(f"{name!r} is neither 0.6B, 1.7B nor a folder")
+    if not args.recognizer:
+        raise ValueError("--recognizer is empty: give a hub id or a folder")
     if args.speaker:
         check_speaker_file(args.speaker)
     if args.output:

@@ -43,8 +43,8 @@ def main() -> None:
         args = parser.parse_args()
 
         check_device_name(args.device)
+        check_writable(args.output, *args.ref_audio)
         recordings = [read_audio(path) for path in args.ref_audio]
-        check_writable(args.output)
         base_config(args.model)
 
         show_progress(f"loading {args.model}")

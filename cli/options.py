@@ -359,7 +359,7 @@ def check_output(args: argparse.Namespace) -> None:
     if str(args.output) == "-" and sys.stdout is None:
         raise ValueError("--output - writes to stdout, which is closed: pipe it into a player")
     if str(args.output) != "-":
-        check_writable(args.output)
+        check_writable(args.output, args.ref_audio, args.speaker, args.text_file)
         check_format(args.output)
 
 

@@ -225,7 +225,7 @@ def plan_outputs(args: argparse.Namespace) -> list[tuple[Path, Iterable[tuple[in
         return [(output, numbered)]
     outputs = [(output.with_stem(f"{output.stem}-{number + 1:03}"), [(number, text)]) for number, text in numbered]
     for path, _ in outputs:
-        check_writable(path)
+        check_writable(path, args.ref_audio, args.speaker, args.text_file)
     return outputs
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import huggingface_hub
 
-from common.published import MODELS, SPEAKERS, model_name
+from common.published import MODELS, SPEAKERS, model_name, published_config
 from common.scripts import show_progress
 
 KINDS = {
@@ -86,10 +86,10 @@ def read_config(model: str) -> dict:
 
 def base_config(model: str) -> dict:
     """The config of a model that clones voices."""
-    config = read_config(model)
+    config = published_config(model) or read_config(model)
     if config["tts_model_type"] != "base":
         raise ValueError(f"{model} has no speaker encoder to clone a voice with: give a Base model, 0.6B or 1.7B")
-    return config
+    return read_config(model)
 
 
 def number_ranges(config: dict) -> dict[str, tuple[Callable, str]]:

@@ -716,6 +716,8 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(text="caf\udce9"), "cannot read --text: it is not UTF-8"),
     (dict(output="nowhere/out.wav"), "no folder nowhere"),
     (dict(output="."), "it is a folder"),
+    (dict(text=None, text_file="text.wav", output="text.wav"), "cannot write text.wav: it is what is read"),
+    (dict(speaker="wide.pt", output="./wide.pt"), "it is what is read"),
     (dict(text="a\nb", output="."), "it is a folder"),
     (dict(text="a\nb", output="-"), "add --join"),
     (dict(output=None, resume=""), "--resume needs the --output"),
@@ -1066,6 +1068,10 @@ def test_extract_speaker_mistakes(call, wrong_files, monkeypatch):
         (["text.wav"], "not audio"),
         (["silent.wav"], "silent"),
         (["short.wav"], "0.06 s"),
+        (["silent.wav", "-o", wrong_files / "silent.wav"], "it is what is read"),
+        (["long.wav", "--model", "1.7b-customvoice"], "1.7B-CustomVoice has no speaker encoder"),  # asks no hub
+        (["long.wav", "-o", "a.pt", "--output", "b.pt"], "--output was given twice, a.pt and b.pt: give one"),
+        ([""], "its value is empty"),
         ([], "expected at least one argument"),
     ):
         code, _, stderr = call(extract_speaker.main, "--ref_audio", *arguments)
