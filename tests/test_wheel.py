@@ -172,7 +172,7 @@ ANSWERS = """
 
     from qwen3_tts_cuda_graphs.__main__ import main
 
-    sys.modules["websockets"] = None  # not installed
+    sys.modules["websockets"] = sys.modules["sounddevice"] = None  # not installed
     for words in json.loads(sys.argv[1]):
         output, errors, status = io.StringIO(), io.StringIO(), 0
         sys.argv = ["qwen3-tts", *words]
@@ -200,6 +200,9 @@ def test_the_command_answers_without_torch(installed, metadata, checkpoint):
         ["clone", "--ref_audio", "nowhere.wav"],
         ["serve"],
         ["bench", "7B"],
+        ["speak", "Hi", "--voice", "ryan", "--model", "1.7b"],
+        ["speak", "Hi", "--play"],
+        ["serve", "--voice", "ryan"],
         ["speak", *voice, "--text", "Hi", "--output", "x.wav"],
     ]
     status, output, errors = ended(installed(ANSWERS, json.dumps(questions)))
