@@ -18,6 +18,7 @@ downloaded, too. Without a GPU a tiny model runs on the CPU, which shows that ev
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import textwrap
@@ -29,6 +30,7 @@ from pathlib import Path
 from benchmarks.plot import plot
 from common.checkpoints import check_speaker_file
 from common.output_files import check_writable
+from common.published import model_name
 from common.scripts import Parser, cli_errors
 
 ROOT = Path(__file__).resolve().parent
@@ -80,7 +82,11 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help="0.6B, 1.7B or a folder; default: both sizes, with --quick 0.6B"
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        type=model_name,
+        help="0.6B, 1.7B or a folder; default: both sizes, with --quick 0.6B",
     )
     parser.add_argument("--random-weights", action="store_true", help="of the published shapes, made here")
     parser.add_argument("--speaker", type=Path, help="a speaker.pt for the voice; default: a random one")
@@ -98,6 +104,7 @@ def parse_arguments() -> argparse.Namespace:
     modes.add_argument("--plot", action="store_true", help="draw results/*.svg, do not time")
     parser.add_argument(
         "--output",
+        "-o",
         type=Path,
         help="the JSON file; default: bench_results_<GPU>.json, or ..._streams, ..._ready, ..._listen.json",
     )
@@ -107,8 +114,10 @@ def parse_arguments() -> argparse.Namespace:
     if args.speaker and len(args.models) > 1:
         parser.error("a speaker belongs to one size: give one model with --speaker")
     for name in args.models:
-        if name not in [*SIZES, "tiny"] and not Path(name).is_dir():
-            parser.error(f"{name} is neither 0.6B, 1.7B nor a folder")
+        if name not in [*SIZES, "tiny"] and not os.path.isdir(name):  # "" is none
+            parser.error(f"{name!r} is neither 0.6B, 1.7B nor a folder")
+    if not args.recognizer:
+        raise ValueError("--recognizer is empty: give a hub id or a folder")
     if args.speaker:
         check_speaker_file(args.speaker)
     if args.output:

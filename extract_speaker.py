@@ -18,6 +18,7 @@ def main() -> None:
     with cli_errors():  # also of imports: this may be a Python without the packages
         from common.audio_files import read_audio, resample
         from common.checkpoints import base_config
+        from common.published import model_name
 
         parser = Parser(description=__doc__.splitlines()[0])
         parser.add_argument(
@@ -29,16 +30,21 @@ def main() -> None:
             action="extend",
             help="recordings of the voice; several are averaged",
         )
-        parser.add_argument("--output", default="speaker.pt", type=Path, help="default: %(default)s; - for stdout")
         parser.add_argument(
-            "--model", default="0.6B", help="0.6B, 1.7B, a hub id or a folder of a Base model; default: %(default)s"
+            "--output", "-o", default="speaker.pt", type=Path, help="default: %(default)s; - for stdout"
+        )
+        parser.add_argument(
+            "--model",
+            default="0.6B",
+            type=model_name,
+            help="0.6B, 1.7B, a hub id or a folder of a Base model; default: %(default)s",
         )
         parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda where there is one")
         args = parser.parse_args()
 
         check_device_name(args.device)
+        check_writable(args.output, *args.ref_audio)
         recordings = [read_audio(path) for path in args.ref_audio]
-        check_writable(args.output)
         base_config(args.model)
 
         show_progress(f"loading {args.model}")

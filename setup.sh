@@ -27,6 +27,11 @@ options:
 END
 }
 
+# Each step is said, with the minutes and seconds since the start.
+step() {
+  printf '[%d:%02d] %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$*"
+}
+
 models=""
 download=yes
 then=""
@@ -41,7 +46,9 @@ for word in "$@"; do
     options="$options $word"
   fi
   case $word in
-    0.6B|1.7B|0.6B-CustomVoice|1.7B-CustomVoice|1.7B-VoiceDesign) models="$models $word" ;;
+    0.6[Bb]|1.7[Bb]|0.6[Bb]-[Cc]ustom[Vv]oice|1.7[Bb]-[Cc]ustom[Vv]oice|1.7[Bb]-[Vv]oice[Dd]esign)
+      models="$models $word"
+      ;;
     both) models="$models 0.6B 1.7B" ;;
     none) download="" ;;
     demo) download="" then=demo ;;
@@ -71,7 +78,7 @@ if [ -d $venv ] && [ "$linked" != "$system_torch" ]; then
 fi
 
 # The environment. torch.pth makes the packages of the active environment visible, behind those installed here.
-[ -d $venv ] || echo "making $venv"
+[ -d $venv ] || step "making $venv"
 if [ -n "$system_torch" ]; then
   torch_folder=$(python3 -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))') || {
     echo "error: --system-torch: the active python3 has no torch that can be imported" >&2
@@ -89,17 +96,19 @@ else
   echo "error: python3 is missing or older than 3.11: install a newer one, or uv" >&2
   exit 2
 fi
+quiet=--quiet
+[ ! -t 1 ] || quiet=""  # a terminal shows the progress of downloads
 if [ -z "$system_torch" ] && command -v uv > /dev/null; then
-  install="uv pip install --quiet --python $venv/bin/python"
+  install="uv pip install $quiet --python $venv/bin/python"
   uninstall="uv pip uninstall --quiet --python $venv/bin/python"
 else  # what qwen-tts and librosa miss is left out on purpose
-  install="$venv/bin/python -m pip install --quiet --no-warn-conflicts --disable-pip-version-check"
+  install="$venv/bin/python -m pip install $quiet --no-warn-conflicts --disable-pip-version-check"
   uninstall="$venv/bin/python -m pip uninstall --quiet --yes"
 fi
 
 # The packages. qwen-tts comes without its dependencies: torchaudio, sox, onnxruntime and gradio are for the 25 Hz
 # models and the demo.
-echo "installing into $venv what is missing of" $packages "$qwen_tts" "(minutes, the first time)"
+step "installing into $venv what is missing of" $packages "$qwen_tts (gigabytes and 2 to 10 minutes, the first time)"
 $install $packages
 $install --no-deps "$qwen_tts"
 # librosa brings scikit-learn, for functions that nobody calls here. transformers imports it where it is installed, which
@@ -109,7 +118,7 @@ $uninstall scikit-learn
 $venv/bin/python -c 'import generate' &
 import=$!
 for extra in $extras; do
-  echo "installing requirements-$extra.txt"
+  step "installing requirements-$extra.txt (a minute, the first time)"
   $install -r requirements-$extra.txt
 done
 # What the tests compare with, in a folder that only they look into: the interface of faster-qwen3-tts, and the handler
@@ -120,33 +129,34 @@ if [[ $extras == *test* ]]; then
     $install --no-deps --upgrade --target $venv/peers speech-to-speech==1.1.0 openai==2.28.0 jiter distro sniffio
   fi
 fi
+step "importing torch and transformers (a minute the first time, when Python compiles them)"
 wait $import || $venv/bin/python -c 'import generate'  # a package may have been replaced meanwhile
-echo "environment ready: $venv"
+step "environment ready: $venv"
 
 # The weights.
 for model in $models; do
-  echo "downloading the weights of $model, if they are not there yet"
+  step "downloading the weights of $model, if they are not there yet (gigabytes)"
   if ! $venv/bin/python -m common.checkpoints "$model"; then
     echo "The environment is complete. For the weights, try again later with" >&2
     echo "    ./setup.sh $model$options" >&2
     echo "or try it without them, on random ones: ./setup.sh demo" >&2
     exit 3
   fi
-  echo "weights ready: $model"
+  step "weights ready: $model"
 done
 
 # What comes next.
 case $then in
   demo)
-    echo "making a tiny model with random weights"
+    step "making a tiny model with random weights (10 to 30 seconds)"
     $venv/bin/python tools/random_checkpoint.py tiny tiny
-    echo "speaking with it"
+    step "speaking with it (10 to 30 seconds)"
     $venv/bin/python generate.py --model tiny --text "Hello!" --output hello.wav
     echo "Everything runs here; hello.wav is noise. For speech, where there is a GPU and the model hub can be reached:"
     echo "    $venv/bin/python generate.py --text \"Hello!\"      # downloads 0.6B-CustomVoice the first time"
     ;;
   test)
-    echo "running the tests (minutes)"
+    step "running the tests (about seven minutes on two cores)"
     exec $venv/bin/python -m pytest -q -n 3 tests
     ;;
   *)

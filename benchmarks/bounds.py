@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """How fast a frame can be at most: the bytes that it must read, over the memory bandwidth. A bound, not a measurement.
 
-    python benchmarks/bounds.py     # prints the table of docs/other_gpus.md
+    python benchmarks/bounds.py     # prints the tables of docs/other_gpus.md and README.md, and the size of the weights
 
 A frame reads the talker's layers once and the predictor's 15 times, once for each code but the first: 157 MB, more than
 the caches of these GPUs hold. The heads are read once, and the keys and values of all positions so far. Embeddings and
 activations are small and left out. The codec is not part of a frame here.
 """
 
+import functools
 import json
 import re
 import sys
@@ -16,13 +17,22 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python benchmarks/bounds.py`
-from tools.random_checkpoint import PREDICTOR, TALKER, TALKER_SIZES  # imports generate, which must come before qwen_tts
+from common.published import voices_of
+from tools.random_checkpoint import (  # imports generate, which must come before qwen_tts
+    PREDICTOR,
+    TALKER,
+    TALKER_SIZES,
+    Qwen3TTSTokenizerV2Config,
+    Qwen3TTSTokenizerV2Model,
+    codec_config,
+)
 
 # isort: split
-from qwen_tts.core.models import Qwen3TTSConfig
+from qwen_tts.core.models import Qwen3TTSConfig, Qwen3TTSForConditionalGeneration
 from qwen_tts.core.models.modeling_qwen3_tts import Qwen3TTSTalkerForConditionalGeneration
 
 ROOT = Path(__file__).resolve().parents[1]
+FRAME_MS = 80  # of audio
 POSITION = 200  # of the frame whose keys and values are counted
 SIZES = ("0.6B", "1.7B")
 BANDWIDTH = {  # GPU -> GB/s as its maker states it; the name as torch gives it, without NVIDIA and GeForce
@@ -44,6 +54,7 @@ BANDWIDTH = {  # GPU -> GB/s as its maker states it; the name as torch gives it,
     "Thor": 273,
     "GB10": 273,
 }
+EXAMPLES = ("RTX 3060", "RTX 4090", "RTX 5090", "Jetson AGX Orin")  # in README.md
 ORINS = ("Jetson AGX Orin", "Jetson Orin Nano")  # torch calls all of them Orin
 LABELS = {"Thor": "Jetson Thor", "GB10": "DGX Spark (GB10)"}
 PUBLISHED = {  # what others have published for one listener, not measured here; 0.6B / 1.7B where there are two
@@ -58,7 +69,8 @@ PUBLISHED = {  # what others have published for one listener, not measured here;
 
 
 def main() -> None:
-    print(*table(), sep="\n")
+    print(*table(), "", *examples(), "", sep="\n")
+    print(*(f"weights of {size}: {download_bytes(size) / 1e9:.1f} GB" for size in SIZES), sep="\n")
 
 
 def table() -> list[str]:
@@ -78,11 +90,35 @@ def table() -> list[str]:
     return lines
 
 
+def examples() -> list[str]:
+    """Seconds of audio per second at most, for a few GPUs."""
+    lines = [f"| x real time at most, calculated | {' | '.join(EXAMPLES)} |", "|---" * (len(EXAMPLES) + 1) + "|"]
+    for size in SIZES:
+        bounds = [bound_ms(meta_talker(size), BANDWIDTH[gpu]) for gpu in EXAMPLES]
+        lines.append(f"| {' | '.join([size, *(f'{FRAME_MS / bound:.1f}' for bound in bounds)])} |")
+    return lines
+
+
+def meta_config(size: str) -> Qwen3TTSConfig:
+    talker = TALKER | TALKER_SIZES[size] | voices_of("base") | dict(code_predictor_config=PREDICTOR)
+    return Qwen3TTSConfig(
+        tts_model_type="base", talker_config=talker, speaker_encoder_config=dict(enc_dim=talker["hidden_size"])
+    )
+
+
 def meta_talker(size: str):
     """A talker of the published size, without memory for its weights."""
-    config = Qwen3TTSConfig(talker_config=TALKER | TALKER_SIZES[size] | dict(code_predictor_config=PREDICTOR))
     with torch.device("meta"):
-        return Qwen3TTSTalkerForConditionalGeneration(config.talker_config).to(torch.bfloat16)
+        return Qwen3TTSTalkerForConditionalGeneration(meta_config(size).talker_config).to(torch.bfloat16)
+
+
+@functools.cache
+def download_bytes(size: str) -> int:
+    """Of a Base model's weights in bfloat16, and its codec's in float32. Others have no speaker encoder: 1% less."""
+    with torch.device("meta"):
+        model = Qwen3TTSForConditionalGeneration(meta_config(size)).to(torch.bfloat16)
+        codec = Qwen3TTSTokenizerV2Model(Qwen3TTSTokenizerV2Config(**codec_config(size)))
+    return sum(weight.nbytes for part in (model, codec) for weight in part.state_dict().values())
 
 
 def bytes_per_frame(talker) -> int:

@@ -9,6 +9,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
 from cli.player import sound_device
@@ -17,7 +18,6 @@ from common.checkpoints import (
     CLONING_MODEL,
     FRAME_RATE,
     KINDS,
-    MODELS,
     MODELS_OF_KIND,
     PRESET_MODEL,
     REFERENCE_SILENCE,
@@ -29,17 +29,34 @@ from common.checkpoints import (
     number_ranges,
     read_config,
 )
+from common.installed import install_command
 from common.output_files import check_format, check_writable, is_special
+from common.published import MODELS, SPEAKERS, model_name, published_config
 from common.scripts import Parser, check_device_name
 
 # For --help. speech/long_text.py has the same, and importing it takes seconds.
 PAUSE, MIN_FRAME_LIMIT, FRAMES_PER_TOKEN = 0.4, 192, 12
 OUTPUT = Path("speech.wav")
 PLAYED_ONLY = Path(os.devnull)
+RECORDINGS = (
+    ".wav",
+    ".flac",
+    ".ogg",
+    ".oga",
+    ".opus",
+    ".mp3",
+    ".m4a",
+    ".aac",
+    ".aif",
+    ".aiff",
+    ".webm",
+    ".mp4",
+    ".wma",
+)
 DESCRIPTION = "a warm, clear narrator"  # for a VoiceDesign model
 EXAMPLES = """examples:
-  python generate.py --text "Hello!"                                     a preset voice, to speech.wav
-  python generate.py --text "Hello!" --speaker ryan --play               another one, heard at once
+  python generate.py "Hello!"                                            a preset voice, to speech.wav
+  python generate.py "Hello!" --voice ryan --speed 1.2 --play            another one, faster, heard at once
   python generate.py --text "Hello!" --ref-audio voice.wav               the voice of a recording
   python generate.py --text "Hello!" --model 1.7B-VoiceDesign --instruct "an old sailor"
   python generate.py --text-file book.txt --join --output book.mp3       a text of any length
@@ -58,10 +75,12 @@ def parse_arguments() -> argparse.Namespace:
     voice = parser.add_argument_group("voice")
     voice.add_argument(
         "--model",
+        type=model_name,
         help=f"{', '.join(MODELS)}, a hub id or a folder; default: {PRESET_MODEL}, or {CLONING_MODEL} to clone a voice",
     )
     voice.add_argument(
         "--speaker",
+        "--voice",
         help="Base: a speaker.pt, default: the one in the model's folder; CustomVoice: a name, default: the first of "
         "--list-speakers",
     )
@@ -77,6 +96,7 @@ def parse_arguments() -> argparse.Namespace:
     voice.add_argument("--list-languages", action="store_true", help="print the names for --language, and end")
 
     text = parser.add_argument_group("text")
+    text.add_argument("words", nargs="*", metavar="TEXT", help="the same as --text")
     text.add_argument(
         "--text", help="what to say, one utterance per line; - reads stdin, with --stream while it is being written"
     )
@@ -94,12 +114,16 @@ def parse_arguments() -> argparse.Namespace:
     audio = parser.add_argument_group("audio")
     audio.add_argument(
         "--output",
+        "-o",
         type=Path,
         help=f"the file to write: .wav, .flac, .ogg, .opus or .mp3; - for stdout; default: {OUTPUT}, or if that is "
         "there speech-2.wav and so on; with --play none",
     )
     audio.add_argument("--join", action="store_true", help="several utterances in one file")
-    audio.add_argument("--pause", type=float, default=PAUSE, help="seconds between them; default: %(default)s")
+    audio.add_argument("--pause", type=float, help=f"seconds between them; default: {PAUSE}")
+    audio.add_argument(
+        "--speed", type=float, default=1.0, help="0.25 to 4, with the same pitch; needs PyAV; default: %(default)s"
+    )
     audio.add_argument(
         "--resume", action="store_true", help="keep what an interrupted run of the same command has spoken"
     )
@@ -142,37 +166,64 @@ def parse_arguments() -> argparse.Namespace:
     )
 
     args = parser.parse_args()
+    take_words(args)
     args.model = default_model(args) if args.model is None else args.model
     if args.list_speakers or args.list_languages:
-        args.config = read_config(args.model)
+        args.config = published_config(args.model) or read_config(args.model)
         print_lists(args)
         sys.exit()
     check_device_name(args.device)
     check_output(args)
     check_text_source(args)
+    check_pairs(args)
     args.texts = None if args.text == "-" else read_texts(args)
-    if args.texts and (not args.text_file or len(args.texts) > 1):  # long lines of a file will be cut: only more
+    if args.texts:
         check_number_of_files(args)
 
-    args.config = read_config(args.model)
+    args.config = published_config(args.model) or read_config(args.model)
     for name in number_ranges(args.config):
         check_number(args.config, name, getattr(args, name))
+    if args.speed != 1 and find_spec("av") is None:
+        raise ValueError(f"--speed needs PyAV: run {install_command('av')}, or leave it out")
     args.voice = None
     check_voice(args)
+    args.config = read_config(args.model)  # of a published model only now: the hub may be slow
     return args
 
 
 def default_model(args: argparse.Namespace) -> str:
     """Without a voice to clone, one that has voices of its own."""
-    is_file = args.speaker is not None and (args.speaker.endswith(".pt") or Path(args.speaker).is_file())
-    return CLONING_MODEL if is_file or args.ref_audio or args.ref_text else PRESET_MODEL
+    return CLONING_MODEL if is_file(args.speaker) or args.ref_audio or args.ref_text else PRESET_MODEL
+
+
+def is_file(speaker: str | None) -> bool:
+    """Whether --speaker is a file, or was meant to be one."""
+    return bool(speaker) and (speaker.lower().endswith((".pt", *RECORDINGS)) or os.path.isfile(speaker))
+
+
+def check_pairs(args: argparse.Namespace) -> None:
+    """Options that mean something only beside another one."""
+    if args.speaker and args.speaker.lower().endswith(RECORDINGS):
+        raise ValueError(f"{args.speaker} is a recording, not a speaker: give it as --ref-audio {args.speaker}")
+    if args.ref_text is not None and args.ref_audio is None:
+        raise ValueError("--ref-text is the transcript of --ref-audio: give that recording, too, or leave it out")
+    if args.ref_text is not None and not args.ref_text.strip():
+        raise ValueError("--ref-text is empty: give the transcript of --ref-audio, or leave it out")
+    if args.no_append_silence and args.ref_text is None:
+        raise ValueError("--no-append-silence is for a recording with its transcript: give --ref-text, or leave it out")
+    if args.retry and not args.limit_speech:
+        raise ValueError("--retry speaks again what --limit-speech has stopped: leave out --no-limit-speech")
+    is_pipe = args.text == "-" and args.stream
+    if args.pause is not None and not (args.join or is_pipe):
+        raise ValueError("--pause is the silence between utterances in one file: add --join")
+    args.pause = PAUSE if args.pause is None else args.pause
 
 
 def print_lists(args: argparse.Namespace) -> None:
     speakers = args.config["talker_config"]["spk_id"]
     if args.list_speakers and not speakers:
-        model = MODELS_OF_KIND["custom_voice"]
-        raise ValueError(f"{args.model} has no speakers of its own: use --model {model}")
+        models = " or ".join(MODELS_OF_KIND["custom_voice"])
+        raise ValueError(f"{args.model} has no speakers of its own: use --model {models}")
     if args.list_speakers:
         print(*sorted(speakers), sep="\n")
     if args.list_languages:
@@ -185,8 +236,11 @@ def check_voice(args: argparse.Namespace) -> None:
     speakers = args.config["talker_config"]["spk_id"]
     check_kind(args, "--ref-audio", args.ref_audio, "base")
     check_kind(args, "--ref-text", args.ref_text, "base")
-    check_kind(args, "--instruct", args.instruct, "custom_voice", "voice_design")
-    check_kind(args, "--speaker", args.speaker, "base", "custom_voice")
+    check_kind(args, "--instruct", args.instruct, "custom_voice", "voice_design", size="1.7B")
+    kinds = ["base", "custom_voice"]
+    if str(args.speaker).lower() not in speakers and (is_file(args.speaker) or str(args.speaker).lower() in SPEAKERS):
+        kinds = ["base"] if is_file(args.speaker) else ["custom_voice"]
+    check_kind(args, f"--speaker {args.speaker}", args.speaker, *kinds)
     if kind == "base":
         check_cloning(args)
     elif kind == "custom_voice":
@@ -203,10 +257,10 @@ def check_voice(args: argparse.Namespace) -> None:
     check_choice("language", args.language, languages(args.config))
 
 
-def check_kind(args: argparse.Namespace, option: str, value, *kinds: str) -> None:
+def check_kind(args: argparse.Namespace, option: str, value, *kinds: str, size: str = "") -> None:
     kind = args.config["tts_model_type"]
     if value and kind not in kinds:
-        models = " or ".join(MODELS_OF_KIND[other] for other in kinds)
+        models = " or ".join(name for other in kinds for name in MODELS_OF_KIND[other] if size in name)
         raise ValueError(f"{option} is not for {args.model}, {KINDS[kind]}: use it with --model {models}")
 
 
@@ -219,10 +273,6 @@ def check_cloning(args: argparse.Namespace) -> None:
             f"{args.model} clones a voice: give it --ref-audio voice.wav or --speaker speaker.pt (made "
             "with extract_speaker.py), one of the two, or use --model 0.6B-CustomVoice, which has voices"
         )
-    if args.ref_text is not None and args.ref_audio is None:
-        raise ValueError("--ref-text is the transcript of --ref-audio: give both, or neither with --speaker")
-    if args.ref_text is not None and not args.ref_text.strip():
-        raise ValueError("--ref-text is empty: give the transcript of --ref-audio, or leave it out")
     if args.ref_audio is None:
         check_speaker_file(args.speaker)
         return
@@ -244,9 +294,20 @@ def check_choice(what: str, word: str | None, known: Iterable[str]) -> None:
         raise ValueError(f"{found}: choose {nearest(word, known)} (--list-{what}s shows all)")
 
 
+def take_words(args: argparse.Namespace) -> None:
+    """A text without an option is --text."""
+    words = vars(args).pop("words")
+    if not words:
+        return
+    text = " ".join(words)
+    if args.text is not None or args.text_file is not None:
+        raise ValueError(f"{text[:40]!r} is a second text: give one, as --text or without an option")
+    if os.path.isfile(text):
+        raise ValueError(f"{text} is a file: give it as --text-file {text}, or as --text to speak its name")
+    args.text = text
+
+
 def check_text_source(args: argparse.Namespace) -> None:
-    if args.retry and not args.limit_speech:
-        raise ValueError("--retry speaks again what --limit-speech has stopped: leave out --no-limit-speech")
     if (args.text is None) == (args.text_file is None):
         raise ValueError("give what to say as --text, --text-file, or --text - for stdin, one of them")
     if str(args.text_file) == "-":
@@ -298,7 +359,7 @@ def check_output(args: argparse.Namespace) -> None:
     if str(args.output) == "-" and sys.stdout is None:
         raise ValueError("--output - writes to stdout, which is closed: pipe it into a player")
     if str(args.output) != "-":
-        check_writable(args.output)
+        check_writable(args.output, args.ref_audio, args.speaker, args.text_file)
         check_format(args.output)
 
 
@@ -313,9 +374,7 @@ def free_name(path: Path) -> Path:
 
 
 def check_number_of_files(args: argparse.Namespace) -> None:
-    """Whether --output, --join and --resume suit the number of utterances."""
-    if args.resume and not has_parts(args):
-        raise ValueError("--resume is for files with several utterances: leave it out")
+    """Whether --output and --join suit the number of utterances."""
     if len(args.texts) > 1 and not args.join and not goes_to_file(args.output):
         raise ValueError(f"{len(args.texts)} utterances cannot go to stdout one by one: add --join")
 

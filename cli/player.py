@@ -5,6 +5,8 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator
 
+from common.installed import install_command
+
 TIMEOUT = 10.0  # seconds that the device may take beyond the length of the audio
 
 
@@ -13,7 +15,7 @@ def sound_device():
     try:
         import sounddevice
     except ImportError:
-        raise ValueError("--play needs the package sounddevice: run pip install sounddevice") from None
+        raise ValueError(f"--play needs the package sounddevice: run {install_command('sounddevice')}") from None
     except OSError:  # the package is there, the library is not
         raise ValueError("--play needs the library PortAudio: on Debian, apt-get install libportaudio2") from None
     try:

@@ -60,6 +60,8 @@ def speak_all(args: argparse.Namespace, progress: "Progress", player: Player | N
     utterance = partial(speak if args.limit_speech else stream, method, **request)
     if args.retry:
         utterance = partial(utterance, retries=args.retry)
+    if args.speed != 1:
+        utterance = in_tempo(utterance, args.speed)
     path = f"; {tts.speech.path}"
 
     progress.begin()
@@ -99,6 +101,13 @@ def speak_all(args: argparse.Namespace, progress: "Progress", player: Player | N
         path = ""  # it is the same for all files
         if args.parts and not args.join:
             args.parts.mark(texts[0][0]).touch()
+
+
+def in_tempo(utterance: Callable, speed: float) -> Callable:
+    """Each utterance by itself: pauses between them stay as long as --pause says."""
+    from common.tempo import at_speed  # which imports PyAV
+
+    return lambda **request: at_speed(utterance(**request), speed)
 
 
 def what_is_kept(args: argparse.Namespace, seconds: float) -> str:
@@ -166,19 +175,10 @@ def speak_parts(args: argparse.Namespace, texts: list, utterance: Callable, prog
 
 
 def check_lengths(args: argparse.Namespace) -> None:
-    """A text takes one position of the cache per token. Lines of a file and of stdin that are too long are cut."""
-    if isinstance(args.texts, Pipe):
-        return
-    if args.text_file or args.text == "-":
+    """A text takes one position of the cache per token. Lines that are too long are cut; one line stays one file."""
+    if not isinstance(args.texts, Pipe):
+        args.join = args.join or len(args.texts) == 1
         args.texts = split_texts(args)
-        return
-    room = args.max_seq_len
-    for text in args.texts:  # a text has at most a token per byte
-        if len(text.encode()) >= room and (tokens := count_tokens(args.model, text)) >= room:
-            raise ValueError(
-                f"the text {text[:20]!r}... takes {tokens} positions, the cache has {room}: put it on several lines, "
-                "or give a larger --max-seq-len"
-            )
 
 
 def split_texts(args: argparse.Namespace) -> list[str]:
@@ -188,7 +188,12 @@ def split_texts(args: argparse.Namespace) -> list[str]:
         audio, rate = args.voice
         reference_positions = int((len(audio) / rate + REFERENCE_SILENCE) * FRAME_RATE) + len(args.ref_text.encode())
     voice = {"instruct": args.instruct, "voice_clone_prompt": None if args.ref_audio else args.voice}
-    most = tokens_that_fit(args.max_seq_len, voice, reference_positions)
+    try:
+        most = tokens_that_fit(args.max_seq_len, voice, reference_positions)
+    except ValueError:  # short texts have room even so, and speech that is cut off is reported
+        if all(count_tokens(args.model, text) < args.max_seq_len for text in args.texts):
+            return args.texts
+        raise
 
     def fits(text: str) -> bool:
         return len(text.encode()) <= most or count_tokens(args.model, text) <= most
@@ -223,7 +228,7 @@ def plan_outputs(args: argparse.Namespace) -> list[tuple[Path, Iterable[tuple[in
         return [(output, numbered)]
     outputs = [(output.with_stem(f"{output.stem}-{number + 1:03}"), [(number, text)]) for number, text in numbered]
     for path, _ in outputs:
-        check_writable(path)
+        check_writable(path, args.ref_audio, args.speaker, args.text_file)
     return outputs
 
 

@@ -15,18 +15,20 @@ from pathlib import Path
 
 import huggingface_hub
 
+from common.published import MODELS, SPEAKERS, model_name, published_config
 from common.scripts import show_progress
 
-VARIANTS = ("0.6B-Base", "1.7B-Base", "0.6B-CustomVoice", "1.7B-CustomVoice", "1.7B-VoiceDesign")
-# short name -> hub id; generate.py, which runs without this file, has the same
-MODELS = {name.removesuffix("-Base"): f"Qwen/Qwen3-TTS-12Hz-{name}" for name in VARIANTS}
 KINDS = {
     "base": "a Base model, which clones voices",
     "custom_voice": "a CustomVoice model, which has speakers of its own",
     "voice_design": "a VoiceDesign model, which makes voices from descriptions",
 }
 CLONING_MODEL, PRESET_MODEL = "0.6B", "0.6B-CustomVoice"  # the defaults, with and without a voice to clone
-MODELS_OF_KIND = {"base": "0.6B or 1.7B", "custom_voice": "1.7B-CustomVoice", "voice_design": "1.7B-VoiceDesign"}
+MODELS_OF_KIND = {
+    "base": ("0.6B", "1.7B"),
+    "custom_voice": ("0.6B-CustomVoice", "1.7B-CustomVoice"),
+    "voice_design": ("1.7B-VoiceDesign",),
+}
 CHECKPOINT_FILES = (  # besides the weights and the vocabulary, which may be stored in two ways
     "config.json",
     "generation_config.json",
@@ -57,6 +59,7 @@ LANGUAGES = {  # ISO 639-1 code -> the models' name; speech/long_text.py has the
 SMALL_FILES = ("*.json", "*.txt")  # all but the weights
 HUB_TIMEOUT = 10.0  # seconds
 TALKER_KEYS = {"hidden_size", "vocab_size", "max_position_embeddings", "spk_id", "codec_language_id"}
+TORCH_FILES = b"PK\3\4", b"\x80\2"  # how files of torch.save begin: a zip, or a pickle in those of old versions
 FRAME_RATE = 12.5  # of the 12 Hz models
 REFERENCE_SILENCE = 0.5  # seconds between an in-context reference and the speech
 
@@ -92,10 +95,10 @@ def read_config(model: str) -> dict:
 
 def base_config(model: str) -> dict:
     """The config of a model that clones voices."""
-    config = read_config(model)
+    config = published_config(model) or read_config(model)
     if config["tts_model_type"] != "base":
         raise ValueError(f"{model} has no speaker encoder to clone a voice with: give a Base model, 0.6B or 1.7B")
-    return config
+    return read_config(model)
 
 
 def number_ranges(config: dict) -> dict[str, tuple[Callable, str]]:
@@ -108,6 +111,7 @@ def number_ranges(config: dict) -> dict[str, tuple[Callable, str]]:
         "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
         "repetition_penalty": (lambda x: 1e-6 <= x <= 1e6, "from 1e-6 to 1e6, 1.0 for none"),
         "max_seq_len": (lambda x: 32 <= x <= positions, f"from 32 to {positions}"),
+        "speed": (lambda x: 0.25 <= x <= 4, "from 0.25 to 4"),
         "pause": (lambda x: 0 <= x <= 60, "from 0 to 60"),
         "retry": (lambda x: 0 <= x <= 100, "from 0 to 100"),
         "seed": (lambda x: 0 <= x < 2**63, "from 0 to 2**63 - 1"),
@@ -127,8 +131,16 @@ def nearest(word: str | None, known: Iterable[str]) -> str:
 
 
 def check_speaker_file(path: str | Path) -> None:
-    if not Path(path).is_file():
+    """What can be seen without torch."""
+    if not os.path.isfile(path):
+        if str(path).lower() in SPEAKERS:
+            models = " or ".join(MODELS_OF_KIND["custom_voice"])
+            raise ValueError(f"{path} is a voice of a CustomVoice model, not a speaker file: use --model {models}")
         raise ValueError(f"there is no speaker file {path}: make one with extract_speaker.py")
+    with open(path, "rb") as file:
+        if not file.read(4).startswith(TORCH_FILES):
+            remedy = f"make one with extract_speaker.py --ref-audio {path}"
+            raise ValueError(f"{path} is not a speaker file: if it is a recording, {remedy}")
 
 
 def languages(config: dict) -> list[str]:
@@ -294,10 +306,11 @@ def complete_folder(model: str) -> Iterator[str]:
 
 def download(model: str) -> None:
     """For setup.sh: all files of a model, with the hub's own progress bars."""
+    name = hub_name(model_name(model))
     try:
-        huggingface_hub.snapshot_download(MODELS[model])
+        huggingface_hub.snapshot_download(name)
     except hub_errors():
-        sys.exit(f"error: {MODELS[model]} cannot be downloaded from the model hub: check the network")
+        sys.exit(f"error: {name} cannot be downloaded from the model hub: check the network")
 
 
 def hub_errors() -> tuple[type[Exception], ...]:

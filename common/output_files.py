@@ -22,13 +22,15 @@ FORMATS = {  # file name extension -> soundfile's format and subtype; none is WA
 }
 
 
-def check_writable(path: Path) -> None:
-    """Raise an error now rather than after the work."""
+def check_writable(path: Path, *inputs: str | Path | None) -> None:
+    """Raise an error now rather than after the work. None of the inputs is overwritten."""
     if str(path) == "-":
         return
     folder = os.path.dirname(os.path.realpath(path))  # a new file is written there, and then renamed
     if path.is_dir():
         problem = "it is a folder"
+    elif any(given and os.path.isfile(given) and path.exists() and path.samefile(given) for given in inputs):
+        problem = "it is what is read"
     elif not path.parent.is_dir():
         problem = f"there is no folder {path.parent}"
     elif not is_special(path) and not os.access(folder, os.W_OK):

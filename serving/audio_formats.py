@@ -11,7 +11,6 @@ import io
 import re
 import wave
 from collections.abc import AsyncIterator, Callable
-from fractions import Fraction
 
 import numpy as np
 import soundfile
@@ -32,6 +31,8 @@ from serving.settings import Settings
 
 try:
     import av
+
+    from common.tempo import Tempo, audio_frame
 except ImportError:  # check_encoding says so
     av = None
 
@@ -52,7 +53,6 @@ COMPRESSED = {
     "aac": ("adts", "aac", 96_000, {}),
 }
 FLAC_LENGTH = 18, 26  # these bytes end with 36 bits for the number of samples; 0: it is not known
-SLOWEST_STEP = 0.5  # of FFmpeg's atempo: a slower tempo takes two of them
 
 READABLE = {"WAV", "WAVEX", "FLAC", "OGG", "MP3"}  # soundfile's names of the formats that clients may upload
 MAX_CHANNELS = 2
@@ -196,52 +196,6 @@ class CompressedFile:
         data = b"".join(self.written)
         self.written.clear()
         return data
-
-
-class Tempo:
-    """Speaks faster or slower and keeps the pitch."""
-
-    def __init__(self, rate: int, speed: float):
-        self.rate = rate
-        self.speed = speed
-        self.samples = 0
-        self.taken = 0
-        self.graph = av.filter.Graph()
-        steps = [SLOWEST_STEP, speed / SLOWEST_STEP] if speed < SLOWEST_STEP else [speed]
-        self.graph.link_nodes(
-            self.graph.add_abuffer(sample_rate=rate, format="s16", layout="mono", time_base=Fraction(1, rate)),
-            *(self.graph.add("atempo", repr(float(step))) for step in steps),
-            self.graph.add("abuffersink"),
-        ).configure()
-
-    def add(self, samples: np.ndarray) -> np.ndarray:
-        self.graph.push(audio_frame(samples, self.rate, self.samples))
-        self.samples += len(samples)
-        return self.take()
-
-    def finish(self) -> np.ndarray:
-        """atempo keeps the last milliseconds to itself, so some silence follows them, and is cut off again."""
-        missing = round(self.samples / self.speed) - self.taken
-        rest = self.add(np.zeros(self.rate // 10, np.int16))
-        self.graph.push(None)
-        return np.concatenate([rest, self.take()])[: max(missing, 0)]
-
-    def take(self) -> np.ndarray:
-        pieces = [np.empty(0, np.int16)]
-        with contextlib.suppress(av.BlockingIOError, av.EOFError):
-            while True:
-                pieces.append(self.graph.pull().to_ndarray()[0])
-        samples = np.concatenate(pieces)
-        self.taken += len(samples)
-        return samples
-
-
-def audio_frame(samples: np.ndarray, rate: int, position: int):
-    frame = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
-    frame.sample_rate = rate
-    frame.time_base = Fraction(1, rate)
-    frame.pts = position
-    return frame
 
 
 def check_base64(text: str) -> None:

@@ -2,16 +2,19 @@
 
 import argparse
 import contextlib
+import errno
 import ipaddress
 import os
 import resource
 import socket
+import tempfile
 import warnings
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from common.checkpoints import CLONING_MODEL, MODELS, PRESET_MODEL
+from common.checkpoints import CLONING_MODEL, PRESET_MODEL, check_number, check_speaker_file, read_config
+from common.published import MODELS, model_name, published_config
 from common.scripts import Parser, check_device_name
 from serving.settings import API_KEY_VARIABLE, LIMITS, MAX_PENDING, Settings, check_host, check_origin
 
@@ -22,11 +25,15 @@ OTHER_FILES = 40  # that are open besides connections: the workers' sockets, pip
 
 def run() -> None:
     args = parse_arguments()
+    settings = make_settings(args)
+    check_folder(args.voices)
+    for path in args.speaker:
+        check_speaker_file(path)
     for name in PACKAGES:
         if find_spec(name) is None:
             raise ValueError(f"the server needs {name}, which is not installed: run ./setup.sh none --server")
-    settings = make_settings(args)
-    check_folder(args.voices)
+    for name in args.model:  # before the server's imports, and before the hub is asked
+        check_number(published_config(name) or read_config(name), "max_seq_len", settings.max_seq_len)
     with listen(args.host, args.port) as listening:
         settings = keep_to_this_machine(listening, settings)
         from serving.process import serve
@@ -60,10 +67,12 @@ def keep_to_file_limit(settings: Settings) -> Settings:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser(prog="python -m serving", description="Serve speech over HTTP and WebSocket.")
+    description = "Serve speech over HTTP and WebSocket."
+    parser = Parser(prog="python -m serving", description=description, allow_abbrev=False)  # --voice is not --voices
     parser.add_argument(
         "--model",
         action="append",
+        type=model_name,
         help=", ".join(MODELS)
         + f", a hub id, a folder or name=folder; may be given several times. Default: {PRESET_MODEL}, or "
         f"{CLONING_MODEL} with --speaker",
@@ -121,11 +130,16 @@ def make_settings(args: argparse.Namespace) -> Settings:
 
 
 def check_folder(folder: Path) -> None:
-    """Whether it can be made, or written to."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        problem = f"{existing} is not a folder that can be written to"
-        raise ValueError(f"the voices cannot be kept in {folder}: {problem}: choose another --voices")
+    """Whether it can be made, or written to. To ask for permissions would not do: root has them in /proc, too."""
+    try:
+        target = Path(os.path.realpath(folder))
+        existing = next(path for path in (target, *target.parents) if path.exists())
+        if folder.is_symlink() and existing != target:
+            raise NotADirectoryError(errno.ENOTDIR, "it is a link to nothing")
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".voices-"):
+            pass
+    except OSError as error:
+        raise ValueError(f"the voices cannot be kept in {folder}: {error.strerror}: choose another --voices") from None
 
 
 def keep_to_this_machine(listening: socket.socket, settings: Settings) -> Settings:

@@ -124,4 +124,5 @@ def greeting(speech: Speech, address: str) -> str:
     request = f'{{"input": "Hello!", "voice": "{voice}", "response_format": "wav"}}'
     header = '-H "Content-Type: application/json"'
     lines.append(f"try it{instead}:\n  curl{key} {header} -d '{request}' -o hello.wav {address}/v1/audio/speech")
+    lines.append(f"or listen in a browser: {address}/")
     return "\n".join(lines)

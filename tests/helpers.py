@@ -1,7 +1,9 @@
 """What several test modules use: every kind of voice, on upstream's model and on the same model accelerated; and
 products of bfloat16 tensors that are the same on every CPU."""
 
+import functools
 import io
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +18,22 @@ from generate import accelerate, load_upstream
 from speech.engine import Engine
 
 ROOT = Path(__file__).parents[1]
+
+
+@functools.cache
+def project_files(root=ROOT):
+    """The files that git knows; without git, all but hidden ones. A user's own files in the checkout are not tested."""
+    try:
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True).stdout.split("\0")
+    except OSError:
+        listed = []
+    paths = [root / name for name in listed if name]
+    if not paths:
+        folders = (path for path in root.iterdir() if not path.name.startswith(".") and path.name != "build")
+        paths = [path for folder in folders for path in [folder, *folder.rglob("*")]]
+    return sorted(path for path in paths if path.is_file() and path.parent.name != "__pycache__")
+
+
 GREEDY = dict(do_sample=False, subtalker_dosample=False)
 
 VOICES = {  # name: model type, method, its arguments

@@ -86,6 +86,7 @@ SERVER = "| 1.7B | engine: first audio | audio s/s | over HTTP: first audio | au
 CONDITIONS = "| 1.7B over HTTP: first audio |"  # and so on
 OPTIONS = "| option | default | what it limits |"
 BOUNDS = "| GPU | memory, GB/s |"  # and so on
+EXAMPLES = "| x real time at most, calculated |"
 
 
 # ---- The pages
@@ -234,7 +235,7 @@ def whole_tables() -> dict[str, str]:
             options.append(f"| `{option}` | {default} | {item.metadata['help']} |")
 
     parts = {LISTENERS: listeners, LISTS: lists, SERVER: server, CONDITIONS: under_conditions, OPTIONS: options}
-    parts[BOUNDS] = bounds.table()
+    parts |= {BOUNDS: bounds.table(), EXAMPLES: bounds.examples()}
     return {start: "\n".join(lines) for start, lines in parts.items()}
 
 
@@ -269,6 +270,11 @@ def sentences() -> Iterator[tuple[str, str, list[str]]]:
     per_frame = [f"{model[FUSED]['ms_per_frame']:.2f}" for model in models]
     yield "README.md", "a frame takes {} ms (0.6B) or {} ms (1.7B)", per_frame
     yield "README.md", "first audio is there after {} or {} ms", first_audio
+
+    downloads = [f"{bounds.download_bytes(size) / 1e9:.1f}" for size in SIZES]
+    yield "README.md", "{} GB to download for a 0.6B, {} GB for a 1.7B", downloads
+    shares = re.findall(r"(\d+)%", re.search(r"^\| H200 \|.*", whole_tables()[BOUNDS], re.M)[0])
+    yield "README.md", "the H200 reaches {} (0.6B) and {}% (1.7B)", shares
 
     yield page, f"One {card['gpu']}, {card['dtype']}, **{card['weights']} weights**", []
     yield page, "torch {}, transformers {};", [card["torch"].split("+")[0], card["transformers"]]

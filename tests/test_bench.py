@@ -267,6 +267,9 @@ def test_the_check_finds_what_is_wrong(tmp_path, monkeypatch, capsys):
     "words, answer",
     [
         (("7B",), "neither 0.6B, 1.7B nor a folder"),
+        (("",), "neither 0.6B, 1.7B nor a folder"),
+        (("1.7b", "--speaker", "ryan"), "use --model 0.6B-CustomVoice or 1.7B-CustomVoice"),
+        (("--recognizer", ""), "--recognizer is empty"),
         (("--output", "nowhere/x.json"), "no folder nowhere"),
         (("./custom",), "give a Base model"),
     ],

@@ -34,6 +34,8 @@ from cli import speaking
 from cli.__main__ import main
 from common import checkpoints
 from common.audio_files import read_audio
+from common.installed import install_command
+from common.published import KIND_OF, LANGUAGE_IDS, SPEAKERS, model_name, published_config
 from common.voices import clone_prompt, load_speaker
 from generate import MODELS, load
 from speech import long_text
@@ -386,15 +388,80 @@ def test_nothing_but_a_text(call, checkpoint, requests, tmp_path, monkeypatch):
     )
 
 
-def test_the_model_follows_the_voice(monkeypatch):
+@pytest.mark.parametrize(
+    "voice, model",
+    [
+        ((), "0.6B-CustomVoice"),
+        (("--voice", "ryan"), "0.6B-CustomVoice"),
+        (("--speaker", "my.pt"), "0.6B"),
+        (("--ref-audio", "voice.wav"), "0.6B"),
+    ],
+)
+def test_the_model_follows_the_voice(call, voice, model):
     """Only a voice to clone needs a Base model, which has none of its own."""
-    chosen = []
-    monkeypatch.setattr(cli.options, "read_config", lambda model: chosen.append(model) or sys.exit())
-    for voice in ((), ("--speaker", "ryan"), ("--speaker", "my.pt"), ("--ref-audio", "voice.wav")):
-        monkeypatch.setattr(sys, "argv", ["generate.py", "--text", "Hello!", "--output", "-", *voice])
-        with pytest.raises(SystemExit):
-            cli.options.parse_arguments()
-    assert chosen == ["0.6B-CustomVoice", "0.6B-CustomVoice", "0.6B", "0.6B"]
+    code, stdout, stderr = call(main, *voice, "--list-speakers")
+    assert (stdout.split() == sorted(SPEAKERS)) if "Custom" in model else f"{model} has no speakers" in stderr
+
+
+def test_words_of_other_programs(call, checkpoint, requests, tmp_path):
+    """A text without an option, --voice, -o: `--voice ryan` was answered with --device, -o with nothing."""
+    out, model = tmp_path / "out.wav", checkpoint("custom_voice")
+    common = "--model", model, "--device", "cpu", "--max-seq-len", 300
+    for words in (("Hello,", "there!", "--voice", "Ryan", "-o", out), ("-o", out, "--voice=Ryan", "Hello, there!")):
+        code, stdout, stderr = call(main, *common, *words)
+        assert (code, stderr) == (0, "") and stdout.startswith(f"{out}: ")
+        assert (requests[-1]["text"], requests[-1]["speaker"]) == ("Hello, there!", "Ryan")
+    for words, message in (
+        (("Hello!", "--text", "Hi!"), "'Hello!' is a second text"),
+        (("Hello!", "--text-file", "book.txt"), "'Hello!' is a second text"),
+        ((model / "config.json",), f"is a file: give it as --text-file {model / 'config.json'}"),
+        (("",), "the text is empty"),
+        (("x" * 5000, "--seed", -1), "from 0 to"),  # too long for the name of a file
+    ):
+        code, _, stderr = call(main, *common, *words, "-o", out)
+        assert code == 2 and message in stderr and len(stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("speed", [0.25, 0.8, 1.5, 4])
+def test_speed(checkpoint, loaded, requests, tmp_path, monkeypatch, capfdbinary, speed):
+    """To files, to stdout and played alike; the silence between utterances stays as --pause says."""
+    pytest.importorskip("av")
+    monkeypatch.setattr(speaking, "load", loaded)
+    words = "--model", checkpoint("custom_voice"), "--device", "cpu", "--max-seq-len", 300, "--speed", speed
+    words += "--text", "One.\nTwo.", "--join", "--pause", 0.5
+    wanted = 2 * round(2 * 1920 / speed) + 12000
+    monkeypatch.setitem(sys.modules, "sounddevice", device := FakeSoundDevice())
+    for output in ("whole.wav", "whole.flac", "streamed.wav", "-", "played.wav"):
+        path = output if output == "-" else tmp_path / output
+        more = {"streamed.wav": ["--stream"], "played.wav": ["--play"]}.get(output, [])
+        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, [*words, *more, "-o", path])])
+        capfdbinary.readouterr()
+        with warnings.catch_warnings():
+            main()
+        requests.clear()  # they count
+        heard, _ = soundfile.read(io.BytesIO(capfdbinary.readouterr().out) if output == "-" else path, dtype="int16")
+        assert len(heard) == wanted and np.abs(heard).max() > 1000
+        if output == "whole.wav":
+            whole = heard
+        np.testing.assert_array_equal(heard, whole)
+    np.testing.assert_array_equal(np.rint(np.concatenate(device.heard) * 32767), whole)
+
+
+def test_a_long_text_is_cut_wherever_it_comes_from(call, checkpoint, requests, tmp_path, monkeypatch):
+    """As --text it was refused. One line is one file, however many utterances it takes."""
+    text = "This is a sentence. " * 10 + "x" * 500
+    (tmp_path / "long.txt").write_text(text)
+    heard = []
+    for source in (("--text", text), ("--text-file", tmp_path / "long.txt"), (text,), ("--text", "-")):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        words = "--model", checkpoint("custom_voice"), "--device", "cpu", "--max-seq-len", 300, "-o"
+        code, stdout, stderr = call(main, *words, tmp_path / "out.wav", *source)
+        assert (code, stderr) == (0, "") and stdout.startswith(f"{tmp_path / 'out.wav'}: ")
+        heard.append([request["text"] for request in requests])
+        assert [path.name for path in tmp_path.glob("*.wav*")] == ["out.wav"]
+        (tmp_path / "out.wav").unlink()
+        requests.clear()
+    assert heard == heard[:1] * 4 and "".join(heard[0]).replace(" ", "") == text.replace(" ", "")
 
 
 class FakeSoundDevice:
@@ -448,7 +515,7 @@ def test_play(call, checkpoint, requests, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "device, words",
     [
-        (None, "pip install sounddevice"),
+        (None, install_command("sounddevice")),
         (FakeSoundDevice(fails_after=0), "finds no sound device"),
         (FakeSoundDevice(fails_after=1), "the sound device has stopped: unplugged"),
     ],
@@ -521,6 +588,35 @@ def test_lists(call, checkpoint):
     assert {checkpoints.language_name(code) for code in checkpoints.LANGUAGES} <= {*languages.split()}
 
 
+def test_published_models_are_known_without_a_hub(call, tmp_path, monkeypatch):
+    """Lists and mistakes waited for a download. The facts are those that random checkpoints are made of."""
+    tokenizer = random_checkpoint.text_tokenizer(tmp_path, 0)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    for name, hub_id in MODELS.items():
+        size, kind = hub_id.split("-")[-2:]
+        written = random_checkpoint.model_config(size, KIND_OF[kind], tokenizer)
+        for spelling in (name, name.lower(), f"{size}-{kind}".upper(), hub_id, hub_id.lower(), hub_id.split("/")[1]):
+            config = published_config(model_name(spelling))
+            talker = config.pop("talker_config")
+            assert written | config == written and written["talker_config"] | talker == written["talker_config"]
+            code, languages, _ = call(main, "--model", spelling, "--list-languages")
+            assert code in (0, None) and languages.split() == sorted(["auto", *LANGUAGE_IDS])
+    assert len(SPEAKERS) == 9 and len(LANGUAGE_IDS) == 10
+    code, speakers, _ = call(main, "--model", "1.7b-customvoice", "--list-speakers")
+    assert code in (0, None) and speakers.split() == sorted(SPEAKERS)
+    for words, message in (
+        (
+            ("--model", "1.7b", "--voice", "Ryan"),
+            "--speaker Ryan is not for 1.7B, a Base model, which clones voices: use",
+        ),
+        (("--voice", "rian"), "choose ryan, vivian"),
+        (("--language", "klingon"), "no language 'klingon'"),
+        (("--top-k", 5000), "from 1 to 3072"),
+    ):
+        code, _, stderr = call(main, "Hello!", "-o", tmp_path / "out.wav", *words)
+        assert code == 2 and message in stderr and len(stderr.splitlines()) == 1
+
+
 def test_codes_of_languages(call, checkpoint, requests):
     """As other services name them: --language en was "there is no language"."""
     code, *_ = call(main, *options(checkpoint(), output=os.devnull, language="de"), "--max-seq-len", 300)
@@ -578,6 +674,23 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(model="voiceless", speaker=None), "give it --ref-audio voice.wav or --speaker speaker.pt"),
     (dict(ref_audio="short.wav"), "one of the two"),
     (dict(ref_text="words"), "--ref-text is the transcript of --ref-audio"),
+    (dict(speaker=None, model=None, ref_text="words"), "--ref-text is the transcript of --ref-audio"),
+    (dict(no_append_silence=""), "give --ref-text"),
+    (dict(speaker="voice.wav"), "voice.wav is a recording, not a speaker: give it as --ref-audio voice.wav"),
+    (dict(speaker="VOICE.M4A", model="custom_voice"), "give it as --ref-audio VOICE.M4A"),
+    (dict(speaker="voice.wav", model=None), "give it as --ref-audio voice.wav"),
+    (dict(speaker="binary.txt"), "if it is a recording, make one with extract_speaker.py --ref-audio binary.txt"),
+    (dict(speaker="text.pt"), "not a speaker file"),
+    (dict(speaker="x" * 300), "no speaker file"),
+    (dict(speaker="Ryan"), "use it with --model 0.6B-CustomVoice or 1.7B-CustomVoice"),
+    (dict(speaker="ryan", model="voice_design"), "use it with --model 0.6B-CustomVoice or 1.7B-CustomVoice"),
+    (dict(speaker="wide.pt", model="custom_voice"), "use it with --model 0.6B or 1.7B"),
+    (dict(voice="other.pt"), "--voice was given twice"),
+    (dict(speed=0.2), "--speed is 0.2, it must be from 0.25 to 4"),
+    (dict(speed="nan"), "from 0.25 to 4"),
+    (dict(pause=1), "--pause is the silence between utterances in one file: add --join"),
+    ({"output": None, "output=": ""}, "its value is empty"),
+    (dict(text="-x"), "as in --text=-5"),
     (dict(speaker=None, ref_audio="missing.wav"), "no file missing.wav"),
     (dict(speaker=None, ref_audio="long.wav", ref_text=" "), "--ref-text is empty"),
     (dict(speaker=None, ref_audio="long.wav", ref_text="words"), "312 positions, the cache has 300: give a sh"),
@@ -589,7 +702,7 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(model="custom_voice", speaker="aidan"), "choose aiden"),
     ({"model": "custom_voice", "speaker": None, "speaker=": ""}, "no --speaker was given: choose aiden"),
     (dict(model="custom_voice", speaker="aiden", ref_audio="a.wav"), "use it with --model 0.6B or 1.7B"),
-    (dict(model="voice_design", instruct="warm"), "--speaker is not for"),
+    (dict(model="voice_design", instruct="warm"), "speaker.pt is not for"),
     (dict(list_speakers=""), "no speakers of its own"),
     (dict(language="Klingon"), "no language 'Klingon'"),
     (dict(language="germn"), "choose german"),
@@ -603,6 +716,8 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(text="caf\udce9"), "cannot read --text: it is not UTF-8"),
     (dict(output="nowhere/out.wav"), "no folder nowhere"),
     (dict(output="."), "it is a folder"),
+    (dict(text=None, text_file="text.wav", output="text.wav"), "cannot write text.wav: it is what is read"),
+    (dict(speaker="wide.pt", output="./wide.pt"), "it is what is read"),
     (dict(text="a\nb", output="."), "it is a folder"),
     (dict(text="a\nb", output="-"), "add --join"),
     (dict(output=None, resume=""), "--resume needs the --output"),
@@ -624,10 +739,9 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(repetition_penalty=0), "1.0 for none"),
     (dict(max_seq_len=4), "from 32 to 32768"),
     (dict(max_seq_len=10**9), "from 32 to"),
-    (dict(pause=-1), "--pause is -1.0, it must be from 0 to 60"),
+    (dict(pause=-1, join=""), "--pause is -1.0, it must be from 0 to 60"),
     (dict(retry=-1), "--retry is -1"),
     (dict(retry=2, no_limit_speech=""), "leave out --no-limit-speech"),
-    (dict(resume=""), "--resume is for files with several utterances"),
     (dict(resume="", stream=""), "leave it out with --stream"),
     (dict(resume="", output="-"), "leave it out with --stream and --output -"),
     (dict(text="-", stream="", paragraphs=""), "--paragraphs needs the whole text"),
@@ -647,6 +761,20 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(model="hollow"), "does not describe"),
     (dict(unknown="x"), "unrecognized arguments"),
     (dict(ouput="x"), "there is no --ouput: did you mean --output?"),
+    (dict(pitch=2), "unrecognized arguments: --pitch"),  # not: did you mean
+    *(
+        ({word: "x"}, f"there is no --{word}: did you mean {option}?")
+        for words, option in (
+            ("rate length-scale tempo", "--speed"),
+            ("speaker-wav reference-audio", "--ref-audio"),
+            ("list-voices voices", "--list-speakers"),
+            ("input gen-text", "--text"),
+            ("out-path output-file format", "--output"),
+            ("style instructions", "--instruct"),
+            ("cuda", "--device"),
+        )
+        for word in words.split()
+    ),
 ]
 LATE_MISTAKES = [  # those that take torch, the tokenizer or the model to find
     (dict(speaker="wide.pt"), "holds 128 numbers, this model takes 64"),
@@ -658,9 +786,10 @@ LATE_MISTAKES = [  # those that take torch, the tokenizer or the model to find
     (dict(speaker="dict.pt"), "does not hold a speaker"),
     (dict(speaker="code.pt"), "not a speaker file"),
     (dict(speaker="pickle.pt"), "not a speaker file"),
-    (dict(speaker="text.pt"), "not a speaker file"),
-    (dict(text="x" * 500), "takes 500 positions, the cache has 300"),
-    (dict(text="x" * 295, non_streaming_mode=""), "the prompt takes 305 of 300 positions: raise --max-seq-len"),
+    (
+        dict(max_seq_len=64, text="x" * 64),
+        "the prompt takes 16 of 64 positions, too little is left for speech: raise --max-seq-len",
+    ),
     (dict(fused=""), "the megakernel cannot run here: the model is not on an NVIDIA GPU"),
     (dict(model="truncated"), "download it again"),
     pytest.param(
@@ -883,7 +1012,7 @@ def test_no_hub(call, tmp_path, monkeypatch):
 
     for function in ("model_info", "snapshot_download"):
         monkeypatch.setattr(huggingface_hub, function, unreachable)
-    code, _, stderr = call(main, "--text", "Hello!", "--speaker", "x.pt", "--output", tmp_path / "out.wav")
+    code, _, stderr = call(main, "--text", "Hello!", "--output", tmp_path / "out.wav")
     assert code == 2 and "cannot be downloaded from the model hub" in stderr and len(stderr.splitlines()) == 1
 
 
@@ -946,6 +1075,10 @@ def test_extract_speaker_mistakes(call, wrong_files, monkeypatch):
         (["text.wav"], "not audio"),
         (["silent.wav"], "silent"),
         (["short.wav"], "0.06 s"),
+        (["silent.wav", "-o", wrong_files / "silent.wav"], "it is what is read"),
+        (["long.wav", "--model", "1.7b-customvoice"], "1.7B-CustomVoice has no speaker encoder"),  # asks no hub
+        (["long.wav", "-o", "a.pt", "--output", "b.pt"], "--output was given twice, a.pt and b.pt: give one"),
+        ([""], "its value is empty"),
         ([], "expected at least one argument"),
     ):
         code, _, stderr = call(extract_speaker.main, "--ref_audio", *arguments)
@@ -1006,5 +1139,28 @@ def test_setup_says_what_it_knows():
     result = run(["bash", ROOT / "setup.sh", "0.6B", "7B"])
     message = "error: setup.sh does not know 7B: see ./setup.sh --help\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", message)
-    result = run(["bash", ROOT / "setup.sh", *MODELS, "both", "none", "demo", "test", "--help"])
+    result = run(
+        ["bash", ROOT / "setup.sh", *MODELS, *map(str.lower, MODELS), "both", "none", "demo", "test", "--help"]
+    )
     assert (result.returncode, result.stderr) == (0, "") and all(name in result.stdout for name in MODELS)
+
+
+@pytest.mark.parametrize("on_a_terminal", [False, True])
+def test_setup_shows_how_far_it_is(tmp_path, on_a_terminal):
+    """`./setup.sh demo` was silent for minutes: each step is said, and a terminal shows the downloads' own progress."""
+    for path in (ROOT / "setup.sh", *ROOT.glob("requirements*.txt")):
+        shutil.copy(path, tmp_path)
+    uv = tmp_path / "uv"  # stands in for the real one: notes its arguments, and makes an environment without anything
+    uv.write_text("#!/bin/sh\necho $@ >> log\nmkdir -p .venv/bin\nln -sf /bin/true .venv/bin/python\n")
+    uv.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    stdout, terminal = os.openpty() if on_a_terminal else os.pipe()
+    result = subprocess.run(["bash", tmp_path / "setup.sh", "demo"], stdout=terminal, env=environment, timeout=60)
+    shown = os.read(stdout, 1 << 16).decode()
+    os.close(stdout)
+    os.close(terminal)
+    steps = re.findall(r"^\[\d+:\d\d\] (\w+)", shown, re.M)
+    assert result.returncode == 0
+    assert steps == ["making", "installing", "importing", "environment", "making", "speaking"], shown
+    installs = re.findall(r"^pip install.*", (tmp_path / "log").read_text(), re.M)
+    assert len(installs) == 2 and all(("--quiet" in line) != on_a_terminal for line in installs)

@@ -246,7 +246,7 @@ def test_resume(checkpoint, tmp_path, monkeypatch, capsys, join):
     """What an interrupted run has spoken is not spoken again, and the result is that of an uninterrupted run."""
     (tmp_path / "book.txt").write_text("One.\nTwo.\nThree. Four is longer. Five as well.\n")
     arguments = generate(
-        checkpoint(), "--text-file", tmp_path / "book.txt", "--seed", 3, "--pause", 0.1, *["--join"] * join
+        checkpoint(), "--text-file", tmp_path / "book.txt", "--seed", 3, *["--join", "--pause", 0.1] * join
     )
 
     def speak_to(name, *more):

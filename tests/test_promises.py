@@ -10,7 +10,7 @@ import textwrap
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, project_files
 
 import generate
 
@@ -45,10 +45,7 @@ def part_of(path):
 
 
 def python_files():
-    for path in sorted(ROOT.iterdir()):
-        if path.name in ("tests", "build") or path.name.startswith("."):
-            continue
-        yield from [path] if path.suffix == ".py" else sorted(path.rglob("*.py"))
+    return [path for path in project_files() if path.suffix == ".py" and path.relative_to(ROOT).parts[0] != "tests"]
 
 
 def imports_of(node, path, only_at_import):
@@ -66,6 +63,20 @@ def imports_of(node, path, only_at_import):
             yield from imports_of(child, path, only_at_import)
 
 
+@pytest.mark.parametrize("has_git", [True, False])
+def test_a_users_own_script_is_not_tested(tmp_path, has_git):
+    """It lies beside generate.py, imports what it likes, and made five tests fail. An unpacked archive has no git."""
+    for name in ("generate.py", "my_script.py", "fast/layers.py", "fast/my_notes.py", "fast/__pycache__/layers.pyc"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    if has_git:
+        subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+        subprocess.run(["git", "add", "generate.py", "fast/layers.py"], cwd=tmp_path, check=True)
+    found = [str(path.relative_to(tmp_path)) for path in project_files(tmp_path)]
+    own = [] if has_git else ["fast/my_notes.py", "my_script.py"]
+    assert found == sorted(["fast/layers.py", "generate.py", *own])
+
+
 def test_the_core_is_short():
     """The three files that explain the idea must not grow into a framework."""
     assert sum(len((ROOT / f"{name}.py").read_text().splitlines()) for name in REFERENCE) <= 500
@@ -76,7 +87,7 @@ def test_every_part_of_the_project_is_there():
     assert {part_of(path) for path in python_files()} >= {"reference", "fast", "speech", "commands", "tools", "bench"}
 
 
-@pytest.mark.parametrize("path", [*python_files()], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_run_one_way(path):
     """serving -> fast -> reference. Inside its functions, generate.py may look for speech/, cli/ and common/."""
     part, tree = part_of(path), ast.parse(path.read_text())
@@ -169,10 +180,11 @@ def test_every_kind_of_circle_is_found(changes):
 FOLDERS = sorted({path.parent for path in python_files() if path.name == "__init__.py"})
 
 
-def wrong_names(docstring, folder):
+def wrong_names(docstring, folder, paths):
     """Files of the folder that its description does not name, and names in it that are no files."""
     described = set(re.findall(r"[\w/]+(?:\.(?:py|cu|h|html|css|js|tsv)\b|/(?!\w))", docstring))
-    files = {path.name + "/" * path.is_dir() for path in folder.iterdir()} - {"__init__.py", "__pycache__/"}
+    inside = [path.relative_to(folder).parts for path in paths if path.is_relative_to(folder)]
+    files = {parts[0] + "/" * (len(parts) > 1) for parts in inside} - {"__init__.py"}
     return sorted(files - described), sorted(it for it in described - files if not (ROOT / it).exists())
 
 
@@ -180,17 +192,19 @@ def wrong_names(docstring, folder):
 def test_a_folder_lists_what_is_in_it(folder):
     """Every file, by its name, and none that is not there. It may name files of other folders, from the root on."""
     docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
-    missing, gone = wrong_names(docstring, folder)
+    missing, gone = wrong_names(docstring, folder, project_files())
     assert not missing and not gone, f"{folder.name}/__init__.py leaves out {missing}, and names {gone}"
 
 
 def test_a_stale_list_is_found(tmp_path):
-    for name in ("one.py", "two.py", "three.cu", "__init__.py"):
-        (tmp_path / name).touch()
-    (tmp_path / "page").mkdir()
-    assert wrong_names("one.py and two.py (three.cu); page/ for generate.py and tools/load.py", tmp_path) == ([], [])
-    assert wrong_names("one.py, twelve.py, three.cu; page/", tmp_path) == (["two.py"], ["twelve.py"])
-    assert wrong_names("one.py, two.py, tools/nothing.py", tmp_path) == (["page/", "three.cu"], ["tools/nothing.py"])
+    paths = [tmp_path / name for name in ("one.py", "two.py", "three.cu", "__init__.py", "page/index.html")]
+
+    def wrong(docstring):
+        return wrong_names(docstring, tmp_path, paths)
+
+    assert wrong("one.py and two.py (three.cu); page/ for generate.py and tools/load.py") == ([], [])
+    assert wrong("one.py, twelve.py, three.cu; page/") == (["two.py"], ["twelve.py"])
+    assert wrong("one.py, two.py, tools/nothing.py") == (["page/", "three.cu"], ["tools/nothing.py"])
 
 
 def test_no_file_is_long():

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from helpers import ROOT
 from numbers_in_docs import NOT_MEASURED, NUMBER, compare, corrected, differences, read_pages, tables
 
+from common.published import LANGUAGE_IDS, SPEAKERS
+
 # ---- Numbers
 
 
@@ -123,8 +125,11 @@ def test_the_code_imports_what_there_is():
 
 
 def test_the_readme_is_short_and_says_how_to_test():
+    """And which voices and languages there are; use comes before how it works."""
     readme = read_pages()["README.md"]
     assert len(readme.splitlines()) <= 230
+    assert all(f"`{name}`" in readme for name in SPEAKERS) and all(name.title() in readme for name in LANGUAGE_IDS)
+    assert readme.index("## Use") < readme.index("## How it works")
     assert "./setup.sh test" in readme
 
 

@@ -252,6 +252,7 @@ def run(monkeypatch, capsys):
 
 def test_mistakes_on_the_command_line(run, checkpoint, tmp_path):
     tiny = checkpoint()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for options, message in (
@@ -266,7 +267,16 @@ def test_mistakes_on_the_command_line(run, checkpoint, tmp_path):
             (["--model", tiny, "--api-key", ""], "--api-key or $QWEN3_TTS_API_KEY is empty"),  # "$KEY" of an unset KEY
             (["--model", tiny, "--cors-origin", "example.com"], "--cors-origin is 'example.com', it must be like"),
             (["--model", tiny, "--cors-origin", "http://example.com/page"], "it must be like https://example.com"),
-            (["--model", tiny, "--voices", tiny / "config.json"], "is not a folder that can be written to"),
+            (["--model", tiny, "--voices", tiny / "config.json"], "Not a directory: choose another --voices"),
+            (["--model", tiny, "--voices", "/proc/voices"], "cannot be kept in /proc/voices"),  # also as root
+            (["--model", tiny, "--voices", "x" * 300], "File name too long: choose another --voices"),
+            (["--model", tiny, "--voices", tmp_path / "dangling"], "it is a link to nothing"),
+            (["--model", tiny, "--voices", ""], "argument --voices: its value is empty"),
+            (["--model", tiny, "--voice", "ryan"], "there is no --voice: did you mean --speaker?"),
+            (["--model", tiny, "--speaker", "ryan"], "use --model 0.6B-CustomVoice or 1.7B-CustomVoice"),
+            (["--model", tiny, "--speaker", tiny / "config.json"], "not a speaker file: if it is a recording"),
+            (["--model", "0.6b-customvoice", "--max-seq-len", 7], "--max-seq-len is 7"),  # asks no hub
+            (["--model", tiny, "--port", 1, "--port", 2], "--port was given twice, 1 and 2: give one"),
             (["--model", tiny, "--port", 0] + 2 * ["--speaker", tiny / "speaker.pt"], "two --speaker files"),
             (["--model", tiny, "--speaker", "nobody.pt"], "no speaker file"),
             (["--model", checkpoint("custom_voice"), "--speaker", tiny / "speaker.pt"], "give a Base model"),
@@ -315,6 +325,7 @@ def test_the_line_to_try_has_a_place_for_the_key(checkpoint, tmp_path):
     assert sum('curl -H "Authorization: Bearer KEY"' in line for line in lines) == 2
     assert sum("with your API key instead of KEY" in line for line in lines) == 2
     assert "secret" not in str(lines) and "$" not in str(lines)
+    assert lines[-1] == "or listen in a browser: http://127.0.0.1:8000/"
 
 
 def test_recordings_fit_into_a_message():

@@ -20,6 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tools/random_checkpoint.py`
 import generate  # noqa: F401  must come before qwen_tts
+from common import published
 from common.loading import model_errors
 from common.scripts import Parser, cli_errors
 
@@ -30,23 +31,6 @@ from safetensors.torch import save_model
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import EncodecFeatureExtractor, Qwen2TokenizerFast
 
-LANGUAGES = dict(
-    chinese=2055,
-    english=2050,
-    german=2053,
-    italian=2070,
-    portuguese=2071,
-    spanish=2054,
-    japanese=2058,
-    korean=2064,
-    french=2061,
-    russian=2069,
-)
-DIALECTS = dict(beijing_dialect=2074, sichuan_dialect=2062)
-SPEAKERS = dict(
-    aiden=2861, dylan=2878, eric=2875, ono_anna=2873, ryan=3061, serena=3066, sohee=2864, uncle_fu=3010, vivian=3065
-)
-SPEAKER_DIALECTS = dict(dylan="beijing_dialect", eric="sichuan_dialect")
 CODEC_IDS = dict(
     codec_bos_id=2149,
     codec_eos_token_id=2150,
@@ -61,14 +45,12 @@ SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<tts_pad>", "<tts_text_bos>", "
 
 # What is not here is the default of the config's class, which is that of the published checkpoints.
 ROPE_SCALING = dict(interleaved=True, rope_type="default", type="default")
-TALKER = dict(
+TALKER = published.TALKER | dict(
     num_hidden_layers=28,
     num_key_value_heads=8,
     head_dim=128,
-    vocab_size=3072,
     text_vocab_size=151936,
     num_code_groups=16,
-    max_position_embeddings=32768,
     rope_theta=1000000,
     position_id_per_seconds=13,
     rope_scaling=ROPE_SCALING | dict(mrope_section=[24, 20, 20]),
@@ -86,8 +68,8 @@ CODEC_DECODER = dict(
 
 TINY_HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 TALKER_SIZES = {
-    "0.6B": dict(hidden_size=1024, intermediate_size=3072),
-    "1.7B": dict(hidden_size=2048, intermediate_size=6144),
+    "0.6B": dict(hidden_size=published.HIDDEN_SIZES["0.6B"], intermediate_size=3072),
+    "1.7B": dict(hidden_size=published.HIDDEN_SIZES["1.7B"], intermediate_size=6144),
     "tiny": dict(
         hidden_size=64,
         intermediate_size=128,
@@ -206,15 +188,10 @@ def text_tokenizer(folder: Path, further_merges: int) -> Qwen2TokenizerFast:
 def model_config(size: str, kind: str, tokenizer: Qwen2TokenizerFast) -> dict:
     """The config.json of talker, code predictor and, for a Base model, speaker encoder."""
     is_tiny = size == "tiny"
-    has_speakers = kind == "custom_voice"
-    speakers = SPEAKERS if has_speakers else {}
-    talker = TALKER | TALKER_SIZES[size] | CODEC_IDS
+    talker = TALKER | TALKER_SIZES[size] | CODEC_IDS | published.voices_of(kind)
     talker["text_vocab_size"] = max(talker["text_vocab_size"], len(tokenizer))
     codes = dict(num_code_groups=talker["num_code_groups"])
     talker["code_predictor_config"] = PREDICTOR | (TINY_PREDICTOR if is_tiny else {}) | codes
-    talker["codec_language_id"] = LANGUAGES | (DIALECTS if has_speakers else {})
-    talker["spk_id"] = speakers
-    talker["spk_is_dialect"] = {name: SPEAKER_DIALECTS.get(name, False) for name in speakers}
     token_id = tokenizer.convert_tokens_to_ids
     config = dict(
         architectures=["Qwen3TTSForConditionalGeneration"],
