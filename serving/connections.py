@@ -23,7 +23,7 @@ from serving.settings import Settings
 
 MAX_HEAD_BYTES = 1 << 16
 SECONDS_TO_BEGIN = 1.0  # a connection that has waited longer for a request gives way to a new one
-BODY_BYTES = 1 << 12  # of a body, at a time
+HEAD_BYTES, BODY_BYTES, FRAME_BYTES = 1 << 17, 1 << 12, 1 << 11  # in one read; those of a WebSocket are 341 frames
 ACCEPTS = 16  # connections that are taken at once
 SECONDS_BETWEEN_WARNINGS = 60.0  # that there are no files left
 # Frames of a WebSocket beyond these wait in its client's socket. The burst is a whole reply, token by token.
@@ -97,20 +97,21 @@ class Bounded(asyncio.BufferedProtocol):
     paused whenever something is unsent, so one timer, which runs only then, covers all of it.
     """
 
-    read_bytes = 1 << 16
+    buffer = None  # of a read
     unread_timer = None
 
     def connection_made(self, transport) -> None:
-        self.buffer = bytearray(self.read_bytes)
         self.app_state = self.app_state | {"connection": self}  # in the scope of each request
         transport.set_write_buffer_limits(0)
         super().connection_made(transport)
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return memoryview(self.buffer)
+    def get_buffer(self, sizehint: int) -> bytearray:
+        self.buffer = bytearray(self.most_at_once())
+        return self.buffer
 
     def buffer_updated(self, size: int) -> None:
-        self.data_received(bytes(self.buffer[:size]))
+        data, self.buffer = bytes(self.buffer[:size]), None  # idle connections keep none
+        self.data_received(data)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -146,11 +147,13 @@ class TimedWebSocketProtocol(Bounded, WebSocketsSansIOProtocol):
     """Also slows a client down that sends many frames, and gives one up that sends pings and reads no answers, or
     messages without an end."""
 
-    read_bytes = 1 << 11  # up to 341 frames, which take milliseconds
     unfinished = 0  # bytes of a message whose end has not arrived
     paid_until = -math.inf  # when the frames so far would have come at FRAMES_PER_SECOND
     is_slowed = False
     heartbeat = -math.inf  # when the client has last sent a ping, or a pong that nobody asked for
+
+    def most_at_once(self) -> int:
+        return FRAME_BYTES
 
     def data_received(self, data: bytes) -> None:
         """The first data is the handshake: what is wrong with it, websockets leaves unsaid."""
@@ -259,11 +262,10 @@ class TimedHttpProtocol(Bounded, HttpToolsProtocol):
     def has_waited(self) -> bool:
         return self.is_waiting() and self.loop.time() - self.heard > SECONDS_TO_BEGIN
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        """Less of a body, whose chunks may have a byte each. All that comes with a head is read: what is left unread
-        when a connection is closed would reset it, and the client lose its answer."""
-        whole = memoryview(self.buffer)
-        return whole if self.is_deaf or self.is_waiting() else whole[:BODY_BYTES]
+    def most_at_once(self) -> int:
+        """Little of a body, whose chunks may have a byte each. What comes with a head is read if possible: what is left
+        unread when a connection is closed would reset it, and the client lose its answer."""
+        return HEAD_BYTES if self.is_deaf or self.is_waiting() else BODY_BYTES
 
     def has_body(self) -> bool:
         """Whether all of the present request has arrived."""
