@@ -50,7 +50,7 @@ def saved_item(content, path: str | Path) -> dict | None:
         return None
     items = content.get("items")
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise ValueError(f"{path} does not hold a voice: make one with extract_speaker.py")
+        raise ValueError(f"{path} does not hold a speaker embedding: make one with extract_speaker.py")
     if len(items) != 1:
         raise ValueError(f"{path} holds {len(items)} voices: save one alone")
     item = dict.fromkeys(("ref_code", "ref_spk_embedding", "ref_text")) | items[0]
