@@ -19,9 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # for that process, whose first heavy import must be upstream
+# For that process, whose first heavy import must be upstream.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.listeners import TEXT, listen
 
 ROOT = Path(__file__).resolve().parents[1]
