@@ -13,9 +13,10 @@ ENV PATH=/venv/bin:$PATH PIP_NO_CACHE_DIR=1
 # The packages in a layer of their own, which stays when the project changes. qwen-tts without its dependencies: the
 # others are for the 25 Hz models and the demo.
 WORKDIR /src
-COPY requirements.txt requirements-server.txt ./
+COPY requirements.txt ./
 RUN python3 -m venv /venv \
- && pip install -r requirements.txt -r requirements-server.txt \
+ && sed '/^# ray$/,$d' requirements.txt > versions.txt \
+ && pip install -r versions.txt \
  && pip install --no-deps qwen-tts==0.1.1
 COPY . .
 RUN pip install --no-deps .

@@ -11,7 +11,8 @@ from cudagraph_talker import RowCache, Rows, additive_mask, sample
 
 
 class PredictorGraph:
-    def __init__(self, talker, rows: Rows):
+    def __init__(self, talker, rows: Rows, keys: list, values: list):
+        """keys, values: of each layer's static cache, (B, KV, S, D)"""
         predictor = talker.code_predictor
         self.model = predictor.model
         self.heads = predictor.lm_head
@@ -19,18 +20,23 @@ class PredictorGraph:
         self.embed_token = talker.get_input_embeddings()
         self.embed_code = predictor.get_input_embeddings()
         self.rows = rows
-        self.positions = torch.arange(rows.code_keys[0].shape[2], device=talker.device)
+        self.keys = keys
+        self.values = values
+        self.positions = torch.arange(keys[0].shape[2], device=talker.device)
         self.masks = additive_mask(self.positions <= self.positions[:, None], talker.dtype)[None, None]  # (1, 1, S, S)
 
     def forward(self, embeds: torch.Tensor, first: int) -> torch.Tensor:
         """Run the layers from position `first` on, return the last hidden state. (B, L, H) -> (B, H')"""
         end = first + embeds.shape[1]
         positions = self.positions[None, first:end]
-        cache = RowCache(self.rows.code_keys, self.rows.code_values, positions.expand(len(embeds), -1))
-        mask = {"full_attention": self.masks[:, :, first:end]}
-        place = dict(position_ids=positions, cache_position=positions[0], past_key_values=cache)
-        output = self.model(inputs_embeds=self.project(embeds), attention_mask=mask, **place)
-        return output.last_hidden_state[:, -1]
+        cache = RowCache(self.keys, self.values, positions.expand(len(embeds), -1), len(self.positions))
+        return self.model(
+            inputs_embeds=self.project(embeds),
+            attention_mask={"full_attention": self.masks[:, :, first:end]},
+            position_ids=positions,
+            cache_position=positions[0],
+            past_key_values=cache,
+        ).last_hidden_state[:, -1]
 
     def step(self) -> None:
         rows = self.rows

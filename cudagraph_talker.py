@@ -1,7 +1,7 @@
 """The talker as a CUDA graph: an embedding goes in, a hidden state and the next frame's first code come out.
 
-`Rows` has the state of the texts that are decoded together, one row each. Its tensors are static: the
-graphs read and write them in place. The caller configures the rows and prefills their prompts. Then, for
+`Rows` has the state of the texts that are decoded together, one row each. Its tensors are static, as those of the
+caches: the graphs read and write them in place. The caller configures the rows and prefills their prompts. Then, for
 each frame, it draws noise and replays predictor and talker in turn.
 
 Shapes: B rows, L positions, S cache length, H hidden size, V vocabulary size.
@@ -14,19 +14,28 @@ import torch
 from transformers import Cache, StaticCache
 
 
-def capture(fn: Callable[[], None], device: torch.device, pool: tuple | None = None) -> Callable[[], None]:
-    """Capture `fn` as a CUDA graph and return its replay. On a CPU, return `fn`."""
-    if device.type != "cuda":
-        return fn
-    graph = torch.cuda.CUDAGraph()
-    memory, stream = pool or (None, None)  # that several graphs share
-    with torch.cuda.device(device):
-        fn()  # warm-up
-    torch._C._cuda_clearCublasWorkspaces()  # or it would use another graph's, which may be freed first
-    with torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"):  # other threads may allocate
-        fn()
-    torch._C._cuda_clearCublasWorkspaces()  # the new one is in this graph's memory: no other call may use it
-    return graph.replay
+class Graphs:
+    """CUDA graphs that never run at the same time, so they share their memory and the stream they are captured on."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        if device.type == "cuda":
+            self.memory = torch.cuda.graph_pool_handle()
+            self.stream = torch.cuda.Stream(device)
+
+    def capture(self, fn: Callable[[], None]) -> Callable[[], None]:
+        """Capture `fn` and return its replay. On a CPU, return `fn`."""
+        if self.device.type != "cuda":
+            return fn
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.device):
+            fn()  # warm-up
+        torch._C._cuda_clearCublasWorkspaces()  # or it would use another graph's, which may be freed first
+        # "thread_local": other threads may allocate meanwhile
+        with torch.cuda.graph(graph, self.memory, self.stream, capture_error_mode="thread_local"):
+            fn()
+        torch._C._cuda_clearCublasWorkspaces()  # the new one is in this graph's memory: no other call may use it
+        return graph.replay
 
 
 class Sampling:
@@ -52,10 +61,10 @@ class Sampling:
         self.greedy.fill_(not do_sample)
 
 
-def draw_noise(noise: torch.Tensor, generator: torch.Generator | None = None) -> None:
-    """Exp(1) noise for `sample`, (..., N, V). On a CPU it is drawn code by code, in upstream's order."""
-    for draw in noise.unbind(-2) if noise.device.type == "cpu" else [noise]:
-        draw.exponential_(generator=generator)
+def draw_noise(noise: torch.Tensor) -> None:
+    """Exp(1) noise for `sample`, (B, N, V). On a CPU it is drawn code by code, in upstream's order."""
+    for draw in noise.unbind(1) if noise.device.type == "cpu" else [noise]:
+        draw.exponential_()
 
 
 def sample(scores: torch.Tensor, sampling: Sampling, noise: torch.Tensor) -> torch.Tensor:
@@ -88,33 +97,35 @@ def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
-class RowCache(Cache):
-    """A StaticCache's keys and values in one forward. With `positions` (B, L), each row is written there and
-    attends to the whole cache. With `rows` (B), prompts are written there and attend to themselves."""
+def static_cache(config, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> tuple[list, list]:
+    """The keys and the values of every layer of a StaticCache, (B, KV, S, D) each."""
+    cache = StaticCache(config=config, max_cache_len=length)
+    cache.early_initialization(rows, config.num_key_value_heads, config.head_dim, dtype, device)
+    return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
 
-    def __init__(self, keys: list, values: list, positions: torch.Tensor | None, rows: torch.Tensor | None = None):
+
+class RowCache(Cache):
+    """A static cache in one forward: each row writes at its own `positions` (B, L) and attends to the first `end`."""
+
+    def __init__(self, keys: list, values: list, positions: torch.Tensor, end: int):
         super().__init__(layers=[])
         self.keys = keys
         self.values = values
         self.positions = positions
-        self.rows = rows
+        self.end = end
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, _) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.rows is not None:
-            self.keys[layer][:, :, : keys.shape[2]].index_copy_(0, self.rows, keys)
-            self.values[layer][:, :, : keys.shape[2]].index_copy_(0, self.rows, values)
-            return keys, values
         index = torch.arange(len(keys), device=keys.device)[:, None], slice(None), self.positions
         self.keys[layer][index] = keys.transpose(1, 2)
         self.values[layer][index] = values.transpose(1, 2)
-        return self.keys[layer], self.values[layer]
+        return self.keys[layer][:, :, : self.end], self.values[layer][:, :, : self.end]
 
 
 class Rows:
     """The state of B texts that are decoded together."""
 
     def __init__(self, config, rows: int, length: int, dtype: torch.dtype, device: torch.device):
-        """config: the talker's; length: positions of the cache, 0 for settings and progress alone"""
+        """config: the talker's; length: positions of its cache"""
         predictor = config.code_predictor_config
         groups = config.num_code_groups
         with device:
@@ -132,24 +143,13 @@ class Rows:
             self.hidden = torch.zeros(rows, 1, config.hidden_size, dtype=dtype)  # that the token was sampled from
             self.seen = torch.zeros(rows, config.vocab_size, dtype=torch.bool)  # for the repetition penalty
             self.ended = torch.zeros(rows, dtype=torch.bool)  # whether the end token has been chosen
-            # the next frame: whether the row takes part in it (here all do), its noise, the talker's input
-            self.advance = torch.ones(rows, dtype=torch.bool)
+            # the next frame: its noise, the talker's input
             self.noise = torch.ones(rows, 1, config.vocab_size, dtype=torch.float32)
             self.code_noise = torch.ones(rows, groups - 1, predictor.vocab_size, dtype=torch.float32)
             self.embedding = torch.zeros(rows, 1, config.hidden_size, dtype=dtype)
             # what each frame adds to its embedding, and the codes of all frames
             self.text = torch.zeros(rows, length, config.hidden_size, dtype=dtype)
             self.codes = torch.zeros(rows, length, groups, dtype=torch.long)
-        if length:
-            self.keys, self.values = self.new_cache(config, rows, length, dtype, device)
-            self.code_keys, self.code_values = self.new_cache(predictor, rows, round_up(groups), dtype, device)
-
-    @staticmethod
-    def new_cache(config, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> tuple[list, list]:
-        """The keys and the values of every layer of a StaticCache, (B, KV, S, D) each."""
-        cache = StaticCache(config=config, max_cache_len=length)
-        cache.early_initialization(rows, config.num_key_value_heads, config.head_dim, dtype, device)
-        return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
 
     def configure(self, **request) -> None:
         """Set all rows from the arguments of talker.generate."""
@@ -168,10 +168,6 @@ class Rows:
         self.text[row, : len(text)].copy_(text, non_blocking=True)
         self.text[row, len(text) :].copy_(padding.to(self.text.device, non_blocking=True))  # expanded
 
-    def clear_cache(self) -> None:
-        """Masked positions must be finite: 0 x NaN is NaN."""
-        torch._foreach_zero_([*self.keys, *self.values])
-
     def choose_token(self, head: torch.nn.Module) -> None:
         """Choose the first code of frame number `frame` from `hidden`."""
         vocabulary = torch.arange(self.seen.shape[1], device=self.seen.device)
@@ -184,23 +180,34 @@ class Rows:
 
 
 class TalkerGraph:
-    def __init__(self, talker, rows: Rows):
+    def __init__(self, talker, rows: Rows, keys: list, values: list):
+        """keys, values: of each layer's static cache, (B, KV, S, D)"""
         self.model = talker.model
         self.head = talker.codec_head
         self.rows = rows
+        self.keys = keys
+        self.values = values
 
     def forward(self, embeds: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor, cache) -> torch.Tensor:
         """Run the layers. (B, L, H), (B, L), (B, L, keys) -> (B, L, H)"""
-        mask = additive_mask(visible, embeds.dtype)[:, None]
-        place = dict(position_ids=positions, cache_position=positions[0], past_key_values=cache)
-        return self.model(inputs_embeds=embeds, attention_mask=mask, **place).last_hidden_state
+        return self.model(
+            inputs_embeds=embeds,
+            attention_mask=additive_mask(visible, embeds.dtype)[:, None],
+            position_ids=positions,
+            cache_position=positions[0],
+            past_key_values=cache,
+        ).last_hidden_state
 
-    def prefill(self, prompts: torch.Tensor, cache: RowCache) -> None:
+    def prefill(self, prompts: torch.Tensor) -> None:
         """Read prompts (B, L, H) from position 0 on, and choose their first tokens. Positions after the end of a
         shorter prompt are computed, too, and overwritten before anything reads them."""
         rows = self.rows
+        torch._foreach_zero_([*self.keys, *self.values])  # masked positions must be finite: 0 x NaN is NaN
         positions = torch.arange(prompts.shape[1], device=prompts.device)
-        hidden = self.forward(prompts, positions[None], (positions <= positions[:, None])[None], cache)
+        visible = (positions <= positions[:, None])[None]
+        positions = positions.expand(len(prompts), -1)
+        cache = RowCache(self.keys, self.values, positions, prompts.shape[1])
+        hidden = self.forward(prompts, positions, visible, cache)
         last = (rows.prompt_length - 1)[..., None].expand(-1, -1, hidden.shape[-1])
         rows.hidden.copy_(hidden.gather(1, last))
         torch._foreach_zero_([rows.frame, rows.seen, rows.ended])
@@ -209,10 +216,10 @@ class TalkerGraph:
     def step(self) -> None:
         """One position of each row. Finished rows keep decoding: upstream's random numbers depend on it."""
         rows = self.rows
-        length = rows.keys[0].shape[2]
+        length = self.keys[0].shape[2]
         positions = (rows.prompt_length + rows.frame).clamp(max=length - 1)  # (B, 1)
         visible = torch.arange(length, device=positions.device) <= positions[..., None]  # (B, 1, S)
-        cache = RowCache(rows.keys, rows.values, positions)
+        cache = RowCache(self.keys, self.values, positions, length)
         rows.hidden.copy_(self.forward(rows.embedding, positions, visible, cache))
         rows.frame += 1
         rows.choose_token(self.head)

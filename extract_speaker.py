@@ -1,75 +1,41 @@
 #!/usr/bin/env python3
 """Turn a recording into a speaker.pt for generate.py: one bfloat16 vector of the talker's width.
 
-    python extract_speaker.py --ref_audio voice.wav [more.wav ...] --output speaker.pt --model 0.6B
+    python extract_speaker.py --ref_audio voice.wav --output speaker.pt --model 0.6B
 
 The vector belongs to the model that made it: 0.6B and 1.7B have different widths.
 """
 
-import io
+import argparse
+import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
-from common.output_files import check_writable, write_bytes
-from common.scripts import Parser, check_device_name, cli_errors, heavy_imports, show_progress
+if __name__ == "__main__" and find_spec("qwen3_tts_cuda_graphs"):
+    runpy.run_module("qwen3_tts_cuda_graphs.cli.clone", run_name="__main__")  # several recordings, all formats
+    sys.exit()
+
+import soundfile
+import torch
+
+from generate import MODELS, load_upstream
 
 
 def main() -> None:
-    with cli_errors():  # also of imports: this may be a Python without the packages
-        from common.audio_files import read_audio, resample
-        from common.checkpoints import base_config
-        from common.published import model_name
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ref_audio", required=True, help="a recording of the voice")
+    parser.add_argument("--output", default="speaker.pt")
+    parser.add_argument("--model", default="0.6B", help=f"{', '.join(MODELS)}, a hub id or a folder of a Base model")
+    args = parser.parse_args()
+    if not Path(args.ref_audio).is_file():
+        parser.error(f"there is no recording {args.ref_audio}")
 
-        parser = Parser(description=__doc__.splitlines()[0])
-        parser.add_argument(
-            "--ref_audio",
-            "--ref-audio",
-            required=True,
-            type=Path,
-            nargs="+",
-            action="extend",
-            help="recordings of the voice; several are averaged",
-        )
-        parser.add_argument(
-            "--output", "-o", default="speaker.pt", type=Path, help="default: %(default)s; - for stdout"
-        )
-        parser.add_argument(
-            "--model",
-            default="0.6B",
-            type=model_name,
-            help="0.6B, 1.7B, a hub id or a folder of a Base model; default: %(default)s",
-        )
-        parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda where there is one")
-        args = parser.parse_args()
-
-        check_device_name(args.device)
-        check_writable(args.output, *args.ref_audio)
-        recordings = [read_audio(path) for path in args.ref_audio]
-        base_config(args.model)
-
-        show_progress(f"loading {args.model}")
-        with heavy_imports(args.device):  # a mistake is answered without them
-            import torch
-
-            from common.loading import choose_device, model_errors
-            from common.voices import keep_stdout_clean
-            from generate import load_upstream
-
-        with model_errors():
-            model = load_upstream(args.model, choose_device(args.device)).model
-            keep_stdout_clean(model)
-            speakers = []
-            wanted = model.speaker_encoder_sample_rate
-            for audio, rate in recordings:
-                speakers.append(model.extract_speaker_embedding(resample(audio, rate, wanted), wanted))
-        speaker = torch.stack(speakers).float().mean(0).bfloat16().cpu()
-
-        content = io.BytesIO()
-        torch.save(speaker, content)
-        write_bytes(args.output, content.getvalue())
-        seconds = sum(len(audio) / rate for audio, rate in recordings)
-        message = f"{args.output}: {len(speaker)} numbers from {seconds:.1f} s of audio"
-        print(message, file=sys.stderr if str(args.output) == "-" else sys.stdout)
+    audio, rate = soundfile.read(args.ref_audio, dtype="float32", always_2d=True)
+    tts = load_upstream(args.model)
+    (prompt,) = tts.create_voice_clone_prompt((audio.mean(1), rate), x_vector_only_mode=True)
+    torch.save(prompt.ref_spk_embedding.bfloat16().cpu(), args.output)
+    print(f"{args.output}: {len(prompt.ref_spk_embedding)} numbers from {len(audio) / rate:.1f} s of audio")
 
 
 if __name__ == "__main__":

@@ -2,23 +2,22 @@
 """Qwen3-TTS with every frame captured as CUDA graphs: `tts = load("0.6B")` is upstream's model, accelerated.
 
 Upstream builds every prompt, calls `talker.generate` once and decodes the codes to audio. `accelerate` puts
-`Decoder.generate` in its place, whose loop is `Decoder.frames`. If speech/ and fast/ lie beside this file, their
-faster runner makes the frames on a GPU, and this loop is the reference that it is compared with.
+`Decoder.generate` in its place, whose loop is `Decoder.frames`. The package qwen3_tts_cuda_graphs adds faster kernels,
+streams and a server; where it can be imported, `python generate.py` is its command line.
 """
 
 import argparse
-import contextlib
 import os
 import runpy
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-if __name__ == "__main__" and all(Path(__file__).resolve().with_name(name).is_dir() for name in ("cli", "common")):
-    runpy.run_module("cli", run_name="__main__")  # all voices and options, checked before torch is imported
+if __name__ == "__main__" and find_spec("qwen3_tts_cuda_graphs"):
+    runpy.run_module("qwen3_tts_cuda_graphs.cli", run_name="__main__")  # checks the options before torch is imported
     sys.exit()
 
 import soundfile
@@ -26,12 +25,10 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from tokenizers import Regex, pre_tokenizers
-from torch.nn.utils.rnn import pad_sequence
 
 from cudagraph_predictor import PredictorGraph
-from cudagraph_talker import RowCache, Rows, TalkerGraph, capture, draw_noise, round_up
+from cudagraph_talker import Graphs, Rows, TalkerGraph, draw_noise, round_up, static_cache
 
-HAS_SPEECH = all(Path(__file__).resolve().with_name(folder).is_dir() for folder in ("speech", "fast"))
 VARIANTS = "0.6B-Base", "1.7B-Base", "0.6B-CustomVoice", "1.7B-CustomVoice", "1.7B-VoiceDesign"
 MODELS = {name.removesuffix("-Base"): f"Qwen/Qwen3-TTS-12Hz-{name}" for name in VARIANTS}  # -> hub id
 QWEN_PATTERN = (  # the tokenizer cuts a text into these; byte pairs are merged within them
@@ -40,18 +37,18 @@ QWEN_PATTERN = (  # the tokenizer cuts a text into these; byte pairs are merged 
 )
 
 
+def load(model: str, device=None, dtype: torch.dtype | None = None, **options):
+    """Load and accelerate a model. Default: CUDA and bfloat16, without CUDA CPU and float32."""
+    return accelerate(load_upstream(model, device, dtype), **options)
+
+
 def load_upstream(model: str, device=None, dtype: torch.dtype | None = None):
     """Upstream's model, with Qwen's pattern. `model` is a folder, a hub id or a short name from MODELS."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    with contextlib.ExitStack() as errors:  # that say which file is missing or broken
-        if Path(__file__).resolve().with_name("common").is_dir():
-            from common.checkpoints import complete_folder
-
-            model = errors.enter_context(complete_folder(model))
-        elif not Path(model).is_dir():  # given an id, transformers 4.57 would ask the hub for tags, even offline
-            model = snapshot_download(MODELS.get(model, model))
-        tts = Qwen3TTSModel.from_pretrained(model, device_map=device, dtype=dtype)
+    # Given an id, transformers 4.57 would ask the hub for tags, even offline.
+    folder = model if Path(model).is_dir() else snapshot_download(MODELS.get(model, model))
+    tts = Qwen3TTSModel.from_pretrained(folder, device_map=device, dtype=dtype)
     # Upstream passes fix_mistral_regex=True, and transformers 4.57 then installs Mistral's: put Qwen's back.
     tts.processor.tokenizer.backend_tokenizer.pre_tokenizer[0] = pre_tokenizers.Split(Regex(QWEN_PATTERN), "isolated")
     return tts
@@ -69,29 +66,32 @@ def load_weights(cls, folder, *args, **options):
     return model
 
 
-def load(model: str, device=None, dtype: torch.dtype | None = None, **options):
-    """Load and accelerate a model. Default: CUDA and bfloat16, without CUDA CPU and float32."""
-    return accelerate(load_upstream(model, device, dtype), **options)
+def accelerate(tts, max_seq_len: int = 2048):
+    """Make a model's methods fast, in place. No other thread may use the GPU during it.
 
-
-def accelerate(tts, max_seq_len: int = 2048, rows: int = 1, fused: bool | None = None):
-    """Make a model's methods fast, in place. No other thread may use the GPU during it. After an error, load it again.
-
-    max_seq_len: positions for prompt and speech together, one per frame (12.5 per second).
-    rows: texts of a list, or streams of an engine, that are spoken together. Each takes memory on a GPU.
-    fused: the megakernel of fast/. True requires it, False avoids it, None uses it where it runs.
+    max_seq_len: positions for prompt and speech together, one per frame (12.5 per second)
     """
     decoder = Decoder(tts.model.talker, max_seq_len)
     tts.model.talker.generate = decoder.generate
-    if HAS_SPEECH:
-        from speech import plug_in
-
-        plug_in(tts, decoder, rows, fused)
-    elif fused:
-        raise ValueError("fused=True needs the folders speech and fast beside generate.py: copy them, too")
-    else:
-        decoder.graphs_for(1)
+    decoder.graphs_for(1)
     return tts
+
+
+class FrameGraphs:
+    """Rows for a number of texts, and the two graphs that decode a frame of them."""
+
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be written outside of it
+    @torch.no_grad()
+    def __init__(self, talker, texts: int, length: int):
+        config = talker.config
+        kind = talker.dtype, talker.device
+        self.rows = Rows(config, texts, length, *kind)
+        code_cache = static_cache(config.code_predictor_config, texts, round_up(config.num_code_groups), *kind)
+        self.predictor = PredictorGraph(talker, self.rows, *code_cache)
+        self.talker = TalkerGraph(talker, self.rows, *static_cache(config, texts, length, *kind))
+        graphs = Graphs(talker.device)
+        self.predict = graphs.capture(self.predictor.step)
+        self.step = graphs.capture(self.talker.step)
 
 
 class Decoder:
@@ -100,18 +100,12 @@ class Decoder:
     def __init__(self, talker, max_seq_len: int):
         self.talker = talker
         self.max_seq_len = max_seq_len
-        self.graphs = None
+        self.graphs = None  # of the last request
 
-    @torch.inference_mode(False)  # tensors made in inference mode cannot be written outside of it
-    @torch.no_grad()
-    def graphs_for(self, texts: int) -> tuple[Rows, TalkerGraph, Callable, Callable, PredictorGraph]:
-        """Rows for this many texts, and what decodes a frame of them. Those of the last request are kept."""
-        if self.graphs is None or len(self.graphs[0].token) != texts:
+    def graphs_for(self, texts: int) -> FrameGraphs:
+        if self.graphs is None or len(self.graphs.rows.token) != texts:
             self.graphs = None  # free its memory first
-            rows = Rows(self.talker.config, texts, round_up(self.max_seq_len), self.talker.dtype, self.talker.device)
-            predictor, talker = PredictorGraph(self.talker, rows), TalkerGraph(self.talker, rows)
-            steps = [capture(graph.step, self.talker.device) for graph in (predictor, talker)]
-            self.graphs = rows, talker, *steps, predictor  # kept alive: its graph reads its tensors
+            self.graphs = FrameGraphs(self.talker, texts, round_up(self.max_seq_len))
         return self.graphs
 
     def frame_limit(self, attention_mask, max_new_tokens, repetition_penalty, **_) -> int:
@@ -130,51 +124,50 @@ class Decoder:
     def frames(self, **request) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each frame's codes (B, 16) and hidden state (B, H) until all texts have ended."""
         limit = self.frame_limit(**request)
-        rows, talker, predict, step, _ = self.graphs_for(len(request["inputs_embeds"]))
-        self.read_prompts(rows, talker, **request)
+        graphs = self.graphs_for(len(request["inputs_embeds"]))
+        rows = graphs.rows
+        self.read_prompts(graphs, **request)
         for frame in range(limit):
             if rows.ended.all():  # here the host waits for the GPU
                 return
             if request["subtalker_dosample"]:
                 draw_noise(rows.code_noise)
-            predict()
+            graphs.predict()
             yield rows.codes[:, frame], rows.hidden[:, 0].clone()
             if request["do_sample"]:
                 draw_noise(rows.noise)
-            step()
+            graphs.step()
 
         if not rows.ended.all():
             name = "max_seq_len" if limit + 1 < (request["max_new_tokens"] or 0) else "max_new_tokens"
             warning = f"the speech was cut off after {limit} frames, before its end: raise {name}"
             warnings.warn_explicit(warning, UserWarning, __file__, 1)  # each time; `warn` shows it once
 
-    def read_prompts(self, rows, talker, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed, **request):
+    def read_prompts(
+        self, graphs: FrameGraphs, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed, **settings
+    ) -> None:
         """Upstream pads prompts (B, L, H) on the left. Here they begin at position 0 of their rows."""
+        rows = graphs.rows
         lengths = attention_mask.sum(-1).tolist()
         prompts = inputs_embeds.new_zeros(len(lengths), round_up(max(lengths)), inputs_embeds.shape[-1])
         for row, length in enumerate(lengths):
             rows.prompt_length[row] = length
             prompts[row, :length] = inputs_embeds[row, -length:]
             rows.set_text(row, trailing_text_hidden[row], tts_pad_embed[0])
-        rows.configure(**request)
-        rows.clear_cache()
-        if request["do_sample"]:
+        rows.configure(**settings)
+        if settings["do_sample"]:
             draw_noise(rows.noise)
-        indices = torch.arange(len(prompts), device=prompts.device)
-        talker.prefill(prompts, RowCache(rows.keys, rows.values, None, indices))
+        graphs.talker.prefill(prompts)
 
     def generate(self, **request) -> transformers.generation.GenerateDecoderOnlyOutput:
-        """Decode a list of texts and return what upstream reads of its talker.generate's output."""
+        """Decode a list of texts and return what upstream reads of its talker.generate's output, one entry per
+        forward: first the prompt's, whose codes are None, then one for each frame, with its codes."""
         codes, hiddens = zip(*self.frames(**request))
-        return self.output(list(torch.stack(codes, dim=1)), list(torch.stack(hiddens, dim=1)))
-
-    def output(self, codes: list, hiddens: list) -> transformers.generation.GenerateDecoderOnlyOutput:
-        """Codes (T, 16) and hidden states (T, H) of each text, one entry per forward: the prompt's has no codes."""
-        codes = pad_sequence(codes, True, padding_value=self.talker.config.codec_eos_token_id)  # (B, T, 16)
-        hiddens = pad_sequence(hiddens, batch_first=True).split(1, dim=1)  # T x (B, 1, H)
-        steps = zip([*hiddens, hiddens[-1]], [None, *codes.unbind(1)])  # the last hidden state is not read
-        hidden_states = tuple(((hidden,), frame) for hidden, frame in steps)
-        return transformers.generation.GenerateDecoderOnlyOutput(sequences=codes[..., 0], hidden_states=hidden_states)
+        steps = zip([*hiddens, hiddens[-1]], [None, *codes])  # the last hidden state is not read
+        return transformers.generation.GenerateDecoderOnlyOutput(
+            sequences=torch.stack(codes, dim=1)[..., 0],  # (B, T)
+            hidden_states=tuple(((hidden[:, None],), frame) for hidden, frame in steps),
+        )
 
 
 def import_upstream():
@@ -204,23 +197,16 @@ for base in transformers.PreTrainedModel.__subclasses__():
         base.from_pretrained = classmethod(load_weights)
 
 
-def __getattr__(name: str):
-    """`stream` and `astream` are in speech/."""
-    if name not in ("stream", "astream"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if not HAS_SPEECH:
-        raise ImportError(f"{name} needs the folders speech and fast beside generate.py: copy them, too")
-    from speech import streaming
-
-    return getattr(streaming, name)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speak a text with the voice of a speaker.pt.")
     parser.add_argument("--model", default="0.6B", help=f"{', '.join(MODELS)}, a hub id or a folder")
-    for name in ("--speaker", "--text", "--output"):
-        parser.add_argument(name, required=True)
+    parser.add_argument("--speaker", required=True, help="a speaker embedding from extract_speaker.py")
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--output", required=True, help="the audio file to write")
     args = parser.parse_args()
+    if not Path(args.speaker).is_file():
+        parser.error(f"there is no speaker file {args.speaker}: make one with extract_speaker.py")
+
     speaker = torch.load(args.speaker, map_location="cpu", weights_only=True)
     voice = {"ref_code": [None], "ref_spk_embedding": [speaker], "x_vector_only_mode": [True], "icl_mode": [False]}
     (audio,), rate = load(args.model).generate_voice_clone(args.text, voice_clone_prompt=voice)

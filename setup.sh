@@ -18,8 +18,8 @@ Makes .venv (Python 3.11 or newer) with what is missing in it, and then:
   test              downloads no weights: runs the tests
 
 options:
-  --server          also install what the server needs (python -m serving)
-  --ray             also install Ray Serve, for many GPUs or machines (serve run serving.ray_app:app)
+  --server          also install what the server needs (qwen3-tts serve)
+  --ray             also install Ray Serve, for many GPUs or machines (serve run qwen3_tts_cuda_graphs.serving.ray_app:app)
   --test            also install what the tests need, the server included
   --system-torch    use the torch of the active python3 (Jetson, custom builds) instead of installing one
   --transformers5   make .venv5 instead, with transformers 5 and qwen-tts-hf, the fork of qwen-tts for it
@@ -36,10 +36,9 @@ models=""
 download=yes
 then=""
 options=""
-extras=""  # requirements-*.txt
+sections=base  # of requirements.txt
 system_torch=""
 venv=.venv
-packages=$(cat requirements.txt)
 qwen_tts="qwen-tts==0.1.1"
 for word in "$@"; do
   if [[ $word == --* ]]; then
@@ -52,8 +51,9 @@ for word in "$@"; do
     both) models="$models 0.6B 1.7B" ;;
     none) download="" ;;
     demo) download="" then=demo ;;
-    test) download="" then=test extras="$extras test" ;;
-    --server|--ray|--test) extras="$extras ${word#--}" ;;
+    test) download="" then=test sections="$sections server test" ;;
+    --server) sections="$sections server" ;;
+    --ray|--test) sections="$sections server ${word#--}" ;;
     --system-torch) system_torch=yes ;;
     --transformers5) venv=.venv5 ;;
     -h|--help) show_help; exit 0 ;;
@@ -64,9 +64,15 @@ if [ -n "$download" ]; then
   models=${models:-0.6B-CustomVoice}
 fi
 
+# A section of requirements.txt: what stands between its title and the next one.
+packages_of() {
+  sed -n "/^# $1\$/,/^# /p" requirements.txt | grep ==
+}
+packages=$(packages_of base)
+
 # 5.16.1 is the newest transformers that this release of qwen-tts-hf works with.
 if [ $venv = .venv5 ]; then
-  packages=$(sed 's/^transformers==.*/transformers==5.16.1/' requirements.txt)
+  packages=$(sed 's/^transformers==.*/transformers==5.16.1/' <<< "$packages")
   qwen_tts="qwen-tts-hf==0.1.1.post1"
 fi
 
@@ -114,29 +120,32 @@ $install --no-deps "$qwen_tts"
 # librosa brings scikit-learn, for functions that nobody calls here. transformers imports it where it is installed, which
 # takes a sixth of the time to start.
 $uninstall scikit-learn
+# The package itself, in place: the command $venv/bin/qwen3-tts.
+$install --no-deps --editable .
 # The first import compiles torch and transformers, and takes as long as installing the rest.
-$venv/bin/python -c 'import generate' &
+first_import="import qwen3_tts_cuda_graphs.common.loading"
+$venv/bin/python -c "$first_import" &
 import=$!
-for extra in $extras; do
-  step "installing requirements-$extra.txt (a minute, the first time)"
-  $install -r requirements-$extra.txt
+for section in ${sections#base}; do
+  step "installing what the section $section of requirements.txt names (a minute, the first time)"
+  $install $(packages_of $section)
 done
 # What the tests compare with, in a folder that only they look into: the interface of faster-qwen3-tts, and the handler
 # of speech-to-speech, which wants transformers 5.
-if [[ $extras == *test* ]]; then
+if [[ $sections == *test* ]]; then
   $install --no-deps --upgrade --target $venv/peers faster-qwen3-tts==0.5.4
   if [ $venv = .venv5 ]; then
     $install --no-deps --upgrade --target $venv/peers speech-to-speech==1.1.0 openai==2.28.0 jiter distro sniffio
   fi
 fi
 step "importing torch and transformers (a minute the first time, when Python compiles them)"
-wait $import || $venv/bin/python -c 'import generate'  # a package may have been replaced meanwhile
+wait $import || $venv/bin/python -c "$first_import"  # a package may have been replaced meanwhile
 step "environment ready: $venv"
 
 # The weights.
 for model in $models; do
   step "downloading the weights of $model, if they are not there yet (gigabytes)"
-  if ! $venv/bin/python -m common.checkpoints "$model"; then
+  if ! $venv/bin/python -m qwen3_tts_cuda_graphs.common.checkpoints "$model"; then
     echo "The environment is complete. For the weights, try again later with" >&2
     echo "    ./setup.sh $model$options" >&2
     echo "or try it without them, on random ones: ./setup.sh demo" >&2
@@ -149,7 +158,7 @@ done
 case $then in
   demo)
     step "making a tiny model with random weights (10 to 30 seconds)"
-    $venv/bin/python tools/random_checkpoint.py tiny tiny
+    $venv/bin/python -m qwen3_tts_cuda_graphs.bench.random_checkpoint tiny tiny
     step "speaking with it (10 to 30 seconds)"
     $venv/bin/python generate.py --model tiny --text "Hello!" --output hello.wav
     echo "Everything runs here; hello.wav is noise. For speech, where there is a GPU and the model hub can be reached:"

@@ -18,7 +18,6 @@ import pytest
 from filelock import FileLock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the project's modules are not installed
-sys.path.append(str(Path(__file__).parents[1] / "package"))  # what `pip install -e .` does
 
 # torch and the project are imported in functions: the process that only starts the workers needs neither.
 
@@ -108,7 +107,7 @@ def checkpoint():
     """checkpoint(kind, size, gain) -> folder, written by the first worker that asks for it. Nobody may change it."""
     import torch
 
-    from tools.random_checkpoint import write_checkpoint
+    from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
 
     @functools.cache
     def write(kind="base", size="tiny", gain=1.0):
@@ -137,7 +136,7 @@ def recording_at_another_rate():
 @pytest.fixture(scope="session")
 def recording(recording_at_another_rate):
     """The same at the models' own rate: librosa, which upstream resamples with, first compiles for half a minute."""
-    from common.audio_files import resample
+    from qwen3_tts_cuda_graphs.common.audio_files import resample
 
     return resample(*recording_at_another_rate, 24000), 24000
 

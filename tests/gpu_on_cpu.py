@@ -11,8 +11,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from fast import batched, kernels
-from fast.megakernel import KERNEL_NAME, Gpu, Sizes
+from qwen3_tts_cuda_graphs.fast import batched, kernels
+from qwen3_tts_cuda_graphs.fast.megakernel import KERNEL_NAME, Gpu, Sizes
 
 HEADER = Path(__file__).with_suffix(".h")
 OPTIONS = (

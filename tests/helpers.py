@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from common.voices import speaker_prompt
-from generate import accelerate, load_upstream
-from speech.engine import Engine
+from qwen3_tts_cuda_graphs.common.loading import load_upstream
+from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
+from qwen3_tts_cuda_graphs.speech import accelerate
+from qwen3_tts_cuda_graphs.speech.engine import Engine
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,9 +11,9 @@ from gpu_on_cpu import whole_source
 from torch import Tensor
 
 from cudagraph_talker import Sampling, apply_rules, sample
-from fast import megakernel
-from fast.megakernel import FusedStep, Sizes, table
-from fast.rows import tensors_of, view_of
+from qwen3_tts_cuda_graphs.fast import megakernel
+from qwen3_tts_cuda_graphs.fast.megakernel import FusedStep, Sizes, table
+from qwen3_tts_cuda_graphs.fast.rows import tensors_of, view_of
 
 TALKER_VOCAB = 3072
 CODE_VOCAB = 2048

@@ -15,9 +15,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python tests/numbers_in_docs.py`
-from benchmarks import bounds
-from serving.settings import Settings
-from tools.calibrate import GAINS, SELF_TEST
+from qwen3_tts_cuda_graphs.bench import bounds
+from qwen3_tts_cuda_graphs.bench.calibrate import GAINS, SELF_TEST
+from qwen3_tts_cuda_graphs.serving.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 SIZES = "0.6B", "1.7B"

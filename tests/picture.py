@@ -13,7 +13,7 @@ from playwright.sync_api import expect, sync_playwright
 from serving_helpers import RunningServer, load_speech, never_end
 from test_page import ARGUMENTS, CHROMIUM, ROOT, set_fields, wait_for_end
 
-from tools.random_checkpoint import write_checkpoint
+from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
 
 TRIES = 5
 

@@ -31,8 +31,8 @@ from megakernel_cases import (
     talker_of_streams,
 )
 
-from fast.megakernel import SOURCE, Sizes, compile_kernel, complete_source, kernel_sizes
-from fast.nvrtc import Kernel
+from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Sizes, compile_kernel, complete_source, kernel_sizes
+from qwen3_tts_cuda_graphs.fast.nvrtc import Kernel
 
 LENGTH = 80
 KV_HEADS = 8

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import uvicorn
 
-from serving.connections import uvicorn_config
-from serving.server import create_app
-from serving.settings import Settings
-from serving.speech import Speech, read_speakers
-from serving.worker import Worker
+from qwen3_tts_cuda_graphs.serving.connections import uvicorn_config
+from qwen3_tts_cuda_graphs.serving.server import create_app
+from qwen3_tts_cuda_graphs.serving.service import Speech, read_speakers
+from qwen3_tts_cuda_graphs.serving.settings import Settings
+from qwen3_tts_cuda_graphs.serving.worker import Worker
 
 LIMIT = 120  # seconds that any wait may take
 SHORT = {"max_new_tokens": 6, "seed": 1}  # five frames

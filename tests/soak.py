@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common.voices import speaker_prompt
-from generate import load, stream
+from qwen3_tts_cuda_graphs.common.loading import load
+from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
+from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 WORDS = "the first sound of a voice arrives before you notice that anything was asked".split()
 

@@ -20,12 +20,12 @@ import torch
 from helpers import GREEDY, engine_of, joined
 from transformers import PreTrainedTokenizerFast
 
-from generate import astream, stream
-from speech import incremental_tokenizer
-from speech.arriving_text import ArrivingText, embed_text
-from speech.incremental_tokenizer import IncrementalTokenizer, last_nfc_boundary, may_combine
-from speech.prompts import tokenize
-from speech.request import Stream
+from qwen3_tts_cuda_graphs.prompts import incremental_tokenizer
+from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText, embed_text
+from qwen3_tts_cuda_graphs.prompts.build import tokenize
+from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import IncrementalTokenizer, last_nfc_boundary, may_combine
+from qwen3_tts_cuda_graphs.speech.request import Stream
+from qwen3_tts_cuda_graphs.speech.streaming import astream, stream
 
 OPENING = "<|im_start|>assistant\n"
 CLOSING = "<|im_end|>\n<|im_start|>assistant\n"

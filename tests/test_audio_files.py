@@ -15,9 +15,9 @@ import pytest
 import soundfile
 from helpers import ROOT, phone_recording
 
-from common import audio_files
-from common.audio_files import read_audio, resample, write_audio
-from common.output_files import check_format, write_bytes
+from qwen3_tts_cuda_graphs.common import audio_files
+from qwen3_tts_cuda_graphs.common.audio_files import read_audio, resample, write_audio
+from qwen3_tts_cuda_graphs.common.output_files import check_format, write_bytes
 
 RATE = 24000
 FRAME = 1920
@@ -131,8 +131,8 @@ def test_a_terminated_process_leaves_nothing_unfinished(tmp_path):
         from pathlib import Path
         import time
         import numpy as np
-        from common.audio_files import write_audio
-        from common.scripts import cli_errors
+        from qwen3_tts_cuda_graphs.common.audio_files import write_audio
+        from qwen3_tts_cuda_graphs.common.scripts import cli_errors
         def chunks():
             yield np.zeros(1920), 24000
             print("writing", flush=True)
@@ -154,8 +154,8 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
     program = """
         from pathlib import Path
         import numpy as np
-        from common.audio_files import write_audio
-        from common.output_files import write_bytes
+        from qwen3_tts_cuda_graphs.common.audio_files import write_audio
+        from qwen3_tts_cuda_graphs.common.output_files import write_bytes
         noise = np.random.default_rng(0).normal(scale=0.3, size=(200, 1920))
         chunks = [(chunk, 24000) for chunk in noise]
         for name, playable in (
@@ -191,8 +191,8 @@ def test_a_read_only_folder_is_refused_before_the_work(tmp_path):
         import os
         from pathlib import Path
         import numpy as np
-        from common.audio_files import write_audio
-        from common.output_files import check_writable
+        from qwen3_tts_cuda_graphs.common.audio_files import write_audio
+        from qwen3_tts_cuda_graphs.common.output_files import check_writable
         if os.geteuid() == 0:  # root may write everywhere: become nobody
             os.setgid(65534)
             os.setuid(65534)
@@ -222,7 +222,7 @@ def test_a_player_that_was_closed(tmp_path, playable, unbuffered):
         import os
         from pathlib import Path
         import numpy as np
-        from common.audio_files import write_audio
+        from qwen3_tts_cuda_graphs.common.audio_files import write_audio
         try:
             write_audio(Path("-"), iter([(np.zeros(1920), 24000)] * 1000), {playable})
         except BrokenPipeError:
@@ -295,7 +295,7 @@ def test_bytes_to_a_file_and_to_stdout(tmp_path):
     assert (tmp_path / "speaker.pt").read_bytes() == b"content"
     program = """
         from pathlib import Path
-        from common.output_files import write_bytes
+        from qwen3_tts_cuda_graphs.common.output_files import write_bytes
         write_bytes(Path("-"), bytes(200_000))
     """
     result = run(program, cwd=tmp_path)
@@ -389,7 +389,7 @@ def test_without_pyav_a_phones_recording_says_what_to_install(tmp_path):
     program = """
         sys.modules["av"] = None
         from pathlib import Path
-        from common.audio_files import read_audio
+        from qwen3_tts_cuda_graphs.common.audio_files import read_audio
         try:
             read_audio(Path("memo.m4a"))
         except ValueError as error:

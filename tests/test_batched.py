@@ -19,15 +19,15 @@ from gpu_on_cpu import CpuKernels, whole_source
 from helpers import ExactProducts
 from torch import Tensor
 
-from cudagraph_talker import RowCache, Rows, Sampling, additive_mask, capture, round_up, sample
-from fast import batched, nvrtc
-from fast import batched_reference as reference
-from fast import layer_kernels_reference as layer_reference
-from fast.batched import BatchedStack, complete_source, kernel_sizes, product
-from fast.layers import replace_layers
-from fast.rows import Slots, view_of
-from speech.prefill import PrefillGraph, PromptStack
-from tools.random_checkpoint import PREDICTOR, TALKER
+from cudagraph_talker import Graphs, RowCache, Rows, Sampling, additive_mask, round_up, sample, static_cache
+from qwen3_tts_cuda_graphs.bench.random_checkpoint import PREDICTOR, TALKER
+from qwen3_tts_cuda_graphs.fast import batched, nvrtc
+from qwen3_tts_cuda_graphs.fast import batched_reference as reference
+from qwen3_tts_cuda_graphs.fast import layer_kernels_reference as layer_reference
+from qwen3_tts_cuda_graphs.fast.batched import BatchedStack, complete_source, kernel_sizes, product
+from qwen3_tts_cuda_graphs.fast.layers import replace_layers
+from qwen3_tts_cuda_graphs.fast.rows import Slots, view_of
+from qwen3_tts_cuda_graphs.speech.prefill import PrefillGraph, PromptStack
 
 # isort: split
 from qwen_tts.core.models.configuration_qwen3_tts import Qwen3TTSTalkerConfig
@@ -82,7 +82,7 @@ def predictor_kernels(talker, tmp_path_factory) -> CpuKernels:
 
 def filled_cache(model: Any, slots: int, length: int) -> Any:
     """A cache in which every position has something that would be heard."""
-    keys, values = Rows.new_cache(model.config, slots, length, model.dtype, model.device)
+    keys, values = static_cache(model.config, slots, length, model.dtype, model.device)
     for tensor in (*keys, *values):
         tensor.normal_()
     return SimpleNamespace(layers=[SimpleNamespace(keys=key, values=value) for key, value in zip(keys, values)])
@@ -222,7 +222,7 @@ def forward_of_model(model: Any, embeds: Tensor, cache: Any, position: int) -> T
         attention_mask=mask,
         position_ids=torch.tensor([[position]]),
         cache_position=torch.tensor([position]),
-        past_key_values=RowCache(keys, values, torch.tensor([[position]])),
+        past_key_values=RowCache(keys, values, torch.tensor([[position]]), keys[0].shape[2]),
     ).last_hidden_state[0, 0]
 
 
@@ -816,7 +816,7 @@ def test_a_captured_position_equals_its_launches(fused_on_gpu, gpu):
     embeds = torch.randn(8, 1024).bfloat16()
     positions = torch.zeros(8, dtype=torch.long)
     hidden = torch.empty_like(embeds)
-    replay = capture(lambda: hidden.copy_(stack.forward(embeds, positions)), gpu)
+    replay = Graphs(gpu).capture(lambda: hidden.copy_(stack.forward(embeds, positions)))
     for _ in range(3):
         embeds.normal_()
         positions.copy_(torch.randint(LENGTH, (8,)))

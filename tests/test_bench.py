@@ -12,18 +12,17 @@ import soundfile
 import torch
 import transformers
 
-import bench
-from benchmarks import check, listeners, plot, quality, ready, single, timing
-from benchmarks.checkpoints import Checkpoint
-from benchmarks.parity import Forced, one_pass
-from benchmarks.peer import run_peer
-from benchmarks.timing import SMALL
 from cudagraph_talker import Rows
-from generate import load, load_upstream
-from speech.prompts import build_request
-from tools import load as load_tool
-from tools import random_checkpoint
-from tools.random_checkpoint import write_checkpoint
+from qwen3_tts_cuda_graphs.bench import __main__ as bench
+from qwen3_tts_cuda_graphs.bench import check, listeners, plot, quality, random_checkpoint, ready, single, timing
+from qwen3_tts_cuda_graphs.bench import load_test as load_tool
+from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
+from qwen3_tts_cuda_graphs.bench.parity import Forced, one_pass
+from qwen3_tts_cuda_graphs.bench.peer import run_peer
+from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
+from qwen3_tts_cuda_graphs.bench.timing import SMALL
+from qwen3_tts_cuda_graphs.common.loading import load, load_upstream
+from qwen3_tts_cuda_graphs.prompts.build import build_request
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 
@@ -277,7 +276,7 @@ def test_the_check_finds_what_is_wrong(tmp_path, monkeypatch, capsys):
 )
 def test_mistakes(tmp_path, monkeypatch, capsys, words, answer):
     write_checkpoint(tmp_path / "custom", "tiny", "custom_voice")
-    with pytest.raises(SystemExit) as ended, bench.cli_errors():
+    with pytest.raises(SystemExit) as ended:
         run(monkeypatch, tmp_path, *words)
     error = capsys.readouterr().err
     assert ended.value.code == 2 and answer in error and len(error.splitlines()) == 1

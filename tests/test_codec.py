@@ -7,9 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from fast.codec import Codec
-from generate import accelerate, load_upstream
-from tools.random_checkpoint import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model, codec_config, randomize, soften
+from qwen3_tts_cuda_graphs.bench.random_checkpoint import (
+    Qwen3TTSTokenizerV2Config,
+    Qwen3TTSTokenizerV2Model,
+    codec_config,
+    randomize,
+    soften,
+)
+from qwen3_tts_cuda_graphs.common.loading import load_upstream
+from qwen3_tts_cuda_graphs.fast.codec import Codec
+from qwen3_tts_cuda_graphs.speech import accelerate
 
 CODES = 5  # of a frame
 SIZES = {  # name: frames of the chunks, frames that are decoded

@@ -18,13 +18,19 @@ from gpu_on_cpu import CpuKernels, whole_source
 from helpers import ExactProducts
 from torch import Tensor
 
-from fast import codec as codec_module
-from fast import codec_decoder, codec_kernels, kernel_cache, kernels, nvrtc
-from fast import codec_kernels_reference as reference
-from fast import layer_kernels_reference as layer_reference
-from fast.codec import Codec
-from fast.codec_kernels import CodecKernels, PendingSum, Snake, complete_source, kernel_sizes
-from tools.random_checkpoint import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model, codec_config, randomize, soften
+from qwen3_tts_cuda_graphs.bench.random_checkpoint import (
+    Qwen3TTSTokenizerV2Config,
+    Qwen3TTSTokenizerV2Model,
+    codec_config,
+    randomize,
+    soften,
+)
+from qwen3_tts_cuda_graphs.fast import codec as codec_module
+from qwen3_tts_cuda_graphs.fast import codec_decoder, codec_kernels, kernel_cache, kernels, nvrtc
+from qwen3_tts_cuda_graphs.fast import codec_kernels_reference as reference
+from qwen3_tts_cuda_graphs.fast import layer_kernels_reference as layer_reference
+from qwen3_tts_cuda_graphs.fast.codec import Codec
+from qwen3_tts_cuda_graphs.fast.codec_kernels import CodecKernels, PendingSum, Snake, complete_source, kernel_sizes
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 EPSILON = 1e-6

@@ -27,19 +27,18 @@ import soundfile
 import torch
 from helpers import ROOT
 
-import cli.__main__
-import cli.options
-import extract_speaker
-from cli import speaking
-from cli.__main__ import main
-from common import checkpoints
-from common.audio_files import read_audio
-from common.installed import install_command
-from common.published import KIND_OF, LANGUAGE_IDS, SPEAKERS, model_name, published_config
-from common.voices import clone_prompt, load_speaker
-from generate import MODELS, load
-from speech import long_text
-from tools import random_checkpoint
+from generate import MODELS
+from qwen3_tts_cuda_graphs.bench import random_checkpoint
+from qwen3_tts_cuda_graphs.cli import clone, speaking
+from qwen3_tts_cuda_graphs.cli import options as cli_options
+from qwen3_tts_cuda_graphs.cli.__main__ import main
+from qwen3_tts_cuda_graphs.common import checkpoints
+from qwen3_tts_cuda_graphs.common.audio_files import read_audio
+from qwen3_tts_cuda_graphs.common.loading import load
+from qwen3_tts_cuda_graphs.common.published import KIND_OF, LANGUAGE_IDS, SPEAKERS, model_name, published_config
+from qwen3_tts_cuda_graphs.common.scripts import install_command
+from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker
+from qwen3_tts_cuda_graphs.speech import long_text
 
 
 @pytest.fixture(scope="module")
@@ -344,8 +343,8 @@ def test_a_player_that_was_closed(tmp_path):
     program = f"""if True:
         import sys, numpy as np
         sys.path.insert(0, {str(ROOT)!r})
-        from common.audio_files import write_audio
-        from common.scripts import cli_errors
+        from qwen3_tts_cuda_graphs.common.audio_files import write_audio
+        from qwen3_tts_cuda_graphs.common.scripts import cli_errors
         with cli_errors():
             write_audio("-", iter([(np.zeros(1920), 24000)] * 1000), playable=True)"""
     result = subprocess.run(
@@ -381,7 +380,7 @@ def test_nothing_but_a_text(call, checkpoint, requests, tmp_path, monkeypatch):
         assert soundfile.info(f"speech-{number}.wav").frames == 2 * 1920
     assert (tmp_path / "speech.wav").read_bytes() == b"somebody's file"
     preset, designed, cloned = requests
-    assert preset["speaker"] == "aiden" and designed["instruct"] == cli.options.DESCRIPTION
+    assert preset["speaker"] == "aiden" and designed["instruct"] == cli_options.DESCRIPTION
     assert torch.equal(
         cloned["voice_clone_prompt"]["ref_spk_embedding"][0],
         torch.load(checkpoint() / "speaker.pt", weights_only=True),
@@ -542,12 +541,15 @@ def test_text_as_it_is_written_with_a_transcript(call, checkpoint, recording_fil
         )
     frames = 32  # of the recording and the silence behind it: 2.5 s
     tokens = 1 + frames + 1 - len("what it says")  # every byte is a token here
-    assert code == 0 and f"once it has {tokens} tokens or has ended; without --ref-text" in stderr
+    assert code == 0 and f"once it has {tokens} tokens or has ended; without one" in stderr
 
 
 def test_a_python_without_the_packages():
     """`python generate.py` outside of .venv was a traceback."""
-    for script, package in (("cli.__main__", "huggingface_hub"), ("extract_speaker", "soundfile")):
+    for script, package in (
+        ("qwen3_tts_cuda_graphs.cli.__main__", "huggingface_hub"),
+        ("extract_speaker", "soundfile"),
+    ):
         program = f"""
             sys.modules["{package}"] = None
             from {script} import main
@@ -757,7 +759,7 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(model="lacks"), "it has no speech_tokenizer/config.json"),
     (dict(model="25hz"), "only the 12 Hz models"),
     (dict(model="other"), "does not describe a Qwen3-TTS"),
-    (dict(model="garbled"), "does not describe"),
+    (dict(model="garbled"), "config.json cannot be read as a JSON object"),
     (dict(model="hollow"), "does not describe"),
     (dict(unknown="x"), "unrecognized arguments"),
     (dict(ouput="x"), "there is no --ouput: did you mean --output?"),
@@ -848,7 +850,7 @@ def test_mistakes_are_found_without_slow_imports(mistaken, with_recording):
     program = f"""
         import json
         sys.modules.update(dict.fromkeys({SLOW if with_recording else SLOW + FOR_RECORDINGS}))  # cannot be imported
-        from cli.__main__ import main
+        from qwen3_tts_cuda_graphs.cli.__main__ import main
         for words in json.load(sys.stdin):
             sys.argv[1:] = words
             try:
@@ -869,8 +871,8 @@ def test_mistakes_are_found_without_slow_imports(mistaken, with_recording):
         ("generate.py", "--hlep", SLOW + FOR_RECORDINGS),
         ("extract_speaker.py", "--help", SLOW),
         ("extract_speaker.py", "--hlep", SLOW),
-        ("serving/__main__.py", "--help", SLOW + FOR_RECORDINGS),
-        ("serving/__main__.py", "--hlep", SLOW + FOR_RECORDINGS),
+        ("qwen3_tts_cuda_graphs/serving/__main__.py", "--help", SLOW + FOR_RECORDINGS),
+        ("qwen3_tts_cuda_graphs/serving/__main__.py", "--hlep", SLOW + FOR_RECORDINGS),
     ],
 )
 def test_the_scripts_themselves_import_nothing_slow_first(script, option, slow):
@@ -888,7 +890,7 @@ def test_what_is_written_twice_is_the_same():
     assert checkpoints.MODELS == MODELS
     assert checkpoints.LANGUAGES == {code: name for name, code in long_text.LANGUAGE_CODES.items()}
     limits = long_text.PAUSE, long_text.MIN_FRAME_LIMIT, long_text.FRAMES_PER_TOKEN
-    assert (cli.options.PAUSE, cli.options.MIN_FRAME_LIMIT, cli.options.FRAMES_PER_TOKEN) == limits
+    assert (cli_options.PAUSE, cli_options.MIN_FRAME_LIMIT, cli_options.FRAMES_PER_TOKEN) == limits
 
 
 @pytest.mark.parametrize(
@@ -923,9 +925,9 @@ def test_the_garbage_collector_rests_during_imports_only(mistaken, tmp_path, dev
             print("speech", gc.isenabled(), gc.get_freeze_count() > 0, torch.calls)
     """)
     program = f"""
-        import cli
+        import qwen3_tts_cuda_graphs.cli
         cli.__path__.insert(0, {str(tmp_path)!r})  # this speaking.py instead of the real one
-        from cli.__main__ import main
+        from qwen3_tts_cuda_graphs.cli.__main__ import main
         sys.argv[1:] = {mistaken(dict(device=device))}
         main()
     """
@@ -937,7 +939,7 @@ def test_the_garbage_collector_rests_during_imports_only(mistaken, tmp_path, dev
 def test_ctrl_c_during_imports(mistaken, tmp_path):
     """Some packages take the exception for a module that is missing, and the program went on without it."""
     (tmp_path / "torch.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(60)")
-    program = "from cli.__main__ import main\nmain()"
+    program = "from qwen3_tts_cuda_graphs.cli.__main__ import main\nmain()"
     command = [sys.executable, "-c", program, *mistaken({})]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     with subprocess.Popen(
@@ -965,7 +967,7 @@ def test_what_nobody_calls_is_not_imported(tmp_path):
     look = f"from importlib.util import find_spec\nprint([*map(find_spec, {names})])"
     (tmp_path / "torch.py").write_text(look)
     program = """
-        from common.scripts import heavy_imports
+        from qwen3_tts_cuda_graphs.common.scripts import heavy_imports
         with heavy_imports("cpu"):
             import torch
         import sklearn
@@ -983,7 +985,7 @@ def test_closed_streams(mistaken, closed, words):
     program = f"""
         sys.argv[1:] = {mistaken(change)}
         sys.{closed} = None
-        from cli.__main__ import main
+        from qwen3_tts_cuda_graphs.cli.__main__ import main
         main()
     """
     result = run_program(program, ROOT)
@@ -995,7 +997,7 @@ def test_closed_streams(mistaken, closed, words):
 def test_cuda_starts_beside_the_imports():
     """start_cuda hides its errors: one that always fails would go unnoticed."""
     program = """
-        from common.scripts import heavy_imports
+        from qwen3_tts_cuda_graphs.common.scripts import heavy_imports
         with heavy_imports(None):
             import torch
         print(torch.cuda.is_initialized(), torch.cuda.memory_stats()["allocation.all.allocated"] >= 2)
@@ -1081,7 +1083,7 @@ def test_extract_speaker_mistakes(call, wrong_files, monkeypatch):
         ([""], "its value is empty"),
         ([], "expected at least one argument"),
     ):
-        code, _, stderr = call(extract_speaker.main, "--ref_audio", *arguments)
+        code, _, stderr = call(clone.main, "--ref_audio", *arguments)
         assert code == 2 and words in stderr and len(stderr.splitlines()) == 1
 
 
@@ -1091,7 +1093,7 @@ def test_extract_speaker_averages_and_warns(call, checkpoint, recording, recordi
 
     def extract(*files):
         code, _, stderr = call(
-            extract_speaker.main,
+            clone.main,
             "--ref_audio",
             *files,
             "--model",
@@ -1110,7 +1112,7 @@ def test_extract_speaker_averages_and_warns(call, checkpoint, recording, recordi
         extract(recording_file, tmp_path / "other.wav"),
     )
     torch.testing.assert_close(both, (one + other) / 2, rtol=0.02, atol=0.01)
-    code, _, stderr = call(extract_speaker.main, "--ref_audio", recording_file, "--model", checkpoint("voice_design"))
+    code, _, stderr = call(clone.main, "--ref_audio", recording_file, "--model", checkpoint("voice_design"))
     assert code == 2 and "has no speaker encoder" in stderr
 
 

@@ -17,16 +17,17 @@ import pytest
 import torch
 from helpers import GREEDY, engine_of, joined, slow
 
-import speech.runner
-import speech.schedule
-from common.voices import speaker_prompt
-from fast.codec import PendingAudio
-from generate import accelerate, load, load_upstream, stream
-from speech.engine import Engine
-from speech.long_text import speak
-from speech.prompts import prepare_request
-from speech.request import QueueFull, State, Stream, StreamTimeout
-from speech.utterance import growing_chunks
+from qwen3_tts_cuda_graphs.common.loading import load, load_upstream
+from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
+from qwen3_tts_cuda_graphs.fast.codec import PendingAudio
+from qwen3_tts_cuda_graphs.prompts.build import prepare_request
+from qwen3_tts_cuda_graphs.speech import accelerate, schedule
+from qwen3_tts_cuda_graphs.speech import runner as runner_module
+from qwen3_tts_cuda_graphs.speech.engine import Engine
+from qwen3_tts_cuda_graphs.speech.long_text import speak
+from qwen3_tts_cuda_graphs.speech.request import QueueFull, State, Stream, StreamTimeout
+from qwen3_tts_cuda_graphs.speech.streaming import stream
+from qwen3_tts_cuda_graphs.speech.utterance import growing_chunks
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 LIMIT = 300  # seconds that any wait may take
@@ -35,7 +36,7 @@ LIMIT = 300  # seconds that any wait may take
 @pytest.fixture(autouse=True)
 def admit_at_once(monkeypatch):
     """On a CPU frames may be slower than playback: requests would wait for streams that run dry."""
-    monkeypatch.setattr(speech.schedule, "LONGEST_HOLD", 0.0)
+    monkeypatch.setattr(schedule, "LONGEST_HOLD", 0.0)
 
 
 def requests_of(voice, count: int) -> list[dict]:
@@ -163,9 +164,9 @@ def test_prompts_that_wait_together_are_prefilled_together(voice, monkeypatch):
     with engine_of(voice.fast, 8) as engine:
         together, moves = [], []
         engine.runner.prefills.kept.prefixes.clear()
-        prefills, load, copy_row = engine.runner.prefills, engine.runner.prefills.load, speech.runner.copy_row
+        prefills, load, copy_row = engine.runner.prefills, engine.runner.prefills.load, runner_module.copy_row
         monkeypatch.setattr(prefills, "load", lambda rows, *rest: together.append(len(rows)) or load(rows, *rest))
-        monkeypatch.setattr(speech.runner, "copy_row", lambda *rows: moves.append(rows) or copy_row(*rows))
+        monkeypatch.setattr(runner_module, "copy_row", lambda *rows: moves.append(rows) or copy_row(*rows))
         with engine.speech.turns.take():  # the engine waits for it
             streams = [engine.stream(method, **request) for request in requests]
         for chunks, audio in zip(streams, expected, strict=True):
@@ -767,8 +768,8 @@ def test_every_speech_that_is_cut_short_warns(voices, monkeypatch):
         warnings.simplefilter("default")
         for _ in range(2):
             list(engine.stream(method, max_new_tokens=3, **request))
-        monkeypatch.setattr("speech.long_text.MIN_FRAME_LIMIT", 1)
-        monkeypatch.setattr("speech.long_text.FRAMES_PER_TOKEN", 0)
+        monkeypatch.setattr("qwen3_tts_cuda_graphs.speech.long_text.MIN_FRAME_LIMIT", 1)
+        monkeypatch.setattr("qwen3_tts_cuda_graphs.speech.long_text.FRAMES_PER_TOKEN", 0)
         for _ in range(2):
             list(speak(method, **request))
     texts = [str(warning.message) for warning in warned]

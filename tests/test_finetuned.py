@@ -10,11 +10,11 @@ import torch
 from helpers import Voice, slow
 from safetensors.torch import load_file, save_file
 
-from cli.__main__ import main
-from common.voices import speaker_prompt
-from generate import load
-from speech import complete_speakers
-from tools import random_checkpoint
+from qwen3_tts_cuda_graphs.bench import random_checkpoint
+from qwen3_tts_cuda_graphs.cli.__main__ import main
+from qwen3_tts_cuda_graphs.common.loading import load
+from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
+from qwen3_tts_cuda_graphs.speech import complete_speakers
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 
@@ -72,7 +72,7 @@ def test_a_finetuned_speaker_with_capitals_can_be_chosen(finetuned, monkeypatch,
     main()
     assert output.is_file()
 
-    (model,) = pytest.importorskip("serving.speech").Speech(str(finetuned), "cpu").models
+    (model,) = pytest.importorskip("qwen3_tts_cuda_graphs.serving.speech").Speech(str(finetuned), "cpu").models
     assert model.resolve_voice("Anna_2", ()) == "anna_2"
 
 

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from serving_helpers import SHORT, RunningServer, load_speech
 
 import extract_speaker
-from cli.__main__ import main
-from common.checkpoints import read_config
-from generate import load
-from serving.speech import read_speakers
+from qwen3_tts_cuda_graphs.cli.__main__ import main
+from qwen3_tts_cuda_graphs.common.checkpoints import read_config
+from qwen3_tts_cuda_graphs.common.loading import load
+from qwen3_tts_cuda_graphs.serving.service import read_speakers
 
 # isort: split
 from qwen_tts import VoiceClonePromptItem  # after generate, which imports qwen_tts without its 25 Hz tokenizer
@@ -257,7 +257,17 @@ def test_such_a_model_is_not_served(case, folder, tmp_path):
     """The server said `ready`."""
     change, wanted = REFUSED[case]
     change(folder)
-    command = [sys.executable, "-m", "serving", "--model", folder.path, "--port", "0", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "qwen3_tts_cuda_graphs.serving",
+        "--model",
+        folder.path,
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+    ]
     options = dict(cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     result = subprocess.run(command, timeout=120, **options)
     (line,) = (line for line in result.stderr.splitlines() if "warning" not in line)

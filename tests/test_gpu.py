@@ -13,11 +13,12 @@ import torch
 from helpers import GREEDY, assert_the_same_together, joined
 
 import cudagraph_talker
-from common.voices import speaker_prompt
-from fast.paths import MEGAKERNEL
-from fast.rows import new_pool
-from generate import accelerate, load_upstream, stream
-from speech.prompts import build_request
+from qwen3_tts_cuda_graphs.common.loading import load_upstream
+from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
+from qwen3_tts_cuda_graphs.fast.paths import MEGAKERNEL
+from qwen3_tts_cuda_graphs.prompts.build import build_request
+from qwen3_tts_cuda_graphs.speech import accelerate
+from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,8 +52,7 @@ def no_capture(monkeypatch):
     """no_capture() -> from now on, accelerate runs what it would capture."""
 
     def patch():
-        for module in ("fast.codec", "fast.frames", "speech.prefill", "speech.runner"):
-            monkeypatch.setattr(f"{module}.capture", lambda fn, *_: fn)
+        monkeypatch.setattr("cudagraph_talker.Graphs.capture", lambda graphs, fn: fn)
 
     return patch
 
@@ -183,7 +183,7 @@ def test_requests_capture_nothing(tts, monkeypatch, fused, rows):
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", refuse)
     with torch.cuda.stream(torch.cuda.current_stream()), pytest.raises(AssertionError, match="captures a graph"):
-        cudagraph_talker.capture(lambda: None, tts.model.talker.device)  # the patch works
+        cudagraph_talker.Graphs(tts.model.talker.device).capture(lambda: None)  # the patch works
     for texts in (TEXTS[0], TEXTS[:2], TEXTS, TEXTS * 3):
         assert len(whole(tts, texts)) > 0
     assert len(streamed(tts, TEXTS[0])) == 20 * 1920
@@ -318,8 +318,9 @@ def test_text_that_arrives_is_where_the_frames_read_it(fast):
 
 PEAK = """
 import sys, torch
-from common.voices import speaker_prompt
-from generate import load, stream
+from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
+from qwen3_tts_cuda_graphs.common.loading import load
+from qwen3_tts_cuda_graphs.speech.streaming import stream
 tts = load(sys.argv[1])
 speaker = torch.randn(tts.model.config.talker_config.hidden_size)
 for _ in stream(tts.generate_voice_clone, text="Hello.", voice_clone_prompt=speaker_prompt(speaker), max_new_tokens=99):
@@ -348,7 +349,7 @@ def test_graphs_of_a_pool_share_one_workspace():
     right = torch.randn(8192, 64, device=device, dtype=torch.bfloat16)  # long sums: split over blocks, in the workspace
     out = torch.zeros(64, 64, device=device, dtype=torch.bfloat16)
     expected = left @ right
-    pool = new_pool(device)
+    graphs = cudagraph_talker.Graphs(device)
     gc.collect()  # what other tests have left must not be freed between two looks at the memory
 
     def multiply():
@@ -360,10 +361,10 @@ def test_graphs_of_a_pool_share_one_workspace():
 
     torch._C._cuda_clearCublasWorkspaces()
     before = used()
-    replays = [cudagraph_talker.capture(multiply, device, pool)]
+    replays = [graphs.capture(multiply)]
     assert used() - before < 1 << 20  # a graph has small tensors of its own
     before = used()
-    replays += [cudagraph_talker.capture(multiply, device, pool) for _ in range(4)]
+    replays += [graphs.capture(multiply) for _ in range(4)]
     assert used() == before
 
     del replays[1:]

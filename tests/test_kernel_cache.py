@@ -19,7 +19,7 @@ from helpers import ROOT
 from megakernel_cases import config
 from test_profiles import PROFILES, STACKS, sizes_of
 
-from fast import batched, kernel_cache, kernels, megakernel, nvrtc
+from qwen3_tts_cuda_graphs.fast import batched, kernel_cache, kernels, megakernel, nvrtc
 
 SOURCE = "__global__ void kernel() {}"
 posix_only = pytest.mark.skipif(os.name != "posix", reason="Windows has no such modes")
@@ -239,7 +239,7 @@ def test_where_the_folder_is(variables, expected, monkeypatch):
 
 PROCESS = """
     import sys, time
-    from fast import kernel_cache, nvrtc
+    from qwen3_tts_cuda_graphs.fast import kernel_cache, nvrtc
 
     nvrtc.version = lambda: (12, 8)
     nvrtc.compile_source = lambda source, architecture: f"{source} for {architecture}, ".encode() * 100_000

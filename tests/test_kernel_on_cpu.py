@@ -30,9 +30,9 @@ from megakernel_cases import (
     talker_scores,
 )
 
-from fast import megakernel
-from fast.megakernel import Sizes, complete_source, kernel_sizes
-from fast.megakernel_reference import linear, run_layers
+from qwen3_tts_cuda_graphs.fast import megakernel
+from qwen3_tts_cuda_graphs.fast.megakernel import Sizes, complete_source, kernel_sizes
+from qwen3_tts_cuda_graphs.fast.megakernel_reference import linear, run_layers
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 LENGTH = 300  # more than FEW_POSITIONS of megakernel.cu

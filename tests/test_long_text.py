@@ -12,11 +12,11 @@ import soundfile
 import torch
 from helpers import GREEDY, joined
 
-import cli.__main__
-from cli import speaking
-from speech.long_text import frame_limit, sentences, speak, split_text, stream_long
-from speech.model import Speech
-from speech.streaming import stream
+from qwen3_tts_cuda_graphs.cli import __main__ as cli
+from qwen3_tts_cuda_graphs.cli import speaking
+from qwen3_tts_cuda_graphs.speech.accelerated import Accelerated
+from qwen3_tts_cuda_graphs.speech.long_text import frame_limit, sentences, speak, split_text, stream_long
+from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 SENTENCES = "Dr. Smith paid $3.50 to J. R. Jones. Really? Yes! ", "今天天气真好。我们去公园吧！", "Это тест. Да, так. "
 
@@ -129,7 +129,7 @@ def test_200_000_characters(voice, monkeypatch):
         spoken.append(text)
         return stream(method, text=text, **kwargs)
 
-    monkeypatch.setattr("speech.long_text.stream", recorded_stream)
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.speech.long_text.stream", recorded_stream)
     chunks = stream_long(
         voice.fast.generate_voice_clone, text=text, max_tokens=2000, max_new_tokens=2, **voice.arguments, **GREEDY
     )
@@ -149,8 +149,8 @@ def test_200_000_characters(voice, monkeypatch):
 def low_limits(monkeypatch):
     """So that the tests need not wait: 12 frames for "Hi"."""
     assert frame_limit(16) == 192 and frame_limit(100) == 1200
-    monkeypatch.setattr("speech.long_text.MIN_FRAME_LIMIT", 10)
-    monkeypatch.setattr("speech.long_text.FRAMES_PER_TOKEN", 6)
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.speech.long_text.MIN_FRAME_LIMIT", 10)
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.speech.long_text.FRAMES_PER_TOKEN", 6)
 
 
 @pytest.mark.parametrize("make_text", [str, iter], ids=["whole", "arriving"])
@@ -177,17 +177,17 @@ def test_speech_that_ends_is_not_touched(voice):
 def test_a_retry_speaks_with_another_seed(voice, monkeypatch):
     """The first attempt does not end and must not be heard; the second must not repeat its random numbers."""
     seeds = []
-    original = Speech.seeded_generator
-    monkeypatch.setattr("speech.long_text.MIN_FRAME_LIMIT", 1)
-    monkeypatch.setattr("speech.long_text.FRAMES_PER_TOKEN", 0)
+    original = Accelerated.seeded_generator
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.speech.long_text.MIN_FRAME_LIMIT", 1)
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.speech.long_text.FRAMES_PER_TOKEN", 0)
 
     def seeded_generator(speech, seed):
         seeds.append(seed)
         if len(seeds) == 2:
-            monkeypatch.setattr("speech.long_text.MIN_FRAME_LIMIT", 192)
+            monkeypatch.setattr("qwen3_tts_cuda_graphs.speech.long_text.MIN_FRAME_LIMIT", 192)
         return original(speech, seed)
 
-    monkeypatch.setattr(Speech, "seeded_generator", seeded_generator)
+    monkeypatch.setattr(Accelerated, "seeded_generator", seeded_generator)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         audio = joined(speak(voice.fast.generate_voice_clone, text="Hi", seed=5, retries=3, **voice.arguments))
@@ -200,8 +200,10 @@ def test_a_retry_after_a_full_cache(voices, monkeypatch):
     heard: an attempt that is dropped gave one, too."""
     voice = voices("x-vector").end_comes_up(False)
     seeds = []
-    original = Speech.seeded_generator
-    monkeypatch.setattr(Speech, "seeded_generator", lambda speech, seed: seeds.append(seed) or original(speech, seed))
+    original = Accelerated.seeded_generator
+    monkeypatch.setattr(
+        Accelerated, "seeded_generator", lambda speech, seed: seeds.append(seed) or original(speech, seed)
+    )
     with pytest.warns(UserWarning, match="cut off after 4 frames") as caught:
         request = dict(text="Hi", max_new_tokens=5, **voice.arguments, **GREEDY)
         audio = joined(speak(voice.fast.generate_voice_clone, seed=5, retries=2, **request))
@@ -252,7 +254,7 @@ def test_resume(checkpoint, tmp_path, monkeypatch, capsys, join):
     def speak_to(name, *more):
         monkeypatch.setattr(sys, "argv", ["generate.py", *arguments, "--output", str(tmp_path / name), *more])
         with warnings.catch_warnings():
-            cli.__main__.main()
+            cli.main()
         return {path.name: path.read_bytes() for path in sorted(tmp_path.glob(f"{name.split('.')[0]}*.wav"))}
 
     whole = speak_to("whole.wav")
@@ -308,7 +310,7 @@ def test_paragraphs_and_pauses(checkpoint, tmp_path, monkeypatch, capsys):
     )
     monkeypatch.setattr(sys, "argv", ["generate.py", *words, "--pause", "1"])
     with warnings.catch_warnings():
-        cli.__main__.main()
+        cli.main()
     assert texts == ["One two.", "Three."]
     audio, rate = soundfile.read(out)
     zeros = np.cumsum(audio == 0)

@@ -14,12 +14,13 @@ import torch
 from megakernel_cases import PLAIN_COPIES, config, faulty_source, reference_choice, talker_scores
 from torch import Tensor
 
-from benchmarks.parity import MARGIN, Forced, Megakernel, error, random_request, verdict
 from cudagraph_talker import Sampling
-from fast import megakernel, nvrtc, paths
-from fast.rows import Slots
-from fast.self_test import fill_with_random_states
-from generate import accelerate, load_upstream
+from qwen3_tts_cuda_graphs.bench.parity import MARGIN, Forced, Megakernel, error, random_request, verdict
+from qwen3_tts_cuda_graphs.common.loading import load_upstream
+from qwen3_tts_cuda_graphs.fast import megakernel, nvrtc, paths
+from qwen3_tts_cuda_graphs.fast.rows import Slots
+from qwen3_tts_cuda_graphs.fast.self_test import fill_with_random_states
+from qwen3_tts_cuda_graphs.speech import accelerate
 
 LENGTH = 512
 FRAMES = 200

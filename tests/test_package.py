@@ -16,6 +16,7 @@ import soundfile
 import torch
 import transformers
 from helpers import ROOT
+
 from qwen3_tts_cuda_graphs import FasterQwen3TTS, GGMLQwen3TTS, Qwen3TTSCudaGraphs
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")

@@ -20,7 +20,7 @@ from serving_helpers import RunningServer, load_speech, pcm, wait_until, wait_un
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from serving.speech import Utterance
+from qwen3_tts_cuda_graphs.serving.service import Utterance
 
 try:
     from playwright.sync_api import expect, sync_playwright
@@ -923,7 +923,10 @@ def test_only_the_pages_own_script_runs(page, problems):
     assert blocked == "script-src-elem" and page.evaluate("window.wasRun") is None
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "serving/page").glob("*.*[!y]")), ids=lambda path: path.name)
+PAGE_FILES = sorted((ROOT / "qwen3_tts_cuda_graphs/serving/page").glob("*.*[!y]"))
+
+
+@pytest.mark.parametrize("path", PAGE_FILES, ids=lambda path: path.name)
 def test_the_page_needs_nothing_from_elsewhere(path):
     """No address of another host or from the root of this one, and nothing that parses text as HTML."""
     source = path.read_text()

@@ -5,11 +5,11 @@ import pytest
 import torch
 from helpers import engine_of, joined, slow
 
-from common.voices import speaker_prompt
-from fast.rows import Slots
-from generate import stream
-from speech.prefill import KeptPrefixes
-from speech.utterance import Utterance
+from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
+from qwen3_tts_cuda_graphs.fast.rows import Slots
+from qwen3_tts_cuda_graphs.speech.prefill import KeptPrefixes
+from qwen3_tts_cuda_graphs.speech.streaming import stream
+from qwen3_tts_cuda_graphs.speech.utterance import Utterance
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 STREAMING = dict(non_streaming_mode=False, max_new_tokens=6)

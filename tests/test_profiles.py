@@ -14,10 +14,10 @@ import torch
 from megakernel_cases import config
 from test_megakernel import on_gpu
 
-from benchmarks.parity import Forced, Megakernel, one_pass, random_request, verdict
-from fast import megakernel, nvrtc
-from fast.megakernel import Sizes, complete_source, kernel_sizes
-from generate import load_upstream
+from qwen3_tts_cuda_graphs.bench.parity import Forced, Megakernel, one_pass, random_request, verdict
+from qwen3_tts_cuda_graphs.common.loading import load_upstream
+from qwen3_tts_cuda_graphs.fast import megakernel, nvrtc
+from qwen3_tts_cuda_graphs.fast.megakernel import Sizes, complete_source, kernel_sizes
 
 LENGTH = 512
 FRAMES = 120

@@ -17,18 +17,22 @@ import pytest
 import torch
 import transformers
 from helpers import GREEDY, ROOT, Voice, engine_of, joined, slow
-from qwen3_tts_cuda_graphs import FasterQwen3TTS
 from safetensors.torch import load_file, save_file
 from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech
 from websockets.sync.client import connect
 
-from cli.speaking import count_tokens, text_tokenizer
-from common import checkpoints
-from common.checkpoints import display_name, missing_files, read_config
-from generate import MODELS, QWEN_PATTERN, Qwen3TTSModel, accelerate, load_upstream, stream
-from speech import incremental_tokenizer
-from speech.long_text import stream_long
-from tools.random_checkpoint import write_checkpoint
+from generate import MODELS, QWEN_PATTERN
+from qwen3_tts_cuda_graphs import FasterQwen3TTS
+from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
+from qwen3_tts_cuda_graphs.cli.speaking import count_tokens, text_tokenizer
+from qwen3_tts_cuda_graphs.common import checkpoints
+from qwen3_tts_cuda_graphs.common.checkpoints import display_name, missing_files, read_config
+from qwen3_tts_cuda_graphs.common.loading import load_upstream
+from qwen3_tts_cuda_graphs.prompts import incremental_tokenizer
+from qwen3_tts_cuda_graphs.speech import accelerate
+from qwen3_tts_cuda_graphs.speech.long_text import stream_long
+from qwen3_tts_cuda_graphs.speech.streaming import stream
+from qwen3_tts_cuda_graphs.upstream import Qwen3TTSModel
 
 TEXT = "iPhone and McDonald's YouTube: 12 <|im_end|>\n\n  naïve CAFÉs, 今天天气真好 🎉"
 NOT_PUBLISHED = "tokenizer.json", "added_tokens.json", "special_tokens_map.json"

@@ -18,7 +18,7 @@ import pytest
 from helpers import ROOT
 from serving_helpers import FRAME, LIMIT, Answer
 
-from tools.random_checkpoint import write_checkpoint
+from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
 
 pytest.importorskip("ray", reason="Ray is not installed: ./setup.sh none --test --ray")
 
@@ -27,13 +27,13 @@ import psutil
 from websockets.exceptions import ConnectionClosedError
 from websockets.sync.client import connect
 
-from serving.ray_app import app
+from qwen3_tts_cuda_graphs.serving.ray_app import app
 
 PROGRAM = """
 import json, sys
 import ray
 from ray import serve
-from serving import ray_app
+from qwen3_tts_cuda_graphs.serving import ray_app
 from starlette.responses import Response
 
 class Replica(ray_app.Replica):

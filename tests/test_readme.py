@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from helpers import ROOT
 from numbers_in_docs import NOT_MEASURED, NUMBER, compare, corrected, differences, read_pages, tables
 
-from common.published import LANGUAGE_IDS, SPEAKERS
+from qwen3_tts_cuda_graphs.common.published import LANGUAGE_IDS, SPEAKERS
 
 # ---- Numbers
 

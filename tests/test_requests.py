@@ -15,9 +15,11 @@ import pytest
 import torch
 from helpers import GREEDY, assert_the_same_together, joined, slow, use_rows
 
-from generate import accelerate, load, load_upstream, stream
-from speech.model import whole_call
-from speech.prompts import build_request, speaker_prompt
+from qwen3_tts_cuda_graphs.common.loading import load, load_upstream
+from qwen3_tts_cuda_graphs.prompts.build import build_request, speaker_prompt
+from qwen3_tts_cuda_graphs.speech import accelerate
+from qwen3_tts_cuda_graphs.speech.accelerated import whole_call
+from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 TEXT = "Hello there."
 cut_off_on_purpose = pytest.mark.filterwarnings("ignore:the speech was cut off")
@@ -37,7 +39,7 @@ def assert_same_audio(audios, expected):
 
 @pytest.fixture
 def assert_as_fresh(voice):
-    """assert_as_fresh(**settings): a whole call and a stream, which are two loops on a CPU, are upstream's speech."""
+    """assert_as_fresh(**settings): a whole call and a stream are upstream's speech."""
 
     def check(**settings):
         audios = []
@@ -63,9 +65,7 @@ def test_after_an_abandoned_stream(voice, assert_as_fresh):
 def test_after_an_exception(voice, assert_as_fresh, monkeypatch):
     """An error in the middle of a request must not leave its turn, its row or its state behind."""
     speech = voice.fast.speech
-    *graphs, _, predictor = speech.decoder.graphs_for(1)
     with monkeypatch.context() as broken:
-        broken.setattr(speech.decoder, "graphs", (*graphs, lambda: 1 / 0, predictor))
         broken.setattr(speech.runner.frames.of(1), "step", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             voice.fast.generate_voice_clone("Never mind.", **voice.arguments)
@@ -168,8 +168,7 @@ def test_numbers_that_are_not_finite(voice, assert_as_fresh):
     prompt = voice.arguments["voice_clone_prompt"] | dict(ref_spk_embedding=[speaker])
     with pytest.raises(ValueError, match="NaN or infinite"):
         voice.codes(voice.fast, text=TEXT, voice_clone_prompt=prompt)
-    for rows in (voice.fast.speech.decoder.graphs_for(1)[0], voice.fast.speech.runner.slots):
-        rows.values[0].fill_(float("nan"))
+    voice.fast.speech.runner.slots.values[0].fill_(float("nan"))
     assert_as_fresh()
 
 
@@ -278,15 +277,16 @@ def test_a_list_is_one_batch_on_a_cpu(voice):
 
 @cut_off_on_purpose
 def test_graphs_of_the_last_size_are_kept(voice):
-    """Graphs for every length of list would fill the memory; built anew for each request, they would take its time."""
+    """Rows for every length of list would fill the memory; built anew for each request, they would take its time."""
+    tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=100)
 
-    def graphs_after(*texts, **settings):
-        voice.codes(voice.fast, text=[*texts], language="English", max_new_tokens=3, **settings)
-        return voice.fast.speech.decoder.graphs
+    def runner_after(*texts, **settings):
+        voice.codes(tts, text=[*texts], language="English", max_new_tokens=3, **settings)
+        return tts.speech.list_runner
 
-    two = graphs_after("a", "b")
-    assert graphs_after("c", "d", temperature=0.5) is two
-    assert graphs_after("e") is not two
+    two = runner_after("a", "b")
+    assert runner_after("c", "d", temperature=0.5) is two
+    assert runner_after("e", "f", "g") is not two
 
 
 # ---- Upstream's methods on the runner's rows, as on a GPU. Here they are upstream's own, to compare with.

@@ -12,11 +12,11 @@ import pytest
 import torch
 from helpers import ROOT
 
-import bench
-from benchmarks import bounds
-from benchmarks.parity import MARGIN
-from generate import load_upstream
-from tools.calibrate import GAINS, SELF_TEST
+from qwen3_tts_cuda_graphs.bench import __main__ as bench
+from qwen3_tts_cuda_graphs.bench import bounds
+from qwen3_tts_cuda_graphs.bench.calibrate import GAINS, SELF_TEST
+from qwen3_tts_cuda_graphs.bench.parity import MARGIN
+from qwen3_tts_cuda_graphs.common.loading import load_upstream
 
 CALIBRATIONS = ("calibration_", "self_test_")
 FILES = [path for path in sorted((ROOT / "results").glob("*.json")) if not path.name.startswith(CALIBRATIONS)]
@@ -196,7 +196,7 @@ def mcnemar_spread(name: str, runs: list[dict]) -> float:
 
 @pytest.mark.parametrize("size", bench.SIZES)
 def test_what_is_said_of_the_calibration(size):
-    """In CONTRIBUTING.md and in `verdict` of benchmarks/parity.py."""
+    """In CONTRIBUTING.md and in `verdict` of bench/parity.py."""
     results = json.loads((ROOT / f"results/calibration_{size}.json").read_text())
     runs = results["runs"]
     assert (results["size"], results["frames"], len(runs)) == (size, 200, 50)

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from speech import schedule
+from qwen3_tts_cuda_graphs.speech import schedule
 
 PASS = 0.04  # seconds per pass: a listener with less than twice as much audio ahead must not wait for a prefill
 

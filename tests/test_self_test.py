@@ -13,13 +13,14 @@ from gpu_on_cpu import CpuKernel, PretendedGpu
 from megakernel_cases import FAULTS, changed_source, faulty_source
 from test_megakernel import on_gpu
 
-from fast import kernel_cache, megakernel, self_test
-from fast.frames import Frame, MegakernelFrame
-from fast.layers import replace_layers
-from fast.megakernel import complete_source, kernel_sizes
-from fast.rows import Slots
-from generate import accelerate, load_upstream
-from tools.random_checkpoint import CODEC_IDS, PREDICTOR, TALKER, randomize
+from qwen3_tts_cuda_graphs.bench.random_checkpoint import CODEC_IDS, PREDICTOR, TALKER, randomize
+from qwen3_tts_cuda_graphs.common.loading import load_upstream
+from qwen3_tts_cuda_graphs.fast import kernel_cache, megakernel, self_test
+from qwen3_tts_cuda_graphs.fast.frames import Frame, MegakernelFrame
+from qwen3_tts_cuda_graphs.fast.layers import replace_layers
+from qwen3_tts_cuda_graphs.fast.megakernel import complete_source, kernel_sizes
+from qwen3_tts_cuda_graphs.fast.rows import Slots
+from qwen3_tts_cuda_graphs.speech import accelerate
 
 # isort: split
 from qwen_tts.core.models.configuration_qwen3_tts import Qwen3TTSTalkerConfig

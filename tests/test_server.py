@@ -48,18 +48,18 @@ from serving_helpers import (
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from common.audio_files import to_int16
-from serving import engine_host, process, recordings
-from serving.audio_formats import COMPRESSED, CONTENT_TYPES, Encoder
-from serving.errors import as_api_error, engine_failed
-from serving.model import OPENAI_VOICES, Model
-from serving.options import make_settings, parse_arguments
-from serving.requests import SpeechRequest, parse
-from serving.server import SpeechResponse
-from serving.settings import Settings, check_host
-from serving.speech import Speech
-from serving.voices import VoiceFolder
-from speech.runner import Runner
+from qwen3_tts_cuda_graphs.common.audio_files import to_int16
+from qwen3_tts_cuda_graphs.serving import engine_host, process, recordings
+from qwen3_tts_cuda_graphs.serving.audio_formats import COMPRESSED, CONTENT_TYPES, Encoder
+from qwen3_tts_cuda_graphs.serving.errors import as_api_error, engine_failed
+from qwen3_tts_cuda_graphs.serving.model import OPENAI_VOICES, Model
+from qwen3_tts_cuda_graphs.serving.requests import SpeechRequest, parse
+from qwen3_tts_cuda_graphs.serving.server import SpeechResponse
+from qwen3_tts_cuda_graphs.serving.server_options import make_settings, parse_arguments
+from qwen3_tts_cuda_graphs.serving.service import Speech
+from qwen3_tts_cuda_graphs.serving.settings import Settings, check_host
+from qwen3_tts_cuda_graphs.serving.voice_folder import VoiceFolder
+from qwen3_tts_cuda_graphs.speech.runner import Runner
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def test_speed(server):
 
 def test_without_pyav(server, monkeypatch):
     """wav and pcm still work; the others say what to install."""
-    monkeypatch.setattr("serving.audio_formats.av", None)
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.audio_formats.av", None)
     assert server.speak(response_format="wav").status == server.speak(response_format="pcm").status == 200
     for fields in ({}, {"response_format": "flac"}, {"response_format": "pcm", "speed": 2}):
         answer = server.speak(**fields)
@@ -367,7 +367,7 @@ def test_audio_passes_no_middleware(server, monkeypatch):
 
         return send_and_note
 
-    monkeypatch.setattr("serving.guard.with_request_id", watch)
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.guard.with_request_id", watch)
     assert server.speak(response_format="pcm").status == 200
     assert seen == ["http.response.start"]
 
@@ -625,7 +625,7 @@ def test_a_worker_that_ends_while_a_voice_is_registered(server, speech, wav, mon
     def next_worker(name):
         monkeypatch.setattr(model.engine, "connection", SimpleNamespace())
 
-    monkeypatch.setattr("serving.speech.keep_voice", keep_voice)
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.service.keep_voice", keep_voice)
     monkeypatch.setattr(speech.folder, "check_new", next_worker)
     assert server.register("me", wav).status == 503 and asked == [first]
 
@@ -727,7 +727,7 @@ def test_a_voice_that_cannot_be_stored_is_not_kept(server, speech, wav, monkeypa
     full = failing(code)
     before, host = set(speech.host.kept), speech.host
     if part == "open":
-        monkeypatch.setattr("serving.voices.open", full, raising=False)
+        monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.voice_folder.open", full, raising=False)
     else:
         monkeypatch.setattr(Path, part, full)
     answer = server.register("me", wav)
@@ -786,7 +786,7 @@ def test_what_a_killed_registration_has_left_is_removed(tmp_path):
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
 def test_a_decoder_that_crashes_harms_nobody(server, speech, wav, monkeypatch, signal_number):
     """Recordings were decoded in the server's own process."""
-    monkeypatch.setattr("serving.recordings.SECONDS", 1)
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.recordings.SECONDS", 1)
     start = recordings.start_decoder
 
     def start_and_kill():
@@ -840,7 +840,7 @@ def test_an_embedding_that_is_not_finite(server, speech, wav, monkeypatch):
     """It is refused when the voice is registered, not when somebody wants to hear it."""
     width = speech.models[0].config["talker_config"]["hidden_size"]
     item = SimpleNamespace(ref_spk_embedding=torch.full([width], torch.nan))
-    monkeypatch.setattr("serving.engine_host.clone_prompt", lambda *_: [item])
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.engine_host.clone_prompt", lambda *_: [item])
     for name, answer in (
         ("audio_sample", server.register("x", wav)),
         ("ref_audio", server.speak(ref_audio=base64.b64encode(wav).decode())),
@@ -1007,7 +1007,7 @@ def test_every_response_has_an_id(server, speech, monkeypatch, caplog):
     """So that a client can say which request failed, and the log has the same id."""
     good = server.ask("GET", "/v1/models"), server.speak(), server.speak(stream_format="sse")
     bad = server.speak(temperature=-1), server.ask("GET", "/nothing"), server.speak(headers={"Origin": "http://x"})
-    monkeypatch.setattr("serving.speech.sampling", lambda *_: 1 / 0)
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.service.sampling", lambda *_: 1 / 0)
     monkeypatch.setattr(Speech, "voices", lambda *_: 1 / 0)
     failed = server.speak(), server.ask("GET", "/v1/audio/voices")
     assert [answer.status for answer in (*good, *bad, *failed)] == [200, 200, 200, 400, 404, 403, 500, 500]
@@ -1100,7 +1100,12 @@ def test_hosts_are_checked_wherever_names_are_given(speech, key, monkeypatch):
         for host in ("localhost:8000", "127.0.0.1:8000", "speech:8000", "Host.docker.internal:8000"):
             headers = bearer | {"Host": host, "Origin": f"http://{host}"}
             assert server.ask("GET", "/v1/models", headers=headers).status == 200, host
-        for host in ("evil.example:8000", "speech.evil.example", "localhost.evil.example", "10.0.0.1"):
+        for host in (
+            "evil.example:8000",
+            "qwen3_tts_cuda_graphs.speech.evil.example",
+            "localhost.evil.example",
+            "10.0.0.1",
+        ):
             headers = bearer | {"Host": host, "Origin": f"http://{host}"}
             error = server.ask("GET", "/v1/models", headers=headers).error
             assert error["code"] == "host" and "--allow-host" in error["message"], host
@@ -1392,7 +1397,7 @@ def test_a_connection_is_kept_between_requests(speech):
 
 def test_a_connection_that_waits_gives_way(speech, monkeypatch):
     """Idle ones, or those whose heads never end, shut everybody out. Those in use and WebSockets stay."""
-    monkeypatch.setattr("serving.connections.SECONDS_TO_BEGIN", 0.2)
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.connections.SECONDS_TO_BEGIN", 0.2)
     with RunningServer(speech, max_connections=4) as server, contextlib.ExitStack() as stack:
         websocket = stack.enter_context(connect(server.websocket_address, open_timeout=LIMIT))
         unread = stack.enter_context(unread_request(server, max_new_tokens=400))
@@ -1430,7 +1435,7 @@ def test_connections_that_do_nothing_are_counted(speech):
 
 def test_large_requests_share_a_limit(speech, monkeypatch):
     """Each may have 16 MB, and there may be a thousand of them."""
-    monkeypatch.setattr("serving.server.MAX_REGISTRATIONS", 1)
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.server.MAX_REGISTRATIONS", 1)
     with RunningServer(speech, max_held=50_000) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as slow:
             kind = b"multipart/form-data; boundary=x"
@@ -1470,7 +1475,7 @@ def test_a_whole_file_that_is_too_much_ends_early(speech):
 
 def test_sigterm_to_all_processes(checkpoint, tmp_path, monkeypatch):
     """As systemd sends it: the worker ended after a minute, whatever --drain-seconds was, and was started again."""
-    monkeypatch.setattr("serving.engine_process.SECONDS_TO_DRAIN", 0.0)
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.engine_process.SECONDS_TO_DRAIN", 0.0)
     speech = load_speech(checkpoint(), tmp_path / "voices")
     never_end(speech)
     server = process.Server(speech)
@@ -1533,7 +1538,7 @@ def test_an_error_inside_leaks_nothing(server, speech, monkeypatch, caplog):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr("serving.speech.sampling", fail)
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.service.sampling", fail)
     answer = server.speak()
     assert answer.status == 500 and b"secret" not in answer.body and "log" in answer.error["message"]
     assert "/secret/path" in caplog.text

@@ -13,7 +13,7 @@ from serving_helpers import LIMIT, SHORT, RunningServer, load_speech, never_end,
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from serving.requests import SpeechRequest
+from qwen3_tts_cuda_graphs.serving.requests import SpeechRequest
 
 JSON = {"Content-Type": "application/json"}
 HUGE = 10**400

@@ -16,7 +16,7 @@ from helpers import ROOT
 from serving_helpers import LIMIT
 from test_server_process import post, status, worker_of
 
-from tools.load import listen, speak
+from qwen3_tts_cuda_graphs.bench.load_test import listen, speak
 
 LISTENERS = 16
 CRASH = """
@@ -24,7 +24,7 @@ import signal
 
 def crash(*_):
     import torch
-    from fast.nvrtc import Kernels, architecture_of, compile_source
+    from qwen3_tts_cuda_graphs.fast.nvrtc import Kernels, architecture_of, compile_source
     device = torch.device("cuda")
     source = 'extern "C" __global__ void crash(int *address) { *address = 1; }'
     Kernels(compile_source(source, architecture_of(device)), ["crash"], device).launch("crash", (1, 1), 1, [16])
@@ -52,7 +52,15 @@ def test_it_heals_after_an_illegal_address(checkpoint, tmp_path):
     """A kernel of the worker writes to address 16: from then on every call of CUDA in that process fails."""
     (tmp_path / "sitecustomize.py").write_text(CRASH)
     model = checkpoint("base", "0.6B")
-    command = [sys.executable, "-m", "serving", "--model", str(model), "--speaker", str(model / "speaker.pt")]
+    command = [
+        sys.executable,
+        "-m",
+        "qwen3_tts_cuda_graphs.serving",
+        "--model",
+        str(model),
+        "--speaker",
+        str(model / "speaker.pt"),
+    ]
     command += ["--port", "0", "--max-streams", str(LISTENERS), "--voices", str(tmp_path / "voices")]
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     with running(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}) as server:

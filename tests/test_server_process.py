@@ -29,13 +29,13 @@ from helpers import ROOT
 from safetensors.torch import load_file, save_file
 from serving_helpers import FRAME, LIMIT, is_running
 
-from serving import messages
-from serving.options import PRIORITY, keep_to_this_machine, raise_priority
-from serving.options import listen as bind
-from serving.process import Server, greeting
-from serving.settings import Settings, check_origin
-from serving.speech import Speech
-from tools.load import listen, speak
+from qwen3_tts_cuda_graphs.bench.load_test import listen, speak
+from qwen3_tts_cuda_graphs.serving import messages
+from qwen3_tts_cuda_graphs.serving.process import Server, greeting
+from qwen3_tts_cuda_graphs.serving.server_options import PRIORITY, keep_to_this_machine, raise_priority
+from qwen3_tts_cuda_graphs.serving.server_options import listen as bind
+from qwen3_tts_cuda_graphs.serving.service import Speech
+from qwen3_tts_cuda_graphs.serving.settings import Settings, check_origin
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,17 @@ def speak_with_late_body(url: str, **fields) -> None:
 
 def test_from_the_start_to_the_end(endless, tmp_path):
     """Starting, listening, a soak in small, a worker that is killed, and SIGTERM while somebody listens."""
-    command = [sys.executable, "-m", "serving", "--model", str(endless), "--device", "cpu", "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "qwen3_tts_cuda_graphs.serving",
+        "--model",
+        str(endless),
+        "--device",
+        "cpu",
+        "--port",
+        "0",
+    ]
     command += ["--speaker", str(endless / "speaker.pt"), "--voices", str(tmp_path / "voices"), "--max-streams", "3"]
     env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}  # a line for each import
     with open(tmp_path / "stderr", "w") as stderr:
@@ -213,7 +223,15 @@ def test_from_the_start_to_the_end(endless, tmp_path):
 @pytest.mark.parametrize("files, connections", [(80, 32), (45, 4)])
 def test_more_connections_than_files(checkpoint, tmp_path, files, connections):
     """asyncio logged each attempt to take one, 70 MB a minute, and nobody was answered."""
-    command = [sys.executable, "-m", "serving", "--model", str(checkpoint("custom_voice")), "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "qwen3_tts_cuda_graphs.serving",
+        "--model",
+        str(checkpoint("custom_voice")),
+        "--device",
+        "cpu",
+    ]
     command += ["--port", "0", "--voices", str(tmp_path / "voices")]
     limited = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
     with open(tmp_path / "stderr", "w") as stderr:
@@ -244,7 +262,7 @@ def run(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["serving", *map(str, options)])
         monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
         with pytest.raises(SystemExit) as ended:
-            runpy.run_module("serving", run_name="__main__", alter_sys=False)
+            runpy.run_module("qwen3_tts_cuda_graphs.serving", run_name="__main__", alter_sys=False)
         return ended.value.code, capsys.readouterr().err
 
     return run
@@ -348,7 +366,7 @@ def test_garbage_is_collected_between_streams(checkpoint, tmp_path, monkeypatch)
 
 
 def test_without_the_servers_packages(run, monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("uvicorn", "serving")]:
+    for name in [name for name in sys.modules if name.startswith(("uvicorn", "qwen3_tts_cuda_graphs.serving"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     code, error = run("--model", "x")
@@ -396,7 +414,15 @@ def test_load_script_counts_underruns_and_errors():
 def test_what_the_server_adds_is_measured(checkpoint, tmp_path):
     """The engine alone and the server, also with two processes of listeners, idle WebSockets and busy cores."""
     folder, output = checkpoint(), tmp_path / "server.json"
-    command = [sys.executable, "tools/load.py", "--compare", folder, "--speaker", folder / "speaker.pt"]
+    command = [
+        sys.executable,
+        "-m",
+        "qwen3_tts_cuda_graphs.bench.load_test",
+        "--compare",
+        folder,
+        "--speaker",
+        folder / "speaker.pt",
+    ]
     command += "--device cpu --one-by-one 2 --rate 2 --seconds 2 --crowds 3 --max-streams 2 --clients 2 --busy".split()
     command += ["--audio-seconds", "0.3", "--idle-websockets", "20", "--json", output]
     subprocess.run([*map(str, command)], cwd=ROOT, check=True, timeout=3 * LIMIT)

@@ -12,11 +12,12 @@ import pytest
 import torch
 from helpers import ROOT
 
-from common.voices import speaker_prompt
-from generate import load, stream
-from speech.engine import Engine
-from speech.text_table import use_text_table
-from speech.warm_up import warm_up
+from qwen3_tts_cuda_graphs.common.loading import load
+from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
+from qwen3_tts_cuda_graphs.prompts.text_table import use_text_table
+from qwen3_tts_cuda_graphs.speech.engine import Engine
+from qwen3_tts_cuda_graphs.speech.streaming import stream
+from qwen3_tts_cuda_graphs.speech.warm_up import warm_up
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 
@@ -62,16 +63,16 @@ def test_global_state_is_left_alone(checkpoint):
         async def main():
             sys.stdout = io.StringIO()
             before = state()
-            import generate
-            import speech.engine
+            import qwen3_tts_cuda_graphs.speech.engine
+            from qwen3_tts_cuda_graphs import load, stream
             after_import = state()
-            tts = generate.load({folder}, "cpu", max_seq_len=64)
+            tts = load({folder}, "cpu", max_seq_len=64)
             after_load = state()
             for later in (after_import, after_load):
                 changed = [name for name in before if before[name] != later[name]]
                 assert not changed, [(before[name], later[name]) for name in changed]
             request = dict(text="Hi", speaker="aiden", language="Auto", max_new_tokens=3)
-            assert list(generate.stream(tts.generate_custom_voice, **request))
+            assert list(stream(tts.generate_custom_voice, **request))
             await asyncio.to_thread(tts.generate_custom_voice, **request)
             later = state()
             changed = [name for name in before if name != "random" and before[name] != later[name]]
@@ -90,8 +91,9 @@ def test_a_fork(checkpoint):
     program = """
         import os, sys
         import torch
-        from generate import load, stream
-        from speech.engine import Engine
+        from qwen3_tts_cuda_graphs.common.loading import load
+        from qwen3_tts_cuda_graphs.speech.streaming import stream
+        from qwen3_tts_cuda_graphs.speech.engine import Engine
 
         torch.set_num_threads(1)
         request = dict(text="Hi", speaker="aiden", language="Auto", max_new_tokens=3)
@@ -165,7 +167,7 @@ def owners(tts) -> list[weakref.ref]:
     """References to what holds the memory of an accelerated model: weights, caches, buffers, the codec."""
     speech = tts.speech
     runner = speech.runner
-    objects = [tts, tts.model, tts.model.talker, speech, speech.decoder, runner, runner.slots, runner.codec]
+    objects = [tts, tts.model, tts.model.talker, speech, runner, runner.slots, runner.codec]
     objects += [runner.slots.keys[0], runner.codec.samples, tts.model.talker.codec_head.weight, *runner.keepalive]
     return [weakref.ref(thing) for thing in objects]
 

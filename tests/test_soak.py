@@ -17,10 +17,11 @@ import pytest
 import torch
 from helpers import GREEDY, engine_of, joined
 
-from common.voices import speaker_prompt
-from generate import load, load_upstream, stream
-from speech.engine import Engine
-from speech.prompts import build_request
+from qwen3_tts_cuda_graphs.common.loading import load, load_upstream
+from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
+from qwen3_tts_cuda_graphs.prompts.build import build_request
+from qwen3_tts_cuda_graphs.speech.engine import Engine
+from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 WORDS = "the first sound of a voice arrives before you notice that anything was asked".split()
 LIMIT = 600  # seconds
@@ -125,7 +126,7 @@ def test_on_a_cpu(voices):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu(checkpoint, recording):
-    from benchmarks.parity import Forced
+    from qwen3_tts_cuda_graphs.bench.parity import Forced
 
     folder = str(checkpoint("base", "0.6B"))
     tts = load(folder, max_seq_len=256, rows=64)

@@ -9,13 +9,15 @@ import pytest
 import torch
 from helpers import joined, slow
 
-from common.voices import speaker_prompt
-from generate import accelerate, load_upstream, stream
-from speech import prompt_templates
-from speech.arriving_text import ArrivingText
-from speech.prompt_templates import PromptTemplate, template_key
-from speech.prompts import build_request, in_parts, reference_codes, request_for
-from speech.text_table import HostTalker, TextTable, use_text_table
+from qwen3_tts_cuda_graphs.common.loading import load_upstream
+from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
+from qwen3_tts_cuda_graphs.prompts import templates as prompt_templates
+from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText
+from qwen3_tts_cuda_graphs.prompts.build import build_request, in_parts, reference_codes, request_for
+from qwen3_tts_cuda_graphs.prompts.templates import PromptTemplate, template_key
+from qwen3_tts_cuda_graphs.prompts.text_table import HostTalker, TextTable, use_text_table
+from qwen3_tts_cuda_graphs.speech import accelerate
+from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 

@@ -7,7 +7,8 @@ import pytest
 import soundfile
 import torch
 
-from generate import Qwen3TTSModel, accelerate
+from qwen3_tts_cuda_graphs.speech import accelerate
+from qwen3_tts_cuda_graphs.upstream import Qwen3TTSModel
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 

@@ -13,8 +13,8 @@ import transformers
 from helpers import ROOT
 from packaging.specifiers import SpecifierSet
 
-import generate
-from fast.paths import check_torch
+from qwen3_tts_cuda_graphs import upstream
+from qwen3_tts_cuda_graphs.fast.paths import check_torch
 
 
 def run(program, *folders, cwd=ROOT):
@@ -34,20 +34,20 @@ def test_a_wrong_pair_is_named(version, package, tmp_path, monkeypatch):
     """A TypeError in a decorator or a missing attribute of a config, deep in qwen_tts, tells nobody what to install."""
     if package == "qwen-tts-hf":
         (tmp_path / "_transformers_compat.py").touch()
-    monkeypatch.setattr(generate, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
-    monkeypatch.setattr(generate, "transformers", SimpleNamespace(__version__=version))
+    monkeypatch.setattr(upstream, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    monkeypatch.setattr(upstream, "transformers", SimpleNamespace(__version__=version))
     message = f"transformers {version} is not for {package}: install {PAIRS}"
     with pytest.raises(ImportError, match=re.escape(message)):
-        generate.import_upstream()
+        upstream.import_upstream()
 
 
 def test_without_qwen_tts_its_absence_is_the_error(monkeypatch):
-    monkeypatch.setattr(generate, "find_spec", lambda name: None)
-    monkeypatch.setattr(generate, "transformers", SimpleNamespace(__version__="4.57.3"))
+    monkeypatch.setattr(upstream, "find_spec", lambda name: None)
+    monkeypatch.setattr(upstream, "transformers", SimpleNamespace(__version__="4.57.3"))
     monkeypatch.setitem(sys.modules, "qwen_tts", None)
     monkeypatch.setitem(sys.modules, TOKENIZER, None)  # puts back what is there
     with pytest.raises(ModuleNotFoundError, match="qwen_tts"):
-        generate.import_upstream()
+        upstream.import_upstream()
 
 
 def test_the_pairs_are_those_that_setup_installs():
@@ -92,7 +92,7 @@ def test_a_torch_without_enable_gqa_gives_the_same_tokens(checkpoint, tmp_path):
     program = f"""
         import numpy as np, torch
         import torch.nn.functional as F
-        from generate import load
+        from qwen3_tts_cuda_graphs.common.loading import load
         torch.set_num_threads(1)
         attention = F.scaled_dot_product_attention
 

@@ -18,16 +18,16 @@ from megakernel_cases import changed_source, some_talker
 from test_kernel_on_cpu import HIDDEN, LENGTH, cpu_kernel_for
 from test_megakernel import on_gpu
 
-import speech.schedule
-from common.loading import model_errors
-from common.scripts import cli_errors
-from common.voices import speaker_prompt
-from fast import megakernel, nvrtc
-from fast.frames import Frame
-from fast.megakernel import Sizes, complete_source, kernel_sizes
-from fast.paths import MegakernelStopped
-from generate import accelerate, load, load_upstream, stream
-from speech.engine import Engine
+from qwen3_tts_cuda_graphs.common.loading import load, load_upstream, model_errors
+from qwen3_tts_cuda_graphs.common.scripts import cli_errors
+from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
+from qwen3_tts_cuda_graphs.fast import megakernel, nvrtc
+from qwen3_tts_cuda_graphs.fast.frames import Frame
+from qwen3_tts_cuda_graphs.fast.megakernel import Sizes, complete_source, kernel_sizes
+from qwen3_tts_cuda_graphs.fast.paths import MegakernelStopped
+from qwen3_tts_cuda_graphs.speech import accelerate, schedule
+from qwen3_tts_cuda_graphs.speech.engine import Engine
+from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 LIMIT = 60  # seconds that a wait of a test may take
 
@@ -130,7 +130,7 @@ class Stopping:
 
 @pytest.fixture
 def stopping(checkpoint, monkeypatch) -> Stopping:
-    monkeypatch.setattr(speech.schedule, "LONGEST_HOLD", 0.0)  # on a CPU frames may be slower than playback
+    monkeypatch.setattr(schedule, "LONGEST_HOLD", 0.0)  # on a CPU frames may be slower than playback
     return Stopping(checkpoint("base", "tiny"))
 
 
@@ -303,8 +303,8 @@ TWO_PROCESSES = """
     import sys, time
     sys.path.insert(0, {root!r})
     import torch
-    from common.voices import speaker_prompt
-    from generate import load
+    from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
+    from qwen3_tts_cuda_graphs.common.loading import load
 
     tts = load({folder!r}, max_seq_len=512)
     voice = speaker_prompt(torch.load({folder!r} + "/speaker.pt", weights_only=True))

@@ -12,11 +12,11 @@ from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech, wai
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from serving import engine_host
-from serving.model import sampling
-from serving.requests import Style
-from serving.speech import Utterance
-from serving.websocket import Incoming, Session
+from qwen3_tts_cuda_graphs.serving import engine_host
+from qwen3_tts_cuda_graphs.serving.model import sampling
+from qwen3_tts_cuda_graphs.serving.requests import Style
+from qwen3_tts_cuda_graphs.serving.service import Utterance
+from qwen3_tts_cuda_graphs.serving.websocket import Incoming, Session
 
 CONFIG = {"type": "session.config", "voice": "speaker", "response_format": "pcm", **SHORT}
 LONG = CONFIG | {"max_new_tokens": 450}
@@ -165,7 +165,9 @@ def test_text_that_comes_after_the_speech_has_ended(server, speech, monkeypatch)
 
     Here the model ends after five frames, and a character is a token.
     """
-    monkeypatch.setattr("serving.speech.sampling", lambda style: sampling(style) | {"max_new_tokens": 6})
+    monkeypatch.setattr(
+        "qwen3_tts_cuda_graphs.serving.service.sampling", lambda style: sampling(style) | {"max_new_tokens": 6}
+    )
     monkeypatch.setattr(Utterance, "was_asked_to_end", lambda _: False)
     sentences = ["Hello there.", "there.", " More of it.", "of it."]
     expected = {text: server.speak(input=text, response_format="pcm").body for text in sentences}
@@ -590,7 +592,7 @@ def test_a_text_without_sentence_ends_is_spoken(ending):
 
 def test_a_speech_that_reads_no_text_is_an_error(ending, monkeypatch):
     """As that of a transcript that is much longer than its recording: the text was spoken again and again."""
-    monkeypatch.setattr("speech.arriving_text.ArrivingText.characters_read", lambda *_: 0)
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.prompts.arriving_text.ArrivingText.characters_read", lambda *_: 0)
     with client(ending) as session:
         session.send(**CONFIG | {"max_new_tokens": None})
         session.send("input.text", text="Hi.")

@@ -266,7 +266,7 @@ PROGRAM = """
     [audio], rate = model.generate_voice_clone("Hello.", "English", voice_clone_prompt=voice, max_new_tokens=4)
     assert len(audio) > 0 and rate == 24000
 
-    import qwen3_tts_cuda_graphs.bench, qwen3_tts_cuda_graphs.benchmarks.ready, qwen3_tts_cuda_graphs.tools.load
+    import qwen3_tts_cuda_graphs.bench, qwen3_tts_cuda_graphs.bench.ready, qwen3_tts_cuda_graphs.bench.load_test
 
     assert sys.path == path  # what scripts of a checkout insert is left out
     unwanted = {"generate", "common", "fast", "speech", "qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1"}

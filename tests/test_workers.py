@@ -30,14 +30,14 @@ from serving_helpers import (
 )
 from websockets.sync.client import connect
 
-from serving import engine_host, engine_process, memory, worker
-from serving.engine_process import EngineProcess
-from serving.errors import ApiError
-from serving.messages import LENGTHS, Unpacker, pack
-from serving.process import Server
-from serving.requests import Style
-from serving.settings import Settings
-from serving.speech import Speech, read_speakers
+from qwen3_tts_cuda_graphs.serving import engine_host, engine_process, memory, worker
+from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess
+from qwen3_tts_cuda_graphs.serving.errors import ApiError
+from qwen3_tts_cuda_graphs.serving.messages import LENGTHS, Unpacker, pack
+from qwen3_tts_cuda_graphs.serving.process import Server
+from qwen3_tts_cuda_graphs.serving.requests import Style
+from qwen3_tts_cuda_graphs.serving.service import Speech, read_speakers
+from qwen3_tts_cuda_graphs.serving.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -359,7 +359,7 @@ def test_a_worker_ends_with_its_server():
     """Also while it loads, whatever kills the server."""
     program = """
         import socket, time
-        from serving.engine_process import start_worker
+        from qwen3_tts_cuda_graphs.serving.engine_process import start_worker
         ours, theirs = socket.socketpair()
         print(start_worker(theirs).pid, flush=True)
         theirs.close()
@@ -388,11 +388,11 @@ class Panic(BaseException):
 @pytest.mark.parametrize(
     "function, status",
     [
-        ("serving.engine_host.split_text", 500),
-        ("serving.engine_host.tokenize", 500),
-        ("speech.intake.request_for", 500),
-        ("serving.engine_host.clone_prompt", 500),
-        ("serving.engine_host.to_int16", 503),  # in the delivery thread: the worker is replaced
+        ("qwen3_tts_cuda_graphs.serving.engine_host.split_text", 500),
+        ("qwen3_tts_cuda_graphs.serving.engine_host.tokenize", 500),
+        ("qwen3_tts_cuda_graphs.speech.intake.request_for", 500),
+        ("qwen3_tts_cuda_graphs.serving.engine_host.clone_prompt", 500),
+        ("qwen3_tts_cuda_graphs.serving.engine_host.to_int16", 503),  # in the delivery thread: the worker is replaced
     ],
 )
 def test_a_panic_is_answered(server, speech, recording, monkeypatch, function, status):

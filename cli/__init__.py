@@ -1,9 +1,0 @@
-"""The command line of generate.py.
-
-__main__.py     checks the options, then imports what takes time, then speaks
-options.py      its options, checked as far as nothing slow must be imported
-speaking.py     the checks that need torch or the tokenizer; then load, speak and write
-text_files.py   text from a pipe, while it is written
-player.py       --play
-parts.py        finished utterances of a long file, for --resume
-"""

@@ -1,0 +1,109 @@
+"""How the figures of `bench.py --check` and of the self-test are distributed for a correct megakernel.
+
+    python -m qwen3_tts_cuda_graphs.bench.calibrate 1.7B --output results/calibration_1.7B.json
+    python -m qwen3_tts_cuda_graphs.bench.calibrate 1.7B --frames 0 --output results/self_test_1.7B.json
+
+Each run has other random weights, another prompt and other tokens. It gives the megakernel's error relative to that of
+the model's own bfloat16 forward, in how many cases only one of the two has the best token of float32, and the figures
+of fast/self_test.py. How far the limits are away is what tests/test_results.py checks. Needs a GPU that runs the
+megakernel.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from qwen3_tts_cuda_graphs.bench.machine import machine_card
+from qwen3_tts_cuda_graphs.bench.parity import FALSE_ALARM_RATE, Forced, Megakernel, compare, one_pass, random_request
+from qwen3_tts_cuda_graphs.bench.random_checkpoint import randomize, write_checkpoint
+from qwen3_tts_cuda_graphs.common.loading import load_upstream, model_errors
+from qwen3_tts_cuda_graphs.common.scripts import Parser, cli_errors
+from qwen3_tts_cuda_graphs.fast.paths import why_not
+from qwen3_tts_cuda_graphs.fast.self_test import run_test
+
+SELF_TEST = "self-test"
+LENGTH = 512
+GAINS = (1.0, 3.0)  # of the weights, in turn
+
+
+@torch.no_grad()
+def one_run(models: list, routes: list, seed: int, gain: float, frames: int) -> dict:
+    """New weights for all models, the self-test, then the same tokens through all: the model's own layers, a model on
+    the megakernel, and one in float32. Without frames the last is not needed."""
+    torch.manual_seed(seed)
+    device = models[0].device
+    randomize(models[0], gain)
+    for other in models[1:]:
+        for weight, copied in zip(models[0].parameters(), other.parameters()):
+            copied.copy_(weight)
+    own_route, megakernel = routes
+    megakernel.refresh()
+    reason, self_test_figures = run_test(megakernel.frame)
+    if reason:
+        print(f"run {seed}: the self-test says that {reason}")
+    if not frames:
+        return {SELF_TEST: self_test_figures}
+
+    request = random_request(models[0].config.hidden_size, device)
+    tokens = torch.randint(2048, (frames, 16), device=device)
+    logits = [megakernel.logits(tokens, **request), own_route.logits(tokens, **request)]
+    logits.append(one_pass(models[2], tokens, **request))
+    figures = {SELF_TEST: self_test_figures}
+    for name, rows in zip(["codes 1 to 15", "first codes"], zip(*logits)):
+        figures[name] = compare(*(row.to(device) for row in rows))
+    return figures
+
+
+def smallest_loss(name: str, runs: list[dict]) -> float:
+    """The share of best tokens that a kernel must lose for the check of one run to find it."""
+    sigmas = statistics.NormalDist().inv_cdf(1 - FALSE_ALARM_RATE)
+    per_run = statistics.mean(run[name]["only_own"] + run[name]["only_megakernel"] for run in runs)
+    return sigmas * math.sqrt(per_run) / statistics.mean(run[name]["cases"] for run in runs)
+
+
+def to_json(card: dict, size: str, frames: int, runs: list[dict]) -> str:
+    """One run per line."""
+    lines = ",\n  ".join(json.dumps(run) for run in runs)
+    return f'{{"card": {json.dumps(card)}, "size": "{size}", "frames": {frames}, "runs": [\n  {lines}\n]}}\n'
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=["0.6B", "1.7B"])
+    parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument(
+        "--frames", type=int, default=200, help="per run; default: 200, as --check; 0: the self-test alone"
+    )
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    if args.runs < 2:
+        parser.error(f"--runs is {args.runs}, it must be at least 2")
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), args.size, ends=False)
+        dtypes = [torch.bfloat16, torch.bfloat16, torch.float32][: 3 if args.frames else 2]
+        models = [load_upstream(folder, dtype=dtype).model.talker for dtype in dtypes]
+    if reason := why_not(models[1]):
+        parser.error(f"the megakernel does not run here: {reason}")
+    with torch.no_grad():
+        routes = [Forced(models[0], LENGTH), Megakernel(models[1], LENGTH)]
+    card = machine_card("random")
+    runs = []
+    for seed in range(args.runs):
+        runs.append(one_run(models, routes, seed, GAINS[seed % len(GAINS)], args.frames))
+        print(f"run {seed + 1} of {args.runs}", file=sys.stderr)
+        args.output.write_text(to_json(card, args.size, args.frames, runs))
+    for name in sorted(runs[0].keys() - {SELF_TEST}):
+        print(f"{name}: the check of one run finds a loss of {smallest_loss(name, runs):.1%} of the best tokens")
+    print(args.output)
+
+
+if __name__ == "__main__":
+    with cli_errors(), model_errors():
+        main()

@@ -1,0 +1,124 @@
+"""`bench.py --check`: is the accelerated model still the same model, on this machine and with these weights?
+
+On a GPU the logits of every path are compared with float32, with forced tokens (parity.py). Without one, everything
+runs in float32, and the audio must be upstream's.
+"""
+
+import copy
+import gc
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from qwen3_tts_cuda_graphs.bench.parity import Forced, error, one_pass, verdict
+from qwen3_tts_cuda_graphs.bench.timing import clone_arguments
+from qwen3_tts_cuda_graphs.common.loading import load_upstream
+from qwen3_tts_cuda_graphs.fast.codec import batch_sizes
+from qwen3_tts_cuda_graphs.fast.frame_set import MEGAKERNEL_ROWS
+from qwen3_tts_cuda_graphs.fast.frames import Frame, KernelFrame, MegakernelFrame, frame_without_megakernel
+from qwen3_tts_cuda_graphs.fast.paths import MEGAKERNEL
+from qwen3_tts_cuda_graphs.prompts.build import build_request
+from qwen3_tts_cuda_graphs.speech import accelerate
+from qwen3_tts_cuda_graphs.speech.streaming import stream
+
+MAX_ROWS = 64  # frames of up to that many rows are checked
+LENGTH = 512  # positions of the caches
+MAX_GPU_DIFFERENCE = 0.02  # between streamed and whole audio, of full scale; a GPU decodes chunks with other kernels
+ROUNDING_MARGIN = 4  # times the codec's own error in float32; right audio was seen to differ by 0.8 to 1.6 times that
+
+Result = tuple[str, bool, str]  # what was checked, whether it is right, and figures
+
+
+def check(folder: str, speaker: torch.Tensor, frames: int) -> Iterator[Result]:
+    """Check a Base checkpoint with a speech of that many frames."""
+    tts = accelerate(load_upstream(folder))
+    on_gpu = tts.speech.on_gpu
+    arguments = clone_arguments(speaker, min(frames, 60))
+    first, again = (speak(tts, arguments) for _ in range(2))
+    yield "a seed reproduces", np.array_equal(first, again), f"{len(first)} samples, twice, {tts.speech.path}"
+    allowed = MAX_GPU_DIFFERENCE if on_gpu else ROUNDING_MARGIN * codec_error(tts)
+    yield check_stream(tts, arguments, first, allowed)
+    if not on_gpu:
+        yield from check_audio(tts, folder, arguments, allowed)
+        return
+
+    arguments = clone_arguments(speaker, frames)
+    request = build_request(tts.generate_voice_clone, **arguments)
+    request = {name: value.to(tts.device) if torch.is_tensor(value) else value for name, value in request.items()}
+    vocabulary = tts.model.talker.config.code_predictor_config.vocab_size
+    tokens = torch.randint(vocabulary, (frames, tts.model.talker.config.num_code_groups), device=tts.device)
+    paths = {}
+    for name, rows, kind in ways(tts):
+        paths[name] = Forced(tts.model.talker, LENGTH, rows, kind).logits(tokens, **request)
+    del tts  # its GPU memory is needed for float32
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield from check_logits(folder, paths, tokens, request)
+
+
+def ways(tts) -> Iterator[tuple[str, int, type[Frame]]]:
+    """What is checked on a GPU: its name, rows, and the frame."""
+    yield "upstream's modules with layers.py", 1, Frame
+    has_kernels = isinstance(frame_without_megakernel(tts.model.talker, tts.speech.runner.slots[:1]), KernelFrame)
+    for rows in batch_sizes(MAX_ROWS):
+        if has_kernels:
+            yield f"batch of {rows}", rows, KernelFrame
+        if rows in MEGAKERNEL_ROWS and tts.speech.path == MEGAKERNEL:
+            yield f"megakernel for {rows} {'row' if rows == 1 else 'rows'}", rows, MegakernelFrame
+
+
+def speak(tts, arguments: dict) -> np.ndarray:
+    """A seeded speech."""
+    torch.manual_seed(0)
+    (audio,), _ = tts.generate_voice_clone(**arguments)
+    return audio
+
+
+def check_stream(tts, arguments: dict, whole: np.ndarray, allowed: float) -> Result:
+    name = "the streamed audio is the whole call's"
+    torch.manual_seed(0)
+    streamed = np.concatenate([audio for audio, _ in stream(tts.generate_voice_clone, **arguments)])
+    if len(streamed) != len(whole):
+        return name, False, f"{len(streamed)} samples streamed, {len(whole)} in the whole call"
+    difference = np.abs(streamed - whole).max()
+    figures = f"largest difference {difference:.1e} of full scale, {allowed:.1e} allowed"
+    return name, bool(difference <= allowed), figures
+
+
+@torch.no_grad()
+def codec_error(tts) -> float:
+    """How much the codec rounds in float32, of full scale, on random codes. Some weights amplify it."""
+    codec = tts.model.speech_tokenizer.model.decoder
+    shape = 1, codec.config.num_quantizers, 60
+    codes = torch.randint(codec.config.codebook_size, shape, generator=torch.Generator().manual_seed(0))
+    return (codec(codes) - copy.deepcopy(codec).double()(codes)).abs().max().item()
+
+
+def check_audio(tts, folder: str, arguments: dict, allowed: float) -> Iterator[Result]:
+    """In float32 the same seed must give upstream's audio, which only the same tokens do."""
+    upstream = load_upstream(folder)
+    for name, settings in {
+        "greedy": dict(do_sample=False, subtalker_dosample=False),
+        "seeded": dict(),
+        "seeded, other settings": dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.3),
+    }.items():
+        expected, audio = (speak(model, arguments | settings) for model in (upstream, tts))
+        same = len(audio) == len(expected) and bool(np.abs(audio - expected).max() <= allowed)
+        yield f"upstream's audio, {name}", same, f"{len(expected)} samples of upstream's, {len(audio)} of ours"
+
+
+def check_logits(folder: str, paths: dict, tokens: torch.Tensor, request: dict) -> Iterator[Result]:
+    """`paths` has the logits of predictor and talker by the name of the path."""
+    own = Forced(load_upstream(folder, dtype=torch.bfloat16).model.talker, LENGTH).logits(tokens, **request)
+    talker = load_upstream(folder, dtype=torch.float32).model.talker
+    exact = Forced(talker, LENGTH).logits(tokens, **request)
+    passed = one_pass(talker, tokens, **request)
+
+    ratio = max(error(e, p, 0.99) / error(o, p, 0.99) for o, e, p in zip(own, exact, passed))
+    name = "float32 frame by frame is upstream's one pass"
+    yield name, ratio < 0.05, f"they differ by {ratio:.1e} of bfloat16's error"
+    for path, (codes, first) in paths.items():
+        frames = len(first)
+        yield f"{path}: codes 1 to 15", *verdict(codes, own[0], exact[0])
+        yield f"{path}: first codes", *verdict(first, own[1][:frames], exact[1][:frames])

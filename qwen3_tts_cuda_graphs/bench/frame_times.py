@@ -1,0 +1,71 @@
+"""Where the time goes: the parts of a frame and of the first audio, each timed alone."""
+
+from collections.abc import Callable
+
+import torch
+
+from cudagraph_talker import draw_noise
+from qwen3_tts_cuda_graphs.bench.bounds import POSITION
+from qwen3_tts_cuda_graphs.bench.timing import Row, clock, median_ms
+from qwen3_tts_cuda_graphs.prompts.build import prepare_request
+from qwen3_tts_cuda_graphs.speech.streaming import stream
+from qwen3_tts_cuda_graphs.speech.utterance import Utterance
+
+LATE_POSITION = 1500
+REPLAYS = 20
+
+
+@torch.no_grad()
+def frame_parts(tts, arguments: dict) -> Row:
+    """Each step with its noise, back to back; then both together, at two positions of the cache."""
+    runner = tts.speech.runner
+    chunks = stream(tts.generate_voice_clone, **arguments)
+    next(chunks)  # the request is in row 0
+    rows, frame = runner.views[0], runner.frames.of(1)
+
+    def predict() -> None:
+        draw_noise(rows.code_noise)
+        frame.predict()
+
+    def step() -> None:
+        draw_noise(rows.noise)
+        frame.step()
+
+    def both() -> None:
+        predict()
+        step()
+
+    parts = {"predictor": time_replays(predict), "talker": time_replays(step)}
+    for position in (POSITION, LATE_POSITION):
+        rows.frame.fill_(position - rows.prompt_length.item())
+        parts[f"frame at position {position}"] = time_replays(both)
+    chunks.close()
+    return parts
+
+
+def time_replays(replay: Callable[[], None]) -> float:
+    """Milliseconds of one replay."""
+    replay()  # warm-up
+    ms, _ = clock(lambda: [replay() for _ in range(REPLAYS)])
+    return ms / REPLAYS
+
+
+@torch.no_grad()
+def first_audio_parts(tts, arguments: dict, runs: int) -> Row:
+    """The audio of the first frame needs the prompt, of a voice that has spoken before, and the predictor."""
+    speech, runner = tts.speech, tts.speech.runner
+
+    def make_utterance() -> Utterance:
+        request, reference = prepare_request(speech, tts.generate_voice_clone, **arguments)
+        return speech.utterance(request, reference)
+
+    utterance = make_utterance()
+    utterance.row = 0
+    runner.codec.reset(0)
+    parts = {
+        "tokenize and prompt": make_utterance,
+        "prefill": lambda: runner.read_prompts([utterance]),
+        "first codes": runner.frames.of(1).predict,
+        "codec and copy": lambda: runner.codec.feed([0], runner.slots.codes[:1, :1]).wait(),
+    }
+    return {name: median_ms(part, runs) for name, part in parts.items()}

@@ -1,0 +1,62 @@
+"""The checkpoints that are timed, and the voice that speaks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
+from qwen3_tts_cuda_graphs.common.checkpoints import base_config
+from qwen3_tts_cuda_graphs.common.voices import load_speaker
+from qwen3_tts_cuda_graphs.prompts.build import prompt_field
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    name: str
+    model: str  # a Base model: a folder or a short name
+    custom_voice: str | None  # the same size with preset voices, where there is one
+    speaker_file: Path
+
+    @property
+    def speaker(self) -> torch.Tensor:
+        voice = load_speaker(self.speaker_file, hidden_size_of(self.model))
+        (speaker,) = prompt_field(voice, "ref_spk_embedding")
+        return speaker
+
+
+def find_checkpoints(
+    names: list[str],
+    are_random: bool,
+    with_custom_voice: bool,
+    speaker_file: Path | None,
+    folder: Path,
+    ends: bool = False,
+) -> Iterator[Checkpoint]:
+    """Sizes and folders by their names. What has to be made is written into `folder`, each when its turn comes.
+
+    ends: whether a random model's speech ends by itself
+    """
+    for name in names:
+        model, custom_voice = name, None
+        if name == "tiny" or are_random and not Path(name).is_dir():
+            model = str(folder / f"{name}-base")
+            write_checkpoint(Path(model), name, "base", ends=ends)
+            if with_custom_voice:
+                custom_voice = str(folder / f"{name}-custom_voice")
+                write_checkpoint(Path(custom_voice), name, "custom_voice", ends=False)
+        elif with_custom_voice and not Path(name).is_dir():
+            custom_voice = f"{name}-CustomVoice"
+        yield Checkpoint(Path(name).name, model, custom_voice, speaker_file or write_speaker(model, folder))
+
+
+def write_speaker(model: str, folder: Path) -> Path:
+    """A random speaker embedding of the model's size."""
+    path = folder / "speaker.pt"
+    torch.save(torch.randn(hidden_size_of(model), generator=torch.Generator().manual_seed(0)), path)
+    return path
+
+
+def hidden_size_of(model: str) -> int:
+    return base_config(model)["talker_config"]["hidden_size"]

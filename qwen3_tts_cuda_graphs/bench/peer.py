@@ -1,0 +1,67 @@
+"""faster-qwen3-tts on the same checkpoint, in a process of its own: it needs transformers 5.
+
+`./setup.sh none --transformers5 --test` puts it into .venv5.
+"""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Generator
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for that process
+from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
+from qwen3_tts_cuda_graphs.bench.timing import ON_GPU, TEXT, Effort, NamedRows, time_stream, time_whole_calls
+from qwen3_tts_cuda_graphs.common.checkpoints import hub_name
+
+ROOT = Path(__file__).resolve().parents[2]
+PEER = "faster-qwen3-tts"
+PYTHON = ROOT / ".venv5" / "bin" / "python"
+LIMIT = 1200  # seconds, more than ten times what it takes on an H200
+
+
+def run_peer(checkpoint: Checkpoint, python: Path = PYTHON) -> NamedRows:
+    """The rows of `time_peer`, from a process with that python."""
+    command = [python, __file__, checkpoint.model, checkpoint.speaker_file]
+    environment = os.environ | {"PYTHONPATH": str(python.parents[1] / "peers")}
+    try:
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT)
+    except (OSError, subprocess.SubprocessError) as error:
+        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        print(f"{PEER} left out: {lines[-1]}")
+        return
+    yield from json.loads(process.stdout.splitlines()[-1]).items()
+
+
+def time_peer(model: str, speaker_file: str, effort: Effort) -> NamedRows:
+    from faster_qwen3_tts import FasterQwen3TTS
+
+    device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+    tts = FasterQwen3TTS.from_pretrained(hub_name(model), device=device, dtype=dtype)
+    voice = {"ref_spk_embedding": [torch.load(speaker_file, weights_only=True).to(device, dtype)]}
+
+    def arguments(frames: int) -> dict:
+        length = dict(max_new_tokens=frames, min_new_tokens=frames)
+        return dict(text=TEXT, language="English", voice_clone_prompt=voice, **length)
+
+    def speak(frames: int) -> float:
+        (audio, *_), rate = tts.generate_voice_clone(**arguments(frames))
+        return len(audio) / rate
+
+    def start_stream(chunk_size: int, frames: int) -> Generator:
+        return tts.generate_voice_clone_streaming(**arguments(frames), chunk_size=chunk_size)
+
+    row = time_whole_calls(speak, effort.frames, effort.runs)
+    yield PEER, row | dict(version=importlib.metadata.version(PEER), transformers=transformers.__version__)
+    for size in (1, 8):
+        yield f"{PEER}, chunks of {size}", time_stream(partial(start_stream, size), effort)
+
+
+if __name__ == "__main__":
+    print(json.dumps(dict(time_peer(*sys.argv[1:], Effort()))))

@@ -1,0 +1,71 @@
+"""`bench.py --streams`: many listeners and lists of texts on one GPU, through speech.engine."""
+
+import statistics
+from collections.abc import Callable, Generator
+from functools import partial
+
+import torch
+
+from qwen3_tts_cuda_graphs.bench.listeners import crowd, poisson_arrivals
+from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
+from qwen3_tts_cuda_graphs.bench.timing import Effort, NamedRows, Row, clock, clone_arguments, load_alone, median_of
+from qwen3_tts_cuda_graphs.common.checkpoints import FRAME_RATE
+from qwen3_tts_cuda_graphs.speech import accelerate
+from qwen3_tts_cuda_graphs.speech.engine import Engine
+
+REQUESTS_PER_SECOND = 20
+POISSON_FRAMES = round(4.6 * FRAME_RATE)
+HELD_FRAMES = round(60 * FRAME_RATE)
+
+
+def time_streams(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
+    rows = max(*effort.streams, *effort.held, *effort.lists)
+    tts = load_alone(checkpoint.model)
+    before = memory_gib()
+    capture_ms, engine = clock(lambda: Engine(accelerate(tts, rows=rows)))
+    engine_row = dict(seconds_to_capture=capture_ms / 1e3, gib_per_stream=(memory_gib() - before) / rows)
+
+    def speak(frames: int) -> Callable[[], Generator]:
+        arguments = clone_arguments(checkpoint.speaker, frames)
+        return lambda: engine.stream(tts.generate_voice_clone, **arguments)
+
+    with engine:
+        usual = speak(effort.frames[-1])
+        for count in effort.streams:
+            name = "1 stream alone" if count == 1 else f"{count} streams at once"
+            crowds = [crowd(usual, [0.0] * count) for _ in range(1 + effort.crowds)]
+            yield name, medians(crowds[1:]) | engine_row  # the first one warms up
+        if effort.poisson_seconds:
+            row = crowd(speak(POISSON_FRAMES), poisson_arrivals(REQUESTS_PER_SECOND, effort.poisson_seconds))
+            yield f"{REQUESTS_PER_SECOND} requests per second for {effort.poisson_seconds:g} s", row
+        for count in effort.held:
+            yield f"{count} listeners for 60 s", crowd(speak(HELD_FRAMES), [0.0] * count)
+        yield "lists", {str(count): time_list(tts, engine, checkpoint.speaker, count, effort) for count in effort.lists}
+
+
+def medians(crowds: list[Row]) -> Row:
+    """Of each figure, but all underruns."""
+    columns = {name: [row[name] for row in crowds] for name in crowds[0]}
+    row = {name: statistics.median(values) if None not in values else None for name, values in columns.items()}
+    speed = "audio_seconds_per_second"
+    return row | median_of(speed, columns[speed]) | dict(underruns=sum(columns["underruns"]))
+
+
+def time_list(tts, engine: Engine, speaker: torch.Tensor, texts: int, effort: Effort) -> Row:
+    """Audio seconds per second of a list of texts, through upstream's method and through the engine, in turn."""
+    arguments = clone_arguments(speaker, effort.frames[-1], texts)
+    ways = {
+        "upstream_method": partial(tts.generate_voice_clone, **arguments),
+        "engine": partial(engine.generate, tts.generate_voice_clone, **arguments),
+    }
+    speeds = {name: [] for name in ways}
+    for run in range(1 + effort.runs):
+        for name, speak in ways.items():
+            ms, (audios, rate) = clock(speak)
+            if run > 0:  # the first one warms up
+                speeds[name].append(sum(map(len, audios)) / rate / (ms / 1e3))
+    return {name: statistics.median(values) for name, values in speeds.items()}
+
+
+def memory_gib() -> float:
+    return torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0

@@ -1,0 +1,166 @@
+"""How much is measured, and how a call is timed. Every row speaks the same text with the same settings.
+
+Figures are medians; next to each stand minimum and maximum (`..._spread`) and the number of runs.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from qwen3_tts_cuda_graphs.bench.listeners import listen
+from qwen3_tts_cuda_graphs.common.checkpoints import FRAME_RATE
+from qwen3_tts_cuda_graphs.common.loading import load_upstream
+from qwen3_tts_cuda_graphs.prompts.build import speaker_prompt
+from qwen3_tts_cuda_graphs.speech.streaming import stream
+
+ON_GPU = torch.cuda.is_available()
+TEXT = (
+    "Real time speech synthesis means that the first sound arrives before you notice the wait. A voice that "
+    "answers at once seems present, and one that hesitates does not, however well it speaks. So we count the "
+    "milliseconds from the last letter of the question to the first sound of the answer, and all that follow."
+)
+
+PUBLISHED_TOKENS = 63  # of TEXT. The tokenizer of random checkpoints makes one of each byte.
+
+Row = dict[str, Any]
+NamedRows = Iterator[tuple[str, Row]]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured. The defaults are those of a full run on a GPU."""
+
+    is_quick: bool = False  # fewer rows
+    runs: int = 3
+    frames: tuple[int, int] = (40, 120)  # two lengths of a whole call
+    upstream_frames: tuple[int, int] = (4, 16)
+    first_audio_runs: int = 20
+    late_chunk_frames: int = 750  # length of the stream (60 s) that is checked for late chunks
+    streams: tuple[int, ...] = (1, 4, 8, 16, 64, 256)  # listeners at once
+    crowds: int = 5  # of each of these sizes: one alone scatters by 5 to 10%
+    held: tuple[int, ...] = (320, 400)  # listeners at once, for 60 s each
+    poisson_seconds: float = 60
+    lists: tuple[int, ...] = (4, 16, 64)  # texts
+    processes: int = 5  # started by --ready
+    sentences: int | None = None  # of each language, spoken by --listen; None: all
+
+
+SMALL = Effort(
+    runs=1,
+    frames=(8, 24),
+    upstream_frames=(2, 6),
+    first_audio_runs=5,
+    late_chunk_frames=24,
+    streams=(1, 2, 4),
+    crowds=1,
+    held=(),
+    poisson_seconds=0,
+    lists=(2,),
+    processes=1,
+    sentences=1,
+)
+
+
+def choose_effort(is_quick: bool) -> Effort:
+    return replace(SMALL if is_quick or not ON_GPU else Effort(), is_quick=is_quick)
+
+
+# ---- What is timed
+
+
+def speech_arguments(frames: int, texts: int = 1, text: str = TEXT, **voice) -> dict:
+    """Arguments of upstream's methods for a list of texts, all the same. Upstream's last token has no audio."""
+    return dict(text=[text] * texts, language="English", max_new_tokens=frames + 1, **voice)
+
+
+def clone_arguments(speaker: torch.Tensor, frames: int, texts: int = 1) -> dict:
+    return speech_arguments(frames, texts, voice_clone_prompt=speaker_prompt(speaker, texts))
+
+
+def whole_call(method: Callable, **voice) -> Callable[[int], float]:
+    """A function that speaks that many frames and returns the seconds of audio."""
+
+    def speak(frames: int) -> float:
+        (audio,), rate = method(**speech_arguments(frames, **voice))
+        return len(audio) / rate
+
+    return speak
+
+
+def streamed_call(method: Callable, chunk_frames: int | None = None, **voice) -> Callable[[int], Generator]:
+    """A function that starts a stream of that many frames."""
+    return lambda frames: stream(method, chunk_frames=chunk_frames, **speech_arguments(frames, **voice))
+
+
+# ---- How it is timed
+
+
+def clock(fn: Callable[[], Any]) -> tuple[float, Any]:
+    """Milliseconds, with the GPU idle before and after, and what `fn` returns."""
+    synchronize()
+    start = time.perf_counter()
+    result = fn()
+    synchronize()
+    return (time.perf_counter() - start) * 1e3, result
+
+
+def median_ms(fn: Callable[[], Any], runs: int) -> float:
+    """Of one call, after a warm-up."""
+    fn()
+    return statistics.median(clock(fn)[0] for _ in range(runs))
+
+
+def median_of(name: str, values: list[float]) -> Row:
+    return {name: statistics.median(values), f"{name}_spread": [min(values), max(values)], f"{name}_runs": len(values)}
+
+
+def time_whole_calls(speak: Callable[[int], float], frames: tuple[int, int], runs: int) -> Row:
+    """x real time of the longer call; ms per frame from the difference of the two."""
+    x_real_time, ms_per_frame = [], []
+    for run in range(1 + runs):
+        (short_ms, short), (long_ms, long) = (clock(partial(speak, length)) for length in frames)
+        if long <= short:
+            raise ValueError(f"the speech ends after {round(long * FRAME_RATE)} frames: too soon to time")
+        if run > 0:  # the first one warms up
+            x_real_time.append(long / (long_ms / 1e3))
+            ms_per_frame.append((long_ms - short_ms) / ((long - short) * FRAME_RATE))
+    medians = median_of("x_real_time", x_real_time) | median_of("ms_per_frame", ms_per_frame)
+    return dict(frames=round(long * FRAME_RATE), **medians)
+
+
+def time_stream(start_stream: Callable[[int], Generator], effort: Effort) -> Row:
+    """First audio: from the call to samples on the host. The first run of each kind warms up and is not counted."""
+    start = partial(start_stream, effort.frames[-1])
+    first_audio_ms, x_real_time = [], []
+    for _ in range(1 + effort.first_audio_runs):
+        synchronize()
+        first_audio_ms.append(listen(start, leave_after=0).first_audio_ms)
+    for _ in range(1 + effort.runs):
+        ms, listener = clock(lambda: listen(start))
+        x_real_time.append(listener.seconds / (ms / 1e3))
+    return median_of("first_audio_ms", first_audio_ms[1:]) | median_of("x_real_time", x_real_time[1:])
+
+
+def load_alone(model: str):
+    """Upstream's model, after what nobody uses any more was freed. `peak_gib` counts from here."""
+    gc.collect()
+    tts = load_upstream(model)
+    if ON_GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return tts
+
+
+def peak_gib() -> float | None:
+    return torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else None
+
+
+def synchronize() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()

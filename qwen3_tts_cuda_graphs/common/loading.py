@@ -1,0 +1,60 @@
+"""Loading: upstream's model, accelerated; and around it the device, and what loading and running it can raise."""
+
+import contextlib
+from collections.abc import Iterator
+
+import huggingface_hub
+import torch
+import transformers
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
+
+from qwen3_tts_cuda_graphs.common.checkpoints import complete_folder
+from qwen3_tts_cuda_graphs.common.scripts import check_device_name
+from qwen3_tts_cuda_graphs.fast.paths import MegakernelStopped
+from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import PRE_TOKENS
+from qwen3_tts_cuda_graphs.speech import accelerate
+from qwen3_tts_cuda_graphs.upstream import Qwen3TTSModel
+
+
+def load(model: str, device=None, dtype: torch.dtype | None = None, **options):
+    """Load and accelerate a model. Default: CUDA and bfloat16, without CUDA CPU and float32."""
+    return accelerate(load_upstream(model, device, dtype), **options)
+
+
+def load_upstream(model: str, device=None, dtype: torch.dtype | None = None):
+    """Upstream's model. `model` is a folder, a hub id or a short name from MODELS."""
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    with complete_folder(model) as folder:
+        tts = Qwen3TTSModel.from_pretrained(folder, device_map=device, dtype=dtype)
+    # Upstream passes fix_mistral_regex=True, and transformers 4.57 then installs Mistral's: put Qwen's back.
+    tts.processor.tokenizer.backend_tokenizer.pre_tokenizer[0] = Split(Regex(PRE_TOKENS), "isolated")
+    return tts
+
+
+def choose_device(name: str | None = None) -> torch.device:
+    """The device of that name; without one, CUDA where there is CUDA, else the CPU."""
+    check_device_name(name)
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"this torch finds {torch.cuda.device_count()} CUDA devices, not {name}: choose another device, for "
+            "example cpu, or install a CUDA build of torch"
+        )
+    return device
+
+
+@contextlib.contextmanager
+def model_errors() -> Iterator[None]:
+    """Inside of cli_errors: what is not a ValueError yet becomes one, with what to do. The libraries are quiet."""
+    for library in (transformers.utils, huggingface_hub.utils):
+        library.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()  # of transformers 5, one for each part of the model
+    huggingface_hub.utils.enable_progress_bars()  # of downloads
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise ValueError("the GPU's memory is full: use a smaller model or --max-seq-len, or free some") from None
+    except MegakernelStopped as error:
+        raise ValueError(str(error)) from None

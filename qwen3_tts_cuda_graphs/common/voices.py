@@ -1,0 +1,91 @@
+"""Voices as upstream's methods take them: speaker embeddings, recordings, names of speakers, descriptions."""
+
+import contextlib
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+
+from qwen3_tts_cuda_graphs.common.audio_files import resample
+from qwen3_tts_cuda_graphs.common.checkpoints import REFERENCE_SILENCE, check_speaker_file
+from qwen3_tts_cuda_graphs.prompts.build import speaker_prompt
+
+
+def load_speaker(file: str | Path | BinaryIO, hidden_size: int, path: str | Path | None = None) -> dict | list:
+    """A speaker.pt, or a voice that upstream's demo has saved, as a voice_clone_prompt. Nothing in it is executed.
+    `path` names it in messages."""
+    if path is None:
+        path = file
+        check_speaker_file(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an error follows, or nothing is wrong
+            speaker = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:
+        raise ValueError(f"{path} is not a speaker file: make one with qwen3-tts clone") from None
+    item = saved_item(speaker, path)
+    if item:
+        speaker = item["ref_spk_embedding"]
+    dtypes = torch.float32, torch.bfloat16, torch.float16, torch.float64
+    is_vector = isinstance(speaker, torch.Tensor) and speaker.dtype in dtypes and speaker.dim() == 1
+    if not is_vector or speaker.is_sparse or speaker.is_meta:
+        raise ValueError(f"{path} does not hold a speaker embedding: make one with qwen3-tts clone")
+    if len(speaker) != hidden_size:
+        raise ValueError(
+            f"{path} holds {len(speaker)} numbers, this model takes {hidden_size}: extract it again with the --model "
+            "you speak with"
+        )
+    if not speaker.float().isfinite().all():
+        raise ValueError(f"{path} has NaN or infinite values: make it again with qwen3-tts clone")
+    return [in_context_item(item, path)] if item and item["icl_mode"] else speaker_prompt(speaker)
+
+
+def saved_item(content, path: str | Path) -> dict | None:
+    """The voice in a file of upstream's demo, which is {"items": [its fields]}. None: it is another file."""
+    if not isinstance(content, dict):
+        return None
+    items = content.get("items")
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise ValueError(f"{path} does not hold a speaker embedding: make one with qwen3-tts clone")
+    if len(items) != 1:
+        raise ValueError(f"{path} holds {len(items)} voices: save one alone")
+    item = dict.fromkeys(("ref_code", "ref_spk_embedding", "ref_text")) | items[0]
+    for name in ("ref_code", "ref_spk_embedding"):
+        if isinstance(item[name], list):
+            with contextlib.suppress(ValueError, TypeError, RuntimeError):  # it is checked below
+                item[name] = torch.tensor(item[name])
+    item["icl_mode"] = bool(item.get("icl_mode", not item.get("x_vector_only_mode", False)))
+    return item
+
+
+def in_context_item(item: dict, path: str | Path):
+    """As upstream's methods take it."""
+    from qwen_tts import VoiceClonePromptItem  # after generate, which leaves out what is slow in it
+
+    codes, transcript = item["ref_code"], item["ref_text"]
+    has_codes = torch.is_tensor(codes) and codes.dim() == 2 and not (codes.is_floating_point() or codes.is_complex())
+    if not has_codes or not len(codes) or not isinstance(transcript, str) or not transcript.strip():
+        raise ValueError(
+            f"{path} has no recording or no transcript: save the voice again, or make one with qwen3-tts clone"
+        )
+    return VoiceClonePromptItem(codes.long(), item["ref_spk_embedding"], False, True, transcript)
+
+
+def clone_prompt(tts, audio: np.ndarray, rate: int, ref_text: str | None, silence: float = REFERENCE_SILENCE) -> list:
+    """Upstream's voice_clone_prompt for a recording: in-context with a transcript, else its speaker embedding alone."""
+    if ref_text:  # silence keeps the last phoneme of the recording out of the speech
+        audio = np.append(audio, np.zeros(int(silence * rate), dtype=audio.dtype))
+    keep_stdout_clean(tts.model)
+    wanted = tts.model.speaker_encoder_sample_rate  # the codec's, too
+    audio = resample(audio, rate, wanted)
+    return tts.create_voice_clone_prompt((audio, wanted), ref_text, x_vector_only_mode=not ref_text)
+
+
+def keep_stdout_clean(model) -> None:
+    """Upstream's model prints warnings about recordings, and stdout may be the audio. To redirect sys.stdout would not
+    do: it is the same for all threads."""
+    sys.modules[type(model).__module__].print = partial(print, file=sys.stderr)

@@ -1,0 +1,88 @@
+"""The captured frames of a model, one for each number of rows, each computed in the fastest way that runs here."""
+
+import logging
+
+import torch
+
+from cudagraph_talker import Graphs
+from qwen3_tts_cuda_graphs.fast.codec import batch_sizes
+from qwen3_tts_cuda_graphs.fast.frames import Frame, KernelFrame, MegakernelFrame, frame_without_megakernel
+from qwen3_tts_cuda_graphs.fast.megakernel import compile_ahead
+from qwen3_tts_cuda_graphs.fast.paths import choose_path, describe, stacks_of
+from qwen3_tts_cuda_graphs.fast.rows import Slots
+from qwen3_tts_cuda_graphs.fast.self_test import run_test, why_rows_wrong
+
+log = logging.getLogger("qwen3_tts_cudagraphs")
+
+MEGAKERNEL_ROWS = (1, 2, 4, 8, 16)
+
+
+class FrameSet:
+    def __init__(self, talker, slots: Slots, rows: int, fused: bool | None):
+        """fused: True requires the megakernel, False avoids it, None uses it where it runs"""
+        self.talker = talker
+        self.slots = slots
+        self.graphs = Graphs(talker.device)
+        self.sizes = batch_sizes(rows)
+        self.frames: dict[int, Frame] = {}
+        uses_megakernel, self.path = choose_path(talker, fused)  # what makes a frame of one row, in words
+        if uses_megakernel:
+            self.use_megakernel(fused)
+        for size in reversed(self.sizes):  # the largest first: the others fit into its memory
+            log.info("capturing frames of %d %s", size, "row" if size == 1 else "rows")
+            if size in self.frames:
+                self.frames[size].capture(self.graphs)
+            self.of(size)
+
+    def of(self, rows: int) -> Frame:
+        """The smallest frame that has at least this many rows."""
+        size = next(size for size in self.sizes if size >= rows)
+        if size not in self.frames:
+            self.frames[size] = frame_without_megakernel(self.talker, self.slots[:size]).capture(self.graphs)
+        return self.frames[size]
+
+    def reads_masked_positions(self) -> bool:
+        """Whether a frame runs SDPA over the whole cache: positions that are masked must then be finite."""
+        return not all(isinstance(self.frames.get(size), KernelFrame | MegakernelFrame) for size in self.sizes)
+
+    def use_megakernel(self, fused: bool | None) -> None:
+        """Make the megakernel's frames, if it passes its test on this machine."""
+        sizes = [size for size in self.sizes if size in MEGAKERNEL_ROWS]
+        for size in sizes:
+            for stack in stacks_of(self.talker):
+                compile_ahead(*stack, size)
+        log.info("testing the megakernel")
+        alone = MegakernelFrame(self.talker, self.slots[:1])
+        reason, _ = run_test(alone)
+        if reason:
+            if fused:
+                raise ValueError(f"fused=True: the megakernel failed its test on this machine: {reason}")
+            log.warning("the megakernel failed its test on this machine and is not used: %s", reason)
+            self.path = describe(f"it failed its test on this machine: {reason}")
+            return
+        self.frames[1] = alone
+        for size in sizes[1:]:
+            try:
+                frame = MegakernelFrame(self.talker, self.slots[:size], like=alone)
+                reason = why_rows_wrong(frame, alone)
+            except torch.OutOfMemoryError:
+                raise
+            except (OSError, RuntimeError) as error:  # too few multiprocessors for this many rows, for instance
+                log.info("frames of %d rows run without the megakernel: %s", size, " ".join(str(error).split())[:200])
+                continue
+            if reason:
+                log.warning("the megakernel for %d rows failed its test and is not used: %s", size, reason)
+            else:
+                self.frames[size] = frame
+
+    def why_stopped(self) -> str:
+        """Why the megakernel gave up in a step that has ended; empty if it did not. If it did, all further frames run
+        on separate kernels."""
+        launches = [launch for frame in self.frames.values() for launch in frame.launches]
+        reason = next(filter(None, (launch.why_failed() for launch in launches)), "")
+        if reason:
+            reason = f"the megakernel has stopped: {reason}"
+            log.warning("%s", reason)
+            self.path = describe(reason)
+            self.frames = {size: frame for size, frame in self.frames.items() if not frame.launches}
+        return reason

@@ -1,0 +1,108 @@
+"""A frame of 1 to N rows, in two steps that are captured apart: the codes of the current frame, then the next token.
+
+Three ways to compute the same thing, from the one that runs everywhere to the fastest:
+
+    Frame            upstream's model, with the layers of layers.py, in any dtype, on a CPU too
+    KernelFrame      the kernels of batched.cu around the matrix products; bfloat16
+    MegakernelFrame  two launches of megakernel.cu; bfloat16, 1, 2, 4, 8 or 16 rows
+
+Rows that must wait (`advance` is False) are computed with the others and keep their state. Their next frame
+overwrites what they write to the cache and to `codes`.
+"""
+
+import logging
+
+import torch
+
+from cudagraph_predictor import PredictorGraph
+from cudagraph_talker import Graphs, TalkerGraph
+from qwen3_tts_cuda_graphs.fast.batched import BatchedStack, compile_ahead, why_not
+from qwen3_tts_cuda_graphs.fast.megakernel import PredictorStep, TalkerStep
+from qwen3_tts_cuda_graphs.fast.rows import Slots
+
+log = logging.getLogger("qwen3_tts_cudagraphs")
+
+
+class Frame:
+    def __init__(self, talker, rows: Slots):
+        self.rows = rows
+        self.device = talker.device
+        self.predictor = PredictorGraph(talker, rows, rows.code_keys, rows.code_values)
+        self.talker = TalkerGraph(talker, rows, rows.keys, rows.values)
+        self.launches = ()  # of the megakernel, which may stop
+
+    def capture(self, graphs: Graphs) -> "Frame":
+        self.predict = graphs.capture(self.predict)
+        self.step = graphs.capture(self.step)
+        return self
+
+    def predict(self) -> None:
+        """Compute the codes of the frame, and the talker's input for the next one."""
+        self.predictor.step()
+
+    def step(self) -> None:
+        """Run the talker and choose the next frame's first code."""
+        rows = self.rows
+        state = (rows.hidden, rows.token, rows.frame, rows.seen, rows.ended)
+        before = [tensor.clone() for tensor in state]
+        self.talker.step()
+        for tensor, old in zip(state, before):
+            advance = rows.advance.view(-1, *[1] * (tensor.dim() - 1))
+            tensor.copy_(torch.where(advance, tensor, old))
+
+
+class KernelFrame(Frame):
+    def __init__(self, talker, rows: Slots):
+        super().__init__(talker, rows)
+        count = len(rows.token)
+        for model in (talker.model, self.predictor.model):
+            compile_ahead(model)  # both at once
+        self.talker_stack = BatchedStack(talker.model, rows.keys, rows.values, count)
+        self.predictor_stack = BatchedStack(self.predictor.model, rows.code_keys, rows.code_values, 2 * count)
+        with self.device:
+            self.indices = torch.arange(count)
+            self.code_positions = torch.arange(talker.config.num_code_groups)[:, None].repeat(1, count)  # (16, B)
+            self.first_slots = torch.arange(count).repeat(2)  # (2 B): positions 0 and 1 of each row
+
+    def predict(self) -> None:
+        """Positions 0 and 1 of the predictor are one pass."""
+        rows, predictor, stack = self.rows, self.predictor, self.predictor_stack
+        codes = [rows.token]
+        embeds = [predictor.embed_token(rows.token)[:, 0]]  # (B, H) each
+        first = predictor.project(torch.cat([rows.hidden[:, 0], embeds[0]]))  # (2 B, H')
+        hidden = stack.forward(first, self.code_positions[:2].flatten(), self.first_slots)[len(self.indices) :]
+        for i, (head, embed) in enumerate(zip(predictor.heads, predictor.embed_code)):
+            if i > 0:
+                hidden = stack.forward(predictor.project(embeds[-1]), self.code_positions[i + 1])
+            codes.append(stack.sample_rows(head(hidden), rows.code_sampling, rows.code_noise[:, i]))
+            embeds.append(embed(codes[-1][:, 0]))
+        index = self.indices, rows.frame[:, 0]
+        rows.codes[index] = torch.cat(codes, dim=1)
+        rows.embedding.copy_((torch.stack(embeds, dim=1).sum(1) + rows.text[index])[:, None])
+
+    def step(self) -> None:
+        rows = self.rows
+        length = rows.keys[0].shape[2]
+        positions = (rows.prompt_length + rows.frame).clamp(max=length - 1)[:, 0]
+        hidden = self.talker_stack.forward(rows.embedding[:, 0], positions)
+        rows.hidden.copy_(torch.where(rows.advance[:, None, None], hidden[:, None], rows.hidden))
+        self.talker_stack.choose_rows(self.talker.head(hidden), rows, rows.sampling, rows.noise[:, 0])
+
+
+class MegakernelFrame(Frame):
+    def __init__(self, talker, rows: Slots, like: "MegakernelFrame | None" = None):
+        """like: a frame of the same model, whose tables of projected embeddings to use"""
+        super().__init__(talker, rows)
+        self.predict = PredictorStep(self.predictor, like and like.launches[0])
+        self.step = TalkerStep(talker, rows)
+        self.launches = self.predict, self.step
+
+
+def frame_without_megakernel(talker, rows: Slots) -> Frame:
+    """With the kernels of batched.cu where they run."""
+    if not (why_not(talker.model) or why_not(talker.code_predictor.model)):
+        try:
+            return KernelFrame(talker, rows)
+        except (OSError, RuntimeError) as error:
+            log.warning("frames of %d rows run without the kernels of batched.cu: %s", len(rows.token), error)
+    return Frame(talker, rows)

@@ -1,0 +1,387 @@
+"""The decoder layers, heads and sampling of 1 to 16 streams as one kernel per step: megakernel.cu, compiled by
+NVRTC for this GPU and model.
+
+`TalkerStep` and `PredictorStep` are to be called or captured in place of the `step` of TalkerGraph and PredictorGraph.
+They work on the same weights and the same `Rows`, so nothing around them changes. The layers must have been through
+`replace_layers` (fast/layers.py): q, k and v are one matrix in memory, and `rotary_emb` returns cos and sin with the
+first half of sin negated.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qwen3_tts_cuda_graphs.fast import kernel_cache, kernels, nvrtc
+from qwen3_tts_cuda_graphs.fast.layers import concatenate
+
+SOURCE = Path(__file__).with_suffix(".cu")
+KERNEL_NAME = "decode_step"
+Launch = Callable[[Sequence[int]], None]  # takes the fields of Arguments
+
+# As in megakernel.cu. `complete_source` makes the compiler check them, or what follows from them.
+CONSUMERS = 256
+MMA_TOKENS = 4
+
+# What the kernel leaves in `failed` when a wait lasts until WAIT_LIMIT_NS after the start of the launch.
+WAITED_FOR = {
+    1: "a thread block has waited for another one for 2 s",
+    2: "a thread block has waited for its weights for 2 s",
+    3: "a thread block has waited for room for its weights for 2 s",
+}
+
+# Fields of the kernel's structs, in order. The compiler checks them, too.
+MATRIX_FIELDS = ("address", "rows", "row_bytes")
+LAYER_FIELDS = ("input_norm", "post_norm", "q_norm", "k_norm", "keys", "values")
+COMMON_ARGUMENTS = (
+    *("matrices", "layers", "cache_length", "final_norm", "cos", "sin", "exchange", "epoch"),
+    *("failed", "failed_on_host", "advance"),
+    *("temperature", "topk_rank", "one_minus_top_p", "greedy", "noise"),
+    *("token", "frame", "hidden", "embedding"),
+)
+TALKER_ARGUMENTS = (
+    *("prompt_length", "seen", "suppressed", "repetition_penalty", "end_token", "min_tokens"),
+    "ended",
+)
+PREDICTOR_ARGUMENTS = ("first_input", "code_inputs", "code_embeddings", "frames", "text", "codes")
+
+
+class Gpu(Protocol):
+    """The properties of a GPU that the sizes depend on; nvrtc.gpu_properties returns them."""
+
+    major: int  # of the compute capability
+    multi_processor_count: int
+    shared_memory_per_block_optin: int
+    L2_cache_size: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The constants that megakernel.cu is compiled with, there in capitals."""
+
+    grid: int  # thread blocks
+    shared_bytes: int  # shared memory of a block
+    l2_bytes: int
+    bulk_copies: int  # 1: copies of whole rows, from compute capability 9.0 on; 0: of 16 bytes
+    exchange_bytes: int
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    codes: int  # heads after the layers: 1 for the talker, 15 for the predictor
+    talker_hidden: int  # width of the talker's hidden state
+    epsilon: str
+    streams: int = 1  # of speech: 1, 2, 4, 8 or 16
+
+    @property
+    def first_positions(self) -> int:
+        """Positions of a stream in the predictor's first pass: two, unless they are too many tokens for one pass."""
+        return 2 if self.codes > 1 and 2 * self.streams <= MMA_TOKENS else 1
+
+    @property
+    def replicas(self) -> int:
+        """Copies of what the blocks exchange."""
+        return 4 if self.streams <= MMA_TOKENS else 1
+
+    @property
+    def producers(self) -> int:
+        """Threads of a block that copy weights."""
+        return 8 if self.bulk_copies else 32
+
+    @property
+    def threads(self) -> int:
+        return CONSUMERS + self.producers
+
+    @property
+    def activation_fields(self) -> dict[str, int]:
+        """Fields of the kernel's Activations, and their lengths. Those of the first token follow the logits."""
+        query_size = self.heads * self.head_dim
+        qkv_size = query_size + 2 * self.kv_heads * self.head_dim
+        return dict(
+            hidden=self.hidden, post_attention=self.hidden, qkv=qkv_size, attention=query_size, inner=self.inner
+        )
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        return COMMON_ARGUMENTS + (TALKER_ARGUMENTS if self.codes == 1 else PREDICTOR_ARGUMENTS)
+
+
+def choose_grid(matrices: Sequence[tuple[int, int]], multiprocessors: int) -> int:
+    """Thread blocks for matrices of (rows, columns): the fewest that minimize the work of the busiest block.
+
+    All blocks must be on the GPU at once, and each takes a whole multiprocessor. Rows are assigned in groups of 8.
+    """
+
+    def work_of_busiest(grid: int) -> int:
+        return sum(-(-rows // (8 * grid)) * columns for rows, columns in matrices)
+
+    return min(range(8, max(8, min(128, multiprocessors)) + 1), key=work_of_busiest)
+
+
+def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu, streams: int = 1) -> Sizes:
+    """`model` is a stack of decoder layers, `heads` are the linear layers after it."""
+    config = model.config
+    hidden = config.hidden_size
+    inner = config.intermediate_size
+    query_size = config.num_attention_heads * config.head_dim
+    qkv_size = query_size + 2 * config.num_key_value_heads * config.head_dim
+    layer = [(qkv_size, hidden), (hidden, query_size), (inner, hidden), (inner, hidden), (hidden, inner)]
+    return Sizes(
+        grid=choose_grid(layer, gpu.multi_processor_count),
+        shared_bytes=gpu.shared_memory_per_block_optin,
+        l2_bytes=gpu.L2_cache_size,
+        bulk_copies=int(gpu.major >= 9),
+        exchange_bytes=streams << 20,
+        layers=len(model.layers),
+        hidden=hidden,
+        inner=inner,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        vocab=len(heads[0].weight),
+        codes=len(heads),
+        talker_hidden=talker_hidden,
+        epsilon=f"{config.rms_norm_eps}f",
+        streams=streams,
+    )
+
+
+def complete_source(sizes: Sizes, source: str | None = None) -> str:
+    """The sizes, the kernel, checks of its structs and constants. `source` is megakernel.cu, if not given."""
+    checks = ""
+    offset = 0
+    for name, length in sizes.activation_fields.items() if sizes.streams == 1 else ():
+        message = f"megakernel.py reads Activations::{name}"
+        checks += f'static_assert(OFFSET_OF(Activations, {name}) == {offset}, "{message}");\n'
+        offset += 4 * length
+    constants = dict(CONSUMERS=CONSUMERS, PRODUCERS=sizes.producers, REPLICAS=sizes.replicas)
+    constants["FIRST_POSITIONS"] = sizes.first_positions
+    for name, value in constants.items():
+        checks += f'static_assert({name} == {value}, "megakernel.py has {name} = {value}");\n'
+    structs = dict(Matrix=MATRIX_FIELDS, Layer=LAYER_FIELDS, Arguments=sizes.argument_names)
+    return kernels.complete_source(SOURCE, sizes, structs, checks, source)
+
+
+@functools.cache
+def compile_kernel(device: torch.device, sizes: Sizes, source: str, architecture: str | None = None) -> Launch:
+    """`source` is complete_source(sizes). `architecture` as in nvrtc.compile_source, by default the GPU's own."""
+    cubin = kernel_cache.compile_source(source, architecture or nvrtc.architecture_of(device))
+    kernel = nvrtc.Kernels(cubin, [KERNEL_NAME], device, sizes.shared_bytes)
+    return functools.partial(kernel.launch, KERNEL_NAME, (sizes.grid, 1), sizes.threads, is_cooperative=True)
+
+
+def compile_for(model: Any, heads: Sequence[Any], talker_hidden: int, streams: int = 1) -> tuple[Sizes, Launch]:
+    """The kernel for a stack and its heads, compiled once per process.
+
+    OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the kernel does not support these sizes, the
+    compiler does not know this GPU, or the driver cannot load the kernel.
+    """
+    sizes = kernel_sizes(model, heads, talker_hidden, nvrtc.gpu_properties(model.device), streams)
+    return sizes, compile_kernel(model.device, sizes, complete_source(sizes))
+
+
+def compile_ahead(model: Any, heads: Sequence[Any], talker_hidden: int, streams: int = 1) -> None:
+    """Start compiling in a thread, which `compile_for` then waits for. The weights' values are not needed."""
+    gpu = nvrtc.gpu_properties(model.device)
+    kernels.compile_ahead(complete_source(kernel_sizes(model, heads, talker_hidden, gpu, streams)), model.device)
+
+
+def as_field(value: Tensor | int) -> int:
+    """An int as it is, a tensor as its address."""
+    if not isinstance(value, Tensor):
+        return value
+    if not value.is_contiguous():
+        raise ValueError(f"the kernel reads contiguous tensors, this one has strides {value.stride()}")
+    return value.data_ptr()
+
+
+def table(rows: Sequence[Sequence[Tensor | int]], device: torch.device) -> Tensor:
+    """Numbers and addresses of tensors as 8 bytes each, for the kernel to read: an array of structs."""
+    fields = [[as_field(value) for value in row] for row in rows]
+    return torch.tensor(fields, dtype=torch.long, device=device)
+
+
+def ordered(values: Mapping[str, Tensor | int], names: Sequence[str]) -> list[Tensor | int]:
+    """The values in the order of the names, which must be the same."""
+    if values.keys() != set(names):
+        raise ValueError(f"the kernel takes {', '.join(names)}; given are {', '.join(values)}")
+    return [values[name] for name in names]
+
+
+class FusedStep:
+    """One step of a stack as one launch, to be called or captured.
+
+    `model` is a stack of decoder layers with its `keys` and `values`, a tensor for each layer. `heads` come after it:
+    one for the talker, 15 for the predictor, which runs its layers before each. `noise` is (rows, heads, vocab).
+    `rows` are the Rows that it works on; only those with `advance` change. `arguments` are TALKER_ARGUMENTS or
+    PREDICTOR_ARGUMENTS by name.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        kernel: Launch,
+        model: Any,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        heads: Sequence[Any],
+        sampling: Any,
+        noise: Tensor,
+        rows: Any,
+        arguments: Mapping[str, Tensor | int],
+    ) -> None:
+        device = model.device
+        self.sizes = sizes
+        self.kernel = kernel
+        self.noise = noise
+
+        layers: list[list[Tensor | int]] = []
+        matrices_of_layers: list[Tensor] = []
+        for layer, layer_keys, layer_values in zip(model.layers, keys, values, strict=True):
+            attention = layer.self_attn
+            mlp = layer.mlp
+            fields = {
+                "input_norm": layer.input_layernorm.weight,
+                "post_norm": layer.post_attention_layernorm.weight,
+                "q_norm": attention.q_norm.weight,
+                "k_norm": attention.k_norm.weight,
+                "keys": layer_keys,
+                "values": layer_values,
+            }
+            layers.append(ordered(fields, LAYER_FIELDS))
+            qkv = concatenate(attention.q_proj, attention.k_proj, attention.v_proj)  # no copy: it was done before
+            others = attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+            matrices_of_layers += [qkv, *(linear.weight for linear in others)]
+
+        # In the order of their use.
+        has_pass_without_head = sizes.codes > 1 and sizes.first_positions == 1
+        matrices = list(matrices_of_layers) if has_pass_without_head else []
+        for head in heads:
+            matrices += [*matrices_of_layers, head.weight]
+        matrix_fields = [[matrix, len(matrix), matrix[0].nbytes] for matrix in matrices]  # as in MATRIX_FIELDS
+        end_of_list = [0] * len(MATRIX_FIELDS)
+
+        length = keys[0].shape[-2]
+        cos, sin = model.rotary_emb(
+            torch.empty(0, dtype=model.dtype, device=device), torch.arange(length, device=device)[None]
+        )
+        self.exchange = torch.full((sizes.replicas * sizes.exchange_bytes // 4,), -1, dtype=torch.int32, device=device)
+        self.failed = torch.zeros(1, dtype=torch.int32, device=device)
+        self.failed_on_host = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        fields_by_name: dict[str, Tensor | int] = {
+            "matrices": table([*matrix_fields, end_of_list], device),
+            "layers": table(layers, device),
+            "cache_length": length,
+            "final_norm": model.norm.weight,
+            "cos": cos.contiguous(),
+            "sin": sin.contiguous(),
+            "exchange": self.exchange,
+            "epoch": torch.zeros(1, dtype=torch.int32, device=device),
+            "failed": self.failed,
+            "failed_on_host": self.failed_on_host,
+            "advance": rows.advance,
+            "temperature": sampling.temperature,
+            "topk_rank": sampling.topk_rank,
+            "one_minus_top_p": sampling.one_minus_top_p,
+            "greedy": sampling.greedy,
+            "noise": noise,
+            "token": rows.token,
+            "frame": rows.frame,
+            "hidden": rows.hidden,
+            "embedding": rows.embedding,
+            **arguments,
+        }
+        self.fields = [as_field(value) for value in ordered(fields_by_name, sizes.argument_names)]
+        self.keepalive: list[Any] = [fields_by_name, matrices, layers]  # the kernel knows only their addresses
+
+    def __call__(self) -> None:
+        self.kernel(self.fields)
+
+    def why_failed(self) -> str:
+        """What made the kernel stop in a launch that has ended. Empty if nothing did."""
+        return WAITED_FOR.get(int(self.failed_on_host), "")
+
+    def logits(self) -> Tensor:
+        """Of the last step, in the shape of the noise: (rows, heads, vocab). They are the first part of the exchange
+        buffer, as bfloat16 in the lower half of each 32 bits."""
+        return self.values(0, self.noise.numel()).view_as(self.noise)
+
+    def exchanged(self) -> dict[str, Tensor]:
+        """What the blocks sent each other about the first stream in the last layer of the last pass, by the names
+        in Activations."""
+        values = {}
+        start = self.noise.numel()
+        for name, size in self.sizes.activation_fields.items():
+            sent = self.values(start, size)
+            in_order = sent.view(-1, 2, 2, 2).transpose(1, 2).flatten()  # see place_of in megakernel.cu
+            values[name] = sent if name == "qkv" else in_order
+            start += size
+        return values
+
+    def values(self, start: int, size: int) -> Tensor:
+        return (self.exchange[start : start + size] << 16).view(torch.float32)
+
+
+class TalkerStep(FusedStep):
+    def __init__(self, talker: Any, rows: Any) -> None:
+        """talker: upstream's; rows: 1, 2, 4, 8 or 16 Rows"""
+        model = talker.model
+        heads = [talker.codec_head]
+        sizes, kernel = compile_for(model, heads, rows.hidden.shape[-1], len(rows.token))
+        arguments = {name: getattr(rows, name) for name in TALKER_ARGUMENTS}
+        super().__init__(
+            sizes, kernel, model, rows.keys, rows.values, heads, rows.sampling, rows.noise, rows, arguments
+        )
+
+
+class PredictorStep(FusedStep):
+    """Projects the talker's hidden state to the predictor's width, then launches the kernel."""
+
+    def __init__(self, predictor: Any, like: "PredictorStep | None" = None) -> None:
+        """predictor: a PredictorGraph; like: another step of the same model, whose projected embeddings to use"""
+        rows = predictor.rows
+        heads = list(predictor.heads)
+        self.project = predictor.project
+        self.talker_hidden = rows.hidden
+        self.first_input = self.project(self.talker_hidden)
+
+        # Project all embeddings once, so that the kernel only has to look up a code's row.
+        self.embeddings = [predictor.embed_token.weight, *(embed.weight for embed in predictor.embed_code)]
+        self.inputs = like.inputs if like else [self.project(weight) for weight in self.embeddings]
+        arguments = {
+            "first_input": self.first_input,
+            "code_inputs": table([self.inputs], rows.hidden.device),
+            "code_embeddings": table([self.embeddings], rows.hidden.device),
+            "frames": rows.text.shape[1],
+            "text": rows.text,
+            "codes": rows.codes,
+        }
+        sizes, kernel = compile_for(predictor.model, heads, rows.hidden.shape[-1], len(rows.token))
+        super().__init__(
+            sizes,
+            kernel,
+            predictor.model,
+            rows.code_keys,
+            rows.code_values,
+            heads,
+            rows.code_sampling,
+            rows.code_noise,
+            rows,
+            arguments,
+        )
+
+    def project_hidden(self) -> None:
+        """The same tensor where the projection is the identity."""
+        if self.first_input is not self.talker_hidden:
+            self.first_input.copy_(self.project(self.talker_hidden))
+
+    def __call__(self) -> None:
+        self.project_hidden()
+        super().__call__()

@@ -1,0 +1,91 @@
+"""Rows that come and go: each belongs to another request, and is at a position of its own.
+
+    row 0   [ prompt | frame 0 | frame 1 | frame 2 |  ...            position 37
+    row 1   [ prompt      | frame 0 |                                position 12
+    row 2   [ a longer prompt            | frame 0 | frame 1 |       position 51
+    row 3     free
+            every frame adds one position to each row that may advance; a row joins and leaves between two frames
+
+Copies are exact. On a CPU in float32 the codes of a row do not depend on what runs beside it.
+"""
+
+import copy
+
+import torch
+
+from cudagraph_talker import Rows, Sampling, round_up
+
+
+def draw_seeded(noise: torch.Tensor, generator: torch.Generator) -> None:
+    """`draw_noise` with a generator of its own: (B, N, V), on a CPU code by code."""
+    for draw in noise.unbind(1) if noise.device.type == "cpu" else [noise]:
+        draw.exponential_(generator=generator)
+
+
+class Slots(Rows):
+    """Rows of which a frame takes the first n: `slots[:n]` is a view of them."""
+
+    def __init__(self, config, rows: int, length: int, dtype: torch.dtype, device: torch.device):
+        super().__init__(config, rows, length, dtype, device)
+        self.advance = torch.ones(rows, dtype=torch.bool, device=device)  # whether the row takes part in the next frame
+        cache = new_cache(config, rows, length, dtype, device)
+        code_cache = new_cache(config.code_predictor_config, rows, round_up(config.num_code_groups), dtype, device)
+        self.keys, self.values = map(list, cache)
+        self.code_keys, self.code_values = map(list, code_cache)
+        self.whole_cache = cache.movedim(2, 0)  # (B, 2, layers, KV, S, D)
+
+    def __getitem__(self, rows: slice | int) -> "Slots":
+        return view_of(self, rows)
+
+    def settings(self) -> list[torch.Tensor]:
+        """All tensors that `configure` writes."""
+        rules = [self.repetition_penalty, self.suppressed, self.end_token, self.min_tokens]
+        return rules + tensors_of(self.sampling) + tensors_of(self.code_sampling)
+
+    def begin(self, prompt_lengths: torch.Tensor) -> None:
+        """prompt_lengths: (B), above 0 where there is a new prompt. The next step reads its last position."""
+        is_new = prompt_lengths > 0
+        self.advance.copy_(is_new)
+        self.ended.masked_fill_(is_new, False)
+        is_new = is_new[:, None]
+        self.prompt_length.copy_(torch.where(is_new, prompt_lengths[:, None], self.prompt_length))
+        self.frame.masked_fill_(is_new, -1)  # the step goes on to frame 0
+        self.seen.masked_fill_(is_new, False)
+
+    def state(self) -> list[torch.Tensor]:
+        """Settings and progress."""
+        return [*self.settings(), self.prompt_length, self.frame, self.token, self.hidden, self.seen, self.ended]
+
+    def cache(self) -> list[torch.Tensor]:
+        return [*self.keys, *self.values]
+
+
+def new_cache(config, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Keys and values of all layers in one tensor, so that a prefix is one copy: (2, layers, B, KV, S, D)"""
+    shape = (2, config.num_hidden_layers, rows, config.num_key_value_heads, length, config.head_dim)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def copy_row(source: Slots, target: Slots, length: int, clear: bool = True) -> None:
+    """Copy a row, `slots[i]`, that has `length` positions. `clear` the rest if attention reads it: 0 x NaN is NaN."""
+    torch._foreach_copy_([*target.state(), target.text, target.codes], [*source.state(), source.text, source.codes])
+    target.whole_cache[..., :length, :] = source.whole_cache[..., :length, :]
+    if clear:
+        target.whole_cache[..., length:, :] = 0
+
+
+def tensors_of(sampling: Sampling) -> list[torch.Tensor]:
+    return [sampling.temperature, sampling.topk_rank, sampling.one_minus_top_p, sampling.greedy]
+
+
+def view_of(part, rows: slice | int):
+    """These rows of all tensors of an object or a list. They share their memory."""
+    if torch.is_tensor(part):
+        return part[rows]
+    if isinstance(part, list):
+        return [view_of(item, rows) for item in part]
+    if not isinstance(part, Rows | Sampling):
+        return part
+    view = copy.copy(part)
+    vars(view).update({name: view_of(value, rows) for name, value in vars(part).items()})
+    return view

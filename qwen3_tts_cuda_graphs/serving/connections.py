@@ -1,0 +1,355 @@
+"""uvicorn with the server's limits, and with those that it lacks: on a request's head, on unread audio, and on what
+one client may send at once.
+
+The number of connections is limited in guard.py: uvicorn's own limit answers in plain text, /health too.
+"""
+
+import asyncio
+import logging
+import math
+import re
+import socket
+import struct
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import InvalidState
+
+from qwen3_tts_cuda_graphs.serving.errors import log
+from qwen3_tts_cuda_graphs.serving.settings import Settings
+
+MAX_HEAD_BYTES = 1 << 16
+SECONDS_TO_BEGIN = 1.0  # a connection that has waited longer for a request gives way to a new one
+HEAD_BYTES, BODY_BYTES, FRAME_BYTES = 1 << 17, 1 << 12, 1 << 11  # in one read; those of a WebSocket are 341 frames
+ACCEPTS = 16  # connections that are taken at once
+SECONDS_BETWEEN_WARNINGS = 60.0  # that there are no files left
+# Frames of a WebSocket beyond these wait in its client's socket. The burst is a whole reply, token by token.
+FRAMES_PER_SECOND = 1000
+BURST = 5000
+MAX_FRAGMENTS = 1 << 13  # of a WebSocket's message; each takes memory, however short it is
+MAX_UNSENT = 1 << 20  # bytes to a WebSocket; audio waits for its client before
+OTHER_UPGRADE = re.compile(rb"\r\nupgrade:(?![ \t]*websocket)[^\r\n]*(?=\r\n)", re.IGNORECASE)  # a whole line
+NO_HANDSHAKE = (
+    b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: text/plain\r\n\r\n"
+    b"this is not the handshake of a WebSocket, or its headers are too long or too many\n"
+)
+SECONDS_TO_CLOSE = 5  # for connections to close when the server ends
+
+
+def spare_connections(most: int) -> int:
+    """Beyond the limit, which get a 503 rather than nothing."""
+    return max(most // 4, 1)
+
+
+def uvicorn_config(app: Starlette, settings: Settings) -> uvicorn.Config:
+    config = uvicorn.Config(
+        app,
+        http=TimedHttpProtocol,
+        ws=TimedWebSocketProtocol,
+        ws_max_size=settings.max_body,
+        ws_per_message_deflate=False,  # audio does not compress
+        backlog=ACCEPTS,
+        timeout_keep_alive=settings.keep_alive_seconds,
+        ws_ping_timeout=None,  # the answer to a ping waits behind unread audio, and that has a limit of its own
+        timeout_graceful_shutdown=SECONDS_TO_CLOSE,
+        log_level="warning",
+        server_header=False,
+        proxy_headers=False,  # nothing here asks for the client's address
+    )
+    config.settings = settings
+    config.unfinished = 0  # bytes of messages whose end has not arrived, of all WebSockets
+    logging.getLogger("uvicorn.error").addFilter(is_news)
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it warns of forms that cannot be parsed
+    return config
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """uvicorn logs each WebSocket that is refused with an HTTP response, and each request that cannot be parsed: the
+    client's mistakes."""
+    return record.msg not in (
+        "ASGI callable returned without completing handshake.",
+        "Invalid HTTP request received.",
+        "Invalid UTF-8 sequence received from client.",
+        "Unsupported upgrade request.",
+    )
+
+
+class AcceptErrors:
+    """The event loop's exception handler. Without files left, asyncio tries again every second, and logs each time."""
+
+    warned = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "socket.accept()" not in context["message"]:
+            loop.default_exception_handler(context)
+        elif loop.time() - self.warned > SECONDS_BETWEEN_WARNINGS:
+            self.warned = loop.time()
+            log.warning("new connections wait: %s: raise ulimit -n, or lower --max-connections", context["exception"])
+
+
+class Bounded(asyncio.BufferedProtocol):
+    """Reads little at a time, as the parsers handle all of it at once: others get their turn in between.
+
+    Aborts a connection whose client does not read: asyncio's close() would wait for it without a limit. Writing is
+    paused whenever something is unsent, so one timer, which runs only then, covers all of it.
+    """
+
+    buffer = None  # of a read
+    unread_timer = None
+
+    def connection_made(self, transport) -> None:
+        self.app_state = self.app_state | {"connection": self}  # in the scope of each request
+        transport.set_write_buffer_limits(0)
+        super().connection_made(transport)
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        self.buffer = bytearray(self.most_at_once())
+        return self.buffer
+
+    def buffer_updated(self, size: int) -> None:
+        data, self.buffer = bytes(self.buffer[:size]), None  # idle connections keep none
+        self.data_received(data)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.unread_timer = self.loop.call_later(self.config.settings.send_seconds, self.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.stop_unread_timer()
+
+    def connection_lost(self, error) -> None:
+        self.stop_unread_timer()
+        super().connection_lost(error)
+
+    def stop_unread_timer(self) -> None:
+        if self.unread_timer:
+            self.unread_timer.cancel()
+            self.unread_timer = None
+
+    def abort(self) -> None:
+        if self.transport.get_protocol() is self:  # it is another one after an upgrade to a WebSocket
+            log.warning("a client has not read for %g s: its connection was closed", self.config.settings.send_seconds)
+            self.transport.abort()
+
+
+def without_upgrade(data: bytes) -> bytes:
+    """A head without an offer of anything but a WebSocket, as Java's client makes with each request (h2c): the parser
+    would take what follows, the body, for that protocol."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return OTHER_UPGRADE.sub(b"", head + end) + rest
+
+
+class TimedWebSocketProtocol(Bounded, WebSocketsSansIOProtocol):
+    """Also slows a client down that sends many frames, and gives one up that sends pings and reads no answers, or
+    messages without an end."""
+
+    unfinished = 0  # bytes of a message whose end has not arrived
+    paid_until = -math.inf  # when the frames so far would have come at FRAMES_PER_SECOND
+    is_slowed = False
+    heartbeat = -math.inf  # when the client has last sent a ping, or a pong that nobody asked for
+
+    def most_at_once(self) -> int:
+        return FRAME_BYTES
+
+    def data_received(self, data: bytes) -> None:
+        """The first data is the handshake: what is wrong with it, websockets leaves unsaid."""
+        super().data_received(data)
+        if not self.handshake_initiated:
+            self.transport.write(NO_HANDSHAKE)
+            self.transport.close()
+        self.count(len(self.conn.reader.buffer) + (self.conn.current_size or 0))
+        if self.transport.get_write_buffer_size() > MAX_UNSENT or self.is_too_much():
+            log.warning("a WebSocket sends more than the server holds: its connection was closed")
+            self.transport.abort()
+
+    def count(self, unfinished: int) -> None:
+        self.config.unfinished += unfinished - self.unfinished
+        self.unfinished = unfinished
+
+    def is_too_much(self) -> bool:
+        """Whether this message is large, and all of them together are more than the server holds."""
+        if len(self.frames) > MAX_FRAGMENTS:
+            return True
+        return self.unfinished >= MAX_HEAD_BYTES and self.config.unfinished > self.config.settings.max_held
+
+    def connection_lost(self, error) -> None:
+        self.count(0)
+        super().connection_lost(error)
+
+    def handle_events(self) -> None:
+        now = self.loop.time()
+        frames = len(self.conn.events)
+        self.paid_until = max(self.paid_until, now - BURST / FRAMES_PER_SECOND) + frames / FRAMES_PER_SECOND
+        if self.paid_until > now and not self.is_slowed:
+            self.is_slowed = True
+            self.transport.pause_reading()
+            self.loop.call_later(self.paid_until - now, self.end_slowing)
+        super().handle_events()
+
+    def end_slowing(self) -> None:
+        self.is_slowed = False
+        self.read_on()
+
+    async def receive(self) -> dict:
+        """As uvicorn's, but others get their turn before each message."""
+        await asyncio.sleep(0)
+        message = await self.queue.get()
+        if self.queue.empty():
+            self.read_paused = False
+            self.read_on()
+        return message
+
+    def read_on(self) -> None:
+        if not self.read_paused and not self.is_slowed:
+            self.transport.resume_reading()
+
+    def shutdown(self) -> None:
+        """uvicorn's own fails if the client has begun to close the connection, and the server's shutdown with it."""
+        try:
+            super().shutdown()
+        except InvalidState:
+            self.transport.abort()  # it wants no more
+
+    def handle_ping(self) -> None:
+        self.heartbeat = self.loop.time()
+        super().handle_ping()
+
+    def handle_pong(self, event) -> None:
+        """After an answer that came late, uvicorn would send pings without a pause."""
+        if bytes(event.data) != self.pending_ping_payload:
+            self.heartbeat = self.loop.time()
+        super().handle_pong(event)
+        self.last_ping_rtt = 0.0
+
+
+class TimedHttpProtocol(Bounded, HttpToolsProtocol):
+    """Also closes a connection on which the head of a request does not arrive in time, or is too long, and one with
+    trailers or chunk extensions without an end, which uvicorn and its parser would take.
+
+    A request that comes before the answer to the last one (pipelining) is not read; the connection is closed after that
+    answer. uvicorn would keep any number of them, and no longer notice that the client of the running one has left.
+    """
+
+    is_deaf = False
+    timer = None
+    bare_bytes = 0  # received since the last byte of a body: of a head, of trailers, of chunk extensions
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self.heard = self.loop.time()
+        if not self.make_room():
+            transport.abort()
+            return
+        self.watch()
+
+    def make_room(self) -> bool:
+        """The connections that have waited longest for a request give way. Returns whether there is room for this."""
+        most = self.config.settings.max_connections
+        if len(self.connections) <= most:
+            return True
+        open_ones = [other for other in self.connections if not other.transport.is_closing()]
+        waiting = [other for other in open_ones if isinstance(other, TimedHttpProtocol) and other.has_waited()]
+        waiting.sort(key=lambda other: other.heard)
+        giving_way = waiting[: len(open_ones) - most]
+        for other in giving_way:
+            other.transport.close()
+        return len(open_ones) - len(giving_way) <= most + spare_connections(most)
+
+    def has_waited(self) -> bool:
+        return self.is_waiting() and self.loop.time() - self.heard > SECONDS_TO_BEGIN
+
+    def most_at_once(self) -> int:
+        """Little of a body, whose chunks may have a byte each. What comes with a head is read if possible: what is left
+        unread when a connection is closed would reset it, and the client lose its answer."""
+        return HEAD_BYTES if self.is_deaf or self.is_waiting() else BODY_BYTES
+
+    def has_body(self) -> bool:
+        """Whether all of the present request has arrived."""
+        return not self.cycle.more_body
+
+    def send_plain(self, is_over: bool = False) -> None:
+        """Send a response without a length as HTTP/1.0 has it, which knows no chunks: it ends with the connection.
+        uvicorn would send chunks."""
+        self.cycle.chunked_encoding = False
+        self.cycle.expected_content_length = 0 if is_over else math.inf
+
+    def break_off(self) -> None:
+        """End a response before it is complete, so that the client notices: its last chunk is missing. HTTP/1.0 has no
+        chunks, and only a reset tells a response that was broken off from one that has ended."""
+        if self.scope["http_version"] == "1.0":
+            reset = struct.pack("ii", 1, 0)  # linger for 0 s
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            self.transport.abort()
+        self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        if self.is_deaf:
+            return
+        is_head = self.is_waiting() and (self.cycle is None or self.has_body())  # not a body that nobody has read
+        self.heard = self.loop.time()
+        self.bare_bytes += len(data)
+        super().data_received(without_upgrade(data) if is_head else data)
+        if self.bare_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            if is_head:
+                self.send_400_response("The head of the request is too long.")
+            else:
+                self.transport.abort()
+        self.watch()
+
+    def on_message_begin(self) -> None:
+        if self.cycle and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+            self.is_deaf = True
+            raise ValueError("pipelined")  # ends the parser
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self.bare_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self.bare_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.bare_bytes = 0
+        super().on_message_complete()
+        if self.cycle:
+            self.cycle.more_body = False  # also of a body that nobody has read
+
+    def on_response_complete(self) -> None:
+        self.heard = self.loop.time()
+        super().on_response_complete()
+
+    def send_400_response(self, message: str) -> None:
+        if not self.is_deaf:
+            super().send_400_response(message)
+
+    def connection_lost(self, error) -> None:
+        super().connection_lost(error)
+        self.stop()
+
+    def is_waiting(self) -> bool:
+        """For a head, or for the rest of it."""
+        is_open = self in self.connections and not self.transport.is_closing()  # not after an upgrade to a WebSocket
+        return is_open and (self.cycle is None or self.cycle.response_complete)
+
+    def watch(self) -> None:
+        if not self.is_waiting():
+            self.stop()
+        elif self.timer is None:
+            self.timer = self.loop.call_later(self.config.settings.body_seconds, self.give_up)
+
+    def stop(self) -> None:
+        if self.timer:
+            self.timer.cancel()
+            self.timer = None
+
+    def give_up(self) -> None:
+        self.timer = None
+        if self.is_waiting():
+            self.transport.close()

@@ -1,0 +1,318 @@
+"""A model with its engine and its voices, in the worker: what the server asks for becomes streams of the engine."""
+
+import base64
+import contextlib
+import functools
+import io
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from qwen3_tts_cuda_graphs.common import checkpoints
+from qwen3_tts_cuda_graphs.common.audio_files import to_int16
+from qwen3_tts_cuda_graphs.common.loading import choose_device, load_upstream
+from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker, speaker_prompt
+from qwen3_tts_cuda_graphs.fast.paths import MegakernelStopped
+from qwen3_tts_cuda_graphs.prompts.build import tokenize
+from qwen3_tts_cuda_graphs.serving import memory
+from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, engine_failed, for_clients, log
+from qwen3_tts_cuda_graphs.speech import accelerate
+from qwen3_tts_cuda_graphs.speech.engine import Engine
+from qwen3_tts_cuda_graphs.speech.long_text import split_text, tokens_that_fit
+from qwen3_tts_cuda_graphs.speech.request import Stream, StreamTimeout
+from qwen3_tts_cuda_graphs.speech.utterance import CutOff
+from qwen3_tts_cuda_graphs.speech.warm_up import some_voice
+
+RECORDING_THREADS = 2
+MAX_VOICE_BYTES = 256 << 20  # of the voices that are kept; 256 with a minute's recording each take 25 MB
+FRAMES_PER_TOKEN = 6  # usual speech takes 3 to 5
+SECONDS_WITHOUT_A_PASS = 60.0  # a frame of many rows on a slow CPU takes less, and so does a prompt
+
+
+class EngineHost:
+    def __init__(self, spec: dict, connection, stop: Callable[[str], None]):
+        """Load the weights.
+
+        spec: model, device, dtype, max_seq_len, and speakers: name of a voice -> a speaker.pt in base64
+        stop: ends the worker, and says why
+        """
+        self.spec = spec
+        self.connection = connection
+        self.stop = stop
+        self.device = choose_device(spec["device"])
+        self.config = checkpoints.read_config(spec["model"])
+        self.clones = self.config["tts_model_type"] == "base"
+        width = self.config["talker_config"]["hidden_size"]
+        self.files = {}
+        for name, content in spec["speakers"].items():
+            self.files[name] = load_speaker(io.BytesIO(base64.b64decode(content)), width, f"{name}.pt")
+        self.kept = {}  # key -> prompt of a recording
+        self.wanted = set()  # ids of the calls that wait for a voice, or for the parts of a text
+        dtype = spec["dtype"] and getattr(torch, spec["dtype"])
+        self.tts = load_upstream(spec["model"], self.device, dtype)
+        self.engine = None
+        self.streams = {}  # id of a call -> its Stream
+        self.is_draining = self.has_failed = False
+        self.stays = False  # the server ends this worker, SIGTERM does not
+        self.unfinished = set()  # ids of calls that have spoken a part of a text, and another part follows
+        self.seen = {}  # "frame" or "prompt" -> the last one that was seen, and when
+        self.recordings = ThreadPoolExecutor(RECORDING_THREADS, "recordings")
+        self.long_texts = ThreadPoolExecutor(1, "long texts")
+
+    def begin(self, rows: int | None, models: int) -> None:
+        """Capture all graphs and speak once, so that the first client need not wait.
+
+        rows: None for as many as fit beside those of the other `models` - 1 models
+        """
+        rows = rows or self.rows_that_fit(models)
+        accelerate(self.tts, max_seq_len=self.spec["max_seq_len"], rows=rows)
+        # Requests are counted in the server: the engine's own limit is out of reach.
+        options = dict(max_waiting=1 << 30, cut_off_is_error=True, after_delivery=self.connection.flush)
+        self.engine = Engine(self.tts, **options)
+        self.method, voice = some_voice(self.tts)
+        if self.clones:  # with a recording, so that its encoder is warm, too
+            noise = np.random.default_rng(0).normal(0, 0.1, 24000).astype(np.float32)
+            voice = {"voice_clone_prompt": clone_prompt(self.tts, noise, 24000, "warm up")}
+        with contextlib.suppress(CutOff):
+            for _ in self.engine.stream(self.method, text="Warm up.", max_new_tokens=5, **voice):
+                pass
+
+    def rows_that_fit(self, models: int) -> int:
+        if self.device.type != "cuda":
+            return memory.ROWS_ON_A_CPU
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        element_size = self.tts.model.talker.dtype.itemsize
+        per_row = memory.bytes_per_row(self.config["talker_config"], self.spec["max_seq_len"], element_size)
+        return memory.rows_that_fit(free, per_row, models)
+
+    def card(self) -> dict:
+        runner = self.tts.speech.runner
+        return {"device": str(self.device), "rows": runner.rows, "rate": self.engine.rate}
+
+    def close(self) -> None:
+        if self.engine:
+            self.engine.close()
+        for threads in (self.recordings, self.long_texts):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- What the server asks for, as messages.py lists it, in the reader's thread. Each call gets an answer, whatever
+    # is raised: a panic of a library in Rust is no Exception.
+
+    def take(self, header: dict, payload: bytes) -> None:
+        try:
+            getattr(self, f"on_{header['op']}")(header, payload)
+        except BaseException as error:
+            self.fail(header.get("id"), error)
+
+    def answer_in(self, threads: ThreadPoolExecutor, number: int, work: Callable[[], dict]) -> None:
+        """Have a call answered by one of these threads. work: returns the fields of the answer"""
+        self.wanted.add(number)
+        threads.submit(self.answer, number, work)
+
+    def answer(self, number: int, work: Callable[[], dict]) -> None:
+        if number not in self.wanted:  # it was cancelled while it waited for its turn
+            return
+        try:
+            self.connection.send(type="end", id=number, **work())
+        except BaseException as error:
+            self.fail(number, error)
+        self.wanted.discard(number)
+
+    def on_speak(self, header: dict, payload: bytes) -> None:
+        if self.is_draining and header["after"] is None:
+            raise ApiError("the engine is shutting down: try again in a moment", 503, code="shutting_down")
+        self.unfinished.discard(header["after"])
+        number, options = header["id"], header["options"]
+        put = functools.partial(self.put, number, options["max_new_tokens"], header["is_last"])
+        stream = self.streams[number] = Stream(put)
+        arguments = self.voice_arguments(header["voice"], payload)
+        if header["text"] is None and options["max_new_tokens"] is None:
+            stream.max_text_tokens = self.tokens_that_fit(arguments)
+        prompt = self.engine.submit(stream, self.method, header["text"], header["seed"], options | arguments)
+        prompt.add_done_callback(functools.partial(self.prompt_is_done, number))
+
+    def prompt_is_done(self, number: int, prompt: Future) -> None:
+        if prompt.cancelled():
+            self.fail(number, RuntimeError(self.engine.intake.why_closed))
+        elif error := prompt.exception():
+            self.fail(number, error)
+
+    def voice_arguments(self, voice: dict, payload: bytes) -> dict:
+        """As upstream's method takes it."""
+        if not self.clones:
+            return voice
+        if "file" in voice:
+            return {"voice_clone_prompt": self.files[voice["file"]]}
+        if "key" in voice:
+            if voice["key"] not in self.kept:
+                raise ApiError("this voice was removed meanwhile: choose another one", 404, "voice", "unknown_voice")
+            return {"voice_clone_prompt": self.kept[voice["key"]]}
+        embedding = torch.frombuffer(bytearray(payload), dtype=torch.float32)
+        self.check_embedding("speaker_embedding", embedding)
+        return {"voice_clone_prompt": speaker_prompt(embedding)}
+
+    def check_embedding(self, name: str, embedding: torch.Tensor) -> None:
+        if not embedding.to(self.tts.model.talker.dtype).isfinite().all():
+            raise ApiError(f"{name} gives NaN or infinite values: give another one", param=name)
+
+    def on_text(self, header: dict, payload: bytes) -> None:
+        if stream := self.streams.get(header["id"]):
+            self.engine.intake.thread.submit(self.engine.intake.take_piece, stream, header["text"])  # None: END
+
+    def on_read(self, header: dict, payload: bytes) -> None:
+        if stream := self.streams.get(header["id"]):
+            with self.engine.changed:
+                stream.unread -= header["chunks"]
+                self.engine.changed.notify_all()
+
+    def on_cancel(self, header: dict, payload: bytes) -> None:
+        for ids in (self.wanted, self.unfinished):
+            ids.discard(header["id"])
+        self.cancel(header["id"])
+
+    def on_stay(self, header: dict, payload: bytes) -> None:
+        self.stays, self.is_draining = True, False
+
+    def on_voice(self, header: dict, payload: bytes) -> None:
+        samples = np.frombuffer(bytearray(payload), np.float32)  # writable
+        self.answer_in(self.recordings, header["id"], lambda: self.make_voice(header, samples))
+
+    def make_voice(self, header: dict, samples: np.ndarray) -> dict:
+        prompt = clone_prompt(self.tts, samples, header["rate"], header["ref_text"])
+        self.check_embedding(header["name"], prompt[0].ref_spk_embedding)
+        self.kept[header["key"]] = prompt
+        size = sum(map(voice_bytes, [*self.kept.values()]))
+        if header["id"] not in self.wanted or size > MAX_VOICE_BYTES:  # it was cancelled meanwhile, or is too much
+            self.kept.pop(header["key"], None)
+        if size > MAX_VOICE_BYTES:
+            problem = f"the voices in use take {size >> 20} MB, too much: remove some, or use shorter recordings"
+            raise ApiError(problem, 503, header["name"], "out_of_memory")
+        return {}
+
+    def on_forget(self, header: dict, payload: bytes) -> None:
+        for key in header["keys"]:
+            self.kept.pop(key, None)
+
+    def on_count(self, header: dict, payload: bytes) -> None:
+        self.connection.send(type="end", id=header["id"], tokens=self.count_tokens(header["text"]))
+
+    def count_tokens(self, text: str) -> int:
+        return len(tokenize(self.tts, text))
+
+    def on_split(self, header: dict, payload: bytes) -> None:
+        """A text that is too long for one utterance, in parts. Few are, and one utterance sounds best."""
+        self.answer_in(self.long_texts, header["id"], lambda: self.split(header, payload))
+
+    def split(self, header: dict, payload: bytes) -> dict:
+        voice = self.voice_arguments(header["voice"], payload)
+        return {"texts": self.parts(header["text"], self.tokens_that_fit(voice), header["language"])}
+
+    def tokens_that_fit(self, voice: dict) -> int:
+        options = dict(frames_per_token=FRAMES_PER_TOKEN, count_tokens=self.count_tokens)
+        return tokens_that_fit(self.spec["max_seq_len"], voice, **options)
+
+    def parts(self, text: str, most: int, language: str | None) -> list[str]:
+        """Parts of at most so many tokens. To count them stops the engine, so they are estimated by the text's average,
+        with a tenth to spare, and only a part with still too many is cut again."""
+        tokens = self.count_tokens(text)
+        if tokens <= most:
+            return [text]
+        bytes_that_fit = 0.9 * most * len(text.encode()) / tokens
+        parts = split_text([text], lambda part: len(part.encode()) <= bytes_that_fit, language)
+        return [smaller for part in parts for smaller in self.parts(part, most, language)]
+
+    # ---- What it gets, from any thread
+
+    def put(self, number: int, max_new_tokens: int | None, is_last: bool, item) -> None:
+        """Audio of a stream, its end, or an error.
+
+        max_new_tokens: what the client asked for. A speech that ends there is complete.
+        is_last: whether no other part of the same text follows
+        """
+        stream = self.streams.get(number)
+        if stream is None:
+            return
+        if isinstance(item, np.ndarray):
+            self.connection.add(to_int16(item).tobytes(), type="audio", id=number)
+        elif isinstance(item, BaseException):
+            self.fail(number, item)
+        else:
+            try:
+                if stream.max_frames + 1 != max_new_tokens:
+                    stream.warn_if_cut_off(is_error=True)
+            except CutOff as error:
+                self.fail(number, error)
+                return
+            if not is_last:
+                self.unfinished.add(number)
+            read = stream.text and stream.text.characters_read(stream.valid)
+            if read == 0:
+                problem = (
+                    "the speech has ended before its text began: ref_text says more than the recording, correct it"
+                )
+                self.fail(number, ApiError(problem, param="ref_text", code="cut_off"))
+                return
+            self.connection.add(type="end", id=number, characters_read=read)
+            self.cancel(number)
+
+    def fail(self, number: int, error: BaseException) -> None:
+        if not self.engine.is_running or is_fatal(error):
+            if not self.has_failed:  # once, not for each stream
+                log.error("the engine cannot go on", exc_info=error)
+            self.has_failed = True
+            self.stop(f"{type(error).__name__}: {error}")
+            error = engine_failed()
+        self.connection.send(type="error", id=number, error=vars(as_told(error)))
+        self.cancel(number)
+
+    def cancel(self, number: int) -> None:
+        if stream := self.streams.pop(number, None):
+            self.engine.cancel(stream)
+
+    def look_after_streams(self) -> None:
+        if not self.engine.is_running:
+            self.stop(self.engine.intake.why_closed)
+        if what := self.stands_still():
+            self.stop(f"the engine has made no {what} for {SECONDS_WITHOUT_A_PASS:g} s")
+        for number, stream in [*self.streams.items()]:
+            if error := stream.text_timed_out():
+                self.fail(number, error)
+
+    def stands_still(self) -> str | None:
+        """What the engine has work for and finishes none of. Each of its passes sets pass_seconds."""
+        engine, now = self.engine, time.monotonic()
+        has_frames = (engine.active or engine.intake.waiting) and engine.has_work()
+        kinds = ("frame", has_frames, engine.pass_seconds), ("prompt", engine.intake.preparing, engine.intake.prepared)
+        for what, has_work, last in kinds:
+            if not has_work or self.seen.get(what, (None,))[0] != last:
+                self.seen[what] = last, now
+            elif now - self.seen[what][1] > SECONDS_WITHOUT_A_PASS:
+                return what
+        return None
+
+
+def voice_bytes(prompt: list) -> int:
+    (item,) = prompt
+    return item.ref_spk_embedding.nbytes + (0 if item.ref_code is None else item.ref_code.nbytes)
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Whether no later request can succeed in this process. Full memory is none of these: others may fit."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, MegakernelStopped) or "CUDA error" in str(error)
+
+
+def as_told(error: BaseException) -> ApiError:
+    """What a client is told about the engine's errors."""
+    if isinstance(error, CutOff):
+        return ApiError(for_clients(str(error)), code="cut_off")
+    if isinstance(error, StreamTimeout):
+        return ApiError(str(error), 503, code="timeout")
+    if isinstance(error, torch.OutOfMemoryError):
+        return ApiError("the GPU's memory is full: try again later", 503, code="out_of_memory")
+    return as_api_error(error)

@@ -1,0 +1,209 @@
+"""What stands before every route: the key, the host, the origin of web pages, the size and the number of requests.
+
+Plain ASGI rather than BaseHTTPMiddleware, which would put a queue between the speech and the client.
+"""
+
+import base64
+import binascii
+import hmac
+import ipaddress
+import secrets
+from functools import lru_cache
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from qwen3_tts_cuda_graphs.serving.errors import ApiError
+from qwen3_tts_cuda_graphs.serving.page import page_response
+from qwen3_tts_cuda_graphs.serving.settings import Settings
+
+OPEN_TO_ALL = "/health", "/livez", "/docs", "/page.css", "/page.js"
+LISTS = {"/v1/models", "/v1/audio/models", "/v1/audio/voices", "/v1/test"}
+SUBPROTOCOL = "speech"  # of WebSockets that send their key as a second subprotocol, "bearer." + base64url(KEY)
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, settings: Settings):
+        self.app = app
+        self.settings = settings
+        self.key = settings.api_key and settings.api_key.strip().encode()  # as `key_of` reads it
+        self.is_known = lru_cache(maxsize=256)(self.is_known)  # most requests name the same host
+        self.open = 0  # requests and WebSockets
+        self.held = 0  # bytes of what they have sent, and of whole files that are sent to them
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        scope["request_id"] = secrets.token_hex(8)
+        send = with_request_id(scope, send)
+        try:
+            self.check(scope)
+        except ApiError as error:
+            await self.refusal(scope, error)(scope, receive, send)
+            return
+        self.open += 1
+        received = scope["received"] = Received(self, receive)
+        try:
+            await self.app(scope, received.http if scope["type"] == "http" else received.websocket, send)
+        finally:
+            self.open -= 1
+            self.held -= received.size
+
+    def check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if scope["path"] not in OPEN_TO_ALL:
+            self.check_host(headers)
+            self.check_origin(headers)
+            self.check_key(scope, headers)
+            connection = connection_of(scope)
+            others = len(connection.connections) - 1 if connection else self.open
+            if others >= self.settings.max_connections:
+                raise ApiError(f"{others} connections are in use already: try again later", 503, code="too_many")
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > self.settings.max_body:
+            raise self.too_large()
+
+    def check_host(self, headers: Headers) -> None:
+        """A web page whose host's name is made to lead to this machine (DNS rebinding) would count as our own page."""
+        host = headers.get("host", "localhost")
+        if (self.settings.only_this_machine or self.settings.hosts) and not self.is_known(host):
+            other = " or --api-key" if self.settings.only_this_machine and not self.settings.hosts else ""
+            raise ApiError(
+                f"the host is {host[:100]!r}, by which this server is not known: ask localhost, or start it with "
+                f"--allow-host{other}",
+                403,
+                code="host",
+            )
+
+    def is_known(self, host: str) -> bool:
+        """Whether a Host header names this machine, with any port: localhost, a loopback address or an allowed name."""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            return name in ("localhost", *self.settings.hosts) or ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            return False
+
+    def check_origin(self, headers: Headers) -> None:
+        """Browsers let any web page send requests to this server and open WebSockets, so look where it came from."""
+        origin = headers.get("origin")
+        if origin is None or origin in self.settings.cors_origins or "*" in self.settings.cors_origins:
+            return
+        try:
+            is_own_page = urlsplit(origin).netloc == headers.get("host")
+        except ValueError:
+            is_own_page = False
+        if not is_own_page:
+            raise ApiError(
+                f"web pages of {origin[:100]!r} may not use this server: start it with --cors-origin, or let the "
+                "proxy in front of it keep the Host header",
+                403,
+                code="origin",
+            )
+
+    def check_key(self, scope: Scope, headers: Headers) -> None:
+        is_list = scope["path"] in LISTS and scope.get("method") in ("GET", "HEAD")
+        if self.key is None or (self.settings.open_lists and is_list):
+            return
+        given = key_of(headers.get("authorization", "")) or key_of_subprotocols(scope.get("subprotocols", ()))
+        if not hmac.compare_digest(given, self.key):
+            raise ApiError(
+                "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'", 401, code="invalid_api_key"
+            )
+
+    def refusal(self, scope: Scope, error: ApiError) -> Response:
+        """A browser that asks for `/` without the key gets the page with its 401: the page asks for the key."""
+        is_browser = "text/html" in Headers(scope=scope).get("accept", "")
+        if error.status == 401 and scope["path"] == "/" and is_browser:
+            response = page_response(status=401)
+        else:
+            response = error.response()
+        if error.status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        return response
+
+    def too_large(self) -> ApiError:
+        return ApiError(
+            f"the request has more than {self.settings.max_body} bytes: send less", 413, code="request_too_large"
+        )
+
+
+class Received:
+    """What a client sends, counted while it arrives: a body may have no Content-Length. Its answer counts, too, where
+    it is sent as a whole."""
+
+    def __init__(self, guard: Guard, receive: Receive):
+        self.guard = guard
+        self.receive = receive
+        self.size = 0
+        self.kept = 0  # bytes of a WebSocket's earlier messages
+
+    async def http(self) -> Message:
+        message = await self.receive()
+        if arrived := len(message.get("body", b"")):
+            self.hold_more(arrived)
+            if self.size > self.guard.settings.max_body:
+                raise self.guard.too_large()
+        return message
+
+    async def websocket(self) -> Message:
+        message = await self.receive()
+        self.hold(self.kept + len(message.get("text") or ""))
+        return message
+
+    def keep(self, size: int) -> None:
+        """What a WebSocket's session still has of its messages."""
+        self.kept = size
+        self.hold(size)
+
+    def hold_more(self, size: int) -> None:
+        self.hold(self.size + size)
+
+    def hold(self, size: int) -> None:
+        guard = self.guard
+        if size > self.size and guard.held + size - self.size > guard.settings.max_held:
+            raise ApiError("the server holds too many large requests: try again later", 503, code="too_many")
+        guard.held += size - self.size
+        self.size = size
+
+
+def connection_of(scope: Scope):
+    """The TimedHttpProtocol of a request. None where another server than our own runs the application."""
+    return scope.get("state", {}).get("connection")
+
+
+def with_request_id(scope: Scope, send: Send) -> Send:
+    """Adds X-Request-Id to every response, errors too. A response that comes before a body that was announced with
+    Expect closes the connection: the client may send the body or not."""
+    connection = connection_of(scope) if scope["type"] == "http" else None
+
+    async def send_with_id(message: Message) -> None:
+        if message["type"].endswith("http.response.start"):
+            if connection and connection.cycle.waiting_for_100_continue:
+                connection.cycle.keep_alive = False
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", scope["request_id"].encode())]
+        await send(message)
+
+    return send_with_id
+
+
+def key_of(authorization: str) -> bytes:
+    """From `Bearer KEY`, `Api-Key KEY` or, for browsers, `Basic base64(user:KEY)`."""
+    scheme, _, value = authorization.strip().partition(" ")
+    if scheme.lower() != "basic":
+        return value.strip().encode("latin-1")  # as it came: header values are decoded as Latin-1
+    try:
+        return base64.b64decode(value, validate=True).partition(b":")[2]
+    except (binascii.Error, ValueError):
+        return b""
+
+
+def key_of_subprotocols(offered: list[str]) -> bytes:
+    """The WebSockets of browsers cannot send an Authorization header, but they can offer subprotocols."""
+    value = next((name.removeprefix("bearer.") for name in offered if name.startswith("bearer.")), "")
+    try:
+        return base64.urlsafe_b64decode(value + "=" * (-len(value) % 4))
+    except (binascii.Error, ValueError):
+        return b""

@@ -1,0 +1,194 @@
+"""One of the models that are served: what its config allows, which voices it has, and its engine."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from qwen3_tts_cuda_graphs.common import checkpoints
+from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess
+from qwen3_tts_cuda_graphs.serving.errors import ApiError
+from qwen3_tts_cuda_graphs.serving.requests import Style
+
+# Names that OpenAI's clients send, whatever the server has.
+# And `default`, which programs send to servers that are not OpenAI's.
+OPENAI_VOICES = "alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse default".split()
+DESIGNED_VOICES = {"narrator": "a warm and clear narrator"}  # for a VoiceDesign model without `instructions`
+MAX_PARTS = 10  # of a path in a model's name
+NUMBERS = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")
+
+
+def wanted_voice(name: str | None) -> str:
+    """A voice as it is looked up. None stands for any, as OpenAI's names do."""
+    return (name or OPENAI_VOICES[0]).strip().lower()
+
+
+def named_models(models: Iterable[str]) -> dict[str, str]:
+    """The name that clients use -> folder, hub id or short name. A model may be given as name=folder. Folders of the
+    same name get as much of their path as tells them apart: upstream's finetuning calls all of them the same."""
+    models = [checkpoints.split_name(model) for model in models]
+    names = [name or checkpoints.display_name(model) for name, model in models]
+    for depth in range(2, MAX_PARTS):
+        doubled = {name for name in names if names.count(name) > 1}
+        for number, (name, model) in enumerate(models):
+            if names[number] in doubled and not name and Path(model).is_dir():
+                names[number] = "-".join(Path(model).absolute().parts[1:][-depth:])
+    if len(set(names)) < len(names):
+        name = max(names, key=names.count)
+        raise ValueError(f"two models would have the name {name}: give each once, or as --model another-name=folder")
+    return {name: model for name, (_, model) in zip(names, models)}
+
+
+class Model:
+    def __init__(self, id: str, name: str, engine: EngineProcess, speakers: Iterable[str] = ()):
+        """id: what clients call it; name: folder, hub id or short name; speakers: of voices from --speaker files"""
+        self.id = id
+        self.name = name
+        self.engine = engine
+        self.config = checkpoints.read_config(name)
+        self.kind = self.config["tts_model_type"]
+        self.clones = self.kind == "base"
+        is_small = self.kind == "custom_voice" and self.config.get("tts_model_size") == "0b6"
+        self.takes_instructions = not (self.clones or is_small)
+        self.ranges = checkpoints.number_ranges(self.config)
+        positions = self.config["talker_config"]["max_position_embeddings"]
+        self.ranges["max_new_tokens"] = (lambda x: 2 <= x <= positions, f"from 2 to {positions}")
+        self.presets = []
+        if self.kind == "custom_voice":
+            self.presets = sorted(map(str.lower, self.config["talker_config"]["spk_id"]))
+        if self.kind == "voice_design":
+            self.presets = list(DESIGNED_VOICES)
+        self.speakers = list(speakers)
+        self.in_flight = 0  # utterances that have a place or wait for one
+
+    def is_named(self, name: str) -> bool:
+        known = {self.id, self.name, checkpoints.hub_name(self.name), checkpoints.hub_name(self.name).split("/")[-1]}
+        return name.strip().lower() in {name.lower() for name in known}
+
+    @property
+    def active(self) -> int:
+        return min(self.in_flight, self.engine.rows or 0)
+
+    @property
+    def waiting(self) -> int:
+        return self.in_flight - self.active
+
+    # ---- Voices; `registered` are the names of those in the folder, oldest first
+
+    def voice_names(self, registered: Iterable[str]) -> list[str]:
+        return [*self.presets, *self.speakers, *(registered if self.clones else ())]
+
+    def can_do(self, style: Style, registered: Iterable[str]) -> bool:
+        """Whether it has the voice, and takes what else describes it. For a request that names no model."""
+        if style.has_reference:
+            return self.clones
+        if style.instructions and not self.takes_instructions:
+            return False
+        return self.knows_voice(style.voice, registered)
+
+    def knows_voice(self, name: str | None, registered: Iterable[str]) -> bool:
+        """Whether it can speak in a voice of this name, or in one that stands in for it."""
+        stands_for_any = wanted_voice(name) in OPENAI_VOICES
+        return bool(self.voice_names(registered)) if stands_for_any else self.has_voice(name, registered)
+
+    def has_voice(self, name: str | None, registered: Iterable[str] = ()) -> bool:
+        """By this very name. Another one may stand in for OpenAI's."""
+        return wanted_voice(name) in self.voice_names(registered)
+
+    def resolve_voice(self, name: str | None, registered: Iterable[str]) -> str:
+        """The voice for a name. Without one, and for OpenAI's names, one that exists, the same each time."""
+        wanted = wanted_voice(name)
+        names = self.voice_names(registered)
+        if wanted in names:
+            return wanted
+        if wanted in OPENAI_VOICES and self.presets:
+            return self.presets[OPENAI_VOICES.index(wanted) % len(self.presets)]
+        if wanted in OPENAI_VOICES and names:
+            return names[0]  # the oldest: it stays the same when voices are added
+        raise unknown_voice(name, names)
+
+    # ---- Checks
+
+    def check(self, style: Style, registered: Iterable[str]) -> None:
+        """Refuse what this model cannot do, before any work starts."""
+        for name in (*NUMBERS, "seed"):
+            self.check_number(name, getattr(style, name))
+        languages = checkpoints.languages(self.config)
+        if style.language and style.language.lower() not in languages:
+            nearest = checkpoints.nearest(style.language, languages)
+            raise ApiError(f"there is no language {style.language!r}: choose {nearest}", param="language")
+        self.check_reference(style, registered)
+
+    def check_number(self, name: str, value: float | None) -> None:
+        is_good, wanted = self.ranges[name]
+        if value is not None and not is_good(value):
+            raise ApiError(f"{name} is {value}, it must be {wanted}", param=name, code="invalid_value")
+
+    def check_reference(self, style: Style, registered: Iterable[str]) -> None:
+        """Whether the fields describe one voice."""
+        if style.ref_audio is not None and style.speaker_embedding is not None:
+            raise ApiError("ref_audio and speaker_embedding are two voices: give one of them", param="ref_audio")
+        if style.ref_audio is None:
+            check_no_reference(style)
+        if not style.has_reference:
+            self.resolve_voice(style.voice, registered)
+            return
+        self.check_cloning("ref_audio" if style.ref_audio is not None else "speaker_embedding")
+        has_text = bool(style.ref_text and style.ref_text.strip())
+        if style.x_vector_only_mode is False and style.ref_audio is not None and not has_text:
+            raise ApiError("ref_text is missing: give what the recording says", param="ref_text")
+        width = self.config["talker_config"]["hidden_size"]
+        if style.speaker_embedding is not None and len(style.speaker_embedding) != width:
+            raise ApiError(
+                f"speaker_embedding has {len(style.speaker_embedding)} numbers, this model takes {width}: extract it "
+                "with the model you speak with",
+                param="speaker_embedding",
+            )
+
+    def check_cloning(self, what: str) -> None:
+        if not self.clones:
+            raise ApiError(f"{what} is not for {checkpoints.KINDS[self.kind]}: choose one of its voices", param=what)
+
+    # ---- Arguments of upstream's method
+
+    def preset_voice(self, style: Style) -> dict:
+        name = self.resolve_voice(style.voice, ())
+        if self.kind == "custom_voice":
+            return {"speaker": name, "instruct": style.instructions if self.takes_instructions else None}
+        return {"instruct": style.instructions or DESIGNED_VOICES[name]}
+
+    def describe(self, registered: Iterable[str]) -> dict:
+        """As /v1/models lists it."""
+        model = {"id": self.id, "object": "model", "created": 0, "owned_by": "qwen"}
+        about = {"kind": self.kind, "languages": checkpoints.languages(self.config)}  # for the page
+        about["random_weights"] = bool(self.config.get("random_weights"))
+        return model | about | {"voices": self.voice_names(registered)}
+
+
+def unknown_voice(name: str | None, names: Sequence[str]) -> ApiError:
+    if names:
+        problem = f"there is no voice {name!r}: choose {checkpoints.nearest(wanted_voice(name), names)}"
+    else:
+        problem = (
+            "this model clones voices and none is registered: POST a recording to /v1/audio/voices, or send "
+            "ref_audio with the request"
+        )
+    return ApiError(problem, param="voice", code="unknown_voice")
+
+
+def sampling(style: Style) -> dict:
+    """Settings as upstream's arguments; what was not given is the model's own."""
+    arguments = {name: getattr(style, name) for name in NUMBERS}
+    arguments["language"] = style.language or "Auto"
+    if style.non_streaming_mode is not None:
+        arguments["non_streaming_mode"] = style.non_streaming_mode
+    return arguments
+
+
+def check_no_reference(style: Style) -> None:
+    """A registered voice has its own transcript."""
+    if style.ref_text:
+        name, meaning = "ref_text", "what ref_audio says"
+    elif style.x_vector_only_mode and style.speaker_embedding is None:
+        name, meaning = "x_vector_only_mode", "how ref_audio is used"
+    else:
+        return
+    raise ApiError(f"{name} is {meaning}, which is missing: send ref_audio, or leave {name} out", param=name)

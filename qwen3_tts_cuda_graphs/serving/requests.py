@@ -1,0 +1,181 @@
+"""What a client may ask for: the fields of OpenAI's speech requests and ours, with their types."""
+
+import difflib
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
+
+from qwen3_tts_cuda_graphs.common.checkpoints import language_name
+from qwen3_tts_cuda_graphs.serving.errors import ApiError
+
+MAX_VALUES = 50_000  # of a JSON object
+MAX_DIGITS = 1000
+MAX_UNKNOWN = 20  # fields that are named to the client
+MEANT = {"text": "input", "prompt": "input", "format": "response_format"}  # as others call them
+
+Format = Literal["wav", "pcm", "flac", "mp3", "opus", "aac"]
+SLOWEST, FASTEST = 0.25, 4.0  # as OpenAI's
+
+
+class Style(BaseModel):
+    """Voice, sampling and format: all but the text. A WebSocket's session.config has these fields."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    model: str | None = None  # any string; one of several models by its name
+    voice: str | None = None  # or `speaker`
+    instructions: str | None = None
+    language: str | None = None
+    response_format: Format = "wav"
+    speed: float = 1.0
+
+    # Cloning within the request
+    ref_audio: str | None = None  # base64 or a data URL
+    ref_text: str | None = None
+    x_vector_only_mode: bool | None = None
+    speaker_embedding: list[float] | None = None
+
+    # As upstream. None is the model's own default.
+    seed: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    non_streaming_mode: bool | None = None
+
+    _unknown: tuple[str, ...] = ()  # fields that were sent and are none of these
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        return self._unknown
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the request itself has a voice to clone."""
+        return self.ref_audio is not None or self.speaker_embedding is not None
+
+    @model_validator(mode="before")
+    @classmethod
+    def speaker_is_voice(cls, content: dict) -> dict:
+        has_voice = content.get("voice") not in (None, "")
+        return content if has_voice else content | {"voice": content.get("speaker")}
+
+    @field_validator("voice", mode="before")
+    @classmethod
+    def id_of_voice(cls, value: Any) -> Any:
+        """OpenAI's clients may send {"id": name}."""
+        return value["id"] if isinstance(value, dict) and "id" in value else value
+
+    @field_validator("language")
+    @classmethod
+    def name_of_language(cls, value: str | None) -> str | None:
+        return value and language_name(value.strip())
+
+    @field_validator("response_format", "speed", "stream_format", mode="before", check_fields=False)
+    @classmethod
+    def default_for_null(cls, value: Any, info: ValidationInfo) -> Any:
+        """Clients may send null or an empty string, and "WAV"."""
+        value = value.strip().lower() if isinstance(value, str) else value
+        return cls.model_fields[info.field_name].default if value in (None, "") else value
+
+    @field_validator("speed")
+    @classmethod
+    def possible_speed(cls, value: float) -> float:
+        if not SLOWEST <= value <= FASTEST:
+            raise ValueError(f"speed is {value:g}, it must be from {SLOWEST:g} to {FASTEST:g}")
+        return value
+
+
+class SpeechRequest(Style):
+    """The body of POST /v1/audio/speech."""
+
+    input: str
+    response_format: Format = "mp3"  # OpenAI's default, which some programs rely on
+    stream: bool | None = None
+    stream_format: Literal["audio", "sse"] | None = None
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def parse_json(data: bytes | str) -> dict:
+    """A JSON object. NaN and Infinity are not JSON. Long strings are quick to parse, many values are not."""
+    separators = (b"[", b"{", b",") if isinstance(data, bytes) else ("[", "{", ",")
+    if sum(map(data.count, separators)) > MAX_VALUES:
+        raise ApiError(f"the request has more than {MAX_VALUES} values: send less", code="invalid_json")
+    try:
+        content = json.loads(data, parse_constant=refuse_constant, parse_int=read_integer)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(f"the request is not JSON: {reason}", code="invalid_json") from None
+    if not isinstance(content, dict):
+        raise ApiError(f"the request is {describe(content)}, it must be a JSON object", code="invalid_json")
+    return content
+
+
+def refuse_constant(name: str):
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def read_integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"it has a number of {len(digits)} digits")
+    return int(digits)
+
+
+def parse(kind: type[Model], content: dict) -> Model:
+    unknown = unknown_fields(kind, content)
+    try:
+        parsed = kind.model_validate(content)
+    except ValidationError as error:
+        raise explain(error.errors(include_url=False, include_context=False)[0], unknown) from None
+    parsed._unknown = unknown
+    return parsed
+
+
+def unknown_fields(kind: type[Model], content: dict) -> tuple[str, ...]:
+    """Those that have a value, as they can be sent in a header, each with the field that may be meant."""
+    known = {*kind.model_fields, "speaker"} | ({"type"} if kind is Style else set())  # of a session.config
+    names = [name for name, value in content.items() if name not in known and value is not None]
+    named = [re.sub(r"[^\w.-]", "?", name[:40], flags=re.ASCII) + hint(name, known) for name in names[:MAX_UNKNOWN]]
+    if content.get("voice") and content.get("speaker"):
+        named.append("speaker")
+    if len(names) > MAX_UNKNOWN:
+        named.append(f"{len(names) - MAX_UNKNOWN} more")
+    return tuple(named)
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    name = name[:40].lower()
+    meant = [MEANT[name]] if MEANT.get(name) in known else difflib.get_close_matches(name, known, 1, 0.7)
+    return f" (did you mean {meant[0]}?)" if meant else ""
+
+
+def explain(problem: dict, unknown: Iterable[str] = ()) -> ApiError:
+    """One sentence from the first problem that pydantic found. A field that is missing may have another name."""
+    param = str(problem["loc"][0]) if problem["loc"] else None
+    message = problem["msg"]
+    if problem["type"] == "missing":
+        message = f"{param} is missing: give it"
+        if unknown:
+            message += f"; these fields are unknown: {', '.join(unknown)}"
+    elif problem["type"] == "value_error":
+        message = message.removeprefix("Value error, ")
+    else:
+        wanted = message.replace("Input should be", "it must be")
+        message = f"{param} is {describe(problem['input'])}: {wanted[0].lower()}{wanted[1:]}"
+    return ApiError(message, param=param, code="invalid_value")
+
+
+def describe(value: Any) -> str:
+    """A value in a message: short, and never a whole list or object."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,0 +1,404 @@
+"""The HTTP server: OpenAI's speech interface, voices to register, health and metrics; websocket.py is the other half.
+
+    speech = Speech("0.6B")
+    await speech.start()  # in the server's event loop: see process.py
+    app = create_app(speech)
+
+A speech request is read, checked against the model, and answered by a SpeechResponse, which speaks while it sends. The
+first chunk of audio decides the status: whatever fails before it gets an error with a status of its own.
+"""
+
+import asyncio
+import base64
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import anyio
+import prometheus_client
+from python_multipart.multipart import parse_options_header
+from starlette.applications import Starlette
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Match, Route, WebSocketRoute
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from qwen3_tts_cuda_graphs.serving.audio_formats import CONTENT_TYPES, check_encoding, convert, encode_stream
+from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, log, to_json
+from qwen3_tts_cuda_graphs.serving.guard import Guard, connection_of
+from qwen3_tts_cuda_graphs.serving.page import FILES as PAGES
+from qwen3_tts_cuda_graphs.serving.page import page_response
+from qwen3_tts_cuda_graphs.serving.requests import SpeechRequest, Style, parse, parse_json
+from qwen3_tts_cuda_graphs.serving.service import Speech, Utterance
+from qwen3_tts_cuda_graphs.serving.settings import Settings
+from qwen3_tts_cuda_graphs.serving.websocket import Session
+
+MAX_WRITE = 1 << 16  # bytes at a time: a client that reads them in time may take long for a whole file
+MAX_EVENT = 24_000  # bytes of audio in a server-sent event: as base64 below 32 KB, and whole samples
+MAX_REGISTRATIONS = 16  # that are being made or wait for a thread, each with its recording
+
+
+class App(Starlette):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Keep the server's own `send`. Each middleware has one around it, for the start of a response only.
+
+        A slash too many changes nothing: some programs put their route behind an address that ends with one.
+        """
+        scope["send"] = send
+        if "path" in scope:
+            scope["path"] = "/" + "/".join(filter(None, scope["path"].split("/")))
+        await super().__call__(scope, receive, send)
+
+
+def create_app(speech: Speech) -> Starlette:
+    """The application. Until `speech.start` has returned, requests get 503."""
+    settings = speech.settings
+    registrations = 0
+    routes = [WebSocketRoute("/v1/audio/speech/stream", lambda websocket: Session(websocket, speech).run())]
+
+    def route(method: str, path: str) -> Callable:
+        def add(endpoint: Callable) -> Callable:
+            routes.append(Route(path, endpoint, methods=[method]))
+            return endpoint
+
+        return add
+
+    @route("POST", "/v1/audio/speech")
+    async def create_speech(request: Request) -> Response:
+        try:
+            speech.check_ready()
+            wanted = parse(SpeechRequest, await read_json(request, settings))
+            await speech.look_for(wanted.voice)
+            speech.check(wanted)
+            check_encoding(wanted)
+            text = speech.check_text(wanted.input)
+        except ApiError as error:
+            speech.metrics.requests.labels(error.outcome).inc()
+            raise
+        return SpeechResponse(speech.say(wanted, text), wanted, settings, speech.ignored(wanted))
+
+    @route("GET", "/v1/audio/voices")
+    async def list_voices(_: Request) -> Response:
+        await speech.refresh()
+        return JSONResponse({"voices": speech.voices()})
+
+    @route("POST", "/v1/audio/voices")
+    async def register_voice(request: Request) -> Response:
+        nonlocal registrations
+        speech.check_ready()
+        if registrations >= MAX_REGISTRATIONS:
+            raise ApiError(f"{registrations} voices are being registered already: try again later", 429)
+        registrations += 1
+        try:
+            name, data, ref_text = await read_voice(request, settings)
+            return JSONResponse(await speech.register(name, data, ref_text))
+        finally:
+            registrations -= 1
+
+    @route("DELETE", "/v1/audio/voices/{name}")
+    async def remove_voice(request: Request) -> Response:
+        name = request.path_params["name"]
+        await speech.unregister(name)
+        return JSONResponse({"id": name.lower(), "object": "audio.voice.deleted", "deleted": True})
+
+    @route("POST", "/v1/audio/convert")
+    async def convert_speech(request: Request) -> Response:
+        """For the page, which saves what was spoken."""
+        style = parse(Style, {"response_format": request.query_params.get("response_format") or "mp3"})
+        check_encoding(style)
+        with time_limit(request, settings):
+            wav = await request.body()
+        data = await speech.run(convert, wav, style.response_format)
+        request.scope["received"].hold_more(len(data))
+        length = {"content-length": str(len(data))}
+        return StreamingResponse(in_slices(data), headers=length, media_type=CONTENT_TYPES[style.response_format])
+
+    async def describe_models() -> list[dict]:
+        await speech.refresh()
+        limits = dict(max_text=settings.max_text, max_reference_seconds=settings.max_reference_seconds)  # for the page
+        return [model.describe(speech.registered) | limits for model in speech.models]
+
+    @route("GET", "/v1/models")
+    async def list_models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": await describe_models()})
+
+    @route("GET", "/v1/audio/models")
+    async def list_audio_models(_: Request) -> Response:
+        """As Open WebUI reads it."""
+        return JSONResponse({"models": await describe_models()})
+
+    @route("GET", "/v1/models/{name}")
+    async def find_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        models = {model["id"]: model for model in await describe_models()}
+        if name not in models:
+            raise ApiError(f"there is no model {name!r} here: choose {', '.join(map(repr, models))}", 404)
+        return JSONResponse(models[name])
+
+    @route("GET", "/health")
+    async def health(_: Request) -> Response:
+        speech.check_all_ready()
+        return JSONResponse({"status": "ok"})
+
+    @route("GET", "/livez")
+    async def live(_: Request) -> Response:
+        """Whether this process serves, whatever its engines do."""
+        return JSONResponse({"status": "ok"})
+
+    @route("GET", "/v1/test")
+    async def test(_: Request) -> Response:
+        """wyoming-openai asks this to learn whether it may list our voices."""
+        return JSONResponse({"status": "ok"})
+
+    @route("GET", "/metrics")
+    async def metrics(_: Request) -> Response:
+        text = prometheus_client.generate_latest(speech.metrics.registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def page(request: Request) -> Response:
+        path = request.scope["path"]
+        if path == "/docs" and request.scope.get("raw_path", b"").endswith(b"/"):  # its addresses are relative
+            return Response(status_code=307, headers={"Location": "../docs"})
+        return page_response(path, known=request.headers.get("if-none-match", ""))
+
+    for path in PAGES:
+        route("GET", path)(page)
+
+    async def refuse(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    async def nobody_is_there(_: Request, error: Exception) -> Response:
+        return Response(status_code=400)
+
+    async def not_found(request: Request, error: HTTPException) -> Response:
+        problem = f"{request.method[:20]} {request.url.path[:80]}: {error.detail}"
+        if error.status_code == 404:
+            problem += f": there are {', '.join(sorted({route.path for route in routes[:-1]}))}"
+        response = ApiError(problem, error.status_code).response()
+        if error.status_code == 405:
+            here = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
+            response.headers["Allow"] = ", ".join(sorted(set().union(*(route.methods for route in here))))
+        return response
+
+    async def fail(request: Request, error: Exception) -> Response:
+        request_id = request.scope["request_id"]
+        response = as_api_error(error, request_id).response()
+        response.headers["X-Request-Id"] = request_id  # this response does not pass the guard
+        return response
+
+    middleware = [Middleware(Guard, settings=settings)]
+    if settings.cors_origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],  # OpenAI's client sends headers of its own
+            expose_headers=["X-Sample-Rate", "X-Request-Id", "X-Ignored"],
+            allow_private_network=True,  # Chromium asks for it where a public page calls this machine
+        )
+        middleware.insert(0, cors)
+    handlers = {ApiError: refuse, ValueError: refuse, HTTPException: not_found, Exception: fail}
+    handlers[ClientDisconnect] = nobody_is_there
+    routes.append(WebSocketRoute("/{path:path}", no_such_websocket))
+    app = App(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    app.state.speech = speech
+    return app
+
+
+async def read_json(request: Request, settings: Settings) -> dict:
+    """Web pages of other hosts can send every content type but JSON without asking first."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(f"the content type is {content_type[:80]!r}, it must be application/json", 415)
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise ApiError(f"the content encoding is {encoding[:80]!r}: send the JSON as it is", 415)
+    with time_limit(request, settings):
+        return parse_json(await request.body())
+
+
+async def read_voice(request: Request, settings: Settings) -> tuple[str, bytes, str | None]:
+    """The fields of a multipart form: name, recording, transcript."""
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        raise ApiError("a voice is sent as multipart/form-data: name, audio_sample and, if known, ref_text", 415)
+    _, options = parse_options_header(request.headers["content-type"])
+    if options.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):  # punycode, say, would take a minute
+        raise ApiError("the form's charset must be utf-8", 415)
+    with time_limit(request, settings):
+        try:
+            parser = MultiPartParser(request.headers, request.stream(), max_files=1, max_fields=10)
+            parser.spool_max_size = settings.max_body  # in memory, where it is counted: a disk may be full
+            form = await parser.parse()
+        except MultiPartException as error:
+            raise ApiError(f"the form cannot be read: {error.message}") from None
+    try:
+        name, sample, ref_text = (form.get(field) for field in ("name", "audio_sample", "ref_text"))
+        if not isinstance(name, str):
+            raise ApiError("name is missing: give the voice a name", param="name")
+        if not isinstance(sample, UploadFile):
+            raise ApiError("audio_sample is missing: give a recording of the voice", param="audio_sample")
+        if isinstance(ref_text, UploadFile):
+            raise ApiError("ref_text is a file, it must be text", param="ref_text")
+        return name, await sample.read(), (ref_text or "").strip() or None
+    finally:
+        await form.close()
+
+
+@contextlib.contextmanager
+def time_limit(request: Request, settings: Settings):
+    """For the body. Most are small and come with the head."""
+    connection = connection_of(request.scope)
+    if connection and connection.has_body():
+        yield
+        return
+    try:
+        with anyio.fail_after(settings.body_seconds):
+            yield
+    except TimeoutError:
+        raise ApiError(f"the request did not arrive within {settings.body_seconds:g} s", 408) from None
+
+
+class SpeechResponse(Response):
+    """Speech that is sent while it is made. It stops when the client goes away."""
+
+    def __init__(self, utterance: Utterance, wanted: SpeechRequest, settings: Settings, ignored: tuple[str, ...] = ()):
+        self.utterance = utterance
+        self.wanted = wanted
+        self.settings = settings
+        self.ignored = ignored  # fields that this model cannot use
+        self.is_sse = wanted.stream_format == "sse"
+        self.is_whole = wanted.stream is False and not self.is_sse
+        self.task = None  # that speaks
+        self.was_stopped, self.error = False, None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.task = asyncio.current_task()
+        limit = asyncio.get_running_loop().call_later(self.settings.request_seconds, self.stop, TimeoutError())
+        watcher = asyncio.create_task(self.watch(receive))
+        self.utterance.speech.responses += 1
+        try:
+            is_complete = await self.respond(scope, receive, send)
+            if not is_complete and (connection := connection_of(scope)):
+                connection.break_off()
+                await watcher  # until the connection is closed
+        finally:
+            self.utterance.speech.responses -= 1
+            limit.cancel()
+            watcher.cancel()
+
+    async def watch(self, receive: Receive) -> None:
+        """Stop when the client goes away."""
+        try:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.stop(None)
+        except Exception as error:
+            self.stop(error)
+
+    def stop(self, error: Exception | None) -> None:
+        """Stop speaking, and tell the client about the error. None: there is nobody to tell."""
+        if self.task:
+            self.was_stopped, self.error = True, error
+            self.task.cancel()
+
+    async def respond(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Returns whether the response is complete, or nobody waits for it."""
+        has_begun = False
+        connection = connection_of(scope)
+        is_plain = connection and scope["http_version"] == "1.0" and not self.is_whole
+        try:
+            keep = scope["received"].hold_more if self.is_whole else None
+            pieces = encode_stream(self.utterance, self.wanted, keep)
+            async with contextlib.aclosing(pieces):
+                async for data in pieces:
+                    if self.was_stopped:  # asyncio.wait_for may lose a cancellation, before Python 3.12
+                        raise asyncio.CancelledError
+                    if not has_begun:
+                        if is_plain:
+                            connection.send_plain()
+                        await send(self.start(len(data) if self.is_whole else None))
+                        has_begun = True
+                        send = scope.get("send", send)
+                    size = MAX_EVENT if self.is_sse else MAX_WRITE
+                    for start in range(0, len(data), size):
+                        piece = data[start : start + size]
+                        await send(body(self.delta(piece) if self.is_sse else piece))
+            if not has_begun:
+                raise ApiError("the model said nothing: change the text or the seed", 500)
+            if self.is_sse:
+                await send(body(await self.done()))
+            if is_plain:
+                connection.send_plain(is_over=True)
+            await send(body(b"", more=False))
+            return True
+        except asyncio.CancelledError:
+            if not self.was_stopped:  # the server ends
+                if has_begun and connection:
+                    connection.break_off()
+                raise
+            error = self.error
+        except Exception as failure:
+            error = failure
+        finally:
+            self.task = None  # what follows ends by itself
+        if error is None:
+            return True
+        error = as_api_error(error, scope["request_id"])
+        if not has_begun:
+            await error.response()(scope, receive, send)
+            return True
+        # The response stays incomplete and the connection is closed, so that the client sees an error and not a short
+        # file: HTTP has no other sign. Events are no exception: some clients ignore those of an unknown type.
+        log.warning("request %s was broken off: %s", scope["request_id"], error.message)
+        if self.is_sse:
+            with contextlib.suppress(asyncio.TimeoutError):
+                event_of_error = event({"type": "error", **error.content()})
+                await asyncio.wait_for(send(body(event_of_error)), self.settings.send_seconds)
+        return False
+
+    def start(self, length: int | None) -> dict:
+        content_type = "text/event-stream" if self.is_sse else CONTENT_TYPES[self.wanted.response_format]
+        headers = {
+            "content-type": content_type,
+            "cache-control": "no-store",
+            "x-accel-buffering": "no",  # nginx must not collect the stream
+            "x-sample-rate": str(self.utterance.rate),
+        }
+        if length is not None:
+            headers["content-length"] = str(length)
+        if self.ignored:
+            headers["x-ignored"] = ", ".join(self.ignored)
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        return {"type": "http.response.start", "status": 200, "headers": raw}
+
+    def delta(self, data: bytes) -> bytes:
+        return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
+
+    async def done(self) -> bytes:
+        text, audio = await self.utterance.text_tokens(), self.utterance.frames
+        usage = {"input_tokens": text, "output_tokens": audio, "total_tokens": text + audio}
+        return event({"type": "speech.audio.done", "usage": usage})
+
+
+async def in_slices(data: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), MAX_WRITE):
+        yield data[start : start + MAX_WRITE]
+
+
+async def no_such_websocket(websocket: WebSocket) -> None:
+    problem = "there is no WebSocket at this path: use /v1/audio/speech/stream"
+    await websocket.send_denial_response(ApiError(problem, 404, code="not_found").response())
+
+
+def body(data: bytes, more: bool = True) -> dict:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def event(content: dict) -> bytes:
+    """A server-sent event."""
+    return f"data: {to_json(content)}\n\n".encode()

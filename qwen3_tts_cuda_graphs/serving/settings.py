@@ -1,0 +1,82 @@
+"""The server's limits and their defaults. All but `only_this_machine` are options of `qwen3-tts serve`."""
+
+import math
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+API_KEY_VARIABLE = "QWEN3_TTS_API_KEY"
+MB = 1_000_000
+MAX_PENDING = 2048  # connections that the system keeps until the server takes them
+MAX_REFERENCE_SECONDS = 600  # at 96 kHz a recording then fits into a message to the worker
+
+
+def limit(default, help_text: str):
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass(frozen=True)
+class Settings:
+    # Who may ask
+    api_key: str | None = None
+    cors_origins: tuple[str, ...] = ()  # origins of web pages on other hosts that may call this server
+    only_this_machine: bool = False  # refuse requests whose Host header names another
+    hosts: tuple[str, ...] = ()  # names by which this machine is asked besides localhost, in lower case: no others then
+    open_lists: bool = False  # the lists of voices and models need no key
+    voices: Path = Path("voices")  # folder of the registered voices
+    exit_when_failed: bool = False  # end the server when an engine has been given up
+
+    # How much at once
+    max_streams: int | None = limit(None, "listeners of a model at the same time, at most 64 by default")
+    max_waiting: int = limit(256, "requests that may wait for a place; more get 429")
+    max_connections: int = limit(1024, "connections at the same time; more get 503")
+    max_seq_len: int = limit(2048, "positions for prompt and speech of one request, 12.5 per second")
+
+    # How much in one request
+    max_text: int = limit(4096, "characters of a text, a transcript or an instruction")
+    max_body: int = limit(16 * MB, "bytes of a request")
+    max_held: int = limit(256 * MB, "bytes of all requests in progress, and of whole files on their way; more get 503")
+    max_upload: int = limit(10 * MB, "bytes of a recording")
+    max_reference_seconds: float = limit(60.0, "seconds of a recording")
+    max_voices: int = limit(256, "registered voices")
+
+    # How long
+    body_seconds: float = limit(30.0, "seconds to receive a request")
+    request_seconds: float = limit(600.0, "seconds to answer a request, including the time in the queue")
+    keep_alive_seconds: float = limit(120.0, "seconds that a connection stays open between two requests")
+    send_seconds: float = limit(60.0, "seconds that a client may leave its audio unread")
+    config_seconds: float = limit(10.0, "seconds to the first message of a WebSocket")
+    idle_seconds: float = limit(30.0, "seconds that a WebSocket may stay without a message")
+    drain_seconds: float = limit(60.0, "seconds for streams in flight to end after SIGTERM")
+
+    def __post_init__(self):
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if "help" in item.metadata and value is not None and not 0 < value < math.inf:
+                option = "--" + item.name.replace("_", "-")
+                raise ValueError(f"{option} is {value}, it must be above 0")
+        if self.max_reference_seconds > MAX_REFERENCE_SECONDS:
+            raise ValueError(f"--max-reference-seconds is above {MAX_REFERENCE_SECONDS}: give less")
+        if self.api_key is not None and not self.api_key.strip():
+            raise ValueError(f"--api-key or ${API_KEY_VARIABLE} is empty: give a key, or leave it out")
+
+
+LIMITS = [item for item in fields(Settings) if "help" in item.metadata]
+
+
+def check_origin(origin: str) -> str:
+    """An origin as browsers send it, or *."""
+    wanted = origin.strip().lower().removesuffix("/")
+    if wanted != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", wanted):
+        raise ValueError(
+            f"--cors-origin is {origin!r}, it must be like https://example.com or http://localhost:3000, or *"
+        )
+    return wanted
+
+
+def check_host(name: str) -> str:
+    """A host's name as in the address of the server, without a port."""
+    wanted = name.strip().lower()
+    if not re.fullmatch(r"[a-z0-9._-]+", wanted):
+        raise ValueError(f"--allow-host is {name!r}, it must be a name like host.docker.internal, without a port")
+    return wanted

@@ -1,0 +1,76 @@
+"""Requests in, sound out.
+
+utterance.py    one request in the runner: what to decode, and how far it is
+runner.py       rows of one model: admit, advance, hand over sound, release; prefill.py reads prompts into rows
+turns.py        one caller of the runner at a time, also when a stream is paused
+accelerated.py  what `accelerate` builds: the runner, and upstream's methods on its rows
+streaming.py    one text, with its audio while it is generated
+long_text.py    texts of any length, and speech that does not end
+engine.py       many listeners: the runner in a thread of its own; schedule.py decides who is next
+intake.py       their prompts and texts, in another thread; request.py is one of them
+warm_up.py      two requests when a model is loaded onto a GPU, so that a user's first is as fast as the others
+"""
+
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
+
+from qwen3_tts_cuda_graphs.fast import batched, codec_kernels
+from qwen3_tts_cuda_graphs.fast.layers import bypass_config_getattr, replace_layers
+from qwen3_tts_cuda_graphs.fast.paths import check_torch, compile_ahead
+from qwen3_tts_cuda_graphs.prompts.build import check_counts
+from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import PRE_TOKENS
+from qwen3_tts_cuda_graphs.prompts.text_table import use_text_table
+from qwen3_tts_cuda_graphs.speech.accelerated import Accelerated
+from qwen3_tts_cuda_graphs.speech.runner import Runner
+from qwen3_tts_cuda_graphs.speech.warm_up import warm_up
+
+
+def accelerate(tts, max_seq_len: int = 2048, rows: int = 1, fused: bool | None = None):
+    """Make a model's methods fast, in place. No other thread may use the GPU during it. After an error, load it again.
+
+    max_seq_len: positions for prompt and speech together, one per frame (12.5 per second).
+    rows: texts of a list, or streams of an engine, that are spoken together. Each takes memory on a GPU.
+    fused: the megakernel of fast/. True requires it, False avoids it, None uses it where it runs.
+    """
+    check_counts(rows=rows, max_seq_len=max_seq_len)
+    talker = tts.model.talker
+    on_gpu = talker.device.type == "cuda"
+    check_torch()
+    codec_kernels.compile_ahead(tts.model.speech_tokenizer.model.decoder)
+    if fused is not False:
+        compile_ahead(talker)
+    bypass_config_getattr(tts.model.config, talker.config)
+    complete_speakers(talker.config)
+    # load_upstream does the same; this is for a model that upstream has loaded, from a folder.
+    tts.processor.tokenizer.backend_tokenizer.pre_tokenizer[0] = Split(Regex(PRE_TOKENS), "isolated")
+    tts._tokenize_texts([""])  # sets the tokenizer's padding, which must not change while another thread tokenizes
+    host_talker = use_text_table(talker) if on_gpu else None  # first: it frees what the rest then takes
+    keepalive = replace_layers(talker, max_seq_len)
+    if not batched.why_not(talker.model):
+        batched.compile_ahead(talker.model)  # also where the megakernel makes all frames: prefills need it
+    runner = Runner(talker, tts.model.speech_tokenizer, rows, max_seq_len, fused, keepalive)
+    tts.speech = Accelerated(tts, runner, max_seq_len, host_talker)
+    tts.speech.take_over()
+    if on_gpu:
+        warm_up(tts)
+    return tts
+
+
+def complete_speakers(config) -> None:
+    """Upstream looks speakers up in lower case, and each in both tables. Those of a finetuned model may have capitals
+    and no dialect."""
+    ids, dialects = (
+        {speaker.lower(): value for speaker, value in (table or {}).items()}
+        for table in (config.spk_id, getattr(config, "spk_is_dialect", None))
+    )
+    for speaker, number in ids.items():
+        dialect = dialects.setdefault(speaker, False)
+        if not 0 <= number < config.vocab_size:
+            raise ValueError(
+                f"speaker {speaker!r} has the id {number}, beyond the {config.vocab_size} of the embedding"
+            )
+        if dialect and dialect not in config.codec_language_id:
+            known = ", ".join(config.codec_language_id)
+            raise ValueError(f"speaker {speaker!r} has the dialect {dialect!r}, which is none of {known}")
+    config.spk_id = ids
+    config.spk_is_dialect = dialects

@@ -1,0 +1,284 @@
+"""What `accelerate` stores as `tts.speech`: the runner, what prompts are built with, and whose turn it is.
+
+On a GPU upstream's three methods speak with the runner's rows: a list of texts is spoken as many at a time as there are
+rows, and the next text joins when a row is free. On a CPU the methods stay upstream's and call `generate`, which
+decodes all texts of a list together, so that a seed gives upstream's tokens. Streams and the engine use the runner on
+either.
+"""
+
+import collections
+import functools
+import inspect
+import itertools
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import torch
+import transformers
+from torch.nn.utils.rnn import pad_sequence
+
+from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES, CHUNK_SIZES, PendingAudio
+from qwen3_tts_cuda_graphs.prompts.build import (
+    check_finite,
+    frame_limit,
+    in_parts,
+    reference_codes,
+    request_for,
+    with_voice_clone_prompt,
+)
+from qwen3_tts_cuda_graphs.prompts.templates import PromptTemplates
+from qwen3_tts_cuda_graphs.speech.runner import HandOver, Runner
+from qwen3_tts_cuda_graphs.speech.turns import Turns
+from qwen3_tts_cuda_graphs.speech.utterance import Utterance
+
+METHODS = ("generate_voice_clone", "generate_custom_voice", "generate_voice_design")
+MAX_PROMPTS_PER_FRAME = 16  # of a list
+PHILOX_OFFSET_OF_A_REQUEST = 1 << 33  # more numbers than it draws; a multiple of 4
+MAX_PENDING = 8  # chunks of a list that are on their way to the host
+
+
+class Accelerated:
+    def __init__(self, tts, runner: Runner, max_seq_len: int, host_talker):
+        """host_talker: builds prompts on the host of a GPU, or None"""
+        codec = tts.model.speech_tokenizer
+        self.tts = tts
+        self.talker = tts.model.talker
+        self.device = self.talker.device
+        self.on_gpu = self.device.type == "cuda"
+        self.max_seq_len = max_seq_len
+        self.host_talker = host_talker
+        self.prompt_templates = PromptTemplates()
+        self.turns = Turns()
+        self.generator_lock = threading.Lock()
+        self.runner = runner
+        self.list_runner = None  # see `runner_for`
+        self.rate = codec.get_output_sample_rate()
+        self.seconds_per_frame = codec.get_decode_upsample_rate() / self.rate
+
+    @property
+    def path(self) -> str:
+        """What makes a frame, in words."""
+        return self.runner.frames.path
+
+    def take_over(self) -> None:
+        """Replace what upstream calls, and on a GPU its methods."""
+        self.tts.model.speech_tokenizer.decode = self.decode
+        self.talker.generate = self.generate
+        if self.on_gpu:
+            for name in METHODS:
+                setattr(self.tts, name, types.MethodType(whole_call(name, type(self.tts)), self.tts))
+
+    def utterance(
+        self, request: dict, reference=None, chunk_sizes: Iterator[int] | None = None, seed: int | None = None
+    ) -> Utterance:
+        """A request for the runner."""
+        utterance = Utterance(chunk_sizes)
+        utterance.reference = reference
+        utterance.generator = self.seeded_generator(seed)
+        self.load(utterance, request)
+        return utterance
+
+    def load(self, utterance: Utterance, request: dict) -> None:
+        """Set the request of an utterance, as `request_for` returns it."""
+        if request["inputs"].is_cuda:  # with a reference recording
+            utterance.prompt_ready = self.runner.record_event()
+        utterance.load(request, self.runner.settings.row(request), frame_limit(self.max_seq_len, **request))
+
+    def seeded_generator(self, seed: int | None = None) -> torch.Generator:
+        """A generator for one request: seeded, or in the present state of torch's own.
+
+        On a GPU it is a copy, and torch's default one skips more numbers than a request draws: other threads may draw
+        from that meanwhile.
+        """
+        if seed is not None:
+            return torch.Generator(self.device).manual_seed(int(seed))
+        if not self.on_gpu:
+            return torch.default_generator
+        default = torch.cuda.default_generators[self.device.index]
+        with self.generator_lock:
+            state = default.get_state()  # seed and offset, 8 bytes each
+            own = torch.Generator(self.device).set_state(state)
+            state[8:].view(torch.int64).add_(PHILOX_OFFSET_OF_A_REQUEST)
+            default.set_state(state)
+        return own
+
+    # ---- Whole calls
+
+    def run(
+        self,
+        runner: Runner,
+        utterances: Iterable[Utterance],
+        hand_over: HandOver | None,
+        before_frame: Callable[[list[Utterance]], None],
+    ) -> Iterator[Utterance]:
+        """Decode all of them, as many at a time as there are free rows. Yields each when it is complete.
+
+        On a CPU finished texts keep decoding until all have ended: upstream's random numbers depend on it."""
+        waiting = iter(utterances)
+        active = []
+        runner.enter()
+        runner.require_row()
+        try:
+            while active := active + self.admit(runner, waiting):
+                before_frame(active)
+                runner.step(active, hand_over, None if self.on_gpu else active, together=True)
+                complete = [utterance for utterance in active if utterance.is_complete()]
+                if not self.on_gpu and len(complete) < len(active):
+                    continue
+                yield from complete
+                for utterance in complete:
+                    active.remove(utterance)
+                    runner.release(utterance)
+        finally:
+            for utterance in active:
+                runner.release(utterance)
+
+    def admit(self, runner: Runner, waiting: Iterator[Utterance]) -> list[Utterance]:
+        most = min(len(runner.free), MAX_PROMPTS_PER_FRAME) if self.on_gpu else len(runner.free)
+        new = [*itertools.islice(waiting, most)]
+        if failed := runner.admit(new):
+            for utterance in new:
+                runner.release(utterance)
+            raise failed[0][1]
+        return new
+
+    def runner_for(self, texts: int) -> Runner:
+        """On a CPU all texts of a list are decoded together, in the first rows: upstream draws their random numbers
+        together. The runner of the last such list is kept."""
+        if self.on_gpu or (texts <= self.runner.rows and not self.runner.active):
+            return self.runner
+        if self.list_runner is None or self.list_runner.rows != texts:
+            self.list_runner = None  # free its memory first
+            options = dict(rows=texts, max_seq_len=self.max_seq_len, fused=False, keepalive=self.runner.keepalive)
+            self.list_runner = Runner(self.talker, self.tts.model.speech_tokenizer, **options)
+        return self.list_runner
+
+    def speak(self, utterances: Iterable[Utterance]) -> list[np.ndarray]:
+        """The samples of each, in order. Warns of those that were cut off."""
+        audio: dict[Utterance, bytearray] = {}  # float32; they grow without being copied
+        pending = collections.deque()
+
+        def hand_over(of: list[Utterance], chunk: PendingAudio) -> None:
+            pending.append((of, chunk))
+
+        def receive(most: int) -> None:
+            """Take what is there, and wait for what is more than `most`."""
+            while len(pending) > most or (pending and pending[0][1].is_ready()):
+                of, chunk = pending.popleft()
+                for utterance, samples in zip(of, chunk.views()):
+                    audio[utterance] += samples.data
+
+        def before_frame(active: list[Utterance]) -> None:
+            for utterance in active:
+                audio.setdefault(utterance, bytearray())
+            receive(MAX_PENDING)
+
+        with self.turns.take():
+            for utterance in self.run(self.runner, utterances, hand_over, before_frame):
+                utterance.warn_if_cut_off()
+        receive(0)
+        return [np.frombuffer(samples, np.float32) for samples in audio.values()]
+
+    def generate(self, **request):
+        """Stands in for talker.generate: codes and hidden states, without audio."""
+        check_finite(request)
+        utterances = [self.utterance(in_parts(own, self.on_gpu)) for own in requests_of(request)]
+        codes, hiddens = {}, collections.defaultdict(list)
+
+        def keep_hidden(active: list[Utterance]) -> None:
+            for utterance in active:
+                if not self.on_gpu or utterance.may_advance():
+                    hiddens[utterance].append(runner.slots.hidden[utterance.row, 0].clone())
+
+        with self.turns.take():
+            runner = self.runner_for(len(utterances))
+            for utterance in self.run(runner, utterances, hand_over=None, before_frame=keep_hidden):
+                # On a CPU a finished text has the other texts' frames, too, as upstream returns them.
+                frames = utterance.valid if self.on_gpu else len(hiddens[utterance])
+                codes[utterance] = runner.slots.codes[utterance.row, :frames].clone()
+                utterance.warn_if_cut_off()
+        frames = [
+            (codes[utterance], torch.stack(hiddens[utterance][: len(codes[utterance])])) for utterance in utterances
+        ]
+        return as_upstream(*zip(*frames), end=self.talker.config.codec_eos_token_id)
+
+    @torch.no_grad()
+    def decode(self, encoded) -> tuple[list[np.ndarray], int]:
+        """Stands in for the speech tokenizer's decode: whole utterances, one after another."""
+        codes = encoded.audio_codes if hasattr(encoded, "audio_codes") else encoded
+        if isinstance(codes, dict):
+            codes = codes["audio_codes"]
+        if torch.is_tensor(codes) and codes.dim() == 2:
+            codes = [codes]
+        chunks = []
+        with self.turns.take():
+            self.runner.enter()
+            row = self.runner.require_row()
+            for utterance in codes:
+                utterance = torch.as_tensor(utterance["audio_codes"] if isinstance(utterance, dict) else utterance)
+                self.runner.codec.reset(row)
+                chunks.append(self.runner.codec.feed([row], utterance[utterance[:, 0] >= 0][None]))  # padding is -1
+            return [chunk.wait()[0] for chunk in chunks], self.rate
+
+
+def whole_call(name: str, model_class: type) -> Callable:
+    """One of upstream's methods that generate speech, on the runner's rows."""
+    upstream = getattr(model_class, name)
+    signature = inspect.signature(upstream)
+
+    @functools.wraps(upstream)
+    def speak(tts, *args, **kwargs) -> tuple[list[np.ndarray], int]:
+        given = signature.bind(tts, *args, **kwargs).arguments
+        arguments = {**given, **given.get("kwargs", {})}
+        text = arguments.pop("text")
+        for other in ("self", "kwargs"):
+            arguments.pop(other, None)
+        method = getattr(tts, name)
+        texts = text if isinstance(text, list) else [text]
+        arguments = with_voice_clone_prompt(method, arguments)
+        chunk_frames = max(CHUNK_SIZES if len(texts) == 1 else BATCH_CHUNK_SIZES)
+
+        def utterance(number: int) -> Utterance:
+            own = {key: value_for(number, len(texts), key, value) for key, value in arguments.items()}
+            request = request_for(tts.speech, method, texts[number], own)
+            reference = reference_codes(own.get("voice_clone_prompt"))
+            return tts.speech.utterance(request, reference, itertools.repeat(chunk_frames))
+
+        return tts.speech.speak(map(utterance, range(len(texts)))), tts.speech.rate
+
+    return speak
+
+
+def value_for(number: int, texts: int, name: str, value):
+    """The argument of one text out of several. Upstream's voice_clone_prompt has lists inside, of one voice or more."""
+    if isinstance(value, dict):
+        voices = max((len(column or ()) for column in value.values()), default=0)
+        if 1 < voices < texts:
+            raise ValueError(f"there are {voices} voices for {texts} texts: give one, or one for each text")
+        return {key: column[number : number + 1] if len(column or ()) > 1 else column for key, column in value.items()}
+    if not (isinstance(value, list) and len(value) == texts):
+        return value
+    return value[number : number + 1] if name == "voice_clone_prompt" else value[number]
+
+
+def as_upstream(codes: tuple, hiddens: tuple, end: int) -> transformers.generation.GenerateDecoderOnlyOutput:
+    """Codes (T, 16) and hidden states (T, H) of each text as upstream reads them, one entry per forward: first the
+    prompt's, whose codes are None, then one for each frame, with its codes."""
+    codes = pad_sequence(codes, batch_first=True, padding_value=end)  # (B, T, 16)
+    hiddens = pad_sequence(hiddens, batch_first=True).split(1, dim=1)  # T x (B, 1, H)
+    steps = zip([*hiddens, hiddens[-1]], [None, *codes.unbind(1)])  # the last hidden state is not read
+    hidden_states = tuple(((hidden,), frame) for hidden, frame in steps)
+    return transformers.generation.GenerateDecoderOnlyOutput(sequences=codes[..., 0], hidden_states=hidden_states)
+
+
+def requests_of(request: dict) -> Iterator[dict]:
+    """The requests of the single texts. Upstream pads prompts on the left."""
+    for row, mask in enumerate(request["attention_mask"]):
+        length = int(mask.sum())
+        yield request | dict(
+            inputs_embeds=request["inputs_embeds"][row : row + 1, -length:],
+            attention_mask=mask[None, -length:],
+            trailing_text_hidden=request["trailing_text_hidden"][row : row + 1],
+        )

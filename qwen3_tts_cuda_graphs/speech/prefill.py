@@ -1,0 +1,197 @@
+"""Prompts of several requests at once, read into rows that need not be neighbours.
+
+The last position of a prompt is read by a step of the talker, which chooses the first token. What is before it, the
+prefix, is read here: a prefill computes its keys and values, captured for several sizes. In the layout for streams the
+prefix depends on voice, language and style, but not on the text. So it is kept for the next request that has the same.
+"""
+
+import collections
+from functools import lru_cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import Cache
+
+from cudagraph_talker import Graphs, TalkerGraph
+from qwen3_tts_cuda_graphs.fast.batched import BatchedStack
+from qwen3_tts_cuda_graphs.fast.rows import Slots
+from qwen3_tts_cuda_graphs.prompts.build import to_device
+from qwen3_tts_cuda_graphs.speech.utterance import Utterance
+
+PREFILL_ROWS = (1, 4, 32)  # prompts per captured prefill
+# Positions: of a sentence or two in small steps, then powers of two and one between each two.
+PREFILL_LENGTHS = (32, 64, 96, 128, 192, 256, 320, *(size << i for i in range(12) for size in (384, 512)))
+MAX_PREFILL_POSITIONS = 4096  # of all prompts together, where there are several
+SHORTEST_FOR_SDPA = 128  # positions; for shorter prompts the kernels' attention is faster
+REQUEST_SETTINGS = (  # arguments of talker.generate that `Rows.configure` reads
+    *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "eos_token_id", "min_new_tokens"),
+    *("subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p", "suppress_tokens"),
+)
+
+
+class HostSettings:
+    """Settings of requests as tensors on the host. Most requests have the same ones, so they are kept."""
+
+    def __init__(self, config, on_gpu: bool):
+        self.config = config
+        self.on_gpu = on_gpu
+        self.cached_row = lru_cache(maxsize=64, typed=True)(self.make_row)
+
+    def row(self, request: dict) -> list[torch.Tensor]:
+        """In the order of `Slots.settings` and shaped like one row of them."""
+        return self.cached_row(**{name: request[name] for name in REQUEST_SETTINGS})
+
+    def make_row(self, **settings) -> list[torch.Tensor]:
+        row = Slots(self.config, 1, 1, torch.float32, torch.device("cpu"))
+        row.configure(**settings)
+        return [tensor[0].pin_memory() if self.on_gpu else tensor[0] for tensor in row.settings()]
+
+
+class PrefillGraph:
+    """Compute keys and values of `count` prefixes of up to `length` positions. Positions after the end of a
+    shorter one are computed, too, and overwritten before anything attends to them."""
+
+    def __init__(self, talker, slots: Slots, count: int, length: int, with_kernels: bool):
+        self.slots = slots
+        self.talker = TalkerGraph(talker, slots, slots.keys, slots.values)
+        with talker.device:
+            self.prefixes = torch.zeros(count, length, talker.config.hidden_size, dtype=talker.dtype)
+            self.rows = torch.full((count,), len(slots.token) - 1)  # that they are read into
+            self.positions = torch.arange(length)
+        self.kernels = None
+        if with_kernels:
+            stack = partial(PromptStack, count) if length >= SHORTEST_FOR_SDPA else BatchedStack
+            self.kernels = stack(talker.model, slots.keys, slots.values, count * length)
+
+    def capture(self, graphs: Graphs) -> None:
+        self.replay = graphs.capture(self.step)
+
+    def step(self) -> None:
+        count, length, _ = self.prefixes.shape
+        if self.kernels:
+            slots = self.rows[:, None].repeat(1, length).flatten()
+            self.kernels.forward(self.prefixes.flatten(0, 1), self.positions.repeat(count), slots)
+        else:
+            visible = (self.positions <= self.positions[:, None])[None]
+            cache = PromptCache(self.slots.keys, self.slots.values, self.rows)
+            self.talker.forward(self.prefixes, self.positions[None], visible, cache)
+
+
+class PromptCache(Cache):
+    """A static cache in one prefill: prompts are written to `rows` (B) from position 0 on and attend to themselves."""
+
+    def __init__(self, keys: list, values: list, rows: torch.Tensor):
+        super().__init__(layers=[])
+        self.keys = keys
+        self.values = values
+        self.rows = rows
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, _) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys[layer][:, :, : keys.shape[2]].index_copy_(0, self.rows, keys)
+        self.values[layer][:, :, : keys.shape[2]].index_copy_(0, self.rows, values)
+        return keys, values
+
+
+class PromptStack(BatchedStack):
+    """The same with SDPA's attention, for rows that are all positions of one prompt after another."""
+
+    def __init__(self, prompts: int, *args):
+        """prompts: how many; then what a BatchedStack takes"""
+        super().__init__(*args)
+        self.prompts = prompts
+
+    def attention(self, qkv: torch.Tensor, *_, **__) -> torch.Tensor:
+        """(B * L, (Q + 2 KV) * D) -> (B * L, Q * D), after norm and RoPE in place"""
+        heads = qkv.view(self.prompts, -1, qkv.shape[1] // self.sizes.head_dim, self.sizes.head_dim).transpose(1, 2)
+        parts = heads.split([self.sizes.heads, self.sizes.kv_heads, self.sizes.kv_heads], dim=1)
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # cuDNN takes 80 ms to plan for each shape
+            heads = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        return heads.transpose(1, 2).reshape(len(qkv), -1)  # from (B, Q, L, D)
+
+
+class Prefills:
+    def __init__(self, talker, slots: Slots, rows: int, graphs: Graphs, with_kernels: bool):
+        """slots: `rows` of them and, where there are several, one more that padding is read into"""
+        self.slots = slots
+        self.kept = KeptPrefixes(slots)
+        longest = slots.text.shape[1]
+        lengths = [*(length for length in PREFILL_LENGTHS if length < longest), longest]
+        most = min(rows, max(PREFILL_ROWS))
+        self.graphs = {
+            (count, length): PrefillGraph(talker, slots, count, length, with_kernels)
+            for count in [*(count for count in PREFILL_ROWS if count < most), most]
+            for length in lengths
+            if count == 1 or count * length <= MAX_PREFILL_POSITIONS
+        }
+        for graph in reversed(self.graphs.values()):  # the largest first: the others fit into its memory
+            graph.capture(graphs)
+
+    def read(self, utterances: list[Utterance]) -> None:
+        """Write the keys and values of all prompts but for their last positions."""
+        utterances = self.kept.copy(utterances)
+        while utterances:
+            count = self.count_that_fit([len(utterance.prefix) for utterance in utterances])
+            together, utterances = utterances[:count], utterances[count:]
+            self.load([utterance.row for utterance in together], [utterance.prefix for utterance in together]).replay()
+            if count == 1:  # in a batch its last bits could be others, and a seed would not reproduce
+                self.kept.keep(together[0])
+
+    def graph_for(self, lengths: list[int]) -> PrefillGraph | None:
+        """The smallest graph for prefixes of these lengths. None: they are too many to be read together."""
+        fitting = (
+            graph for (count, length), graph in self.graphs.items() if count >= len(lengths) and length >= max(lengths)
+        )
+        return next(fitting, None)
+
+    def count_that_fit(self, lengths: list[int]) -> int:
+        """How many of them can be read together, from the first on."""
+        counts = range(len(lengths), 0, -1)
+        return next(count for count in counts if self.graph_for(lengths[:count]))
+
+    def load(self, rows: list[int], prefixes: list[torch.Tensor]) -> PrefillGraph:
+        """Write prefixes (L, H) of these rows to a graph, for its `replay`."""
+        graph = self.graph_for([*map(len, prefixes)])
+        padding = len(graph.rows) - len(rows)
+        copy_to_device(torch.tensor(rows + [len(self.slots.token) - 1] * padding), graph.rows)
+        for target, prefix in zip(graph.prefixes, prefixes):
+            copy_to_device(prefix, target[: len(prefix)])
+        return graph
+
+
+class KeptPrefixes:
+    """Keys and values of the prefixes that were used last, by the content of their embeddings."""
+
+    def __init__(self, slots: Slots):
+        self.cache = slots.whole_cache  # (B, 2, layers, KV, S, D)
+        self.prefixes = collections.OrderedDict()  # (2, layers, KV, L, D) each
+
+    def copy(self, utterances: list[Utterance]) -> list[Utterance]:
+        """Write those that are here to the cache. Returns the utterances whose prefixes are not."""
+        rows, missing = collections.defaultdict(list), []
+        for utterance in utterances:
+            if utterance.prefix_key in self.prefixes:
+                rows[utterance.prefix_key].append(utterance.row)
+            else:
+                missing.append(utterance)
+        for key, same in rows.items():
+            kept = self.prefixes[key]
+            self.prefixes.move_to_end(key)
+            rows_of_it = same[0] if len(same) == 1 else to_device(torch.tensor(same), kept.device)
+            self.cache[..., : kept.shape[3], :][rows_of_it] = kept
+            if kept.is_cuda:
+                kept.record_stream(torch.cuda.current_stream(kept.device))
+        return missing
+
+    def keep(self, utterance: Utterance) -> None:
+        """They take no more memory than a row."""
+        if utterance.prefix_key is None:
+            return
+        self.prefixes[utterance.prefix_key] = self.cache[utterance.row, ..., : len(utterance.prefix), :].clone()
+        while sum(kept.shape[3] for kept in self.prefixes.values()) > self.cache.shape[4]:
+            self.prefixes.popitem(last=False)
+
+
+def copy_to_device(values: torch.Tensor, target: torch.Tensor) -> None:
+    """Without waiting for the GPU: the source is pinned."""
+    target.copy_(values.pin_memory() if target.is_cuda and not values.is_cuda else values, non_blocking=True)

@@ -1,0 +1,341 @@
+"""Rows of one model: requests are admitted into rows, advance together, hand over their sound, and are released.
+
+    runner.admit(utterances)              prefill their prompts
+    runner.step(utterances, hand_over)    a frame of each; full chunks go to the codec, and their audio to `hand_over`
+    runner.release(utterance)             also before its end
+
+No threads and no locks: one caller at a time (turns.py). Whole calls, lists of texts, streams and the engine differ in
+which utterances they let advance, and in what they do with the audio.
+
+On a GPU the host runs one frame behind, so that the GPU never waits for it: that a speech has ended is known when the
+frame after its last one is running, which is then dropped.
+"""
+
+import collections
+import heapq
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from cudagraph_talker import round_up
+from qwen3_tts_cuda_graphs.fast.batched import why_not
+from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES, MAX_BATCH, Codec, PendingAudio
+from qwen3_tts_cuda_graphs.fast.frame_set import FrameSet
+from qwen3_tts_cuda_graphs.fast.paths import MegakernelStopped
+from qwen3_tts_cuda_graphs.fast.rows import Slots, copy_row, draw_seeded
+from qwen3_tts_cuda_graphs.prompts.build import to_device
+from qwen3_tts_cuda_graphs.speech.prefill import HostSettings, Prefills, copy_to_device
+from qwen3_tts_cuda_graphs.speech.utterance import Utterance
+
+log = logging.getLogger("qwen3_tts_cudagraphs")
+
+FULL_CHUNK = max(BATCH_CHUNK_SIZES)
+
+HandOver = Callable[[list[Utterance], PendingAudio], None]
+
+
+class Runner:
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be written outside of it
+    @torch.no_grad()
+    def __init__(
+        self,
+        talker,
+        speech_tokenizer,
+        rows: int,
+        max_seq_len: int,
+        fused: bool | None,
+        keepalive: list[torch.Tensor],
+    ):
+        """Capture what decodes up to `rows` requests at once.
+
+        fused: as in `accelerate`
+        keepalive: tensors that the captured graphs read, besides the weights
+        """
+        self.device = talker.device
+        self.on_gpu = self.device.type == "cuda"
+        self.rows = rows
+        self.keepalive = keepalive
+        self.settings = HostSettings(talker.config, self.on_gpu)
+        has_spare = rows > 1  # padding of a prefill is read into a row that belongs to no request
+        self.slots = Slots(talker.config, rows + has_spare, round_up(max_seq_len), talker.dtype, self.device)
+        self.slots.advance.fill_(False)
+        self.views = [self.slots[row] for row in range(rows)]
+        log.info("capturing the codec")
+        self.codec = Codec(speech_tokenizer, rows)
+        self.frames = FrameSet(talker, self.slots, rows, fused)
+        log.info("capturing prefills")
+        with_kernels = not (self.frames.reads_masked_positions() or why_not(talker.model))
+        self.prefills = Prefills(talker, self.slots, rows, self.frames.graphs, with_kernels)
+        self.new_lengths = torch.zeros(rows + has_spare, dtype=torch.long, device=self.device)
+        self.begin = self.frames.graphs.capture(lambda: self.slots.begin(self.new_lengths))
+        self.row_settings = [None] * rows  # that are in each row
+
+        self.active = []  # admitted utterances, each in its row
+        self.beat = 0  # frames launched since the runner was idle, to decode chunks together
+        self.free = list(range(rows))  # a heap
+        self.launched = collections.deque()  # frames whose `ended` flags the host has not read yet
+        self.mask = None  # host copy of slots.advance
+        self.last_stream = None  # the CUDA stream of the last caller
+        self.sleeps = False
+        self.shared_generator = torch.Generator(self.device)  # of all utterances without a generator of their own
+        self.shared_generator.seed()
+
+    def record_event(self, sleeps: bool = False) -> torch.cuda.Event | None:
+        """sleeps: a thread that waits for it sleeps instead of polling"""
+        if not self.on_gpu:
+            return None
+        return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(blocking=sleeps))
+
+    def enter(self, sleeps: bool = False) -> None:
+        """Call this at the start of a turn: this CUDA stream then waits for that of the last caller.
+
+        sleeps: sleep until a frame is done instead of polling. Polling notices it a little sooner, but keeps a core
+            busy, and where cores are shared the scheduler preempts such a thread often.
+        """
+        self.sleeps = sleeps
+        for utterance in [utterance for utterance in self.active if utterance.is_abandoned]:
+            self.release(utterance)
+        if self.on_gpu:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_stream(self.last_stream or stream)
+            self.last_stream = stream
+
+    # ---- In and out
+
+    def require_row(self) -> int:
+        """A free row."""
+        if not self.free:
+            raise RuntimeError(
+                f"all {self.rows} rows of this model are taken by paused streams: close some, or load it with more rows"
+            )
+        return self.free[0]
+
+    def admit(self, utterances: list[Utterance]) -> list[tuple[Utterance, Exception]]:
+        """Read prompts, at most as many as there are free rows. Returns those that failed, with their errors."""
+        if not utterances:
+            return []
+        if not self.active:
+            self.beat = 0
+        states = [utterance.generator and utterance.generator.get_state() for utterance in utterances]
+        for utterance in utterances:
+            utterance.row = heapq.heappop(self.free)
+        try:
+            for utterance in utterances:
+                self.wait_for_prompt(utterance)
+                if utterance.reference is not None:  # prime the codec with it and discard that audio
+                    self.codec.reset(utterance.row)
+                    self.codec.feed([utterance.row], utterance.reference[None])
+            self.read_prompts(utterances)
+            if rows := [utterance.row for utterance in utterances if utterance.reference is None]:
+                self.codec.reset(*rows)  # after the prompts, which take the GPU longer
+        except BaseException as error:
+            for utterance, state in zip(utterances, states):
+                heapq.heappush(self.free, utterance.row)
+                if state is not None:
+                    utterance.generator.set_state(state)
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise
+            if len(utterances) == 1:
+                return [(utterances[0], error)]
+            return [failed for utterance in utterances for failed in self.admit([utterance])]  # which one is it?
+        for utterance in utterances:
+            utterance.settings = utterance.prefix = utterance.prefix_key = utterance.inputs = None
+            self.active.append(utterance)
+        return []
+
+    @torch.no_grad()
+    def read_prompts(self, utterances: list[Utterance]) -> None:
+        """Read all positions but the last, then the last of all prompts together: a step chooses their first tokens."""
+        if self.frames.reads_masked_positions():
+            for utterance in utterances:
+                self.views[utterance.row].whole_cache.zero_()
+        self.prefills.read(utterances)
+        lengths = [0] * len(self.new_lengths)
+        for utterance in utterances:
+            self.load_row(utterance)
+            lengths[utterance.row] = utterance.prompt_length
+        copy_to_device(torch.tensor(lengths), self.new_lengths)
+        self.draw(self.slots.noise, [utterance for utterance in utterances if utterance.samples_token])
+        frame = self.frames.of(1 + max(utterance.row for utterance in utterances))
+        self.mask = [length > 0 for length in lengths]
+        self.begin()
+        frame.step()
+        self.load_text(utterances)  # the step does not need it
+
+    def load_row(self, utterance: Utterance) -> None:
+        """Write the prompt's last position and the settings. Most requests have the same, which are in the row."""
+        row, view = utterance.row, self.views[utterance.row]
+        if self.row_settings[row] is not utterance.settings:
+            self.row_settings[row] = None
+            for target, value in zip(view.settings(), utterance.settings):
+                target.copy_(value, non_blocking=True)
+            self.row_settings[row] = utterance.settings
+        view.embedding.copy_(utterance.inputs[:1], non_blocking=True)
+
+    def load_text(self, utterances: list[Utterance]) -> None:
+        """What the frames add to their embeddings: the text, then the padding, which is the same for all.
+
+        In few calls, as in `gather_codes`: after each call of torch another thread may have the interpreter for 5 ms.
+        """
+        padding = utterances[0].inputs[-1:].to(self.device, non_blocking=True)
+        if len(utterances) == 1:
+            self.views[utterances[0].row].text.copy_(padding)
+        else:
+            rows = torch.tensor([utterance.row for utterance in utterances])
+            self.slots.text[to_device(rows, self.device)] = padding
+        for utterance in utterances:
+            text = self.views[utterance.row].text
+            words = min(len(utterance.inputs) - 2, len(text))
+            text[:words].copy_(utterance.inputs[1 : 1 + words], non_blocking=True)
+
+    def wait_for_prompt(self, utterance: Utterance) -> None:
+        """Order this CUDA stream behind the one that the prompt was built on."""
+        if utterance.prompt_ready:
+            utterance.prompt_ready.wait()
+            for tensor in (utterance.prefix, utterance.inputs):
+                tensor.record_stream(torch.cuda.current_stream(self.device))
+
+    def release(self, utterance: Utterance) -> None:
+        if utterance in self.active:
+            self.active.remove(utterance)
+            heapq.heappush(self.free, utterance.row)
+
+    # ---- Frames
+
+    @torch.no_grad()
+    def step(
+        self,
+        utterances: list[Utterance],
+        hand_over: HandOver,
+        advancing: list[Utterance] | None = None,
+        together: bool = False,
+    ) -> None:
+        """Launch a frame; learn who has ended; start to decode complete chunks.
+
+        utterances: all of this caller's
+        advancing: those of them that the frame is for. Default: all that may advance.
+        together: full chunks may wait for those of others, up to 7 frames, so that the codec decodes them together
+        """
+        if advancing is None:
+            advancing = [utterance for utterance in utterances if utterance.may_advance()]
+        if advancing:
+            self.launch(advancing, hand_over)
+        self.check(keep=1 if advancing and self.on_gpu else 0)
+        self.decode(utterances, hand_over, together)
+
+    def launch(self, utterances: list[Utterance], hand_over: HandOver) -> None:
+        for utterance in utterances:
+            if utterance.new_text:
+                self.write_text(utterance)
+        self.close_gaps()
+        frame = self.frames.of(1 + max(utterance.row for utterance in self.active))
+        rows = [utterance.row for utterance in utterances]
+        mask = [False] * len(self.slots.advance)
+        for row in rows:
+            mask[row] = True
+        if mask != self.mask:
+            copy_to_device(torch.tensor(mask), self.slots.advance)
+            self.mask = mask
+
+        self.draw(self.slots.code_noise, [utterance for utterance in utterances if utterance.samples_codes])
+        frame.predict()
+        self.beat += 1
+        for utterance in utterances:
+            utterance.launched += 1
+        if without_sound := [utterance for utterance in utterances if utterance.decoded == 0]:
+            self.decode(without_sound, hand_over)  # the first sound: its codes are complete
+            if frame.launches and self.on_gpu:  # the megakernel would take all multiprocessors from the codec
+                torch.cuda.current_stream(self.device).wait_stream(self.codec.stream)
+        self.draw(self.slots.noise, [utterance for utterance in utterances if utterance.samples_token])
+        frame.step()
+
+        ended = torch.empty(len(frame.rows.ended), dtype=torch.bool, pin_memory=self.on_gpu)
+        ended.copy_(frame.rows.ended, non_blocking=True)
+        self.launched.append((self.record_event(self.sleeps), ended, [*zip(utterances, rows)]))
+
+    def draw(self, noise: torch.Tensor, utterances: list[Utterance]) -> None:
+        """Noise (B, N, V) of the next choices. Utterances that share a generator share one draw."""
+        rows = collections.defaultdict(list)
+        for utterance in utterances:
+            rows[utterance.generator].append(utterance.row)
+        for generator, of_it in rows.items():
+            first = of_it[0] if len(of_it) == 1 else 0
+            draw_seeded(noise[first : max(of_it) + 1], generator or self.shared_generator)
+
+    def write_text(self, utterance: Utterance) -> None:
+        """Put text that has arrived where the frames read it. There may be more of it than they can reach."""
+        text = self.slots.text[utterance.row]
+        while utterance.new_text:
+            first, embeddings, utterance.frames_with_text, ready = utterance.new_text.popleft()
+            if ready:
+                ready.wait()
+                embeddings.record_stream(torch.cuda.current_stream(self.device))
+            embeddings = embeddings[: max(0, len(text) - first)]
+            text[first : first + len(embeddings)] = embeddings
+
+    def close_gaps(self) -> None:
+        """Move utterances to lower rows where a smaller frame is enough for them."""
+        enough = next(size for size in self.frames.sizes if size >= len(self.active))
+        for utterance in self.active:
+            if utterance.row >= enough:
+                row = heapq.heappushpop(self.free, utterance.row)
+                clear = self.frames.reads_masked_positions()
+                copy_row(self.views[utterance.row], self.views[row], utterance.length, clear)
+                self.codec.move(utterance.row, row)
+                self.row_settings[row] = self.row_settings[utterance.row]
+                utterance.row = row
+
+    def check(self, keep: int = 0) -> None:
+        """Learn which utterances have ended after the frames launched so far. The last `keep` may still be running."""
+        while len(self.launched) > keep:
+            event, ended, utterances = self.launched.popleft()
+            if event:
+                event.synchronize()
+            if reason := self.frames.why_stopped():  # the state of all who have taken part in a frame since is lost
+                later = [pair for _, _, pairs in self.launched for pair in pairs]
+                self.launched.clear()
+                lost = {utterance for utterance, _ in [*utterances, *later] if utterance in self.active}
+                if lost:
+                    raise MegakernelStopped(reason, lost)
+                return
+            ended = ended.tolist()
+            for utterance, row in utterances:
+                utterance.learn(ended[row])
+
+    def decode(self, utterances: list[Utterance], hand_over: HandOver, together: bool = False) -> None:
+        """Hand complete chunks to the codec: one of each utterance at a time, as they must be decoded in order."""
+        utterances = [one for one in utterances if one.may_have_chunk() and not (together and self.waits(one))]
+        while utterances:
+            by_size = collections.defaultdict(list)
+            for utterance in utterances:
+                if size := utterance.next_chunk():
+                    by_size[size].append(utterance)
+            # Small chunks first: they are those of utterances with little audio ahead of their playback.
+            for size, ready in sorted(by_size.items()):
+                for first in range(0, len(ready), MAX_BATCH):
+                    self.decode_chunk(ready[first : first + MAX_BATCH], size, hand_over)
+            utterances = [utterance for ready in by_size.values() for utterance in ready]  # they may have more
+
+    def waits(self, utterance: Utterance) -> bool:
+        """Whether a full chunk waits for others. Every 64 rows are decoded together, in every 8th frame."""
+        if utterance.chunk_size < FULL_CHUNK or utterance.finished or utterance.lacks_text():
+            return False
+        return (self.beat + utterance.row // MAX_BATCH) % FULL_CHUNK != 0
+
+    def decode_chunk(self, utterances: list[Utterance], size: int, hand_over: HandOver) -> None:
+        codes = self.gather_codes(utterances, size)
+        audio = self.codec.feed([utterance.row for utterance in utterances], codes)
+        for utterance in utterances:
+            utterance.take_chunk(size)
+        hand_over(utterances, audio)
+
+    def gather_codes(self, utterances: list[Utterance], size: int) -> torch.Tensor:
+        """The next codes of each, (B, size, 16)."""
+        if len(utterances) == 1:
+            (one,) = utterances  # a copy: the codec may read it when the row belongs to another one
+            return self.slots.codes[one.row, one.decoded : one.decoded + size][None].clone()
+        first = np.array([utterance.row * self.slots.codes.shape[1] + utterance.decoded for utterance in utterances])
+        places = torch.from_numpy(first[:, None] + np.arange(size))
+        return self.slots.codes.flatten(0, 1)[to_device(places, self.device)]

@@ -1,0 +1,200 @@
+"""Audio while it is generated: one utterance in the runner, chunk by chunk.
+
+The codec decodes a chunk on its own CUDA stream while the next frame is computed, so `stream` yields a chunk one frame
+after its codes exist. The first chunk is yielded at once, and so is everything there is before a wait for text that is
+still being written.
+"""
+
+import asyncio
+import collections
+import itertools
+import numbers
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from qwen3_tts_cuda_graphs.fast.codec import PendingAudio
+from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText, TextReader
+from qwen3_tts_cuda_graphs.prompts.build import check_counts, check_text_timeout, prepare_request, speech_of
+from qwen3_tts_cuda_graphs.speech.utterance import Utterance, growing_chunks
+
+Chunk = tuple[np.ndarray, int]
+
+
+def stream(
+    method: Callable,
+    *,
+    text: str | list[str] | Iterable[str],
+    chunk_frames: int | None = None,
+    text_timeout: float = 60.0,
+    seed: int | None = None,
+    warn: bool = True,
+    **kwargs,
+) -> Iterator[Chunk]:
+    """Speak one text and yield (float32 samples, sample rate) while it is generated.
+
+    method: tts.generate_voice_clone, generate_custom_voice or generate_voice_design of an accelerated model
+    text: a text, or an iterator of its pieces, as a language model writes them. Speech begins when the first tokens
+        are there and waits when the text is late. The iterator runs in a thread of its own.
+    kwargs: the method's other arguments. Text from an iterator is spoken with non_streaming_mode=False.
+    chunk_frames: frames of 80 ms per chunk. Default: 1, 1, 2, 4, 8, 8, ..., for an early start and then fewer chunks.
+    text_timeout: seconds without new text after which the stream ends with a TimeoutError
+    seed: gives the speech that `torch.manual_seed(seed)` before a whole call does
+    warn: whether to warn if the speech is cut off at a limit
+
+    The chunks joined are the audio of the whole call. Mistakes raise an error here, before the first chunk.
+    """
+    if chunk_frames is not None:
+        check_counts(chunk_frames=chunk_frames)
+    check_seed(seed)
+    speech = speech_of(method)
+    check_not_async(text)
+    sizes = itertools.repeat(chunk_frames) if chunk_frames else growing_chunks()
+    if is_arriving(text):
+        check_text_timeout(text_timeout)
+        reader = TextReader(ArrivingText(speech, method, **kwargs), text, text_timeout)
+        return arriving_audio_chunks(speech, reader, sizes, seed, warn)
+    request, reference = prepare_request(speech, method, text, **kwargs)
+    return audio_chunks(speech, request, reference, sizes, seed, warn)
+
+
+async def astream(
+    method: Callable, *, text: str | Iterable[str] | AsyncIterable[str], **kwargs
+) -> AsyncIterator[Chunk]:
+    """`stream` for asyncio: also takes an async iterator of pieces, and never blocks the event loop.
+
+    Mistakes raise an error at the first iteration.
+    """
+    pieces = AsyncPieces(text) if hasattr(text, "__aiter__") else None
+    thread = ThreadPoolExecutor(1, "speech")  # only one: `close` comes after a `next` whose caller was cancelled
+    run = asyncio.get_running_loop().run_in_executor
+    try:
+        chunks = await run(thread, lambda: stream(method, text=pieces or text, **kwargs))
+        try:
+            while (chunk := await run(thread, next, chunks, None)) is not None:
+                yield chunk
+        finally:
+            thread.submit(chunks.close)
+    finally:
+        if pieces:
+            pieces.cancel()
+        thread.shutdown(wait=False)
+
+
+class AsyncPieces:
+    """An async iterator of strings as an iterator for another thread."""
+
+    def __init__(self, pieces: AsyncIterable[str]):
+        self.pieces = aiter(pieces)
+        self.loop = asyncio.get_running_loop()
+        self.coming = None
+        self.is_cancelled = False
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        self.coming = asyncio.run_coroutine_threadsafe(self.get(), self.loop)
+        piece = self.coming.result()
+        if piece is None:
+            raise StopIteration
+        return piece
+
+    async def get(self) -> str | None:
+        if self.is_cancelled:
+            raise asyncio.CancelledError
+        return await anext(self.pieces, None)
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        if self.coming:
+            self.coming.cancel()
+
+
+def check_seed(seed: int | None) -> None:
+    """Whether torch takes it."""
+    if seed is not None and not (isinstance(seed, numbers.Integral) and -(2**63) <= seed < 2**64):
+        raise ValueError(f"seed is {seed!r}, it must be a whole number from -2**63 to 2**64 - 1")
+
+
+def nth_seed(seed: int | None, number: int) -> int | None:
+    """Each of several texts or attempts has a seed of its own, whichever were spoken before it."""
+    return None if seed is None else (seed + number) % 2**64
+
+
+def check_not_async(text) -> None:
+    if hasattr(text, "__aiter__"):
+        raise ValueError("the text is an async iterator: use astream instead of stream")
+
+
+def is_arriving(text) -> bool:
+    return hasattr(text, "__iter__") and not isinstance(text, str | bytes | list | tuple | dict | set)
+
+
+def arriving_audio_chunks(speech, reader: TextReader, *options) -> Generator[Chunk, None, bool]:
+    """`audio_chunks` of a text that is still arriving. The model is not locked before there is enough of it."""
+    text = reader.text
+    reader.start()
+    try:
+        reader.wait_until(lambda: text.can_begin)
+        return (yield from audio_chunks(speech, text.begin(), text.reference, *options, reader))
+    finally:
+        reader.close()
+
+
+def audio_chunks(
+    speech,
+    request: dict,
+    reference: torch.Tensor | None,
+    sizes: Iterator[int],
+    seed: int | None = None,
+    warn: bool = True,
+    reader: TextReader | None = None,
+) -> Generator[Chunk, None, bool]:
+    """Returns whether the speech has ended by itself, and not at a limit. `sizes` are the frames of each chunk."""
+    runner = speech.runner
+    utterance = speech.utterance(request, reference, sizes, seed)
+    if reader:
+        utterance.frames_with_text = reader.text.frames_with_text
+    pending = collections.deque()
+    is_first = True
+
+    def hand_over(_, audio: PendingAudio) -> None:
+        pending.append(audio)
+
+    with speech.turns.take(on_lost=lambda: runner.release(utterance)) as turn:
+        runner.enter()
+        runner.require_row()
+        for _, error in runner.admit([utterance]):
+            raise error
+        try:
+            while not utterance.is_complete():
+                if reader:
+                    read_text(reader, utterance)
+                before_frame = len(pending)
+                runner.step([utterance], hand_over)
+                is_late = utterance.lacks_text() and not utterance.finished
+                while pending and (is_first or is_late or before_frame > 0 or pending[0].is_ready()):
+                    is_first = False
+                    before_frame -= 1
+                    with turn.paused():
+                        yield pending.popleft().wait()[0], speech.rate
+                if is_late:  # this keeps its turn: `text_timeout` is the limit
+                    reader.wait_until(lambda: reader.text.has_text_for(utterance.launched))
+        finally:
+            if turn.is_current():
+                runner.release(utterance)
+    for audio in pending:
+        yield audio.wait()[0], speech.rate
+    if warn:
+        utterance.warn_if_cut_off()
+    return not utterance.was_cut_off
+
+
+def read_text(reader: TextReader, utterance: Utterance) -> None:
+    """Hand text that has come to the utterance, as far as its next frame needs it."""
+    text = reader.text
+    if reader.is_ready(lambda: text.has_text_for(utterance.launched)) and (embeddings := text.take_embeddings()):
+        utterance.new_text.append(embeddings)

@@ -1,0 +1,52 @@
+"""Upstream's classes, imported without what only its 25 Hz models need, and loaded without made-up weights. Import them
+from here, not from qwen_tts."""
+
+import os
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import transformers
+
+
+def load_weights(cls, folder, *args, **options):
+    """In place of transformers' from_pretrained, which makes up weights that are missing, and only warns."""
+    options |= dict(output_loading_info=True, ignore_mismatched_sizes=True)
+    model, found = transformers.PreTrainedModel.from_pretrained.__func__(cls, folder, *args, **options)
+    sums = {name: weight.sum(dtype=torch.float32) for name, weight in model.state_dict().items()}
+    found["NaN_keys"] = [name for name, total in sums.items() if not total.isfinite()]
+    for problem in ("missing", "mismatched", "NaN"):
+        if names := sorted(map(str, found[f"{problem}_keys"])):
+            raise ValueError(f"{folder} has {len(names)} {problem} weights: {', '.join(names[:3])}: give another model")
+    return model
+
+
+def import_upstream():
+    """Upstream's model class, without its 25 Hz tokenizer, whose packages (torchaudio, sox, ...) may be broken."""
+    spec = find_spec("qwen_tts")
+    suffix = "-hf" if spec and Path(spec.origin).with_name("_transformers_compat.py").is_file() else ""
+    if not transformers.__version__.startswith(("5.15.", "5.16.") if suffix else "4.57."):
+        pairs = "transformers==4.57.3 with qwen-tts==0.1.1, or transformers==5.16.1 with qwen-tts-hf==0.1.1.post1"
+        raise ImportError(f"transformers {transformers.__version__} is not for qwen-tts{suffix}: install {pairs}")
+    try:
+        import librosa.filters  # noqa: F401
+    except RuntimeError:  # numba keeps compiled functions beside librosa or in the home, and can write to neither
+        import_upstream.folder = tempfile.TemporaryDirectory()  # until the process ends
+        os.environ["XDG_CACHE_HOME"] = import_upstream.folder.name
+    tokenizer = "qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1"
+    sys.modules.setdefault(tokenizer, type("unused", (), {"Qwen3TTSTokenizerV1Model": object}))
+    from qwen_tts import Qwen3TTSModel
+
+    if isinstance(sys.modules[tokenizer], type):  # not the module, which the program may have imported before
+        del sys.modules[tokenizer]
+    return Qwen3TTSModel
+
+
+Qwen3TTSModel = import_upstream()
+for base in transformers.PreTrainedModel.__subclasses__():
+    if base.__module__.startswith("qwen_tts."):
+        base.from_pretrained = classmethod(load_weights)
+
+from qwen_tts import VoiceClonePromptItem  # noqa: E402, F401  after import_upstream
