@@ -18,7 +18,7 @@ import uvicorn
 
 from qwen3_tts_cuda_graphs.serving.connections import uvicorn_config
 from qwen3_tts_cuda_graphs.serving.server import create_app
-from qwen3_tts_cuda_graphs.serving.service import Speech, read_speakers
+from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 from qwen3_tts_cuda_graphs.serving.worker import Worker
 
@@ -52,7 +52,7 @@ class ThreadWorker:
         self.worker.stop("killed")
 
 
-class LocalSpeech(Speech):
+class LocalService(Service):
     """Speech whose workers are threads of this process, and whose event loop runs in another one."""
 
     def __init__(self, *arguments, **options):
@@ -94,7 +94,7 @@ class LocalSpeech(Speech):
 class RunningServer:
     """`with RunningServer(speech) as server`: serves on a free port of this machine, in the loop of the speech."""
 
-    def __init__(self, speech: Speech, below: str = "", **settings):
+    def __init__(self, speech: Service, below: str = "", **settings):
         """below: a path, as of a proxy that passes on what is asked for below it"""
         self.speech = speech
         self.below = below
@@ -192,22 +192,22 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until_free(speech: Speech) -> None:
+def wait_until_free(speech: Service) -> None:
     """Every place must become free again."""
     wait_until(lambda: speech.in_flight == 0 and speech.engine.counts() == (0, 0))
 
 
-def load_speech(folder: Path, voices: Path, speakers: dict | None = None, **settings) -> LocalSpeech:
+def load_speech(folder: Path, voices: Path, speakers: dict | None = None, **settings) -> LocalService:
     """A loaded tiny model; a Base model has the voice "speaker", or those of `speakers`."""
     is_base = json.loads((folder / "config.json").read_text())["tts_model_type"] == "base"
     speakers = speakers or read_speakers([folder / "speaker.pt"] if is_base else [])
     limits = dict(max_streams=2, max_waiting=2, max_seq_len=512, voices=voices) | settings
-    speech = LocalSpeech(str(folder), "cpu", settings=Settings(**limits), speakers=speakers)
+    speech = LocalService(str(folder), "cpu", settings=Settings(**limits), speakers=speakers)
     speech.load()
     return speech
 
 
-def never_end(speech: Speech) -> None:
+def never_end(speech: Service) -> None:
     """The tiny models choose their end token after a while. Long speech needs them not to."""
     talker = speech.tts.model.talker
     talker.codec_head.weight.data[talker.config.codec_eos_token_id] = 0

@@ -24,7 +24,7 @@ from qwen3_tts_cuda_graphs.prompts import incremental_tokenizer
 from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText, embed_text
 from qwen3_tts_cuda_graphs.prompts.build import tokenize
 from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import IncrementalTokenizer, last_nfc_boundary, may_combine
-from qwen3_tts_cuda_graphs.speech.request import Stream
+from qwen3_tts_cuda_graphs.speech.listener import Listener
 from qwen3_tts_cuda_graphs.speech.streaming import astream, stream
 
 OPENING = "<|im_start|>assistant\n"
@@ -426,7 +426,7 @@ def test_a_text_that_does_not_fit_is_cut(voice, text, ends, size):
     tts = voice.fast
     with engine_of(tts, 2) as engine:
         while (rest := text[len("".join(utterances)) :]).strip():
-            stream = Stream(print)
+            stream = Listener(print)
             stream.max_text_tokens = most
             engine.submit(stream, tts.generate_voice_clone, None, 0, voice.arguments | {"max_new_tokens": 2}).result()
             for piece in [*(rest[start : start + size] for start in range(0, len(rest), size)), None]:

@@ -26,7 +26,7 @@ from qwen3_tts_cuda_graphs.fast import batched_reference as reference
 from qwen3_tts_cuda_graphs.fast import layer_kernels_reference as layer_reference
 from qwen3_tts_cuda_graphs.fast.batched import BatchedStack, complete_source, kernel_sizes, product
 from qwen3_tts_cuda_graphs.fast.layers import replace_layers
-from qwen3_tts_cuda_graphs.fast.rows import Slots, view_of
+from qwen3_tts_cuda_graphs.fast.rows import SharedRows, view_of
 from qwen3_tts_cuda_graphs.speech.prefill import PrefillGraph, PromptStack
 
 # isort: split
@@ -350,7 +350,7 @@ def test_two_positions_of_a_slot_can_be_two_rows(fused, predictor_kernels):
 @torch.no_grad()
 def test_positions_of_prompts_can_be_rows(lengths, with_sdpa, fused, kernels):
     """A prefill of one or more prompts: what SDPA and the modules compute, but for rounding."""
-    slots = Slots(fused.config, 3, 32, torch.bfloat16, torch.device("cpu"))
+    slots = SharedRows(fused.config, 3, 32, torch.bfloat16, torch.device("cpu"))
     graph = PrefillGraph(fused, slots, len(lengths), 16, with_kernels=False)
     graph.prefixes.normal_()
     graph.rows.copy_(torch.arange(len(lengths)) + 1)

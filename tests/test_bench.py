@@ -151,7 +151,7 @@ def test_what_a_listener_counts(monkeypatch):
 
 
 def test_how_listeners_are_summed_up():
-    heard = [listeners.Listener(0.0, first_audio_ms=float(ms), seconds=2.0, underruns=ms % 2) for ms in range(1, 101)]
+    heard = [listeners.Hearing(0.0, first_audio_ms=float(ms), seconds=2.0, underruns=ms % 2) for ms in range(1, 101)]
     row = listeners.summary(heard, wall=10.0)
     assert row["listeners"] == 100 and row["audio_seconds_per_second"] == 20 and row["underruns"] == 50
     assert (row["first_audio_ms"], row["first_audio_p95_ms"], row["first_audio_p99_ms"]) == (50.5, 95, 99)

@@ -24,8 +24,8 @@ from qwen3_tts_cuda_graphs.prompts.build import prepare_request
 from qwen3_tts_cuda_graphs.speech import accelerate, schedule
 from qwen3_tts_cuda_graphs.speech import runner as runner_module
 from qwen3_tts_cuda_graphs.speech.engine import Engine
+from qwen3_tts_cuda_graphs.speech.listener import Listener, QueueFull, State, StreamTimeout
 from qwen3_tts_cuda_graphs.speech.long_text import speak
-from qwen3_tts_cuda_graphs.speech.request import QueueFull, State, Stream, StreamTimeout
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 from qwen3_tts_cuda_graphs.speech.utterance import growing_chunks
 
@@ -329,7 +329,7 @@ def test_a_place_whose_text_comes_slowly_is_given_away(voices):
 
 def test_a_cancelled_task_stops_waiting_for_text():
     """asyncio.wait_for returns a result that comes together with a cancellation, before Python 3.12."""
-    stream = Stream(put=None)
+    stream = Listener(put=None)
     stream.text = SimpleNamespace(is_finished=False)
 
     async def cancel_when_audio_comes():
@@ -347,7 +347,7 @@ def test_a_cancelled_task_stops_waiting_for_text():
 
 def test_nobody_waits_for_text_that_is_not_needed_yet():
     """A listener woke up 100 times a second when the text was late and the speech was not."""
-    stream = Stream(put=None, text_timeout=1e-9)
+    stream = Listener(put=None, text_timeout=1e-9)
     stream.text = SimpleNamespace(is_finished=False)
     assert stream.seconds_for_text() == 0 and stream.text_timed_out()
     stream.state = State.SPEAKING

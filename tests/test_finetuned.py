@@ -72,7 +72,7 @@ def test_a_finetuned_speaker_with_capitals_can_be_chosen(finetuned, monkeypatch,
     main()
     assert output.is_file()
 
-    (model,) = pytest.importorskip("qwen3_tts_cuda_graphs.serving.speech").Speech(str(finetuned), "cpu").models
+    (model,) = pytest.importorskip("qwen3_tts_cuda_graphs.serving.service").Service(str(finetuned), "cpu").models
     assert model.resolve_voice("Anna_2", ()) == "anna_2"
 
 

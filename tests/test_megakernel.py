@@ -18,7 +18,7 @@ from cudagraph_talker import Sampling
 from qwen3_tts_cuda_graphs.bench.parity import MARGIN, Forced, Megakernel, error, random_request, verdict
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
 from qwen3_tts_cuda_graphs.fast import megakernel, nvrtc, paths
-from qwen3_tts_cuda_graphs.fast.rows import Slots
+from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 from qwen3_tts_cuda_graphs.fast.self_test import fill_with_random_states
 from qwen3_tts_cuda_graphs.speech import accelerate
 
@@ -151,7 +151,7 @@ def test_logits_and_cache_with_forced_tokens(routes, monkeypatch):
     tokens = torch.randint(2048, (FRAMES, 16), device="cuda")
     code_caches = [[] for _ in routes]
 
-    def step_and_keep(step: Callable, rows: Slots, kept: list[Tensor]) -> None:
+    def step_and_keep(step: Callable, rows: SharedRows, kept: list[Tensor]) -> None:
         step()
         kept.append(cached(rows.code_keys, rows.code_values, slice(16)))
 

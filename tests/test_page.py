@@ -20,7 +20,7 @@ from serving_helpers import RunningServer, load_speech, pcm, wait_until, wait_un
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from qwen3_tts_cuda_graphs.serving.service import Utterance
+from qwen3_tts_cuda_graphs.serving.service import Answer
 
 try:
     from playwright.sync_api import expect, sync_playwright
@@ -427,8 +427,8 @@ def test_a_speech_that_breaks_off_is_an_error(page, speech, monkeypatch):
         if self.seconds > seconds:  # it is the second chunk
             raise RuntimeError("the GPU is gone")
 
-    measure = Utterance.measure
-    monkeypatch.setattr(Utterance, "measure", break_off)
+    measure = Answer.measure
+    monkeypatch.setattr(Answer, "measure", break_off)
     page.click("#speak")
     expect(alert(page)).to_have_text("The server broke off this speech: its log says why.")
     wait_until_free(speech)

@@ -6,7 +6,7 @@ import torch
 from helpers import engine_of, joined, slow
 
 from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
-from qwen3_tts_cuda_graphs.fast.rows import Slots
+from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 from qwen3_tts_cuda_graphs.speech.prefill import KeptPrefixes
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance
@@ -113,7 +113,7 @@ def test_text_or_recording_in_the_prompt_is_not_kept(voices, monkeypatch):
 def test_those_used_last_are_kept(voices):
     """As many as fit into a row."""
     config = voices("x-vector").fast.model.talker.config
-    slots = Slots(config, 2, 64, torch.float32, torch.device("cpu"))
+    slots = SharedRows(config, 2, 64, torch.float32, torch.device("cpu"))
     prefixes = KeptPrefixes(slots)
 
     def utterance(number, row=0):

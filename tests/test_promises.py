@@ -262,7 +262,7 @@ def test_importing_and_loading_are_silent(checkpoint, tmp_path):
         records = []
         handler = logging.Handler()
         handler.emit = records.append
-        log = logging.getLogger("qwen3_tts_cudagraphs")
+        log = logging.getLogger("qwen3_tts_cuda_graphs")
         assert not log.handlers and log.level == logging.NOTSET
         log.addHandler(handler)
         log.setLevel(logging.INFO)

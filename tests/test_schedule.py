@@ -13,12 +13,12 @@ PASS = 0.04  # seconds per pass: a listener with less than twice as much audio a
 
 def listener(rules, lead=9.0, **details):
     """Somebody who has been hearing audio."""
-    return rules.Listener(lead=lead, **dict(has_heard=True, has_sound=True) | details)
+    return rules.RowStatus(lead=lead, **dict(has_heard=True, has_sound=True) | details)
 
 
 def situation(rules, *listeners, **details):
     """Numbers are listeners with so many seconds of audio ahead, None is one who has heard nothing yet."""
-    kinds = {float: lambda lead: listener(rules, lead), type(None): lambda _: rules.Listener()}
+    kinds = {float: lambda lead: listener(rules, lead), type(None): lambda _: rules.RowStatus()}
     listeners = [kinds[type(one)](one) if type(one) in kinds else one for one in listeners]
     return rules.Situation(listeners, **dict(rows=8, pass_seconds=PASS) | details)
 
@@ -37,7 +37,7 @@ def check_nobody_runs_dry(rules):
         ((9.0, -5.0), 0.0, 3),  # it already has: the machine is too slow for all
         ((9.0, waits_for_text), 0.0, 3),
         ((9.0, is_paused), 0.0, 3),
-        ((9.0, rules.Listener(lead=0.06)), 0.0, 3),  # it does not play yet
+        ((9.0, rules.RowStatus(lead=0.06)), 0.0, 3),  # it does not play yet
     ]:
         now = situation(rules, *listeners, waiting=3, longest_wait=waits)
         assert rules.admissions(now) == expected, (listeners, waits)
@@ -59,7 +59,7 @@ def check_limits_of_admissions(rules):
 
 def check_those_far_ahead_wait(rules):
     """All or none: a frame takes as long for one row as for several."""
-    waits_for_text = rules.Listener(may_advance=False)
+    waits_for_text = rules.RowStatus(may_advance=False)
     for listeners, expected in [
         ((9.0, 5.0), True),
         ((9.0, 0.15), False),
@@ -183,7 +183,7 @@ def underruns_of_a_burst(rules, listeners=400, frame=0.03, prefill=0.07):
     which the last one heard something."""
     waiting, active, now, pass_seconds, dry = listeners, [], 0.0, 0.0, 0
     while waiting or None in active:  # times at which their audio runs out
-        streams = [rules.Listener() if end is None else listener(rules, end - now) for end in active]
+        streams = [rules.RowStatus() if end is None else listener(rules, end - now) for end in active]
         state = rules.Situation(streams, listeners, 0, waiting, now, pass_seconds)
         new = rules.admissions(state)
         is_held_back = not new and rules.holds_back(state)

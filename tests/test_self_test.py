@@ -19,7 +19,7 @@ from qwen3_tts_cuda_graphs.fast import kernel_cache, megakernel, self_test
 from qwen3_tts_cuda_graphs.fast.frames import Frame, MegakernelFrame
 from qwen3_tts_cuda_graphs.fast.layers import replace_layers
 from qwen3_tts_cuda_graphs.fast.megakernel import complete_source, kernel_sizes
-from qwen3_tts_cuda_graphs.fast.rows import Slots
+from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 from qwen3_tts_cuda_graphs.speech import accelerate
 
 # isort: split
@@ -59,8 +59,8 @@ def small_talker() -> Any:
     return model
 
 
-def slots_of(talker: Any, rows: int = 1) -> Slots:
-    return Slots(talker.config, rows, 48, talker.dtype, talker.device)
+def slots_of(talker: Any, rows: int = 1) -> SharedRows:
+    return SharedRows(talker.config, rows, 48, talker.dtype, talker.device)
 
 
 def cpu_frame(talker: Any, folder: Path, fault: str | None, monkeypatch: Any, grid: int) -> MegakernelFrame:
@@ -99,11 +99,11 @@ def test_faults_on_a_cpu(fault, small_talker, tmp_path, monkeypatch):
         assert FAULTS[fault].found_by in reason
 
 
-def state_of(rows: Slots) -> list[torch.Tensor]:
+def state_of(rows: SharedRows) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in (*rows.state(), rows.advance, rows.noise, rows.text, *rows.cache())]
 
 
-def assert_same_state(rows: Slots, before: list[torch.Tensor]) -> None:
+def assert_same_state(rows: SharedRows, before: list[torch.Tensor]) -> None:
     for tensor, old in zip(state_of(rows), before, strict=True):
         assert torch.equal(tensor, old)
 
@@ -264,7 +264,7 @@ def test_faults_on_a_gpu(fault, gpu_talker, compiled_ahead, reasons, monkeypatch
         return sizes, megakernel.compile_kernel(model.device, sizes, source)
 
     monkeypatch.setattr(megakernel, "compile_for", compile_for)
-    slots = Slots(gpu_talker.config, 1, 512, gpu_talker.dtype, gpu_talker.device)
+    slots = SharedRows(gpu_talker.config, 1, 512, gpu_talker.dtype, gpu_talker.device)
     reason, _ = self_test.run_test(MegakernelFrame(gpu_talker, slots))
     reasons[fault] = reason
     if fault is None:

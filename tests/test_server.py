@@ -38,7 +38,7 @@ from serving_helpers import (
     FRAME,
     LIMIT,
     SHORT,
-    LocalSpeech,
+    LocalService,
     RunningServer,
     load_speech,
     never_end,
@@ -56,7 +56,7 @@ from qwen3_tts_cuda_graphs.serving.model import OPENAI_VOICES, Model
 from qwen3_tts_cuda_graphs.serving.requests import SpeechRequest, parse
 from qwen3_tts_cuda_graphs.serving.server import SpeechResponse
 from qwen3_tts_cuda_graphs.serving.server_options import make_settings, parse_arguments
-from qwen3_tts_cuda_graphs.serving.service import Speech
+from qwen3_tts_cuda_graphs.serving.service import Service
 from qwen3_tts_cuda_graphs.serving.settings import Settings, check_host
 from qwen3_tts_cuda_graphs.serving.voice_folder import VoiceFolder
 from qwen3_tts_cuda_graphs.speech.runner import Runner
@@ -480,7 +480,7 @@ def test_a_registered_voice_is_kept(server, speech, wav, checkpoint):
         error = server.register(name, wav).error
         assert problem in error["message"] and error["param"] == "name"
 
-    again = Speech(str(checkpoint()), "cpu", settings=speech.settings)  # after a restart
+    again = Service(str(checkpoint()), "cpu", settings=speech.settings)  # after a restart
     assert again.voice_names() == ["my-voice"]
     assert again.voices()[0]["ref_text"] == "what it says"
     speech.models[0].engine.connection.kept.clear()  # made again from the file
@@ -851,19 +851,19 @@ def test_an_embedding_that_is_not_finite(server, speech, wav, monkeypatch):
 
 
 def test_a_base_model_without_voices_says_what_to_do(checkpoint, tmp_path):
-    speech = Speech(str(checkpoint()), "cpu")
+    speech = Service(str(checkpoint()), "cpu")
     with pytest.raises(Exception, match="none is registered: POST a recording"):
         speech.models[0].resolve_voice("alloy", ())
 
 
 def test_a_known_voice_is_found_without_the_disk(monkeypatch):
     """A look at the folder of voices in each request took longer than the first audio, and more on a slow disk."""
-    speech = object.__new__(Speech)
+    speech = object.__new__(Service)
     speech.models = [object.__new__(Model)]
     vars(speech.models[0]).update(presets=["aiden"], speakers=["me"], clones=True)
     speech.registered = {"registered": None}
     looks = []
-    monkeypatch.setattr(Speech, "refresh", lambda self: asyncio.sleep(0, looks.append(1)))
+    monkeypatch.setattr(Service, "refresh", lambda self: asyncio.sleep(0, looks.append(1)))
     for name in ("aiden", " ME ", "registered", "alloy", None):
         asyncio.run(speech.look_for(name))
     assert not looks
@@ -887,7 +887,7 @@ def test_a_broken_voice_file_is_left_out(checkpoint, tmp_path, caplog):
     """The folder may hold files of somebody else: none of them is executed, none stops the server."""
     (tmp_path / "broken.safetensors").write_bytes(b"\x80\x04not a voice")
     (tmp_path / "Bad Name.safetensors").write_bytes(b"")
-    speech = Speech(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path))
+    speech = Service(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path))
     assert speech.voice_names() == []
     assert "broken" in caplog.text and "Bad Name" in caplog.text
 
@@ -1008,7 +1008,7 @@ def test_every_response_has_an_id(server, speech, monkeypatch, caplog):
     good = server.ask("GET", "/v1/models"), server.speak(), server.speak(stream_format="sse")
     bad = server.speak(temperature=-1), server.ask("GET", "/nothing"), server.speak(headers={"Origin": "http://x"})
     monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.service.sampling", lambda *_: 1 / 0)
-    monkeypatch.setattr(Speech, "voices", lambda *_: 1 / 0)
+    monkeypatch.setattr(Service, "voices", lambda *_: 1 / 0)
     failed = server.speak(), server.ask("GET", "/v1/audio/voices")
     assert [answer.status for answer in (*good, *bad, *failed)] == [200, 200, 200, 400, 404, 403, 500, 500]
     ids = [answer.headers["X-Request-Id"] for answer in (*good, *bad, *failed)]
@@ -1212,7 +1212,7 @@ def test_a_stopped_engine_is_started_again(checkpoint, tmp_path, wav):
 
 
 def test_errors_reach_the_log(capsys):
-    log = logging.getLogger("qwen3_tts_cudagraphs")
+    log = logging.getLogger("qwen3_tts_cuda_graphs")
     handlers = log.handlers
     log.handlers = []
     try:
@@ -1555,7 +1555,7 @@ def test_an_error_inside_leaks_nothing(server, speech, monkeypatch, caplog):
 
 
 def test_while_starting_and_while_shutting_down(speech, checkpoint, tmp_path):
-    starting = LocalSpeech(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path))
+    starting = LocalService(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path))
     with RunningServer(starting) as server:
         for answer in (server.ask("GET", "/health"), server.speak()):
             assert answer.status == 503 and "starting" in answer.error["message"]

@@ -34,7 +34,7 @@ from qwen3_tts_cuda_graphs.serving import messages
 from qwen3_tts_cuda_graphs.serving.process import Server, greeting
 from qwen3_tts_cuda_graphs.serving.server_options import PRIORITY, keep_to_this_machine, raise_priority
 from qwen3_tts_cuda_graphs.serving.server_options import listen as bind
-from qwen3_tts_cuda_graphs.serving.service import Speech
+from qwen3_tts_cuda_graphs.serving.service import Service
 from qwen3_tts_cuda_graphs.serving.settings import Settings, check_origin
 
 
@@ -338,7 +338,7 @@ def test_an_origin_is_what_browsers_send():
 
 def test_the_line_to_try_has_a_place_for_the_key(checkpoint, tmp_path):
     """It read a variable that need not be set in the shell where the line is pasted."""
-    speech = Speech(str(checkpoint()), "cpu", settings=Settings("secret", voices=tmp_path))
+    speech = Service(str(checkpoint()), "cpu", settings=Settings("secret", voices=tmp_path))
     lines = greeting(speech, "http://127.0.0.1:8000").splitlines()
     assert sum('curl -H "Authorization: Bearer KEY"' in line for line in lines) == 2
     assert sum("with your API key instead of KEY" in line for line in lines) == 2
@@ -355,7 +355,7 @@ def test_recordings_fit_into_a_message():
 
 def test_garbage_is_collected_between_streams(checkpoint, tmp_path, monkeypatch):
     """All objects of 1,000 WebSockets take 0.1 s, and a crowd of 64 listeners had to wait."""
-    server = Server(Speech(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path)))
+    server = Server(Service(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path)))
     collected = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(count))
     for streams, count in [(0, 10), (1, 11), (0, 11), (1, 1000), (1, 1001)]:

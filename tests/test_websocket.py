@@ -15,7 +15,7 @@ from websockets.sync.client import connect
 from qwen3_tts_cuda_graphs.serving import engine_host
 from qwen3_tts_cuda_graphs.serving.model import sampling
 from qwen3_tts_cuda_graphs.serving.requests import Style
-from qwen3_tts_cuda_graphs.serving.service import Utterance
+from qwen3_tts_cuda_graphs.serving.service import Answer
 from qwen3_tts_cuda_graphs.serving.websocket import Incoming, Session
 
 CONFIG = {"type": "session.config", "voice": "speaker", "response_format": "pcm", **SHORT}
@@ -168,7 +168,7 @@ def test_text_that_comes_after_the_speech_has_ended(server, speech, monkeypatch)
     monkeypatch.setattr(
         "qwen3_tts_cuda_graphs.serving.service.sampling", lambda style: sampling(style) | {"max_new_tokens": 6}
     )
-    monkeypatch.setattr(Utterance, "was_asked_to_end", lambda _: False)
+    monkeypatch.setattr(Answer, "was_asked_to_end", lambda _: False)
     sentences = ["Hello there.", "there.", " More of it.", "of it."]
     expected = {text: server.speak(input=text, response_format="pcm").body for text in sentences}
     with client(server) as session:
@@ -646,7 +646,7 @@ def test_silence_ends_a_session(speech):
 
 def test_a_client_learns_that_its_text_does_not_come(server, speech, monkeypatch):
     """The engine's own sentence, not one about requests that take too long."""
-    monkeypatch.setattr(engine_host, "Stream", partial(engine_host.Stream, text_timeout=0.3))
+    monkeypatch.setattr(engine_host, "Listener", partial(engine_host.Listener, text_timeout=0.3))
     with client(server) as session:
         session.send(**CONFIG)
         session.send("input.text", text="H")

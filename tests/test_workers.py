@@ -21,7 +21,7 @@ from serving_helpers import (
     FRAME,
     LIMIT,
     SHORT,
-    LocalSpeech,
+    LocalService,
     RunningServer,
     is_running,
     never_end,
@@ -36,7 +36,7 @@ from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.messages import LENGTHS, Unpacker, pack
 from qwen3_tts_cuda_graphs.serving.process import Server
 from qwen3_tts_cuda_graphs.serving.requests import Style
-from qwen3_tts_cuda_graphs.serving.service import Speech, read_speakers
+from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 
 
@@ -46,7 +46,7 @@ def speech(checkpoint, tmp_path_factory):
     folders = checkpoint(), checkpoint("custom_voice")
     limits = dict(max_streams=2, max_waiting=2, max_seq_len=512, voices=tmp_path_factory.mktemp("voices"))
     speakers = read_speakers([folders[0] / "speaker.pt"])
-    speech = LocalSpeech([*map(str, folders)], "cpu", settings=Settings(**limits), speakers=speakers)
+    speech = LocalService([*map(str, folders)], "cpu", settings=Settings(**limits), speakers=speakers)
     speech.load()
     never_end(speech)
     yield speech
@@ -78,7 +78,7 @@ def test_messages_arrive_as_they_were_sent():
 def test_nothing_is_lost_while_the_server_does_not_read():
     """The socket takes a part at once, another thread writes the rest, and `close` waits for it."""
     ours, theirs = socket.socketpair()
-    connection = worker.Connection(theirs, on_close=lambda: None)
+    connection = worker.ServerConnection(theirs, on_close=lambda: None)
     received, senders = [], 3
 
     def send(sender):
@@ -206,7 +206,7 @@ def test_no_call_reaches_a_worker_that_is_not_ready():
         engine.connection.is_ready = False  # as it is made
         with pytest.raises(ApiError) as refused, engine.connection.call("voice"):
             pass
-        assert refused.value.code == "restarting" and not engine_process.Connection(print).is_ready
+        assert refused.value.code == "restarting" and not engine_process.WorkerConnection(print).is_ready
         await engine.close()
 
     asyncio.run(main())
@@ -255,7 +255,7 @@ def test_a_server_whose_engine_is_given_up_can_exit(checkpoint, tmp_path, exits)
     settings = Settings(max_streams=1, voices=tmp_path, exit_when_failed=exits)
 
     async def main():
-        speech = Speech(str(checkpoint()), "cpu", settings=settings, spawn=lambda theirs: FakeWorker(theirs, end))
+        speech = Service(str(checkpoint()), "cpu", settings=settings, spawn=lambda theirs: FakeWorker(theirs, end))
         await speech.start()
         server = Server(speech)
         serving = asyncio.create_task(server.serve(sockets=[socket.create_server(("127.0.0.1", 0))]))
@@ -349,7 +349,7 @@ def test_a_model_that_cannot_be_loaded_is_not_tried_again(checkpoint, tmp_path):
     """At the start it is the user's mistake, and the server ends with one line."""
     (tmp_path / "me.pt").write_bytes(b"no speaker")
     settings = Settings(max_streams=1, voices=tmp_path)
-    speech = LocalSpeech(str(checkpoint()), "cpu", settings=settings, speakers=read_speakers([tmp_path / "me.pt"]))
+    speech = LocalService(str(checkpoint()), "cpu", settings=settings, speakers=read_speakers([tmp_path / "me.pt"]))
     with pytest.raises(ValueError, match="me.pt is not a speaker file: make one"):
         speech.load()
     speech.close()
@@ -619,9 +619,9 @@ def test_names_of_models(given, listed, checkpoint, tmp_path):
     settings = Settings(voices=tmp_path)
     if listed is None:
         with pytest.raises(ValueError, match="two models would have the name .* --model another-name=folder"):
-            Speech(given, settings=settings)
+            Service(given, settings=settings)
         return
-    speech = Speech(given, settings=settings)
+    speech = Service(given, settings=settings)
     names = [model.describe({})["id"] for model in speech.models]
     assert names == listed.split()
     for name, model in zip(names, speech.models):

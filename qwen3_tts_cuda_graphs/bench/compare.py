@@ -21,7 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
-from qwen3_tts_cuda_graphs.bench.listeners import Listener, listen_at, noting_errors, poisson_arrivals, summary
+from qwen3_tts_cuda_graphs.bench.listeners import Hearing, listen_at, noting_errors, poisson_arrivals, summary
 from qwen3_tts_cuda_graphs.serving.server_options import raise_file_limit, raise_priority
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,7 @@ SECONDS_TO_START = 1.0  # of the processes of listeners
 SHORT = 10.0  # seconds of requests, for what is measured beside --rate
 
 
-Drive = Callable[[list[float], bool], tuple[list[Listener], list[str], float]]
+Drive = Callable[[list[float], bool], tuple[list[Hearing], list[str], float]]
 # takes when listeners come, and whether each waits for the one before; returns them, their errors, and the seconds
 
 
@@ -94,7 +94,7 @@ def compare(args: argparse.Namespace, speak: Callable, request: dict) -> Iterato
 
 def drive_server(
     start: Callable, clients: int, arrivals: list[float], one_by_one: bool
-) -> tuple[list[Listener], list[str], float]:
+) -> tuple[list[Hearing], list[str], float]:
     """The listeners divided between processes, which begin at the same time. Busy cores are to keep the server waiting,
     not its listeners, so they have the same priority."""
     clients = 1 if one_by_one else min(clients, len(arrivals))
@@ -110,7 +110,7 @@ def drive_server(
     return listeners, errors, max(wall for _, _, wall in results)
 
 
-def drive_part(start, arrivals, one_by_one, begin_at=0.0) -> tuple[list[Listener], list[str], float]:
+def drive_part(start, arrivals, one_by_one, begin_at=0.0) -> tuple[list[Hearing], list[str], float]:
     """In this process."""
     errors = []
     time.sleep(max(0.0, begin_at - time.time()))

@@ -20,7 +20,7 @@ StartStream = Callable[[], Generator]  # yields samples, how many of them make a
 
 
 @dataclass
-class Listener:
+class Hearing:
     """What one request was like."""
 
     asked: float  # time.perf_counter()
@@ -29,9 +29,9 @@ class Listener:
     underruns: int = 0
 
 
-def listen(start_stream: StartStream, leave_after: float = math.inf) -> Listener:
+def listen(start_stream: StartStream, leave_after: float = math.inf) -> Hearing:
     """Ask for a stream and take the times. `leave_after`: seconds of audio after which the listener goes away."""
-    listener = Listener(asked=time.perf_counter())
+    listener = Hearing(asked=time.perf_counter())
     with contextlib.closing(start_stream()) as chunks:
         for samples, rate, *_ in chunks:
             now = time.perf_counter()
@@ -60,7 +60,7 @@ def crowd(start_stream: StartStream, arrivals: Iterable[float], threads: int = N
 
 def listen_at(
     start_stream: StartStream, arrivals: Iterable[float], threads: int = NO_LIMIT
-) -> tuple[list[Listener], float]:
+) -> tuple[list[Hearing], float]:
     """A listener in a thread of its own at each of these times. Slow answers do not delay later listeners. Returns
     what they heard, and how many seconds it took."""
     began = time.perf_counter()
@@ -84,7 +84,7 @@ def noting_errors(start_stream: StartStream, errors: list[str]) -> StartStream:
     return start
 
 
-def summary(listeners: list[Listener], wall: float) -> dict:
+def summary(listeners: list[Hearing], wall: float) -> dict:
     times = sorted(listener.first_audio_ms for listener in listeners if listener.first_audio_ms is not None)
     return dict(
         listeners=len(listeners),

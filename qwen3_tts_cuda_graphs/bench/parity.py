@@ -17,7 +17,7 @@ import torch
 from cudagraph_talker import Graphs, TalkerGraph, round_up
 from qwen3_tts_cuda_graphs.fast.frames import Frame, MegakernelFrame
 from qwen3_tts_cuda_graphs.fast.layers import replace_layers
-from qwen3_tts_cuda_graphs.fast.rows import Slots
+from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 
 MARGIN = 1.05  # a path's error may be this many times the model's own
 FORCED = 100.0, None, 1.0  # temperature, top-k, top-p with which any code can be chosen
@@ -30,7 +30,7 @@ class Forced:
     @torch.no_grad()
     def __init__(self, talker, length: int, rows: int = 1, kind: type[Frame] = Frame):
         self.talker = talker
-        self.rows = Slots(talker.config, rows, round_up(length), talker.dtype, talker.device)
+        self.rows = SharedRows(talker.config, rows, round_up(length), talker.dtype, talker.device)
         self.frame = kind(talker, self.rows)
         self.launches = self.frame.launches
         self.heads = [*talker.code_predictor.lm_head, talker.codec_head]

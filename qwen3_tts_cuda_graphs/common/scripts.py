@@ -186,7 +186,7 @@ def cli_errors() -> Iterator[None]:
     """Around a script's main: a user's mistake is one line and exit code 2, a warning is one line."""
     warnings.showwarning = show_warning
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when huggingface_hub is imported
-    log = logging.getLogger("qwen3_tts_cudagraphs")
+    log = logging.getLogger("qwen3_tts_cuda_graphs")
     log.setLevel(logging.INFO)
     log.handlers = [logging.Handler()]  # shows what the library logs while it loads
     log.handlers[0].emit = lambda record: show_progress(record.getMessage())

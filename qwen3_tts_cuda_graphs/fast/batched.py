@@ -167,7 +167,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(x, weight, out_dtype=torch.float32)
 
 
-class Layer:
+class StackLayer:
     """A decoder layer's weights and its part of the cache."""
 
     def __init__(self, layer: Any, keys: Tensor, values: Tensor):
@@ -200,7 +200,7 @@ class BatchedStack(LayerKernels):
         sizes = kernel_sizes(model.config)
         self.device = model.device
         super().__init__(kernels or compile_for(model.device, sizes), KERNELS, sizes)
-        self.layers = [Layer(*parts) for parts in zip(model.layers, keys, values, strict=True)]
+        self.layers = [StackLayer(*parts) for parts in zip(model.layers, keys, values, strict=True)]
         self.final_norm = model.norm.weight
         self.cache_length = keys[0].shape[2]
         with model.device:
@@ -238,7 +238,7 @@ class BatchedStack(LayerKernels):
             residual, x = self.add_and_norm(product(inner, layer.down), residual, next_norm)
         return x
 
-    def store_values(self, qkv: Tensor, layer: Layer, positions: Tensor, slots: Tensor) -> dict[str, Tensor | int]:
+    def store_values(self, qkv: Tensor, layer: StackLayer, positions: Tensor, slots: Tensor) -> dict[str, Tensor | int]:
         return dict(
             qkv=qkv,
             q_norm=layer.q_norm,
@@ -252,7 +252,7 @@ class BatchedStack(LayerKernels):
             values=layer.values,
         )
 
-    def qk_norm_rope_store(self, qkv: Tensor, layer: Layer, positions: Tensor, slots: Tensor) -> None:
+    def qk_norm_rope_store(self, qkv: Tensor, layer: StackLayer, positions: Tensor, slots: Tensor) -> None:
         """(B, (Q + 2 KV) * D): norm and RoPE of queries and keys in place, keys and values into the cache"""
         sizes = self.sizes
         heads_per_block = THREADS // (sizes.head_dim // VECTOR)
@@ -267,7 +267,9 @@ class BatchedStack(LayerKernels):
         useful = -(-self.cache_length // min_length)
         return min(wanted, useful, MAX_SPLITS), min_length
 
-    def attention(self, qkv: Tensor, layer: Layer, positions: Tensor, slots: Tensor, is_stored: bool = False) -> Tensor:
+    def attention(
+        self, qkv: Tensor, layer: StackLayer, positions: Tensor, slots: Tensor, is_stored: bool = False
+    ) -> Tensor:
         """(B, (Q + 2 KV) * D) -> (B, Q * D). Unless qkv `is_stored`, this first does what qk_norm_rope_store does; then
         no two rows may have the same slot."""
         sizes = self.sizes

@@ -23,7 +23,7 @@ from cudagraph_talker import Graphs, additive_mask, round_up
 from qwen3_tts_cuda_graphs.fast import codec_kernels
 from qwen3_tts_cuda_graphs.fast.codec_decoder import KernelDecoder
 
-log = logging.getLogger("qwen3_tts_cudagraphs")
+log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 # Frames per captured graph; a chunk of another size is split into these. AttentionWindow.columns(size) must not exceed
 # the stored window plus `size`, which holds for powers of two but not for every size (10: 96 > 80 + 10).

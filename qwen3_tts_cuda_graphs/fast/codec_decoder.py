@@ -103,7 +103,7 @@ class Transformer:
         self.rotary_emb = transformer.rotary_emb
         self.input_proj = transformer.input_proj
         self.output_proj = transformer.output_proj
-        self.layers = [Layer(layer) for layer in transformer.layers]
+        self.layers = [CodecLayer(layer) for layer in transformer.layers]
         self.norms = [layer.input_layernorm.weight for layer in transformer.layers] + [transformer.norm.weight]
         self.keys = list(weight.new_zeros(shape))
         self.values = list(weight.new_zeros(shape))
@@ -124,7 +124,7 @@ class Transformer:
         return self.output_proj(x)
 
 
-class Layer:
+class CodecLayer:
     """A layer's weights."""
 
     def __init__(self, layer: Any):

@@ -9,16 +9,16 @@ from qwen3_tts_cuda_graphs.fast.codec import batch_sizes
 from qwen3_tts_cuda_graphs.fast.frames import Frame, KernelFrame, MegakernelFrame, frame_without_megakernel
 from qwen3_tts_cuda_graphs.fast.megakernel import compile_ahead
 from qwen3_tts_cuda_graphs.fast.paths import choose_path, describe, stacks_of
-from qwen3_tts_cuda_graphs.fast.rows import Slots
+from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 from qwen3_tts_cuda_graphs.fast.self_test import run_test, why_rows_wrong
 
-log = logging.getLogger("qwen3_tts_cudagraphs")
+log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 MEGAKERNEL_ROWS = (1, 2, 4, 8, 16)
 
 
 class FrameSet:
-    def __init__(self, talker, slots: Slots, rows: int, fused: bool | None):
+    def __init__(self, talker, slots: SharedRows, rows: int, fused: bool | None):
         """fused: True requires the megakernel, False avoids it, None uses it where it runs"""
         self.talker = talker
         self.slots = slots

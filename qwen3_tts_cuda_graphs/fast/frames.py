@@ -18,13 +18,13 @@ from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import Graphs, TalkerGraph
 from qwen3_tts_cuda_graphs.fast.batched import BatchedStack, compile_ahead, why_not
 from qwen3_tts_cuda_graphs.fast.megakernel import PredictorStep, TalkerStep
-from qwen3_tts_cuda_graphs.fast.rows import Slots
+from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 
-log = logging.getLogger("qwen3_tts_cudagraphs")
+log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 
 class Frame:
-    def __init__(self, talker, rows: Slots):
+    def __init__(self, talker, rows: SharedRows):
         self.rows = rows
         self.device = talker.device
         self.predictor = PredictorGraph(talker, rows, rows.code_keys, rows.code_values)
@@ -52,7 +52,7 @@ class Frame:
 
 
 class KernelFrame(Frame):
-    def __init__(self, talker, rows: Slots):
+    def __init__(self, talker, rows: SharedRows):
         super().__init__(talker, rows)
         count = len(rows.token)
         for model in (talker.model, self.predictor.model):
@@ -90,7 +90,7 @@ class KernelFrame(Frame):
 
 
 class MegakernelFrame(Frame):
-    def __init__(self, talker, rows: Slots, like: "MegakernelFrame | None" = None):
+    def __init__(self, talker, rows: SharedRows, like: "MegakernelFrame | None" = None):
         """like: a frame of the same model, whose tables of projected embeddings to use"""
         super().__init__(talker, rows)
         self.predict = PredictorStep(self.predictor, like and like.launches[0])
@@ -98,7 +98,7 @@ class MegakernelFrame(Frame):
         self.launches = self.predict, self.step
 
 
-def frame_without_megakernel(talker, rows: Slots) -> Frame:
+def frame_without_megakernel(talker, rows: SharedRows) -> Frame:
     """With the kernels of batched.cu where they run."""
     if not (why_not(talker.model) or why_not(talker.code_predictor.model)):
         try:

@@ -24,7 +24,7 @@ import torch
 
 from qwen3_tts_cuda_graphs.fast import nvrtc
 
-log = logging.getLogger("qwen3_tts_cudagraphs")
+log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 VARIABLE = "QWEN3_TTS_KERNEL_CACHE"
 

@@ -22,7 +22,7 @@ def draw_seeded(noise: torch.Tensor, generator: torch.Generator) -> None:
         draw.exponential_(generator=generator)
 
 
-class Slots(Rows):
+class SharedRows(Rows):
     """Rows of which a frame takes the first n: `slots[:n]` is a view of them."""
 
     def __init__(self, config, rows: int, length: int, dtype: torch.dtype, device: torch.device):
@@ -34,7 +34,7 @@ class Slots(Rows):
         self.code_keys, self.code_values = map(list, code_cache)
         self.whole_cache = cache.movedim(2, 0)  # (B, 2, layers, KV, S, D)
 
-    def __getitem__(self, rows: slice | int) -> "Slots":
+    def __getitem__(self, rows: slice | int) -> "SharedRows":
         return view_of(self, rows)
 
     def settings(self) -> list[torch.Tensor]:
@@ -66,7 +66,7 @@ def new_cache(config, rows: int, length: int, dtype: torch.dtype, device: torch.
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def copy_row(source: Slots, target: Slots, length: int, clear: bool = True) -> None:
+def copy_row(source: SharedRows, target: SharedRows, length: int, clear: bool = True) -> None:
     """Copy a row, `slots[i]`, that has `length` positions. `clear` the rest if attention reads it: 0 x NaN is NaN."""
     torch._foreach_copy_([*target.state(), target.text, target.codes], [*source.state(), source.text, source.codes])
     target.whole_cache[..., :length, :] = source.whole_cache[..., :length, :]

@@ -34,9 +34,9 @@ from qwen3_tts_cuda_graphs.fast.megakernel_reference import (
     run_layers,
     to_bfloat16,
 )
-from qwen3_tts_cuda_graphs.fast.rows import Slots, copy_row, draw_seeded, view_of
+from qwen3_tts_cuda_graphs.fast.rows import SharedRows, copy_row, draw_seeded, view_of
 
-log = logging.getLogger("qwen3_tts_cudagraphs")
+log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 PROMPT = 255  # positions: two frames attend to few, two to more, with more than one for every warp
 FRAMES = 4
@@ -83,7 +83,7 @@ def run_test(
 
 
 @contextmanager
-def restored(rows: Slots) -> Iterator[None]:
+def restored(rows: SharedRows) -> Iterator[None]:
     """Afterwards the rows are as they were before, but for their text, codes and cache, which are empty.
 
     Capturing runs each step once: with the test's `prompt_length` and `frame` it would read and write beyond its
@@ -372,7 +372,7 @@ def why_rows_wrong(frame: MegakernelFrame, alone: MegakernelFrame) -> str:
         return next(filter(None, reasons), "")
 
 
-def fill_with_random_states(rows: Slots) -> list[int]:
+def fill_with_random_states(rows: SharedRows) -> list[int]:
     """Other settings for each row. The third of four does not advance. Returns the next position of each."""
     generator = torch.Generator(rows.token.device).manual_seed(0)
     codes = rows.code_sampling.vocab_size

@@ -25,7 +25,7 @@ import threading
 import numpy as np
 import torch
 
-log = logging.getLogger("qwen3_tts_cudagraphs")
+log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 ROLE_TOKENS = 3  # before the text: <|im_start|>, assistant, newline
 CLOSING_TOKENS = 5  # after it: <|im_end|>, newline and the next role

@@ -21,8 +21,8 @@ from qwen3_tts_cuda_graphs.serving import memory
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, engine_failed, for_clients, log
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.engine import Engine
+from qwen3_tts_cuda_graphs.speech.listener import Listener, StreamTimeout
 from qwen3_tts_cuda_graphs.speech.long_text import split_text, tokens_that_fit
-from qwen3_tts_cuda_graphs.speech.request import Stream, StreamTimeout
 from qwen3_tts_cuda_graphs.speech.utterance import CutOff
 from qwen3_tts_cuda_graphs.speech.warm_up import some_voice
 
@@ -54,7 +54,7 @@ class EngineHost:
         dtype = spec["dtype"] and getattr(torch, spec["dtype"])
         self.tts = load_upstream(spec["model"], self.device, dtype)
         self.engine = None
-        self.streams = {}  # id of a call -> its Stream
+        self.streams = {}  # id of a call -> its Listener
         self.is_draining = self.has_failed = False
         self.stays = False  # the server ends this worker, SIGTERM does not
         self.unfinished = set()  # ids of calls that have spoken a part of a text, and another part follows
@@ -128,7 +128,7 @@ class EngineHost:
         self.unfinished.discard(header["after"])
         number, options = header["id"], header["options"]
         put = functools.partial(self.put, number, options["max_new_tokens"], header["is_last"])
-        stream = self.streams[number] = Stream(put)
+        stream = self.streams[number] = Listener(put)
         arguments = self.voice_arguments(header["voice"], payload)
         if header["text"] is None and options["max_new_tokens"] is None:
             stream.max_text_tokens = self.tokens_that_fit(arguments)

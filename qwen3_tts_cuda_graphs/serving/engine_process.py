@@ -50,7 +50,7 @@ def start_worker(theirs: socket.socket) -> subprocess.Popen:
 class Call:
     """A question to the worker, and its answers."""
 
-    def __init__(self, connection: "Connection", number: int):
+    def __init__(self, connection: "WorkerConnection", number: int):
         self.connection = connection
         self.number = number
         self.answers = asyncio.Queue()
@@ -80,7 +80,7 @@ class Call:
         self.answers.put_nowait(answer)
 
 
-class Connection(asyncio.Protocol):
+class WorkerConnection(asyncio.Protocol):
     """The server's end of the socket, for the life of one worker."""
 
     def __init__(self, on_event: Callable[[dict], None]):
@@ -215,7 +215,7 @@ class EngineProcess:
         with theirs:
             self.process = process = self.spawn(theirs)
         loop = asyncio.get_running_loop()
-        _, self.connection = await loop.create_connection(lambda: Connection(self.take), sock=ours)
+        _, self.connection = await loop.create_connection(lambda: WorkerConnection(self.take), sock=ours)
         try:
             self.connection.send(op="load", **self.spec)
             while not self.connection.is_over.is_set():

@@ -6,7 +6,7 @@ import logging
 
 from starlette.responses import Response
 
-log = logging.getLogger("qwen3_tts_cudagraphs")
+log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 TYPES = {
     401: "authentication_error",

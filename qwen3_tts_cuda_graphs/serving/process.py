@@ -14,7 +14,7 @@ import uvicorn
 from qwen3_tts_cuda_graphs.serving.connections import AcceptErrors, uvicorn_config
 from qwen3_tts_cuda_graphs.serving.errors import log_to_stderr
 from qwen3_tts_cuda_graphs.serving.server import create_app
-from qwen3_tts_cuda_graphs.serving.service import Speech, read_speakers
+from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import MAX_PENDING, Settings
 
 # A full garbage collection takes 0.1 s with 1,000 WebSockets, so Python's own is off. `on_tick` runs one after this
@@ -27,7 +27,7 @@ NEVER = 2**30
 def serve(args: argparse.Namespace, settings: Settings, listening: socket.socket) -> None:
     """Serve until a signal comes. `args` are the options of serving/options.py."""
     log_to_stderr()
-    speech = Speech(args.model, args.device, args.dtype, settings, read_speakers(args.speaker))
+    speech = Service(args.model, args.device, args.dtype, settings, read_speakers(args.speaker))
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # wildcards: print an address that a client can use
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -41,7 +41,7 @@ def serve(args: argparse.Namespace, settings: Settings, listening: socket.socket
 class Server(uvicorn.Server):
     """uvicorn with workers. SIGTERM first drains: new requests get 503 until the streams in flight have ended."""
 
-    def __init__(self, speech: Speech, address: str | None = None):
+    def __init__(self, speech: Service, address: str | None = None):
         """address: for the greeting; without it, `speech` has been started and is closed by others"""
         super().__init__(uvicorn_config(create_app(speech), speech.settings))
         self.speech = speech
@@ -105,7 +105,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def greeting(speech: Speech, address: str) -> str:
+def greeting(speech: Service, address: str) -> str:
     """What there is, and a line to try it with."""
     voices = speech.voice_names()
     key = ' -H "Authorization: Bearer KEY"' if speech.settings.api_key else ""

@@ -33,7 +33,7 @@ from qwen3_tts_cuda_graphs.serving.memory import MAX_ROWS
 from qwen3_tts_cuda_graphs.serving.model import named_models
 from qwen3_tts_cuda_graphs.serving.requests import parse
 from qwen3_tts_cuda_graphs.serving.server import create_app
-from qwen3_tts_cuda_graphs.serving.service import Speech, read_speakers
+from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import API_KEY_VARIABLE, LIMITS, Settings, check_origin
 
 SECONDS_BETWEEN_METRICS = 5.0
@@ -71,7 +71,7 @@ def app(arguments: dict) -> Application:
         settings = Settings(key, origins, open_lists=wanted.open_lists, voices=wanted.voices.absolute(), **limits)
         speakers = read_speakers([Path(path) for path in split(wanted.speaker)])
         models = split(wanted.model)
-        Speech(models, wanted.device, wanted.dtype, settings, speakers)  # finds what its replicas would
+        Service(models, wanted.device, wanted.dtype, settings, speakers)  # finds what its replicas would
         if 0 < wanted.max_replicas < wanted.replicas:
             raise ValueError(f"max_replicas is {wanted.max_replicas}, it must be at least replicas, {wanted.replicas}")
     except (ApiError, ValueError) as error:
@@ -115,7 +115,7 @@ class Replica:
     """The models on one GPU. Ray sends requests when the constructor has returned."""
 
     async def __init__(self, models: list[str], device: str, dtype: str | None, settings: Settings, speakers: dict):
-        self.speech = Speech(models, device, dtype, settings, speakers)
+        self.speech = Service(models, device, dtype, settings, speakers)
         await self.speech.start()
         gc.freeze()  # as in process.py
         self.publishing = asyncio.create_task(publish(self.speech.metrics.registry))

@@ -1,6 +1,6 @@
 """The HTTP server: OpenAI's speech interface, voices to register, health and metrics; websocket.py is the other half.
 
-    speech = Speech("0.6B")
+    speech = Service("0.6B")
     await speech.start()  # in the server's event loop: see process.py
     app = create_app(speech)
 
@@ -34,7 +34,7 @@ from qwen3_tts_cuda_graphs.serving.guard import Guard, connection_of
 from qwen3_tts_cuda_graphs.serving.page import FILES as PAGES
 from qwen3_tts_cuda_graphs.serving.page import page_response
 from qwen3_tts_cuda_graphs.serving.requests import SpeechRequest, Style, parse, parse_json
-from qwen3_tts_cuda_graphs.serving.service import Speech, Utterance
+from qwen3_tts_cuda_graphs.serving.service import Answer, Service
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 from qwen3_tts_cuda_graphs.serving.websocket import Session
 
@@ -55,7 +55,7 @@ class App(Starlette):
         await super().__call__(scope, receive, send)
 
 
-def create_app(speech: Speech) -> Starlette:
+def create_app(speech: Service) -> Starlette:
     """The application. Until `speech.start` has returned, requests get 503."""
     settings = speech.settings
     registrations = 0
@@ -266,7 +266,7 @@ def time_limit(request: Request, settings: Settings):
 class SpeechResponse(Response):
     """Speech that is sent while it is made. It stops when the client goes away."""
 
-    def __init__(self, utterance: Utterance, wanted: SpeechRequest, settings: Settings, ignored: tuple[str, ...] = ()):
+    def __init__(self, utterance: Answer, wanted: SpeechRequest, settings: Settings, ignored: tuple[str, ...] = ()):
         self.utterance = utterance
         self.wanted = wanted
         self.settings = settings

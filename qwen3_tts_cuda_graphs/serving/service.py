@@ -22,7 +22,7 @@ from qwen3_tts_cuda_graphs.common import checkpoints
 from qwen3_tts_cuda_graphs.common.audio_files import Chunk
 from qwen3_tts_cuda_graphs.common.scripts import check_device_name
 from qwen3_tts_cuda_graphs.serving.audio_formats import Encoder, av, check_base64, decode_base64
-from qwen3_tts_cuda_graphs.serving.engine_process import Call, Connection, EngineProcess, start_worker
+from qwen3_tts_cuda_graphs.serving.engine_process import Call, EngineProcess, WorkerConnection, start_worker
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, mistakes_in
 from qwen3_tts_cuda_graphs.serving.metrics import Metrics
 from qwen3_tts_cuda_graphs.serving.model import Model, named_models, sampling, unknown_voice
@@ -40,7 +40,7 @@ POSITIONS_OF_A_BYTE = 8  # more than any text takes, even digits: a text that fi
 Text = str | AsyncIterator[str]
 
 
-class Speech:
+class Service:
     """The models, for many clients. `start` it before use, `close` it afterwards, both in the server's event loop."""
 
     def __init__(
@@ -193,7 +193,7 @@ class Speech:
         await self.refresh()
         return describe_voice(voice)
 
-    async def registered_voice(self, connection: Connection, name: str) -> str:
+    async def registered_voice(self, connection: WorkerConnection, name: str) -> str:
         """The key of a registered voice in the worker, which makes it for the first who asks."""
         voice = self.registered[name]
         key = connection.kept.get(voice)
@@ -202,7 +202,7 @@ class Speech:
             key.add_done_callback(has_failed)  # nobody may be left to be told
         return await asyncio.shield(key)  # others may wait for it, too
 
-    async def make_voice(self, connection: Connection, name: str) -> str:
+    async def make_voice(self, connection: WorkerConnection, name: str) -> str:
         voice, recording = await self.on_disk(self.folder.read, name)
         return await keep_voice(connection, "voice", recording, voice.ref_text)
 
@@ -288,15 +288,15 @@ class Speech:
             raise ApiError("the text is empty: give something to say", param="input", code="invalid_value")
         return text
 
-    def say(self, style: Style, text: Text) -> "Utterance":
+    def say(self, style: Style, text: Text) -> "Answer":
         """Speak a text, or one that is still being written."""
-        return Utterance(self, self.model_for(style), style, text)
+        return Answer(self, self.model_for(style), style, text)
 
 
-class Utterance:
+class Answer:
     """A text that is being spoken: `async for samples, rate in utterance`. Then it knows how long it was."""
 
-    def __init__(self, speech: Speech, model: Model, style: Style, text: Text):
+    def __init__(self, speech: Service, model: Model, style: Style, text: Text):
         self.speech = speech
         self.model = model
         self.style = style
@@ -355,7 +355,7 @@ class Utterance:
                 connection.send(op="forget", keys=[self.own_key])
             self.speech.metrics.requests.labels(outcome).inc()
 
-    def take_place(self) -> Connection:
+    def take_place(self) -> WorkerConnection:
         """Among those that are spoken or wait."""
         model = self.model
         model.engine.check_ready()
@@ -365,7 +365,7 @@ class Utterance:
         model.in_flight += 1
         return model.engine.connection
 
-    async def voice(self, connection: Connection) -> tuple[dict, bytes]:
+    async def voice(self, connection: WorkerConnection) -> tuple[dict, bytes]:
         """The voice as the worker takes it, and the bytes that belong to it."""
         speech, style = self.speech, self.style
         if not self.model.clones:
@@ -441,7 +441,7 @@ async def load_all() -> None:
         Encoder("flac", 24000)  # which every FFmpeg has
 
 
-async def keep_voice(connection: Connection, name: str, recording: Chunk, ref_text: str | None) -> str:
+async def keep_voice(connection: WorkerConnection, name: str, recording: Chunk, ref_text: str | None) -> str:
     """Have the worker make a voice. Returns its key there. name: the field that a mistake is in"""
     samples, rate = recording
     payload = np.asarray(samples, np.float32).tobytes()
@@ -458,7 +458,7 @@ def has_failed(key: asyncio.Future) -> bool:
     return key.cancelled() or key.exception() is not None
 
 
-def forget(connection: Connection, key: asyncio.Future) -> None:
+def forget(connection: WorkerConnection, key: asyncio.Future) -> None:
     if not has_failed(key):
         connection.send(op="forget", keys=[key.result()])
 

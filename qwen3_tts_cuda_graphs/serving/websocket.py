@@ -21,7 +21,7 @@ from qwen3_tts_cuda_graphs.serving.audio_formats import check_encoding, encode_s
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, to_json
 from qwen3_tts_cuda_graphs.serving.guard import SUBPROTOCOL, connection_of
 from qwen3_tts_cuda_graphs.serving.requests import Style, describe, parse, parse_json
-from qwen3_tts_cuda_graphs.serving.service import Speech
+from qwen3_tts_cuda_graphs.serving.service import Service
 
 MAX_WAITING = 8  # utterances of one connection
 MAX_MISTAKES = 32  # messages with errors, after which the connection is closed
@@ -125,7 +125,7 @@ def split_half_a_pair(text: str) -> tuple[str, str]:
 class Session:
     """One connection."""
 
-    def __init__(self, websocket: WebSocket, speech: Speech):
+    def __init__(self, websocket: WebSocket, speech: Service):
         self.websocket = websocket
         self.speech = speech
         self.settings = speech.settings

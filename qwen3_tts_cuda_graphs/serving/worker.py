@@ -27,7 +27,7 @@ BEATS_PER_SIGN = 4
 SECONDS_TO_SAY_WHY = 2.0
 
 
-class Connection:
+class ServerConnection:
     """The socket, with a thread that reads, and one that writes what it does not take at once."""
 
     def __init__(self, socket: socket.socket, on_close: Callable[[], None]):
@@ -116,7 +116,7 @@ class Worker:
         self.over = threading.Event()
         self.why = ""  # it has stopped
         self.is_draining = False
-        self.connection = Connection(socket, on_close or self.over.set)
+        self.connection = ServerConnection(socket, on_close or self.over.set)
 
     def run(self) -> None:
         try:

@@ -7,7 +7,7 @@ accelerated.py  what `accelerate` builds: the runner, and upstream's methods on 
 streaming.py    one text, with its audio while it is generated
 long_text.py    texts of any length, and speech that does not end
 engine.py       many listeners: the runner in a thread of its own; schedule.py decides who is next
-intake.py       their prompts and texts, in another thread; request.py is one of them
+intake.py       their prompts and texts, in another thread; listener.py is who hears it
 warm_up.py      two requests when a model is loaded onto a GPU, so that a user's first is as fast as the others
 """
 

@@ -34,11 +34,11 @@ from qwen3_tts_cuda_graphs.prompts.arriving_text import END
 from qwen3_tts_cuda_graphs.prompts.build import check_counts, check_text, with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.speech.accelerated import value_for
 from qwen3_tts_cuda_graphs.speech.intake import Intake
-from qwen3_tts_cuda_graphs.speech.request import QueueFull, State, Stream, StreamTimeout
+from qwen3_tts_cuda_graphs.speech.listener import Listener, QueueFull, State, StreamTimeout
 from qwen3_tts_cuda_graphs.speech.schedule import Situation, admissions, can_decode_together, evictions, holds_back
 from qwen3_tts_cuda_graphs.speech.streaming import Chunk, check_not_async, check_seed, is_arriving, nth_seed
 
-log = logging.getLogger("qwen3_tts_cudagraphs")
+log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 MAX_BATCHES_IN_CODEC = 8  # the engine waits for the codec before it hands over more
 
@@ -114,7 +114,7 @@ class Engine:
         Chunks have 1, 1, 2, 4, 8, 8, ... frames. The request is queued at this call, and mistakes raise here.
         """
         audio = queue.SimpleQueue()
-        stream = Stream(audio.put, text_timeout)
+        stream = Listener(audio.put, text_timeout)
         check_not_async(text)
         self.check_model(method)
         kwargs = with_voice_clone_prompt(method, kwargs)
@@ -132,7 +132,7 @@ class Engine:
         next(chunks)  # enters its `try`, so that closing it before the first chunk cancels the request, too
         return chunks
 
-    def chunks_of(self, stream: Stream, audio: queue.SimpleQueue) -> Iterator[Chunk]:
+    def chunks_of(self, stream: Listener, audio: queue.SimpleQueue) -> Iterator[Chunk]:
         try:
             yield None  # to `stream`
             while (item := self.next_item(stream, audio)) is not END:
@@ -141,7 +141,7 @@ class Engine:
         finally:
             self.cancel(stream)
 
-    def next_item(self, stream: Stream, audio: queue.SimpleQueue):
+    def next_item(self, stream: Listener, audio: queue.SimpleQueue):
         while stream.state is State.PREPARING:  # later the engine's thread looks after it
             try:
                 return audio.get(timeout=stream.seconds_for_text())
@@ -169,7 +169,7 @@ class Engine:
             except RuntimeError:  # the loop has been closed
                 self.cancel(stream)
 
-        stream = Stream(put, text_timeout)
+        stream = Listener(put, text_timeout)
         reader = None
         try:
             self.check_model(method)
@@ -195,7 +195,7 @@ class Engine:
             if reader:
                 reader.cancel()
 
-    async def anext_item(self, stream: Stream, audio: asyncio.Queue):
+    async def anext_item(self, stream: Listener, audio: asyncio.Queue):
         if stream.state is not State.PREPARING:  # the engine's thread looks after it
             return await audio.get()
         item = asyncio.ensure_future(audio.get())
@@ -231,7 +231,7 @@ class Engine:
         with ThreadPoolExecutor(self.runner.rows, "speech list") as threads:
             return [*threads.map(speak, range(len(text)))], self.rate
 
-    def take_item(self, stream: Stream, item) -> np.ndarray:
+    def take_item(self, stream: Listener, item) -> np.ndarray:
         if isinstance(item, BaseException):
             raise item
         with self.changed:
@@ -249,13 +249,13 @@ class Engine:
         """How many streams are active, and how many wait for a row."""
         return len(self.active), len(self.intake.waiting)
 
-    def cancel(self, stream: Stream) -> None:
+    def cancel(self, stream: Listener) -> None:
         with self.changed:
             stream.end()
             self.open.discard(stream)
             self.changed.notify_all()
 
-    def submit(self, stream: Stream, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
+    def submit(self, stream: Listener, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
         with self.changed:
             free = self.runner.rows - len(self.active)
             waiting = len(self.intake.waiting) + self.intake.preparing - free
@@ -386,7 +386,7 @@ class Engine:
         self.active += admitted
         return bool(admitted)
 
-    def hand_over(self, streams: list[Stream], audio: PendingAudio) -> None:
+    def hand_over(self, streams: list[Listener], audio: PendingAudio) -> None:
         self.decoding.put((streams, audio))
 
     def release_finished(self) -> None:
@@ -439,7 +439,7 @@ class Engine:
         for stream in streams:
             stream.put(RuntimeError(self.intake.why_closed))  # a new error for each thread
 
-    def count_delivered(self, streams: list[Stream], samples: int) -> None:
+    def count_delivered(self, streams: list[Listener], samples: int) -> None:
         """A chunk of `samples` for each stream. The lock is taken once for all: the engine's thread needs it, too."""
         frames = round(samples / self.rate / self.speech.seconds_per_frame)
         with self.changed:

@@ -19,8 +19,8 @@ import torch
 from qwen3_tts_cuda_graphs.prompts.arriving_text import END, ArrivingText
 from qwen3_tts_cuda_graphs.prompts.build import check_encodable, check_request, is_on_gpu, reference_codes, request_for
 from qwen3_tts_cuda_graphs.prompts.templates import ROLE_TOKENS, tokenize
+from qwen3_tts_cuda_graphs.speech.listener import Listener, State
 from qwen3_tts_cuda_graphs.speech.long_text import SENTENCE_END, first_part
-from qwen3_tts_cuda_graphs.speech.request import State, Stream
 from qwen3_tts_cuda_graphs.speech.streaming import check_seed
 
 # Where a text that is still arriving may end, once so much of what fits is there.
@@ -51,7 +51,7 @@ class Intake:
         if self.why_closed:
             raise RuntimeError(self.why_closed)
 
-    def submit(self, stream: Stream, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
+    def submit(self, stream: Listener, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
         """Have the prompt built and the request queued. `text` is None if it is still to come."""
         self.speech.turns.check_process()
         check_seed(seed)
@@ -85,12 +85,12 @@ class Intake:
                 f"{self.speech.max_seq_len} positions: speak it in parts"
             )
 
-    def start_reader(self, stream: Stream, pieces: Iterable[str]) -> None:
+    def start_reader(self, stream: Listener, pieces: Iterable[str]) -> None:
         """A thread of its own: the iterator may take its time."""
         run = contextvars.copy_context().run
         threading.Thread(target=run, args=(self.read_pieces, stream, pieces), name="text reader", daemon=True).start()
 
-    def read_pieces(self, stream: Stream, pieces: Iterable[str]) -> None:
+    def read_pieces(self, stream: Listener, pieces: Iterable[str]) -> None:
         last = END
         try:
             for piece in pieces:
@@ -102,7 +102,7 @@ class Intake:
         with contextlib.suppress(RuntimeError, CancelledError):  # the engine has been closed
             self.thread.submit(self.take_piece, stream, last)
 
-    async def aread_pieces(self, stream: Stream, pieces: AsyncIterable[str]) -> None:
+    async def aread_pieces(self, stream: Listener, pieces: AsyncIterable[str]) -> None:
         """The same on an event loop, without a thread for each text."""
         last = END
         try:
@@ -120,7 +120,7 @@ class Intake:
     @torch.no_grad()
     def build_prompt(
         self,
-        stream: Stream,
+        stream: Listener,
         method: Callable,
         text: str | None,
         seed: int | None,
@@ -140,7 +140,7 @@ class Intake:
             stream.reference = reference_codes(kwargs.get("voice_clone_prompt"))
             self.enqueue(stream, request_for(self.speech, method, text, kwargs))
 
-    def enqueue(self, stream: Stream, request: dict) -> None:
+    def enqueue(self, stream: Listener, request: dict) -> None:
         check_request(self.speech, request)
         self.speech.load(stream, request)
         with self.changed:
@@ -152,7 +152,7 @@ class Intake:
             self.changed.notify_all()
 
     @torch.no_grad()
-    def take_piece(self, stream: Stream, piece: str | BaseException | None) -> None:
+    def take_piece(self, stream: Listener, piece: str | BaseException | None) -> None:
         """The next piece of a text that is still arriving, its end, or the error of its iterator."""
         if stream.has_ended or stream.text_error:
             return
@@ -185,7 +185,7 @@ class Intake:
             if stream.state is State.PREPARING:  # the engine does not know it yet
                 stream.put(error)
 
-    def what_fits(self, stream: Stream, piece: str) -> tuple[str, bool]:
+    def what_fits(self, stream: Listener, piece: str) -> tuple[str, bool]:
         """As much of a piece as belongs to this utterance, and whether the utterance is full then."""
         check_encodable(piece)
         text, most = stream.text, stream.max_text_tokens

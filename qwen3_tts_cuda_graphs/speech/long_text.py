@@ -31,7 +31,7 @@ SENTENCE_END = re.compile(r"""[.!?…]["')\]”’»]*\s|[。！？]["')\]”’
 PLAIN_SENTENCE = re.compile(rf"(?s).+?(?:(?:{SENTENCE_END.pattern})\s*|\Z)")
 CLAUSE = re.compile(r"(?s).+?(?:[,;:.!?…，、；：。！？–—)\]}）】»”’/|·]+|\Z)")
 
-log = logging.getLogger("qwen3_tts_cudagraphs")
+log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 LANGUAGE_CODES = dict(
     chinese="zh",

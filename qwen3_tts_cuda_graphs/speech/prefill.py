@@ -15,7 +15,7 @@ from transformers import Cache
 
 from cudagraph_talker import Graphs, TalkerGraph
 from qwen3_tts_cuda_graphs.fast.batched import BatchedStack
-from qwen3_tts_cuda_graphs.fast.rows import Slots
+from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 from qwen3_tts_cuda_graphs.prompts.build import to_device
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance
 
@@ -39,11 +39,11 @@ class HostSettings:
         self.cached_row = lru_cache(maxsize=64, typed=True)(self.make_row)
 
     def row(self, request: dict) -> list[torch.Tensor]:
-        """In the order of `Slots.settings` and shaped like one row of them."""
+        """In the order of `SharedRows.settings` and shaped like one row of them."""
         return self.cached_row(**{name: request[name] for name in REQUEST_SETTINGS})
 
     def make_row(self, **settings) -> list[torch.Tensor]:
-        row = Slots(self.config, 1, 1, torch.float32, torch.device("cpu"))
+        row = SharedRows(self.config, 1, 1, torch.float32, torch.device("cpu"))
         row.configure(**settings)
         return [tensor[0].pin_memory() if self.on_gpu else tensor[0] for tensor in row.settings()]
 
@@ -52,7 +52,7 @@ class PrefillGraph:
     """Compute keys and values of `count` prefixes of up to `length` positions. Positions after the end of a
     shorter one are computed, too, and overwritten before anything attends to them."""
 
-    def __init__(self, talker, slots: Slots, count: int, length: int, with_kernels: bool):
+    def __init__(self, talker, slots: SharedRows, count: int, length: int, with_kernels: bool):
         self.slots = slots
         self.talker = TalkerGraph(talker, slots, slots.keys, slots.values)
         with talker.device:
@@ -111,7 +111,7 @@ class PromptStack(BatchedStack):
 
 
 class Prefills:
-    def __init__(self, talker, slots: Slots, rows: int, graphs: Graphs, with_kernels: bool):
+    def __init__(self, talker, slots: SharedRows, rows: int, graphs: Graphs, with_kernels: bool):
         """slots: `rows` of them and, where there are several, one more that padding is read into"""
         self.slots = slots
         self.kept = KeptPrefixes(slots)
@@ -162,7 +162,7 @@ class Prefills:
 class KeptPrefixes:
     """Keys and values of the prefixes that were used last, by the content of their embeddings."""
 
-    def __init__(self, slots: Slots):
+    def __init__(self, slots: SharedRows):
         self.cache = slots.whole_cache  # (B, 2, layers, KV, S, D)
         self.prefixes = collections.OrderedDict()  # (2, layers, KV, L, D) each
 

@@ -24,12 +24,12 @@ from qwen3_tts_cuda_graphs.fast.batched import why_not
 from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES, MAX_BATCH, Codec, PendingAudio
 from qwen3_tts_cuda_graphs.fast.frame_set import FrameSet
 from qwen3_tts_cuda_graphs.fast.paths import MegakernelStopped
-from qwen3_tts_cuda_graphs.fast.rows import Slots, copy_row, draw_seeded
+from qwen3_tts_cuda_graphs.fast.rows import SharedRows, copy_row, draw_seeded
 from qwen3_tts_cuda_graphs.prompts.build import to_device
 from qwen3_tts_cuda_graphs.speech.prefill import HostSettings, Prefills, copy_to_device
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance
 
-log = logging.getLogger("qwen3_tts_cudagraphs")
+log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 FULL_CHUNK = max(BATCH_CHUNK_SIZES)
 
@@ -59,7 +59,7 @@ class Runner:
         self.keepalive = keepalive
         self.settings = HostSettings(talker.config, self.on_gpu)
         has_spare = rows > 1  # padding of a prefill is read into a row that belongs to no request
-        self.slots = Slots(talker.config, rows + has_spare, round_up(max_seq_len), talker.dtype, self.device)
+        self.slots = SharedRows(talker.config, rows + has_spare, round_up(max_seq_len), talker.dtype, self.device)
         self.slots.advance.fill_(False)
         self.views = [self.slots[row] for row in range(rows)]
         log.info("capturing the codec")

@@ -13,7 +13,7 @@ FRAMES_BETWEEN_CHUNKS = 16  # a full chunk has 8, may wait for 7, and the host i
 LONGEST_HOLD = 5.0  # seconds that a request waits at most for streams that would run dry
 
 
-class Listener(NamedTuple):
+class RowStatus(NamedTuple):
     """What decisions about a stream that has a row depend on."""
 
     lead: float = 0.0
@@ -30,7 +30,7 @@ class Listener(NamedTuple):
 
 
 class Situation(NamedTuple):
-    listeners: list[Listener]
+    listeners: list[RowStatus]
     rows: int
     preparing: int = 0  # requests whose prompts are being built
     waiting: int = 0  # requests that could be admitted

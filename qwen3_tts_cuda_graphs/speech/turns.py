@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-log = logging.getLogger("qwen3_tts_cudagraphs")
+log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 
 class Turns:

@@ -7,7 +7,7 @@ import torch
 from qwen3_tts_cuda_graphs.prompts.build import speaker_prompt
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
-log = logging.getLogger("qwen3_tts_cudagraphs")
+log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 
 def warm_up(tts) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES
 from qwen3_tts_cuda_graphs.prompts.build import check_text_timeout
-from qwen3_tts_cuda_graphs.speech.schedule import Listener
+from qwen3_tts_cuda_graphs.speech.schedule import RowStatus
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance, growing_chunks
 
 
@@ -27,7 +27,7 @@ class State(enum.Enum):
     ENDED = "its listener has all of it, or an error, or has gone"
 
 
-class Stream(Utterance):
+class Listener(Utterance):
     def __init__(self, put: Callable, text_timeout: float = 60.0):
         """put: takes audio, an exception or speech.arriving_text.END, in any thread"""
         check_text_timeout(text_timeout)
@@ -62,10 +62,10 @@ class Stream(Utterance):
         available = 0 if self.has_ended else super().next_chunk()
         return next((size for size in BATCH_CHUNK_SIZES if size <= available), 0)
 
-    def listener(self, now: float, seconds_per_frame: float) -> Listener:
+    def listener(self, now: float, seconds_per_frame: float) -> RowStatus:
         """What the schedule reads."""
         played = 0.0 if self.first_delivered_at is None else now - self.first_delivered_at
-        return Listener(
+        return RowStatus(
             lead=self.delivered * seconds_per_frame - played,
             may_advance=self.may_advance(),
             has_heard=self.first_delivered_at is not None,
