@@ -21,7 +21,7 @@ from qwen3_tts_cuda_graphs.serving.messages import LENGTHS, Message, Unpacker, p
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 
 SECONDS = 30  # for a recording, and for the start of a process
-MAX_MEMORY = 4 << 30  # bytes of address space
+MAX_MEMORY = 1 << 30  # bytes of address space; the libraries take a quarter, and a file may ask for any amount
 
 
 class Decoders:

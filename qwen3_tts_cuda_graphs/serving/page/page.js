@@ -885,7 +885,7 @@ function setSample(file) {
   }
 }
 
-/** The server reads WAV, FLAC, OGG and MP3; the browser may know others. */
+/** Every server reads WAV, FLAC, OGG and MP3; what else the browser knows, such as M4A, is converted here. */
 async function takeFile(file) {
   setSample(!file || /\.(wav|flac|ogg|mp3)$/i.test(file.name) ? file : await toWav(file));
 }
@@ -893,7 +893,7 @@ async function takeFile(file) {
 async function toWav(blob) {
   const decoder = new OfflineAudioContext(1, 1, RATE);
   const audio = await decoder.decodeAudioData(await blob.arrayBuffer()).catch(() => {
-    throw mistake("This file is not audio that the browser can read: give a WAV, FLAC, OGG or MP3 file", "audio_sample");
+    throw mistake("This file is not audio that the browser can read: give a WAV, FLAC, OGG, MP3 or M4A file", "audio_sample");
   });
   const mono = new Float32Array(audio.length);
   for (let channel = 0; channel < audio.numberOfChannels; channel += 1) {
