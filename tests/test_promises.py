@@ -172,6 +172,13 @@ def test_what_is_written_twice_is_the_same():
         assert first == second
 
 
+def test_upstream_is_imported_in_one_place(sources):
+    """Before it, a tokenizer that needs packages which are not there must be out of the way."""
+    statements = [(name, line) for name, source in sources.items() for line in source.splitlines()]
+    imports = {name for name, line in statements if re.match(r"\s*(from|import) qwen_tts\b", line)}
+    assert imports == {"generate", f"{PACKAGE}.upstream"}
+
+
 @pytest.mark.parametrize("has_git", [True, False])
 def test_a_users_own_script_is_not_tested(tmp_path, has_git):
     """It lies beside generate.py, imports what it likes, and made five tests fail. An unpacked archive has no git."""
