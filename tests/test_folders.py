@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import warnings
 
 import pytest
@@ -18,17 +19,17 @@ from helpers import ROOT, Voice, slow
 from safetensors.torch import load_file, save_file
 from serving_helpers import SHORT, RunningServer, load_speech
 
-import extract_speaker
+from qwen3_tts_cuda_graphs.cli import clone
 from qwen3_tts_cuda_graphs.cli.__main__ import main
 from qwen3_tts_cuda_graphs.common.checkpoints import read_config
 from qwen3_tts_cuda_graphs.common.loading import load
 from qwen3_tts_cuda_graphs.serving.service import read_speakers
-
-# isort: split
-from qwen_tts import VoiceClonePromptItem  # after generate, which imports qwen_tts without its 25 Hz tokenizer
+from qwen3_tts_cuda_graphs.upstream import VoiceClonePromptItem
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
-NULLS = "temperature", "repetition_penalty", "max_new_tokens", "top_k", "top_p", "do_sample", "subtalker_temperature"
+NULLS = "temperature", "repetition_penalty", "top_k", "top_p", "subtalker_temperature"
+NOT_NEEDED = "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"
+NOT_ASCII = "zażółć gęślą 今天"
 WEIGHTS = "model.safetensors"
 CODEC = "speech_tokenizer/model.safetensors"
 SMALL = "config.json", "generation_config.json", "tokenizer_config.json", "speech_tokenizer/config.json"
@@ -113,24 +114,21 @@ def as_upstreams_recipe(folder):
     folder.write("trainer_state.json", "{broken")
 
 
+def with_more_in_it(folder):
+    folder.save(lambda weights: {name: weight.half() for name, weight in weights.items()} | {"ema.step": torch.ones(1)})
+    folder.update("config.json", note=NOT_ASCII)
+    folder.write("merges.txt", (folder.path / "merges.txt").read_bytes() + b"\n\n")
+
+
 SPEAKING = {
-    "as it is": lambda folder: None,
-    "no tokenizer_config.json": lambda folder: folder.remove("tokenizer_config.json"),
-    "only the needed files": lambda folder: folder.remove("added_tokens.json", "special_tokens_map.json"),
-    "pytorch_model.bin": lambda folder: folder.pickle(WEIGHTS),
+    "only the needed files": lambda folder: folder.remove(*NOT_NEEDED),
+    "pytorch_model.bin": lambda folder: (folder.pickle(WEIGHTS), folder.pickle(CODEC)),
     "pytorch_model.bin in shards": lambda folder: folder.pickle(WEIGHTS, 3),
-    "the codec's pytorch_model.bin": lambda folder: folder.pickle(CODEC),
-    "unexpected weights": lambda folder: folder.save(lambda weights: weights | {"ema.step": torch.ones(1)}),
-    "float16 weights": lambda folder: folder.save(lambda weights: {name: w.half() for name, w in weights.items()}),
-    "words that are not ASCII": lambda folder: folder.update("config.json", note="zażółć gęślą 今天"),
-    "a byte order mark in merges.txt's end": lambda folder: folder.write(
-        "merges.txt", (folder.path / "merges.txt").read_bytes() + b"\n\n"
-    ),
+    "unexpected weights, float16, not ASCII, empty lines": with_more_in_it,
     "upstream's recipe": as_upstreams_recipe,
-    **{
-        f"{name} is null": lambda folder, name=name: folder.update("generation_config.json", **{name: None})
-        for name in NULLS
-    },
+    "settings are null": lambda folder: folder.update("generation_config.json", **dict.fromkeys(NULLS)),
+    "do_sample is null": lambda folder: folder.update("generation_config.json", do_sample=None),
+    "max_new_tokens is null": lambda folder: folder.update("generation_config.json", max_new_tokens=None),
 }
 REFUSED = {  # what is done -> what the line must have in it
     "keys with a prefix": (lambda folder: folder.save(prefixed), r"has \d\d\d missing weights: "),
@@ -241,13 +239,21 @@ def test_a_folder_that_is_refused(case, folder, call, tmp_path):
 
 def test_configs_are_utf8_in_every_locale(folder):
     """They were read in the locale's encoding."""
-    SPEAKING["words that are not ASCII"](folder)
-    program = "import sys; from common.checkpoints import read_config; print(ascii(read_config(sys.argv[1])['note']))"
+    folder.update("config.json", note=NOT_ASCII)
+    program = """
+        import sys
+        from qwen3_tts_cuda_graphs.common.checkpoints import read_config
+        print(ascii(read_config(sys.argv[1])["note"]))
+    """
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     result = subprocess.run(
-        [sys.executable, "-c", program, folder.path], cwd=ROOT, env=os.environ | locale, capture_output=True, text=True
+        [sys.executable, "-c", textwrap.dedent(program), folder.path],
+        cwd=ROOT,
+        env=os.environ | locale,
+        capture_output=True,
+        text=True,
     )
-    assert result.stdout.strip() == ascii("zażółć gęślą 今天"), result.stderr
+    assert result.stdout.strip() == ascii(NOT_ASCII), result.stderr
 
 
 @pytest.mark.parametrize(
@@ -257,17 +263,7 @@ def test_such_a_model_is_not_served(case, folder, tmp_path):
     """The server said `ready`."""
     change, wanted = REFUSED[case]
     change(folder)
-    command = [
-        sys.executable,
-        "-m",
-        "qwen3_tts_cuda_graphs.serving",
-        "--model",
-        folder.path,
-        "--port",
-        "0",
-        "--device",
-        "cpu",
-    ]
+    command = [sys.executable, *"-m qwen3_tts_cuda_graphs serve --port 0 --device cpu --model".split(), folder.path]
     options = dict(cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     result = subprocess.run(command, timeout=120, **options)
     (line,) = (line for line in result.stderr.splitlines() if "warning" not in line)
@@ -280,11 +276,11 @@ def test_no_voice_is_extracted_with_such_a_model(case, folder, call, tmp_path, r
     """Each time it was another random voice."""
     REFUSED[case][0](folder)
     soundfile.write(tmp_path / "voice.wav", *recording)
-    code, _, stderr = call(extract_speaker.main, "--model", folder.path, "--ref-audio", "voice.wav")
+    code, _, stderr = call(clone.main, "--model", folder.path, "--ref-audio", "voice.wav")
     assert code == 2 and stderr.splitlines()[-1].startswith("error: ") and not (tmp_path / "speaker.pt").exists()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def demo_voice(checkpoint, recording):
     """demo_voice(with_transcript) -> the content of a file as upstream's demo writes it"""
     tts = load(str(checkpoint()), "cpu", max_seq_len=64)

@@ -1,13 +1,10 @@
-"""The installed package: faster-qwen3-tts' interface on this project's model, and nothing else in the environment."""
+"""The package's own names: faster-qwen3-tts' interface on this project's model."""
 
 import ast
 import inspect
-import os
-import shutil
 import subprocess
 import sys
 import textwrap
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +14,7 @@ import torch
 import transformers
 from helpers import ROOT
 
+import qwen3_tts_cuda_graphs
 from qwen3_tts_cuda_graphs import FasterQwen3TTS, GGMLQwen3TTS, Qwen3TTSCudaGraphs
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
@@ -51,6 +49,13 @@ def models(checkpoint):
 
 
 # ---- The interface
+
+
+def test_every_public_name_is_there():
+    """They are imported when they are used: `qwen3-tts --help` must not wait for torch."""
+    assert all(getattr(qwen3_tts_cuda_graphs, name).__name__ for name in qwen3_tts_cuda_graphs.__all__)
+    with pytest.raises(AttributeError, match="module 'qwen3_tts_cuda_graphs' has no attribute 'lode'"):
+        qwen3_tts_cuda_graphs.lode  # noqa: B018
 
 
 def peer_functions():
@@ -244,62 +249,6 @@ def test_what_cannot_be_honoured_is_refused(checkpoint, arguments, message, monk
         GGMLQwen3TTS.from_pretrained("folder")
 
 
-# ---- The installation
-
-
-def outside(tmp_path, program, *folders):
-    """Run a program in another folder, without the checkout on its path."""
-    program = f"import sys\nsys.path += {[str(folder) for folder in folders]}\n" + textwrap.dedent(program)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-
-
-def test_an_editable_install_shows_one_name(tmp_path):
-    """With the checkout itself on the path, `import cli` in any program of the environment would find ours."""
-    project = tmp_path / "project"
-    shutil.copytree(ROOT / "package", project / "package")
-    for path in [ROOT / "pyproject.toml", ROOT / "setup.py", ROOT / "README.md", *ROOT.glob("requirements*.txt")]:
-        shutil.copy(path, project)
-    build = "from setuptools import build_meta; print(build_meta.build_editable('.'))"
-    result = subprocess.run([sys.executable, "-c", build], cwd=project, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    (wheel,) = project.glob("*.whl")
-    with zipfile.ZipFile(wheel) as files:
-        (pth,) = [name for name in files.namelist() if ".dist-info/" not in name]
-        (folder,) = files.read(pth).decode().split()
-    assert folder == str(project / "package")
-    assert [path.name for path in Path(folder).iterdir() if not path.name.endswith(".egg-info")] == [
-        "qwen3_tts_cuda_graphs"
-    ]
-
-
-@pytest.mark.slow
-def test_no_generic_names_become_visible(tmp_path, checkpoint):
-    """A module of ours called `generate` or `fast` must be neither importable nor in the way of another one."""
-    (tmp_path / "fast.py").write_text("whose = 'the program that uses us'")
-    program = f"""
-        import fast
-        from qwen3_tts_cuda_graphs import FasterQwen3TTS
-        model = FasterQwen3TTS.from_pretrained({str(checkpoint("custom_voice"))!r}, device="cpu", dtype="float32")
-        [audio], rate = model.generate_custom_voice("Hello.", "Aiden", "Auto", max_new_tokens=2)
-        assert len(audio) > 0
-        for name in ("generate", "cli", "serving", "cudagraph_talker", "cudagraph_predictor"):
-            assert name not in sys.modules, name
-            try:
-                __import__(name)
-            except ModuleNotFoundError:
-                continue
-            raise SystemExit(name + " is visible")
-        assert fast.whose and sys.modules["fast"] is fast
-        import qwen3_tts_cuda_graphs.speech.engine
-        print(qwen3_tts_cuda_graphs.speech.engine.Engine.__module__)
-    """
-    result = outside(tmp_path, program, ROOT / "package")
-    assert (result.returncode, result.stdout) == (0, "qwen3_tts_cuda_graphs.speech.engine\n"), result.stderr
-
-
 # ---- speech-to-speech
 
 HANDLER = """
@@ -363,7 +312,8 @@ def test_the_handler_of_speech_to_speech(checkpoint, recording_file, tmp_path):
         .replace("{folders!r}", repr(folders))
         .replace("{recording!r}", repr(str(recording_file)))
     )
-    result = outside(tmp_path, program, ROOT / "package", PEERS)
+    program = f"import sys\nsys.path += {[str(ROOT), str(PEERS)]}\n" + program
+    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "4 eager", result.stdout
     assert "Error" not in result.stderr and "failed" not in result.stderr, result.stderr

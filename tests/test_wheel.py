@@ -1,6 +1,5 @@
-"""The wheel: what is in it, and that it works in a folder that has no checkout but modules with our files' names."""
+"""The wheel: what is in it, and that it works in a folder that has no checkout but modules with our folders' names."""
 
-import ast
 import configparser
 import email
 import json
@@ -9,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import textwrap
 import threading
@@ -21,46 +21,52 @@ import pytest
 import soundfile
 from helpers import ROOT, project_files
 
-sys.path.append(str(ROOT / "package"))  # what `pip install -e .` does
-
-from qwen3_tts_cuda_graphs.checkout import FILES, FOLDERS, as_submodule
-
+PACKAGE = "qwen3_tts_cuda_graphs"
+TOPS = {PACKAGE, "cudagraph_talker.py", "cudagraph_predictor.py"}
 LIMIT = 120  # seconds that a process may take
-HOSTILE = [*FILES, *FOLDERS, "model", "checkout"]
+HOSTILE = "generate extract_speaker bench fast speech prompts common cli serving model upstream".split()
 HOSTILE += "torchaudio", "sox", "onnxruntime", "einops", "gradio"  # pip installs them for qwen-tts; they may be broken
 
 # As an arbitrary user of a container: no name, no home, and nothing of the environment can be written. This one may
 # read everything, as the tests' folders and Python may be root's own.
 AS_ANYBODY = "setpriv --reuid=12345 --regid=12345 --clear-groups --inh-caps=-all,+dac_read_search".split()
 AS_ANYBODY += "--ambient-caps=-all,+dac_read_search env -i OMP_NUM_THREADS=1".split()
-WITHOUT_HOME = pytest.mark.parametrize("user", [["env"], AS_ANYBODY], ids=["me", "anybody"], indirect=True)
-WITH_HOME = pytest.mark.parametrize(
-    "user", [["env"], [*AS_ANYBODY, "HOME=/nonexistent"]], ids=["me", "anybody"], indirect=True
-)
-
-
-@pytest.fixture
-def user(request):
-    """What a command begins with to be run by that user."""
-    if shutil.which(request.param[0]) and not subprocess.run([*request.param, sys.executable, "-c", ""]).returncode:
-        return request.param
-    pytest.skip("only root can become another user, with setpriv")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Built from a copy: a build writes beside the sources."""
+def user():
+    """What a command begins with to be run by that user; where only root can become another one, by this one."""
+    is_possible = shutil.which(AS_ANYBODY[0]) and not subprocess.run([*AS_ANYBODY, sys.executable, "-c", ""]).returncode
+    return AS_ANYBODY if is_possible else ["env"]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    """build(kind, folder) -> the archive that is built from the folder, by default from a copy of the project: a build
+    writes beside the sources."""
     project = tmp_path_factory.mktemp("project")
-    for folder in ["package", *FOLDERS]:
-        shutil.copytree(ROOT / folder, project / folder)
-    files = ["setup.py", "pyproject.toml", "README.md", "LICENSE", *(f"{name}.py" for name in FILES)]
-    for path in [*(ROOT / name for name in files), *ROOT.glob("requirements*.txt")]:
-        shutil.copy(path, project)
-    build = "from setuptools import build_meta; build_meta.build_wheel('.')"
-    result = subprocess.run([sys.executable, "-c", build], cwd=project, capture_output=True, text=True, timeout=LIMIT)
-    assert result.returncode == 0, result.stderr
-    (path,) = project.glob("*.whl")
-    return zipfile.ZipFile(path)
+    for path in project_files():
+        (project / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, project / path.relative_to(ROOT))
+
+    def build(kind, folder=project):
+        program = f"from setuptools import build_meta; print(build_meta.build_{kind}('.'))"
+        command = [sys.executable, "-c", program]
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT)
+        assert result.returncode == 0, result.stderr
+        return folder / result.stdout.splitlines()[-1]
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def wheel(build, tmp_path_factory):
+    """As a package index makes it: from the source archive."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(build("sdist")) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    return zipfile.ZipFile(build("wheel", source))
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +77,8 @@ def metadata(wheel):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """installed(program, *arguments, user) -> a process among hostile modules, with the wheel on its path.
-
-    The other packages are those of this environment, in which the project is not installed.
-    """
+    """installed(program, *arguments, user) -> a process among hostile modules, with the wheel on its path, before the
+    packages of this environment."""
     site, folder = tmp_path_factory.mktemp("site"), Path(tempfile.mkdtemp())  # pytest's own folders are this user's
     folder.chmod(0o777)
     wheel.extractall(site)
@@ -109,76 +113,47 @@ def ended(process):
 # ---- What is in it
 
 
-def test_one_name_at_the_top(wheel):
-    """A module called `common` or `cli` in site-packages would be found by every program of the environment."""
-    tops = {name.split("/")[0] for name in wheel.namelist()}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"qwen3_tts_cuda_graphs"}
+def test_it_is_the_package_as_it_lies_here(wheel):
+    """Every file unchanged: kernel sources and the page are read at run time. A module called `generate` or `common` in
+    site-packages would be found by every program of the environment."""
+    shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    expected = {str(path.relative_to(ROOT)) for path in project_files()}
+    assert shipped == {name for name in expected if name.split("/")[0] in TOPS}
+    assert all(wheel.read(name) == (ROOT / name).read_bytes() for name in shipped)
+    assert {Path(name).suffix for name in shipped} == {".py", ".cu", ".h", ".html", ".css", ".js", ".tsv"}
 
 
-def test_every_file_is_in_it(wheel):
-    """Kernel sources and the page are read at run time, from beside the module that reads them."""
-    shipped = {name.removeprefix("qwen3_tts_cuda_graphs/") for name in wheel.namelist()}
-    for folder in FOLDERS:
-        files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-        assert {str(path.relative_to(ROOT)) for path in files} <= shipped
-    assert {"fast/megakernel.cu", "fast/kernels.h", "serving/page/index.html", "generate.py"} <= shipped
-
-
-def test_no_import_of_a_plain_name_is_left(wheel):
-    """A folder that checkout.py does not list would be imported from wherever a program happens to run."""
-    ours = {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in project_files()} - {"setup"}
-    for name in wheel.namelist():
-        if name.endswith(".py"):
-            for node in ast.walk(ast.parse(wheel.read(name))):
-                modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                modules += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
-                assert not {module.split(".")[0] for module in modules} & ours, name
-
-
-@pytest.mark.parametrize(
-    "source, expected",
-    [
-        ("from fast import nvrtc\n", "from PACKAGE.fast import nvrtc\n"),
-        ("if x:\n    from fast.codec import (  # y\n        a,\n    )\n", None),
-        (
-            "é = 'from fast import x'; from generate import load\n",
-            "é = 'from fast import x'; from PACKAGE.generate import load\n",
-        ),
-        ("import generate  # noqa\n", "from PACKAGE import generate  # noqa\n"),
-        ("import cli as c; import common\n", "from PACKAGE import cli as c; from PACKAGE import common\n"),
-        (
-            "from . import codec\nfrom faster import x\nimport torch.fast\n",
-            "from . import codec\nfrom faster import x\nimport torch.fast\n",
-        ),
-        ('runpy.run_module("cli", run_name="x")  # y\n', "runpy.run_module('PACKAGE.cli', run_name=\"x\")  # y\n"),
-        ("sys.path.insert(0, str(Path(__file__).parents[1]))  # y\n", "pass  # y\n"),
-    ],
-)
-def test_imports_become_the_packages(source, expected):
-    """Only in code, not in strings, after any indentation, and several on a line."""
-    expected = expected or source.replace("fast", "PACKAGE.fast")
-    changed = as_submodule(source.encode(), "x.py").decode()
-    assert changed == expected.replace("PACKAGE", "qwen3_tts_cuda_graphs")
-
-
-@pytest.mark.parametrize("source", ["import fast.codec", "import sys, generate"])
-def test_an_import_that_cannot_be_changed_stops_the_build(source):
-    with pytest.raises(SyntaxError, match=r"x\.py:1: import the project's modules alone, or with `from`"):
-        as_submodule(source.encode(), "x.py")
+def test_an_editable_install_shows_the_same_names(build, tmp_path):
+    """With the checkout itself on the path, `import generate` or `import tests` in any program of the environment would
+    find ours. As setup.sh installs it."""
+    zipfile.ZipFile(build("editable")).extractall(tmp_path)
+    program = f"""
+        import site
+        from importlib.util import find_spec
+        site.addsitedir({str(tmp_path)!r})
+        names = "{PACKAGE}.fast.paths cudagraph_talker cudagraph_predictor generate bench tests common"
+        print([bool(find_spec(name)) for name in names.split()])
+    """
+    command = [sys.executable, "-IS", "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert result.stdout == f"{[True] * 3 + [False] * 4}\n", result.stderr
 
 
 def test_dependencies_and_extras(metadata):
     """All that setup.sh installs, from the tested version on, and the pair of qwen-tts and transformers that works."""
     declared = metadata.get_all("Requires-Dist")
     assert metadata.get_all("Provides-Extra") == ["server", "ray"]
-    for file, extra in (("requirements", ""), ("requirements-server", "server"), ("requirements-ray", "ray")):
-        for name, tested in re.findall(r"^([\w\[\]-]+)==(.+)$", (ROOT / f"{file}.txt").read_text(), re.M):
-            wanted = "torch>=2.5" if name == "torch" else f"{name}>={tested}"
-            if name in ("uvicorn", "httptools", "websockets"):  # whose private parts the server uses
-                wanted = f"{name}=={tested}"
-            assert wanted + f'; extra == "{extra}"' * bool(extra) in declared
+    sections = re.split(r"^# (\w+)\n", (ROOT / "requirements.txt").read_text(), flags=re.M)
+    sections = dict(zip(sections[1::2], sections[2::2]))
+    assert list(sections) == ["base", "server", "ray", "test"]
     (qwen_tts,) = re.findall(r"\bqwen-tts==[\w.]+\b", (ROOT / "setup.sh").read_text())
-    assert qwen_tts in declared
+    wanted = [qwen_tts, 'qwen3-tts-cuda-graphs[server]; extra == "ray"']
+    for section, extra in (("base", ""), ("server", '; extra == "server"'), ("ray", '; extra == "ray"')):
+        for name, tested in re.findall(r"^([\w\[\]-]+)==(.+)$", sections[section], re.M):
+            is_private = name in ("uvicorn", "httptools", "websockets")  # whose private parts the server uses
+            version = ">=2.5" if name == "torch" else f"=={tested}" if is_private else f">={tested}"
+            wanted.append(name + version + extra)
+    assert sorted(declared) == sorted(wanted)
     assert f"pip install --no-deps {qwen_tts}" in (ROOT / "Dockerfile").read_text()
 
 
@@ -237,26 +212,23 @@ def test_the_command_answers_without_torch(installed, metadata, checkpoint):
         assert not re.search(r"python |generate\.py|extract_speaker\.py", output), output
     for status, output, errors in others[5:]:
         assert (status, output, errors.count("\n")) == (2, "", 1) and errors.startswith("error: ")
-    missing = 'run pip install "qwen3-tts-cuda-graphs[server]"'
-    assert others[7][2] == f"error: the server needs websockets, which is not installed: {missing}\n"
+    missing = "error: the server needs websockets, which is not installed: in a checkout run ./setup.sh none --server, "
+    assert others[7][2].startswith(f"{missing}else ") and others[7][2].endswith(" 'qwen3-tts-cuda-graphs[server]'\n")
     assert others[-1][2] == "error: there is no speaker file no.pt: make one with qwen3-tts clone\n"
 
 
 PROGRAM = """
-    import os, sys
+    import runpy, sys
 
-    path = sys.path[:]
     from qwen3_tts_cuda_graphs.__main__ import main
 
     assert "torch" not in sys.modules  # the first command imports it, as in a shell
     folder, recording = sys.argv[1:]
-    short = ["--max-seq-len", "64"]
-    for words in (
-        ["clone", "--model", folder, "--ref_audio", recording, "--output", "me.pt"],
-        ["speak", "--model", folder, "--speaker", "me.pt", "--text", "Hi.", "--output", "hi.wav", *short],
-    ):
-        sys.argv = ["qwen3-tts", *words]
-        main()
+    sys.argv = ["qwen3-tts", "clone", "--model", folder, "--ref_audio", recording, "--output", "me.pt"]
+    main()
+    voice = ["--model", folder, "--speaker", "me.pt"]
+    sys.argv = ["qwen3-tts", "speak", *voice, "--text", "Hi.", "--output", "hi.wav", "--max-seq-len", "64"]
+    runpy.run_module("qwen3_tts_cuda_graphs", run_name="__main__")  # python -m qwen3_tts_cuda_graphs
 
     import torch
     from qwen3_tts_cuda_graphs import FasterQwen3TTS
@@ -268,17 +240,13 @@ PROGRAM = """
 
     import qwen3_tts_cuda_graphs.bench, qwen3_tts_cuda_graphs.bench.ready, qwen3_tts_cuda_graphs.bench.load_test
 
-    assert sys.path == path  # what scripts of a checkout insert is left out
-    unwanted = {"generate", "common", "fast", "speech", "qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1"}
-    assert not unwanted & set(sys.modules)
-    os.remove("me.pt")  # another user is next
-    os.remove("hi.wav")
+    assert "qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1" not in sys.modules
 """
 
 
-@WITHOUT_HOME
 def test_it_speaks(installed, checkpoint, recording, user, tmp_path):
-    """`clone`, `speak` and the class of faster-qwen3-tts, where a module named `generate` lies in wait."""
+    """`clone`, `python -m` with `speak`, and the class of faster-qwen3-tts, where a module named `generate` lies in
+    wait."""
     soundfile.write(tmp_path / "voice.wav", *recording)
     status, output, errors = ended(installed(PROGRAM, checkpoint(), tmp_path / "voice.wav", user=user))
     assert status == 0, errors
@@ -286,23 +254,12 @@ def test_it_speaks(installed, checkpoint, recording, user, tmp_path):
     assert cloned == "me.pt: 64 numbers from 2.0 s of audio" and spoken.startswith("hi.wav: ")
 
 
-@WITH_HOME
 def test_it_serves(command, checkpoint, user, tmp_path):
     """From the start to SIGTERM: /health, one request, the page."""
     folder = checkpoint()
-    options = [
-        "--device",
-        "cpu",
-        "--port",
-        0,
-        "--max-streams",
-        2,
-        "--max-seq-len",
-        128,
-        "--voices",
-        tmp_path.name,
-    ]
-    process = command("serve", "--model", folder, "--speaker", folder / "speaker.pt", *options, user=user)
+    options = f"--device cpu --port 0 --max-streams 2 --max-seq-len 128 --voices {tmp_path.name}".split()
+    options += ["--model", folder, "--speaker", folder / "speaker.pt"]
+    process = command("serve", *options, user=[*user, "HOME=/nonexistent"])
     killer = threading.Timer(LIMIT, process.kill)
     killer.start()
     try:

@@ -6,5 +6,6 @@ clone.py        recording -> speaker.pt
 speaking.py     the checks that need torch or the tokenizer; then load, speak and write
 text_files.py   text from a pipe, while it is written
 player.py       --play
-parts.py        finished utterances of a long file, for --resume
+finished_parts.py
+                finished utterances of a long file, for --resume
 """

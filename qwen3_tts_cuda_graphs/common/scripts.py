@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -225,7 +226,7 @@ def install_command(package: str) -> str:
     python = Path(sys.executable)
     pip = python.with_name("pip")
     command = f"{shown(pip)} install" if pip.exists() else f"uv pip install --python {shown(python)}"  # uv has no pip
-    return f"{command} {package}"
+    return f"{command} {shlex.quote(package)}"
 
 
 def shown(path: Path) -> str:

@@ -2,15 +2,15 @@
 
 In the server's own process, without torch:
 
-__main__.py       its start: options.py are its options; process.py starts, serves and stops
+__main__.py       its start: server_options.py has its options; process.py starts, serves and stops
 server.py         HTTP; websocket.py is the WebSocket
 guard.py          who may ask: keys, origins, sizes
 connections.py    uvicorn's limits
 requests.py       the fields of a request
-speech.py         the models and their voices, as the server uses them; model.py is one of them
+service.py        the models and their voices, as the server uses them; model.py is one of them
 engine_process.py a model's worker, seen from the server: calls, and a new process when it has ended
 recordings.py     clients' recordings, decoded in processes of their own
-audio_formats.py, voices.py, errors.py, metrics.py, settings.py
+audio_formats.py, voice_folder.py, errors.py, metrics.py, settings.py
                   as their names say
 page/             the page for a browser
 ray_app.py        the same server as replicas of Ray Serve
