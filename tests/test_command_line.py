@@ -38,7 +38,6 @@ from qwen3_tts_cuda_graphs.common.loading import load
 from qwen3_tts_cuda_graphs.common.published import KIND_OF, LANGUAGE_IDS, SPEAKERS, model_name, published_config
 from qwen3_tts_cuda_graphs.common.scripts import install_command
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker
-from qwen3_tts_cuda_graphs.speech import long_text
 
 
 @pytest.fixture(scope="module")
@@ -888,9 +887,6 @@ def test_the_scripts_themselves_import_nothing_slow_first(script, option, slow):
 def test_what_is_written_twice_is_the_same():
     """options.py cannot import these from generate.py and fast/, which import torch."""
     assert checkpoints.MODELS == MODELS
-    assert checkpoints.LANGUAGES == {code: name for name, code in long_text.LANGUAGE_CODES.items()}
-    limits = long_text.PAUSE, long_text.MIN_FRAME_LIMIT, long_text.FRAMES_PER_TOKEN
-    assert (cli_options.PAUSE, cli_options.MIN_FRAME_LIMIT, cli_options.FRAMES_PER_TOKEN) == limits
 
 
 @pytest.mark.parametrize(

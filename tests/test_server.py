@@ -1321,20 +1321,6 @@ def test_a_long_text_is_spoken_in_parts(checkpoint, wav, tmp_path):
         assert answer.status == 400 and "too little is left for speech: shorten input" in answer.error["message"]
 
 
-def test_parts_of_a_long_text(monkeypatch):
-    """Each count stops the engine: a client stopped it for half a second with every text, once for each word."""
-    counted = []
-    monkeypatch.setattr(engine_host, "tokenize", lambda tts, text: counted.append(text) or text.replace(" ", ""))
-    host = object.__new__(engine_host.EngineHost)
-    host.tts = None
-    for text in ("1 " * 2000, "One sentence. " * 100 + "a " * 500, "x" * 1000, "Short."):
-        counted.clear()
-        parts = host.parts(text, 100, None)
-        assert "".join(parts).replace(" ", "") == text.replace(" ", "")
-        assert all(len(part.replace(" ", "")) <= 100 for part in parts)
-        assert len(counted) <= 1 + 2 * len(parts)
-
-
 def test_a_worker_that_is_to_end_speaks_the_other_parts(checkpoint, tmp_path):
     """systemd sends SIGTERM to all processes of a service: the second part was refused."""
     text = " ".join(f"This is the sentence with the number {number}." for number in range(4))

@@ -33,9 +33,8 @@ from qwen3_tts_cuda_graphs.common.checkpoints import (
 from qwen3_tts_cuda_graphs.common.output_files import check_format, check_writable, is_special
 from qwen3_tts_cuda_graphs.common.published import MODELS, SPEAKERS, model_name, published_config
 from qwen3_tts_cuda_graphs.common.scripts import Parser, check_device_name, install_command
+from qwen3_tts_cuda_graphs.prompts.cut import FRAMES_PER_TOKEN, MIN_FRAME_LIMIT, PAUSE
 
-# For --help. speech/long_text.py has the same, and importing it takes seconds.
-PAUSE, MIN_FRAME_LIMIT, FRAMES_PER_TOKEN = 0.4, 192, 12
 OUTPUT = Path("speech.wav")
 PLAYED_ONLY = Path(os.devnull)
 RECORDINGS = (

@@ -30,7 +30,8 @@ from qwen3_tts_cuda_graphs.common.output_files import check_writable, is_wav
 from qwen3_tts_cuda_graphs.common.scripts import show_note, show_progress, show_warning
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker
 from qwen3_tts_cuda_graphs.prompts.arriving_text import tokens_to_begin
-from qwen3_tts_cuda_graphs.speech.long_text import speak, split_text, tokens_that_fit, with_pauses
+from qwen3_tts_cuda_graphs.prompts.cut import cut, prompt_positions, tokens_that_fit
+from qwen3_tts_cuda_graphs.speech.long_text import speak, with_pauses
 from qwen3_tts_cuda_graphs.speech.streaming import nth_seed, stream
 
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
@@ -188,16 +189,12 @@ def split_texts(args: argparse.Namespace) -> list[str]:
         reference_positions = int((len(audio) / rate + REFERENCE_SILENCE) * FRAME_RATE) + len(args.ref_text.encode())
     voice = {"instruct": args.instruct, "voice_clone_prompt": None if args.ref_audio else args.voice}
     try:
-        most = tokens_that_fit(args.max_seq_len, voice, reference_positions)
+        most = tokens_that_fit(args.max_seq_len, prompt_positions(voice) + reference_positions)
     except ValueError:  # short texts have room even so, and speech that is cut off is reported
         if all(count_tokens(args.model, text) < args.max_seq_len for text in args.texts):
             return args.texts
         raise
-
-    def fits(text: str) -> bool:
-        return len(text.encode()) <= most or count_tokens(args.model, text) <= most
-
-    return split_text(args.texts, fits, args.language)
+    return cut(args.texts, most, partial(count_tokens, args.model), args.language)
 
 
 def count_tokens(model: str, text: str) -> int:

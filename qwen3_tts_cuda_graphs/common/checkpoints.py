@@ -17,6 +17,7 @@ import huggingface_hub
 
 from qwen3_tts_cuda_graphs.common.published import MODELS, SPEAKERS, model_name, published_config
 from qwen3_tts_cuda_graphs.common.scripts import show_progress
+from qwen3_tts_cuda_graphs.prompts.cut import LANGUAGES
 
 KINDS = {
     "base": "a Base model, which clones voices",
@@ -43,18 +44,6 @@ OPTIONAL_FILES = (
 SAMPLING_DEFAULTS = {  # numbers in generation_config.json
     *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens"),
     *("subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p"),
-}
-LANGUAGES = {  # ISO 639-1 code -> the models' name; speech/long_text.py has the same
-    "zh": "chinese",
-    "en": "english",
-    "de": "german",
-    "it": "italian",
-    "pt": "portuguese",
-    "es": "spanish",
-    "ja": "japanese",
-    "ko": "korean",
-    "fr": "french",
-    "ru": "russian",
 }
 SMALL_FILES = ("*.json", "*.txt")  # all but the weights
 HUB_TIMEOUT = 10.0  # seconds

@@ -21,6 +21,7 @@ import numpy as np
 from qwen3_tts_cuda_graphs.common import checkpoints
 from qwen3_tts_cuda_graphs.common.audio_files import Chunk
 from qwen3_tts_cuda_graphs.common.scripts import check_device_name
+from qwen3_tts_cuda_graphs.prompts.cut import PAUSE, surely_fits
 from qwen3_tts_cuda_graphs.serving.audio_formats import Encoder, av, check_base64, decode_base64
 from qwen3_tts_cuda_graphs.serving.engine_process import Call, EngineProcess, WorkerConnection, start_worker
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, mistakes_in
@@ -34,8 +35,6 @@ from qwen3_tts_cuda_graphs.serving.voice_folder import RegisteredVoice, VoiceFol
 MAX_THREADS = 4
 SECONDS_FOR_A_DISK = 10.0
 SECONDS_BETWEEN_LOOKS = 1.0  # at the folder of voices
-PAUSE = 0.4  # seconds between parts of a long text, as on the command line
-POSITIONS_OF_A_BYTE = 8  # more than any text takes, even digits: a text that fits with these is not cut
 
 Text = str | AsyncIterator[str]
 
@@ -393,8 +392,7 @@ class Answer:
         """The text, cut at sentence ends if it may be too long for one utterance. None: it comes in pieces."""
         if not isinstance(self.text, str):
             return [None]
-        is_short = POSITIONS_OF_A_BYTE * len(self.text.encode()) <= self.speech.settings.max_seq_len
-        if is_short or self.style.max_new_tokens is not None:
+        if self.style.max_new_tokens is not None or surely_fits(self.text, self.speech.settings.max_seq_len):
             return [self.text]
         request = dict(voice=voice, text=self.text, language=self.style.language)
         return (await self.connection.ask("split", payload, **request))["texts"]

@@ -11,12 +11,12 @@ that the speech ended before, or that is too long for one speech, is spoken as a
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncIterator, Callable
 
 import anyio
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from qwen3_tts_cuda_graphs.prompts.cut import arriving_bytes, end_after_bytes
 from qwen3_tts_cuda_graphs.serving.audio_formats import check_encoding, encode_stream
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, to_json
 from qwen3_tts_cuda_graphs.serving.guard import SUBPROTOCOL, connection_of
@@ -28,10 +28,6 @@ MAX_MISTAKES = 32  # messages with errors, after which the connection is closed
 MAX_MESSAGE = 32_000  # bytes: some clients, as Go's, take no more than 32 KB by default
 MAX_SENTENCE_TEXT = 2_500  # characters in audio.start; as JSON each may take 12 bytes
 NORMAL, GONE, POLICY_VIOLATION = 1000, 1006, 1008  # close codes
-POSITIONS_PER_BYTE = 3  # of one speech's text. Usual speech takes up to 1: the rest is for the voice and slow speech.
-WORD = re.compile(r"\w")
-SENTENCE_END = re.compile(r"""[.!?…]["')\]”’]*\s|[。！？]|\n""")
-ANY_END = re.compile(r"[\s。！？，、]")
 
 
 class Incoming:
@@ -89,26 +85,11 @@ class Incoming:
         start, end = self.taken, None
         while end is None and not (self.is_complete and not self.rest):
             await self.wait_until(lambda: self.is_complete or self.rest)
-            end = room and self.end_of_sentence(start, room)
+            end = room and end_after_bytes(self.text, start, room)
             piece = self.text[self.taken : end]
             self.taken += len(piece)
             if piece:
                 yield piece
-
-    def end_of_sentence(self, start: int, room: int) -> int | None:
-        """Where it is, if at least `room` bytes from the first word on lie before it. After half as many again a space
-        will do."""
-        word = WORD.search(self.text, start)
-        if word is None:
-            return None
-        enough = self.index_after(word.start(), room)
-        too_much = self.index_after(enough, room // 2)
-        end = SENTENCE_END.search(self.text, enough, too_much) or ANY_END.search(self.text, too_much)
-        return end and end.end()
-
-    def index_after(self, start: int, size: int) -> int:
-        """Of the first character after `size` bytes of UTF-8."""
-        return start + len(self.text[start : start + size].encode()[:size].decode(errors="ignore"))
 
 
 def split_half_a_pair(text: str) -> tuple[str, str]:
@@ -366,8 +347,8 @@ class Session:
         return 1 if total_bytes else 0
 
     def room(self, style: Style) -> int | None:
-        """Bytes of text for one speech, unless its length is the client's own choice."""
-        return self.settings.max_seq_len // POSITIONS_PER_BYTE if style.max_new_tokens is None else None
+        """Bytes of text for one utterance, unless its length is the client's own choice."""
+        return arriving_bytes(self.settings.max_seq_len) if style.max_new_tokens is None else None
 
     def answer(self, style: Style) -> dict:
         """To a session.config: the format, and fields that the model cannot use."""
