@@ -1284,7 +1284,7 @@ def test_text_that_can_never_fit(server, speech, response_format):
 
 
 def test_speech_that_is_cut_off_is_not_a_short_file(server, caplog):
-    """A speech may reach the end of the cache: the client must not take it for complete.
+    """Speech may reach the end of the cache: the client must not take it for complete.
 
     uvicorn's own words for it, "ASGI callable returned without completing response", were an error in the log.
     """
@@ -1621,7 +1621,7 @@ def test_servers_that_share_a_folder_share_its_voices(server, speech, checkpoint
 
 
 async def sent_by(receive, chunks):
-    """What a SpeechResponse sends, of a speech that `chunks` makes."""
+    """What a SpeechResponse sends, of speech that `chunks` makes."""
     sent = []
 
     async def send(message):
@@ -1632,7 +1632,7 @@ async def sent_by(receive, chunks):
             return chunks()
 
     wanted = parse(SpeechRequest, {"input": "Hi.", "response_format": "pcm"})
-    spoken = Spoken(rate=24000, speech=SimpleNamespace(responses=0))
+    spoken = Spoken(rate=24000, service=SimpleNamespace(responses=0))
     response = SpeechResponse(spoken, wanted, Settings(request_seconds=LIMIT))
     await asyncio.wait_for(response({"type": "http", "request_id": "1"}, receive, send), LIMIT)
     return sent

@@ -39,21 +39,7 @@ from qwen3_tts_cuda_graphs.prompts.cut import FRAMES_PER_TOKEN, MIN_FRAME_LIMIT,
 
 OUTPUT = Path("speech.wav")
 PLAYED_ONLY = Path(os.devnull)
-RECORDINGS = (
-    ".wav",
-    ".flac",
-    ".ogg",
-    ".oga",
-    ".opus",
-    ".mp3",
-    ".m4a",
-    ".aac",
-    ".aif",
-    ".aiff",
-    ".webm",
-    ".mp4",
-    ".wma",
-)
+RECORDINGS = tuple(".wav .flac .ogg .oga .opus .mp3 .m4a .aac .aif .aiff .webm .mp4 .wma".split())
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 DESCRIPTION = "a warm, clear narrator"  # for a VoiceDesign model
 EXAMPLES = """examples:
@@ -72,8 +58,8 @@ class Job:
 
     model: str
     config: dict
-    device: str | None  # speaking.py: a torch.device
-    dtype: str | None  # and a torch.dtype
+    device: str | None  # speaking.py makes it a torch.device
+    dtype: str | None  # speaking.py makes it a torch.dtype
     max_seq_len: int
     fused: bool | None
 
@@ -135,7 +121,7 @@ def read_job() -> Job:
     decided["pause"] = PAUSE if asked.pause is None else asked.pause
     decided["silence"] = 0.0 if asked.no_append_silence else REFERENCE_SILENCE
     decided["sampling"] = {name: getattr(asked, name) for name in SAMPLING}
-    decided["config"] = read_config(model)  # of a published model only now: the hub may be slow
+    decided["config"] = read_config(model)  # a published model's own only now: the hub may be slow
     names = {field.name for field in dataclasses.fields(Job)}
     return Job(**{name: value for name, value in vars(asked).items() if name in names} | decided)
 
@@ -340,7 +326,7 @@ def cloned_voice(asked: argparse.Namespace, model: str) -> tuple[str | None, tup
     if asked.ref_audio is None:
         check_speaker_file(speaker)
         return speaker, None
-    from qwen3_tts_cuda_graphs.common.audio_files import read_audio  # which imports numpy
+    from qwen3_tts_cuda_graphs.common.audio_files import read_audio  # imports numpy
 
     audio, rate = read_audio(asked.ref_audio)
     frames = int(len(audio) / rate * FRAME_RATE)

@@ -1,4 +1,4 @@
-"""A Job is done: load the model, speak, write the files. The checks that need torch or the tokenizer come first."""
+"""Do a Job: load the model, speak, write the files. The checks that need torch or the tokenizer come first."""
 
 import contextlib
 import datetime
@@ -27,7 +27,7 @@ from qwen3_tts_cuda_graphs.common.output_files import check_writable, is_wav
 from qwen3_tts_cuda_graphs.common.scripts import show_note, show_progress, show_warning
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker
 from qwen3_tts_cuda_graphs.prompts.arriving_text import tokens_to_begin
-from qwen3_tts_cuda_graphs.prompts.cut import cut, prompt_positions, tokens_that_fit
+from qwen3_tts_cuda_graphs.prompts.cut import cut, tokens_that_fit
 from qwen3_tts_cuda_graphs.speech.long_text import speak, with_pauses
 from qwen3_tts_cuda_graphs.speech.streaming import nth_seed, stream
 
@@ -105,13 +105,13 @@ def speak_all(job: Job, outputs: list, parts: Parts | None, progress: "Progress"
 
 def in_tempo(utterance: Callable, speed: float) -> Callable:
     """Each utterance by itself: pauses between them stay as long as --pause says."""
-    from qwen3_tts_cuda_graphs.common.tempo import at_speed  # which imports PyAV
+    from qwen3_tts_cuda_graphs.common.tempo import at_speed  # imports PyAV
 
     return lambda **request: at_speed(utterance(**request), speed)
 
 
 def what_is_kept(job: Job, parts: Parts | None, seconds: float) -> str:
-    """For somebody who has interrupted the command."""
+    """What to tell somebody who has interrupted the command."""
     kept = parts.finished() if parts else 0
     if kept:
         option = f"--output {job.output} --resume"
@@ -173,13 +173,13 @@ def speak_parts(parts: Parts, texts: list, speak_numbered: Callable, progress: "
 
 def split_texts(job: Job, texts: list[str]) -> list[str]:
     """Cut lines that may not fit into the cache."""
-    reference_positions = 0
+    reference = 0
     if job.ref_text:
         audio, rate = job.voice
-        reference_positions = int((len(audio) / rate + REFERENCE_SILENCE) * FRAME_RATE) + len(job.ref_text.encode())
+        reference = int((len(audio) / rate + REFERENCE_SILENCE) * FRAME_RATE) + len(job.ref_text.encode())
     voice = {"instruct": job.instruct, "voice_clone_prompt": None if job.ref_audio else job.voice}
     try:
-        most = tokens_that_fit(job.max_seq_len, prompt_positions(voice) + reference_positions)
+        most = tokens_that_fit(job.max_seq_len, voice, reference=reference)
     except ValueError:  # short texts have room even so, and speech that is cut off is reported
         if all(count_tokens(job.model, text) < job.max_seq_len for text in texts):
             return texts
@@ -239,7 +239,7 @@ class Progress:
 
     def __init__(self, texts: list[str] | Pipe):
         self.texts = [] if isinstance(texts, Pipe) else texts
-        self.seconds = 0.0  # of audio
+        self.seconds = 0.0  # audio so far
         self.spoken = 0  # characters of finished utterances
         self.skipped = 0
         self.finished = 0  # utterances

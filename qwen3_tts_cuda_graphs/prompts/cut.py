@@ -21,22 +21,13 @@ USUAL_FRAMES_PER_TOKEN = 6
 MIN_FRAME_LIMIT = 192  # for short texts, 15 seconds
 PAUSE = 0.4  # seconds of silence between two parts
 
-PROMPT_POSITIONS = 16  # of a prompt without text, instruction and reference
+PROMPT_POSITIONS = 16  # a prompt without text, instruction and reference
 POSITIONS_PER_BYTE = 8  # more than any text takes, even digits
 USUAL_POSITIONS_PER_BYTE = 3  # more than usual speech takes, by enough for the voice and for slow speech
 
-LANGUAGES = {  # ISO 639-1 code -> the models' name
-    "zh": "chinese",
-    "en": "english",
-    "de": "german",
-    "it": "italian",
-    "pt": "portuguese",
-    "es": "spanish",
-    "ja": "japanese",
-    "ko": "korean",
-    "fr": "french",
-    "ru": "russian",
-}
+# ISO 639-1 code -> the models' name
+LANGUAGES = dict(zh="chinese", en="english", de="german", it="italian", pt="portuguese")
+LANGUAGES |= dict(es="spanish", ja="japanese", ko="korean", fr="french", ru="russian")
 LANGUAGE_CODES = {name: code for code, name in LANGUAGES.items()}
 
 WORD = re.compile(r"\w")
@@ -46,11 +37,11 @@ ANY_END = re.compile(r"[\s。！？，、]")
 PLAIN_SENTENCE = re.compile(rf"(?s).+?(?:(?:{SENTENCE_END.pattern})\s*|\Z)")
 CLAUSE = re.compile(r"(?s).+?(?:[,;:.!?…，、；：。！？–—)\]}）】»”’/|·]+|\Z)")
 
-LONGEST_END = 4  # characters of a SENTENCE_END, of which the last may be the next piece's
-ARRIVING_ENDS = (
-    (0.6, SENTENCE_END),
-    (0.9, ANY_END),
-)  # where arriving text may end, once this share of the tokens is there
+# Where text that is still arriving may end, once this share of the tokens that fit is there.
+ARRIVING_ENDS = (0.6, SENTENCE_END), (0.9, ANY_END)
+LONGEST_END = 4  # characters, of which the last may be the next piece's
+
+TokenCount = Callable[[str], int]
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
@@ -63,24 +54,27 @@ def count_bytes(text: str) -> int:
     return len(text.encode())
 
 
-def prompt_positions(voice: dict, count_tokens: Callable[[str], int] = count_bytes) -> int:
-    """Positions of a prompt without its text. voice: arguments of upstream's methods"""
-    prompt = voice.get("voice_clone_prompt")
-    positions = PROMPT_POSITIONS + count_tokens(voice.get("instruct") or "")
-    if isinstance(prompt, list) and prompt[0].ref_code is not None:
-        positions += len(prompt[0].ref_code) + count_tokens(prompt[0].ref_text or "")
-    return positions
-
-
-def tokens_that_fit(max_seq_len: int, prompt: int, frames_per_token: int = FRAMES_PER_TOKEN) -> int:
+def tokens_that_fit(
+    max_seq_len: int,
+    voice: dict,
+    frames_per_token: int = FRAMES_PER_TOKEN,
+    count_tokens: TokenCount = count_bytes,
+    reference: int = 0,
+) -> int:
     """Tokens of a part whose speech ends before the cache is full, even if each of them takes so many frames.
 
-    prompt: positions that the prompt takes without them
+    voice: arguments of upstream's methods
+    count_tokens: for the other texts in the prompt
+    reference: positions of a recording and its transcript that are not in `voice` yet
     """
-    tokens = (max_seq_len - prompt) // (frames_per_token + 1)  # each token may take a position of the prompt, too
+    prompt = voice.get("voice_clone_prompt")
+    if isinstance(prompt, list) and prompt[0].ref_code is not None:
+        reference = len(prompt[0].ref_code) + count_tokens(prompt[0].ref_text or "")
+    used = PROMPT_POSITIONS + count_tokens(voice.get("instruct") or "") + reference
+    tokens = (max_seq_len - used) // (frames_per_token + 1)  # each token may take a position of the prompt, too
     if tokens < 4:
         raise ValueError(
-            f"the prompt takes {prompt} of {max_seq_len} positions, too little is left for speech: raise max_seq_len"
+            f"the prompt takes {used} of {max_seq_len} positions, too little is left for speech: raise max_seq_len"
         )
     return tokens
 
@@ -93,14 +87,12 @@ def surely_fits(text: str, max_seq_len: int) -> bool:
 # ---- A text that is there
 
 
-def cut(
-    paragraphs: Iterable[str], most: int, count_tokens: Callable[[str], int], language: str | None = None
-) -> list[str]:
+def cut(paragraphs: Iterable[str], most: int, count_tokens: TokenCount, language: str | None = None) -> list[str]:
     """Parts of at most so many tokens: whole paragraphs, or as many of their sentences as fit."""
     return split_text(paragraphs, lambda part: count_bytes(part) <= most or count_tokens(part) <= most, language)
 
 
-def cut_by_estimate(text: str, most: int, count_tokens: Callable[[str], int], language: str | None = None) -> list[str]:
+def cut_by_estimate(text: str, most: int, count_tokens: TokenCount, language: str | None = None) -> list[str]:
     """Parts of at most so many tokens, with few counts, for which the server's engine has to wait. A part's tokens are
     estimated by the text's average, with a tenth to spare, and only a part with still too many is cut again."""
     tokens = count_tokens(text)
@@ -207,7 +199,7 @@ def end_after_tokens(
     settled: int,
     pending: int,
     most: int,
-    count_tokens: Callable[[str], int],
+    count_tokens: TokenCount,
     language: str | None = None,
 ) -> int | None:
     """Where a part of at most so many tokens ends, once a new piece of it has come. None: all of it fits.

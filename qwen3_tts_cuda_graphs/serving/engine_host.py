@@ -17,12 +17,7 @@ from qwen3_tts_cuda_graphs.common.loading import choose_device, load_upstream
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker, speaker_prompt
 from qwen3_tts_cuda_graphs.fast.paths import MegakernelStopped
 from qwen3_tts_cuda_graphs.prompts.build import tokenize
-from qwen3_tts_cuda_graphs.prompts.cut import (
-    USUAL_FRAMES_PER_TOKEN,
-    cut_by_estimate,
-    prompt_positions,
-    tokens_that_fit,
-)
+from qwen3_tts_cuda_graphs.prompts.cut import USUAL_FRAMES_PER_TOKEN, cut_by_estimate, tokens_that_fit
 from qwen3_tts_cuda_graphs.serving import memory
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, engine_failed, for_clients, log
 from qwen3_tts_cuda_graphs.speech import accelerate
@@ -216,8 +211,7 @@ class EngineHost:
         return {"texts": cut_by_estimate(header["text"], most, self.count_tokens, header["language"])}
 
     def tokens_that_fit(self, voice: dict) -> int:
-        prompt = prompt_positions(voice, self.count_tokens)
-        return tokens_that_fit(self.spec["max_seq_len"], prompt, USUAL_FRAMES_PER_TOKEN)
+        return tokens_that_fit(self.spec["max_seq_len"], voice, USUAL_FRAMES_PER_TOKEN, self.count_tokens)
 
     # ---- What it gets, from any thread
 

@@ -14,14 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from qwen3_tts_cuda_graphs.prompts.build import check_text, speech_of, tokenize, with_voice_clone_prompt
-from qwen3_tts_cuda_graphs.prompts.cut import (
-    FRAMES_PER_TOKEN,
-    MIN_FRAME_LIMIT,
-    PAUSE,
-    cut,
-    prompt_positions,
-    tokens_that_fit,
-)
+from qwen3_tts_cuda_graphs.prompts.cut import FRAMES_PER_TOKEN, MIN_FRAME_LIMIT, PAUSE, cut, tokens_that_fit
 from qwen3_tts_cuda_graphs.speech.streaming import Chunk, check_seed, is_arriving, nth_seed, stream
 from qwen3_tts_cuda_graphs.speech.utterance import warn_each_time
 
@@ -39,10 +32,10 @@ def stream_long(
 ) -> Iterator[Chunk]:
     """`stream` for a text of any length. Paragraphs end at line ends.
 
-    pause: seconds of silence between two utterances
-    retries: how often an utterance that does not end is spoken again, with another seed
-    seed: each utterance has a seed of its own, derived from this one
-    max_tokens: tokens of the text in one utterance. Default: what surely fits into the cache.
+    pause: seconds of silence between two parts
+    retries: how often a part that does not end is spoken again, with another seed
+    seed: each part has a seed of its own, derived from this one
+    max_tokens: tokens of one part. Default: what surely fits into the cache.
     kwargs: as for `stream`
 
     Mistakes raise an error here, before the first chunk.
@@ -52,9 +45,9 @@ def stream_long(
     if not 0 <= pause < math.inf:
         raise ValueError(f"pause is {pause}, it must be at least 0 and finite, in seconds")
     speech = speech_of(method)
-    kwargs = with_voice_clone_prompt(method, kwargs)  # once for all utterances
+    kwargs = with_voice_clone_prompt(method, kwargs)  # once for all parts
     if max_tokens is None:
-        max_tokens = tokens_that_fit(speech.max_seq_len, prompt_positions(kwargs))
+        max_tokens = tokens_that_fit(speech.max_seq_len, kwargs)
     parts = cut(text.splitlines(), max_tokens, lambda part: len(tokenize(speech.tts, part)), language)
 
     def utterance(number: int) -> Iterator[Chunk]:
