@@ -496,11 +496,12 @@ def test_play(call, checkpoint, requests, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lines.txt").write_text("One.\nTwo.\n")
     words = "--model", checkpoint("custom_voice"), "--device", "cpu", "--max-seq-len", 300, "--play", "--pause", 0.1
-    for more in (("--text-file", "lines.txt", "--join", "--output", "out.wav"), ("--text", "-")):
+    file = "--text-file", "lines.txt"
+    for more in ((*file, "--join", "--output", "out.wav"), ("--text", "-"), file):
         device = FakeSoundDevice()
         monkeypatch.setitem(sys.modules, "sounddevice", device)
-        with open("lines.txt") as file:
-            monkeypatch.setattr(sys, "stdin", file)
+        with open("lines.txt") as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
             code, stdout, stderr = call(main, *words, *more)
         assert (code, stderr) == (0, "") and stdout.startswith(f"{'out.wav' if '--join' in more else 'played'}: 0.42 s")
         assert device.calls == [(24000, 1, "float32"), "start", "stop", "abort", "close"]

@@ -107,7 +107,7 @@ def read_job() -> Job:
     stream = asked.stream or asked.play
     join = asked.join or (asked.play and asked.output is None)
     check_text_source(asked, text, stream)
-    check_pairs(asked, is_pipe=text == "-" and stream)
+    check_pairs(asked, goes_to_one_file=join or (text == "-" and stream))
     texts = None if text == "-" else read_texts(text, asked.text_file, asked.paragraphs)
     if texts:
         check_number_of_files(texts, join, output)
@@ -251,7 +251,7 @@ def is_file(speaker: str | None) -> bool:
     return bool(speaker) and (speaker.lower().endswith((".pt", *RECORDINGS)) or os.path.isfile(speaker))
 
 
-def check_pairs(asked: argparse.Namespace, is_pipe: bool) -> None:
+def check_pairs(asked: argparse.Namespace, goes_to_one_file: bool) -> None:
     """Options that mean something only beside another one."""
     if asked.speaker and asked.speaker.lower().endswith(RECORDINGS):
         raise ValueError(f"{asked.speaker} is a recording, not a speaker: give it as --ref-audio {asked.speaker}")
@@ -263,7 +263,7 @@ def check_pairs(asked: argparse.Namespace, is_pipe: bool) -> None:
         raise ValueError("--no-append-silence is for a recording with its transcript: give --ref-text, or leave it out")
     if asked.retry and not asked.limit_speech:
         raise ValueError("--retry speaks again what --limit-speech has stopped: leave out --no-limit-speech")
-    if asked.pause is not None and not (asked.join or is_pipe):
+    if asked.pause is not None and not goes_to_one_file:
         raise ValueError("--pause is the silence between utterances in one file: add --join")
 
 
