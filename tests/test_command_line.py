@@ -37,7 +37,6 @@ from qwen3_tts_cuda_graphs.common.loading import load
 from qwen3_tts_cuda_graphs.common.published import KIND_OF, LANGUAGE_IDS, SPEAKERS, model_name, published_config
 from qwen3_tts_cuda_graphs.common.scripts import install_command
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker
-from qwen3_tts_cuda_graphs.speech import long_text
 
 
 @pytest.fixture(scope="module")
@@ -495,11 +494,12 @@ def test_play(call, checkpoint, requests, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lines.txt").write_text("One.\nTwo.\n")
     words = "--model", checkpoint("custom_voice"), "--device", "cpu", "--max-seq-len", 300, "--play", "--pause", 0.1
-    for more in (("--text-file", "lines.txt", "--join", "--output", "out.wav"), ("--text", "-")):
+    file = "--text-file", "lines.txt"
+    for more in ((*file, "--join", "--output", "out.wav"), ("--text", "-"), file):
         device = FakeSoundDevice()
         monkeypatch.setitem(sys.modules, "sounddevice", device)
-        with open("lines.txt") as file:
-            monkeypatch.setattr(sys, "stdin", file)
+        with open("lines.txt") as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
             code, stdout, stderr = call(main, *words, *more)
         assert (code, stderr) == (0, "") and stdout.startswith(f"{'out.wav' if '--join' in more else 'played'}: 0.42 s")
         assert device.calls == [(24000, 1, "float32"), "start", "stop", "abort", "close"]
@@ -884,9 +884,6 @@ def test_the_scripts_themselves_import_nothing_slow_first(script, option, slow):
 def test_what_is_written_twice_is_the_same():
     """options.py cannot import these from generate.py and fast/, which import torch."""
     assert checkpoints.MODELS == MODELS
-    assert checkpoints.LANGUAGES == {code: name for name, code in long_text.LANGUAGE_CODES.items()}
-    limits = long_text.PAUSE, long_text.MIN_FRAME_LIMIT, long_text.FRAMES_PER_TOKEN
-    assert (cli_options.PAUSE, cli_options.MIN_FRAME_LIMIT, cli_options.FRAMES_PER_TOKEN) == limits
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from helpers import GREEDY, joined
 
 from qwen3_tts_cuda_graphs.cli import __main__ as cli
 from qwen3_tts_cuda_graphs.cli import speaking
+from qwen3_tts_cuda_graphs.prompts.cut import cut_by_estimate, sentences, split_text
 from qwen3_tts_cuda_graphs.speech.accelerated import Accelerated
-from qwen3_tts_cuda_graphs.speech.long_text import frame_limit, sentences, speak, split_text, stream_long
+from qwen3_tts_cuda_graphs.speech.long_text import frame_limit, speak, stream_long
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 SENTENCES = "Dr. Smith paid $3.50 to J. R. Jones. Really? Yes! ", "今天天气真好。我们去公园吧！", "Это тест. Да, так. "
@@ -55,9 +56,9 @@ def test_nothing_is_lost_and_everything_fits(limit, splitter, monkeypatch):
     gap = "\u2009" * 200  # "not enough values to unpack"
     paragraphs = ["".join(SENTENCES) * 3, "a" * 100, "word " * 50, "x", f"One.{gap}Two{gap}three. {gap}Four."]
     paragraphs += ["e" + "\u0301" * 5000, "；".join("今天天气真好") * 30, "สวัสดี" * 100, "0123456789abcdef" * 200]
-    utterances = split_text(paragraphs, no_longer_than(limit))
-    assert max(map(len, utterances)) <= limit
-    assert re.sub(r"\s", "", "".join(utterances)) == re.sub(r"\s", "", "".join(paragraphs))
+    parts = split_text(paragraphs, no_longer_than(limit))
+    assert max(map(len, parts)) <= limit
+    assert re.sub(r"\s", "", "".join(parts)) == re.sub(r"\s", "", "".join(paragraphs))
 
 
 @pytest.mark.parametrize("space", "\u00a0\u2003\u202f\u3000\u1680\u205f\x85\u2028", ids=ascii)
@@ -65,9 +66,19 @@ def test_nothing_is_lost_and_everything_fits(limit, splitter, monkeypatch):
 def test_a_text_that_sentencex_panics_at(space, language, capfd):
     """A capital, a space that is not ASCII and a full stop; its panic is no Exception, and is printed, too."""
     text = f"Take vitamin C{space}. And{space}more of it. Or Ж{space}. Yes."
-    utterances = split_text([text], no_longer_than(30), language)
-    assert re.sub(r"\s", "", "".join(utterances)) == re.sub(r"\s", "", text) and max(map(len, utterances)) <= 30
-    assert len(utterances) == 2 and capfd.readouterr().err == ""
+    parts = split_text([text], no_longer_than(30), language)
+    assert re.sub(r"\s", "", "".join(parts)) == re.sub(r"\s", "", text) and max(map(len, parts)) <= 30
+    assert len(parts) == 2 and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("text", ["1 " * 2000, "One sentence. " * 100 + "a " * 500, "x" * 1000, "Short."])
+def test_few_counts_are_enough_for_an_estimate(text):
+    """Each count stops the engine: a client stopped it for half a second with every text, once for each word."""
+    counted = []
+    parts = cut_by_estimate(text, 100, lambda part: counted.append(part) or len(part.replace(" ", "")))
+    assert "".join(parts).replace(" ", "") == text.replace(" ", "")
+    assert all(len(part.replace(" ", "")) <= 100 for part in parts)
+    assert len(counted) <= 1 + 2 * len(parts)
 
 
 def test_a_splitter_that_fails_is_replaced(monkeypatch):

@@ -1284,7 +1284,7 @@ def test_text_that_can_never_fit(server, speech, response_format):
 
 
 def test_speech_that_is_cut_off_is_not_a_short_file(server, caplog):
-    """A speech may reach the end of the cache: the client must not take it for complete.
+    """Speech may reach the end of the cache: the client must not take it for complete.
 
     uvicorn's own words for it, "ASGI callable returned without completing response", were an error in the log.
     """
@@ -1319,20 +1319,6 @@ def test_a_long_text_is_spoken_in_parts(checkpoint, wav, tmp_path):
         in_context = {"ref_audio": base64.b64encode(wav).decode(), "ref_text": "x" * 450}
         answer = server.speak(input=" ".join(sentences), **in_context, **fields)
         assert answer.status == 400 and "too little is left for speech: shorten input" in answer.error["message"]
-
-
-def test_parts_of_a_long_text(monkeypatch):
-    """Each count stops the engine: a client stopped it for half a second with every text, once for each word."""
-    counted = []
-    monkeypatch.setattr(engine_host, "tokenize", lambda tts, text: counted.append(text) or text.replace(" ", ""))
-    host = object.__new__(engine_host.EngineHost)
-    host.tts = None
-    for text in ("1 " * 2000, "One sentence. " * 100 + "a " * 500, "x" * 1000, "Short."):
-        counted.clear()
-        parts = host.parts(text, 100, None)
-        assert "".join(parts).replace(" ", "") == text.replace(" ", "")
-        assert all(len(part.replace(" ", "")) <= 100 for part in parts)
-        assert len(counted) <= 1 + 2 * len(parts)
 
 
 def test_a_worker_that_is_to_end_speaks_the_other_parts(checkpoint, tmp_path):
@@ -1635,7 +1621,7 @@ def test_servers_that_share_a_folder_share_its_voices(server, speech, checkpoint
 
 
 async def sent_by(receive, chunks):
-    """What a SpeechResponse sends, of a speech that `chunks` makes."""
+    """What a SpeechResponse sends, of speech that `chunks` makes."""
     sent = []
 
     async def send(message):
@@ -1646,7 +1632,7 @@ async def sent_by(receive, chunks):
             return chunks()
 
     wanted = parse(SpeechRequest, {"input": "Hi.", "response_format": "pcm"})
-    spoken = Spoken(rate=24000, speech=SimpleNamespace(responses=0))
+    spoken = Spoken(rate=24000, service=SimpleNamespace(responses=0))
     response = SpeechResponse(spoken, wanted, Settings(request_seconds=LIMIT))
     await asyncio.wait_for(response({"type": "http", "request_id": "1"}, receive, send), LIMIT)
     return sent

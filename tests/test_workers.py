@@ -388,7 +388,7 @@ class Panic(BaseException):
 @pytest.mark.parametrize(
     "function, status",
     [
-        ("qwen3_tts_cuda_graphs.serving.engine_host.split_text", 500),
+        ("qwen3_tts_cuda_graphs.serving.engine_host.cut_by_estimate", 500),
         ("qwen3_tts_cuda_graphs.serving.engine_host.tokenize", 500),
         ("qwen3_tts_cuda_graphs.speech.intake.request_for", 500),
         ("qwen3_tts_cuda_graphs.serving.engine_host.clone_prompt", 500),

@@ -1,9 +1,9 @@
 """The commands `qwen3-tts speak`, which is also `python generate.py`, and `qwen3-tts clone`.
 
 __main__.py     checks the options, then imports what takes time, then speaks
-options.py      its options, checked as far as nothing slow must be imported
+options.py      its options, checked as far as nothing slow must be imported: a Job
 clone.py        recording -> speaker.pt
-speaking.py     the checks that need torch or the tokenizer; then load, speak and write
+speaking.py     does the Job: the checks that need torch or the tokenizer, then load, speak and write
 text_files.py   text from a pipe, while it is written
 player.py       --play
 finished_parts.py

@@ -5,14 +5,14 @@ from qwen3_tts_cuda_graphs.common.scripts import cli_errors, heavy_imports, show
 
 def main() -> None:
     with cli_errors():  # also of imports: this may be a Python without the packages
-        from qwen3_tts_cuda_graphs.cli.options import parse_arguments
+        from qwen3_tts_cuda_graphs.cli.options import read_job
 
-        args = parse_arguments()
-        show_progress(f"loading {args.model}")
-        with heavy_imports(args.device):
+        job = read_job()
+        show_progress(f"loading {job.model}")
+        with heavy_imports(job.device):
             from qwen3_tts_cuda_graphs.cli.speaking import run
 
-        run(args)
+        run(job)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Parts:
             )
 
     def are_own(self) -> bool:
-        """Whether those in the folder are of this text and these options."""
+        """Whether the files in the folder belong to this text and these options."""
         return self.label.is_file() and self.label.read_text() == self.fingerprint
 
     def open(self, resume: bool) -> None:
@@ -62,7 +62,7 @@ class Parts:
                 yield block / 32767, file.samplerate
 
     def samples(self, pause: float) -> int:
-        """At most so many are in all utterances with a pause after each."""
+        """An upper bound for all utterances with a pause after each."""
         parts = [soundfile.info(part) for part in self.folder.glob("[0-9]*.wav")]
         return sum(part.frames + math.ceil(pause * part.samplerate) for part in parts)
 

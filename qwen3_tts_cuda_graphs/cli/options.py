@@ -1,11 +1,13 @@
-"""The options of `qwen3-tts speak`, which is also `python generate.py`, and the checks that need
-no package that is slow to import.
+"""The options of `qwen3-tts speak`, which is also `python generate.py`, checked as far as no package is needed that is
+slow to import.
 
 The checkpoint's config.json says what kind of model it is, which speakers and languages it has, and which numbers it
-takes. speaking.py does the rest. A mistake ends the script with one line that says what to do, and exit code 2.
+takes. A mistake ends the script with one line that says what to do, and exit code 2. What is left is a Job for
+speaking.py.
 """
 
 import argparse
+import dataclasses
 import itertools
 import os
 import sys
@@ -33,26 +35,12 @@ from qwen3_tts_cuda_graphs.common.checkpoints import (
 from qwen3_tts_cuda_graphs.common.output_files import check_format, check_writable, is_special
 from qwen3_tts_cuda_graphs.common.published import MODELS, SPEAKERS, model_name, published_config
 from qwen3_tts_cuda_graphs.common.scripts import Parser, check_device_name, install_command
+from qwen3_tts_cuda_graphs.prompts.cut import FRAMES_PER_TOKEN, MIN_FRAME_LIMIT, PAUSE
 
-# For --help. speech/long_text.py has the same, and importing it takes seconds.
-PAUSE, MIN_FRAME_LIMIT, FRAMES_PER_TOKEN = 0.4, 192, 12
 OUTPUT = Path("speech.wav")
 PLAYED_ONLY = Path(os.devnull)
-RECORDINGS = (
-    ".wav",
-    ".flac",
-    ".ogg",
-    ".oga",
-    ".opus",
-    ".mp3",
-    ".m4a",
-    ".aac",
-    ".aif",
-    ".aiff",
-    ".webm",
-    ".mp4",
-    ".wma",
-)
+RECORDINGS = tuple(".wav .flac .ogg .oga .opus .mp3 .m4a .aac .aif .aiff .webm .mp4 .wma".split())
+SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 DESCRIPTION = "a warm, clear narrator"  # for a VoiceDesign model
 EXAMPLES = """examples:
   qwen3-tts speak "Hello!"                                            a preset voice, to speech.wav
@@ -64,8 +52,81 @@ EXAMPLES = """examples:
 """
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The options of generate.py. Adds `config`, `texts` (None: on stdin) and `voice`, a recording or None."""
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is to be spoken, how, and where it goes: the options, checked, with their defaults."""
+
+    model: str
+    config: dict
+    device: str | None  # speaking.py makes it a torch.device
+    dtype: str | None  # speaking.py makes it a torch.dtype
+    max_seq_len: int
+    fused: bool | None
+
+    speaker: str | None  # a file or a name
+    ref_audio: Path | None
+    ref_text: str | None
+    silence: float  # seconds between them and the speech
+    instruct: str | None
+    voice: tuple | list | dict | None  # samples and rate of the recording, or the voice in the speaker's file
+
+    texts: list[str] | Pipe | None  # None: still to be read from stdin
+    text_file: Path | None
+    paragraphs: bool
+    language: str
+    non_streaming_mode: bool | None
+
+    output: Path
+    join: bool
+    pause: float
+    speed: float
+    resume: bool
+    stream: bool
+    play: bool
+
+    limit_speech: bool
+    retry: int
+    seed: int | None
+    sampling: dict[str, float | None]
+
+    @property
+    def kind(self) -> str:
+        return self.config["tts_model_type"]
+
+
+def read_job() -> Job:
+    """The command line's job. Cheap checks come first."""
+    asked = make_parser().parse_args()
+    text = text_of(asked)
+    model = default_model(asked) if asked.model is None else asked.model
+    if asked.list_speakers or asked.list_languages:
+        print_lists(asked, model)
+        sys.exit()
+    check_device_name(asked.device)
+    output = output_of(asked)
+    stream = asked.stream or asked.play
+    join = asked.join or (asked.play and asked.output is None)
+    check_text_source(asked, text, stream)
+    check_pairs(asked, goes_to_one_file=join or (text == "-" and stream))
+    texts = None if text == "-" else read_texts(text, asked.text_file, asked.paragraphs)
+    if texts:
+        check_number_of_files(texts, join, output)
+
+    config = published_config(model) or read_config(model)
+    for name in number_ranges(config):
+        check_number(config, name, getattr(asked, name))
+    if asked.speed != 1 and find_spec("av") is None:
+        raise ValueError(f"--speed needs PyAV: run {install_command('av')}, or leave it out")
+    decided = dict(model=model, texts=texts, output=output, join=join, stream=stream, **voice_of(asked, model, config))
+    decided["pause"] = PAUSE if asked.pause is None else asked.pause
+    decided["silence"] = 0.0 if asked.no_append_silence else REFERENCE_SILENCE
+    decided["sampling"] = {name: getattr(asked, name) for name in SAMPLING}
+    decided["config"] = read_config(model)  # a published model's own only now: the hub may be slow
+    names = {field.name for field in dataclasses.fields(Job)}
+    return Job(**{name: value for name, value in vars(asked).items() if name in names} | decided)
+
+
+def make_parser() -> Parser:
     parser = Parser(
         prog="qwen3-tts speak",
         description="Speak with Qwen3-TTS.",
@@ -165,35 +226,24 @@ def parse_arguments() -> argparse.Namespace:
         help="require or avoid the megakernel; default: use it where it runs",
     )
 
-    args = parser.parse_args()
-    take_words(args)
-    args.model = default_model(args) if args.model is None else args.model
-    if args.list_speakers or args.list_languages:
-        args.config = published_config(args.model) or read_config(args.model)
-        print_lists(args)
-        sys.exit()
-    check_device_name(args.device)
-    check_output(args)
-    check_text_source(args)
-    check_pairs(args)
-    args.texts = None if args.text == "-" else read_texts(args)
-    if args.texts:
-        check_number_of_files(args)
-
-    args.config = published_config(args.model) or read_config(args.model)
-    for name in number_ranges(args.config):
-        check_number(args.config, name, getattr(args, name))
-    if args.speed != 1 and find_spec("av") is None:
-        raise ValueError(f"--speed needs PyAV: run {install_command('av')}, or leave it out")
-    args.voice = None
-    check_voice(args)
-    args.config = read_config(args.model)  # of a published model only now: the hub may be slow
-    return args
+    return parser
 
 
-def default_model(args: argparse.Namespace) -> str:
+def text_of(asked: argparse.Namespace) -> str | None:
+    """--text, or the words without an option."""
+    if not asked.words:
+        return asked.text
+    text = " ".join(asked.words)
+    if asked.text is not None or asked.text_file is not None:
+        raise ValueError(f"{text[:40]!r} is a second text: give one, as --text or without an option")
+    if os.path.isfile(text):
+        raise ValueError(f"{text} is a file: give it as --text-file {text}, or as --text to speak its name")
+    return text
+
+
+def default_model(asked: argparse.Namespace) -> str:
     """Without a voice to clone, one that has voices of its own."""
-    return CLONING_MODEL if is_file(args.speaker) or args.ref_audio or args.ref_text else PRESET_MODEL
+    return CLONING_MODEL if is_file(asked.speaker) or asked.ref_audio or asked.ref_text else PRESET_MODEL
 
 
 def is_file(speaker: str | None) -> bool:
@@ -201,90 +251,91 @@ def is_file(speaker: str | None) -> bool:
     return bool(speaker) and (speaker.lower().endswith((".pt", *RECORDINGS)) or os.path.isfile(speaker))
 
 
-def check_pairs(args: argparse.Namespace) -> None:
+def check_pairs(asked: argparse.Namespace, goes_to_one_file: bool) -> None:
     """Options that mean something only beside another one."""
-    if args.speaker and args.speaker.lower().endswith(RECORDINGS):
-        raise ValueError(f"{args.speaker} is a recording, not a speaker: give it as --ref-audio {args.speaker}")
-    if args.ref_text is not None and args.ref_audio is None:
+    if asked.speaker and asked.speaker.lower().endswith(RECORDINGS):
+        raise ValueError(f"{asked.speaker} is a recording, not a speaker: give it as --ref-audio {asked.speaker}")
+    if asked.ref_text is not None and asked.ref_audio is None:
         raise ValueError("--ref-text is the transcript of --ref-audio: give that recording, too, or leave it out")
-    if args.ref_text is not None and not args.ref_text.strip():
+    if asked.ref_text is not None and not asked.ref_text.strip():
         raise ValueError("--ref-text is empty: give the transcript of --ref-audio, or leave it out")
-    if args.no_append_silence and args.ref_text is None:
+    if asked.no_append_silence and asked.ref_text is None:
         raise ValueError("--no-append-silence is for a recording with its transcript: give --ref-text, or leave it out")
-    if args.retry and not args.limit_speech:
+    if asked.retry and not asked.limit_speech:
         raise ValueError("--retry speaks again what --limit-speech has stopped: leave out --no-limit-speech")
-    is_pipe = args.text == "-" and args.stream
-    if args.pause is not None and not (args.join or is_pipe):
+    if asked.pause is not None and not goes_to_one_file:
         raise ValueError("--pause is the silence between utterances in one file: add --join")
-    args.pause = PAUSE if args.pause is None else args.pause
 
 
-def print_lists(args: argparse.Namespace) -> None:
-    speakers = args.config["talker_config"]["spk_id"]
-    if args.list_speakers and not speakers:
+def print_lists(asked: argparse.Namespace, model: str) -> None:
+    config = published_config(model) or read_config(model)
+    speakers = config["talker_config"]["spk_id"]
+    if asked.list_speakers and not speakers:
         models = " or ".join(MODELS_OF_KIND["custom_voice"])
-        raise ValueError(f"{args.model} has no speakers of its own: use --model {models}")
-    if args.list_speakers:
+        raise ValueError(f"{model} has no speakers of its own: use --model {models}")
+    if asked.list_speakers:
         print(*sorted(speakers), sep="\n")
-    if args.list_languages:
-        print(*sorted(languages(args.config)), sep="\n")
+    if asked.list_languages:
+        print(*sorted(languages(config)), sep="\n")
 
 
-def check_voice(args: argparse.Namespace) -> None:
-    """Whether the options describe a voice that this model can speak with."""
-    kind = args.config["tts_model_type"]
-    speakers = args.config["talker_config"]["spk_id"]
-    check_kind(args, "--ref-audio", args.ref_audio, "base")
-    check_kind(args, "--ref-text", args.ref_text, "base")
-    check_kind(args, "--instruct", args.instruct, "custom_voice", "voice_design", size="1.7B")
+def voice_of(asked: argparse.Namespace, model: str, config: dict) -> dict:
+    """The voice and language that the options describe, as fields of a Job, if this model can speak with them."""
+    kind, speakers = config["tts_model_type"], config["talker_config"]["spk_id"]
+    speaker, instruct, recording = asked.speaker, asked.instruct, None
+
+    def check_kind(option: str, value, *kinds: str, size: str = "") -> None:
+        if value and kind not in kinds:
+            models = " or ".join(name for other in kinds for name in MODELS_OF_KIND[other] if size in name)
+            raise ValueError(f"{option} is not for {model}, {KINDS[kind]}: use it with --model {models}")
+
+    check_kind("--ref-audio", asked.ref_audio, "base")
+    check_kind("--ref-text", asked.ref_text, "base")
+    check_kind("--instruct", instruct, "custom_voice", "voice_design", size="1.7B")
     kinds = ["base", "custom_voice"]
-    if str(args.speaker).lower() not in speakers and (is_file(args.speaker) or str(args.speaker).lower() in SPEAKERS):
-        kinds = ["base"] if is_file(args.speaker) else ["custom_voice"]
-    check_kind(args, f"--speaker {args.speaker}", args.speaker, *kinds)
+    if str(speaker).lower() not in speakers and (is_file(speaker) or str(speaker).lower() in SPEAKERS):
+        kinds = ["base"] if is_file(speaker) else ["custom_voice"]
+    check_kind(f"--speaker {speaker}", speaker, *kinds)
     if kind == "base":
-        check_cloning(args)
+        speaker, recording = cloned_voice(asked, model)
     elif kind == "custom_voice":
-        args.speaker = min(speakers, default=None) if args.speaker is None else args.speaker
-        check_choice("speaker", args.speaker, speakers)
-        if args.instruct and args.config.get("tts_model_size") == "0b6":
+        speaker = min(speakers, default=None) if speaker is None else speaker
+        check_choice("speaker", speaker, speakers)
+        if instruct and config.get("tts_model_size") == "0b6":
             raise ValueError(
-                f"--instruct is not for {args.model}, whose speakers take no instruction: use it with --model "
+                f"--instruct is not for {model}, whose speakers take no instruction: use it with --model "
                 "1.7B-CustomVoice"
             )
     else:
-        args.instruct = args.instruct or DESCRIPTION
-    args.language = language_name(args.language)
-    check_choice("language", args.language, languages(args.config))
+        instruct = instruct or DESCRIPTION
+    language = language_name(asked.language)
+    check_choice("language", language, languages(config))
+    return dict(speaker=speaker, instruct=instruct, voice=recording, language=language)
 
 
-def check_kind(args: argparse.Namespace, option: str, value, *kinds: str, size: str = "") -> None:
-    kind = args.config["tts_model_type"]
-    if value and kind not in kinds:
-        models = " or ".join(name for other in kinds for name in MODELS_OF_KIND[other] if size in name)
-        raise ValueError(f"{option} is not for {args.model}, {KINDS[kind]}: use it with --model {models}")
-
-
-def check_cloning(args: argparse.Namespace) -> None:
-    own = Path(args.model) / "speaker.pt"
-    if args.speaker is None and args.ref_audio is None and args.ref_text is None and own.is_file():
-        args.speaker = str(own)
-    if (args.speaker is None) == (args.ref_audio is None):
+def cloned_voice(asked: argparse.Namespace, model: str) -> tuple[str | None, tuple | None]:
+    """A speaker's file or a recording, which is read here."""
+    speaker, own = asked.speaker, Path(model) / "speaker.pt"
+    if speaker is None and asked.ref_audio is None and asked.ref_text is None and own.is_file():
+        speaker = str(own)
+    if (speaker is None) == (asked.ref_audio is None):
         raise ValueError(
-            f"{args.model} clones a voice: give it --ref-audio voice.wav or --speaker speaker.pt (made "
+            f"{model} clones a voice: give it --ref-audio voice.wav or --speaker speaker.pt (made "
             "with qwen3-tts clone), one of the two, or use --model 0.6B-CustomVoice, which has voices"
         )
-    if args.ref_audio is None:
-        check_speaker_file(args.speaker)
-        return
-    from qwen3_tts_cuda_graphs.common.audio_files import read_audio  # which imports numpy
+    if asked.ref_audio is None:
+        check_speaker_file(speaker)
+        return speaker, None
+    from qwen3_tts_cuda_graphs.common.audio_files import read_audio  # imports numpy
 
-    audio, rate = args.voice = read_audio(args.ref_audio)
+    audio, rate = read_audio(asked.ref_audio)
     frames = int(len(audio) / rate * FRAME_RATE)
-    if args.ref_text and frames >= args.max_seq_len:  # with a transcript it takes one position of the cache per frame
+    if asked.ref_text and frames >= asked.max_seq_len:  # with a transcript it takes one position of the cache per frame
         raise ValueError(
-            f"{args.ref_audio} takes {frames} positions, the cache has {args.max_seq_len}: give a shorter recording, "
+            f"{asked.ref_audio} takes {frames} positions, the cache has {asked.max_seq_len}: give a shorter recording, "
             "or a larger --max-seq-len"
         )
+    return None, (audio, rate)
 
 
 def check_choice(what: str, word: str | None, known: Iterable[str]) -> None:
@@ -294,48 +345,33 @@ def check_choice(what: str, word: str | None, known: Iterable[str]) -> None:
         raise ValueError(f"{found}: choose {nearest(word, known)} (--list-{what}s shows all)")
 
 
-def take_words(args: argparse.Namespace) -> None:
-    """A text without an option is --text."""
-    words = vars(args).pop("words")
-    if not words:
-        return
-    text = " ".join(words)
-    if args.text is not None or args.text_file is not None:
-        raise ValueError(f"{text[:40]!r} is a second text: give one, as --text or without an option")
-    if os.path.isfile(text):
-        raise ValueError(f"{text} is a file: give it as --text-file {text}, or as --text to speak its name")
-    args.text = text
-
-
-def check_text_source(args: argparse.Namespace) -> None:
-    if (args.text is None) == (args.text_file is None):
+def check_text_source(asked: argparse.Namespace, text: str | None, stream: bool) -> None:
+    if (text is None) == (asked.text_file is None):
         raise ValueError("give what to say as --text, --text-file, or --text - for stdin, one of them")
-    if str(args.text_file) == "-":
+    if str(asked.text_file) == "-":
         raise ValueError("--text-file - is no file: use --text - for stdin")
-    if args.text == "-" and sys.stdin is None:
+    if text == "-" and sys.stdin is None:
         raise ValueError("--text - reads stdin, which is closed: pipe a text into it")
     for option in ("paragraphs", "non_streaming_mode", "retry"):
-        if args.text == "-" and args.stream and getattr(args, option):
+        if text == "-" and stream and getattr(asked, option):
             name = "--" + option.replace("_", "-")
             raise ValueError(f"{name} needs the whole text at once: leave it out, or leave out --stream")
 
 
-def read_texts(args: argparse.Namespace) -> list[str] | Pipe:
-    """The utterances, one per line."""
-    if args.text == "-" and args.stream:
-        return Pipe(sys.stdin.buffer)
+def read_texts(text: str | None, file: Path | None, paragraphs: bool) -> list[str]:
+    """The utterances, one per line. text: - for stdin"""
+    source = file or ("stdin" if text == "-" else "--text")
     try:
-        if args.text_file:
-            text = args.text_file.read_text(encoding="utf-8")
-        else:
-            text = sys.stdin.read() if args.text == "-" else args.text
+        if file:
+            text = file.read_text(encoding="utf-8")
+        elif text == "-":
+            text = sys.stdin.read()
         text.encode()  # bytes on the command line that are not UTF-8 fail here
     except (OSError, UnicodeError) as error:
-        source = args.text_file or ("stdin" if args.text == "-" else "--text")
         reason = "it is not UTF-8" if isinstance(error, UnicodeError) else error.strerror
         raise ValueError(f"cannot read {source}: {reason}: give a text") from None
     lines = [line.strip() for line in text.removeprefix("\ufeff").splitlines()]  # without a byte order mark
-    if args.paragraphs:
+    if paragraphs:
         blocks = itertools.groupby(lines, key=bool)
         lines = [" ".join(block) for is_text, block in blocks if is_text]
     texts = [line for line in lines if line]
@@ -344,23 +380,24 @@ def read_texts(args: argparse.Namespace) -> list[str] | Pipe:
     return texts
 
 
-def check_output(args: argparse.Namespace) -> None:
-    if args.play:
+def output_of(asked: argparse.Namespace) -> Path:
+    """The file to write, PLAYED_ONLY, or - for stdout."""
+    output = asked.output
+    if asked.play:
         sound_device()
-        args.stream = True
-        if args.output is None:
-            args.output, args.join = PLAYED_ONLY, True
-    if args.output is None and args.resume:
+        output = output or PLAYED_ONLY
+    if output is None and asked.resume:
         raise ValueError("--resume needs the --output of the run that was interrupted: give it")
-    if args.output is None:
-        args.output = free_name(OUTPUT)
-    if args.resume and (args.stream or not goes_to_file(args.output)):
+    if output is None:
+        output = free_name(OUTPUT)
+    if asked.resume and (asked.stream or asked.play or not goes_to_file(output)):
         raise ValueError("--resume keeps the finished utterances of a file: leave it out with --stream and --output -")
-    if str(args.output) == "-" and sys.stdout is None:
+    if str(output) == "-" and sys.stdout is None:
         raise ValueError("--output - writes to stdout, which is closed: pipe it into a player")
-    if str(args.output) != "-":
-        check_writable(args.output, args.ref_audio, args.speaker, args.text_file)
-        check_format(args.output)
+    if str(output) != "-":
+        check_writable(output, asked.ref_audio, asked.speaker, asked.text_file)
+        check_format(output)
+    return output
 
 
 def free_name(path: Path) -> Path:
@@ -373,15 +410,9 @@ def free_name(path: Path) -> Path:
     return next(name for name in names if not is_taken(name))
 
 
-def check_number_of_files(args: argparse.Namespace) -> None:
-    """Whether --output and --join suit the number of utterances."""
-    if len(args.texts) > 1 and not args.join and not goes_to_file(args.output):
-        raise ValueError(f"{len(args.texts)} utterances cannot go to stdout one by one: add --join")
-
-
-def has_parts(args: argparse.Namespace) -> bool:
-    """Whether finished utterances are kept until all are spoken, for --resume."""
-    return len(args.texts) > 1 and goes_to_file(args.output) and not args.stream
+def check_number_of_files(texts: list[str], join: bool, output: Path) -> None:
+    if len(texts) > 1 and not join and not goes_to_file(output):
+        raise ValueError(f"{len(texts)} utterances cannot go to stdout one by one: add --join")
 
 
 def goes_to_file(output: Path) -> bool:

@@ -61,7 +61,7 @@ class Player:
         try:
             while (audio := self.queue.get()) is not None:
                 self.device.write(audio)
-            self.device.stop()  # when all is heard
+            self.device.stop()  # returns when all was heard
         except self.package.PortAudioError as error:
             self.error = error
 

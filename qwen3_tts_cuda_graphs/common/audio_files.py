@@ -29,13 +29,13 @@ from qwen3_tts_cuda_graphs.common.output_files import (
 
 Chunk = tuple[np.ndarray, int]  # float samples from -1 to 1, sample rate
 
-WAV_HEADER_BYTES = 36  # of the 44-byte header, those that the RIFF size field counts
-MAX_WAV_BYTES = 0xFFFFFFFF - WAV_HEADER_BYTES  # of samples
-UNKNOWN_LENGTH = MAX_WAV_BYTES  # for a stream whose header cannot be corrected later
-MAX_SECONDS = 600.0  # of a phone's recording
+WAV_HEADER_BYTES = 36  # those of the 44-byte header that the RIFF size field counts
+MAX_WAV_BYTES = 0xFFFFFFFF - WAV_HEADER_BYTES  # samples that the header can count
+UNKNOWN_LENGTH = MAX_WAV_BYTES  # in the header of a stream, which cannot be corrected later
+MAX_SECONDS = 600.0  # longest recording that PyAV decodes
 MAX_RATE = 192_000  # Hz
-CODECS = {"aac", "alac", "flac", "mp3", "opus", "pcm_s16le", "vorbis"}  # of such a recording
-RECORDINGS = "a WAV, FLAC, OGG, MP3, M4A, AAC or WebM file"  # that can be read
+CODECS = {"aac", "alac", "flac", "mp3", "opus", "pcm_s16le", "vorbis"}  # the only ones that PyAV decodes
+RECORDINGS = "a WAV, FLAC, OGG, MP3, M4A, AAC or WebM file"  # what can be read
 if find_spec("av") is None:
     RECORDINGS = "a WAV, FLAC, OGG or MP3 file, or run pip install av, which reads M4A, AAC and WebM"
 
@@ -70,7 +70,7 @@ def demuxer_for(start: bytes) -> str | None:
     if start[4:8] in (b"ftyp", b"moov", b"mdat", b"wide"):
         return "mp4"
     if start[:4] == b"\x1a\x45\xdf\xa3":
-        return "matroska"  # or WebM
+        return "matroska"  # WebM, too
     has_aac_header = len(start) > 1 and start[0] == 0xFF and start[1] & 0xF6 == 0xF0  # MP3 has a layer there
     return "aac" if has_aac_header else None
 
@@ -175,7 +175,7 @@ def write_wav(path: Path, chunks: Iterable[Chunk], length_is_known: bool = False
             samples = to_int16(audio).tobytes()
             with write_errors(path):
                 if size == 0:
-                    to_stdout = str(path) == "-"  # which may be a file with something else in front
+                    to_stdout = str(path) == "-"  # stdout may be a file with something else in front
                     file = open_stdout() if to_stdout else open(path, "wb")
                     files.callback(close_quietly, file)
                     can_correct = file.seekable() and not to_stdout

@@ -17,6 +17,7 @@ import huggingface_hub
 
 from qwen3_tts_cuda_graphs.common.published import MODELS, SPEAKERS, model_name, published_config
 from qwen3_tts_cuda_graphs.common.scripts import show_progress
+from qwen3_tts_cuda_graphs.prompts.cut import LANGUAGES
 
 KINDS = {
     "base": "a Base model, which clones voices",
@@ -44,23 +45,11 @@ SAMPLING_DEFAULTS = {  # numbers in generation_config.json
     *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens"),
     *("subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p"),
 }
-LANGUAGES = {  # ISO 639-1 code -> the models' name; speech/long_text.py has the same
-    "zh": "chinese",
-    "en": "english",
-    "de": "german",
-    "it": "italian",
-    "pt": "portuguese",
-    "es": "spanish",
-    "ja": "japanese",
-    "ko": "korean",
-    "fr": "french",
-    "ru": "russian",
-}
 SMALL_FILES = ("*.json", "*.txt")  # all but the weights
 HUB_TIMEOUT = 10.0  # seconds
 TALKER_KEYS = {"hidden_size", "vocab_size", "max_position_embeddings", "spk_id", "codec_language_id"}
 TORCH_FILES = b"PK\3\4", b"\x80\2"  # how files of torch.save begin: a zip, or a pickle in those of old versions
-FRAME_RATE = 12.5  # of the 12 Hz models
+FRAME_RATE = 12.5  # frames per second, of the 12 Hz models
 REFERENCE_SILENCE = 0.5  # seconds between an in-context reference and the speech
 
 
@@ -294,7 +283,7 @@ def file_errors(folder: Path) -> Iterator[None]:
         yield
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        if "CUDA" in reason or "memory" in reason or reason.startswith(str(folder)):  # which load_weights raises
+        if "CUDA" in reason or "memory" in reason or reason.startswith(str(folder)):  # raised by load_weights
             raise
         reason = f"{type(error).__name__}: {reason}"
         problem = f"the configs or weights in {folder} are broken, or do not belong together ({reason})"
@@ -303,7 +292,7 @@ def file_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def complete_folder(model: str) -> Iterator[str]:
-    """For generate.load_upstream: the model's folder with its weights, which are downloaded if need be."""
+    """For load_upstream: the model's folder with its weights, which are downloaded if need be."""
     model = str(model)
     read_config(model)
     folder = local_folder(model, with_weights=True)

@@ -50,8 +50,8 @@ def model_errors() -> Iterator[None]:
     """Inside of cli_errors: what is not a ValueError yet becomes one, with what to do. The libraries are quiet."""
     for library in (transformers.utils, huggingface_hub.utils):
         library.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()  # of transformers 5, one for each part of the model
-    huggingface_hub.utils.enable_progress_bars()  # of downloads
+    transformers.utils.logging.disable_progress_bar()  # transformers 5 shows one for each part of the model
+    huggingface_hub.utils.enable_progress_bars()  # downloads take long
     try:
         yield
     except torch.OutOfMemoryError:

@@ -77,7 +77,7 @@ def replacement_for(path: Path) -> Iterator[Path]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """To a file or, for "-", to stdout."""
+    """Write to a file or, for "-", to stdout."""
     if str(path) == "-":
         with write_errors(path), open_stdout() as file:
             file.write(content)

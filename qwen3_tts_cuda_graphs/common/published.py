@@ -21,7 +21,7 @@ LANGUAGE_IDS = dict(
     russian=2069,
 )
 DIALECT_IDS = dict(beijing_dialect=2074, sichuan_dialect=2062)
-SPEAKERS = dict(  # of the CustomVoice models
+SPEAKERS = dict(  # name -> token id, in the CustomVoice models
     aiden=2861, dylan=2878, eric=2875, ono_anna=2873, ryan=3061, serena=3066, sohee=2864, uncle_fu=3010, vivian=3065
 )
 SPEAKER_DIALECTS = dict(dylan="beijing_dialect", eric="sichuan_dialect")

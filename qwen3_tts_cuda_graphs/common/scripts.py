@@ -144,7 +144,7 @@ def heavy_imports(device: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def not_installed(*names: str) -> Iterator[None]:
-    """To imports inside, these packages seem not to be installed."""
+    """Imports inside find that these packages are not installed."""
     names = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(names))
     try:
@@ -230,5 +230,5 @@ def install_command(package: str) -> str:
 
 
 def shown(path: Path) -> str:
-    """As somebody in this folder would type it."""
+    """A path as one types it in the current folder."""
     return os.path.relpath(path) if path.is_relative_to(os.getcwd()) else str(path)

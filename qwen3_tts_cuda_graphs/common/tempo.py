@@ -9,7 +9,7 @@ import numpy as np
 
 from qwen3_tts_cuda_graphs.common.audio_files import Chunk, to_int16
 
-SLOWEST_STEP = 0.5  # of FFmpeg's atempo: a slower tempo takes two of them
+SLOWEST_STEP = 0.5  # the slowest tempo of FFmpeg's atempo: a slower one takes two of them
 
 
 class Tempo:

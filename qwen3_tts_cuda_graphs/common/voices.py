@@ -13,6 +13,7 @@ import torch
 from qwen3_tts_cuda_graphs.common.audio_files import resample
 from qwen3_tts_cuda_graphs.common.checkpoints import REFERENCE_SILENCE, check_speaker_file
 from qwen3_tts_cuda_graphs.prompts.build import speaker_prompt
+from qwen3_tts_cuda_graphs.upstream import VoiceClonePromptItem
 
 
 def load_speaker(file: str | Path | BinaryIO, hidden_size: int, path: str | Path | None = None) -> dict | list:
@@ -63,9 +64,7 @@ def saved_item(content, path: str | Path) -> dict | None:
 
 
 def in_context_item(item: dict, path: str | Path):
-    """As upstream's methods take it."""
-    from qwen3_tts_cuda_graphs.upstream import VoiceClonePromptItem
-
+    """The item of a voice_clone_prompt."""
     codes, transcript = item["ref_code"], item["ref_text"]
     has_codes = torch.is_tensor(codes) and codes.dim() == 2 and not (codes.is_floating_point() or codes.is_complex())
     if not has_codes or not len(codes) or not isinstance(transcript, str) or not transcript.strip():

@@ -71,13 +71,13 @@ def check_encoding(style: Style) -> None:
         )
 
 
-async def encode_stream(utterance, style: Style, keep: Callable[[int], None] | None = None) -> AsyncIterator[bytes]:
+async def encode_stream(answer, style: Style, keep: Callable[[int], None] | None = None) -> AsyncIterator[bytes]:
     """Audio in the format and tempo of `style`, as it is made. Closing this ends the speech, too.
 
     keep: all of it comes at the end; this is told how many bytes are kept until then, and may raise an error
     """
     encoder, pieces = None, []
-    async with contextlib.aclosing(aiter(utterance)) as chunks:
+    async with contextlib.aclosing(aiter(answer)) as chunks:
         async for samples, rate in chunks:
             encoder = encoder or Encoder(style.response_format, rate, style.speed)
             data = await encoder.run(encoder.add, to_int16(samples))
@@ -177,7 +177,7 @@ class CompressedFile:
             self.stream.bit_rate = bit_rate
 
     def __del__(self):
-        """Of a client that has left. A container and its stream refer to each other until it is closed, and hold MB."""
+        """A client may leave early. A container and its stream refer to each other until it is closed, and hold MB."""
         with contextlib.suppress(av.FFmpegError):
             self.container.close()
 

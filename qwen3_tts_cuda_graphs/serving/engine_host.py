@@ -17,18 +17,17 @@ from qwen3_tts_cuda_graphs.common.loading import choose_device, load_upstream
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker, speaker_prompt
 from qwen3_tts_cuda_graphs.fast.paths import MegakernelStopped
 from qwen3_tts_cuda_graphs.prompts.build import tokenize
+from qwen3_tts_cuda_graphs.prompts.cut import USUAL_FRAMES_PER_TOKEN, cut_by_estimate, tokens_that_fit
 from qwen3_tts_cuda_graphs.serving import memory
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, engine_failed, for_clients, log
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.engine import Engine
 from qwen3_tts_cuda_graphs.speech.listener import Listener, StreamTimeout
-from qwen3_tts_cuda_graphs.speech.long_text import split_text, tokens_that_fit
 from qwen3_tts_cuda_graphs.speech.utterance import CutOff
 from qwen3_tts_cuda_graphs.speech.warm_up import some_voice
 
 RECORDING_THREADS = 2
 MAX_VOICE_BYTES = 256 << 20  # of the voices that are kept; 256 with a minute's recording each take 25 MB
-FRAMES_PER_TOKEN = 6  # usual speech takes 3 to 5
 SECONDS_WITHOUT_A_PASS = 60.0  # a frame of many rows on a slow CPU takes less, and so does a prompt
 
 
@@ -208,22 +207,11 @@ class EngineHost:
         self.answer_in(self.long_texts, header["id"], lambda: self.split(header, payload))
 
     def split(self, header: dict, payload: bytes) -> dict:
-        voice = self.voice_arguments(header["voice"], payload)
-        return {"texts": self.parts(header["text"], self.tokens_that_fit(voice), header["language"])}
+        most = self.tokens_that_fit(self.voice_arguments(header["voice"], payload))
+        return {"texts": cut_by_estimate(header["text"], most, self.count_tokens, header["language"])}
 
     def tokens_that_fit(self, voice: dict) -> int:
-        options = dict(frames_per_token=FRAMES_PER_TOKEN, count_tokens=self.count_tokens)
-        return tokens_that_fit(self.spec["max_seq_len"], voice, **options)
-
-    def parts(self, text: str, most: int, language: str | None) -> list[str]:
-        """Parts of at most so many tokens. To count them stops the engine, so they are estimated by the text's average,
-        with a tenth to spare, and only a part with still too many is cut again."""
-        tokens = self.count_tokens(text)
-        if tokens <= most:
-            return [text]
-        bytes_that_fit = 0.9 * most * len(text.encode()) / tokens
-        parts = split_text([text], lambda part: len(part.encode()) <= bytes_that_fit, language)
-        return [smaller for part in parts for smaller in self.parts(part, most, language)]
+        return tokens_that_fit(self.spec["max_seq_len"], voice, USUAL_FRAMES_PER_TOKEN, self.count_tokens)
 
     # ---- What it gets, from any thread
 

@@ -11,13 +11,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from qwen3_tts_cuda_graphs.common.checkpoints import language_name
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 
-MAX_VALUES = 50_000  # of a JSON object
+MAX_VALUES = 50_000  # in a JSON object
 MAX_DIGITS = 1000
 MAX_UNKNOWN = 20  # fields that are named to the client
-MEANT = {"text": "input", "prompt": "input", "format": "response_format"}  # as others call them
+MEANT = {"text": "input", "prompt": "input", "format": "response_format"}  # what other servers call a field -> ours
 
 Format = Literal["wav", "pcm", "flac", "mp3", "opus", "aac"]
-SLOWEST, FASTEST = 0.25, 4.0  # as OpenAI's
+SLOWEST, FASTEST = 0.25, 4.0  # OpenAI's limits
 
 
 class Style(BaseModel):
@@ -38,7 +38,7 @@ class Style(BaseModel):
     x_vector_only_mode: bool | None = None
     speaker_embedding: list[float] | None = None
 
-    # As upstream. None is the model's own default.
+    # Upstream's arguments. None is the model's own default.
     seed: int | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -99,7 +99,7 @@ class SpeechRequest(Style):
     stream_format: Literal["audio", "sse"] | None = None
 
 
-Model = TypeVar("Model", bound=BaseModel)
+Fields = TypeVar("Fields", bound=BaseModel)
 
 
 def parse_json(data: bytes | str) -> dict:
@@ -127,7 +127,7 @@ def read_integer(digits: str) -> int:
     return int(digits)
 
 
-def parse(kind: type[Model], content: dict) -> Model:
+def parse(kind: type[Fields], content: dict) -> Fields:
     unknown = unknown_fields(kind, content)
     try:
         parsed = kind.model_validate(content)
@@ -137,9 +137,9 @@ def parse(kind: type[Model], content: dict) -> Model:
     return parsed
 
 
-def unknown_fields(kind: type[Model], content: dict) -> tuple[str, ...]:
+def unknown_fields(kind: type[Fields], content: dict) -> tuple[str, ...]:
     """Those that have a value, as they can be sent in a header, each with the field that may be meant."""
-    known = {*kind.model_fields, "speaker"} | ({"type"} if kind is Style else set())  # of a session.config
+    known = {*kind.model_fields, "speaker"} | ({"type"} if kind is Style else set())  # a session.config has one
     names = [name for name, value in content.items() if name not in known and value is not None]
     named = [re.sub(r"[^\w.-]", "?", name[:40], flags=re.ASCII) + hint(name, known) for name in names[:MAX_UNKNOWN]]
     if content.get("voice") and content.get("speaker"):

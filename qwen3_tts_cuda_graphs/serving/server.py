@@ -1,8 +1,8 @@
 """The HTTP server: OpenAI's speech interface, voices to register, health and metrics; websocket.py is the other half.
 
-    speech = Service("0.6B")
-    await speech.start()  # in the server's event loop: see process.py
-    app = create_app(speech)
+    service = Service("0.6B")
+    await service.start()  # in the server's event loop: see process.py
+    app = create_app(service)
 
 A speech request is read, checked against the model, and answered by a SpeechResponse, which speaks while it sends. The
 first chunk of audio decides the status: whatever fails before it gets an error with a status of its own.
@@ -40,7 +40,7 @@ from qwen3_tts_cuda_graphs.serving.websocket import Session
 
 MAX_WRITE = 1 << 16  # bytes at a time: a client that reads them in time may take long for a whole file
 MAX_EVENT = 24_000  # bytes of audio in a server-sent event: as base64 below 32 KB, and whole samples
-MAX_REGISTRATIONS = 16  # that are being made or wait for a thread, each with its recording
+MAX_REGISTRATIONS = 16  # voices that are being made or wait for a thread, each with its recording
 
 
 class App(Starlette):
@@ -55,11 +55,11 @@ class App(Starlette):
         await super().__call__(scope, receive, send)
 
 
-def create_app(speech: Service) -> Starlette:
-    """The application. Until `speech.start` has returned, requests get 503."""
-    settings = speech.settings
+def create_app(service: Service) -> Starlette:
+    """The application. Until `service.start` has returned, requests get 503."""
+    settings = service.settings
     registrations = 0
-    routes = [WebSocketRoute("/v1/audio/speech/stream", lambda websocket: Session(websocket, speech).run())]
+    routes = [WebSocketRoute("/v1/audio/speech/stream", lambda websocket: Session(websocket, service).run())]
 
     def route(method: str, path: str) -> Callable:
         def add(endpoint: Callable) -> Callable:
@@ -71,39 +71,39 @@ def create_app(speech: Service) -> Starlette:
     @route("POST", "/v1/audio/speech")
     async def create_speech(request: Request) -> Response:
         try:
-            speech.check_ready()
+            service.check_ready()
             wanted = parse(SpeechRequest, await read_json(request, settings))
-            await speech.look_for(wanted.voice)
-            speech.check(wanted)
+            await service.look_for(wanted.voice)
+            service.check(wanted)
             check_encoding(wanted)
-            text = speech.check_text(wanted.input)
+            text = service.check_text(wanted.input)
         except ApiError as error:
-            speech.metrics.requests.labels(error.outcome).inc()
+            service.metrics.requests.labels(error.outcome).inc()
             raise
-        return SpeechResponse(speech.say(wanted, text), wanted, settings, speech.ignored(wanted))
+        return SpeechResponse(service.say(wanted, text), wanted, settings, service.ignored(wanted))
 
     @route("GET", "/v1/audio/voices")
     async def list_voices(_: Request) -> Response:
-        await speech.refresh()
-        return JSONResponse({"voices": speech.voices()})
+        await service.refresh()
+        return JSONResponse({"voices": service.voices()})
 
     @route("POST", "/v1/audio/voices")
     async def register_voice(request: Request) -> Response:
         nonlocal registrations
-        speech.check_ready()
+        service.check_ready()
         if registrations >= MAX_REGISTRATIONS:
             raise ApiError(f"{registrations} voices are being registered already: try again later", 429)
         registrations += 1
         try:
             name, data, ref_text = await read_voice(request, settings)
-            return JSONResponse(await speech.register(name, data, ref_text))
+            return JSONResponse(await service.register(name, data, ref_text))
         finally:
             registrations -= 1
 
     @route("DELETE", "/v1/audio/voices/{name}")
     async def remove_voice(request: Request) -> Response:
         name = request.path_params["name"]
-        await speech.unregister(name)
+        await service.unregister(name)
         return JSONResponse({"id": name.lower(), "object": "audio.voice.deleted", "deleted": True})
 
     @route("POST", "/v1/audio/convert")
@@ -113,15 +113,15 @@ def create_app(speech: Service) -> Starlette:
         check_encoding(style)
         with time_limit(request, settings):
             wav = await request.body()
-        data = await speech.run(convert, wav, style.response_format)
+        data = await service.run(convert, wav, style.response_format)
         request.scope["received"].hold_more(len(data))
         length = {"content-length": str(len(data))}
         return StreamingResponse(in_slices(data), headers=length, media_type=CONTENT_TYPES[style.response_format])
 
     async def describe_models() -> list[dict]:
-        await speech.refresh()
+        await service.refresh()
         limits = dict(max_text=settings.max_text, max_reference_seconds=settings.max_reference_seconds)  # for the page
-        return [model.describe(speech.registered) | limits for model in speech.models]
+        return [model.describe(service.registered) | limits for model in service.models]
 
     @route("GET", "/v1/models")
     async def list_models(_: Request) -> Response:
@@ -129,7 +129,7 @@ def create_app(speech: Service) -> Starlette:
 
     @route("GET", "/v1/audio/models")
     async def list_audio_models(_: Request) -> Response:
-        """As Open WebUI reads it."""
+        """The list in the form that Open WebUI reads."""
         return JSONResponse({"models": await describe_models()})
 
     @route("GET", "/v1/models/{name}")
@@ -142,7 +142,7 @@ def create_app(speech: Service) -> Starlette:
 
     @route("GET", "/health")
     async def health(_: Request) -> Response:
-        speech.check_all_ready()
+        service.check_all_ready()
         return JSONResponse({"status": "ok"})
 
     @route("GET", "/livez")
@@ -157,7 +157,7 @@ def create_app(speech: Service) -> Starlette:
 
     @route("GET", "/metrics")
     async def metrics(_: Request) -> Response:
-        text = prometheus_client.generate_latest(speech.metrics.registry)
+        text = prometheus_client.generate_latest(service.metrics.registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     async def page(request: Request) -> Response:
@@ -207,7 +207,6 @@ def create_app(speech: Service) -> Starlette:
     routes.append(WebSocketRoute("/{path:path}", no_such_websocket))
     app = App(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    app.state.speech = speech
     return app
 
 
@@ -251,7 +250,7 @@ async def read_voice(request: Request, settings: Settings) -> tuple[str, bytes, 
 
 @contextlib.contextmanager
 def time_limit(request: Request, settings: Settings):
-    """For the body. Most are small and come with the head."""
+    """Limit the time for the body. Most are small and come with the head."""
     connection = connection_of(request.scope)
     if connection and connection.has_body():
         yield
@@ -266,28 +265,28 @@ def time_limit(request: Request, settings: Settings):
 class SpeechResponse(Response):
     """Speech that is sent while it is made. It stops when the client goes away."""
 
-    def __init__(self, utterance: Answer, wanted: SpeechRequest, settings: Settings, ignored: tuple[str, ...] = ()):
-        self.utterance = utterance
+    def __init__(self, answer: Answer, wanted: SpeechRequest, settings: Settings, ignored: tuple[str, ...] = ()):
+        self.answer = answer
         self.wanted = wanted
         self.settings = settings
         self.ignored = ignored  # fields that this model cannot use
         self.is_sse = wanted.stream_format == "sse"
         self.is_whole = wanted.stream is False and not self.is_sse
-        self.task = None  # that speaks
+        self.task = None  # the task that speaks
         self.was_stopped, self.error = False, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.task = asyncio.current_task()
         limit = asyncio.get_running_loop().call_later(self.settings.request_seconds, self.stop, TimeoutError())
         watcher = asyncio.create_task(self.watch(receive))
-        self.utterance.speech.responses += 1
+        self.answer.service.responses += 1
         try:
             is_complete = await self.respond(scope, receive, send)
             if not is_complete and (connection := connection_of(scope)):
                 connection.break_off()
-                await watcher  # until the connection is closed
+                await watcher  # ends when the connection is closed
         finally:
-            self.utterance.speech.responses -= 1
+            self.answer.service.responses -= 1
             limit.cancel()
             watcher.cancel()
 
@@ -313,7 +312,7 @@ class SpeechResponse(Response):
         is_plain = connection and scope["http_version"] == "1.0" and not self.is_whole
         try:
             keep = scope["received"].hold_more if self.is_whole else None
-            pieces = encode_stream(self.utterance, self.wanted, keep)
+            pieces = encode_stream(self.answer, self.wanted, keep)
             async with contextlib.aclosing(pieces):
                 async for data in pieces:
                     if self.was_stopped:  # asyncio.wait_for may lose a cancellation, before Python 3.12
@@ -367,7 +366,7 @@ class SpeechResponse(Response):
             "content-type": content_type,
             "cache-control": "no-store",
             "x-accel-buffering": "no",  # nginx must not collect the stream
-            "x-sample-rate": str(self.utterance.rate),
+            "x-sample-rate": str(self.answer.rate),
         }
         if length is not None:
             headers["content-length"] = str(length)
@@ -380,7 +379,7 @@ class SpeechResponse(Response):
         return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
 
     async def done(self) -> bytes:
-        text, audio = await self.utterance.text_tokens(), self.utterance.frames
+        text, audio = await self.answer.text_tokens(), self.answer.frames
         usage = {"input_tokens": text, "output_tokens": audio, "total_tokens": text + audio}
         return event({"type": "speech.audio.done", "usage": usage})
 

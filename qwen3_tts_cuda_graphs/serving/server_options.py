@@ -33,8 +33,8 @@ from qwen3_tts_cuda_graphs.serving.settings import (
 )
 
 PACKAGES = "starlette", "uvicorn", "httptools", "websockets", "pydantic", "prometheus_client", "python_multipart"
-PRIORITY = -10  # as `nice` counts
-OTHER_FILES = 40  # that are open besides connections: the workers' sockets, pipes, voices
+PRIORITY = -10  # a nice value
+OTHER_FILES = 40  # open files besides connections: the workers' sockets, pipes, voices
 
 
 def run() -> None:
@@ -59,13 +59,13 @@ def run() -> None:
 
 
 def raise_priority() -> None:
-    """Ahead of what else keeps the cores busy: listeners run dry after milliseconds. The workers inherit it."""
+    """Run before other programs: listeners run dry after milliseconds. The workers inherit it."""
     with contextlib.suppress(OSError):  # only root may
         os.setpriority(os.PRIO_PROCESS, 0, min(PRIORITY, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def raise_file_limit() -> None:
-    """To what is allowed: each connection is a file, and a worker cannot be started without one."""
+    """Raise it to what is allowed: each connection is a file, and a worker cannot be started without one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # some systems refuse their own maximum
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -145,7 +145,7 @@ def make_settings(args: argparse.Namespace) -> Settings:
 
 
 def check_folder(folder: Path) -> None:
-    """Whether it can be made, or written to. To ask for permissions would not do: root has them in /proc, too."""
+    """Whether it can be made, or written to. Asking for permissions is not enough: root has them in /proc, too."""
     try:
         target = Path(os.path.realpath(folder))
         existing = next(path for path in (target, *target.parents) if path.exists())

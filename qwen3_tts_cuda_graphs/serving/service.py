@@ -21,6 +21,7 @@ import numpy as np
 from qwen3_tts_cuda_graphs.common import checkpoints
 from qwen3_tts_cuda_graphs.common.audio_files import Chunk
 from qwen3_tts_cuda_graphs.common.scripts import check_device_name
+from qwen3_tts_cuda_graphs.prompts.cut import PAUSE, surely_fits
 from qwen3_tts_cuda_graphs.serving.audio_formats import Encoder, av, check_base64, decode_base64
 from qwen3_tts_cuda_graphs.serving.engine_process import Call, EngineProcess, WorkerConnection, start_worker
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, mistakes_in
@@ -33,9 +34,7 @@ from qwen3_tts_cuda_graphs.serving.voice_folder import RegisteredVoice, VoiceFol
 
 MAX_THREADS = 4
 SECONDS_FOR_A_DISK = 10.0
-SECONDS_BETWEEN_LOOKS = 1.0  # at the folder of voices
-PAUSE = 0.4  # seconds between parts of a long text, as on the command line
-POSITIONS_OF_A_BYTE = 8  # more than any text takes, even digits: a text that fits with these is not cut
+SECONDS_BETWEEN_LOOKS = 1.0  # how often the folder of voices is read
 
 Text = str | AsyncIterator[str]
 
@@ -74,12 +73,12 @@ class Service:
             engine = EngineProcess(spec, self.settings.max_streams, spawn)
             self.models.append(Model(id, name, engine, files))
         self.folder = VoiceFolder(self.settings) if cloning else None
-        self.registered = self.folder.voices if cloning else {}  # as the folder was when it was last looked at
+        self.registered = self.folder.voices if cloning else {}  # the folder when it was last read
         self.looking = None  # the task that looks at it
-        self.responses = 0  # that are being sent, over HTTP or a WebSocket
+        self.responses = 0  # being sent, over HTTP or a WebSocket
         self.threads = ThreadPoolExecutor(MAX_THREADS, "recordings")
         self.decoders = Decoders()
-        self.recordings = asyncio.Semaphore(MAX_THREADS)  # that requests may have in memory, decoded
+        self.recordings = asyncio.Semaphore(MAX_THREADS)  # decoded, in the memory of requests
         self.disk_threads = ThreadPoolExecutor(MAX_THREADS, "voices")  # a disk that hangs keeps them
         self.metrics = Metrics(self.models)
         self.is_draining = False
@@ -87,7 +86,7 @@ class Service:
     # ---- Lifetime
 
     async def start(self) -> None:
-        """Until all models speak. Weights first: rows take what memory is left."""
+        """Returns when all models speak. Weights are loaded first: rows take the memory that is left."""
         await load_all()
         for model in self.models:
             await model.engine.load()
@@ -140,7 +139,7 @@ class Service:
     async def keep_looking(self) -> None:
         while True:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
-            with contextlib.suppress(Exception):  # who asks for an unknown voice is told
+            with contextlib.suppress(Exception):  # a client that asks for an unknown voice gets the error
                 await self.refresh()
 
     async def refresh(self) -> None:
@@ -294,18 +293,18 @@ class Service:
 
 
 class Answer:
-    """A text that is being spoken: `async for samples, rate in utterance`. Then it knows how long it was."""
+    """A text that is being spoken: `async for samples, rate in answer`. Then it knows how long it was."""
 
-    def __init__(self, speech: Service, model: Model, style: Style, text: Text):
-        self.speech = speech
+    def __init__(self, service: Service, model: Model, style: Style, text: Text):
+        self.service = service
         self.model = model
         self.style = style
         self.text = text
         self.asked = time.perf_counter()
-        self.seconds = 0.0  # of audio so far
+        self.seconds = 0.0  # audio so far
         self.blocked = 0.0  # seconds that the client took to read it
-        self.characters_read = None  # of a text that came in pieces, at the end of the speech
-        self.own_key = None  # of a voice that is for this utterance only
+        self.characters_read = None  # how much of an arriving text was spoken, once the speech has ended
+        self.own_key = None  # the key of a voice that was made for this answer only
 
     @property
     def rate(self) -> int:
@@ -353,13 +352,13 @@ class Answer:
                 call.send("cancel")
             if self.own_key:
                 connection.send(op="forget", keys=[self.own_key])
-            self.speech.metrics.requests.labels(outcome).inc()
+            self.service.metrics.requests.labels(outcome).inc()
 
     def take_place(self) -> WorkerConnection:
-        """Among those that are spoken or wait."""
+        """Take a place among the requests that are spoken or wait."""
         model = self.model
         model.engine.check_ready()
-        if model.in_flight >= model.engine.rows + self.speech.settings.max_waiting:
+        if model.in_flight >= model.engine.rows + self.service.settings.max_waiting:
             problem = f"{model.in_flight} requests are in flight already: try again later"
             raise ApiError(problem, 429, code="queue_full")
         model.in_flight += 1
@@ -367,34 +366,33 @@ class Answer:
 
     async def voice(self, connection: WorkerConnection) -> tuple[dict, bytes]:
         """The voice as the worker takes it, and the bytes that belong to it."""
-        speech, style = self.speech, self.style
+        service, style = self.service, self.style
         if not self.model.clones:
             return self.model.preset_voice(style), b""
         if style.speaker_embedding is not None:
             with np.errstate(over="ignore"):  # the worker refuses what is infinite
                 return {}, np.array(style.speaker_embedding, np.float32).tobytes()
         if style.ref_audio is not None:
-            settings = speech.settings
+            settings = service.settings
             ref_text = None if style.x_vector_only_mode else (style.ref_text or "").strip()
-            async with speech.recordings:
-                recording = await speech.run(
-                    lambda: speech.decoders.decode(decode_base64(style.ref_audio), settings, "ref_audio")
+            async with service.recordings:
+                recording = await service.run(
+                    lambda: service.decoders.decode(decode_base64(style.ref_audio), settings, "ref_audio")
                 )
                 self.own_key = await keep_voice(connection, "ref_audio", recording, ref_text or None)
             return {"key": self.own_key}, b""
         if not isinstance(self.text, str):  # the session has looked at the folder long ago
-            await speech.look_for(style.voice)
-        name = self.model.resolve_voice(style.voice, speech.registered)
+            await service.look_for(style.voice)
+        name = self.model.resolve_voice(style.voice, service.registered)
         if name in self.model.speakers:
             return {"file": name}, b""
-        return {"key": await speech.registered_voice(connection, name)}, b""
+        return {"key": await service.registered_voice(connection, name)}, b""
 
     async def parts(self, voice: dict, payload: bytes) -> list[str | None]:
         """The text, cut at sentence ends if it may be too long for one utterance. None: it comes in pieces."""
         if not isinstance(self.text, str):
             return [None]
-        is_short = POSITIONS_OF_A_BYTE * len(self.text.encode()) <= self.speech.settings.max_seq_len
-        if is_short or self.style.max_new_tokens is not None:
+        if self.style.max_new_tokens is not None or surely_fits(self.text, self.service.settings.max_seq_len):
             return [self.text]
         request = dict(voice=voice, text=self.text, language=self.style.language)
         return (await self.connection.ask("split", payload, **request))["texts"]
@@ -409,7 +407,7 @@ class Answer:
 
     def measure(self, seconds: float) -> None:
         """Record a chunk of audio: when it came, and whether a player had to wait for it."""
-        metrics, now = self.speech.metrics, time.perf_counter()
+        metrics, now = self.service.metrics, time.perf_counter()
         made = now - self.blocked  # a clock that stands still while the client reads
         if self.seconds == 0:
             metrics.first_audio.observe(now - self.asked)
@@ -438,7 +436,7 @@ async def load_all() -> None:
     """anyio and PyAV import parts of themselves at their first use, which would stop all streams for 20 to 90 ms."""
     await anyio.sleep(0)
     if av:
-        Encoder("flac", 24000)  # which every FFmpeg has
+        Encoder("flac", 24000)  # every FFmpeg has it
 
 
 async def keep_voice(connection: WorkerConnection, name: str, recording: Chunk, ref_text: str | None) -> str:
@@ -464,7 +462,7 @@ def forget(connection: WorkerConnection, key: asyncio.Future) -> None:
 
 
 def describe_voice(voice: RegisteredVoice) -> dict:
-    """With the fields of OpenAI's Voice."""
+    """A voice with the fields of OpenAI's."""
     return {
         "id": voice.name,
         "object": "audio.voice",

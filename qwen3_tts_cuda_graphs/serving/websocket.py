@@ -6,17 +6,17 @@
 Messages are read at all times, so that input.cancel takes effect at once. Utterances are spoken one after another by a
 task beside the reader; the next may be written while the last is still spoken. session.done answers input.done or
 input.cancel: an error or an early end of the speech does not end the utterance, whose text may still be arriving. Text
-that the speech ended before, or that is too long for one speech, is spoken as a further sentence.
+that the speech ended before, or that is too long for one utterance, is spoken as a further sentence.
 """
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncIterator, Callable
 
 import anyio
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from qwen3_tts_cuda_graphs.prompts.cut import arriving_bytes, end_after_bytes
 from qwen3_tts_cuda_graphs.serving.audio_formats import check_encoding, encode_stream
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, to_json
 from qwen3_tts_cuda_graphs.serving.guard import SUBPROTOCOL, connection_of
@@ -28,10 +28,6 @@ MAX_MISTAKES = 32  # messages with errors, after which the connection is closed
 MAX_MESSAGE = 32_000  # bytes: some clients, as Go's, take no more than 32 KB by default
 MAX_SENTENCE_TEXT = 2_500  # characters in audio.start; as JSON each may take 12 bytes
 NORMAL, GONE, POLICY_VIOLATION = 1000, 1006, 1008  # close codes
-POSITIONS_PER_BYTE = 3  # of one speech's text. Usual speech takes up to 1: the rest is for the voice and slow speech.
-WORD = re.compile(r"\w")
-SENTENCE_END = re.compile(r"""[.!?…]["')\]”’]*\s|[。！？]|\n""")
-ANY_END = re.compile(r"[\s。！？，、]")
 
 
 class Incoming:
@@ -46,7 +42,7 @@ class Incoming:
         self.is_over = False  # nothing more of it is spoken
         self.early_end = {}  # {"cancelled": True} or {"error": True}
         self.changed = asyncio.Event()
-        self.speaking = anyio.CancelScope()  # of the sentence that is spoken
+        self.speaking = anyio.CancelScope()  # around the sentence that is being spoken
 
     def add(self, text: str) -> None:
         self.text += text
@@ -89,26 +85,11 @@ class Incoming:
         start, end = self.taken, None
         while end is None and not (self.is_complete and not self.rest):
             await self.wait_until(lambda: self.is_complete or self.rest)
-            end = room and self.end_of_sentence(start, room)
+            end = room and end_after_bytes(self.text, start, room)
             piece = self.text[self.taken : end]
             self.taken += len(piece)
             if piece:
                 yield piece
-
-    def end_of_sentence(self, start: int, room: int) -> int | None:
-        """Where it is, if at least `room` bytes from the first word on lie before it. After half as many again a space
-        will do."""
-        word = WORD.search(self.text, start)
-        if word is None:
-            return None
-        enough = self.index_after(word.start(), room)
-        too_much = self.index_after(enough, room // 2)
-        end = SENTENCE_END.search(self.text, enough, too_much) or ANY_END.search(self.text, too_much)
-        return end and end.end()
-
-    def index_after(self, start: int, size: int) -> int:
-        """Of the first character after `size` bytes of UTF-8."""
-        return start + len(self.text[start : start + size].encode()[:size].decode(errors="ignore"))
 
 
 def split_half_a_pair(text: str) -> tuple[str, str]:
@@ -125,13 +106,13 @@ def split_half_a_pair(text: str) -> tuple[str, str]:
 class Session:
     """One connection."""
 
-    def __init__(self, websocket: WebSocket, speech: Service):
+    def __init__(self, websocket: WebSocket, service: Service):
         self.websocket = websocket
-        self.speech = speech
-        self.settings = speech.settings
-        self.style = None  # from the last session.config
+        self.service = service
+        self.settings = service.settings
+        self.style = None  # the last session.config
         self.writing = None  # the Incoming that input.text is added to
-        self.half = ""  # of a surrogate pair: the other half comes with the next text
+        self.half = ""  # the first half of a surrogate pair: the other comes with the next text
         self.unspoken = []  # all utterances that have not been spoken to their end, in order
         self.queue = asyncio.Queue()  # the same, for the task that speaks; None after the last
         self.is_closing = False
@@ -142,7 +123,7 @@ class Session:
         await self.websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
         error = None
         try:
-            self.speech.check_ready()
+            self.service.check_ready()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self.speak_all, tasks.cancel_scope)
                 error = await self.read_all()
@@ -161,7 +142,7 @@ class Session:
     # ---- What the client sends
 
     async def read_all(self) -> ApiError | None:
-        """Until the session ends. Returns an error if that is why."""
+        """Read messages until the session ends. Returns an error if that is why."""
         mistakes = 0
         while True:
             try:
@@ -218,8 +199,8 @@ class Session:
         if self.writing:
             raise ApiError("session.config came within an utterance: send input.done or input.cancel first")
         style = parse(Style, message)
-        await self.speech.look_for(style.voice)
-        self.speech.check(style)
+        await self.service.look_for(style.voice)
+        self.service.check(style)
         check_encoding(style)
         self.style = style
         self.count_recordings()
@@ -243,7 +224,7 @@ class Session:
         if self.writing and "error" in self.writing.early_end:
             return  # the rest of a text whose speech has failed
         try:
-            self.speech.check_text((self.writing.text if self.writing else "") + text)
+            self.service.check_text((self.writing.text if self.writing else "") + text)
             if self.writing is None:
                 self.check_place()
         except ApiError:  # the rest of this text must not begin another utterance
@@ -254,7 +235,7 @@ class Session:
         self.writing.add(text)
 
     def check_place(self) -> None:
-        self.speech.check_ready()
+        self.service.check_ready()
         if len(self.unspoken) >= MAX_WAITING:
             raise ApiError(f"{MAX_WAITING} utterances wait to be spoken already: send less at once", 429)
 
@@ -309,12 +290,12 @@ class Session:
 
     async def speak_all(self, session: anyio.CancelScope) -> None:
         while incoming := await self.queue.get():
-            self.speech.responses += 1
+            self.service.responses += 1
             try:
                 with contextlib.suppress(WebSocketDisconnect):  # the reader notices, too
                     await self.speak(incoming)
             finally:
-                self.speech.responses -= 1
+                self.service.responses -= 1
             self.unspoken.remove(incoming)
             self.count_recordings()
         session.cancel()
@@ -341,18 +322,18 @@ class Session:
         with anyio.CancelScope() as incoming.speaking:
             try:
                 with anyio.fail_after(self.settings.request_seconds):
-                    utterance = self.speech.say(incoming.style, incoming.pieces(self.room(incoming.style)))
-                    pieces = encode_stream(utterance, incoming.style)
+                    answer = self.service.say(incoming.style, incoming.pieces(self.room(incoming.style)))
+                    pieces = encode_stream(answer, incoming.style)
                     async with contextlib.aclosing(pieces):
                         async for data in pieces:
                             if total_bytes == 0:
-                                about = dict(sample_rate=utterance.rate) | self.answer(incoming.style)
+                                about = dict(sample_rate=answer.rate) | self.described(incoming.style)
                                 text = incoming.text[start : incoming.taken][:MAX_SENTENCE_TEXT]
                                 await self.send(type="audio.start", **place, sentence_text=text, **about)
                             await self.send_audio(data)
                             total_bytes += len(data)
-                incoming.taken = start + utterance.characters_read
-                if utterance.was_asked_to_end():
+                incoming.taken = start + answer.characters_read
+                if answer.was_asked_to_end():
                     incoming.is_over = True
             except WebSocketDisconnect:
                 raise
@@ -366,12 +347,12 @@ class Session:
         return 1 if total_bytes else 0
 
     def room(self, style: Style) -> int | None:
-        """Bytes of text for one speech, unless its length is the client's own choice."""
-        return self.settings.max_seq_len // POSITIONS_PER_BYTE if style.max_new_tokens is None else None
+        """Bytes of text for one utterance, unless its length is the client's own choice."""
+        return arriving_bytes(self.settings.max_seq_len) if style.max_new_tokens is None else None
 
-    def answer(self, style: Style) -> dict:
-        """To a session.config: the format, and fields that the model cannot use."""
-        ignored = self.speech.ignored(style)
+    def described(self, style: Style) -> dict:
+        """The format, and fields that the model cannot use."""
+        ignored = self.service.ignored(style)
         return {"format": style.response_format} | ({"ignored": ignored} if ignored else {})
 
     async def send_error(self, error: ApiError, **about) -> None:
@@ -384,7 +365,7 @@ class Session:
             raise WebSocketDisconnect(GONE) from None
 
     async def send_audio(self, data: bytes) -> None:
-        """Past the middlewares, as in server.py."""
+        """Bypass the middlewares, as server.py does."""
         try:
             for start in range(0, len(data), MAX_MESSAGE):
                 piece = data[start : start + MAX_MESSAGE]

@@ -8,7 +8,6 @@ import asyncio
 import collections
 import contextlib
 import contextvars
-import re
 import threading
 import time
 from collections.abc import AsyncIterable, Callable, Iterable
@@ -18,14 +17,10 @@ import torch
 
 from qwen3_tts_cuda_graphs.prompts.arriving_text import END, ArrivingText
 from qwen3_tts_cuda_graphs.prompts.build import check_encodable, check_request, is_on_gpu, reference_codes, request_for
+from qwen3_tts_cuda_graphs.prompts.cut import end_after_tokens
 from qwen3_tts_cuda_graphs.prompts.templates import ROLE_TOKENS, tokenize
 from qwen3_tts_cuda_graphs.speech.listener import Listener, State
-from qwen3_tts_cuda_graphs.speech.long_text import SENTENCE_END, first_part
 from qwen3_tts_cuda_graphs.speech.streaming import check_seed
-
-# Where a text that is still arriving may end, once so much of what fits is there.
-ENDS = (0.6, SENTENCE_END), (0.9, re.compile(r"\s"))
-LONGEST_END = 4  # characters, of which the last may be the next piece's
 
 
 class Intake:
@@ -188,21 +183,14 @@ class Intake:
     def what_fits(self, stream: Listener, piece: str) -> tuple[str, bool]:
         """As much of a piece as belongs to this utterance, and whether the utterance is full then."""
         check_encodable(piece)
-        text, most = stream.text, stream.max_text_tokens
-        whole, start = text.text + piece, len(text.text)
+        text = stream.text
+        whole, seen = text.text + piece, len(text.text)
         settled = max(0, len(text.tokenizer.settled) - ROLE_TOKENS)
-        for share, end in ENDS:
-            for found in end.finditer(whole, max(0, start - LONGEST_END)) if settled >= share * most else ():
-                if found.end() >= start and whole[: found.end()].strip():
-                    return whole[start : found.end()], True
-        pending = max(0, start - len(text.tokenizer.tail))
-        if not whole[pending:].strip():  # a wide gap
-            return piece, False
+        pending = max(0, seen - len(text.tokenizer.tail))
 
-        def fits(part: str) -> bool:
-            return len(part) == 1 or settled + len(tokenize(self.speech.tts, part)) <= most
+        def count_tokens(part: str) -> int:
+            return len(tokenize(self.speech.tts, part))
 
-        if settled + len(whole[pending:].encode()) <= most or fits(whole[pending:]):  # a token has a byte at least
-            return piece, False
-        end = pending + len(first_part(whole[pending:], fits, text.kwargs.get("language")))
-        return whole[start:end], True
+        language = text.kwargs.get("language")
+        end = end_after_tokens(whole, seen, settled, pending, stream.max_text_tokens, count_tokens, language)
+        return whole[seen:end], end is not None

@@ -1,0 +1,225 @@
+"""Long text -> parts, each spoken as one utterance that fits into the cache.
+
+Parts end at paragraph and sentence ends. sentencex finds the sentence ends; where it fails, a plain rule does. Text
+that is still arriving is cut by the plain rule, which needs no next sentence to see an end.
+
+Imports nothing that takes time: the command line and the server's front process need these limits, too.
+"""
+
+import itertools
+import logging
+import math
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+
+# Usual speech takes 3 to 5 frames per token. A limit of 6, and of 75 frames for short texts, has cut off slow and
+# emotional speech: the library and the command line stop an utterance after twice as many, which their parts leave room
+# for. The server has no such limit, so its parts are as long as usual speech allows: one long utterance sounds best.
+FRAMES_PER_TOKEN = 12
+USUAL_FRAMES_PER_TOKEN = 6
+MIN_FRAME_LIMIT = 192  # for short texts, 15 seconds
+PAUSE = 0.4  # seconds of silence between two parts
+
+PROMPT_POSITIONS = 16  # a prompt without text, instruction and reference
+POSITIONS_PER_BYTE = 8  # more than any text takes, even digits
+USUAL_POSITIONS_PER_BYTE = 3  # more than usual speech takes, by enough for the voice and for slow speech
+
+# ISO 639-1 code -> the models' name
+LANGUAGES = dict(zh="chinese", en="english", de="german", it="italian", pt="portuguese")
+LANGUAGES |= dict(es="spanish", ja="japanese", ko="korean", fr="french", ru="russian")
+LANGUAGE_CODES = {name: code for code, name in LANGUAGES.items()}
+
+WORD = re.compile(r"\w")
+OTHER_SPACE = re.compile(r"(?![\x00-\x7f])\s")
+SENTENCE_END = re.compile(r"""[.!?…]["')\]”’»]*\s|[。！？]["')\]”’」』]*|\n""")
+ANY_END = re.compile(r"[\s。！？，、]")
+PLAIN_SENTENCE = re.compile(rf"(?s).+?(?:(?:{SENTENCE_END.pattern})\s*|\Z)")
+CLAUSE = re.compile(r"(?s).+?(?:[,;:.!?…，、；：。！？–—)\]}）】»”’/|·]+|\Z)")
+
+# Where text that is still arriving may end, once this share of the tokens that fit is there.
+ARRIVING_ENDS = (0.6, SENTENCE_END), (0.9, ANY_END)
+LONGEST_END = 4  # characters, of which the last may be the next piece's
+
+TokenCount = Callable[[str], int]
+
+log = logging.getLogger("qwen3_tts_cuda_graphs")
+
+
+# ---- How much fits
+
+
+def count_bytes(text: str) -> int:
+    """The most tokens that a text can have: each stands for one byte or more."""
+    return len(text.encode())
+
+
+def tokens_that_fit(
+    max_seq_len: int,
+    voice: dict,
+    frames_per_token: int = FRAMES_PER_TOKEN,
+    count_tokens: TokenCount = count_bytes,
+    reference: int = 0,
+) -> int:
+    """Tokens of a part whose speech ends before the cache is full, even if each of them takes so many frames.
+
+    voice: arguments of upstream's methods
+    count_tokens: for the other texts in the prompt
+    reference: positions of a recording and its transcript that are not in `voice` yet
+    """
+    prompt = voice.get("voice_clone_prompt")
+    if isinstance(prompt, list) and prompt[0].ref_code is not None:
+        reference = len(prompt[0].ref_code) + count_tokens(prompt[0].ref_text or "")
+    used = PROMPT_POSITIONS + count_tokens(voice.get("instruct") or "") + reference
+    tokens = (max_seq_len - used) // (frames_per_token + 1)  # each token may take a position of the prompt, too
+    if tokens < 4:
+        raise ValueError(
+            f"the prompt takes {used} of {max_seq_len} positions, too little is left for speech: raise max_seq_len"
+        )
+    return tokens
+
+
+def surely_fits(text: str, max_seq_len: int) -> bool:
+    """Whether a text needs no cut, as can be told without its tokens."""
+    return POSITIONS_PER_BYTE * count_bytes(text) <= max_seq_len
+
+
+# ---- A text that is there
+
+
+def cut(paragraphs: Iterable[str], most: int, count_tokens: TokenCount, language: str | None = None) -> list[str]:
+    """Parts of at most so many tokens: whole paragraphs, or as many of their sentences as fit."""
+    return split_text(paragraphs, lambda part: count_bytes(part) <= most or count_tokens(part) <= most, language)
+
+
+def cut_by_estimate(text: str, most: int, count_tokens: TokenCount, language: str | None = None) -> list[str]:
+    """Parts of at most so many tokens, with few counts, for which the server's engine has to wait. A part's tokens are
+    estimated by the text's average, with a tenth to spare, and only a part with still too many is cut again."""
+    tokens = count_tokens(text)
+    if tokens <= most:
+        return [text]
+    bytes_that_fit = 0.9 * most * count_bytes(text) / tokens
+    parts = split_text([text], lambda part: count_bytes(part) <= bytes_that_fit, language)
+    return [smaller for part in parts for smaller in cut_by_estimate(part, most, count_tokens, language)]
+
+
+def split_text(paragraphs: Iterable[str], fits: Callable[[str], bool], language: str | None = None) -> list[str]:
+    parts = []
+    for paragraph in filter(None, map(str.strip, paragraphs)):
+        if fits(paragraph):
+            parts.append(paragraph)
+        else:
+            parts.extend(packed(sentences(paragraph, language), fits))
+    return parts
+
+
+def sentences(text: str, language: str | None) -> list[str]:
+    """With the space after them, so that they join to the text."""
+    try:
+        from sentencex import segment
+    except ImportError:
+        raise ValueError("long texts need a package that finds sentence ends: pip install sentencex") from None
+    language = LANGUAGE_CODES.get((language or "").lower(), "en")
+    try:  # sentencex 1.0.32 panics at "vitamin C\u00a0. And", and prints that, too: it gets plain spaces
+        ends = [0, *itertools.accumulate(map(len, segment(language, OTHER_SPACE.sub(" ", text))))]
+        if ends[-1] == len(text):
+            return [text[start:end] for start, end in itertools.pairwise(ends)]
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of Rust is no Exception
+        log.info("sentencex has failed (%s): the text is cut at plain sentence ends", error)
+    return PLAIN_SENTENCE.findall(text)
+
+
+def packed(pieces: Iterable[str], fits: Callable[[str], bool]) -> Iterator[str]:
+    """Join pieces while they fit. One that does not fit alone is cut into smaller ones."""
+    part = ""
+    for piece in pieces:
+        if not piece.strip():  # a gap, which may be wider than what fits
+            part += " "
+            continue
+        if fits(part + piece):
+            part += piece
+            continue
+        if part.strip():
+            yield part.strip()
+        part = ""
+        if fits(piece):
+            part = piece
+        else:
+            *complete, part = packed(smaller_pieces(piece), fits)
+            yield from complete
+            part += " " * piece[-1].isspace()
+    if part.strip():
+        yield part.strip()
+
+
+def smaller_pieces(text: str) -> list[str]:
+    """Words; a single word is cut after punctuation marks, or in halves. They join to the text."""
+    words = [f"{word} " for word in text.split()]
+    pieces = words if len(words) > 1 else CLAUSE.findall(text)
+    if len(pieces) > 1:
+        return pieces
+    half = math.ceil(len(text) / 2)
+    if half == len(text):
+        raise ValueError("a single character does not fit into the cache: raise max_seq_len")
+    is_mark = [unicodedata.category(character)[0] == "M" for character in text[half:]]
+    half += is_mark.index(False) if False in is_mark else 0  # marks belong to the character before them
+    return [text[:half], text[half:]]
+
+
+# ---- A text that is still arriving
+
+
+def arriving_bytes(max_seq_len: int) -> int:
+    """Bytes of arriving text after which its part ends with the sentence."""
+    return max_seq_len // USUAL_POSITIONS_PER_BYTE
+
+
+def end_after_bytes(text: str, start: int, size: int) -> int | None:
+    """Where the part from `start` on ends: at the first sentence end after so many bytes from its first word on; after
+    half as many again at any space or comma. None: not yet."""
+    word = WORD.search(text, start)
+    if word is None:
+        return None
+    enough = index_after(text, word.start(), size)
+    too_much = index_after(text, enough, size // 2)
+    end = SENTENCE_END.search(text, enough, too_much) or ANY_END.search(text, too_much)
+    return end and end.end()
+
+
+def index_after(text: str, start: int, size: int) -> int:
+    """The index of the first character after `size` bytes of UTF-8."""
+    return start + len(text[start : start + size].encode()[:size].decode(errors="ignore"))
+
+
+def end_after_tokens(
+    text: str,
+    seen: int,
+    settled: int,
+    pending: int,
+    most: int,
+    count_tokens: TokenCount,
+    language: str | None = None,
+) -> int | None:
+    """Where a part of at most so many tokens ends, once a new piece of it has come. None: all of it fits.
+
+    text: the part with the new piece, which begins at `seen`
+    settled: tokens that can no longer change, of the text before `pending`
+    """
+    for share, end in ARRIVING_ENDS:
+        for found in end.finditer(text, max(0, seen - LONGEST_END)) if settled >= share * most else ():
+            if found.end() >= seen and text[: found.end()].strip():
+                return found.end()
+    rest = text[pending:]
+    if not rest.strip():  # a wide gap
+        return None
+
+    def fits(part: str) -> bool:
+        return len(part) == 1 or settled + count_tokens(part) <= most
+
+    if settled + count_bytes(rest) <= most or fits(rest):
+        return None
+    letters = len("".join(split_text([rest], fits, language)[0].split()))
+    places = [place for place, character in enumerate(rest) if not character.isspace()]
+    return pending + places[letters - 1] + 1
