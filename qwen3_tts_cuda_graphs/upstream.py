@@ -49,4 +49,12 @@ for base in transformers.PreTrainedModel.__subclasses__():
     if base.__module__.startswith("qwen_tts."):
         base.from_pretrained = classmethod(load_weights)
 
-from qwen_tts import VoiceClonePromptItem  # noqa: E402, F401  after import_upstream
+# After import_upstream:
+from qwen_tts import VoiceClonePromptItem  # noqa: E402, F401
+from qwen_tts.core import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model  # noqa: E402, F401
+from qwen_tts.core.models import (  # noqa: E402, F401
+    Qwen3TTSConfig,
+    Qwen3TTSForConditionalGeneration,
+    Qwen3TTSProcessor,
+)
+from qwen_tts.core.models.modeling_qwen3_tts import Qwen3TTSTalkerForConditionalGeneration  # noqa: E402, F401

@@ -14,19 +14,15 @@ from pathlib import Path
 
 import torch
 
-from qwen3_tts_cuda_graphs.bench.random_checkpoint import (  # imports generate, which must come before qwen_tts
-    PREDICTOR,
-    TALKER,
-    TALKER_SIZES,
+from qwen3_tts_cuda_graphs.bench.random_checkpoint import PREDICTOR, TALKER, TALKER_SIZES, codec_config
+from qwen3_tts_cuda_graphs.common.published import voices_of
+from qwen3_tts_cuda_graphs.upstream import (
+    Qwen3TTSConfig,
+    Qwen3TTSForConditionalGeneration,
+    Qwen3TTSTalkerForConditionalGeneration,
     Qwen3TTSTokenizerV2Config,
     Qwen3TTSTokenizerV2Model,
-    codec_config,
 )
-from qwen3_tts_cuda_graphs.common.published import voices_of
-
-# isort: split
-from qwen_tts.core.models import Qwen3TTSConfig, Qwen3TTSForConditionalGeneration
-from qwen_tts.core.models.modeling_qwen3_tts import Qwen3TTSTalkerForConditionalGeneration
 
 ROOT = Path(__file__).resolve().parents[2]
 FRAME_MS = 80  # of audio

@@ -15,18 +15,20 @@ from itertools import chain, islice, product
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_model
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import EncodecFeatureExtractor, Qwen2TokenizerFast
 
 from qwen3_tts_cuda_graphs.common import published
 from qwen3_tts_cuda_graphs.common.loading import model_errors
 from qwen3_tts_cuda_graphs.common.scripts import Parser, cli_errors
-
-# common.loading imports qwen_tts without its 25 Hz tokenizer, so it comes first
-# isort: split
-from qwen_tts.core import Qwen3TTSTokenizerV2Config, Qwen3TTSTokenizerV2Model
-from qwen_tts.core.models import Qwen3TTSConfig, Qwen3TTSForConditionalGeneration, Qwen3TTSProcessor
-from safetensors.torch import save_model
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import EncodecFeatureExtractor, Qwen2TokenizerFast
+from qwen3_tts_cuda_graphs.upstream import (
+    Qwen3TTSConfig,
+    Qwen3TTSForConditionalGeneration,
+    Qwen3TTSProcessor,
+    Qwen3TTSTokenizerV2Config,
+    Qwen3TTSTokenizerV2Model,
+)
 
 CODEC_IDS = dict(
     codec_bos_id=2149,

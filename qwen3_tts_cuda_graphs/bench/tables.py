@@ -20,14 +20,10 @@ SIZES = bounds.SIZES
 BLOCK = re.compile(r"^(<!-- results: (\w+) -->\n)(?:(?!<!--).*\n)*(?=<!-- end of results -->$)", re.MULTILINE)
 
 PEER = "faster-qwen3-tts"
-GROWING = "megakernel, chunks of 1, 1, 2, 4, 8, ..."
-THREE_FILES = "the three files alone"
-PARTS = "megakernel, first audio's parts in ms"
-ARRIVING = "megakernel, text at 50 tokens per second"
 SUMMARY = {  # label -> row of results/h200.json or h200_streams.json, and its key
     "upstream qwen-tts, ms per frame": ("upstream", "ms_per_frame"),
     "faster-qwen3-tts, ms per frame": (PEER, "ms_per_frame"),
-    "the three files alone, ms per frame": (THREE_FILES, "ms_per_frame"),
+    "the three files alone, ms per frame": ("the three files alone", "ms_per_frame"),
     "**megakernel** (the same two graphs, one kernel each), ms per frame": ("megakernel", "ms_per_frame"),
     "times as fast as upstream": ("megakernel, times as fast", "than upstream"),
     "times as fast as faster-qwen3-tts": ("megakernel, times as fast", f"than {PEER}"),
@@ -40,28 +36,15 @@ SUMMARY = {  # label -> row of results/h200.json or h200_streams.json, and its k
 }
 DETAILS = {
     "upstream, fastest to slowest run, ms per frame": ("upstream", "ms_per_frame_spread"),
-    "the three files alone, times as fast as upstream": (f"{THREE_FILES}, times as fast", "than upstream"),
-    "the three files alone, times as fast as faster-qwen3-tts": (f"{THREE_FILES}, times as fast", f"than {PEER}"),
-    "a frame without codec at position 200, ms": ("megakernel, a frame's parts in ms", "frame at position 200"),
-    "a frame without codec at position 1500, ms": ("megakernel, a frame's parts in ms", "frame at position 1500"),
-    "x real time, stream in growing chunks": (GROWING, "x_real_time"),
-    "first audio, growing chunks, ms": (GROWING, "first_audio_ms"),
-    "first audio, growing chunks, once more, ms": ("voice: x-vector", "first_audio_ms"),
-    "first audio, preset voice, ms": ("voice: preset voice", "first_audio_ms"),
     "first audio, preset voice, 63 tokens of text, ms": ("voice: preset voice", "first_audio_63_tokens_ms"),
-    "first audio, in-context voice (3 s and their transcript), ms": ("voice: in-context", "first_audio_ms"),
-    "late chunks in 60 s of speech, chunks of 1": ("megakernel, chunks of 1", "late_chunks"),
-    "late chunks in 60 s of speech, growing chunks": (GROWING, "late_chunks"),
-    "text at 50 tokens per second: first audio after the text that it needs, ms": (ARRIVING, "first_audio_ms"),
-    "text at 50 tokens per second: gaps": (ARRIVING, "underruns"),
 }
-PATHS = ("upstream", PEER, THREE_FILES, "separate kernels", "megakernel")
-COLUMNS = {  # title -> what follows the path in the name of a row, and its key
-    "ms per frame": ("", "ms_per_frame"),
-    "x real time, whole call": ("", "x_real_time"),
-    "first audio, ms": (", chunks of 1", "first_audio_ms"),
-    "x real time in chunks of 1": (", chunks of 1", "x_real_time"),
-    "in chunks of 8": (", chunks of 8", "x_real_time"),
+COLUMNS = {  # key of a row -> title
+    "ms_per_frame": "ms per frame",
+    "x_real_time": "x real time",
+    "first_audio_ms": "first audio, ms",
+    "late_chunks": "late chunks",
+    "underruns": "gaps",
+    "peak_gib": "peak GiB",
 }
 READY = {  # label -> key of results/h200_ready.json
     "`accelerate`, s": "accelerate_s",
@@ -119,7 +102,7 @@ def both_sizes(name: str, key: str) -> list[str]:
 
 
 def markdown_table(header: list[str], rows: Iterable[list[str]]) -> str:
-    lines = [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in (header, *rows)]
+    lines = [re.sub(" +", " ", f"| {' | '.join(cells)} |") for cells in (header, *rows)]
     return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
 
 
@@ -130,14 +113,17 @@ def by_size(title: str, rows: dict[str, tuple[str, str]]) -> str:
     return markdown_table([title, *SIZES], ([label, *both_sizes(*place)] for label, place in rows.items()))
 
 
-def by_path() -> str:
-    """Upstream and the three files do not stream."""
+def every_key(*names: str) -> dict[str, tuple[str, str]]:
+    return {f"{name}: {key}": (name, key) for name in names for key in rows_of("0.6B")[name]}
+
+
+def by_row() -> str:
+    """Every row of one listener that has one of the columns, with both sizes in a cell."""
     lines = []
-    for path in PATHS:
-        places = [(f"{path}{suffix}", key) for suffix, key in COLUMNS.values()]
-        cells = (both_sizes(*place) if place[0] in rows_of("0.6B") else "-" for place in places)
-        lines.append([path, *map(" / ".join, cells)])
-    return markdown_table(["0.6B / 1.7B", *COLUMNS], lines)
+    for name, row in results_of()["models"]["0.6B"].items():
+        if row.keys() & COLUMNS:
+            lines.append([name, *(" / ".join(both_sizes(name, key)) if key in row else "" for key in COLUMNS)])
+    return markdown_table(["0.6B / 1.7B", *COLUMNS.values()], lines)
 
 
 def by_load(title: str, models: dict[str, dict]) -> str:
@@ -226,9 +212,11 @@ BLOCKS = {
     "headline": headline,
     "measured_on": measured_on,
     "summary": lambda: by_size("", SUMMARY),
-    "paths": by_path,
-    "details": lambda: by_size("", DETAILS),
-    "first_audio": lambda: by_size("part, ms", {part: (PARTS, part) for part in rows_of("0.6B")[PARTS]}),
+    "rows": by_row,
+    "details": lambda: by_size(
+        "", every_key("the three files alone, times as fast", "megakernel, a frame's parts in ms") | DETAILS
+    ),
+    "first_audio": lambda: by_size("", every_key("megakernel, first audio's parts in ms")),
     "lists": by_list,
     "listeners": lambda: by_load("", results_of("_streams")["models"]),
     "server": lambda: server_by_load("1.7B", 1),

@@ -64,7 +64,7 @@ def saved_item(content, path: str | Path) -> dict | None:
 
 def in_context_item(item: dict, path: str | Path):
     """As upstream's methods take it."""
-    from qwen_tts import VoiceClonePromptItem  # after generate, which leaves out what is slow in it
+    from qwen3_tts_cuda_graphs.upstream import VoiceClonePromptItem
 
     codes, transcript = item["ref_code"], item["ref_text"]
     has_codes = torch.is_tensor(codes) and codes.dim() == 2 and not (codes.is_floating_point() or codes.is_complex())
