@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from helpers import ROOT
 
+from qwen3_tts_cuda_graphs.__main__ import SUBCOMMANDS
 from qwen3_tts_cuda_graphs.bench import bounds
 from qwen3_tts_cuda_graphs.bench.tables import BLOCK, BLOCKS, cell, up_to_date, write_tables
 from qwen3_tts_cuda_graphs.common.published import LANGUAGE_IDS, SPEAKERS
@@ -97,12 +98,19 @@ def broken_links(page: str, text: str, pages: dict[str, str]) -> Iterator[str]:
 
 
 def missing_files(page: str, text: str) -> Iterator[str]:
-    """Files and folders of the project that a page names between backticks, from the root or inside the package."""
+    """Files and folders of the project that a page names between backticks, from the root or inside the package; its
+    modules and commands."""
     folders = "bench|cli|common|docs|examples|fast|prompts|qwen3_tts_cuda_graphs|results|serving|speech|tests"
     for name in re.findall(rf"`(?:python )?((?:(?:{folders})/[\w./*-]*|[\w-]+\.(?:py|sh|md)))[ `]", text):
         places = (ROOT, ROOT / "qwen3_tts_cuda_graphs")
         if "that_file" not in name and not any(path for place in places for path in place.glob(name.rstrip("/"))):
             yield f"{page}: there is no {name}"
+    for module in re.findall(r"qwen3_tts_cuda_graphs(?:\.\w+)+", text):
+        if not any(ROOT.glob(f"{module.replace('.', '/')}*")):
+            yield f"{page}: there is no {module}"
+    for command in re.findall(r"(?<![\w-])qwen3-tts (\w+)", text):
+        if command not in SUBCOMMANDS:
+            yield f"{page}: there is no command {command}"
 
 
 def test_links_and_files_are_there():
@@ -117,10 +125,9 @@ def test_a_broken_link_is_found():
     for link in ("docs/none.md", "docs/results.md#none", "#none", "../README.md"):
         assert [*broken_links("README.md", f"a [link]({link})", pages)], link
     assert not [*broken_links("docs/usage.md", "a [link](../README.md#how-it-works)", pages)]
-    assert [*missing_files("README.md", "in `speech/none.py`, `none.py`")] == [
-        "README.md: there is no speech/none.py",
-        "README.md: there is no none.py",
-    ]
+    wrong = "`speech/none.py`, `none.py`, python -m qwen3_tts_cuda_graphs.none, `qwen3-tts none`"
+    names = ("speech/none.py", "none.py", "qwen3_tts_cuda_graphs.none", "command none")
+    assert [*missing_files("README.md", wrong)] == [f"README.md: there is no {name}" for name in names]
 
 
 def test_the_code_imports_what_there_is():
