@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Speak a text at once: curl passes the audio to a player while it is made.
 #
-#   python -m serving --model 0.6B-CustomVoice --port 8000
+#   qwen3-tts serve --model 0.6B-CustomVoice --port 8000
 #   examples/curl_to_player.sh "Hello!" [voice]
 #
 # Run with curl 7.88, ffplay 5.1 and aplay 1.2.8.

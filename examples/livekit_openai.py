@@ -1,6 +1,6 @@
 """LiveKit agents: the openai plugin, pointed at this server.
 
-    python -m serving --model 0.6B-CustomVoice --port 8000
+    qwen3-tts serve --model 0.6B-CustomVoice --port 8000
     pip install livekit-agents livekit-plugins-openai
     python examples/livekit_openai.py http://127.0.0.1:8000/v1
 

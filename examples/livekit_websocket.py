@@ -1,6 +1,6 @@
 """LiveKit agents: the baseten plugin's Qwen3-TTS, which sends the text over a WebSocket while it is written.
 
-    python -m serving --model 0.6B --speaker speaker.pt --port 8000
+    qwen3-tts serve --model 0.6B --speaker speaker.pt --port 8000
     pip install livekit-agents livekit-plugins-baseten
     python examples/livekit_websocket.py ws://127.0.0.1:8000/v1/audio/speech/stream speaker
 

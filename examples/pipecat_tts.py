@@ -1,6 +1,6 @@
 """pipecat: its OpenAI service, pointed at this server.
 
-    python -m serving --model 0.6B-CustomVoice --port 8000
+    qwen3-tts serve --model 0.6B-CustomVoice --port 8000
     pip install pipecat-ai
     python examples/pipecat_tts.py http://127.0.0.1:8000/v1
 

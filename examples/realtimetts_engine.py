@@ -1,6 +1,6 @@
 """RealtimeTTS: an engine that speaks through this server.
 
-    python -m serving --model 0.6B-CustomVoice --port 8000
+    qwen3-tts serve --model 0.6B-CustomVoice --port 8000
     pip install "RealtimeTTS[playback]" openai
     python examples/realtimetts_engine.py http://127.0.0.1:8000/v1
 

@@ -7,6 +7,7 @@ bounds.py       what the memory's bandwidth allows
 peer.py         faster-qwen3-tts, in a process of its own
 streams.py      many listeners, and lists of texts, through the engine
 ready.py        how long a new process takes to speak
+tables.py       the figures in README.md and docs/, from results/
 quality.py      word errors, voice and runaways beside upstream's, on sentences.tsv
 check.py        is the accelerated model the same model (parity.py: logits with forced tokens)
 measured.py     the models that are measured, and the voice

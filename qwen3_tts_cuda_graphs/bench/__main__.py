@@ -7,6 +7,7 @@
     qwen3-tts bench 0.6B --check                 # is it the same model? compares with upstream or float32
     qwen3-tts bench 0.6B --listen --speaker speaker.pt   # does each path speak as well as upstream?
     qwen3-tts bench --plot                       # draws results/*.svg from results/*.json; needs matplotlib
+    qwen3-tts bench --tables                     # writes the figures in README.md and docs/ from results/*.json
 
 All rows speak the same text with the same voice and settings. "x real time" is seconds of audio per second. A whole
 call includes tokenizer and codec; it is timed at two lengths, and "ms per frame" is the slope between them. Figures are
@@ -72,6 +73,14 @@ def main() -> None:
             print(*plot(ROOT / "results"), sep="\n")
             return
 
+        if args.tables:
+            if not (ROOT / "README.md").is_file():
+                raise ValueError("--tables writes into README.md and docs/: run it in a checkout")
+            from qwen3_tts_cuda_graphs.bench.tables import write_tables
+
+            print(*write_tables(ROOT) or ["every figure is as in results/"], sep="\n")
+            return
+
         # imports torch, which takes seconds: after the options are checked
         from qwen3_tts_cuda_graphs.common.loading import model_errors
 
@@ -103,6 +112,7 @@ def parse_arguments() -> argparse.Namespace:
         "--recognizer", default="openai/whisper-large-v3", help="for --listen: a hub id or a folder (%(default)s)"
     )
     modes.add_argument("--plot", action="store_true", help="draw results/*.svg, do not time")
+    modes.add_argument("--tables", action="store_true", help="write README.md and docs/ from results/, do not time")
     parser.add_argument(
         "--output",
         "-o",
