@@ -29,8 +29,8 @@ class Encoders:
     """The processes. A new stream goes to the one with the fewest; without any, it is encoded in a thread."""
 
     def __init__(self, count: int | None = None):
-        """count: of processes. Default: half as many as there are cores."""
-        self.count = max(1, len(os.sched_getaffinity(0)) // 2) if count is None else count
+        """count: of processes. Default: three for four cores, at most 16."""
+        self.count = min(max(1, len(os.sched_getaffinity(0)) * 3 // 4), 16) if count is None else count
         self.processes = []
         self.starting = 0
         self.is_closed = False
