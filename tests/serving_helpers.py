@@ -57,6 +57,7 @@ class LocalService(Service):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options, spawn=ThreadWorker)
+        self.encoders.count = 0  # most tests need no processes for that: threads encode
 
     @functools.cached_property
     def loop(self) -> asyncio.AbstractEventLoop:

@@ -3,7 +3,8 @@
     python -m qwen3_tts_cuda_graphs.bench.load_test --compare 0.6B --speaker speaker.pt --json results/server.json
 
 Listeners of the server are in a process of their own, too, as real ones are. Then the same server is measured again,
-for a shorter time, with listeners in several processes, beside idle WebSockets, and while all cores are busy.
+for a shorter time, in other formats, with listeners in several processes, beside idle WebSockets, and while all cores
+are busy.
 """
 
 import argparse
@@ -52,10 +53,10 @@ def measure(args: argparse.Namespace, drive: Drive, is_short: bool = False) -> I
         yield name, row
 
 
-def compare(args: argparse.Namespace, speak: Callable, request: dict) -> Iterator[tuple[str, str, dict]]:
+def compare(args: argparse.Namespace, in_format: Callable, request: dict) -> Iterator[tuple[str, str, dict]]:
     """Who was measured, and what `measure` yields.
 
-    speak: load_test.speak; request: what listeners ask for
+    in_format: load_test.in_format; request: what listeners ask for
     """
     size = Path(args.compare).name
     command = [
@@ -75,18 +76,20 @@ def compare(args: argparse.Namespace, speak: Callable, request: dict) -> Iterato
         raise ValueError("the engine alone could not be measured: it says why above")
     raise_file_limit()  # for many connections, of this process and its children
     with running_server(args) as url:
-        start = partial(speak, url, None, **request)
+        start = in_format(url, None, "pcm", request)
         server = f"{size}, over HTTP"
         for row in measure(args, partial(drive_server, start, 1)):
             yield server, *row
-        conditions = []
+        nothing = contextlib.nullcontext()
+        conditions = [(name, in_format(url, None, name, request), 1, nothing) for name in args.formats]
         if args.clients > 1:
-            conditions += [(f"{args.clients} processes of listeners", args.clients, contextlib.nullcontext())]
+            conditions += [(f"{args.clients} processes of listeners", start, args.clients, nothing)]
         if args.idle_websockets:
-            conditions += [(f"{args.idle_websockets} idle WebSockets", 1, idle_websockets(url, args.idle_websockets))]
+            idle = idle_websockets(url, args.idle_websockets)
+            conditions += [(f"{args.idle_websockets} idle WebSockets", start, 1, idle)]
         if args.busy:
-            conditions += [("all cores busy", 1, busy_cores())]
-        for name, clients, condition in conditions:
+            conditions += [("all cores busy", start, 1, busy_cores())]
+        for name, start, clients, condition in conditions:
             with condition:
                 for row in measure(args, partial(drive_server, start, clients), is_short=True):
                     yield f"{server}, {name}", *row

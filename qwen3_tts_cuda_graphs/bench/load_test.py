@@ -22,12 +22,14 @@ from pathlib import Path
 from qwen3_tts_cuda_graphs.bench.listeners import TEXT, StartStream, crowd, listen, noting_errors, poisson_arrivals
 from qwen3_tts_cuda_graphs.common.scripts import Parser, cli_errors
 
-BYTES_PER_SECOND = 2 * 24000  # of audio
+BYTES_PER_SECOND = 2 * 24000  # of audio as pcm
 FRAME_RATE = 12.5
 LIMIT = 120.0  # seconds to wait for a server
 
 
-def speak(url: str, api_key: str | None = None, **request) -> Iterator[tuple[bytes, int]]:
+def speak(
+    url: str, api_key: str | None = None, bytes_per_second: float = BYTES_PER_SECOND, **request
+) -> Iterator[tuple[bytes, float]]:
     """Audio as a server sends it, and how many bytes make a second. Raises OSError for all that can go wrong."""
     address = urllib.parse.urlsplit(url)
     if not address.hostname:
@@ -43,13 +45,22 @@ def speak(url: str, api_key: str | None = None, **request) -> Iterator[tuple[byt
             if response.status != 200:
                 raise OSError(f"{response.status}: {json.load(response)['error']['message']}")
             while piece := response.read1(65536):
-                yield piece, BYTES_PER_SECOND
+                yield piece, bytes_per_second
     except http.client.IncompleteRead:
         raise OSError("the connection was closed in the middle of the audio") from None
     except (http.client.HTTPException, ValueError, KeyError, TypeError) as error:
         raise OSError(f"{url} does not answer as this project's server does: {error}") from None
     finally:
         connection.close()
+
+
+def in_format(url: str, api_key: str | None, name: str, request: dict) -> StartStream:
+    """Listeners who ask for this format. One answer, whose length is known, tells how many bytes make a second."""
+    start = partial(speak, url, api_key, **request | dict(response_format=name))
+    if name == "pcm":
+        return start
+    frames = request["max_new_tokens"] - 1
+    return partial(start, bytes_per_second=sum(len(piece) for piece, _ in start()) * FRAME_RATE / frames)
 
 
 def drive(start_stream: StartStream, args: argparse.Namespace) -> dict:
@@ -75,7 +86,7 @@ def compare_and_print(args: argparse.Namespace, request: dict) -> bool:
     result = {"card": machine_card(args.weights), "max_streams": args.max_streams, "models": {}}
     has_errors = False
     print(" " * 74 + "  p50 ms   p95 ms   p99 ms  audio s/s  underruns")
-    for who, name, row in compare(args, speak, request):
+    for who, name, row in compare(args, in_format, request):
         figures = [f"{row[column]:9.1f}" if row[column] is not None else "        -" for column in columns]
         errors = f"   {len(row['errors'])} errors: {row['errors'][0]}" if row["errors"] else ""
         print(f"{f'{who}: {name}':72} {''.join(figures)}{errors}", flush=True)
@@ -101,6 +112,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long requests arrive")
     parser.add_argument("--at-once", type=int, metavar="N")
     parser.add_argument("--one-by-one", type=int, metavar="N")
+    parser.add_argument("--format", default="pcm", help="what listeners ask for; default: %(default)s")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     starts = parser.add_argument_group("with --compare")
     starts.add_argument("--compare", metavar="MODEL")
@@ -113,6 +125,7 @@ def main() -> None:
     starts.add_argument("--other-rates", type=float, nargs="*", default=[], help="also these, for 10 s each")
     starts.add_argument("--clients", type=int, default=1, help="also with this many processes of listeners")
     starts.add_argument("--idle-websockets", type=int, default=0, help="also beside this many")
+    starts.add_argument("--formats", nargs="*", default=[], help="also in these, such as mp3 opus aac flac")
     starts.add_argument("--busy", action="store_true", help="also with a busy loop on each core")
     args = parser.parse_args()
     if min([args.rate, *args.other_rates]) <= 0:
@@ -124,7 +137,7 @@ def main() -> None:
         args.one_by_one = args.one_by_one or 50
         has_errors = compare_and_print(args, request)
     else:
-        result = drive(partial(speak, args.url, args.api_key, **request), args)
+        result = drive(in_format(args.url, args.api_key, args.format, request), args)
         for name, value in result.items():
             print(f"{name.replace('_', ' '):32} {f'{value:.1f}' if isinstance(value, float) else value}")
         has_errors = bool(result["errors"])

@@ -39,12 +39,16 @@ SECONDS_PER_RECEIPT = 1.0  # for listeners who are slow, and read all the same
 
 
 def start_worker(theirs: socket.socket) -> subprocess.Popen:
-    """A fresh interpreter, whose only tie to this one is the socket."""
+    return start_python(f"{__package__}.worker", str(theirs.fileno()), pass_fds=[theirs.fileno()])
+
+
+def start_python(module: str, *arguments: str, **options) -> subprocess.Popen:
+    """A module in a fresh interpreter, whose only ties to this one are those in the options of Popen."""
     folder = Path(__file__).parents[len(__package__.split("."))]
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", f"{__package__}.worker", str(theirs.fileno())]
-    options = dict(stdin=subprocess.DEVNULL, stdout=2, env=os.environ | {"PYTHONPATH": path})
-    return subprocess.Popen(command, pass_fds=[theirs.fileno()], **options)
+    environment = os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}  # its pool would take time to start
+    options = dict(stdin=subprocess.DEVNULL, stdout=2, env=environment) | options
+    return subprocess.Popen([sys.executable, "-m", module, *arguments], **options)
 
 
 class Call:

@@ -9,13 +9,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from qwen3_tts_cuda_graphs.common.audio_files import RECORDINGS, Chunk
 from qwen3_tts_cuda_graphs.serving.audio_formats import decode_recording
+from qwen3_tts_cuda_graphs.serving.engine_process import start_python
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error
 from qwen3_tts_cuda_graphs.serving.messages import LENGTHS, Message, Unpacker, pack
 from qwen3_tts_cuda_graphs.serving.settings import Settings
@@ -73,12 +73,8 @@ class Decoders:
 
 
 def start_decoder() -> subprocess.Popen:
-    folder = Path(__file__).parents[len(__package__.split("."))]
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", f"{__package__}.recordings"]
-    environment = os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    return subprocess.Popen(command, env=environment, **pipes)
+    return start_python(f"{__package__}.recordings", **pipes)
 
 
 def end(process: subprocess.Popen) -> None:

@@ -23,6 +23,7 @@ from qwen3_tts_cuda_graphs.common.audio_files import Chunk
 from qwen3_tts_cuda_graphs.common.scripts import check_device_name
 from qwen3_tts_cuda_graphs.prompts.cut import PAUSE, surely_fits
 from qwen3_tts_cuda_graphs.serving.audio_formats import Encoder, av, check_base64, decode_base64
+from qwen3_tts_cuda_graphs.serving.encoders import Encoders
 from qwen3_tts_cuda_graphs.serving.engine_process import Call, EngineProcess, WorkerConnection, start_worker
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, mistakes_in
 from qwen3_tts_cuda_graphs.serving.metrics import Metrics
@@ -78,6 +79,7 @@ class Service:
         self.responses = 0  # being sent, over HTTP or a WebSocket
         self.threads = ThreadPoolExecutor(MAX_THREADS, "recordings")
         self.decoders = Decoders()
+        self.encoders = Encoders(self.settings.encoders)
         self.recordings = asyncio.Semaphore(MAX_THREADS)  # decoded, in the memory of requests
         self.disk_threads = ThreadPoolExecutor(MAX_THREADS, "voices")  # a disk that hangs keeps them
         self.metrics = Metrics(self.models)
@@ -88,6 +90,7 @@ class Service:
     async def start(self) -> None:
         """Returns when all models speak. Weights are loaded first: rows take the memory that is left."""
         await load_all()
+        self.encoders.start()
         for model in self.models:
             await model.engine.load()
         for number, model in enumerate(self.models):
@@ -100,6 +103,7 @@ class Service:
             self.looking.cancel()
         await asyncio.gather(*(model.engine.close() for model in self.models))
         self.decoders.close()
+        self.encoders.close()
         for threads in (self.threads, self.disk_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 

@@ -30,6 +30,7 @@ class Settings:
     max_streams: int | None = limit(None, "listeners of a model at the same time, at most 64 by default")
     max_waiting: int = limit(256, "requests that may wait for a place; more get 429")
     max_connections: int = limit(1024, "connections at the same time; more get 503")
+    encoders: int | None = limit(None, "processes that encode mp3, opus, aac and flac, by default 3 for 4 cores")
     max_seq_len: int = limit(2048, "positions for prompt and speech of one request, 12.5 per second")
 
     # How much in one request

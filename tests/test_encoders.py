@@ -1,0 +1,95 @@
+"""Processes that encode: the same bytes as in the server itself, and what happens when one of them ends."""
+
+import asyncio
+import contextlib
+
+import numpy as np
+import pytest
+
+pytest.importorskip("av")
+
+from qwen3_tts_cuda_graphs.serving.encoders import Encoders, LocalStream, RemoteStream
+from qwen3_tts_cuda_graphs.serving.errors import ApiError
+
+SIZES = 1920, 1920, 3840, 7680, 15360, 1000  # samples of each chunk
+LIMIT = 60.0
+
+
+@contextlib.asynccontextmanager
+async def running(count):
+    encoders = Encoders(count)
+    encoders.start()
+    async with asyncio.timeout(LIMIT):
+        while len(encoders.processes) < count:
+            await asyncio.sleep(0.02)
+        try:
+            yield encoders
+        finally:
+            encoders.close()
+
+
+async def encoded(stream, seed=0):
+    random, pieces = np.random.default_rng(seed), []
+    for size in SIZES:
+        pieces.append(await stream.add(random.normal(0, 3000, size).astype(np.int16)))
+    data = stream.whole(b"".join([*pieces, await stream.finish()]))
+    stream.close()
+    return data
+
+
+def without_serial(data, name):
+    """Each stream of Ogg has a random number, and so other checksums."""
+    if name != "opus":
+        return data
+    pages = data.split(b"OggS")
+    return [page[:10] + page[22:] for page in pages]  # after version, flags and position
+
+
+def test_the_same_bytes_as_in_the_server():
+    """Several streams at once in one process: none may have another one's samples."""
+
+    async def check():
+        async with running(1) as encoders:
+            kinds = [(name, 24000, speed) for name in ("mp3", "opus", "aac", "flac", "wav") for speed in (1.0, 1.5)]
+            streams = [encoders.open(*kind) for kind in kinds]
+            assert [type(stream) for stream in streams] == [RemoteStream] * 8 + [LocalStream, RemoteStream]
+            remote = await asyncio.gather(*(encoded(stream, seed) for seed, stream in enumerate(streams)))
+            assert encoders.processes[0].streams == 0
+            for seed, (kind, data) in enumerate(zip(kinds, remote)):
+                expected = await encoded(LocalStream(*kind), seed)
+                assert without_serial(data, kind[0]) == without_serial(expected, kind[0]), kind
+
+    asyncio.run(check())
+
+
+def test_a_process_that_ends_is_replaced():
+    """Its streams get an error at once, others go on, and the next ones find another process."""
+
+    async def check():
+        async with running(2) as encoders:
+            first, second = (encoders.open("mp3", 24000, 1.0) for _ in range(2))
+            samples = np.zeros(15360, np.int16)
+            assert first.process is not second.process and await first.add(samples)
+            first.process.popen.kill()
+            with pytest.raises(ApiError, match="ask again"):
+                while True:
+                    await first.add(samples)
+            first.close()
+            assert len(await encoded(second)) > 1000
+            assert len(await encoded(encoders.open("mp3", 24000, 1.0))) > 1000
+            while len(encoders.processes) < 2:
+                await asyncio.sleep(0.02)
+
+    asyncio.run(check())
+
+
+def test_an_error_of_a_library_is_an_answer():
+    """Nobody may wait for a stream that cannot be encoded, and the process goes on."""
+
+    async def check():
+        async with running(1) as encoders:
+            with pytest.raises(RuntimeError):
+                await encoders.open("mp3", 7, 1.0).add(np.zeros(1920, np.int16))
+            assert len(await encoded(encoders.open("mp3", 24000, 1.0))) > 1000
+
+    asyncio.run(check())
