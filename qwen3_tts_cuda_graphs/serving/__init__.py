@@ -9,7 +9,7 @@ connections.py    uvicorn's limits
 requests.py       the fields of a request
 service.py        the models and their voices, as the server uses them; model.py is one of them
 engine_process.py a model's worker, seen from the server: calls, and a new process when it has ended
-recordings.py     clients' recordings, decoded in processes of their own
+recordings.py     clients' recordings, decoded in processes of their own; encoders.py: speech, encoded in others
 audio_formats.py, voice_folder.py, errors.py, metrics.py, settings.py
                   as their names say
 page/             the page for a browser
