@@ -39,7 +39,7 @@ from qwen3_tts_cuda_graphs.prompts.cut import FRAMES_PER_TOKEN, MIN_FRAME_LIMIT,
 
 OUTPUT = Path("speech.wav")
 PLAYED_ONLY = Path(os.devnull)
-RECORDINGS = tuple(".wav .flac .ogg .oga .opus .mp3 .m4a .aac .aif .aiff .webm .mp4 .wma".split())
+RECORDING_SUFFIXES = tuple(".wav .flac .ogg .oga .opus .mp3 .m4a .aac .aif .aiff .webm .mp4 .wma".split())
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 DESCRIPTION = "a warm, clear narrator"  # for a VoiceDesign model
 EXAMPLES = """examples:
@@ -248,12 +248,12 @@ def default_model(asked: argparse.Namespace) -> str:
 
 def is_file(speaker: str | None) -> bool:
     """Whether --speaker is a file, or was meant to be one."""
-    return bool(speaker) and (speaker.lower().endswith((".pt", *RECORDINGS)) or os.path.isfile(speaker))
+    return bool(speaker) and (speaker.lower().endswith((".pt", *RECORDING_SUFFIXES)) or os.path.isfile(speaker))
 
 
 def check_pairs(asked: argparse.Namespace, goes_to_one_file: bool) -> None:
     """Options that mean something only beside another one."""
-    if asked.speaker and asked.speaker.lower().endswith(RECORDINGS):
+    if asked.speaker and asked.speaker.lower().endswith(RECORDING_SUFFIXES):
         raise ValueError(f"{asked.speaker} is a recording, not a speaker: give it as --ref-audio {asked.speaker}")
     if asked.ref_text is not None and asked.ref_audio is None:
         raise ValueError("--ref-text is the transcript of --ref-audio: give that recording, too, or leave it out")
