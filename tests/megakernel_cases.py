@@ -196,74 +196,74 @@ def some_predictor(kernel_for: KernelFor, graph: SimpleNamespace, layers: int, l
     return predictor
 
 
-def predictor_of_streams(single: SomePredictor, kernel_for: KernelFor, streams: int) -> SomePredictor:
-    """The same layers for several streams, each with another frame, temperature, text and noise."""
+def predictor_of_rows(single: SomePredictor, kernel_for: KernelFor, count: int) -> SomePredictor:
+    """The same layers for several rows, each with another frame, temperature, text and noise."""
     hidden = single.model.config.hidden_size
     length, talker_hidden = single.text.shape
     graph = SimpleNamespace(
-        advance=torch.ones(streams, dtype=torch.bool),
-        token=torch.arange(5, 5 + streams),
-        frame=torch.arange(streams),
-        hidden=torch.randn(streams, talker_hidden).bfloat16(),
-        embedding=torch.zeros(streams, talker_hidden).bfloat16(),
+        advance=torch.ones(count, dtype=torch.bool),
+        token=torch.arange(5, 5 + count),
+        frame=torch.arange(count),
+        hidden=torch.randn(count, talker_hidden).bfloat16(),
+        embedding=torch.zeros(count, talker_hidden).bfloat16(),
     )
     layers = [
-        SimpleNamespace(keys=layer.keys.repeat(streams, 1, 1), values=layer.values.repeat(streams, 1, 1))
+        SimpleNamespace(keys=layer.keys.repeat(count, 1, 1), values=layer.values.repeat(count, 1, 1))
         for layer in single.cache.layers
     ]
-    settings = view_of(single.sampling, [0] * streams)
-    settings.temperature *= torch.arange(1, streams + 1)[:, None]
-    text = torch.randn(streams, length, talker_hidden).bfloat16()
+    settings = view_of(single.sampling, [0] * count)
+    settings.temperature *= torch.arange(1, count + 1)[:, None]
+    text = torch.randn(count, length, talker_hidden).bfloat16()
     several = replace(
         single,
         cache=SimpleNamespace(length=single.cache.length, layers=layers),
         sampling=settings,
-        first_input=torch.randn(streams, hidden).bfloat16(),
+        first_input=torch.randn(count, hidden).bfloat16(),
         text=text,
-        codes=torch.zeros(streams, length, len(single.heads) + 1, dtype=torch.long),
+        codes=torch.zeros(count, length, len(single.heads) + 1, dtype=torch.long),
         graph=graph,
     )
-    several.make_step(kernel_for, new_noise(streams, len(single.heads), CODE_VOCAB))
+    several.make_step(kernel_for, new_noise(count, len(single.heads), CODE_VOCAB))
     return several
 
 
-def talker_of_streams(it: SomeTalker, kernel_for: KernelFor, streams: int) -> SomeTalker:
-    """The same layers for several streams, each at another position and with other settings. The second one of four
+def talker_of_rows(it: SomeTalker, kernel_for: KernelFor, count: int) -> SomeTalker:
+    """The same layers for several rows, each at another position and with other settings. The second one of four
     does not advance."""
 
     def stacked(make: Callable[[int], Any]) -> Tensor:
-        return torch.stack([torch.as_tensor(make(stream)) for stream in range(streams)])
+        return torch.stack([torch.as_tensor(make(row)) for row in range(count)])
 
     hidden = it.model.config.hidden_size
     length = it.cache.length
     layers = [
-        SimpleNamespace(keys=linear(streams, 8, length, 128).weight, values=linear(streams, 8, length, 128).weight)
+        SimpleNamespace(keys=linear(count, 8, length, 128).weight, values=linear(count, 8, length, 128).weight)
         for _ in it.model.layers
     ]
     cache = SimpleNamespace(length=length, layers=layers)
-    settings = view_of(sampling(TALKER_VOCAB), [0] * streams)
-    for stream in range(streams):
+    settings = view_of(sampling(TALKER_VOCAB), [0] * count)
+    for row in range(count):
         own = sampling(TALKER_VOCAB)
-        own.set(stream != 3, 5.0 - stream % 4, 50 - 10 * (stream % 4), 1.0 - 0.2 * (stream % 4))
-        for all_rows, row in zip(tensors_of(settings), tensors_of(own)):
-            all_rows[stream] = row[0]
+        own.set(row != 3, 5.0 - row % 4, 50 - 10 * (row % 4), 1.0 - 0.2 * (row % 4))
+        for all_rows, of_one in zip(tensors_of(settings), tensors_of(own)):
+            all_rows[row] = of_one[0]
     graph = SimpleNamespace(
-        advance=stacked(lambda stream: stream != 1 or streams < 4),
-        token=stacked(lambda stream: 5 + stream),
-        frame=stacked(lambda stream: stream),
-        hidden=linear(streams, 1, hidden).weight,
-        embedding=linear(streams, 1, hidden).weight,
-        prompt_length=stacked(lambda stream: [0, 17, length - 9, 9][stream % 4]),
-        seen=torch.rand(streams, TALKER_VOCAB) < 0.7,
-        suppressed=torch.rand(streams, TALKER_VOCAB) < 0.3,
-        repetition_penalty=stacked(lambda stream: 1.5 - 0.1 * stream),
-        end_token=stacked(lambda stream: END_TOKEN + stream),
-        min_tokens=stacked(lambda stream: 2),
-        ended=torch.zeros(streams, dtype=torch.bool),
+        advance=stacked(lambda row: row != 1 or count < 4),
+        token=stacked(lambda row: 5 + row),
+        frame=stacked(lambda row: row),
+        hidden=linear(count, 1, hidden).weight,
+        embedding=linear(count, 1, hidden).weight,
+        prompt_length=stacked(lambda row: [0, 17, length - 9, 9][row % 4]),
+        seen=torch.rand(count, TALKER_VOCAB) < 0.7,
+        suppressed=torch.rand(count, TALKER_VOCAB) < 0.3,
+        repetition_penalty=stacked(lambda row: 1.5 - 0.1 * row),
+        end_token=stacked(lambda row: END_TOKEN + row),
+        min_tokens=stacked(lambda row: 2),
+        ended=torch.zeros(count, dtype=torch.bool),
     )
     sizes, kernel = kernel_for(it.model, [it.head], hidden)
     arguments = {name: getattr(graph, name) for name in megakernel.TALKER_ARGUMENTS}
-    noise = new_noise(streams, 1, TALKER_VOCAB)
+    noise = new_noise(count, 1, TALKER_VOCAB)
     step = fused_step(sizes, kernel, it.model, cache, [it.head], settings, noise, graph, arguments)
     return SomeTalker(it.model, cache, it.head, settings, graph, step)
 
@@ -312,13 +312,13 @@ FAULTS = {
         "score[g] = position_of(g) < position ?", "score[g] = position_of(g) < position - 1 ?", True, "attention"
     ),
     "the wrong KV head": Fault(
-        "layer.values[row * ROW + lane] =",
-        "layer.values[(row ^ arguments.cache_length) * ROW + lane] =",
+        "layer.values[place * QUADS + lane] =",
+        "layer.values[(place ^ arguments.cache_length) * QUADS + lane] =",
         False,
         "first values",
     ),
     "RoPE of another position": Fault(
-        "arguments.sin[position * ROW + lane]", "arguments.sin[position / 2 * ROW + lane]", True, "first keys"
+        "arguments.sin[position * QUADS + lane]", "arguments.sin[position / 2 * QUADS + lane]", True, "first keys"
     ),
     "one split is not merged": Fault(
         "const float weight = expf(log_sum - best);",

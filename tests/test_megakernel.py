@@ -260,7 +260,7 @@ def test_the_talkers_choice_and_rules(fused):
 def test_a_step_has_the_same_bits_each_time(checkpoint):
     """Without the fence in `release`, bulk copies overwrote weights before they were read: in one of 20 to 4,000
     launches for 16 rows."""
-    megakernel_of_16 = Megakernel(load_upstream(str(checkpoint("base", "0.6B"))).model.talker, LENGTH, rows=16)
+    megakernel_of_16 = Megakernel(load_upstream(str(checkpoint("base", "0.6B"))).model.talker, LENGTH, row_count=16)
     fill_with_random_states(megakernel_of_16.rows)
     megakernel_of_16.rows.advance.fill_(False)
     for launch in megakernel_of_16.launches:

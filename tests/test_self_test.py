@@ -59,8 +59,8 @@ def small_talker() -> Any:
     return model
 
 
-def slots_of(talker: Any, rows: int = 1) -> SharedRows:
-    return SharedRows(talker.config, rows, 48, talker.dtype, talker.device)
+def rows_of(talker: Any, count: int = 1) -> SharedRows:
+    return SharedRows(talker.config, count, 48, talker.dtype, talker.device)
 
 
 def cpu_frame(talker: Any, folder: Path, fault: str | None, monkeypatch: Any, grid: int) -> MegakernelFrame:
@@ -75,7 +75,7 @@ def cpu_frame(talker: Any, folder: Path, fault: str | None, monkeypatch: Any, gr
 
     monkeypatch.setattr(megakernel, "compile_for", compile_for)
     with torch.no_grad():
-        return MegakernelFrame(talker, slots_of(talker))
+        return MegakernelFrame(talker, rows_of(talker))
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
@@ -120,7 +120,7 @@ class NoKernel:
 
 
 def frame_without_kernel(talker: Any, error: type[Exception] = RuntimeError) -> Any:
-    frame = Frame(talker, slots_of(talker))
+    frame = Frame(talker, rows_of(talker))
     frame.launches = NoKernel(error), NoKernel(error)
     return frame
 
@@ -153,51 +153,52 @@ def test_the_frame_can_be_captured_after_a_test_that_failed(error, small_talker)
 
 ROW_FAULTS = {  # what one row may take from another: the right text, the wrong one, and a part of the reason
     "position": ("prompt_length[attended]", "prompt_length[0]", "the cache, tensor"),
-    "cache": ("(stream_to_attend() * KV_HEADS + kv_head)", "(0 * KV_HEADS + kv_head)", "the logits of the codes"),
-    "projected hidden state": ("first_input + stream * HIDDEN", "first_input", "the logits of the codes"),
-    "hidden state": ("arguments.hidden + stream * (HIDDEN / 2) + ", "arguments.hidden + ", "the hidden state"),
-    "code": ("codes[stream] * HIDDEN", "codes[0] * HIDDEN", "the logits of the codes"),
-    "noise": ("(stream * CODES + head) * VOCAB", "head * VOCAB", "the codes"),
-    "top-k": ("arguments.topk_rank[stream]", "arguments.topk_rank[0]", "the codes"),
-    "text": ("u64 frame = element_stream * arguments.frames +", "u64 frame =", "the embedding"),
+    "cache": ("(row_to_attend() * KV_HEADS + kv_head)", "(0 * KV_HEADS + kv_head)", "the logits of the codes"),
+    "projected hidden state": ("first_input + row * HIDDEN", "first_input", "the logits of the codes"),
+    "hidden state": ("arguments.hidden + row * (HIDDEN / 2) + ", "arguments.hidden + ", "the hidden state"),
+    "code": ("codes[row] * HIDDEN", "codes[0] * HIDDEN", "the logits of the codes"),
+    "noise": ("(row * CODES + head) * VOCAB", "head * VOCAB", "the codes"),
+    "top-k": ("arguments.topk_rank[row]", "arguments.topk_rank[0]", "the codes"),
+    "text": ("u64 frame = element_row * arguments.frames +", "u64 frame =", "the embedding"),
 }
 
 
 MANY_ROW_FAULTS = {  # what a row of the second four may take from the first
     "vectors": ("columns_of_row, x[group][quad]", "columns_of_row, x[0][quad]", "the logits of the codes"),
-    "code": ("stream / 4 == group ? of_four[group] : four", "four", "the logits of the codes"),
+    "code": ("row / 4 == group ? of_four[group] : four", "four", "the logits of the codes"),
 }
 
 
-def row_fault(fault: str, rows: int = 2) -> str:
-    right, wrong, _ = (ROW_FAULTS if rows <= 4 else MANY_ROW_FAULTS)[fault]
+def row_fault(fault: str, count: int = 2) -> str:
+    right, wrong, _ = (ROW_FAULTS if count <= 4 else MANY_ROW_FAULTS)[fault]
     return changed_source(right, wrong)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 @pytest.mark.parametrize(
-    "rows, fault",
+    "count, fault",
     [*((2, fault) for fault in (None, *ROW_FAULTS)), *((8, fault) for fault in (None, *MANY_ROW_FAULTS))],
 )
 @torch.no_grad()
 @pytest.mark.slow
-def test_faults_of_several_rows_on_a_cpu(rows, fault, small_talker, tmp_path, monkeypatch):
+def test_faults_of_several_rows_on_a_cpu(count, fault, small_talker, tmp_path, monkeypatch):
     """A fault is compiled into the kernels of several rows."""
 
-    def compile_for(model: Any, heads: Any, talker_hidden: int, count: int) -> tuple[megakernel.Sizes, CpuKernel]:
-        source = row_fault(fault, rows) if fault and count > 1 else None
-        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu(), count), grid=max(16, 4 * count))
+    def compile_for(model: Any, heads: Any, talker_hidden: int, row_count: int) -> tuple[megakernel.Sizes, CpuKernel]:
+        source = row_fault(fault, row_count) if fault and row_count > 1 else None
+        sizes = kernel_sizes(model, heads, talker_hidden, PretendedGpu(), row_count)
+        sizes = replace(sizes, grid=max(16, 4 * row_count))
         return sizes, CpuKernel(complete_source(sizes, source), sizes, tmp_path)
 
     monkeypatch.setattr(megakernel, "compile_for", compile_for)
-    slots = slots_of(small_talker, rows)
-    before = state_of(slots)
-    alone = MegakernelFrame(small_talker, slots[:1])
-    reason = self_test.why_rows_wrong(MegakernelFrame(small_talker, slots, alone), alone)
+    rows = rows_of(small_talker, count)
+    before = state_of(rows)
+    alone = MegakernelFrame(small_talker, rows[:1])
+    reason = self_test.why_rows_wrong(MegakernelFrame(small_talker, rows, alone), alone)
     print(f"{fault}: {reason}")
     assert bool(reason) == bool(fault)
-    assert fault is None or (ROW_FAULTS if rows == 2 else MANY_ROW_FAULTS)[fault][2] in reason
-    assert_same_state(slots, before)
+    assert fault is None or (ROW_FAULTS if count == 2 else MANY_ROW_FAULTS)[fault][2] in reason
+    assert_same_state(rows, before)
 
 
 def test_every_fault_can_be_made():
@@ -264,8 +265,8 @@ def test_faults_on_a_gpu(fault, gpu_talker, compiled_ahead, reasons, monkeypatch
         return sizes, megakernel.compile_kernel(model.device, sizes, source)
 
     monkeypatch.setattr(megakernel, "compile_for", compile_for)
-    slots = SharedRows(gpu_talker.config, 1, 512, gpu_talker.dtype, gpu_talker.device)
-    reason, _ = self_test.run_test(MegakernelFrame(gpu_talker, slots))
+    rows = SharedRows(gpu_talker.config, 1, 512, gpu_talker.dtype, gpu_talker.device)
+    reason, _ = self_test.run_test(MegakernelFrame(gpu_talker, rows))
     reasons[fault] = reason
     if fault is None:
         assert reason == ""

@@ -2,7 +2,7 @@
 
 They launch on torch's current stream, so that a graph can capture them. NVRTC compiles them for this GPU and codec.
 
-Shapes: B rows, T frames, L columns, C channels, P stored columns, H hidden size, Q codebooks.
+Shapes: B chunks, T frames, L columns, C channels, P stored columns, H hidden size, Q codebooks.
 """
 
 from collections.abc import Callable
@@ -37,13 +37,13 @@ KERNELS: dict[str, dict[str, Any]] = {
     },
     "window_attention": {
         **dict.fromkeys(("qkv", "cos", "sin"), torch.bfloat16),
-        **dict.fromkeys(("positions", "slots"), torch.long),
+        **dict.fromkeys(("positions", "row_indices"), torch.long),
         **dict.fromkeys(("keys", "values", "output"), torch.bfloat16),
         "frames": int,
     },
     "activate": {
         **dict.fromkeys(("x", "bias", "scale", "residual", "alpha", "inverse_beta", "sum", "state"), torch.bfloat16),
-        "slots": torch.long,
+        "row_indices": torch.long,
         "output": torch.bfloat16,
         **dict.fromkeys(("columns", "state_columns", "vectors", "x_sequences", "x_length"), int),
         **dict.fromkeys(("output_sequences", "output_length"), int),
@@ -174,21 +174,21 @@ class Snake:
 
 
 class CodecKernels(LayerKernels):
-    """`get_slots` returns the slot of each row of the current batch in the state: (B)"""
+    """`get_row_indices` returns the row of each chunk of the current batch in the state: (B)"""
 
-    def __init__(self, decoder: Any, get_slots: Callable[[], Tensor], kernels: nvrtc.Kernels | None = None):
+    def __init__(self, decoder: Any, get_row_indices: Callable[[], Tensor], kernels: nvrtc.Kernels | None = None):
         sizes = kernel_sizes(decoder)
         super().__init__(kernels or compile_for(decoder.device, sizes), KERNELS, sizes)
-        self.get_slots = get_slots
+        self.get_row_indices = get_row_indices
 
     def embed_codes(self, codes: Tensor, tables: Tensor, semantic_codebooks: int) -> tuple[Tensor, Tensor]:
         """(B, Q, T), (Q, entries, C) -> the sums over the first codebooks and over the others, each (B, T, C)"""
-        rows, codebooks, frames = codes.shape
-        semantic = tables.new_empty(rows, frames, self.sizes.code_dim)
+        count, codebooks, frames = codes.shape
+        semantic = tables.new_empty(count, frames, self.sizes.code_dim)
         acoustic = torch.empty_like(semantic)
         self.launch(
             "embed_codes",
-            (frames, rows),
+            (frames, count),
             self.sizes.code_dim // VECTOR,
             codes=codes,
             tables=tables,
@@ -203,21 +203,21 @@ class CodecKernels(LayerKernels):
     def window_attention(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """(B, T, 3 * heads * D) -> (B, T, heads * D). `positions` are those of the slots, (slots); `keys` and `values`,
-        (slots, heads, ring, D), get those of the new frames."""
-        rows, frames, _ = qkv.shape
+        """(B, T, 3 * heads * D) -> (B, T, heads * D). `positions` are those of the rows, (rows); `keys` and `values`,
+        (rows, heads, ring, D), get those of the new frames."""
+        count, frames, _ = qkv.shape
         if frames > MAX_FRAMES:
             raise ValueError(f"{frames} frames at once, the kernel has memory for {MAX_FRAMES}")
-        output = qkv.new_empty(rows, frames, self.sizes.heads * HEAD_DIM)
+        output = qkv.new_empty(count, frames, self.sizes.heads * HEAD_DIM)
         self.launch(
             "window_attention",
-            (self.sizes.heads, rows),
+            (self.sizes.heads, count),
             ATTENTION_THREADS,
             qkv=qkv,
             cos=cos,
             sin=sin,
             positions=positions,
-            slots=self.get_slots(),
+            row_indices=self.get_row_indices(),
             keys=keys,
             values=values,
             output=output,
@@ -237,7 +237,7 @@ class CodecKernels(LayerKernels):
         for a convolution with this dilation; and with `keep_sum` the sum itself, (B, L, C). The last P columns become
         the stored ones."""
         x = pending.x
-        rows, *sequences, x_length, channels = x.shape
+        count, *sequences, x_length, channels = x.shape
         columns = pending.columns
         state_columns = 0 if state is None else state.shape[1]
         vectors = channels // VECTOR
@@ -245,13 +245,13 @@ class CodecKernels(LayerKernels):
         blocks = -(-columns * vectors // THREADS)
         if state is not None:
             blocks += -(-vectors // (THREADS // state_columns))
-        total = x.new_empty(rows, columns, channels) if keep_sum else None
+        total = x.new_empty(count, columns, channels) if keep_sum else None
         shape = (length,) if dilation == 1 else (dilation, length)
         # Spare columns: what `convolve` computes of them does not count.
-        output = x.new_empty(rows * length * dilation + SPARE_COLUMNS, channels)[:-SPARE_COLUMNS]
+        output = x.new_empty(count * length * dilation + SPARE_COLUMNS, channels)[:-SPARE_COLUMNS]
         self.launch(
             "activate",
-            (blocks, rows),
+            (blocks, count),
             THREADS,
             x=x,
             bias=pending.bias,
@@ -261,7 +261,7 @@ class CodecKernels(LayerKernels):
             inverse_beta=snake and snake.inverse_beta,
             sum=total,
             state=state,
-            slots=None if state is None else self.get_slots(),
+            row_indices=None if state is None else self.get_row_indices(),
             output=output,
             columns=columns,
             state_columns=state_columns,
@@ -271,16 +271,16 @@ class CodecKernels(LayerKernels):
             output_sequences=dilation,
             output_length=length,
         )
-        return output.view(rows, *shape, channels), total
+        return output.view(count, *shape, channels), total
 
     def depthwise_norm(self, x: Tensor, weight: Tensor, bias: Tensor, norm: nn.LayerNorm) -> Tensor:
         """Each channel convolved alone, then normalized. (B, 6 + L, C), (7, C) -> (B, L, C)"""
-        rows, padded_columns, channels = x.shape
+        count, padded_columns, channels = x.shape
         columns = padded_columns - len(weight) + 1
-        output = x.new_empty(rows, columns, channels)
+        output = x.new_empty(count, columns, channels)
         self.launch(
             "depthwise_norm",
-            (columns, rows),
+            (columns, count),
             channels // VECTOR,
             x=x,
             weight=weight,
@@ -294,11 +294,11 @@ class CodecKernels(LayerKernels):
 
     def to_samples(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """A convolution to one channel. (B, 6 + L, C), (7, C) -> (B, L)"""
-        rows, padded_columns, _ = x.shape
+        count, padded_columns, _ = x.shape
         columns = padded_columns - len(weight) + 1
-        output = x.new_empty(rows, columns)
+        output = x.new_empty(count, columns)
         blocks = -(-columns // (THREADS // 2))
         self.launch(
-            "to_samples", (blocks, rows), THREADS, x=x, weight=weight, bias=bias, output=output, columns=columns
+            "to_samples", (blocks, count), THREADS, x=x, weight=weight, bias=bias, output=output, columns=columns
         )
         return output

@@ -18,12 +18,12 @@ MEGAKERNEL_ROWS = (1, 2, 4, 8, 16)
 
 
 class FrameSet:
-    def __init__(self, talker, slots: SharedRows, rows: int, fused: bool | None):
+    def __init__(self, talker, rows: SharedRows, row_count: int, fused: bool | None):
         """fused: True requires the megakernel, False avoids it, None uses it where it runs"""
         self.talker = talker
-        self.slots = slots
+        self.rows = rows
         self.graphs = Graphs(talker.device)
-        self.sizes = batch_sizes(rows)
+        self.sizes = batch_sizes(row_count)
         self.frames: dict[int, Frame] = {}
         uses_megakernel, self.path = choose_path(talker, fused)  # what makes a frame of one row, in words
         if uses_megakernel:
@@ -34,11 +34,11 @@ class FrameSet:
                 self.frames[size].capture(self.graphs)
             self.of(size)
 
-    def of(self, rows: int) -> Frame:
+    def of(self, row_count: int) -> Frame:
         """The smallest frame that has at least this many rows."""
-        size = next(size for size in self.sizes if size >= rows)
+        size = next(size for size in self.sizes if size >= row_count)
         if size not in self.frames:
-            self.frames[size] = frame_without_megakernel(self.talker, self.slots[:size]).capture(self.graphs)
+            self.frames[size] = frame_without_megakernel(self.talker, self.rows[:size]).capture(self.graphs)
         return self.frames[size]
 
     def reads_masked_positions(self) -> bool:
@@ -52,7 +52,7 @@ class FrameSet:
             for stack in stacks_of(self.talker):
                 compile_ahead(*stack, size)
         log.info("testing the megakernel")
-        alone = MegakernelFrame(self.talker, self.slots[:1])
+        alone = MegakernelFrame(self.talker, self.rows[:1])
         reason, _ = run_test(alone)
         if reason:
             if fused:
@@ -63,7 +63,7 @@ class FrameSet:
         self.frames[1] = alone
         for size in sizes[1:]:
             try:
-                frame = MegakernelFrame(self.talker, self.slots[:size], like=alone)
+                frame = MegakernelFrame(self.talker, self.rows[:size], like=alone)
                 reason = why_rows_wrong(frame, alone)
             except torch.OutOfMemoryError:
                 raise

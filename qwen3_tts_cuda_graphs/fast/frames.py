@@ -60,9 +60,9 @@ class KernelFrame(Frame):
         self.talker_stack = BatchedStack(talker.model, rows.keys, rows.values, count)
         self.predictor_stack = BatchedStack(self.predictor.model, rows.code_keys, rows.code_values, 2 * count)
         with self.device:
-            self.indices = torch.arange(count)
+            self.row_indices = torch.arange(count)
             self.code_positions = torch.arange(talker.config.num_code_groups)[:, None].repeat(1, count)  # (16, B)
-            self.first_slots = torch.arange(count).repeat(2)  # (2 B): positions 0 and 1 of each row
+            self.first_indices = torch.arange(count).repeat(2)  # (2 B): positions 0 and 1 of each row
 
     def predict(self) -> None:
         """Positions 0 and 1 of the predictor are one pass."""
@@ -70,13 +70,13 @@ class KernelFrame(Frame):
         codes = [rows.token]
         embeds = [predictor.embed_token(rows.token)[:, 0]]  # (B, H) each
         first = predictor.project(torch.cat([rows.hidden[:, 0], embeds[0]]))  # (2 B, H')
-        hidden = stack.forward(first, self.code_positions[:2].flatten(), self.first_slots)[len(self.indices) :]
+        hidden = stack.forward(first, self.code_positions[:2].flatten(), self.first_indices)[len(self.row_indices) :]
         for i, (head, embed) in enumerate(zip(predictor.heads, predictor.embed_code)):
             if i > 0:
                 hidden = stack.forward(predictor.project(embeds[-1]), self.code_positions[i + 1])
             codes.append(stack.sample_rows(head(hidden), rows.code_sampling, rows.code_noise[:, i]))
             embeds.append(embed(codes[-1][:, 0]))
-        index = self.indices, rows.frame[:, 0]
+        index = self.row_indices, rows.frame[:, 0]
         rows.codes[index] = torch.cat(codes, dim=1)
         rows.embedding.copy_((torch.stack(embeds, dim=1).sum(1) + rows.text[index])[:, None])
 

@@ -1,4 +1,4 @@
-"""The decoder layers, heads and sampling of 1 to 16 streams as one kernel per step: megakernel.cu, compiled by
+"""The decoder layers, heads and sampling of 1 to 16 rows as one kernel per step: megakernel.cu, compiled by
 NVRTC for this GPU and model.
 
 `TalkerStep` and `PredictorStep` are to be called or captured in place of the `step` of TalkerGraph and PredictorGraph.
@@ -78,17 +78,17 @@ class Sizes:
     codes: int  # heads after the layers: 1 for the talker, 15 for the predictor
     talker_hidden: int  # width of the talker's hidden state
     epsilon: str
-    streams: int = 1  # of speech: 1, 2, 4, 8 or 16
+    rows: int = 1  # of a frame: 1, 2, 4, 8 or 16
 
     @property
     def first_positions(self) -> int:
-        """Positions of a stream in the predictor's first pass: two, unless they are too many tokens for one pass."""
-        return 2 if self.codes > 1 and 2 * self.streams <= MMA_TOKENS else 1
+        """Positions of a row in the predictor's first pass: two, unless they are too many tokens for one pass."""
+        return 2 if self.codes > 1 and 2 * self.rows <= MMA_TOKENS else 1
 
     @property
     def replicas(self) -> int:
         """Copies of what the blocks exchange."""
-        return 4 if self.streams <= MMA_TOKENS else 1
+        return 4 if self.rows <= MMA_TOKENS else 1
 
     @property
     def producers(self) -> int:
@@ -125,7 +125,7 @@ def choose_grid(matrices: Sequence[tuple[int, int]], multiprocessors: int) -> in
     return min(range(8, max(8, min(128, multiprocessors)) + 1), key=work_of_busiest)
 
 
-def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu, streams: int = 1) -> Sizes:
+def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu, row_count: int = 1) -> Sizes:
     """`model` is a stack of decoder layers, `heads` are the linear layers after it."""
     config = model.config
     hidden = config.hidden_size
@@ -138,7 +138,7 @@ def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu,
         shared_bytes=gpu.shared_memory_per_block_optin,
         l2_bytes=gpu.L2_cache_size,
         bulk_copies=int(gpu.major >= 9),
-        exchange_bytes=streams << 20,
+        exchange_bytes=row_count << 20,
         layers=len(model.layers),
         hidden=hidden,
         inner=inner,
@@ -149,7 +149,7 @@ def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu,
         codes=len(heads),
         talker_hidden=talker_hidden,
         epsilon=f"{config.rms_norm_eps}f",
-        streams=streams,
+        rows=row_count,
     )
 
 
@@ -157,7 +157,7 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
     """The sizes, the kernel, checks of its structs and constants. `source` is megakernel.cu, if not given."""
     checks = ""
     offset = 0
-    for name, length in sizes.activation_fields.items() if sizes.streams == 1 else ():
+    for name, length in sizes.activation_fields.items() if sizes.rows == 1 else ():
         message = f"megakernel.py reads Activations::{name}"
         checks += f'static_assert(OFFSET_OF(Activations, {name}) == {offset}, "{message}");\n'
         offset += 4 * length
@@ -177,20 +177,20 @@ def compile_kernel(device: torch.device, sizes: Sizes, source: str, architecture
     return functools.partial(kernel.launch, KERNEL_NAME, (sizes.grid, 1), sizes.threads, is_cooperative=True)
 
 
-def compile_for(model: Any, heads: Sequence[Any], talker_hidden: int, streams: int = 1) -> tuple[Sizes, Launch]:
+def compile_for(model: Any, heads: Sequence[Any], talker_hidden: int, row_count: int = 1) -> tuple[Sizes, Launch]:
     """The kernel for a stack and its heads, compiled once per process.
 
     OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the kernel does not support these sizes, the
     compiler does not know this GPU, or the driver cannot load the kernel.
     """
-    sizes = kernel_sizes(model, heads, talker_hidden, nvrtc.gpu_properties(model.device), streams)
+    sizes = kernel_sizes(model, heads, talker_hidden, nvrtc.gpu_properties(model.device), row_count)
     return sizes, compile_kernel(model.device, sizes, complete_source(sizes))
 
 
-def compile_ahead(model: Any, heads: Sequence[Any], talker_hidden: int, streams: int = 1) -> None:
+def compile_ahead(model: Any, heads: Sequence[Any], talker_hidden: int, row_count: int = 1) -> None:
     """Start compiling in a thread, which `compile_for` then waits for. The weights' values are not needed."""
     gpu = nvrtc.gpu_properties(model.device)
-    kernels.compile_ahead(complete_source(kernel_sizes(model, heads, talker_hidden, gpu, streams)), model.device)
+    kernels.compile_ahead(complete_source(kernel_sizes(model, heads, talker_hidden, gpu, row_count)), model.device)
 
 
 def as_field(value: Tensor | int) -> int:
@@ -202,9 +202,9 @@ def as_field(value: Tensor | int) -> int:
     return value.data_ptr()
 
 
-def table(rows: Sequence[Sequence[Tensor | int]], device: torch.device) -> Tensor:
+def table(structs: Sequence[Sequence[Tensor | int]], device: torch.device) -> Tensor:
     """Numbers and addresses of tensors as 8 bytes each, for the kernel to read: an array of structs."""
-    fields = [[as_field(value) for value in row] for row in rows]
+    fields = [[as_field(value) for value in struct] for struct in structs]
     return torch.tensor(fields, dtype=torch.long, device=device)
 
 
@@ -314,7 +314,7 @@ class FusedStep:
         return self.values(0, self.noise.numel()).view_as(self.noise)
 
     def exchanged(self) -> dict[str, Tensor]:
-        """What the blocks sent each other about the first stream in the last layer of the last pass, by the names
+        """What the blocks sent each other about the first row in the last layer of the last pass, by the names
         in Activations."""
         values = {}
         start = self.noise.numel()
@@ -331,7 +331,7 @@ class FusedStep:
 
 class TalkerStep(FusedStep):
     def __init__(self, talker: Any, rows: Any) -> None:
-        """talker: upstream's; rows: 1, 2, 4, 8 or 16 Rows"""
+        """talker: upstream's; rows: SharedRows of 1, 2, 4, 8 or 16"""
         model = talker.model
         heads = [talker.codec_head]
         sizes, kernel = compile_for(model, heads, rows.hidden.shape[-1], len(rows.token))

@@ -91,7 +91,7 @@ class EngineHost:
 
     def card(self) -> dict:
         runner = self.tts.speech.runner
-        return {"device": str(self.device), "rows": runner.rows, "rate": self.engine.rate}
+        return {"device": str(self.device), "rows": runner.row_count, "rate": self.engine.rate}
 
     def close(self) -> None:
         if self.engine:

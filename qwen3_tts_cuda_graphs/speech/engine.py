@@ -228,7 +228,7 @@ class Engine:
             check_text(one)
         self.check_model(method)
         kwargs = with_voice_clone_prompt(method, kwargs)
-        with ThreadPoolExecutor(self.runner.rows, "speech list") as threads:
+        with ThreadPoolExecutor(self.runner.row_count, "speech list") as threads:
             return [*threads.map(speak, range(len(text)))], self.rate
 
     def take_item(self, stream: Listener, item) -> np.ndarray:
@@ -257,7 +257,7 @@ class Engine:
 
     def submit(self, stream: Listener, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
         with self.changed:
-            free = self.runner.rows - len(self.active)
+            free = self.runner.row_count - len(self.active)
             waiting = len(self.intake.waiting) + self.intake.preparing - free
             if waiting >= self.max_waiting:
                 raise QueueFull(f"{waiting} requests are waiting already: try again later")
