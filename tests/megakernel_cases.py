@@ -1,7 +1,7 @@
 """Small stacks of decoder layers with random weights and the published widths, and their steps: for the tests
 of the megakernel on a CPU and on a GPU, and for compute-sanitizer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cudagraph_talker import Sampling, apply_rules, sample
 from qwen3_tts_cuda_graphs.fast import megakernel
-from qwen3_tts_cuda_graphs.fast.megakernel import FusedStep, Sizes, table
+from qwen3_tts_cuda_graphs.fast.megakernel import FusedStep, Sizes, Stack, table
 from qwen3_tts_cuda_graphs.fast.rows import tensors_of, view_of
 
 TALKER_VOCAB = 3072
@@ -23,8 +23,7 @@ REPETITION_PENALTY = 1.5
 # Before the source: the kernel for compute-sanitizer's racecheck, see megakernel.cu
 PLAIN_COPIES = "#define MEGAKERNEL_PLAIN_COPIES\n"
 
-# (model, heads, width of the talker's hidden state) -> a kernel: megakernel.compile_for, or one for the CPU
-KernelFor = Callable[[Any, Sequence[Any], int], tuple[Sizes, Any]]
+KernelFor = Callable[[Stack], tuple[Sizes, Any]]  # SOURCE.compile of megakernel.py, or one for the CPU
 
 
 def linear(*shape: int) -> SimpleNamespace:
@@ -109,9 +108,9 @@ class SomeTalker:
         self.step()
 
 
-def fused_step(sizes, kernel, model, cache, heads, settings, noise, graph, arguments) -> FusedStep:
+def fused_step(kernel_for: KernelFor, stack: Stack, cache, settings, noise, graph, arguments) -> FusedStep:
     keys, values = zip(*((layer.keys, layer.values) for layer in cache.layers))
-    return FusedStep(sizes, kernel, model, keys, values, heads, settings, noise, graph, arguments)
+    return FusedStep(kernel_for(stack), stack, keys, values, settings, noise, graph, arguments)
 
 
 def new_noise(*shape: int) -> Tensor:
@@ -136,10 +135,9 @@ def some_talker(kernel_for: KernelFor, hidden: int, length: int, layers: int = 2
         min_tokens=number(2),
         ended=torch.zeros(1, dtype=torch.bool),
     )
-    sizes, kernel = kernel_for(model, [head], hidden)
     arguments = {name: getattr(graph, name) for name in megakernel.TALKER_ARGUMENTS}
     noise = new_noise(1, TALKER_VOCAB)
-    step = fused_step(sizes, kernel, model, cache, [head], settings, noise, graph, arguments)
+    step = fused_step(kernel_for, Stack(model, [head], hidden), cache, settings, noise, graph, arguments)
     return SomeTalker(model, cache, head, settings, graph, step)
 
 
@@ -168,10 +166,8 @@ class SomePredictor:
             "text": self.text,
             "codes": self.codes,
         }
-        sizes, kernel = kernel_for(self.model, self.heads, self.text.shape[-1])
-        self.step = fused_step(
-            sizes, kernel, self.model, self.cache, self.heads, self.sampling, noise, self.graph, arguments
-        )
+        stack = Stack(self.model, self.heads, self.text.shape[-1], len(self.graph.token))
+        self.step = fused_step(kernel_for, stack, self.cache, self.sampling, noise, self.graph, arguments)
 
 
 def some_predictor(kernel_for: KernelFor, graph: SimpleNamespace, layers: int, length: int) -> SomePredictor:
@@ -261,10 +257,10 @@ def talker_of_rows(it: SomeTalker, kernel_for: KernelFor, count: int) -> SomeTal
         min_tokens=stacked(lambda row: 2),
         ended=torch.zeros(count, dtype=torch.bool),
     )
-    sizes, kernel = kernel_for(it.model, [it.head], hidden)
     arguments = {name: getattr(graph, name) for name in megakernel.TALKER_ARGUMENTS}
     noise = new_noise(count, 1, TALKER_VOCAB)
-    step = fused_step(sizes, kernel, it.model, cache, [it.head], settings, noise, graph, arguments)
+    stack = Stack(it.model, [it.head], hidden, count)
+    step = fused_step(kernel_for, stack, cache, settings, noise, graph, arguments)
     return SomeTalker(it.model, cache, it.head, settings, graph, step)
 
 

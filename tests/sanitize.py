@@ -12,10 +12,8 @@ is the same. --async takes the copies of GPUs below compute capability 9.0.
 
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,24 +29,23 @@ from megakernel_cases import (
     talker_of_rows,
 )
 
-from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Sizes, compile_kernel, complete_source, kernel_sizes
-from qwen3_tts_cuda_graphs.fast.nvrtc import Kernel
+from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Sizes, Stack, kernel_sizes
+from qwen3_tts_cuda_graphs.fast.nvrtc import Kernels
 
 LENGTH = 80
 KV_HEADS = 8
 
 
 def kernel_with(defines: str, changes: dict[str, int]) -> KernelFor:
-    """As compile_for, with these definitions and these changes to the sizes, and with time for the sanitizer."""
-    source = SOURCE.read_text()
+    """As SOURCE.compile, with these definitions and these changes to the sizes, and with time for the sanitizer."""
+    source = SOURCE.file.read_text()
     limit = "WAIT_LIMIT_NS = 2'000'000'000"
     assert source.count(limit) == 1
     source = source.replace(limit, "WAIT_LIMIT_NS = 600'000'000'000")
 
-    def kernel_for(model: Any, heads: Sequence[Any], talker_hidden: int) -> tuple[Sizes, Kernel]:
-        sizes = kernel_sizes(model, heads, talker_hidden, torch.cuda.get_device_properties(model.device))
-        sizes = replace(sizes, **changes)
-        return sizes, compile_kernel(model.device, sizes, defines + complete_source(sizes, source))
+    def kernel_for(stack: Stack) -> tuple[Sizes, Kernels]:
+        sizes = replace(kernel_sizes(stack), **changes)
+        return sizes, SOURCE.load(sizes, stack.device, defines + source)
 
     return kernel_for
 
@@ -74,10 +71,10 @@ def run(kernel_for: KernelFor, hidden: int) -> None:
     print(f"hidden size {hidden}: the talker chose {graph.token.item()}, its predictor {codes}")
 
 
-def run_rows(one: KernelFor, kernel_for: KernelFor, hidden: int, count: int) -> None:
-    single = some_talker(one, hidden, LENGTH)
+def run_rows(kernel_for: KernelFor, hidden: int, count: int) -> None:
+    single = some_talker(kernel_for, hidden, LENGTH)
     talker = talker_of_rows(single, kernel_for, count)
-    predictor = predictor_of_rows(some_predictor(one, single.graph, 2, LENGTH), kernel_for, count)
+    predictor = predictor_of_rows(some_predictor(kernel_for, single.graph, 2, LENGTH), kernel_for, count)
     talker.step()
     predictor.step()
     torch.cuda.synchronize()
@@ -109,7 +106,7 @@ def main() -> None:
             if blocks < KV_HEADS * count:
                 print(f"{blocks} blocks are too few for {count} rows")
                 continue
-            run_rows(kernel_for, kernel_with(defines, changes | dict(rows=count)), 1024, count)
+            run_rows(kernel_for, 1024, count)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from qwen3_tts_cuda_graphs.bench.random_checkpoint import PREDICTOR, TALKER
 from qwen3_tts_cuda_graphs.fast import batched, nvrtc
 from qwen3_tts_cuda_graphs.fast import batched_reference as reference
 from qwen3_tts_cuda_graphs.fast import layer_kernels_reference as layer_reference
-from qwen3_tts_cuda_graphs.fast.batched import BatchedStack, complete_source, kernel_sizes, product
+from qwen3_tts_cuda_graphs.fast.batched import SOURCE, BatchedStack, kernel_sizes, product
 from qwen3_tts_cuda_graphs.fast.layers import replace_layers
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows, view_of
 from qwen3_tts_cuda_graphs.speech.prefill import PrefillGraph, PromptStack
@@ -71,13 +71,13 @@ def fused(talker) -> Any:
 
 @pytest.fixture(scope="module")
 def kernels(talker, tmp_path_factory) -> CpuKernels:
-    return CpuKernels(complete_source(kernel_sizes(talker.model.config)), tmp_path_factory.mktemp("talker"))
+    return CpuKernels(SOURCE.complete(kernel_sizes(talker.model)), tmp_path_factory.mktemp("talker"))
 
 
 @pytest.fixture(scope="module")
 def predictor_kernels(talker, tmp_path_factory) -> CpuKernels:
-    sizes = kernel_sizes(talker.code_predictor.model.config)
-    return CpuKernels(complete_source(sizes), tmp_path_factory.mktemp("predictor"))
+    sizes = kernel_sizes(talker.code_predictor.model)
+    return CpuKernels(SOURCE.complete(sizes), tmp_path_factory.mktemp("predictor"))
 
 
 def filled_cache(model: Any, row_count: int, length: int) -> Any:
@@ -372,7 +372,7 @@ def test_positions_of_prompts_can_be_rows(lengths, with_sdpa, fused, kernels):
 def test_splits_fit_the_batch_and_the_cache(fused):
     """One row is spread over the whole GPU, 256 rows fill it as they are, and 16 positions are never split. From 32
     rows on a split has 256 positions."""
-    talker = SimpleNamespace(sizes=kernel_sizes(fused.model.config), cache_length=2048)
+    talker = SimpleNamespace(sizes=kernel_sizes(fused.model), cache_length=2048)
     predictor = SimpleNamespace(sizes=talker.sizes, cache_length=16)
     splits = [BatchedStack.splits(talker, rows) for rows in (1, 8, 16, 31, 32, 64, 256)]
     assert splits == [(32, 64), (32, 64), (16, 64), (9, 64), (8, 256), (4, 256), (1, 256)]
@@ -484,7 +484,7 @@ FAULTS: dict[str, tuple[str, str, Check]] = {
         check_norms,
     ),
     "a part that is not summed": ("part < arguments.count", "part < arguments.count - 1", check_norms),
-    "parts of another row": ("part * arguments.part_vectors", "part * HIDDEN_VECTORS", check_norms),
+    "parts of another token": ("part * arguments.part_vectors", "part * HIDDEN_VECTORS", check_norms),
     "a norm rounded once": (
         "return multiply(pack(y), weight);",
         "const auto w = unpack(weight);"
@@ -492,9 +492,9 @@ FAULTS: dict[str, tuple[str, str, Check]] = {
         "return pack(y);",
         check_norms,
     ),
-    "the position of another row": (
-        "const u64 position = arguments.positions[row]",
-        "const u64 position = arguments.positions[row ^ 1]",
+    "the position of another token": (
+        "const u64 position = arguments.positions[token]",
+        "const u64 position = arguments.positions[token ^ 1]",
         check_qk_norm_rope_store,
     ),
     "the norm of queries for keys": (
@@ -617,8 +617,8 @@ def wrong_kernels(fused, tmp_path_factory) -> Callable[[str], CpuKernels]:
                 right, wrong, _ = FAULTS[fault]
                 assert source.count(right) == 1, fault
                 source = source.replace(right, wrong)
-        sizes = kernel_sizes(fused.model.config)
-        return CpuKernels(complete_source(sizes, source), tmp_path_factory.mktemp("wrong"))
+        sizes = kernel_sizes(fused.model)
+        return CpuKernels(SOURCE.complete(sizes, source), tmp_path_factory.mktemp("wrong"))
 
     return lambda fault: next(compile_library(family.index(fault)) for family in families if fault in family)
 
@@ -635,9 +635,9 @@ def test_wrong_kernel_is_detected(fault, fused, wrong_kernels):
 @needs_compiler
 def test_wrong_epsilon_is_detected(fused, tmp_path):
     """Ten times the epsilon."""
-    sizes = kernel_sizes(fused.model.config)
+    sizes = kernel_sizes(fused.model)
     sizes.epsilon = "1e-5f"
-    stack = talker_stack(fused, CpuKernels(complete_source(sizes), tmp_path))
+    stack = talker_stack(fused, CpuKernels(SOURCE.complete(sizes), tmp_path))
     for check in (check_norms, check_qk_norm_rope_store):
         with pytest.raises(AssertionError):
             check(stack)
@@ -654,11 +654,10 @@ def changed(model: Any, **sizes: Any) -> SimpleNamespace:
 
 
 def test_unsupported_models_are_refused_in_words(talker, fused):
-    assert batched.unsupported(fused.model) is None
-    assert batched.unsupported(fused.code_predictor.model) is None
-    assert "NVIDIA GPU" in batched.why_not(fused.model)
-    assert "replace_layers" in batched.unsupported(talker.model)
-    assert "bfloat16" in batched.unsupported(copy.deepcopy(fused.model).float())
+    assert SOURCE.unmet(fused.model) == "" == SOURCE.unmet(fused.code_predictor.model)
+    assert "NVIDIA GPU" in SOURCE.why_not(fused.model)
+    assert "replace_layers" in SOURCE.unmet(talker.model)
+    assert "bfloat16" in SOURCE.unmet(copy.deepcopy(fused.model).float())
     for sizes, message in (
         (dict(head_dim=64), "128 dimensions, the model's have 64"),
         (dict(num_attention_heads=64), "query heads per KV head"),
@@ -669,7 +668,7 @@ def test_unsupported_models_are_refused_in_words(talker, fused):
         (dict(hidden_act="gelu"), "silu between gate and down, not gelu"),
         (dict(layer_types=["sliding_attention"]), "full attention"),
     ):
-        assert message in batched.unsupported(changed(fused.model, **sizes))
+        assert message in SOURCE.unmet(changed(fused.model, **sizes))
 
 
 def test_tensors_of_another_type_are_refused(fused):
@@ -705,8 +704,8 @@ def test_struct_mismatch_does_not_compile(original, changed, message, fused, tmp
     source = whole_source(batched)
     assert source.count(original) == 1
     with pytest.raises(RuntimeError) as caught:
-        sizes = kernel_sizes(fused.model.config)
-        CpuKernels(complete_source(sizes, source.replace(original, changed)), tmp_path)
+        sizes = kernel_sizes(fused.model)
+        CpuKernels(SOURCE.complete(sizes, source.replace(original, changed)), tmp_path)
     assert message in str(caught.value)
 
 
@@ -718,9 +717,9 @@ def test_struct_mismatch_does_not_compile(original, changed, message, fused, tmp
 def test_the_kernels_compile(architecture, fused, tmp_path):
     """Without spilled registers."""
     source = tmp_path / "batched.cu"
-    sizes = kernel_sizes(fused.model.config)
+    sizes = kernel_sizes(fused.model)
     sizes.hidden, sizes.inner = 2048, 6144
-    source.write_text(complete_source(sizes))
+    source.write_text(SOURCE.complete(sizes))
     command = ["nvcc", f"-arch={architecture}", "-cubin", "-Xptxas=-v", "-o", tmp_path / "batched.cubin", source]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -775,7 +774,7 @@ def fused_on_gpu(talker, gpu) -> Any:
 
 @on_gpu
 def test_kernels_compute_the_same_on_a_gpu(talker, fused_on_gpu, gpu):
-    assert batched.why_not(fused_on_gpu.model) is None
+    assert SOURCE.why_not(fused_on_gpu.model) == ""
     stack = talker_stack(fused_on_gpu, None)
     for check in (
         *(check_norms, check_qk_norm_rope_store, check_attention, check_short_attention),

@@ -30,7 +30,7 @@ from qwen3_tts_cuda_graphs.fast import codec_decoder, codec_kernels, kernel_cach
 from qwen3_tts_cuda_graphs.fast import codec_kernels_reference as reference
 from qwen3_tts_cuda_graphs.fast import layer_kernels_reference as layer_reference
 from qwen3_tts_cuda_graphs.fast.codec import Codec
-from qwen3_tts_cuda_graphs.fast.codec_kernels import CodecKernels, PendingSum, Snake, complete_source, kernel_sizes
+from qwen3_tts_cuda_graphs.fast.codec_kernels import SOURCE, CodecKernels, PendingSum, Snake, kernel_sizes
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 EPSILON = 1e-6
@@ -97,7 +97,7 @@ def compiled(tokenizer, tmp_path_factory) -> CpuKernels:
 
 def compile_for_cpu(tokenizer: Tokenizer, folder: Any, source: str | None = None) -> CpuKernels:
     sizes = kernel_sizes(tokenizer.model.decoder)
-    return CpuKernels(complete_source(sizes, source), folder, codec_kernels.KERNELS)
+    return CpuKernels(SOURCE.complete(sizes, source), folder, codec_kernels.KERNELS)
 
 
 def make_kernels(tokenizer: Tokenizer, compiled: CpuKernels | None) -> CodecKernels:
@@ -467,8 +467,8 @@ def test_audio_is_as_near_to_float32_as_that_of_upstreams_modules(tokenizer, com
     the limit is eight of them. A stream that is alone is then its row of the batch bit by bit. A bias that is wrong by
     5% is detected.
     """
-    monkeypatch.setattr(codec_kernels, "why_not", lambda decoder: None)
-    monkeypatch.setattr(codec_kernels, "compile_for", lambda device, sizes: compiled)
+    monkeypatch.setattr(SOURCE, "why_not", lambda decoder: "")
+    monkeypatch.setattr(SOURCE, "compile", lambda decoder: (kernel_sizes(decoder), compiled))
     monkeypatch.setattr(codec_module, "CHUNK_SIZES", (8, 4, 2, 1))
     codes = torch.randint(2048, (3, 15, 16))
     exact = one_pass(Tokenizer("tiny", torch.float32, **SMALL_DECODER), codes)
@@ -493,8 +493,8 @@ def test_audio_is_as_near_to_float32_as_that_of_upstreams_modules(tokenizer, com
 @needs_compiler
 def test_weights_are_shared_with_upstreams_modules(compiled, monkeypatch):
     """A copy of the weights for each codec that is made takes 100 MiB of a GPU. Upstream's decoder must still work."""
-    monkeypatch.setattr(codec_kernels, "why_not", lambda decoder: None)
-    monkeypatch.setattr(codec_kernels, "compile_for", lambda device, sizes: compiled)
+    monkeypatch.setattr(SOURCE, "why_not", lambda decoder: "")
+    monkeypatch.setattr(SOURCE, "compile", lambda decoder: (kernel_sizes(decoder), compiled))
     tokenizer = Tokenizer("tiny", torch.bfloat16, **SMALL_DECODER)
     model = tokenizer.model.decoder
     codes = torch.randint(2048, (1, 5, 16))
@@ -523,9 +523,9 @@ def test_weights_are_shared_with_upstreams_modules(compiled, monkeypatch):
 
 def test_unsupported_codecs_are_refused_in_words(tokenizer, monkeypatch):
     decoder = tokenizer.model.decoder
-    assert codec_kernels.unsupported(decoder) is None
-    assert "NVIDIA GPU" in codec_kernels.why_not(decoder)
-    assert "bfloat16" in codec_kernels.unsupported(Tokenizer("tiny", torch.float32, **SMALL_DECODER).model.decoder)
+    assert SOURCE.unmet(decoder) == ""
+    assert "NVIDIA GPU" in SOURCE.why_not(decoder)
+    assert "bfloat16" in SOURCE.unmet(Tokenizer("tiny", torch.float32, **SMALL_DECODER).model.decoder)
     for changes, message in (
         (dict(latent_dim=64), "multiple of 256 up to 8192, not 64"),
         (dict(decoder_dim=48), "the last convolution has 3"),
@@ -537,9 +537,9 @@ def test_unsupported_codecs_are_refused_in_words(tokenizer, monkeypatch):
         (dict(intermediate_size=100), "multiple of 8, not 100"),
     ):
         changed = Tokenizer("tiny", torch.bfloat16, **SMALL_DECODER | changes)
-        assert message in codec_kernels.unsupported(changed.model.decoder)
+        assert message in SOURCE.unmet(changed.model.decoder)
     monkeypatch.setattr(codec_kernels, "SPARE_COLUMNS", 5)
-    assert "convolutions of at most 6 columns" in codec_kernels.unsupported(decoder)
+    assert "convolutions of at most 6 columns" in SOURCE.unmet(decoder)
 
 
 @pytest.fixture
@@ -569,8 +569,8 @@ def test_a_failing_compiler_is_a_reason(pretended_on_gpu, monkeypatch):
         raise OSError("no NVRTC")
 
     monkeypatch.setattr(nvrtc, "load_nvrtc", fail)
-    codec_kernels.compile_ahead(pretended_on_gpu)  # no error yet
-    assert codec_kernels.why_not(pretended_on_gpu) == "the kernels cannot be compiled: no NVRTC"
+    SOURCE.compile_ahead(pretended_on_gpu)  # no error yet
+    assert SOURCE.why_not(pretended_on_gpu) == "the kernels cannot be compiled: no NVRTC"
 
 
 def test_what_was_compiled_ahead_is_not_compiled_again(pretended_on_gpu, monkeypatch):
@@ -578,14 +578,14 @@ def test_what_was_compiled_ahead_is_not_compiled_again(pretended_on_gpu, monkeyp
     compiled = []
     monkeypatch.setattr(nvrtc, "version", lambda: (12, 8))
     monkeypatch.setattr(nvrtc, "compile_source", lambda *arguments: compiled.append(arguments) or b"code")
-    monkeypatch.setattr(nvrtc, "Kernels", lambda cubin, names, device: cubin)
-    codec_kernels.compile_ahead(pretended_on_gpu)
-    assert codec_kernels.why_not(pretended_on_gpu) is None
+    monkeypatch.setattr(nvrtc, "Kernels", lambda cubin, *_: cubin)
+    SOURCE.compile_ahead(pretended_on_gpu)
+    assert SOURCE.why_not(pretended_on_gpu) == ""
     assert len(compiled) == 1
 
     pretended_on_gpu.dtype = torch.float32
     kernel_cache.started.clear()
-    codec_kernels.compile_ahead(pretended_on_gpu)
+    SOURCE.compile_ahead(pretended_on_gpu)
     assert not kernel_cache.started
 
 
@@ -597,7 +597,7 @@ def test_what_was_compiled_ahead_is_not_compiled_again(pretended_on_gpu, monkeyp
 def test_the_kernels_compile(architecture, tmp_path):
     """Without spilled registers."""
     source = tmp_path / "codec_kernels.cu"
-    source.write_text(complete_source(PUBLISHED))
+    source.write_text(SOURCE.complete(PUBLISHED))
     command = ["nvcc", f"-arch={architecture}", "-cubin", "-Xptxas=-v", "-o", tmp_path / "codec_kernels.cubin", source]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -622,7 +622,7 @@ def published() -> Tokenizer:
 @on_gpu
 @torch.no_grad()
 def test_kernels_compute_the_same_on_a_gpu(published):
-    assert codec_kernels.why_not(published.model.decoder) is None
+    assert SOURCE.why_not(published.model.decoder) == ""
     kernels = make_kernels(published, None)
     for check in CHECKS:
         check(kernels)
@@ -661,7 +661,7 @@ def test_audio_on_a_gpu_is_as_near_to_float32(rows, published, monkeypatch):
         for row in row_indices:
             codec.reset(row)
         ours[len(sizes), sizes[0]] = decode_in_chunks(codec, row_indices, codes, sizes)
-    monkeypatch.setattr(codec_kernels, "why_not", lambda decoder: "not in this test")
+    monkeypatch.setattr(SOURCE, "why_not", lambda decoder: "not in this test")
     modules = decode_in_chunks(Codec(published, rows), row_indices, codes, [1, 2, 4, 8])
     limit = 1.05 * error_of(modules, exact)
     errors = [error_of(audio, exact) for audio in ours.values()]

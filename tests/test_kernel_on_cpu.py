@@ -3,7 +3,6 @@ a wrong one is found without a GPU, too. Few blocks and one or two layers, but t
 models."""
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +30,7 @@ from megakernel_cases import (
 )
 
 from qwen3_tts_cuda_graphs.fast import megakernel
-from qwen3_tts_cuda_graphs.fast.megakernel import Sizes, complete_source, kernel_sizes
+from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Sizes, Stack, kernel_sizes
 from qwen3_tts_cuda_graphs.fast.megakernel_reference import linear, run_layers
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
@@ -43,10 +42,9 @@ TOLERANCE = 0.1  # rounding to bfloat16 alone makes an error of 0.05, for values
 def cpu_kernel_for(folder: Path, source: str | None = None, defines: str = "", **changes: int) -> KernelFor:
     """Compiles for 16 blocks of fibers. `source` is megakernel.cu, if not given. `changes` are to the sizes."""
 
-    def kernel_for(model: Any, heads: Sequence[Any], talker_hidden: int) -> tuple[Sizes, CpuKernel]:
-        sizes = kernel_sizes(model, heads, talker_hidden, PretendedGpu(), changes.get("rows", 1))
-        sizes = replace(sizes, **{"grid": 16, **changes})
-        return sizes, CpuKernel(defines + complete_source(sizes, source), sizes, folder)
+    def kernel_for(stack: Stack) -> tuple[Sizes, CpuKernel]:
+        sizes = replace(kernel_sizes(stack, PretendedGpu()), **{"grid": 16, **changes})
+        return sizes, CpuKernel(defines + SOURCE.complete(sizes, source), sizes, folder)
 
     return kernel_for
 
@@ -164,7 +162,7 @@ def test_predictor_step_matches_the_reference(tmp_path):
 def test_a_talker_of_several_rows(count, tmp_path):
     """Each row has its own position, cache, settings and noise; the one that does not advance keeps its state."""
     one = some_talker(cpu_kernel_for(tmp_path), HIDDEN, LENGTH, layers=1)
-    it = talker_of_rows(one, cpu_kernel_for(tmp_path, rows=count, grid=max(32, 8 * count)), count)
+    it = talker_of_rows(one, cpu_kernel_for(tmp_path, grid=max(32, 8 * count)), count)
     graph = it.graph
     before = SimpleNamespace(**{name: value.clone() for name, value in vars(graph).items()})
     caches = [(layer.keys.float(), layer.values.float()) for layer in it.cache.layers]
@@ -206,7 +204,7 @@ def test_a_predictor_of_several_rows(count, tmp_path):
     one.embedding = torch.zeros(HIDDEN).bfloat16()
     single = some_predictor(cpu_kernel_for(tmp_path), one, 1, LENGTH)
 
-    kernel_for = cpu_kernel_for(tmp_path, rows=count, grid=max(32, 8 * count))
+    kernel_for = cpu_kernel_for(tmp_path, grid=max(32, 8 * count))
     several = predictor_of_rows(single, kernel_for, count)
     several.step()
     graph = several.graph
@@ -232,12 +230,12 @@ def sizes_of(hidden: int = 1024, vocab: int = 3072, codes: int = 1, **changes: A
     """Of a published stack on an H200, and changes to that."""
     model = SimpleNamespace(config=config(hidden, 3 * hidden), layers=[None] * 28)
     heads = [SimpleNamespace(weight=range(vocab))] * codes
-    return replace(kernel_sizes(model, heads, hidden, PretendedGpu()), **changes)
+    return replace(kernel_sizes(Stack(model, heads, hidden), PretendedGpu()), **changes)
 
 
 def compile_error(sizes: Sizes, folder: Path, source: str | None = None) -> str:
     with pytest.raises(RuntimeError) as caught:
-        CpuKernel(complete_source(sizes, source), sizes, folder)
+        CpuKernel(SOURCE.complete(sizes, source), sizes, folder)
     return str(caught.value)
 
 
@@ -298,7 +296,7 @@ def test_unsupported_sizes_do_not_compile(sizes, message, tmp_path):
 )
 def test_struct_mismatch_does_not_compile(original, changed, message, tmp_path):
     """A struct whose fields are not those of megakernel.py is a compile error, not a wrong pointer."""
-    source = megakernel.SOURCE.read_text()
+    source = SOURCE.file.read_text()
     assert source.count(original) == 1
     assert message in compile_error(sizes_of(), tmp_path, source.replace(original, changed))
 

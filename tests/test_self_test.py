@@ -15,10 +15,10 @@ from test_megakernel import on_gpu
 
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import CODEC_IDS, PREDICTOR, TALKER, randomize
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
-from qwen3_tts_cuda_graphs.fast import kernel_cache, megakernel, self_test
+from qwen3_tts_cuda_graphs.fast import kernel_cache, nvrtc, self_test
 from qwen3_tts_cuda_graphs.fast.frames import Frame, MegakernelFrame
 from qwen3_tts_cuda_graphs.fast.layers import replace_layers
-from qwen3_tts_cuda_graphs.fast.megakernel import complete_source, kernel_sizes
+from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Sizes, Stack, kernel_sizes, stacks_of
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 from qwen3_tts_cuda_graphs.speech import accelerate
 
@@ -66,14 +66,13 @@ def rows_of(talker: Any, count: int = 1) -> SharedRows:
 def cpu_frame(talker: Any, folder: Path, fault: str | None, monkeypatch: Any, grid: int) -> MegakernelFrame:
     """A frame of one row on `grid` blocks of fibers. A fault is compiled into the stack that it is for."""
 
-    def compile_for(model: Any, heads: Any, talker_hidden: int, _: int) -> tuple[megakernel.Sizes, CpuKernel]:
-        is_talker = len(heads) == 1
-        has_fault = fault is not None and FAULTS[fault].of_talker == is_talker
+    def compile(stack: Stack) -> tuple[Sizes, CpuKernel]:
+        has_fault = fault is not None and FAULTS[fault].of_talker == (len(stack.heads) == 1)
         source = faulty_source(fault) if has_fault else None
-        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu()), grid=grid)
-        return sizes, CpuKernel(complete_source(sizes, source), sizes, folder)
+        sizes = replace(kernel_sizes(stack, PretendedGpu()), grid=grid)
+        return sizes, CpuKernel(SOURCE.complete(sizes, source), sizes, folder)
 
-    monkeypatch.setattr(megakernel, "compile_for", compile_for)
+    monkeypatch.setattr(SOURCE, "compile", compile)
     with torch.no_grad():
         return MegakernelFrame(talker, rows_of(talker))
 
@@ -184,13 +183,12 @@ def row_fault(fault: str, count: int = 2) -> str:
 def test_faults_of_several_rows_on_a_cpu(count, fault, small_talker, tmp_path, monkeypatch):
     """A fault is compiled into the kernels of several rows."""
 
-    def compile_for(model: Any, heads: Any, talker_hidden: int, row_count: int) -> tuple[megakernel.Sizes, CpuKernel]:
-        source = row_fault(fault, row_count) if fault and row_count > 1 else None
-        sizes = kernel_sizes(model, heads, talker_hidden, PretendedGpu(), row_count)
-        sizes = replace(sizes, grid=max(16, 4 * row_count))
-        return sizes, CpuKernel(complete_source(sizes, source), sizes, tmp_path)
+    def compile(stack: Stack) -> tuple[Sizes, CpuKernel]:
+        source = row_fault(fault, count) if fault and stack.row_count > 1 else None
+        sizes = replace(kernel_sizes(stack, PretendedGpu()), grid=max(16, 4 * stack.row_count))
+        return sizes, CpuKernel(SOURCE.complete(sizes, source), sizes, tmp_path)
 
-    monkeypatch.setattr(megakernel, "compile_for", compile_for)
+    monkeypatch.setattr(SOURCE, "compile", compile)
     rows = rows_of(small_talker, count)
     before = state_of(rows)
     alone = MegakernelFrame(small_talker, rows[:1])
@@ -233,22 +231,13 @@ def reasons() -> Iterator[dict[str | None, str]]:
         print(f"{fault or 'no fault':36} {f'caught by the self-test: {reason}' if reason else 'passes'}")
 
 
-def faulty_kernel_source(fault: str, talker: Any) -> tuple[megakernel.Sizes, str]:
-    """For the stack that the fault is for."""
-    predictor = talker.code_predictor
-    stacks = {True: (talker.model, [talker.codec_head]), False: (predictor.model, list(predictor.lm_head))}
-    gpu = torch.cuda.get_device_properties(talker.device)
-    sizes = kernel_sizes(*stacks[FAULTS[fault].of_talker], talker.config.hidden_size, gpu)
-    return sizes, complete_source(sizes, faulty_source(fault))
-
-
 @pytest.fixture(scope="module")
 def compiled_ahead(gpu_talker) -> None:
     """All faults at once, in threads."""
-    major, minor = torch.cuda.get_device_capability(gpu_talker.device)
+    talker, predictor = map(kernel_sizes, stacks_of(gpu_talker))
     for fault in FAULTS:
-        _, source = faulty_kernel_source(fault, gpu_talker)
-        kernel_cache.compile_ahead(source, f"sm_{major}{minor}")
+        source = SOURCE.complete(talker if FAULTS[fault].of_talker else predictor, faulty_source(fault))
+        kernel_cache.compile_ahead(source, nvrtc.architecture_of(gpu_talker.device))
 
 
 @on_gpu
@@ -256,15 +245,15 @@ def compiled_ahead(gpu_talker) -> None:
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_faults_on_a_gpu(fault, gpu_talker, compiled_ahead, reasons, monkeypatch):
     """As on a CPU, with all layers of a published size."""
-    compile_right = megakernel.compile_for
+    compile_right = SOURCE.compile
 
-    def compile_for(model: Any, heads: Any, talker_hidden: int, rows: int) -> tuple[megakernel.Sizes, Any]:
-        if fault is None or FAULTS[fault].of_talker != (len(heads) == 1):
-            return compile_right(model, heads, talker_hidden, rows)
-        sizes, source = faulty_kernel_source(fault, gpu_talker)
-        return sizes, megakernel.compile_kernel(model.device, sizes, source)
+    def compile(stack: Stack) -> tuple[Sizes, Any]:
+        if fault is None or FAULTS[fault].of_talker != (len(stack.heads) == 1):
+            return compile_right(stack)
+        sizes = kernel_sizes(stack)
+        return sizes, SOURCE.load(sizes, stack.device, faulty_source(fault))
 
-    monkeypatch.setattr(megakernel, "compile_for", compile_for)
+    monkeypatch.setattr(SOURCE, "compile", compile)
     rows = SharedRows(gpu_talker.config, 1, 512, gpu_talker.dtype, gpu_talker.device)
     reason, _ = self_test.run_test(MegakernelFrame(gpu_talker, rows))
     reasons[fault] = reason
@@ -279,7 +268,7 @@ def test_a_wrong_kernel_is_not_used(checkpoint, monkeypatch, tmp_path):
     """The separate kernels are, and the path says why; fused=True is an error."""
     wrong = tmp_path / "megakernel.cu"
     wrong.write_text(faulty_source("the wrong KV head"))
-    monkeypatch.setattr(megakernel, "SOURCE", wrong)
+    monkeypatch.setattr(SOURCE, "file", wrong)
     folder = str(checkpoint("base", "0.6B"))
     tts = accelerate(load_upstream(folder), max_seq_len=256)
     assert tts.speech.path.startswith("separate kernels") and "failed its test" in tts.speech.path

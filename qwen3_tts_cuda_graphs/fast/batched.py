@@ -17,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qwen3_tts_cuda_graphs.fast import kernels, layer_kernels, nvrtc
-from qwen3_tts_cuda_graphs.fast.kernels import VECTOR
+from qwen3_tts_cuda_graphs.fast import layer_kernels, nvrtc
+from qwen3_tts_cuda_graphs.fast.kernels import VECTOR, CudaSource, struct_of
 from qwen3_tts_cuda_graphs.fast.layer_kernels import LayerKernels
 from qwen3_tts_cuda_graphs.fast.layers import concatenate, lookup_rope
 
-SOURCE = Path(__file__).with_suffix(".cu")
 THREADS = 128  # of a block of qk_norm_rope_store, attention, short_attention and silu_and_multiply
 SAMPLER_THREADS = 256
 WARP = 32  # threads
@@ -35,8 +34,7 @@ MAX_SPLITS = 32
 TOKENS_TO_SPLIT = range(32, 257)  # whose products are split
 CAN_SPLIT = "dtype" in torch.ops.aten.bmm.overloads()  # torch 2.8 or newer: bfloat16 in, float32 out
 
-# Fields of the kernels' structs, in order: the type of a tensor, or int. `complete_source` makes the compiler check
-# names and order.
+# Fields of the kernels' structs, in order: the type of a tensor, or int. The compiler checks names and order.
 SAMPLE_FIELDS: dict[str, Any] = {
     "logits": torch.bfloat16,
     "temperature": torch.float32,
@@ -78,8 +76,9 @@ KERNELS: dict[str, dict[str, Any]] = {
 }
 
 
-def kernel_sizes(config: Any) -> SimpleNamespace:
-    """The constants that batched.cu is compiled with, there in capitals. `config` is that of a stack of layers."""
+def kernel_sizes(model: Any) -> SimpleNamespace:
+    """The constants that batched.cu is compiled with, there in capitals. `model` is a stack of decoder layers."""
+    config = model.config
     return SimpleNamespace(
         hidden=config.hidden_size,
         inner=config.intermediate_size,
@@ -93,20 +92,12 @@ def kernel_sizes(config: Any) -> SimpleNamespace:
     )
 
 
-def why_not(model: Any) -> str | None:
-    """Why the kernels cannot run this stack of decoder layers, in words. None: they can.
-
-    Says nothing about the compiler: BatchedStack raises OSError or RuntimeError where NVRTC or the driver are missing.
-    """
-    return kernels.why_not_on(model.device) or unsupported(model)
-
-
-def unsupported(model: Any) -> str | None:
-    """`why_not`, for any GPU."""
-    sizes = kernel_sizes(model.config)
+def needs_of(model: Any) -> dict[str, bool]:
+    """What the kernels need of a stack of decoder layers, in words, and whether it is so."""
+    sizes = kernel_sizes(model)
     layer_types = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     linears = [linear for layer in model.layers for linear in matrices(layer)]
-    needs = {
+    return {
         f"bfloat16, the model is {model.dtype}": model.dtype == torch.bfloat16,
         f"heads of 128 dimensions, the model's have {sizes.head_dim}": sizes.head_dim == 128,
         f"1, 2, 3 or 4 query heads per KV head, the model has {sizes.heads} and {sizes.kv_heads}": (
@@ -125,7 +116,6 @@ def unsupported(model: Any) -> str | None:
         "projections without a bias": all(linear.bias is None for linear in linears),
         "a model that has been through replace_layers": getattr(model.rotary_emb.forward, "func", None) is lookup_rope,
     }
-    return kernels.first_unmet(needs)
 
 
 def matrices(layer: Any) -> list[Any]:
@@ -134,21 +124,14 @@ def matrices(layer: Any) -> list[Any]:
     return [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
-def complete_source(sizes: SimpleNamespace, source: str | None = None) -> str:
-    """The sizes, the kernels, and the checks of their structs. `source` is batched.cu, if not given."""
-    structs = {kernels.struct_of(name): list(fields) for name, fields in KERNELS.items() if name != "short_attention"}
+def structs_of(_: Any) -> dict[str, list[str]]:
+    structs = {struct_of(name): list(fields) for name, fields in KERNELS.items() if name != "short_attention"}
     structs["Choose"] = [f"sample.{field}" if field in SAMPLE_FIELDS else field for field in KERNELS["choose"]]
     structs["Attention"] = [f"input.{field}" if field in STORE_FIELDS else field for field in ATTENTION_FIELDS]
-    return kernels.complete_source(SOURCE, sizes, structs, source=source)
+    return structs
 
 
-def compile_for(device: torch.device, sizes: SimpleNamespace) -> nvrtc.Kernels:
-    return kernels.load(complete_source(sizes), tuple(KERNELS), device)
-
-
-def compile_ahead(model: Any) -> None:
-    """Start compiling in a thread, which BatchedStack then waits for. The weights' values are not needed."""
-    kernels.compile_ahead(complete_source(kernel_sizes(model.config)), model.device)
+SOURCE = CudaSource(Path(__file__).with_suffix(".cu"), KERNELS, kernel_sizes, needs_of, structs_of)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -197,9 +180,9 @@ class BatchedStack(LayerKernels):
         count: int,
         kernels: nvrtc.Kernels | None = None,
     ):
-        sizes = kernel_sizes(model.config)
+        sizes, kernels = (kernel_sizes(model), kernels) if kernels else SOURCE.compile(model)
+        super().__init__(kernels, KERNELS, sizes)
         self.device = model.device
-        super().__init__(kernels or compile_for(model.device, sizes), KERNELS, sizes)
         self.layers = [StackLayer(*parts) for parts in zip(model.layers, keys, values, strict=True)]
         self.final_norm = model.norm.weight
         self.cache_length = keys[0].shape[2]

@@ -57,7 +57,7 @@ class Codec:
             self.state = [self.position]
             self.indices = {batch: torch.full((batch,), row_count - 1) for batch in self.batches}  # rows of a batch
             self.row_indices = self.indices[1]  # those of the step that runs or is being captured
-            reason = codec_kernels.why_not(model)
+            reason = codec_kernels.SOURCE.why_not(model)
             if reason:
                 log.info("the codec runs upstream's modules: %s", reason)
                 self.use_modules(model, row_count)

@@ -8,7 +8,7 @@ each row. A convolution is K matrix products in a batch, which cuBLAS computes f
 with dilation reads interleaved columns (see codec_kernels.cu): (B, D, ceil(L / D), C). A transposed convolution is one
 of 1 or 2 columns to `stride` times as many channels.
 
-`codec_kernels.why_not` says where this cannot run; there, upstream's modules do.
+`codec_kernels.SOURCE.why_not` says where this cannot run; there, upstream's modules do.
 
 Shapes: B chunks, T frames, L columns, C channels, P stored columns, H hidden size.
 """

@@ -15,19 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from cudagraph_talker import round_up
-from qwen3_tts_cuda_graphs.fast import kernels, layer_kernels, nvrtc
-from qwen3_tts_cuda_graphs.fast.kernels import VECTOR
+from qwen3_tts_cuda_graphs.fast import layer_kernels, nvrtc
+from qwen3_tts_cuda_graphs.fast.kernels import VECTOR, CudaSource, struct_of
 from qwen3_tts_cuda_graphs.fast.layer_kernels import LayerKernels
 
-SOURCE = Path(__file__).with_suffix(".cu")
 THREADS = 256  # of a block of activate, to_samples and silu_and_multiply
 ATTENTION_THREADS = 128
 HEAD_DIM = 64
 MAX_FRAMES = 64  # of a chunk
 SPARE_COLUMNS = 8  # allocated behind the output of `activate`
 
-# Fields of the kernels' structs, in order: the type of a tensor, or int. `complete_source` makes the compiler check
-# names and order.
+# Fields of the kernels' structs, in order: the type of a tensor, or int. The compiler checks names and order.
 KERNELS: dict[str, dict[str, Any]] = {
     **layer_kernels.KERNELS,
     "embed_codes": {
@@ -76,34 +74,13 @@ def kernel_sizes(decoder: Any) -> SimpleNamespace:
     )
 
 
-def why_not(decoder: Any) -> str | None:
-    """Why the kernels cannot run this decoder, in words. None: they can, and are compiled."""
-    if reason := why_not_before_compiling(decoder):
-        return reason
-    try:
-        compile_for(decoder.device, kernel_sizes(decoder))
-    except (OSError, RuntimeError) as error:
-        return f"the kernels cannot be compiled: {' '.join(str(error).split())[:200]}"
-    return None
-
-
-def why_not_before_compiling(decoder: Any) -> str | None:
-    return kernels.why_not_on(decoder.device) or unsupported(decoder)
-
-
-def compile_ahead(decoder: Any) -> None:
-    """Start compiling in a thread, which `why_not` then waits for. The weights' values are not needed."""
-    if not why_not_before_compiling(decoder):
-        kernels.compile_ahead(complete_source(kernel_sizes(decoder)), decoder.device)
-
-
-def unsupported(decoder: Any) -> str | None:
-    """`why_not`, for any GPU."""
+def needs_of(decoder: Any) -> dict[str, bool]:
+    """What the kernels need of a decoder, in words, and whether it is so."""
     config = decoder.config
     sizes = kernel_sizes(decoder)
     convs = [module for module in (*decoder.upsample.modules(), *decoder.decoder.modules()) if hasattr(module, "conv")]
     of_seven = [decoder.decoder[-1].conv, *(block.dwconv.conv for _, block in decoder.upsample)]
-    needs = {
+    return {
         f"bfloat16, the codec is {decoder.dtype}": decoder.dtype == torch.bfloat16,
         f"a latent size that is a multiple of 256 up to 8192, not {sizes.latent}": (
             sizes.latent % 256 == 0 and sizes.latent <= 8192
@@ -128,7 +105,6 @@ def unsupported(decoder: Any) -> str | None:
         ),
         "ConvNeXt blocks and a last convolution of 7 columns": all(conv.kernel_size == (7,) for conv in of_seven),
     }
-    return kernels.first_unmet(needs)
 
 
 def stored_columns(module: Any) -> int:
@@ -138,14 +114,11 @@ def stored_columns(module: Any) -> int:
     return module.padding
 
 
-def complete_source(sizes: SimpleNamespace, source: str | None = None) -> str:
-    """The sizes, the kernels, and the checks of their structs. `source` is codec_kernels.cu, if not given."""
-    structs = {kernels.struct_of(name): fields for name, fields in KERNELS.items()}
-    return kernels.complete_source(SOURCE, sizes, structs, source=source)
+def structs_of(_: Any) -> dict[str, dict[str, Any]]:
+    return {struct_of(name): fields for name, fields in KERNELS.items()}
 
 
-def compile_for(device: torch.device, sizes: SimpleNamespace) -> nvrtc.Kernels:
-    return kernels.load(complete_source(sizes), tuple(KERNELS), device)
+SOURCE = CudaSource(Path(__file__).with_suffix(".cu"), KERNELS, kernel_sizes, needs_of, structs_of)
 
 
 @dataclass
@@ -177,8 +150,8 @@ class CodecKernels(LayerKernels):
     """`get_row_indices` returns the row of each chunk of the current batch in the state: (B)"""
 
     def __init__(self, decoder: Any, get_row_indices: Callable[[], Tensor], kernels: nvrtc.Kernels | None = None):
-        sizes = kernel_sizes(decoder)
-        super().__init__(kernels or compile_for(decoder.device, sizes), KERNELS, sizes)
+        sizes, kernels = (kernel_sizes(decoder), kernels) if kernels else SOURCE.compile(decoder)
+        super().__init__(kernels, KERNELS, sizes)
         self.get_row_indices = get_row_indices
 
     def embed_codes(self, codes: Tensor, tables: Tensor, semantic_codebooks: int) -> tuple[Tensor, Tensor]:

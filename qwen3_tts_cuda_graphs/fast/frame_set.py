@@ -7,8 +7,9 @@ import torch
 from cudagraph_talker import Graphs
 from qwen3_tts_cuda_graphs.fast.codec import batch_sizes
 from qwen3_tts_cuda_graphs.fast.frames import Frame, KernelFrame, MegakernelFrame, frame_without_megakernel
-from qwen3_tts_cuda_graphs.fast.megakernel import compile_ahead
-from qwen3_tts_cuda_graphs.fast.paths import choose_path, describe, stacks_of
+from qwen3_tts_cuda_graphs.fast.kernels import one_line
+from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
+from qwen3_tts_cuda_graphs.fast.paths import choose_path, describe
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 from qwen3_tts_cuda_graphs.fast.self_test import run_test, why_rows_wrong
 
@@ -49,8 +50,7 @@ class FrameSet:
         """Make the megakernel's frames, if it passes its test on this machine."""
         sizes = [size for size in self.sizes if size in MEGAKERNEL_ROWS]
         for size in sizes:
-            for stack in stacks_of(self.talker):
-                compile_ahead(*stack, size)
+            SOURCE.compile_ahead(*stacks_of(self.talker, size))
         log.info("testing the megakernel")
         alone = MegakernelFrame(self.talker, self.rows[:1])
         reason, _ = run_test(alone)
@@ -68,7 +68,7 @@ class FrameSet:
             except torch.OutOfMemoryError:
                 raise
             except (OSError, RuntimeError) as error:  # too few multiprocessors for this many rows, for instance
-                log.info("frames of %d rows run without the megakernel: %s", size, " ".join(str(error).split())[:200])
+                log.info("frames of %d rows run without the megakernel: %s", size, one_line(error))
                 continue
             if reason:
                 log.warning("the megakernel for %d rows failed its test and is not used: %s", size, reason)

@@ -10,17 +10,13 @@ Rows that must wait (`advance` is False) are computed with the others and keep t
 overwrites what they write to the cache and to `codes`.
 """
 
-import logging
-
 import torch
 
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import Graphs, TalkerGraph
-from qwen3_tts_cuda_graphs.fast.batched import BatchedStack, compile_ahead, why_not
+from qwen3_tts_cuda_graphs.fast.batched import SOURCE, BatchedStack
 from qwen3_tts_cuda_graphs.fast.megakernel import PredictorStep, TalkerStep
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
-
-log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 
 class Frame:
@@ -55,8 +51,6 @@ class KernelFrame(Frame):
     def __init__(self, talker, rows: SharedRows):
         super().__init__(talker, rows)
         count = len(rows.token)
-        for model in (talker.model, self.predictor.model):
-            compile_ahead(model)  # both at once
         self.talker_stack = BatchedStack(talker.model, rows.keys, rows.values, count)
         self.predictor_stack = BatchedStack(self.predictor.model, rows.code_keys, rows.code_values, 2 * count)
         with self.device:
@@ -100,9 +94,5 @@ class MegakernelFrame(Frame):
 
 def frame_without_megakernel(talker, rows: SharedRows) -> Frame:
     """With the kernels of batched.cu where they run."""
-    if not (why_not(talker.model) or why_not(talker.code_predictor.model)):
-        try:
-            return KernelFrame(talker, rows)
-        except (OSError, RuntimeError) as error:
-            log.warning("frames of %d rows run without the kernels of batched.cu: %s", len(rows.token), error)
-    return Frame(talker, rows)
+    has_kernels = not SOURCE.why_not(talker.model, talker.code_predictor.model)
+    return (KernelFrame if has_kernels else Frame)(talker, rows)

@@ -15,7 +15,6 @@ from qwen3_tts_cuda_graphs.common import checkpoints
 from qwen3_tts_cuda_graphs.common.audio_files import to_int16
 from qwen3_tts_cuda_graphs.common.loading import choose_device, load_upstream
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker, speaker_prompt
-from qwen3_tts_cuda_graphs.fast.paths import MegakernelStopped
 from qwen3_tts_cuda_graphs.prompts.build import tokenize
 from qwen3_tts_cuda_graphs.serving import memory
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, engine_failed, for_clients, log
@@ -23,6 +22,7 @@ from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.engine import Engine
 from qwen3_tts_cuda_graphs.speech.listener import Listener, StreamTimeout
 from qwen3_tts_cuda_graphs.speech.long_text import split_text, tokens_that_fit
+from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
 from qwen3_tts_cuda_graphs.speech.utterance import CutOff
 from qwen3_tts_cuda_graphs.speech.warm_up import some_voice
 

@@ -29,12 +29,12 @@ import numpy as np
 import torch
 
 from qwen3_tts_cuda_graphs.fast.codec import PendingAudio
-from qwen3_tts_cuda_graphs.fast.paths import MegakernelStopped
 from qwen3_tts_cuda_graphs.prompts.arriving_text import END
 from qwen3_tts_cuda_graphs.prompts.build import check_counts, check_text, with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.speech.accelerated import value_for
 from qwen3_tts_cuda_graphs.speech.intake import Intake
 from qwen3_tts_cuda_graphs.speech.listener import Listener, QueueFull, State, StreamTimeout
+from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
 from qwen3_tts_cuda_graphs.speech.schedule import Situation, admissions, can_decode_together, evictions, holds_back
 from qwen3_tts_cuda_graphs.speech.streaming import Chunk, check_not_async, check_seed, is_arriving, nth_seed
 

@@ -14,16 +14,15 @@ frame after its last one is running, which is then dropped.
 import collections
 import heapq
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 
 from cudagraph_talker import round_up
-from qwen3_tts_cuda_graphs.fast.batched import why_not
+from qwen3_tts_cuda_graphs.fast import batched
 from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES, MAX_BATCH, Codec, PendingAudio
 from qwen3_tts_cuda_graphs.fast.frame_set import FrameSet
-from qwen3_tts_cuda_graphs.fast.paths import MegakernelStopped
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows, copy_row, draw_seeded
 from qwen3_tts_cuda_graphs.prompts.build import to_device
 from qwen3_tts_cuda_graphs.speech.prefill import HostSettings, Prefills, copy_to_device
@@ -34,6 +33,16 @@ log = logging.getLogger("qwen3_tts_cuda_graphs")
 FULL_CHUNK = max(BATCH_CHUNK_SIZES)
 
 HandOver = Callable[[list[Utterance], PendingAudio], None]
+
+
+class MegakernelStopped(RuntimeError):
+    """A wait in the megakernel took too long. What it has computed since is worthless."""
+
+    def __init__(self, reason: str, utterances: Iterable[Utterance] = ()):
+        """utterances: those whose speech is lost"""
+        super().__init__(f"{reason}: the speech is lost, the next request runs on separate kernels")
+        self.reason = reason
+        self.utterances = utterances
 
 
 class Runner:
@@ -66,7 +75,7 @@ class Runner:
         self.codec = Codec(speech_tokenizer, row_count)
         self.frames = FrameSet(talker, self.rows, row_count, fused)
         log.info("capturing prefills")
-        with_kernels = not (self.frames.reads_masked_positions() or why_not(talker.model))
+        with_kernels = not (self.frames.reads_masked_positions() or batched.SOURCE.why_not(talker.model))
         self.prefills = Prefills(talker, self.rows, row_count, self.frames.graphs, with_kernels)
         self.new_lengths = torch.zeros(row_count + has_spare, dtype=torch.long, device=self.device)
         self.begin = self.frames.graphs.capture(lambda: self.rows.begin(self.new_lengths))
