@@ -40,7 +40,7 @@ extern "C" [[gnu::visibility("default")]] int run_{0}(const void *arguments, int
 
 def whole_source(module: Any) -> str:
     """The .cu file of a module of fast/ with its headers, for tests to change a part of it."""
-    return kernels.include_headers(module.SOURCE.read_text(), module.SOURCE.name)
+    return kernels.include_headers(module.SOURCE.file.read_text(), module.SOURCE.file.name)
 
 
 libraries: dict[str, ctypes.CDLL] = {}  # what was compiled in this process, by its source
@@ -82,17 +82,17 @@ class PretendedGpu(Gpu):
 
 
 class CpuKernel:
-    """Launches a kernel on fibers, in place of the megakernel's Launch."""
+    """Launches the megakernel on fibers, in place of nvrtc.Kernels."""
 
     def __init__(self, source: str, sizes: Sizes, folder: Path) -> None:
-        """`source` is megakernel.complete_source(sizes). A RuntimeError has the compiler's messages."""
+        """`source` is SOURCE.complete(sizes) of megakernel.py. A RuntimeError has the compiler's messages."""
         self.sizes = sizes
         self.run: Any = compile_library(source + RUN, folder, OF_MEGAKERNEL).run
         self.run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
 
-    def __call__(self, fields: Sequence[int]) -> None:
+    def launch(self, _: str, grid: tuple[int, int], block: int, fields: Sequence[int], is_cooperative: bool) -> None:
         struct = (ctypes.c_uint64 * len(fields))(*fields)
-        error = self.run(struct, self.sizes.grid, self.sizes.threads, self.sizes.shared_bytes)
+        error = self.run(struct, grid[0], block, self.sizes.shared_bytes)
         if error:
             raise RuntimeError("the kernel did not come to its end")
 
@@ -101,7 +101,7 @@ class CpuKernels:
     """Launches the kernels of batched.cu or codec_kernels.cu on fibers, in place of nvrtc.Kernels."""
 
     def __init__(self, source: str, folder: Path, names: Iterable[str] = batched.KERNELS) -> None:
-        """`source` is complete_source(sizes) of either. A RuntimeError has the compiler's messages."""
+        """`source` is SOURCE.complete(sizes) of either. A RuntimeError has the compiler's messages."""
         entries = "".join(RUN_BATCHED.format(name) for name in names)
         self.library = compile_library(source + entries, folder, OF_SMALL_KERNELS)
 

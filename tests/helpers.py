@@ -113,7 +113,7 @@ class engine_of(Engine):
     """An engine on the first rows of a model."""
 
     def __init__(self, tts, rows, **options):
-        self.all_rows = tts.speech.runner.rows
+        self.all_rows = tts.speech.runner.row_count
         use_rows(tts.speech.runner, rows)
         super().__init__(tts, **options)
 
@@ -125,7 +125,7 @@ class engine_of(Engine):
 def use_rows(runner, rows):
     """Let a runner use its first rows only, or all of them again."""
     taken = {utterance.row for utterance in runner.active}
-    runner.rows, runner.free = rows, [row for row in range(rows) if row not in taken]
+    runner.row_count, runner.free = rows, [row for row in range(rows) if row not in taken]
 
 
 def phone_recording(samples, rate, container, codec, layout="mono") -> bytes:

@@ -1,7 +1,7 @@
 """Small stacks of decoder layers with random weights and the published widths, and their steps: for the tests
 of the megakernel on a CPU and on a GPU, and for compute-sanitizer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cudagraph_talker import Sampling, apply_rules, sample
 from qwen3_tts_cuda_graphs.fast import megakernel
-from qwen3_tts_cuda_graphs.fast.megakernel import FusedStep, Sizes, table
+from qwen3_tts_cuda_graphs.fast.megakernel import FusedStep, Sizes, Stack, table
 from qwen3_tts_cuda_graphs.fast.rows import tensors_of, view_of
 
 TALKER_VOCAB = 3072
@@ -23,8 +23,7 @@ REPETITION_PENALTY = 1.5
 # Before the source: the kernel for compute-sanitizer's racecheck, see megakernel.cu
 PLAIN_COPIES = "#define MEGAKERNEL_PLAIN_COPIES\n"
 
-# (model, heads, width of the talker's hidden state) -> a kernel: megakernel.compile_for, or one for the CPU
-KernelFor = Callable[[Any, Sequence[Any], int], tuple[Sizes, Any]]
+KernelFor = Callable[[Stack], tuple[Sizes, Any]]  # SOURCE.compile of megakernel.py, or one for the CPU
 
 
 def linear(*shape: int) -> SimpleNamespace:
@@ -109,9 +108,9 @@ class SomeTalker:
         self.step()
 
 
-def fused_step(sizes, kernel, model, cache, heads, settings, noise, graph, arguments) -> FusedStep:
+def fused_step(kernel_for: KernelFor, stack: Stack, cache, settings, noise, graph, arguments) -> FusedStep:
     keys, values = zip(*((layer.keys, layer.values) for layer in cache.layers))
-    return FusedStep(sizes, kernel, model, keys, values, heads, settings, noise, graph, arguments)
+    return FusedStep(kernel_for(stack), stack, keys, values, settings, noise, graph, arguments)
 
 
 def new_noise(*shape: int) -> Tensor:
@@ -136,10 +135,9 @@ def some_talker(kernel_for: KernelFor, hidden: int, length: int, layers: int = 2
         min_tokens=number(2),
         ended=torch.zeros(1, dtype=torch.bool),
     )
-    sizes, kernel = kernel_for(model, [head], hidden)
     arguments = {name: getattr(graph, name) for name in megakernel.TALKER_ARGUMENTS}
     noise = new_noise(1, TALKER_VOCAB)
-    step = fused_step(sizes, kernel, model, cache, [head], settings, noise, graph, arguments)
+    step = fused_step(kernel_for, Stack(model, [head], hidden), cache, settings, noise, graph, arguments)
     return SomeTalker(model, cache, head, settings, graph, step)
 
 
@@ -168,10 +166,8 @@ class SomePredictor:
             "text": self.text,
             "codes": self.codes,
         }
-        sizes, kernel = kernel_for(self.model, self.heads, self.text.shape[-1])
-        self.step = fused_step(
-            sizes, kernel, self.model, self.cache, self.heads, self.sampling, noise, self.graph, arguments
-        )
+        stack = Stack(self.model, self.heads, self.text.shape[-1], len(self.graph.token))
+        self.step = fused_step(kernel_for, stack, self.cache, self.sampling, noise, self.graph, arguments)
 
 
 def some_predictor(kernel_for: KernelFor, graph: SimpleNamespace, layers: int, length: int) -> SomePredictor:
@@ -196,75 +192,75 @@ def some_predictor(kernel_for: KernelFor, graph: SimpleNamespace, layers: int, l
     return predictor
 
 
-def predictor_of_streams(single: SomePredictor, kernel_for: KernelFor, streams: int) -> SomePredictor:
-    """The same layers for several streams, each with another frame, temperature, text and noise."""
+def predictor_of_rows(single: SomePredictor, kernel_for: KernelFor, count: int) -> SomePredictor:
+    """The same layers for several rows, each with another frame, temperature, text and noise."""
     hidden = single.model.config.hidden_size
     length, talker_hidden = single.text.shape
     graph = SimpleNamespace(
-        advance=torch.ones(streams, dtype=torch.bool),
-        token=torch.arange(5, 5 + streams),
-        frame=torch.arange(streams),
-        hidden=torch.randn(streams, talker_hidden).bfloat16(),
-        embedding=torch.zeros(streams, talker_hidden).bfloat16(),
+        advance=torch.ones(count, dtype=torch.bool),
+        token=torch.arange(5, 5 + count),
+        frame=torch.arange(count),
+        hidden=torch.randn(count, talker_hidden).bfloat16(),
+        embedding=torch.zeros(count, talker_hidden).bfloat16(),
     )
     layers = [
-        SimpleNamespace(keys=layer.keys.repeat(streams, 1, 1), values=layer.values.repeat(streams, 1, 1))
+        SimpleNamespace(keys=layer.keys.repeat(count, 1, 1), values=layer.values.repeat(count, 1, 1))
         for layer in single.cache.layers
     ]
-    settings = view_of(single.sampling, [0] * streams)
-    settings.temperature *= torch.arange(1, streams + 1)[:, None]
-    text = torch.randn(streams, length, talker_hidden).bfloat16()
+    settings = view_of(single.sampling, [0] * count)
+    settings.temperature *= torch.arange(1, count + 1)[:, None]
+    text = torch.randn(count, length, talker_hidden).bfloat16()
     several = replace(
         single,
         cache=SimpleNamespace(length=single.cache.length, layers=layers),
         sampling=settings,
-        first_input=torch.randn(streams, hidden).bfloat16(),
+        first_input=torch.randn(count, hidden).bfloat16(),
         text=text,
-        codes=torch.zeros(streams, length, len(single.heads) + 1, dtype=torch.long),
+        codes=torch.zeros(count, length, len(single.heads) + 1, dtype=torch.long),
         graph=graph,
     )
-    several.make_step(kernel_for, new_noise(streams, len(single.heads), CODE_VOCAB))
+    several.make_step(kernel_for, new_noise(count, len(single.heads), CODE_VOCAB))
     return several
 
 
-def talker_of_streams(it: SomeTalker, kernel_for: KernelFor, streams: int) -> SomeTalker:
-    """The same layers for several streams, each at another position and with other settings. The second one of four
+def talker_of_rows(it: SomeTalker, kernel_for: KernelFor, count: int) -> SomeTalker:
+    """The same layers for several rows, each at another position and with other settings. The second one of four
     does not advance."""
 
     def stacked(make: Callable[[int], Any]) -> Tensor:
-        return torch.stack([torch.as_tensor(make(stream)) for stream in range(streams)])
+        return torch.stack([torch.as_tensor(make(row)) for row in range(count)])
 
     hidden = it.model.config.hidden_size
     length = it.cache.length
     layers = [
-        SimpleNamespace(keys=linear(streams, 8, length, 128).weight, values=linear(streams, 8, length, 128).weight)
+        SimpleNamespace(keys=linear(count, 8, length, 128).weight, values=linear(count, 8, length, 128).weight)
         for _ in it.model.layers
     ]
     cache = SimpleNamespace(length=length, layers=layers)
-    settings = view_of(sampling(TALKER_VOCAB), [0] * streams)
-    for stream in range(streams):
+    settings = view_of(sampling(TALKER_VOCAB), [0] * count)
+    for row in range(count):
         own = sampling(TALKER_VOCAB)
-        own.set(stream != 3, 5.0 - stream % 4, 50 - 10 * (stream % 4), 1.0 - 0.2 * (stream % 4))
-        for all_rows, row in zip(tensors_of(settings), tensors_of(own)):
-            all_rows[stream] = row[0]
+        own.set(row != 3, 5.0 - row % 4, 50 - 10 * (row % 4), 1.0 - 0.2 * (row % 4))
+        for all_rows, of_one in zip(tensors_of(settings), tensors_of(own)):
+            all_rows[row] = of_one[0]
     graph = SimpleNamespace(
-        advance=stacked(lambda stream: stream != 1 or streams < 4),
-        token=stacked(lambda stream: 5 + stream),
-        frame=stacked(lambda stream: stream),
-        hidden=linear(streams, 1, hidden).weight,
-        embedding=linear(streams, 1, hidden).weight,
-        prompt_length=stacked(lambda stream: [0, 17, length - 9, 9][stream % 4]),
-        seen=torch.rand(streams, TALKER_VOCAB) < 0.7,
-        suppressed=torch.rand(streams, TALKER_VOCAB) < 0.3,
-        repetition_penalty=stacked(lambda stream: 1.5 - 0.1 * stream),
-        end_token=stacked(lambda stream: END_TOKEN + stream),
-        min_tokens=stacked(lambda stream: 2),
-        ended=torch.zeros(streams, dtype=torch.bool),
+        advance=stacked(lambda row: row != 1 or count < 4),
+        token=stacked(lambda row: 5 + row),
+        frame=stacked(lambda row: row),
+        hidden=linear(count, 1, hidden).weight,
+        embedding=linear(count, 1, hidden).weight,
+        prompt_length=stacked(lambda row: [0, 17, length - 9, 9][row % 4]),
+        seen=torch.rand(count, TALKER_VOCAB) < 0.7,
+        suppressed=torch.rand(count, TALKER_VOCAB) < 0.3,
+        repetition_penalty=stacked(lambda row: 1.5 - 0.1 * row),
+        end_token=stacked(lambda row: END_TOKEN + row),
+        min_tokens=stacked(lambda row: 2),
+        ended=torch.zeros(count, dtype=torch.bool),
     )
-    sizes, kernel = kernel_for(it.model, [it.head], hidden)
     arguments = {name: getattr(graph, name) for name in megakernel.TALKER_ARGUMENTS}
-    noise = new_noise(streams, 1, TALKER_VOCAB)
-    step = fused_step(sizes, kernel, it.model, cache, [it.head], settings, noise, graph, arguments)
+    noise = new_noise(count, 1, TALKER_VOCAB)
+    stack = Stack(it.model, [it.head], hidden, count)
+    step = fused_step(kernel_for, stack, cache, settings, noise, graph, arguments)
     return SomeTalker(it.model, cache, it.head, settings, graph, step)
 
 
@@ -312,13 +308,13 @@ FAULTS = {
         "score[g] = position_of(g) < position ?", "score[g] = position_of(g) < position - 1 ?", True, "attention"
     ),
     "the wrong KV head": Fault(
-        "layer.values[row * ROW + lane] =",
-        "layer.values[(row ^ arguments.cache_length) * ROW + lane] =",
+        "layer.values[place * QUADS + lane] =",
+        "layer.values[(place ^ arguments.cache_length) * QUADS + lane] =",
         False,
         "first values",
     ),
     "RoPE of another position": Fault(
-        "arguments.sin[position * ROW + lane]", "arguments.sin[position / 2 * ROW + lane]", True, "first keys"
+        "arguments.sin[position * QUADS + lane]", "arguments.sin[position / 2 * QUADS + lane]", True, "first keys"
     ),
     "one split is not merged": Fault(
         "const float weight = expf(log_sum - best);",

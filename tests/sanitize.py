@@ -12,10 +12,8 @@ is the same. --async takes the copies of GPUs below compute capability 9.0.
 
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,30 +23,29 @@ from megakernel_cases import (
     PLAIN_COPIES,
     TALKER_VOCAB,
     KernelFor,
-    predictor_of_streams,
+    predictor_of_rows,
     some_predictor,
     some_talker,
-    talker_of_streams,
+    talker_of_rows,
 )
 
-from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Sizes, compile_kernel, complete_source, kernel_sizes
-from qwen3_tts_cuda_graphs.fast.nvrtc import Kernel
+from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Sizes, Stack, kernel_sizes
+from qwen3_tts_cuda_graphs.fast.nvrtc import Kernels
 
 LENGTH = 80
 KV_HEADS = 8
 
 
 def kernel_with(defines: str, changes: dict[str, int]) -> KernelFor:
-    """As compile_for, with these definitions and these changes to the sizes, and with time for the sanitizer."""
-    source = SOURCE.read_text()
+    """As SOURCE.compile, with these definitions and these changes to the sizes, and with time for the sanitizer."""
+    source = SOURCE.file.read_text()
     limit = "WAIT_LIMIT_NS = 2'000'000'000"
     assert source.count(limit) == 1
     source = source.replace(limit, "WAIT_LIMIT_NS = 600'000'000'000")
 
-    def kernel_for(model: Any, heads: Sequence[Any], talker_hidden: int) -> tuple[Sizes, Kernel]:
-        sizes = kernel_sizes(model, heads, talker_hidden, torch.cuda.get_device_properties(model.device))
-        sizes = replace(sizes, **changes)
-        return sizes, compile_kernel(model.device, sizes, defines + complete_source(sizes, source))
+    def kernel_for(stack: Stack) -> tuple[Sizes, Kernels]:
+        sizes = replace(kernel_sizes(stack), **changes)
+        return sizes, SOURCE.load(sizes, stack.device, defines + source)
 
     return kernel_for
 
@@ -74,18 +71,18 @@ def run(kernel_for: KernelFor, hidden: int) -> None:
     print(f"hidden size {hidden}: the talker chose {graph.token.item()}, its predictor {codes}")
 
 
-def run_streams(one: KernelFor, kernel_for: KernelFor, hidden: int, streams: int) -> None:
-    single = some_talker(one, hidden, LENGTH)
-    talker = talker_of_streams(single, kernel_for, streams)
-    predictor = predictor_of_streams(some_predictor(one, single.graph, 2, LENGTH), kernel_for, streams)
+def run_rows(kernel_for: KernelFor, hidden: int, count: int) -> None:
+    single = some_talker(kernel_for, hidden, LENGTH)
+    talker = talker_of_rows(single, kernel_for, count)
+    predictor = predictor_of_rows(some_predictor(kernel_for, single.graph, 2, LENGTH), kernel_for, count)
     talker.step()
     predictor.step()
     torch.cuda.synchronize()
     assert talker.step.why_failed() == "" and predictor.step.why_failed() == ""
     assert torch.isfinite(predictor.graph.embedding).all()
     assert talker.graph.token.max() < TALKER_VOCAB and predictor.codes[..., 1:].max() < CODE_VOCAB
-    codes = [predictor.codes[stream, stream].tolist() for stream in range(streams)]
-    print(f"{streams} streams: the talker chose {talker.graph.token.tolist()}, its predictor {codes}")
+    codes = [predictor.codes[row, row].tolist() for row in range(count)]
+    print(f"{count} rows: the talker chose {talker.graph.token.tolist()}, its predictor {codes}")
 
 
 def main() -> None:
@@ -105,11 +102,11 @@ def main() -> None:
         kernel_for = kernel_with(defines, changes)
         for hidden in (1024, 2048):
             run(kernel_for, hidden)
-        for streams in (2, 4, 8):
-            if blocks < KV_HEADS * streams:
-                print(f"{blocks} blocks are too few for {streams} streams")
+        for count in (2, 4, 8):
+            if blocks < KV_HEADS * count:
+                print(f"{blocks} blocks are too few for {count} rows")
                 continue
-            run_streams(kernel_for, kernel_with(defines, changes | dict(streams=streams)), 1024, streams)
+            run_rows(kernel_for, 1024, count)
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def spoken(voice, text, seed=0, **arguments):
     arguments = voice.arguments | dict(non_streaming_mode=False) | arguments
     torch.manual_seed(seed)
     audio = joined(stream(getattr(voice.fast, voice.method), text=text, **arguments))
-    codes = voice.fast.speech.runner.slots.codes[0, : len(audio) // 1920]  # it was alone: in the first row
+    codes = voice.fast.speech.runner.rows.codes[0, : len(audio) // 1920]  # it was alone: in the first row
     return codes, torch.rand(1)
 
 

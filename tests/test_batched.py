@@ -24,7 +24,7 @@ from qwen3_tts_cuda_graphs.bench.random_checkpoint import PREDICTOR, TALKER
 from qwen3_tts_cuda_graphs.fast import batched, nvrtc
 from qwen3_tts_cuda_graphs.fast import batched_reference as reference
 from qwen3_tts_cuda_graphs.fast import layer_kernels_reference as layer_reference
-from qwen3_tts_cuda_graphs.fast.batched import BatchedStack, complete_source, kernel_sizes, product
+from qwen3_tts_cuda_graphs.fast.batched import SOURCE, BatchedStack, kernel_sizes, product
 from qwen3_tts_cuda_graphs.fast.layers import replace_layers
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows, view_of
 from qwen3_tts_cuda_graphs.speech.prefill import PrefillGraph, PromptStack
@@ -37,7 +37,7 @@ needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 LENGTH = round_up(200)  # of the cache: up to four splits
 POSITIONS = torch.tensor([100, 0, LENGTH - 1, 17, 1, 64, 63, 128])
 SHORT_POSITIONS = torch.tensor([15, 0, 9, 8, 1, 7, 14, 4])
-SLOTS = torch.tensor([1, 0, 4, 3, 2, 7, 9, 8])
+ROW_INDICES = torch.tensor([1, 0, 4, 3, 2, 7, 9, 8])
 EPSILON = 1e-6
 
 
@@ -71,18 +71,18 @@ def fused(talker) -> Any:
 
 @pytest.fixture(scope="module")
 def kernels(talker, tmp_path_factory) -> CpuKernels:
-    return CpuKernels(complete_source(kernel_sizes(talker.model.config)), tmp_path_factory.mktemp("talker"))
+    return CpuKernels(SOURCE.complete(kernel_sizes(talker.model)), tmp_path_factory.mktemp("talker"))
 
 
 @pytest.fixture(scope="module")
 def predictor_kernels(talker, tmp_path_factory) -> CpuKernels:
-    sizes = kernel_sizes(talker.code_predictor.model.config)
-    return CpuKernels(complete_source(sizes), tmp_path_factory.mktemp("predictor"))
+    sizes = kernel_sizes(talker.code_predictor.model)
+    return CpuKernels(SOURCE.complete(sizes), tmp_path_factory.mktemp("predictor"))
 
 
-def filled_cache(model: Any, slots: int, length: int) -> Any:
+def filled_cache(model: Any, row_count: int, length: int) -> Any:
     """A cache in which every position has something that would be heard."""
-    keys, values = static_cache(model.config, slots, length, model.dtype, model.device)
+    keys, values = static_cache(model.config, row_count, length, model.dtype, model.device)
     for tensor in (*keys, *values):
         tensor.normal_()
     return SimpleNamespace(layers=[SimpleNamespace(keys=key, values=value) for key, value in zip(keys, values)])
@@ -94,12 +94,12 @@ def stack_of(model: Any, cache: Any, rows: int, kernels: Any = None) -> BatchedS
 
 
 def talker_stack(fused: Any, kernels: CpuKernels) -> BatchedStack:
-    """For 10 slots, of which the rows use 8."""
+    """For 10 rows, of which the tokens use 8."""
     return stack_of(fused.model, filled_cache(fused.model, 10, LENGTH), 10, kernels)
 
 
-def positions_and_slots(stack: BatchedStack) -> tuple[Tensor, Tensor]:
-    return POSITIONS.to(stack.device), SLOTS.to(stack.device)
+def positions_and_rows(stack: BatchedStack) -> tuple[Tensor, Tensor]:
+    return POSITIONS.to(stack.device), ROW_INDICES.to(stack.device)
 
 
 def assert_same(ours: Tensor, expected: Tensor) -> None:
@@ -130,47 +130,47 @@ def check_norms(stack: BatchedStack) -> None:
 
 def check_qk_norm_rope_store(stack: BatchedStack) -> None:
     layer = stack.layers[0]
-    positions, slots = positions_and_slots(stack)
+    positions, row_indices = positions_and_rows(stack)
     qkv = torch.randn(8, 32, 128).bfloat16()
     qkv[0] *= 3e-3
     before = layer.keys.clone(), layer.values.clone()
     keys, values = (tensor.clone() for tensor in before)
     cos, sin = (table.view(-1, 128) for table in (stack.cos, stack.sin))
     norms = layer.q_norm, layer.k_norm
-    rotated = reference.qk_norm_rope_store(qkv, *norms, cos, sin, positions, slots, keys, values, EPSILON)
+    rotated = reference.qk_norm_rope_store(qkv, *norms, cos, sin, positions, row_indices, keys, values, EPSILON)
     stored = qkv.clone()
-    stack.qk_norm_rope_store(stored.view(8, -1), layer, positions, slots)
+    stack.qk_norm_rope_store(stored.view(8, -1), layer, positions, row_indices)
     assert_same(stored[:, :24], rotated)
     assert torch.equal(stored[:, 24:], qkv[:, 24:])
-    assert torch.equal(layer.keys[slots, :, positions], stored[:, 16:24])
+    assert torch.equal(layer.keys[row_indices, :, positions], stored[:, 16:24])
     assert torch.equal(layer.values, values)
-    layer.keys[slots, :, positions] = before[0][slots, :, positions]
+    layer.keys[row_indices, :, positions] = before[0][row_indices, :, positions]
     assert torch.equal(layer.keys, before[0])  # nothing else was written
 
 
 def check_attention(stack: BatchedStack, positions: Tensor = POSITIONS) -> None:
     """After qk_norm_rope_store what the reference says, and the same bits without it."""
     layer = stack.layers[0]
-    all_positions, all_slots = positions.to(stack.device), SLOTS.to(stack.device)
-    for slot, position in zip(all_slots, all_positions):  # not to be read before it is written
-        layer.keys[slot, :, position:] = torch.nan
-        layer.values[slot, :, position:] = torch.nan
+    all_positions, all_row_indices = positions.to(stack.device), ROW_INDICES.to(stack.device)
+    for row, position in zip(all_row_indices, all_positions):  # not to be read before it is written
+        layer.keys[row, :, position:] = torch.nan
+        layer.values[row, :, position:] = torch.nan
     before = torch.stack([layer.keys, layer.values])
     for rows in (1, 3, 8):
-        positions, slots = all_positions[:rows], all_slots[:rows]
+        positions, row_indices = all_positions[:rows], all_row_indices[:rows]
         for _ in range(2):  # with what the first launch left behind, too
             qkv = torch.randn(rows, 32, 128).bfloat16()
             stored = qkv.clone()
-            stack.qk_norm_rope_store(stored.view(rows, -1), layer, positions, slots)
-            output = stack.attention(stored.view(rows, -1), layer, positions, slots, is_stored=True)
-            expected = reference.attention(stored[:, :16], layer.keys, layer.values, positions, slots)
+            stack.qk_norm_rope_store(stored.view(rows, -1), layer, positions, row_indices)
+            output = stack.attention(stored.view(rows, -1), layer, positions, row_indices, is_stored=True)
+            expected = reference.attention(stored[:, :16], layer.keys, layer.values, positions, row_indices)
             assert_same(output, expected.view(rows, -1))
 
             cache = torch.stack([layer.keys, layer.values])
             layer.keys.copy_(before[0])
             layer.values.copy_(before[1])
             given = qkv.clone()
-            assert torch.equal(stack.attention(given.view(rows, -1), layer, positions, slots), output)
+            assert torch.equal(stack.attention(given.view(rows, -1), layer, positions, row_indices), output)
             assert torch.equal(given, qkv)
             assert same_bits(torch.stack([layer.keys, layer.values]), cache)
             layer.keys.copy_(before[0])
@@ -226,12 +226,12 @@ def forward_of_model(model: Any, embeds: Tensor, cache: Any, position: int) -> T
     ).last_hidden_state[0, 0]
 
 
-def row_of(cache: Any, slot: int, dtype: torch.dtype) -> Any:
-    row = copy.deepcopy(cache)
-    for layer in row.layers:
-        layer.keys = layer.keys[slot : slot + 1].to(dtype)
-        layer.values = layer.values[slot : slot + 1].to(dtype)
-    return row
+def row_of(cache: Any, row: int, dtype: torch.dtype) -> Any:
+    one = copy.deepcopy(cache)
+    for layer in one.layers:
+        layer.keys = layer.keys[row : row + 1].to(dtype)
+        layer.values = layer.values[row : row + 1].to(dtype)
+    return one
 
 
 def compare_with_upstream(talker: Any, fused: Any, kernels: CpuKernels | None) -> None:
@@ -251,9 +251,9 @@ def squared_errors(talker: Any, fused: Any, kernels: CpuKernels | None, rows: in
     """(tensors, 2): hidden states, keys and values of each layer; our error and upstream's, summed over the rows"""
     cache = filled_cache(fused.model, 10, LENGTH)
     stack = stack_of(fused.model, cache, rows, kernels)
-    positions, slots = (tensor[:rows] for tensor in positions_and_slots(stack))
-    has_own_slots = rows == 3  # the others might share them, for all that `forward` knows
-    slots = stack.slots if has_own_slots else slots
+    positions, row_indices = (tensor[:rows] for tensor in positions_and_rows(stack))
+    has_own_rows = rows == 3  # the others might share them, for all that `forward` knows
+    row_indices = stack.row_indices if has_own_rows else row_indices
     embeds = torch.randn(rows, 1024).bfloat16()
     before = copy.deepcopy((embeds, cache))
 
@@ -261,18 +261,18 @@ def squared_errors(talker: Any, fused: Any, kernels: CpuKernels | None, rows: in
     exact = copy.deepcopy(talker.model).float()
     for row in range(rows):
         for model in (exact, talker.model):
-            own = row_of(cache, int(slots[row]), model.dtype)
+            own = row_of(cache, int(row_indices[row]), model.dtype)
             results = [forward_of_model(model, embeds[row], own, int(positions[row]))]
             for layer in own.layers:
                 results += [layer.keys[0, :, positions[row]], layer.values[0, :, positions[row]]]
             expected.append([result.float() for result in results])
 
-    hidden = stack.forward(embeds, positions, None if has_own_slots else slots)
+    hidden = stack.forward(embeds, positions, None if has_own_rows else row_indices)
     errors = []
     for row in range(rows):
         ours = [hidden[row]]
         for layer in cache.layers:
-            ours += [layer.keys[slots[row], :, positions[row]], layer.values[slots[row], :, positions[row]]]
+            ours += [layer.keys[row_indices[row], :, positions[row]], layer.values[row_indices[row], :, positions[row]]]
         for x, y, z in zip(ours, *expected[2 * row : 2 * row + 2], strict=True):
             errors.append(torch.stack([(x.float() - y).square().sum(), (z - y).square().sum()]))
 
@@ -280,7 +280,7 @@ def squared_errors(talker: Any, fused: Any, kernels: CpuKernels | None, rows: in
     assert torch.equal(embeds, before[0])
     for layer, old in zip(cache.layers, before[1].layers):
         for tensor, old_tensor in ((layer.keys, old.keys), (layer.values, old.values)):
-            tensor[slots, :, positions] = old_tensor[slots, :, positions]
+            tensor[row_indices, :, positions] = old_tensor[row_indices, :, positions]
             assert torch.equal(tensor, old_tensor)
     return torch.stack(errors).unflatten(0, (rows, -1)).sum(0)
 
@@ -308,7 +308,7 @@ def test_rows_compute_upstreams_forward(talker, fused, kernels):
 
 @needs_compiler
 def test_split_products_compute_upstreams_forward(talker, fused, kernels, monkeypatch):
-    monkeypatch.setattr(batched, "ROWS_TO_SPLIT", range(1, 257))
+    monkeypatch.setattr(batched, "TOKENS_TO_SPLIT", range(1, 257))
     compare_with_upstream(talker, fused, kernels)
 
 
@@ -334,9 +334,9 @@ def test_two_positions_of_a_slot_can_be_two_rows(fused, predictor_kernels):
     embeds = torch.randn(6, 1024).bfloat16()
     at_once = stack_of(model, caches[0], 6, predictor_kernels)
     in_turn = stack_of(model, caches[1], 3, predictor_kernels)
-    slots = torch.arange(3).repeat(2)
+    row_indices = torch.arange(3).repeat(2)
     with ExactProducts():
-        hidden = at_once.forward(embeds, torch.tensor([0, 0, 0, 1, 1, 1]), slots)[3:]
+        hidden = at_once.forward(embeds, torch.tensor([0, 0, 0, 1, 1, 1]), row_indices)[3:]
         in_turn.forward(embeds[:3], torch.zeros(3, dtype=torch.long))
         expected = in_turn.forward(embeds[3:], torch.ones(3, dtype=torch.long))
     assert torch.equal(hidden, expected)
@@ -350,18 +350,18 @@ def test_two_positions_of_a_slot_can_be_two_rows(fused, predictor_kernels):
 @torch.no_grad()
 def test_positions_of_prompts_can_be_rows(lengths, with_sdpa, fused, kernels):
     """A prefill of one or more prompts: what SDPA and the modules compute, but for rounding."""
-    slots = SharedRows(fused.config, 3, 32, torch.bfloat16, torch.device("cpu"))
-    graph = PrefillGraph(fused, slots, len(lengths), 16, with_kernels=False)
+    all_rows = SharedRows(fused.config, 3, 32, torch.bfloat16, torch.device("cpu"))
+    graph = PrefillGraph(fused, all_rows, len(lengths), 16, with_kernels=False)
     graph.prefixes.normal_()
-    graph.rows.copy_(torch.arange(len(lengths)) + 1)
+    graph.row_indices.copy_(torch.arange(len(lengths)) + 1)
     caches = []
     kind = functools.partial(PromptStack, len(lengths)) if with_sdpa else BatchedStack
-    for stack in (None, kind(fused.model, slots.keys, slots.values, 16 * len(lengths), kernels)):
+    for stack in (None, kind(fused.model, all_rows.keys, all_rows.values, 16 * len(lengths), kernels)):
         graph.kernels = stack
-        slots.whole_cache.zero_()
+        all_rows.whole_cache.zero_()
         with ExactProducts():
             graph.step()
-        caches.append(slots.whole_cache.clone())
+        caches.append(all_rows.whole_cache.clone())
     expected, ours = caches
     for row, length in enumerate(lengths, start=1):
         error, scale = (cache[row, ..., :length, :].float() for cache in (ours - expected, expected))
@@ -372,7 +372,7 @@ def test_positions_of_prompts_can_be_rows(lengths, with_sdpa, fused, kernels):
 def test_splits_fit_the_batch_and_the_cache(fused):
     """One row is spread over the whole GPU, 256 rows fill it as they are, and 16 positions are never split. From 32
     rows on a split has 256 positions."""
-    talker = SimpleNamespace(sizes=kernel_sizes(fused.model.config), cache_length=2048)
+    talker = SimpleNamespace(sizes=kernel_sizes(fused.model), cache_length=2048)
     predictor = SimpleNamespace(sizes=talker.sizes, cache_length=16)
     splits = [BatchedStack.splits(talker, rows) for rows in (1, 8, 16, 31, 32, 64, 256)]
     assert splits == [(32, 64), (32, 64), (16, 64), (9, 64), (8, 256), (4, 256), (1, 256)]
@@ -484,7 +484,7 @@ FAULTS: dict[str, tuple[str, str, Check]] = {
         check_norms,
     ),
     "a part that is not summed": ("part < arguments.count", "part < arguments.count - 1", check_norms),
-    "parts of another row": ("part * arguments.part_vectors", "part * HIDDEN_VECTORS", check_norms),
+    "parts of another token": ("part * arguments.part_vectors", "part * HIDDEN_VECTORS", check_norms),
     "a norm rounded once": (
         "return multiply(pack(y), weight);",
         "const auto w = unpack(weight);"
@@ -492,9 +492,9 @@ FAULTS: dict[str, tuple[str, str, Check]] = {
         "return pack(y);",
         check_norms,
     ),
-    "the position of another row": (
-        "const u64 position = arguments.positions[row]",
-        "const u64 position = arguments.positions[row ^ 1]",
+    "the position of another token": (
+        "const u64 position = arguments.positions[token]",
+        "const u64 position = arguments.positions[token ^ 1]",
         check_qk_norm_rope_store,
     ),
     "the norm of queries for keys": (
@@ -503,9 +503,9 @@ FAULTS: dict[str, tuple[str, str, Check]] = {
         check_qk_norm_rope_store,
     ),
     "RoPE of neighbours": ("pair, LANES / 2)", "pair, LANES / 4)", check_qk_norm_rope_store),
-    "another slot": (
-        "const u64 slot = arguments.slots[row]",
-        "const u64 slot = row",
+    "another row": (
+        "const u64 row = arguments.row_indices[token]",
+        "const u64 row = token",
         check_qk_norm_rope_store,
     ),
     "one key too few": ("split_length, own_position);", "split_length, own_position - 1);", check_attention),
@@ -514,7 +514,7 @@ FAULTS: dict[str, tuple[str, str, Check]] = {
     "the keys of the loop before": ("load(k, keys, next +", "load(k, keys, next + 0 *", check_attention),
     "the values of the loop before": ("load(v, values, next +", "load(v, values, next + 0 *", check_attention),
     "the queries of other KV heads": ("(kv_head * GROUP + g)", "(g * KV_HEADS + kv_head)", check_attention),
-    "the cache of another slot": ("(input.slots[row] * KV_HEADS", "((u64)row * KV_HEADS", check_attention),
+    "the cache of another row": ("row = input.row_indices[token]", "row = token", check_attention),
     "the own position in every split": (
         "split == splits_in_use - 1 && half_warp == 0",
         "half_warp == 0",
@@ -617,8 +617,8 @@ def wrong_kernels(fused, tmp_path_factory) -> Callable[[str], CpuKernels]:
                 right, wrong, _ = FAULTS[fault]
                 assert source.count(right) == 1, fault
                 source = source.replace(right, wrong)
-        sizes = kernel_sizes(fused.model.config)
-        return CpuKernels(complete_source(sizes, source), tmp_path_factory.mktemp("wrong"))
+        sizes = kernel_sizes(fused.model)
+        return CpuKernels(SOURCE.complete(sizes, source), tmp_path_factory.mktemp("wrong"))
 
     return lambda fault: next(compile_library(family.index(fault)) for family in families if fault in family)
 
@@ -635,9 +635,9 @@ def test_wrong_kernel_is_detected(fault, fused, wrong_kernels):
 @needs_compiler
 def test_wrong_epsilon_is_detected(fused, tmp_path):
     """Ten times the epsilon."""
-    sizes = kernel_sizes(fused.model.config)
+    sizes = kernel_sizes(fused.model)
     sizes.epsilon = "1e-5f"
-    stack = talker_stack(fused, CpuKernels(complete_source(sizes), tmp_path))
+    stack = talker_stack(fused, CpuKernels(SOURCE.complete(sizes), tmp_path))
     for check in (check_norms, check_qk_norm_rope_store):
         with pytest.raises(AssertionError):
             check(stack)
@@ -654,11 +654,10 @@ def changed(model: Any, **sizes: Any) -> SimpleNamespace:
 
 
 def test_unsupported_models_are_refused_in_words(talker, fused):
-    assert batched.unsupported(fused.model) is None
-    assert batched.unsupported(fused.code_predictor.model) is None
-    assert "NVIDIA GPU" in batched.why_not(fused.model)
-    assert "replace_layers" in batched.unsupported(talker.model)
-    assert "bfloat16" in batched.unsupported(copy.deepcopy(fused.model).float())
+    assert SOURCE.unmet(fused.model) == "" == SOURCE.unmet(fused.code_predictor.model)
+    assert "NVIDIA GPU" in SOURCE.why_not(fused.model)
+    assert "replace_layers" in SOURCE.unmet(talker.model)
+    assert "bfloat16" in SOURCE.unmet(copy.deepcopy(fused.model).float())
     for sizes, message in (
         (dict(head_dim=64), "128 dimensions, the model's have 64"),
         (dict(num_attention_heads=64), "query heads per KV head"),
@@ -669,7 +668,7 @@ def test_unsupported_models_are_refused_in_words(talker, fused):
         (dict(hidden_act="gelu"), "silu between gate and down, not gelu"),
         (dict(layer_types=["sliding_attention"]), "full attention"),
     ):
-        assert message in batched.unsupported(changed(fused.model, **sizes))
+        assert message in SOURCE.unmet(changed(fused.model, **sizes))
 
 
 def test_tensors_of_another_type_are_refused(fused):
@@ -681,8 +680,8 @@ def test_tensors_of_another_type_are_refused(fused):
         stack.norm(embeds.float(), stack.final_norm)
     with pytest.raises(ValueError, match="reads positions as torch.int64, it is torch.int32"):
         qkv = torch.zeros(1, 4096, dtype=torch.bfloat16)
-        stack.attention(qkv, stack.layers[0], torch.zeros(1, dtype=torch.int32), stack.slots)
-    with pytest.raises(ValueError, match="2 embeddings, 2 positions, 1 slots: they must be equal, and at most 1"):
+        stack.attention(qkv, stack.layers[0], torch.zeros(1, dtype=torch.int32), stack.row_indices)
+    with pytest.raises(ValueError, match="2 embeddings, 2 positions, 1 rows: they must be equal, and at most 1"):
         stack.forward(embeds.repeat(2, 1), torch.zeros(2, dtype=torch.long))
     with pytest.raises(ValueError, match="x does not begin at a multiple"):
         stack.norm(torch.zeros(1025, dtype=torch.bfloat16)[1:][None], stack.final_norm)
@@ -705,8 +704,8 @@ def test_struct_mismatch_does_not_compile(original, changed, message, fused, tmp
     source = whole_source(batched)
     assert source.count(original) == 1
     with pytest.raises(RuntimeError) as caught:
-        sizes = kernel_sizes(fused.model.config)
-        CpuKernels(complete_source(sizes, source.replace(original, changed)), tmp_path)
+        sizes = kernel_sizes(fused.model)
+        CpuKernels(SOURCE.complete(sizes, source.replace(original, changed)), tmp_path)
     assert message in str(caught.value)
 
 
@@ -718,9 +717,9 @@ def test_struct_mismatch_does_not_compile(original, changed, message, fused, tmp
 def test_the_kernels_compile(architecture, fused, tmp_path):
     """Without spilled registers."""
     source = tmp_path / "batched.cu"
-    sizes = kernel_sizes(fused.model.config)
+    sizes = kernel_sizes(fused.model)
     sizes.hidden, sizes.inner = 2048, 6144
-    source.write_text(complete_source(sizes))
+    source.write_text(SOURCE.complete(sizes))
     command = ["nvcc", f"-arch={architecture}", "-cubin", "-Xptxas=-v", "-o", tmp_path / "batched.cubin", source]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -775,7 +774,7 @@ def fused_on_gpu(talker, gpu) -> Any:
 
 @on_gpu
 def test_kernels_compute_the_same_on_a_gpu(talker, fused_on_gpu, gpu):
-    assert batched.why_not(fused_on_gpu.model) is None
+    assert SOURCE.why_not(fused_on_gpu.model) == ""
     stack = talker_stack(fused_on_gpu, None)
     for check in (
         *(check_norms, check_qk_norm_rope_store, check_attention, check_short_attention),
@@ -802,9 +801,9 @@ def test_rows_of_any_length_attend_on_a_gpu(rows, fused_on_gpu):
         positions = torch.randint(2048, (rows,))
         qkv = torch.randn(rows, 32, 128).bfloat16()
         stored = qkv.clone()
-        stack.qk_norm_rope_store(stored.view(rows, -1), layer, positions, stack.slots)
-        expected = reference.attention(stored[:, :16], layer.keys, layer.values, positions, stack.slots)
-        assert_same(stack.attention(qkv.view(rows, -1), layer, positions, stack.slots), expected.view(rows, -1))
+        stack.qk_norm_rope_store(stored.view(rows, -1), layer, positions, stack.row_indices)
+        expected = reference.attention(stored[:, :16], layer.keys, layer.values, positions, stack.row_indices)
+        assert_same(stack.attention(qkv.view(rows, -1), layer, positions, stack.row_indices), expected.view(rows, -1))
     assert not stack.finished_splits.any()
 
 

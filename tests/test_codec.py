@@ -49,23 +49,23 @@ def whole(tokenizer):
     return codes, one_pass(tokenizer, codes)
 
 
-def decode_in_chunks(codec, codes, sizes, slot=0):
-    codec.reset(slot)
+def decode_in_chunks(codec, codes, sizes, row=0):
+    codec.reset(row)
     chunks, first = [], 0
     for size in sizes:
         if first >= len(codes):
             break
-        chunks.append(codec.feed([slot], codes[None, first : first + size]).wait()[0])
+        chunks.append(codec.feed([row], codes[None, first : first + size]).wait()[0])
         first += size
     return np.concatenate(chunks)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_chunks_joined_are_one_pass(codec, whole, sizes):
-    """State that is lost at a chunk's edge, or that is of another slot. The attention window is 72 frames."""
+    """State that is lost at a chunk's edge, or that is of another row. The attention window is 72 frames."""
     sizes, frames = SIZES[sizes]
     codes, expected = whole
-    audio = decode_in_chunks(codec, codes[:frames], sizes(), slot=1)
+    audio = decode_in_chunks(codec, codes[:frames], sizes(), row=1)
     np.testing.assert_allclose(audio, expected[: frames * codec.samples_per_frame], rtol=0, atol=1e-5)
 
 

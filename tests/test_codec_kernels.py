@@ -30,13 +30,13 @@ from qwen3_tts_cuda_graphs.fast import codec_decoder, codec_kernels, kernel_cach
 from qwen3_tts_cuda_graphs.fast import codec_kernels_reference as reference
 from qwen3_tts_cuda_graphs.fast import layer_kernels_reference as layer_reference
 from qwen3_tts_cuda_graphs.fast.codec import Codec
-from qwen3_tts_cuda_graphs.fast.codec_kernels import CodecKernels, PendingSum, Snake, complete_source, kernel_sizes
+from qwen3_tts_cuda_graphs.fast.codec_kernels import SOURCE, CodecKernels, PendingSum, Snake, kernel_sizes
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 EPSILON = 1e-6
 SMALL_DECODER = dict(latent_dim=256, hidden_size=256, head_dim=64, decoder_dim=128, upsample_rates=(4, 3, 2, 2))
 SMALL_DECODER |= dict(num_quantizers=16)
-SLOTS = torch.tensor([3, 0, 1])
+ROW_INDICES = torch.tensor([3, 0, 1])
 PUBLISHED = SimpleNamespace(
     codebook=2048,
     code_dim=256,
@@ -97,13 +97,13 @@ def compiled(tokenizer, tmp_path_factory) -> CpuKernels:
 
 def compile_for_cpu(tokenizer: Tokenizer, folder: Any, source: str | None = None) -> CpuKernels:
     sizes = kernel_sizes(tokenizer.model.decoder)
-    return CpuKernels(complete_source(sizes, source), folder, codec_kernels.KERNELS)
+    return CpuKernels(SOURCE.complete(sizes, source), folder, codec_kernels.KERNELS)
 
 
 def make_kernels(tokenizer: Tokenizer, compiled: CpuKernels | None) -> CodecKernels:
     decoder = tokenizer.model.decoder
-    slots = SLOTS.to(decoder.device)
-    return CodecKernels(decoder, lambda: slots, compiled)
+    row_indices = ROW_INDICES.to(decoder.device)
+    return CodecKernels(decoder, lambda: row_indices, compiled)
 
 
 # ---- Each kernel. The checks are functions of the kernels, for wrong kernels to fail them.
@@ -118,7 +118,7 @@ def assert_nearly_same(ours: Tensor, expected: Tensor) -> None:
 
 
 def random_bf16(kernels: CodecKernels, *shape: int) -> Tensor:
-    return torch.randn(shape, device=kernels.get_slots().device, dtype=torch.bfloat16)
+    return torch.randn(shape, device=kernels.get_row_indices().device, dtype=torch.bfloat16)
 
 
 def check_embed_codes(kernels: CodecKernels) -> None:
@@ -161,19 +161,19 @@ def check_window_attention(kernels: CodecKernels) -> None:
     """Chunks that fill the window, begin in the middle of the ring, and are as long as can be."""
     sizes = kernels.sizes
     random = functools.partial(random_bf16, kernels)
-    slots = kernels.get_slots()
-    positions = torch.tensor([5, 1000, 99, 0], device=slots.device)  # slots 3, 0 and 1 are in use
+    row_indices = kernels.get_row_indices()
+    positions = torch.tensor([5, 1000, 99, 0], device=row_indices.device)  # rows 3, 0 and 1 are in use
     for frames in (1, 2, 8, 64):
         keys, values = (random(4, sizes.heads, sizes.ring, 64) for _ in range(2))
-        for slot, position in enumerate(positions.tolist()):  # never written yet
-            keys[slot, :, position:] = torch.nan
-            values[slot, :, position:] = torch.nan
+        for row, position in enumerate(positions.tolist()):  # never written yet
+            keys[row, :, position:] = torch.nan
+            values[row, :, position:] = torch.nan
         expected_keys, expected_values = keys.clone(), values.clone()
         qkv = random(3, frames, 3, sizes.heads, 64)
-        angles = torch.randn(3, frames, 64, device=slots.device) * 3
+        angles = torch.randn(3, frames, 64, device=row_indices.device) * 3
         cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
         expected = reference.window_attention(
-            qkv, cos, sin, positions, slots, expected_keys, expected_values, sizes.window
+            qkv, cos, sin, positions, row_indices, expected_keys, expected_values, sizes.window
         )
         ours = kernels.window_attention(qkv.flatten(2), cos, sin, positions, keys, values)
         difference = (ours.float() - expected.flatten(2).float()).abs()
@@ -187,8 +187,8 @@ def check_window_attention(kernels: CodecKernels) -> None:
 def check_activate(kernels: CodecKernels, channels: int = 64, exact: bool = False) -> None:
     """Every combination of what may be left out; chunks longer and shorter than the stored columns."""
     same = functools.partial(torch.testing.assert_close, rtol=0, atol=0) if exact else assert_nearly_same
-    slots = kernels.get_slots()
-    device = slots.device
+    row_indices = kernels.get_row_indices()
+    device = row_indices.device
     random = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
     for columns, stored, has_terms, has_snake in itertools.product((70, 5, 1), (0, 1, 6, 54), (0, 1, 3), (False, True)):
         x = random(3, columns, channels)
@@ -206,7 +206,7 @@ def check_activate(kernels: CodecKernels, channels: int = 64, exact: bool = Fals
             snake and snake.alpha,
             snake and snake.inverse_beta,
             expected_state,
-            slots,
+            row_indices,
         )
         pending = PendingSum(x, bias, scale, residual)
         output, total = kernels.activate(pending, snake, state, keep_sum=True)
@@ -219,7 +219,7 @@ def check_activate(kernels: CodecKernels, channels: int = 64, exact: bool = Fals
 def check_snake(kernels: CodecKernels) -> None:
     """The sine of every bfloat16."""
     angles = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    angles = angles[angles.isfinite()].view(1, -1, 8).to(kernels.get_slots().device)
+    angles = angles[angles.isfinite()].view(1, -1, 8).to(kernels.get_row_indices().device)
     one = torch.ones(8, dtype=torch.bfloat16, device=angles.device)
     factor = 2.0**20 * one  # so that the sine counts in the sum
     output, _ = kernels.activate(PendingSum(angles), SimpleNamespace(alpha=one, inverse_beta=factor))
@@ -234,13 +234,13 @@ def interleave(x: Tensor, sequences: int) -> Tensor:
 
 def check_interleaved(kernels: CodecKernels, channels: int = 64) -> None:
     """In one order, out in another: lengths that the dilations divide and others."""
-    slots = kernels.get_slots()
-    random = functools.partial(torch.randn, device=slots.device, dtype=torch.bfloat16)
+    row_indices = kernels.get_row_indices()
+    random = functools.partial(torch.randn, device=row_indices.device, dtype=torch.bfloat16)
     for columns, (x_sequences, dilation) in itertools.product((256, 20, 9, 1), ((1, 3), (3, 9), (9, 1))):
         x = random(3, columns, channels)
         bias, residual, state = random(channels), random(3, columns, channels), random(4, 6 * dilation, channels)
         expected_state = state.clone()
-        expected, expected_sum = reference.activate(x, bias, None, residual, None, None, expected_state, slots)
+        expected, expected_sum = reference.activate(x, bias, None, residual, None, None, expected_state, row_indices)
         interleaved = interleave(x, x_sequences) if x_sequences > 1 else x
         pending = PendingSum(interleaved.contiguous(), bias, residual=residual)
         output, total = kernels.activate(pending, None, state, keep_sum=True, dilation=dilation)
@@ -253,7 +253,7 @@ def check_interleaved(kernels: CodecKernels, channels: int = 64) -> None:
 
 def check_depthwise_norm(kernels: CodecKernels, columns: int = 5) -> None:
     latent = kernels.sizes.latent
-    device = kernels.get_slots().device
+    device = kernels.get_row_indices().device
     random = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
     norm = SimpleNamespace(weight=random(latent), bias=random(latent))
     for scale in (1, 1e-3):  # epsilon counts for the small one
@@ -270,7 +270,7 @@ def check_depthwise_norm(kernels: CodecKernels, columns: int = 5) -> None:
 
 def check_to_samples(kernels: CodecKernels) -> None:
     last = kernels.sizes.last
-    random = functools.partial(torch.randn, device=kernels.get_slots().device, dtype=torch.bfloat16)
+    random = functools.partial(torch.randn, device=kernels.get_row_indices().device, dtype=torch.bfloat16)
     for columns in (1, 127, 128, 300):
         x, weight, bias = random(3, 6 + columns, last), random(7, last), random(1)
         expected = reference.to_samples(x, weight, bias)
@@ -371,7 +371,7 @@ FAULTS = {  # name: what is right, what is wrong, the check that must fail
         "x = add(x, arguments.scale[channel])",
         check_activate,
     ),
-    "the state of another row": ("arguments.slots[row] *", "row *", check_activate),
+    "the state of another row": ("arguments.row_indices[chunk] *", "chunk *", check_activate),
     "the state of a short chunk": ("? state[next_column *", "? state[column *", check_activate),
     "the new state in front": (
         "output(column, channel) = before",
@@ -448,11 +448,11 @@ def one_pass(tokenizer: Tokenizer, codes: Tensor) -> Tensor:
     return tokenizer.model.decoder(codes.transpose(1, 2))[:, 0].float()
 
 
-def decode_in_chunks(codec: Codec, slots: list[int], codes: Tensor, sizes: list[int]) -> Tensor:
+def decode_in_chunks(codec: Codec, row_indices: list[int], codes: Tensor, sizes: list[int]) -> Tensor:
     chunks = []
     first = 0
     for size in sizes:
-        audio = codec.feed(slots, codes[:, first : first + size]).wait()
+        audio = codec.feed(row_indices, codes[:, first : first + size]).wait()
         chunks.append(torch.stack([torch.from_numpy(samples) for samples in audio]))
         first += size
     assert first == codes.shape[1]
@@ -461,14 +461,14 @@ def decode_in_chunks(codec: Codec, slots: list[int], codes: Tensor, sizes: list[
 
 @needs_compiler
 def test_audio_is_as_near_to_float32_as_that_of_upstreams_modules(tokenizer, compiled, monkeypatch):
-    """All of it on a CPU: rows in any slots, in chunks of any size, and a single stream.
+    """All of it on a CPU: chunks of any rows, in chunks of any size, and a single stream.
 
     With exact products, the ratio of the two errors is 1.00 with a standard deviation of 0.006 over weights and codes:
     the limit is eight of them. A stream that is alone is then its row of the batch bit by bit. A bias that is wrong by
     5% is detected.
     """
-    monkeypatch.setattr(codec_kernels, "why_not", lambda decoder: None)
-    monkeypatch.setattr(codec_kernels, "compile_for", lambda device, sizes: compiled)
+    monkeypatch.setattr(SOURCE, "why_not", lambda decoder: "")
+    monkeypatch.setattr(SOURCE, "compile", lambda decoder: (kernel_sizes(decoder), compiled))
     monkeypatch.setattr(codec_module, "CHUNK_SIZES", (8, 4, 2, 1))
     codes = torch.randint(2048, (3, 15, 16))
     exact = one_pass(Tokenizer("tiny", torch.float32, **SMALL_DECODER), codes)
@@ -485,16 +485,16 @@ def test_audio_is_as_near_to_float32_as_that_of_upstreams_modules(tokenizer, com
 
         unit = codec.decoder.blocks[1].units[0]
         unit.bias2 = 1.05 * unit.bias2
-        for slot in (2, 0, 3):
-            codec.reset(slot)
+        for row in (2, 0, 3):
+            codec.reset(row)
         assert error_of(decode_in_chunks(codec, [2, 0, 3], codes, [1, 2, 4, 8]), exact) > limit
 
 
 @needs_compiler
 def test_weights_are_shared_with_upstreams_modules(compiled, monkeypatch):
     """A copy of the weights for each codec that is made takes 100 MiB of a GPU. Upstream's decoder must still work."""
-    monkeypatch.setattr(codec_kernels, "why_not", lambda decoder: None)
-    monkeypatch.setattr(codec_kernels, "compile_for", lambda device, sizes: compiled)
+    monkeypatch.setattr(SOURCE, "why_not", lambda decoder: "")
+    monkeypatch.setattr(SOURCE, "compile", lambda decoder: (kernel_sizes(decoder), compiled))
     tokenizer = Tokenizer("tiny", torch.bfloat16, **SMALL_DECODER)
     model = tokenizer.model.decoder
     codes = torch.randint(2048, (1, 5, 16))
@@ -523,9 +523,9 @@ def test_weights_are_shared_with_upstreams_modules(compiled, monkeypatch):
 
 def test_unsupported_codecs_are_refused_in_words(tokenizer, monkeypatch):
     decoder = tokenizer.model.decoder
-    assert codec_kernels.unsupported(decoder) is None
-    assert "NVIDIA GPU" in codec_kernels.why_not(decoder)
-    assert "bfloat16" in codec_kernels.unsupported(Tokenizer("tiny", torch.float32, **SMALL_DECODER).model.decoder)
+    assert SOURCE.unmet(decoder) == ""
+    assert "NVIDIA GPU" in SOURCE.why_not(decoder)
+    assert "bfloat16" in SOURCE.unmet(Tokenizer("tiny", torch.float32, **SMALL_DECODER).model.decoder)
     for changes, message in (
         (dict(latent_dim=64), "multiple of 256 up to 8192, not 64"),
         (dict(decoder_dim=48), "the last convolution has 3"),
@@ -537,9 +537,9 @@ def test_unsupported_codecs_are_refused_in_words(tokenizer, monkeypatch):
         (dict(intermediate_size=100), "multiple of 8, not 100"),
     ):
         changed = Tokenizer("tiny", torch.bfloat16, **SMALL_DECODER | changes)
-        assert message in codec_kernels.unsupported(changed.model.decoder)
+        assert message in SOURCE.unmet(changed.model.decoder)
     monkeypatch.setattr(codec_kernels, "SPARE_COLUMNS", 5)
-    assert "convolutions of at most 6 columns" in codec_kernels.unsupported(decoder)
+    assert "convolutions of at most 6 columns" in SOURCE.unmet(decoder)
 
 
 @pytest.fixture
@@ -569,8 +569,8 @@ def test_a_failing_compiler_is_a_reason(pretended_on_gpu, monkeypatch):
         raise OSError("no NVRTC")
 
     monkeypatch.setattr(nvrtc, "load_nvrtc", fail)
-    codec_kernels.compile_ahead(pretended_on_gpu)  # no error yet
-    assert codec_kernels.why_not(pretended_on_gpu) == "the kernels cannot be compiled: no NVRTC"
+    SOURCE.compile_ahead(pretended_on_gpu)  # no error yet
+    assert SOURCE.why_not(pretended_on_gpu) == "the kernels cannot be compiled: no NVRTC"
 
 
 def test_what_was_compiled_ahead_is_not_compiled_again(pretended_on_gpu, monkeypatch):
@@ -578,14 +578,14 @@ def test_what_was_compiled_ahead_is_not_compiled_again(pretended_on_gpu, monkeyp
     compiled = []
     monkeypatch.setattr(nvrtc, "version", lambda: (12, 8))
     monkeypatch.setattr(nvrtc, "compile_source", lambda *arguments: compiled.append(arguments) or b"code")
-    monkeypatch.setattr(nvrtc, "Kernels", lambda cubin, names, device: cubin)
-    codec_kernels.compile_ahead(pretended_on_gpu)
-    assert codec_kernels.why_not(pretended_on_gpu) is None
+    monkeypatch.setattr(nvrtc, "Kernels", lambda cubin, *_: cubin)
+    SOURCE.compile_ahead(pretended_on_gpu)
+    assert SOURCE.why_not(pretended_on_gpu) == ""
     assert len(compiled) == 1
 
     pretended_on_gpu.dtype = torch.float32
     kernel_cache.started.clear()
-    codec_kernels.compile_ahead(pretended_on_gpu)
+    SOURCE.compile_ahead(pretended_on_gpu)
     assert not kernel_cache.started
 
 
@@ -597,7 +597,7 @@ def test_what_was_compiled_ahead_is_not_compiled_again(pretended_on_gpu, monkeyp
 def test_the_kernels_compile(architecture, tmp_path):
     """Without spilled registers."""
     source = tmp_path / "codec_kernels.cu"
-    source.write_text(complete_source(PUBLISHED))
+    source.write_text(SOURCE.complete(PUBLISHED))
     command = ["nvcc", f"-arch={architecture}", "-cubin", "-Xptxas=-v", "-o", tmp_path / "codec_kernels.cubin", source]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -622,7 +622,7 @@ def published() -> Tokenizer:
 @on_gpu
 @torch.no_grad()
 def test_kernels_compute_the_same_on_a_gpu(published):
-    assert codec_kernels.why_not(published.model.decoder) is None
+    assert SOURCE.why_not(published.model.decoder) == ""
     kernels = make_kernels(published, None)
     for check in CHECKS:
         check(kernels)
@@ -653,16 +653,16 @@ def test_activations_are_upstreams_bit_by_bit(published):
 def test_audio_on_a_gpu_is_as_near_to_float32(rows, published, monkeypatch):
     """In chunks of several sizes, against upstream's modules in the same chunks; and chunks joined are the whole."""
     codes = torch.randint(2048, (rows, 15, 16), device="cuda")
-    slots = list(reversed(range(rows)))
+    row_indices = list(reversed(range(rows)))
     exact = one_pass(Tokenizer("0.6B", torch.float32, "cuda"), codes).cpu()
     ours = {}
     codec = Codec(published, rows)
     for sizes in ([1, 2, 4, 8], [8, 4, 2, 1], [1] * 15):
-        for slot in slots:
-            codec.reset(slot)
-        ours[len(sizes), sizes[0]] = decode_in_chunks(codec, slots, codes, sizes)
-    monkeypatch.setattr(codec_kernels, "why_not", lambda decoder: "not in this test")
-    modules = decode_in_chunks(Codec(published, rows), slots, codes, [1, 2, 4, 8])
+        for row in row_indices:
+            codec.reset(row)
+        ours[len(sizes), sizes[0]] = decode_in_chunks(codec, row_indices, codes, sizes)
+    monkeypatch.setattr(SOURCE, "why_not", lambda decoder: "not in this test")
+    modules = decode_in_chunks(Codec(published, rows), row_indices, codes, [1, 2, 4, 8])
     limit = 1.05 * error_of(modules, exact)
     errors = [error_of(audio, exact) for audio in ours.values()]
     print(f"{rows} rows: error of upstream's modules {limit / 1.05:.6f}, ours {errors}")

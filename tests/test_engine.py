@@ -68,10 +68,10 @@ def wait_until_idle(engine: Engine) -> None:
     """Every place must become free again."""
     end = time.monotonic() + LIMIT
     runner = engine.runner
-    while engine.active or engine.intake.waiting or len(runner.free) < runner.rows:
+    while engine.active or engine.intake.waiting or len(runner.free) < runner.row_count:
         assert time.monotonic() < end, "a row was never freed"
         time.sleep(0.01)
-    assert sorted(runner.free) == list(range(runner.rows)) and not runner.active
+    assert sorted(runner.free) == list(range(runner.row_count)) and not runner.active
 
 
 @pytest.mark.gpu
@@ -114,7 +114,7 @@ def test_the_audio_is_that_of_its_own_codes(checkpoint, size, monkeypatch):
 
     def decode_chunk(streams, size, hand_over):
         for one in streams:
-            codes.setdefault(one, []).append(runner.slots.codes[one.row, one.decoded : one.decoded + size].clone())
+            codes.setdefault(one, []).append(runner.rows.codes[one.row, one.decoded : one.decoded + size].clone())
         return original(streams, size, hand_over)
 
     original = runner.decode_chunk
@@ -218,7 +218,7 @@ def test_what_goes_to_the_codec_is_a_copy(voice, monkeypatch):
 
         def watch(rows, codes):
             batches.add(len(rows))
-            shared.append(codes.untyped_storage().data_ptr() == runner.slots.codes.untyped_storage().data_ptr())
+            shared.append(codes.untyped_storage().data_ptr() == runner.rows.codes.untyped_storage().data_ptr())
             return feed(rows, codes)
 
         monkeypatch.setattr(runner.codec, "feed", watch)
@@ -456,9 +456,9 @@ def test_an_engine_that_fails_leaves_the_rows_to_others(voice, monkeypatch):
         patch.setattr(runner, "step", fail)
         with pytest.raises(RuntimeError, match="no memory"):
             joined(engine.stream(voice.fast.generate_voice_clone, text="Hi.", **voice.arguments))
-    for _ in range(runner.rows):
+    for _ in range(runner.row_count):
         joined(stream(voice.fast.generate_voice_clone, text="Hi.", max_new_tokens=3, **voice.arguments))
-    assert sorted(runner.free) == list(range(runner.rows))
+    assert sorted(runner.free) == list(range(runner.row_count))
 
 
 def test_closing_delivers_the_audio_there_is_and_then_an_error(voices, monkeypatch):

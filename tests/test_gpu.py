@@ -312,7 +312,7 @@ def test_text_that_arrives_is_where_the_frames_read_it(fast):
     audio = joined(stream(method, text=pieces(), max_new_tokens=len(rows) + 11, **voice))
     assert len(audio) == (len(rows) + 10) * 1920
     padding = request["tts_pad_embed"][0].expand(10, -1)
-    written = fast.speech.runner.slots.text[0, : len(rows) + 10]
+    written = fast.speech.runner.rows.text[0, : len(rows) + 10]
     assert torch.equal(written.cpu(), torch.cat([rows, padding]).cpu())
 
 

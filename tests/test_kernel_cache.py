@@ -104,7 +104,7 @@ def test_every_gpu_has_kernels_of_its_own(compiled):
     cases = [(profile, stack) for profile in PROFILES for stack in STACKS]
     keys = set()
     for profile, stack in cases:
-        source = megakernel.complete_source(sizes_of(profile, stack))
+        source = megakernel.SOURCE.complete(sizes_of(profile, stack))
         keys.add(kernel_cache.cache_key(source, f"sm_{PROFILES[profile][0]}"))
     assert len(keys) == len(cases)
 
@@ -322,27 +322,21 @@ def pretended_gpu(monkeypatch):
     gpu.name, gpu.minor = "GPU", 0
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(nvrtc, "Kernels", lambda cubin, *_: SimpleNamespace(launch=lambda *_, **__: cubin))
-    caches = (megakernel.compile_kernel, kernels.load)
-    for cache in caches:
-        cache.cache_clear()
+    kernels.load.cache_clear()
     yield
-    for cache in caches:
-        cache.cache_clear()
+    kernels.load.cache_clear()
 
 
-@pytest.mark.parametrize("caller", ["megakernel", "batched"])
-def test_kernels_compiled_ahead_are_the_ones_that_are_used(caller, folder, compiled, pretended_gpu):
+@pytest.mark.parametrize("caller", [megakernel, batched])
+def test_kernels_compiled_ahead_are_the_ones_that_are_used(caller, folder, compiled, pretended_gpu, monkeypatch):
     """Were the source or the architecture not the same, they would be compiled twice."""
     model = SimpleNamespace(config=config(1024, 3072), device=torch.device("cuda", 0), layers=[None] * 28)
     model.config.vocab_size = 3072
-    if caller == "megakernel":
-        heads = [SimpleNamespace(weight=range(3072))]
-        megakernel.compile_ahead(model, heads, 1024)
-        _, launch = megakernel.compile_for(model, heads, 1024)
-    else:
-        batched.compile_ahead(model)
-        launch = batched.compile_for(model.device, batched.kernel_sizes(model.config)).launch
-    code = launch([])
+    model.dtype = torch.bfloat16
+    subject = megakernel.Stack(model, [SimpleNamespace(weight=range(3072))], 1024) if caller is megakernel else model
+    monkeypatch.setattr(caller.SOURCE, "needs_of", lambda subject: {})
+    caller.SOURCE.compile_ahead(subject)
+    code = caller.SOURCE.compile(subject)[1].launch()
     assert code.startswith(b"1:") and len(compiled) == 1
     assert load_or_compile(*compiled[0]) == code and len(compiled) == 1  # and it is kept
 

@@ -3,7 +3,6 @@ a wrong one is found without a GPU, too. Few blocks and one or two layers, but t
 models."""
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,16 +21,16 @@ from megakernel_cases import (
     config,
     faulty_source,
     number,
-    predictor_of_streams,
+    predictor_of_rows,
     reference_choice,
     some_predictor,
     some_talker,
-    talker_of_streams,
+    talker_of_rows,
     talker_scores,
 )
 
 from qwen3_tts_cuda_graphs.fast import megakernel
-from qwen3_tts_cuda_graphs.fast.megakernel import Sizes, complete_source, kernel_sizes
+from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Sizes, Stack, kernel_sizes
 from qwen3_tts_cuda_graphs.fast.megakernel_reference import linear, run_layers
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
@@ -43,10 +42,9 @@ TOLERANCE = 0.1  # rounding to bfloat16 alone makes an error of 0.05, for values
 def cpu_kernel_for(folder: Path, source: str | None = None, defines: str = "", **changes: int) -> KernelFor:
     """Compiles for 16 blocks of fibers. `source` is megakernel.cu, if not given. `changes` are to the sizes."""
 
-    def kernel_for(model: Any, heads: Sequence[Any], talker_hidden: int) -> tuple[Sizes, CpuKernel]:
-        sizes = kernel_sizes(model, heads, talker_hidden, PretendedGpu(), changes.get("streams", 1))
-        sizes = replace(sizes, **{"grid": 16, **changes})
-        return sizes, CpuKernel(defines + complete_source(sizes, source), sizes, folder)
+    def kernel_for(stack: Stack) -> tuple[Sizes, CpuKernel]:
+        sizes = replace(kernel_sizes(stack, PretendedGpu()), **{"grid": 16, **changes})
+        return sizes, CpuKernel(defines + SOURCE.complete(sizes, source), sizes, folder)
 
     return kernel_for
 
@@ -159,85 +157,85 @@ def test_predictor_step_matches_the_reference(tmp_path):
     assert torch.equal(graph.embedding, summed + it.text[3])
 
 
-@pytest.mark.parametrize("streams", [8, *slow(2, 4)])
+@pytest.mark.parametrize("count", [8, *slow(2, 4)])
 @torch.no_grad()
-def test_a_talker_of_several_streams(streams, tmp_path):
-    """Each stream has its own position, cache, settings and noise; the one that does not advance keeps its state."""
+def test_a_talker_of_several_rows(count, tmp_path):
+    """Each row has its own position, cache, settings and noise; the one that does not advance keeps its state."""
     one = some_talker(cpu_kernel_for(tmp_path), HIDDEN, LENGTH, layers=1)
-    it = talker_of_streams(one, cpu_kernel_for(tmp_path, streams=streams, grid=max(32, 8 * streams)), streams)
+    it = talker_of_rows(one, cpu_kernel_for(tmp_path, grid=max(32, 8 * count)), count)
     graph = it.graph
     before = SimpleNamespace(**{name: value.clone() for name, value in vars(graph).items()})
     caches = [(layer.keys.float(), layer.values.float()) for layer in it.cache.layers]
     it.step()
-    for stream in range(streams):
-        position = int(graph.prompt_length[stream]) + stream
-        own = [(keys[stream], values[stream]) for keys, values in caches]
-        (hidden,) = run_layers(it.model, own, before.embedding[stream].float(), position)
-        logits = it.step.logits()[stream]
+    for row in range(count):
+        position = int(graph.prompt_length[row]) + row
+        own = [(keys[row], values[row]) for keys, values in caches]
+        (hidden,) = run_layers(it.model, own, before.embedding[row].float(), position)
+        logits = it.step.logits()[row]
         assert (logits[0] - linear(hidden, it.head)).abs().max() < TOLERANCE
         for layer, (keys, values) in zip(it.cache.layers, own, strict=True):
-            assert (layer.keys[stream].float() - keys).abs().max() < TOLERANCE
-            assert (layer.values[stream].float() - values).abs().max() < TOLERANCE
-        if not graph.advance[stream]:
+            assert (layer.keys[row].float() - keys).abs().max() < TOLERANCE
+            assert (layer.values[row].float() - values).abs().max() < TOLERANCE
+        if not graph.advance[row]:
             for name in ("hidden", "token", "frame", "seen", "ended"):
-                assert torch.equal(getattr(graph, name)[stream], getattr(before, name)[stream])
+                assert torch.equal(getattr(graph, name)[row], getattr(before, name)[row])
             continue
-        assert (graph.hidden[stream, 0].float() - hidden).abs().max() < TOLERANCE
-        is_early = stream + 1 < 2
+        assert (graph.hidden[row, 0].float() - hidden).abs().max() < TOLERANCE
+        is_early = row + 1 < 2
         scores = talker_scores(
             logits,
-            before.seen[stream],
-            graph.suppressed[stream],
-            float(graph.repetition_penalty[stream]),
-            END_TOKEN + stream if is_early else None,
+            before.seen[row],
+            graph.suppressed[row],
+            float(graph.repetition_penalty[row]),
+            END_TOKEN + row if is_early else None,
         )
-        assert graph.token[stream] == reference_choice(scores, it.sampling, it.step.noise[stream], stream)
-        assert graph.frame[stream] == stream + 1 and graph.seen[stream, graph.token[stream]]
-        assert not graph.ended[stream]
+        assert graph.token[row] == reference_choice(scores, it.sampling, it.step.noise[row], row)
+        assert graph.frame[row] == row + 1 and graph.seen[row, graph.token[row]]
+        assert not graph.ended[row]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", [2, 4, 8])
+@pytest.mark.parametrize("count", [2, 4, 8])
 @torch.no_grad()
-def test_a_predictor_of_several_streams(streams, tmp_path):
-    """It computes the same as that of a single stream, but for the order of its sums."""
+def test_a_predictor_of_several_rows(count, tmp_path):
+    """It computes the same as that of a single row, but for the order of its sums."""
     one = SimpleNamespace(token=number(0), frame=number(0), hidden=torch.randn(HIDDEN).bfloat16())
     one.advance = torch.ones(1, dtype=torch.bool)
     one.embedding = torch.zeros(HIDDEN).bfloat16()
     single = some_predictor(cpu_kernel_for(tmp_path), one, 1, LENGTH)
 
-    kernel_for = cpu_kernel_for(tmp_path, streams=streams, grid=max(32, 8 * streams))
-    several = predictor_of_streams(single, kernel_for, streams)
+    kernel_for = cpu_kernel_for(tmp_path, grid=max(32, 8 * count))
+    several = predictor_of_rows(single, kernel_for, count)
     several.step()
     graph = several.graph
-    for stream in range(streams):
-        one.token.copy_(graph.token[stream])
-        one.frame.fill_(stream)
-        one.hidden.copy_(graph.hidden[stream])
-        single.sampling.temperature.copy_(several.sampling.temperature[stream])
-        single.first_input.copy_(several.first_input[stream])
-        single.text.copy_(several.text[stream])
-        single.step.noise.copy_(several.step.noise[stream])
+    for row in range(count):
+        one.token.copy_(graph.token[row])
+        one.frame.fill_(row)
+        one.hidden.copy_(graph.hidden[row])
+        single.sampling.temperature.copy_(several.sampling.temperature[row])
+        single.first_input.copy_(several.first_input[row])
+        single.text.copy_(several.text[row])
+        single.step.noise.copy_(several.step.noise[row])
         single.step()
-        assert (several.step.logits()[stream] - single.step.logits()).abs().max() < TOLERANCE
-        assert torch.equal(several.codes[stream, stream], single.codes[stream])
-        assert torch.equal(graph.embedding[stream], one.embedding)
+        assert (several.step.logits()[row] - single.step.logits()).abs().max() < TOLERANCE
+        assert torch.equal(several.codes[row, row], single.codes[row])
+        assert torch.equal(graph.embedding[row], one.embedding)
         for layer, own in zip(several.cache.layers, single.cache.layers):
-            rows = slice(8 * stream, 8 * stream + 8)
-            assert (layer.keys[rows] - own.keys).abs().max() < TOLERANCE
-            assert (layer.values[rows] - own.values).abs().max() < TOLERANCE
+            heads = slice(8 * row, 8 * row + 8)
+            assert (layer.keys[heads] - own.keys).abs().max() < TOLERANCE
+            assert (layer.values[heads] - own.values).abs().max() < TOLERANCE
 
 
 def sizes_of(hidden: int = 1024, vocab: int = 3072, codes: int = 1, **changes: Any) -> Sizes:
     """Of a published stack on an H200, and changes to that."""
     model = SimpleNamespace(config=config(hidden, 3 * hidden), layers=[None] * 28)
     heads = [SimpleNamespace(weight=range(vocab))] * codes
-    return replace(kernel_sizes(model, heads, hidden, PretendedGpu()), **changes)
+    return replace(kernel_sizes(Stack(model, heads, hidden), PretendedGpu()), **changes)
 
 
 def compile_error(sizes: Sizes, folder: Path, source: str | None = None) -> str:
     with pytest.raises(RuntimeError) as caught:
-        CpuKernel(complete_source(sizes, source), sizes, folder)
+        CpuKernel(SOURCE.complete(sizes, source), sizes, folder)
     return str(caught.value)
 
 
@@ -256,12 +254,12 @@ def compile_error(sizes: Sizes, folder: Path, source: str | None = None) -> str:
         (sizes_of(heads=32), "HEADS must be twice KV_HEADS"),
         (sizes_of(grid=4), "GRID must be from 8 to 128"),
         (sizes_of(grid=256, hidden=2048), "GRID must be from 8 to 128"),
-        (sizes_of(grid=8, heads=32, kv_heads=16, inner=6144), "GRID must be at least STREAMS * KV_HEADS"),
-        (sizes_of(grid=8, streams=2), "GRID must be at least STREAMS * KV_HEADS"),
-        (sizes_of(grid=48, streams=8), "GRID must be at least STREAMS * KV_HEADS"),
-        (sizes_of(grid=32, streams=4, hidden=4096), "HIDDEN * tokens must be at most 256 * GRID"),
-        (sizes_of(streams=3), "STREAMS must be 1, 2, 4, 8 or 16"),
-        (sizes_of(streams=8, inner=2048), "INNER must be more than HIDDEN and HEADS * HEAD_DIM"),
+        (sizes_of(grid=8, heads=32, kv_heads=16, inner=6144), "GRID must be at least ROWS * KV_HEADS"),
+        (sizes_of(grid=8, rows=2), "GRID must be at least ROWS * KV_HEADS"),
+        (sizes_of(grid=48, rows=8), "GRID must be at least ROWS * KV_HEADS"),
+        (sizes_of(grid=32, rows=4, hidden=4096), "HIDDEN * tokens must be at most 256 * GRID"),
+        (sizes_of(rows=3), "ROWS must be 1, 2, 4, 8 or 16"),
+        (sizes_of(rows=8, inner=2048), "INNER must be more than HIDDEN and HEADS * HEAD_DIM"),
         (sizes_of(talker_hidden=65536), "TALKER_HIDDEN must be the talker's"),
         (sizes_of(talker_hidden=65536, vocab=2048, codes=15), "TALKER_HIDDEN must be at most 256 * GRID"),
         (sizes_of(shared_bytes=40 * 1024), "SHARED_BYTES is too small"),
@@ -298,7 +296,7 @@ def test_unsupported_sizes_do_not_compile(sizes, message, tmp_path):
 )
 def test_struct_mismatch_does_not_compile(original, changed, message, tmp_path):
     """A struct whose fields are not those of megakernel.py is a compile error, not a wrong pointer."""
-    source = megakernel.SOURCE.read_text()
+    source = SOURCE.file.read_text()
     assert source.count(original) == 1
     assert message in compile_error(sizes_of(), tmp_path, source.replace(original, changed))
 

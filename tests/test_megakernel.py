@@ -17,7 +17,8 @@ from torch import Tensor
 from cudagraph_talker import Sampling
 from qwen3_tts_cuda_graphs.bench.parity import MARGIN, Forced, Megakernel, error, random_request, verdict
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
-from qwen3_tts_cuda_graphs.fast import megakernel, nvrtc, paths
+from qwen3_tts_cuda_graphs.fast import kernel_cache, kernels, nvrtc, paths
+from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Stack, kernel_sizes, stacks_of
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 from qwen3_tts_cuda_graphs.fast.self_test import fill_with_random_states
 from qwen3_tts_cuda_graphs.speech import accelerate
@@ -53,11 +54,11 @@ def pretended_gpu(name: str) -> SimpleNamespace:
     )
 
 
-def pretended_stack(name: str) -> tuple[SimpleNamespace, list[SimpleNamespace]]:
+def pretended_stack(name: str) -> Stack:
     """A stack of layers and its heads, as far as their sizes go."""
     layers, hidden, vocab, heads = STACKS[name]
     model = SimpleNamespace(config=config(hidden, 3 * hidden), device=None, layers=[None] * layers)
-    return model, [SimpleNamespace(weight=range(vocab))] * heads
+    return Stack(model, [SimpleNamespace(weight=range(vocab))] * heads, 2048 if name == "predictor" else hidden)
 
 
 # ---- Compilation
@@ -76,11 +77,9 @@ def pretended_stack(name: str) -> tuple[SimpleNamespace, list[SimpleNamespace]]:
     ids=["0.6B", "predictor", "1.7B, cp.async", "1.7B"],
 )
 def test_the_kernel_compiles(stack, gpu, defines, tmp_path):
-    model, heads = pretended_stack(stack)
-    talker_hidden = 2048 if stack == "predictor" else model.config.hidden_size
-    sizes = megakernel.kernel_sizes(model, heads, talker_hidden, pretended_gpu(gpu))
+    sizes = kernel_sizes(pretended_stack(stack), pretended_gpu(gpu))
     source = tmp_path / "megakernel.cu"
-    source.write_text(defines + megakernel.complete_source(sizes))
+    source.write_text(defines + SOURCE.complete(sizes))
     command = ["nvcc", f"-arch={GPUS[gpu][0]}", "-cubin", "-o", tmp_path / "megakernel.cubin", source]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -90,11 +89,9 @@ def test_the_kernel_compiles(stack, gpu, defines, tmp_path):
 def test_nvrtc_says_which_size_is_unsupported():
     """Four blocks have more rows of the residual stream than threads: they would never be published."""
     device = torch.device("cuda", 0)
-    model, heads = pretended_stack("1.7B")
-    sizes = megakernel.kernel_sizes(model, heads, 2048, torch.cuda.get_device_properties(device))
-    sizes = replace(sizes, grid=4)
+    sizes = replace(kernel_sizes(pretended_stack("1.7B"), torch.cuda.get_device_properties(device)), grid=4)
     with pytest.raises(RuntimeError, match="GRID must be from 8 to 128"):
-        megakernel.compile_kernel(device, sizes, megakernel.complete_source(sizes))
+        SOURCE.load(sizes, device)
 
 
 # ---- Logits, cache and choices, on a GPU
@@ -260,7 +257,7 @@ def test_the_talkers_choice_and_rules(fused):
 def test_a_step_has_the_same_bits_each_time(checkpoint):
     """Without the fence in `release`, bulk copies overwrote weights before they were read: in one of 20 to 4,000
     launches for 16 rows."""
-    megakernel_of_16 = Megakernel(load_upstream(str(checkpoint("base", "0.6B"))).model.talker, LENGTH, rows=16)
+    megakernel_of_16 = Megakernel(load_upstream(str(checkpoint("base", "0.6B"))).model.talker, LENGTH, row_count=16)
     fill_with_random_states(megakernel_of_16.rows)
     megakernel_of_16.rows.advance.fill_(False)
     for launch in megakernel_of_16.launches:
@@ -317,7 +314,7 @@ def test_a_wrong_kernel_is_found(routes, monkeypatch, tmp_path):
     """RoPE with other angles: the comparison that `bench.py --check` makes finds it."""
     wrong = tmp_path / "megakernel.cu"
     wrong.write_text(faulty_source("RoPE of another position"))
-    monkeypatch.setattr(megakernel, "SOURCE", wrong)
+    monkeypatch.setattr(SOURCE, "file", wrong)
     right, own, exact = routes
     torch.manual_seed(0)
     request = random_request(right.rows.text.shape[-1], "cuda")
@@ -331,12 +328,7 @@ def test_a_wrong_kernel_is_found(routes, monkeypatch, tmp_path):
 def test_calibration_projects_new_embeddings(checkpoint, monkeypatch):
     """After new weights, the rows that the kernel looks up are those of the new weights; without a GPU."""
     talker = load_upstream(str(checkpoint("base", "tiny")), "cpu").model.talker
-    gpu = pretended_gpu("H200")
-
-    def no_kernel(model: Any, heads: Any, talker_hidden: int, _: int) -> tuple[megakernel.Sizes, None]:
-        return megakernel.kernel_sizes(model, heads, talker_hidden, gpu), None
-
-    monkeypatch.setattr(megakernel, "compile_for", no_kernel)
+    monkeypatch.setattr(SOURCE, "compile", lambda stack: (kernel_sizes(stack, pretended_gpu("H200")), None))
     route = Megakernel(talker, 64)
     step = route.launches[0]
     looked_up = [projected.data_ptr() for projected in step.inputs]
@@ -398,8 +390,8 @@ def test_a_torch_that_tells_less_of_the_gpu(monkeypatch):
     monkeypatch.setattr(nvrtc, "load_driver", lambda: driver)
     gpu = nvrtc.gpu_properties(torch.device("cuda", 1))
     assert vars(gpu) == told | dict(shared_memory_per_block_optin=163 << 10, L2_cache_size=4 << 20)
-    talker = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
-    assert "cuDeviceGetAttribute failed: CUDA error 101" in paths.why_not_before_compiling(talker)
+    model = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    assert "cuDeviceGetAttribute failed: CUDA error 101" in SOURCE.why_not(Stack(model, [], 0))
 
 
 @on_gpu
@@ -414,28 +406,27 @@ def test_the_driver_tells_what_torch_tells(monkeypatch):
 @pytest.mark.parametrize("error", [RuntimeError, OSError])  # OSError: no NVRTC
 def test_a_kernel_that_does_not_compile_is_not_used(error, monkeypatch):
     """On a GPU that seems to have all it takes."""
-    model, heads = pretended_stack("0.6B")
     gpu = pretended_gpu("H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    model, heads, _, _ = pretended_stack("0.6B")
+    model.device, model.dtype = torch.device("cuda", 0), torch.bfloat16
+    predictor = SimpleNamespace(model=model, lm_head=heads * 15)
     talker = SimpleNamespace(
-        model=model,
-        codec_head=heads[0],
-        device=SimpleNamespace(type="cuda"),
-        dtype=torch.bfloat16,
-        config=model.config,
-        code_predictor=SimpleNamespace(model=model, lm_head=heads * 15),
+        model=model, codec_head=heads[0], device=model.device, config=model.config, code_predictor=predictor
     )
     calls = []
-    monkeypatch.setattr(megakernel, "compile_ahead", lambda model, heads, _: calls.append(("ahead", len(heads))))
-    monkeypatch.setattr(megakernel, "compile_for", lambda model, heads, _: calls.append(("for", len(heads))))
-    paths.compile_ahead(talker)
-    assert paths.choose_path(talker, None) == (True, "megakernel")
-    assert calls == [("ahead", 1), ("ahead", 15), ("for", 1), ("for", 15)]  # both stacks are compiled at once
 
-    def refuse(model: Any, heads: Any, talker_hidden: int) -> None:
+    def refuse(source: str, architecture: str) -> None:
         raise error("Kernel compilation failed:\nno such instruction")
 
-    monkeypatch.setattr(megakernel, "compile_for", refuse)
+    monkeypatch.setattr(kernel_cache, "compile_ahead", lambda *_: calls.append("ahead"))
+    monkeypatch.setattr(kernel_cache, "compile_source", lambda *_: calls.append("compiled"))
+    monkeypatch.setattr(nvrtc, "Kernels", lambda *_: None)
+    assert paths.choose_path(talker, None) == (True, "megakernel")
+    assert calls == ["ahead", "ahead", "compiled", "compiled"]  # both stacks are compiled at once
+
+    kernels.load.cache_clear()
+    monkeypatch.setattr(kernel_cache, "compile_source", refuse)
     used, description = paths.choose_path(talker, None)
     assert not used
     assert "no such instruction" in description and "\n" not in description
@@ -443,6 +434,6 @@ def test_a_kernel_that_does_not_compile_is_not_used(error, monkeypatch):
         paths.choose_path(talker, True)
     gpu.multi_processor_count = 7
     calls.clear()
-    paths.compile_ahead(talker)
+    SOURCE.compile_ahead(*stacks_of(talker))
     assert not calls
-    assert "7 multiprocessors" in paths.why_not(talker)
+    assert "8 multiprocessors, the GPU has 7" in SOURCE.why_not(*stacks_of(talker))

@@ -113,8 +113,8 @@ def test_text_or_recording_in_the_prompt_is_not_kept(voices, monkeypatch):
 def test_those_used_last_are_kept(voices):
     """As many as fit into a row."""
     config = voices("x-vector").fast.model.talker.config
-    slots = SharedRows(config, 2, 64, torch.float32, torch.device("cpu"))
-    prefixes = KeptPrefixes(slots)
+    rows = SharedRows(config, 2, 64, torch.float32, torch.device("cpu"))
+    prefixes = KeptPrefixes(rows)
 
     def utterance(number, row=0):
         one = Utterance()
@@ -122,12 +122,12 @@ def test_those_used_last_are_kept(voices):
         return one
 
     for number in range(3):
-        slots.whole_cache[0] = number
+        rows.whole_cache[0] = number
         prefixes.keep(utterance(number))
     assert prefixes.copy([utterance(0, row=1)]) == []
-    assert (slots.keys[-1][1, :, :20] == 0).all()
+    assert (rows.keys[-1][1, :, :20] == 0).all()
     prefixes.keep(utterance(3))
     assert [*prefixes.prefixes] == [bytes([number]) for number in (2, 0, 3)]
     missing = utterance(1, row=1)
     assert prefixes.copy([missing, utterance(2, row=1)]) == [missing]
-    assert (slots.values[0][1, :, :20] == 2).all() and (slots.values[0][1, :, 20:] == 0).all()
+    assert (rows.values[0][1, :, :20] == 2).all() and (rows.values[0][1, :, 20:] == 0).all()

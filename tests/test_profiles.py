@@ -16,8 +16,8 @@ from test_megakernel import on_gpu
 
 from qwen3_tts_cuda_graphs.bench.parity import Forced, Megakernel, one_pass, random_request, verdict
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
-from qwen3_tts_cuda_graphs.fast import megakernel, nvrtc
-from qwen3_tts_cuda_graphs.fast.megakernel import Sizes, complete_source, kernel_sizes
+from qwen3_tts_cuda_graphs.fast import kernels, nvrtc
+from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Sizes, Stack, kernel_sizes
 
 LENGTH = 512
 FRAMES = 120
@@ -59,7 +59,7 @@ def gpu_of(profile: str) -> SimpleNamespace:
 def sizes_of(profile: str, stack: str, rows: int = 1) -> Sizes:
     layers, hidden, vocab, heads = STACKS[stack]
     model = SimpleNamespace(config=config(hidden, 3 * hidden), layers=[None] * layers)
-    return kernel_sizes(model, [SimpleNamespace(weight=range(vocab))] * heads, 2048, gpu_of(profile), rows)
+    return kernel_sizes(Stack(model, [SimpleNamespace(weight=range(vocab))] * heads, 2048, rows), gpu_of(profile))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_every_profile_compiles(stack, rows):
 
     def compile_for_profile(profile: str) -> str:
         try:
-            nvrtc.compile_source(complete_source(sizes_of(profile, stack, rows)), f"sm_{PROFILES[profile][0]}")
+            nvrtc.compile_source(SOURCE.complete(sizes_of(profile, stack, rows)), f"sm_{PROFILES[profile][0]}")
         except RuntimeError as error:
             is_refused = rows > 1 and "unsupported sizes: " in str(error)
             return "" if is_refused else f"{profile}: {error}"
@@ -122,15 +122,16 @@ def case(request, checkpoint) -> SimpleNamespace:
 
 
 def kernel_of_profile(profile: str, capability_here: int) -> Any:
-    """Stands in for megakernel.compile_for."""
+    """Stands in for SOURCE.compile."""
     capability = PROFILES[profile][0]
     architecture = f"compute_{capability}" if capability < capability_here else None
 
-    def compile_for(model: Any, heads: Any, talker_hidden: int, _: int) -> tuple[Sizes, Any]:
-        sizes = kernel_sizes(model, heads, talker_hidden, gpu_of(profile))
-        return sizes, megakernel.compile_kernel(model.device, sizes, complete_source(sizes), architecture)
+    def compile(stack: Stack) -> tuple[Sizes, Any]:
+        sizes = kernel_sizes(stack, gpu_of(profile))
+        source = SOURCE.complete(sizes), SOURCE.kernels
+        return sizes, kernels.load(*source, stack.device, sizes.shared_bytes, architecture)
 
-    return compile_for
+    return compile
 
 
 @on_gpu
@@ -142,7 +143,7 @@ def test_a_profile_is_the_same_model(profile, case, monkeypatch):
     wanted = gpu_of(profile)
     if wanted.shared_memory_per_block_optin > here.shared_memory_per_block_optin or here.major < 9:
         pytest.skip("this GPU cannot run it")
-    monkeypatch.setattr(megakernel, "compile_for", kernel_of_profile(profile, 10 * here.major + here.minor))
+    monkeypatch.setattr(SOURCE, "compile", kernel_of_profile(profile, 10 * here.major + here.minor))
     fused = Megakernel(case.talker, LENGTH)
     fused_logits = fused.logits(case.tokens, **case.prompt)
     assert torch.equal(fused.rows.codes[0, :FRAMES], case.tokens)

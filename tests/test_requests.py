@@ -50,7 +50,7 @@ def assert_as_fresh(voice):
         audios.append(joined(stream(voice.fast.generate_voice_clone, text=TEXT, **voice.arguments, **settings)))
         assert_same_audio(audios[1:], audios[:1] * 2)
         runner = voice.fast.speech.runner
-        assert sorted(runner.free) == list(range(runner.rows)) and not runner.active
+        assert sorted(runner.free) == list(range(runner.row_count)) and not runner.active
 
     return check
 
@@ -168,7 +168,7 @@ def test_numbers_that_are_not_finite(voice, assert_as_fresh):
     prompt = voice.arguments["voice_clone_prompt"] | dict(ref_spk_embedding=[speaker])
     with pytest.raises(ValueError, match="NaN or infinite"):
         voice.codes(voice.fast, text=TEXT, voice_clone_prompt=prompt)
-    voice.fast.speech.runner.slots.values[0].fill_(float("nan"))
+    voice.fast.speech.runner.rows.values[0].fill_(float("nan"))
     assert_as_fresh()
 
 
@@ -483,7 +483,7 @@ def test_an_interrupted_prefill_frees_its_row(voice, monkeypatch):
     monkeypatch.setattr(runner, "read_prompts", interrupt)
     with pytest.raises(KeyboardInterrupt):
         next(stream(voice.fast.generate_voice_clone, text="a", **voice.arguments))
-    assert sorted(runner.free) == list(range(runner.rows))
+    assert sorted(runner.free) == list(range(runner.row_count))
 
 
 @pytest.mark.parametrize("size", ["rows", "max_seq_len"])

@@ -15,10 +15,10 @@ from test_megakernel import on_gpu
 
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import CODEC_IDS, PREDICTOR, TALKER, randomize
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
-from qwen3_tts_cuda_graphs.fast import kernel_cache, megakernel, self_test
+from qwen3_tts_cuda_graphs.fast import kernel_cache, nvrtc, self_test
 from qwen3_tts_cuda_graphs.fast.frames import Frame, MegakernelFrame
 from qwen3_tts_cuda_graphs.fast.layers import replace_layers
-from qwen3_tts_cuda_graphs.fast.megakernel import complete_source, kernel_sizes
+from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Sizes, Stack, kernel_sizes, stacks_of
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 from qwen3_tts_cuda_graphs.speech import accelerate
 
@@ -59,23 +59,22 @@ def small_talker() -> Any:
     return model
 
 
-def slots_of(talker: Any, rows: int = 1) -> SharedRows:
-    return SharedRows(talker.config, rows, 48, talker.dtype, talker.device)
+def rows_of(talker: Any, count: int = 1) -> SharedRows:
+    return SharedRows(talker.config, count, 48, talker.dtype, talker.device)
 
 
 def cpu_frame(talker: Any, folder: Path, fault: str | None, monkeypatch: Any, grid: int) -> MegakernelFrame:
     """A frame of one row on `grid` blocks of fibers. A fault is compiled into the stack that it is for."""
 
-    def compile_for(model: Any, heads: Any, talker_hidden: int, _: int) -> tuple[megakernel.Sizes, CpuKernel]:
-        is_talker = len(heads) == 1
-        has_fault = fault is not None and FAULTS[fault].of_talker == is_talker
+    def compile(stack: Stack) -> tuple[Sizes, CpuKernel]:
+        has_fault = fault is not None and FAULTS[fault].of_talker == (len(stack.heads) == 1)
         source = faulty_source(fault) if has_fault else None
-        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu()), grid=grid)
-        return sizes, CpuKernel(complete_source(sizes, source), sizes, folder)
+        sizes = replace(kernel_sizes(stack, PretendedGpu()), grid=grid)
+        return sizes, CpuKernel(SOURCE.complete(sizes, source), sizes, folder)
 
-    monkeypatch.setattr(megakernel, "compile_for", compile_for)
+    monkeypatch.setattr(SOURCE, "compile", compile)
     with torch.no_grad():
-        return MegakernelFrame(talker, slots_of(talker))
+        return MegakernelFrame(talker, rows_of(talker))
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
@@ -120,7 +119,7 @@ class NoKernel:
 
 
 def frame_without_kernel(talker: Any, error: type[Exception] = RuntimeError) -> Any:
-    frame = Frame(talker, slots_of(talker))
+    frame = Frame(talker, rows_of(talker))
     frame.launches = NoKernel(error), NoKernel(error)
     return frame
 
@@ -153,51 +152,51 @@ def test_the_frame_can_be_captured_after_a_test_that_failed(error, small_talker)
 
 ROW_FAULTS = {  # what one row may take from another: the right text, the wrong one, and a part of the reason
     "position": ("prompt_length[attended]", "prompt_length[0]", "the cache, tensor"),
-    "cache": ("(stream_to_attend() * KV_HEADS + kv_head)", "(0 * KV_HEADS + kv_head)", "the logits of the codes"),
-    "projected hidden state": ("first_input + stream * HIDDEN", "first_input", "the logits of the codes"),
-    "hidden state": ("arguments.hidden + stream * (HIDDEN / 2) + ", "arguments.hidden + ", "the hidden state"),
-    "code": ("codes[stream] * HIDDEN", "codes[0] * HIDDEN", "the logits of the codes"),
-    "noise": ("(stream * CODES + head) * VOCAB", "head * VOCAB", "the codes"),
-    "top-k": ("arguments.topk_rank[stream]", "arguments.topk_rank[0]", "the codes"),
-    "text": ("u64 frame = element_stream * arguments.frames +", "u64 frame =", "the embedding"),
+    "cache": ("(row_to_attend() * KV_HEADS + kv_head)", "(0 * KV_HEADS + kv_head)", "the logits of the codes"),
+    "projected hidden state": ("first_input + row * HIDDEN", "first_input", "the logits of the codes"),
+    "hidden state": ("arguments.hidden + row * (HIDDEN / 2) + ", "arguments.hidden + ", "the hidden state"),
+    "code": ("codes[row] * HIDDEN", "codes[0] * HIDDEN", "the logits of the codes"),
+    "noise": ("(row * CODES + head) * VOCAB", "head * VOCAB", "the codes"),
+    "top-k": ("arguments.topk_rank[row]", "arguments.topk_rank[0]", "the codes"),
+    "text": ("u64 frame = element_row * arguments.frames +", "u64 frame =", "the embedding"),
 }
 
 
 MANY_ROW_FAULTS = {  # what a row of the second four may take from the first
     "vectors": ("columns_of_row, x[group][quad]", "columns_of_row, x[0][quad]", "the logits of the codes"),
-    "code": ("stream / 4 == group ? of_four[group] : four", "four", "the logits of the codes"),
+    "code": ("row / 4 == group ? of_four[group] : four", "four", "the logits of the codes"),
 }
 
 
-def row_fault(fault: str, rows: int = 2) -> str:
-    right, wrong, _ = (ROW_FAULTS if rows <= 4 else MANY_ROW_FAULTS)[fault]
+def row_fault(fault: str, count: int = 2) -> str:
+    right, wrong, _ = (ROW_FAULTS if count <= 4 else MANY_ROW_FAULTS)[fault]
     return changed_source(right, wrong)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 @pytest.mark.parametrize(
-    "rows, fault",
+    "count, fault",
     [*((2, fault) for fault in (None, *ROW_FAULTS)), *((8, fault) for fault in (None, *MANY_ROW_FAULTS))],
 )
 @torch.no_grad()
 @pytest.mark.slow
-def test_faults_of_several_rows_on_a_cpu(rows, fault, small_talker, tmp_path, monkeypatch):
+def test_faults_of_several_rows_on_a_cpu(count, fault, small_talker, tmp_path, monkeypatch):
     """A fault is compiled into the kernels of several rows."""
 
-    def compile_for(model: Any, heads: Any, talker_hidden: int, count: int) -> tuple[megakernel.Sizes, CpuKernel]:
-        source = row_fault(fault, rows) if fault and count > 1 else None
-        sizes = replace(kernel_sizes(model, heads, talker_hidden, PretendedGpu(), count), grid=max(16, 4 * count))
-        return sizes, CpuKernel(complete_source(sizes, source), sizes, tmp_path)
+    def compile(stack: Stack) -> tuple[Sizes, CpuKernel]:
+        source = row_fault(fault, count) if fault and stack.row_count > 1 else None
+        sizes = replace(kernel_sizes(stack, PretendedGpu()), grid=max(16, 4 * stack.row_count))
+        return sizes, CpuKernel(SOURCE.complete(sizes, source), sizes, tmp_path)
 
-    monkeypatch.setattr(megakernel, "compile_for", compile_for)
-    slots = slots_of(small_talker, rows)
-    before = state_of(slots)
-    alone = MegakernelFrame(small_talker, slots[:1])
-    reason = self_test.why_rows_wrong(MegakernelFrame(small_talker, slots, alone), alone)
+    monkeypatch.setattr(SOURCE, "compile", compile)
+    rows = rows_of(small_talker, count)
+    before = state_of(rows)
+    alone = MegakernelFrame(small_talker, rows[:1])
+    reason = self_test.why_rows_wrong(MegakernelFrame(small_talker, rows, alone), alone)
     print(f"{fault}: {reason}")
     assert bool(reason) == bool(fault)
-    assert fault is None or (ROW_FAULTS if rows == 2 else MANY_ROW_FAULTS)[fault][2] in reason
-    assert_same_state(slots, before)
+    assert fault is None or (ROW_FAULTS if count == 2 else MANY_ROW_FAULTS)[fault][2] in reason
+    assert_same_state(rows, before)
 
 
 def test_every_fault_can_be_made():
@@ -232,22 +231,13 @@ def reasons() -> Iterator[dict[str | None, str]]:
         print(f"{fault or 'no fault':36} {f'caught by the self-test: {reason}' if reason else 'passes'}")
 
 
-def faulty_kernel_source(fault: str, talker: Any) -> tuple[megakernel.Sizes, str]:
-    """For the stack that the fault is for."""
-    predictor = talker.code_predictor
-    stacks = {True: (talker.model, [talker.codec_head]), False: (predictor.model, list(predictor.lm_head))}
-    gpu = torch.cuda.get_device_properties(talker.device)
-    sizes = kernel_sizes(*stacks[FAULTS[fault].of_talker], talker.config.hidden_size, gpu)
-    return sizes, complete_source(sizes, faulty_source(fault))
-
-
 @pytest.fixture(scope="module")
 def compiled_ahead(gpu_talker) -> None:
     """All faults at once, in threads."""
-    major, minor = torch.cuda.get_device_capability(gpu_talker.device)
+    talker, predictor = map(kernel_sizes, stacks_of(gpu_talker))
     for fault in FAULTS:
-        _, source = faulty_kernel_source(fault, gpu_talker)
-        kernel_cache.compile_ahead(source, f"sm_{major}{minor}")
+        source = SOURCE.complete(talker if FAULTS[fault].of_talker else predictor, faulty_source(fault))
+        kernel_cache.compile_ahead(source, nvrtc.architecture_of(gpu_talker.device))
 
 
 @on_gpu
@@ -255,17 +245,17 @@ def compiled_ahead(gpu_talker) -> None:
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_faults_on_a_gpu(fault, gpu_talker, compiled_ahead, reasons, monkeypatch):
     """As on a CPU, with all layers of a published size."""
-    compile_right = megakernel.compile_for
+    compile_right = SOURCE.compile
 
-    def compile_for(model: Any, heads: Any, talker_hidden: int, rows: int) -> tuple[megakernel.Sizes, Any]:
-        if fault is None or FAULTS[fault].of_talker != (len(heads) == 1):
-            return compile_right(model, heads, talker_hidden, rows)
-        sizes, source = faulty_kernel_source(fault, gpu_talker)
-        return sizes, megakernel.compile_kernel(model.device, sizes, source)
+    def compile(stack: Stack) -> tuple[Sizes, Any]:
+        if fault is None or FAULTS[fault].of_talker != (len(stack.heads) == 1):
+            return compile_right(stack)
+        sizes = kernel_sizes(stack)
+        return sizes, SOURCE.load(sizes, stack.device, faulty_source(fault))
 
-    monkeypatch.setattr(megakernel, "compile_for", compile_for)
-    slots = SharedRows(gpu_talker.config, 1, 512, gpu_talker.dtype, gpu_talker.device)
-    reason, _ = self_test.run_test(MegakernelFrame(gpu_talker, slots))
+    monkeypatch.setattr(SOURCE, "compile", compile)
+    rows = SharedRows(gpu_talker.config, 1, 512, gpu_talker.dtype, gpu_talker.device)
+    reason, _ = self_test.run_test(MegakernelFrame(gpu_talker, rows))
     reasons[fault] = reason
     if fault is None:
         assert reason == ""
@@ -278,7 +268,7 @@ def test_a_wrong_kernel_is_not_used(checkpoint, monkeypatch, tmp_path):
     """The separate kernels are, and the path says why; fused=True is an error."""
     wrong = tmp_path / "megakernel.cu"
     wrong.write_text(faulty_source("the wrong KV head"))
-    monkeypatch.setattr(megakernel, "SOURCE", wrong)
+    monkeypatch.setattr(SOURCE, "file", wrong)
     folder = str(checkpoint("base", "0.6B"))
     tts = accelerate(load_upstream(folder), max_seq_len=256)
     assert tts.speech.path.startswith("separate kernels") and "failed its test" in tts.speech.path

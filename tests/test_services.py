@@ -167,8 +167,8 @@ def owners(tts) -> list[weakref.ref]:
     """References to what holds the memory of an accelerated model: weights, caches, buffers, the codec."""
     speech = tts.speech
     runner = speech.runner
-    objects = [tts, tts.model, tts.model.talker, speech, runner, runner.slots, runner.codec]
-    objects += [runner.slots.keys[0], runner.codec.samples, tts.model.talker.codec_head.weight, *runner.keepalive]
+    objects = [tts, tts.model, tts.model.talker, speech, runner, runner.rows, runner.codec]
+    objects += [runner.rows.keys[0], runner.codec.samples, tts.model.talker.codec_head.weight, *runner.keepalive]
     return [weakref.ref(thing) for thing in objects]
 
 

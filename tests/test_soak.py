@@ -56,7 +56,7 @@ class Soak:
         self.codes = {}
         self.abandoned = []
         self.memory = []
-        submit, decode_chunk, slots = engine.submit, engine.runner.decode_chunk, engine.runner.slots
+        submit, decode_chunk, rows = engine.submit, engine.runner.decode_chunk, engine.runner.rows
 
         def submit_and_remember(stream, method, text, seed, kwargs):
             if seed % keep_every == 0:
@@ -66,7 +66,7 @@ class Soak:
         def decode_and_keep(streams, size, hand_over):
             for one in streams:
                 if hasattr(one, "kept_codes"):
-                    one.kept_codes.append(slots.codes[one.row, one.decoded : one.decoded + size].clone())
+                    one.kept_codes.append(rows.codes[one.row, one.decoded : one.decoded + size].clone())
             decode_chunk(streams, size, hand_over)
 
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(at_once) as threads:
@@ -103,7 +103,7 @@ def assert_all_rows_are_free(engine) -> None:
     while engine.active or engine.intake.waiting or engine.intake.preparing:
         assert time.monotonic() < end, "a row was never freed"
         time.sleep(0.01)
-    assert sorted(engine.runner.free) == list(range(engine.runner.rows)) and not engine.runner.active
+    assert sorted(engine.runner.free) == list(range(engine.runner.row_count)) and not engine.runner.active
 
 
 @pytest.mark.slow

@@ -21,12 +21,12 @@ from test_megakernel import on_gpu
 from qwen3_tts_cuda_graphs.common.loading import load, load_upstream, model_errors
 from qwen3_tts_cuda_graphs.common.scripts import cli_errors
 from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
-from qwen3_tts_cuda_graphs.fast import megakernel, nvrtc
+from qwen3_tts_cuda_graphs.fast import nvrtc
 from qwen3_tts_cuda_graphs.fast.frames import Frame
-from qwen3_tts_cuda_graphs.fast.megakernel import Sizes, complete_source, kernel_sizes
-from qwen3_tts_cuda_graphs.fast.paths import MegakernelStopped
+from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Sizes, Stack, kernel_sizes
 from qwen3_tts_cuda_graphs.speech import accelerate, schedule
 from qwen3_tts_cuda_graphs.speech.engine import Engine
+from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 LIMIT = 60  # seconds that a wait of a test may take
@@ -47,7 +47,7 @@ def silent_block(condition: str) -> str:
 @pytest.mark.parametrize(
     "source, reason",
     [
-        (megakernel.SOURCE.read_text(), ""),
+        (SOURCE.file.read_text(), ""),
         (silent_block("true"), "for another one"),
         pytest.param(
             changed_source(FILLS, f"if (blockIdx.x != 3 || cursor.slot != 1 || !cursor.parity) {FILLS}"),
@@ -184,12 +184,11 @@ def test_the_command_line_says_so_in_one_line(capsys):
 
 
 def kernel_for(source: str | None = None, **changes: int) -> Any:
-    def compile_for(model: Any, heads: Any, talker_hidden: int) -> tuple[Sizes, Any]:
-        sizes = kernel_sizes(model, heads, talker_hidden, torch.cuda.get_device_properties(model.device))
-        sizes = replace(sizes, **changes)
-        return sizes, megakernel.compile_kernel(model.device, sizes, complete_source(sizes, source))
+    def compile(stack: Stack) -> tuple[Sizes, Any]:
+        sizes = replace(kernel_sizes(stack), **changes)
+        return sizes, SOURCE.load(sizes, stack.device, source)
 
-    return compile_for
+    return compile
 
 
 def seconds_of(step: Any) -> float:
@@ -281,7 +280,7 @@ def late_fault(monkeypatch, tmp_path) -> None:
     """A talker's kernel whose block 3 falls silent long after the self-test: 28 layers per launch."""
     wrong = tmp_path / "megakernel.cu"
     wrong.write_text(silent_block("CODES == 1 && epoch > 40 * LAYERS"))
-    monkeypatch.setattr(megakernel, "SOURCE", wrong)
+    monkeypatch.setattr(SOURCE, "file", wrong)
 
 
 @on_gpu

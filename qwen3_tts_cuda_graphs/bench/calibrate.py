@@ -24,7 +24,7 @@ from qwen3_tts_cuda_graphs.bench.parity import FALSE_ALARM_RATE, Forced, Megaker
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import randomize, write_checkpoint
 from qwen3_tts_cuda_graphs.common.loading import load_upstream, model_errors
 from qwen3_tts_cuda_graphs.common.scripts import Parser, cli_errors
-from qwen3_tts_cuda_graphs.fast.paths import why_not
+from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
 from qwen3_tts_cuda_graphs.fast.self_test import run_test
 
 SELF_TEST = "self-test"
@@ -89,7 +89,7 @@ def main() -> None:
         write_checkpoint(Path(folder), args.size, ends=False)
         dtypes = [torch.bfloat16, torch.bfloat16, torch.float32][: 3 if args.frames else 2]
         models = [load_upstream(folder, dtype=dtype).model.talker for dtype in dtypes]
-    if reason := why_not(models[1]):
+    if reason := SOURCE.why_not(*stacks_of(models[1])):
         parser.error(f"the megakernel does not run here: {reason}")
     with torch.no_grad():
         routes = [Forced(models[0], LENGTH), Megakernel(models[1], LENGTH)]

@@ -49,8 +49,8 @@ def check(folder: str, speaker: torch.Tensor, frames: int) -> Iterator[Result]:
     vocabulary = tts.model.talker.config.code_predictor_config.vocab_size
     tokens = torch.randint(vocabulary, (frames, tts.model.talker.config.num_code_groups), device=tts.device)
     paths = {}
-    for name, rows, kind in ways(tts):
-        paths[name] = Forced(tts.model.talker, LENGTH, rows, kind).logits(tokens, **request)
+    for name, row_count, kind in ways(tts):
+        paths[name] = Forced(tts.model.talker, LENGTH, row_count, kind).logits(tokens, **request)
     del tts  # its GPU memory is needed for float32
     gc.collect()
     torch.cuda.empty_cache()
@@ -58,14 +58,14 @@ def check(folder: str, speaker: torch.Tensor, frames: int) -> Iterator[Result]:
 
 
 def ways(tts) -> Iterator[tuple[str, int, type[Frame]]]:
-    """What is checked on a GPU: its name, rows, and the frame."""
+    """What is checked on a GPU: its name, number of rows, and the frame."""
     yield "upstream's modules with layers.py", 1, Frame
-    has_kernels = isinstance(frame_without_megakernel(tts.model.talker, tts.speech.runner.slots[:1]), KernelFrame)
-    for rows in batch_sizes(MAX_ROWS):
+    has_kernels = isinstance(frame_without_megakernel(tts.model.talker, tts.speech.runner.rows[:1]), KernelFrame)
+    for count in batch_sizes(MAX_ROWS):
         if has_kernels:
-            yield f"batch of {rows}", rows, KernelFrame
-        if rows in MEGAKERNEL_ROWS and tts.speech.path == MEGAKERNEL:
-            yield f"megakernel for {rows} {'row' if rows == 1 else 'rows'}", rows, MegakernelFrame
+            yield f"batch of {count}", count, KernelFrame
+        if count in MEGAKERNEL_ROWS and tts.speech.path == MEGAKERNEL:
+            yield f"megakernel for {count} {'row' if count == 1 else 'rows'}", count, MegakernelFrame
 
 
 def speak(tts, arguments: dict) -> np.ndarray:

@@ -66,6 +66,6 @@ def first_audio_parts(tts, arguments: dict, runs: int) -> Row:
         "tokenize and prompt": make_utterance,
         "prefill": lambda: runner.read_prompts([utterance]),
         "first codes": runner.frames.of(1).predict,
-        "codec and copy": lambda: runner.codec.feed([0], runner.slots.codes[:1, :1]).wait(),
+        "codec and copy": lambda: runner.codec.feed([0], runner.rows.codes[:1, :1]).wait(),
     }
     return {name: median_ms(part, runs) for name, part in parts.items()}

@@ -28,9 +28,9 @@ class Forced:
     """A frame of some rows over a cache of its own. The noise forces the tokens on it."""
 
     @torch.no_grad()
-    def __init__(self, talker, length: int, rows: int = 1, kind: type[Frame] = Frame):
+    def __init__(self, talker, length: int, row_count: int = 1, kind: type[Frame] = Frame):
         self.talker = talker
-        self.rows = SharedRows(talker.config, rows, round_up(length), talker.dtype, talker.device)
+        self.rows = SharedRows(talker.config, row_count, round_up(length), talker.dtype, talker.device)
         self.frame = kind(talker, self.rows)
         self.launches = self.frame.launches
         self.heads = [*talker.code_predictor.lm_head, talker.codec_head]
@@ -100,9 +100,9 @@ class Forced:
 class Megakernel(Forced):
     """The megakernel, in place of a talker's layers and its predictor's."""
 
-    def __init__(self, talker, length: int, rows: int = 1):
+    def __init__(self, talker, length: int, row_count: int = 1):
         self.keepalive = replace_layers(talker, length)
-        super().__init__(talker, length, rows, MegakernelFrame)
+        super().__init__(talker, length, row_count, MegakernelFrame)
 
     def refresh(self) -> None:
         """Compute again what was computed from the weights."""

@@ -23,7 +23,7 @@ from qwen3_tts_cuda_graphs.bench.timing import ON_GPU, Effort, NamedRows, Row, l
 from qwen3_tts_cuda_graphs.common.audio_files import join, resample
 from qwen3_tts_cuda_graphs.common.checkpoints import FRAME_RATE
 from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
-from qwen3_tts_cuda_graphs.fast.paths import why_not
+from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
 from qwen3_tts_cuda_graphs.prompts.build import tokenize
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.engine import Engine
@@ -87,7 +87,7 @@ def ways(model: str) -> Iterator[tuple[str, object, Speak]]:
     """Each path: its name, its model and what speaks a list of requests."""
     tts = load_alone(model)
     yield "upstream", tts, partial(one_by_one, tts)
-    paths = [SEPARATE] if why_not(tts.model.talker) else [SEPARATE, MEGAKERNEL]
+    paths = [SEPARATE] if SOURCE.why_not(*stacks_of(tts.model.talker)) else [SEPARATE, MEGAKERNEL]
     del tts
     for path in paths:
         tts = accelerate(load_alone(model), fused=path == MEGAKERNEL, rows=ROWS)

@@ -25,7 +25,7 @@ from qwen3_tts_cuda_graphs.bench.timing import (
 )
 from qwen3_tts_cuda_graphs.common.audio_files import write_audio
 from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
-from qwen3_tts_cuda_graphs.fast.paths import why_not
+from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
 from qwen3_tts_cuda_graphs.speech import accelerate
 
 THREE_FILES = "the three files alone"
@@ -48,7 +48,7 @@ def time_all(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
     load_ms, tts = clock(lambda: load_alone(checkpoint.model))
     row = time_whole_calls(timing.whole_call(tts.generate_voice_clone, **voice), effort.upstream_frames, effort.runs)
     yield "upstream", row | dict(seconds_to_load=load_ms / 1e3)
-    paths = [SEPARATE] if why_not(tts.model.talker) else [SEPARATE, MEGAKERNEL]
+    paths = [SEPARATE] if SOURCE.why_not(*stacks_of(tts.model.talker)) else [SEPARATE, MEGAKERNEL]
     del tts
 
     if not effort.is_quick and (three_files := import_three_files()):

@@ -11,9 +11,9 @@ from tokenizers.pre_tokenizers import Split
 
 from qwen3_tts_cuda_graphs.common.checkpoints import complete_folder
 from qwen3_tts_cuda_graphs.common.scripts import check_device_name
-from qwen3_tts_cuda_graphs.fast.paths import MegakernelStopped
 from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import PRE_TOKENS
 from qwen3_tts_cuda_graphs.speech import accelerate
+from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
 from qwen3_tts_cuda_graphs.upstream import Qwen3TTSModel
 
 

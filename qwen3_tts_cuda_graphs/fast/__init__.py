@@ -7,7 +7,7 @@ layers.py       upstream's layers from fewer kernels
 megakernel.py   all layers, heads and the sampling of one step in a single launch, where the GPU can
                 (megakernel.cu; megakernel_reference.py is the same step in torch)
 self_test.py    is the megakernel right, on this GPU and with these weights
-paths.py        can the megakernel run here, and if not, why; has it stopped
+paths.py        whether the megakernel makes a model's frames, in words
 batched.py      the small kernels around the matrix products of many rows (batched.cu; batched_reference.py)
 codec.py        the codec's decoder as CUDA graphs that keep their state between chunks
 codec_decoder.py, codec_kernels.py
@@ -19,7 +19,7 @@ kernels.h       small device functions, for all three .cu files
 sampler.h       the choice of a token, for megakernel.cu and batched.cu
 layer_kernels.py, layer_kernels.h
                 norms and silu, for batched.cu and codec_kernels.cu (layer_kernels_reference.py)
-kernels.py      from a .cu file to launches: sizes, checks of structs, compilation, arguments
+kernels.py      from a .cu file to launches: can it run here, and if not, why; compilation, arguments
 kernel_cache.py keeps what was compiled in a folder, and compiles in threads
 nvrtc.py        compiles and launches CUDA source, without a toolkit
 """

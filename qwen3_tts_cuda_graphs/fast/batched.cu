@@ -1,4 +1,5 @@
-// The small kernels between the matrix products of a decoding step of B rows, each row at its own position.
+// The small kernels between the matrix products of a decoding step of B tokens, each at its own position: one of
+// each row, or several of a row's prompt.
 //
 // batched.py compiles this file with NVRTC for one GPU and one model. It puts these definitions before it:
 //
@@ -26,7 +27,7 @@
 //     (GEMM)                inner                   x
 //     add_and_norm          x, residual             residual, normalized            B, HIDDEN / 8
 //
-// If rows are positions of the same text, keys and values of all of them must be in the cache before one attends
+// If several tokens are of the same row, keys and values of all of them must be in the cache before one attends
 // to them. Then qk_norm_rope_store comes before attention and does its first part: norm and RoPE of queries and
 // keys, in place; keys and values to the cache.
 //
@@ -69,16 +70,16 @@ struct QkNormRopeStore {
     const uint4 *cos;                                 // (cache_length, HEAD_DIM)
     const uint4 *sin;                                 // (cache_length, HEAD_DIM), its first half negated
     const i64 *positions;                             // (B)
-    const i64 *slots;                                 // (B), each row's slot of the cache
+    const i64 *row_indices;                           // (B), each token's row of the cache
     u64 cache_length;
-    uint4 *keys;                                      // (slots, KV_HEADS, cache_length, HEAD_DIM)
-    uint4 *values;                                    // (slots, KV_HEADS, cache_length, HEAD_DIM)
+    uint4 *keys;                                      // (rows, KV_HEADS, cache_length, HEAD_DIM)
+    uint4 *values;                                    // (rows, KV_HEADS, cache_length, HEAD_DIM)
 };
 
 struct Attention {
     QkNormRopeStore input;
     u64 is_stored;                                    // whether qk_norm_rope_store has had this input
-    u64 splits;                                       // maximum number of splits of a row's positions
+    u64 splits;                                       // maximum number of splits of a token's positions
     u64 min_split_length;                             // positions of a split, at least
     float *split_best;                                // (B, HEADS, splits), highest score of a split
     float *split_weight;                              // (B, HEADS, splits), sum of its weights
@@ -114,18 +115,18 @@ struct Choose {
 
 // ---- Norm and RoPE of queries and keys; keys and values to the cache
 
-// Half-warp h of block (b, row) has head 8 b + h of that row, in the order of qkv: queries, keys, values.
+// Half-warp h of block (b, token) has head 8 b + h of that token, in the order of qkv: queries, keys, values.
 // Lane l of 16 has dimensions 8 l .. 8 l + 7.
 extern "C" __global__ void __launch_bounds__(THREADS) qk_norm_rope_store(QkNormRopeStore arguments) {
-    const int row = blockIdx.y;
+    const int token = blockIdx.y;
     const int head = blockIdx.x * (THREADS / 16) + threadIdx.x / 16;
     const int lane = threadIdx.x % 16;
-    const u64 position = arguments.positions[row];
-    const u64 slot = arguments.slots[row];
+    const u64 position = arguments.positions[token];
+    const u64 row = arguments.row_indices[token];
     const bool is_query = head < HEADS;
     const bool is_value = head >= HEADS + KV_HEADS;
 
-    uint4 &of_head = arguments.qkv[((u64)row * QKV_HEADS + head) * HEAD_VECTORS + lane];
+    uint4 &of_head = arguments.qkv[((u64)token * QKV_HEADS + head) * HEAD_VECTORS + lane];
     const uint4 x = of_head;
     const uint4 weight = is_query ? arguments.q_norm[lane] : arguments.k_norm[lane];
     const uint4 cos = arguments.cos[position * HEAD_VECTORS + lane];
@@ -135,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) qk_norm_rope_store(QkNormR
     const uint4 rotated = norm_and_rope<16>(x, weight, cos, sin, EPSILON);
 
     const auto in_cache = [&](int kv_head) {
-        return ((slot * KV_HEADS + kv_head) * arguments.cache_length + position) * HEAD_VECTORS + lane;
+        return ((row * KV_HEADS + kv_head) * arguments.cache_length + position) * HEAD_VECTORS + lane;
     };
     if (is_value) {
         arguments.values[in_cache(head - HEADS - KV_HEADS)] = x;
@@ -159,7 +160,7 @@ struct alignas(16) AttentionShared {
     bool is_last;
 };
 
-// Merges the warps of a block in shared memory, and the blocks of a row and KV head, one for each split, in
+// Merges the warps of a block in shared memory, and the blocks of a token and KV head, one for each split, in
 // global memory: the block that finishes last does that.
 __device__ void merge_warps(const Attention &arguments, const Eight (&sum)[GROUP], const float (&best)[GROUP],
                             const float (&weight)[GROUP], u64 first_head, int split, int splits_in_use) {
@@ -223,13 +224,13 @@ __device__ void merge_warps(const Attention &arguments, const Eight (&sum)[GROUP
     }
 }
 
-// A row attends to its own position and to those before it, which are in the cache. If rows have a slot each,
+// A token attends to its own position and to those before it, which are in the cache. If tokens have a row each,
 // its own key and value need not be there yet: this kernel computes them and stores them.
 //
 // The positions in the cache are split into equal parts (as in flash-decoding), a block each:
 //
-//     row at 50      |split 0|                                  splits 1, 2, ... exit at once
-//     row at 2,048   |  split 0  |  split 1  |  split 2  | ...
+//     token at 50      |split 0|                                splits 1, 2, ... exit at once
+//     token at 2,048   |  split 0  |  split 1  |  split 2  | ...
 //
 // So the grid does not depend on the lengths, but the work of a block does. A KV head with its GROUP query heads is
 // shared by all warps of a block, whose number is KV_HEADS * split + KV head. For short caches one warp has it, and
@@ -237,21 +238,21 @@ __device__ void merge_warps(const Attention &arguments, const Eight (&sum)[GROUP
 //
 //     positions first + h, first + h + H, first + h + 2 H, first + h + 3 H,   then all of them 4 H later, ...
 //
-// and lane l of 16 the dimensions 8 l .. 8 l + 7. Softmax is online. The last split begins with the row's own
+// and lane l of 16 the dimensions 8 l .. 8 l + 7. Softmax is online. The last split begins with the token's own
 // position.
 template <int SHARING_WARPS>
 __device__ void attend(const Attention &arguments) {
     constexpr int HALF_WARPS = 2 * SHARING_WARPS;
     constexpr int LOOP_POSITIONS = HALF_WARPS * POSITIONS_IN_FLIGHT;
     const QkNormRopeStore &input = arguments.input;
-    const int row = blockIdx.y;
+    const int token = blockIdx.y;
     const int part = blockIdx.x * (WARPS / SHARING_WARPS) + warp_index() / SHARING_WARPS;
     const int kv_head = part % KV_HEADS;
     const int split = part / KV_HEADS;
     const int half_warp = threadIdx.x / 16 % HALF_WARPS;
     const int lane = threadIdx.x % 16;
 
-    const int own_position = input.positions[row];
+    const int own_position = input.positions[token];
     int splits_in_use = 1;
     int first = 0;
     int end = own_position;
@@ -269,7 +270,8 @@ __device__ void attend(const Attention &arguments) {
     }
 
     // Issue all loads before using any of them. Past the end the last position is loaded again, with weight 0.
-    const u64 head_in_cache = (input.slots[row] * KV_HEADS + kv_head) * input.cache_length * HEAD_VECTORS + lane;
+    const u64 row = input.row_indices[token];
+    const u64 head_in_cache = (row * KV_HEADS + kv_head) * input.cache_length * HEAD_VECTORS + lane;
     uint4 *keys = input.keys + head_in_cache;
     uint4 *values = input.values + head_in_cache;
     const auto load = [&](uint4 (&vectors)[POSITIONS_IN_FLIGHT], const uint4 *cache, int next) {
@@ -286,14 +288,14 @@ __device__ void attend(const Attention &arguments) {
     load(k, keys, first);
     load(v, values, first);
 
-    const u64 first_head = (u64)row * HEADS + kv_head * GROUP;              // of all rows
-    const uint4 *of_row = input.qkv + (u64)row * QKV_HEADS * HEAD_VECTORS + lane;
+    const u64 first_head = (u64)token * HEADS + kv_head * GROUP;            // of all tokens
+    const uint4 *of_token = input.qkv + (u64)token * QKV_HEADS * HEAD_VECTORS + lane;
     uint4 own_query[GROUP];
     uint4 own_key;
     uint4 own_value;
 #pragma unroll
     for (int g = 0; g < GROUP; ++g) {
-        own_query[g] = of_row[(kv_head * GROUP + g) * HEAD_VECTORS];
+        own_query[g] = of_token[(kv_head * GROUP + g) * HEAD_VECTORS];
     }
     if (arguments.is_stored) {
         own_key = keys[own_position * HEAD_VECTORS];
@@ -301,8 +303,8 @@ __device__ void attend(const Attention &arguments) {
     } else {
         const uint4 cos = input.cos[own_position * HEAD_VECTORS + lane];
         const uint4 sin = input.sin[own_position * HEAD_VECTORS + lane];
-        own_key = of_row[(HEADS + kv_head) * HEAD_VECTORS];
-        own_value = of_row[(HEADS + KV_HEADS + kv_head) * HEAD_VECTORS];
+        own_key = of_token[(HEADS + kv_head) * HEAD_VECTORS];
+        own_value = of_token[(HEADS + KV_HEADS + kv_head) * HEAD_VECTORS];
         own_key = norm_and_rope<16>(own_key, input.k_norm[lane], cos, sin, EPSILON);
 #pragma unroll
         for (int g = 0; g < GROUP; ++g) {

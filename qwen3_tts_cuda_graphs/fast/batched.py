@@ -1,11 +1,11 @@
-"""One position of many rows through a stack of decoder layers, each row at its own position: four matrix products and
+"""Tokens, each at its own position of a row, through a stack of decoder layers: four matrix products and
 four small kernels per layer (batched.cu), and one kernel to choose the tokens.
 
 `BatchedStack` launches on torch's current stream, so that a graph can capture it. The kernels are compiled by NVRTC for
 this GPU and model. The model must have been through `replace_layers` (fast/layers.py):
 its `rotary_emb` returns cos and sin with the first half of sin negated. A stack must not run on two streams at once.
 
-Shapes: B rows, H hidden size, S cache length, D head dimension, Q query heads, KV key-value heads, V vocabulary size.
+Shapes: B tokens, H hidden size, S cache length, D head dimension, Q query heads, KV key-value heads, V vocabulary size.
 """
 
 from collections.abc import Sequence
@@ -17,26 +17,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qwen3_tts_cuda_graphs.fast import kernels, layer_kernels, nvrtc
-from qwen3_tts_cuda_graphs.fast.kernels import VECTOR
+from qwen3_tts_cuda_graphs.fast import layer_kernels, nvrtc
+from qwen3_tts_cuda_graphs.fast.kernels import VECTOR, CudaSource, struct_of
 from qwen3_tts_cuda_graphs.fast.layer_kernels import LayerKernels
 from qwen3_tts_cuda_graphs.fast.layers import concatenate, lookup_rope
 
-SOURCE = Path(__file__).with_suffix(".cu")
 THREADS = 128  # of a block of qk_norm_rope_store, attention, short_attention and silu_and_multiply
 SAMPLER_THREADS = 256
 WARP = 32  # threads
-SHORT_CACHE = 32  # positions: up to here a warp is enough for a KV head of a row
+SHORT_CACHE = 32  # positions: up to here a warp is enough for a KV head of a token
 MIN_SPLIT_LENGTH = 64  # positions
-MIN_SPLIT_LENGTH_OF_MANY = 256  # where rows fill the GPU without splits: merging them takes longer than it saves
-MANY_ROWS = 32
+MIN_SPLIT_LENGTH_OF_MANY = 256  # where tokens fill the GPU without splits: merging them takes longer than it saves
+MANY_TOKENS = 32
 ATTENTION_BLOCKS = 2048  # fills a GPU several times over, and is launched in a microsecond or two
 MAX_SPLITS = 32
-ROWS_TO_SPLIT = range(32, 257)  # whose products are split
+TOKENS_TO_SPLIT = range(32, 257)  # whose products are split
 CAN_SPLIT = "dtype" in torch.ops.aten.bmm.overloads()  # torch 2.8 or newer: bfloat16 in, float32 out
 
-# Fields of the kernels' structs, in order: the type of a tensor, or int. `complete_source` makes the compiler check
-# names and order.
+# Fields of the kernels' structs, in order: the type of a tensor, or int. The compiler checks names and order.
 SAMPLE_FIELDS: dict[str, Any] = {
     "logits": torch.bfloat16,
     "temperature": torch.float32,
@@ -49,7 +47,7 @@ SAMPLE_FIELDS: dict[str, Any] = {
 }
 STORE_FIELDS: dict[str, Any] = {
     **dict.fromkeys(("qkv", "q_norm", "k_norm", "cos", "sin"), torch.bfloat16),
-    **dict.fromkeys(("positions", "slots"), torch.long),
+    **dict.fromkeys(("positions", "row_indices"), torch.long),
     "cache_length": int,
     **dict.fromkeys(("keys", "values"), torch.bfloat16),
 }
@@ -78,8 +76,9 @@ KERNELS: dict[str, dict[str, Any]] = {
 }
 
 
-def kernel_sizes(config: Any) -> SimpleNamespace:
-    """The constants that batched.cu is compiled with, there in capitals. `config` is that of a stack of layers."""
+def kernel_sizes(model: Any) -> SimpleNamespace:
+    """The constants that batched.cu is compiled with, there in capitals. `model` is a stack of decoder layers."""
+    config = model.config
     return SimpleNamespace(
         hidden=config.hidden_size,
         inner=config.intermediate_size,
@@ -93,20 +92,12 @@ def kernel_sizes(config: Any) -> SimpleNamespace:
     )
 
 
-def why_not(model: Any) -> str | None:
-    """Why the kernels cannot run this stack of decoder layers, in words. None: they can.
-
-    Says nothing about the compiler: BatchedStack raises OSError or RuntimeError where NVRTC or the driver are missing.
-    """
-    return kernels.why_not_on(model.device) or unsupported(model)
-
-
-def unsupported(model: Any) -> str | None:
-    """`why_not`, for any GPU."""
-    sizes = kernel_sizes(model.config)
+def needs_of(model: Any) -> dict[str, bool]:
+    """What the kernels need of a stack of decoder layers, in words, and whether it is so."""
+    sizes = kernel_sizes(model)
     layer_types = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     linears = [linear for layer in model.layers for linear in matrices(layer)]
-    needs = {
+    return {
         f"bfloat16, the model is {model.dtype}": model.dtype == torch.bfloat16,
         f"heads of 128 dimensions, the model's have {sizes.head_dim}": sizes.head_dim == 128,
         f"1, 2, 3 or 4 query heads per KV head, the model has {sizes.heads} and {sizes.kv_heads}": (
@@ -125,7 +116,6 @@ def unsupported(model: Any) -> str | None:
         "projections without a bias": all(linear.bias is None for linear in linears),
         "a model that has been through replace_layers": getattr(model.rotary_emb.forward, "func", None) is lookup_rope,
     }
-    return kernels.first_unmet(needs)
 
 
 def matrices(layer: Any) -> list[Any]:
@@ -134,21 +124,14 @@ def matrices(layer: Any) -> list[Any]:
     return [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
-def complete_source(sizes: SimpleNamespace, source: str | None = None) -> str:
-    """The sizes, the kernels, and the checks of their structs. `source` is batched.cu, if not given."""
-    structs = {kernels.struct_of(name): list(fields) for name, fields in KERNELS.items() if name != "short_attention"}
+def structs_of(_: Any) -> dict[str, list[str]]:
+    structs = {struct_of(name): list(fields) for name, fields in KERNELS.items() if name != "short_attention"}
     structs["Choose"] = [f"sample.{field}" if field in SAMPLE_FIELDS else field for field in KERNELS["choose"]]
     structs["Attention"] = [f"input.{field}" if field in STORE_FIELDS else field for field in ATTENTION_FIELDS]
-    return kernels.complete_source(SOURCE, sizes, structs, source=source)
+    return structs
 
 
-def compile_for(device: torch.device, sizes: SimpleNamespace) -> nvrtc.Kernels:
-    return kernels.load(complete_source(sizes), tuple(KERNELS), device)
-
-
-def compile_ahead(model: Any) -> None:
-    """Start compiling in a thread, which BatchedStack then waits for. The weights' values are not needed."""
-    kernels.compile_ahead(complete_source(kernel_sizes(model.config)), model.device)
+SOURCE = CudaSource(Path(__file__).with_suffix(".cu"), KERNELS, kernel_sizes, needs_of, structs_of)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -156,11 +139,11 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
     cuBLAS splits such sums itself, to fill the GPU, and adds the parts in another kernel: `add_and_norm` can do it.
     """
-    rows, inputs = x.shape
-    parts = 4 if rows <= 128 else 2
-    if rows not in ROWS_TO_SPLIT or inputs % (parts * VECTOR) or not CAN_SPLIT:
+    count, inputs = x.shape
+    parts = 4 if count <= 128 else 2
+    if count not in TOKENS_TO_SPLIT or inputs % (parts * VECTOR) or not CAN_SPLIT:
         return F.linear(x, weight)
-    x = x.view(rows, parts, -1).transpose(0, 1)
+    x = x.view(count, parts, -1).transpose(0, 1)
     weight = weight.view(len(weight), parts, -1).permute(1, 2, 0)
     if not x.is_cuda:  # torch has the other on GPUs only
         return torch.bmm(x.float(), weight.float())
@@ -181,64 +164,66 @@ class StackLayer:
         self.post_norm = layer.post_attention_layernorm.weight
         self.gate_up = concatenate(mlp.gate_proj, mlp.up_proj)
         self.down = mlp.down_proj.weight
-        self.keys = keys  # (slots, KV, S, D)
+        self.keys = keys  # (rows, KV, S, D)
         self.values = values
 
 
 class BatchedStack(LayerKernels):
-    """Upstream's `model`, a stack of decoder layers, for up to `rows` rows. `keys` and `values` of each layer, (slots,
-    KV, S, D), are written and read in place. Each call allocates its intermediate tensors."""
+    """Upstream's `model`, a stack of decoder layers, for up to `count` tokens. `keys` and `values` of each layer,
+    (rows, KV, S, D), are written and read in place. Each call allocates its intermediate tensors."""
 
     def __init__(
         self,
         model: Any,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
-        rows: int,
+        count: int,
         kernels: nvrtc.Kernels | None = None,
     ):
-        sizes = kernel_sizes(model.config)
+        sizes, kernels = (kernel_sizes(model), kernels) if kernels else SOURCE.compile(model)
+        super().__init__(kernels, KERNELS, sizes)
         self.device = model.device
-        super().__init__(kernels or compile_for(model.device, sizes), KERNELS, sizes)
         self.layers = [StackLayer(*parts) for parts in zip(model.layers, keys, values, strict=True)]
         self.final_norm = model.norm.weight
         self.cache_length = keys[0].shape[2]
         with model.device:
-            self.slots = torch.arange(rows)
-            self.finished_splits = torch.zeros(rows, self.sizes.kv_heads, dtype=torch.int32)
+            self.row_indices = torch.arange(count)
+            self.finished_splits = torch.zeros(count, self.sizes.kv_heads, dtype=torch.int32)
             positions = torch.arange(self.cache_length)[None]
         cos, sin = model.rotary_emb(torch.empty(0, dtype=model.dtype, device=model.device), positions)
         self.cos = cos.contiguous()  # S * D elements
         self.sin = sin.contiguous()
 
-    def forward(self, embeds: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
-        """One position of each row through all layers and the final norm. (B, H), (B) -> (B, H)
+    def forward(self, embeds: Tensor, positions: Tensor, row_indices: Tensor | None = None) -> Tensor:
+        """The tokens through all layers and the final norm. (B, H), (B) -> (B, H)
 
-        Row b writes its key and value to the cache at [slots[b], :, positions[b]] and attends to all positions up to
-        there. `slots` are 0 to B - 1 if not given. If given, a slot may come in several rows, each at another position,
-        in any order.
+        Token b writes its key and value to the cache at [row_indices[b], :, positions[b]] and attends to all positions
+        up to there. `row_indices` are 0 to B - 1 if not given. If given, a row may have several tokens, each at another
+        position, in any order.
         Positions must be below S: nothing checks them.
         """
-        rows = len(embeds)
-        may_share_slots = slots is not None
-        slots = self.slots[:rows] if slots is None else slots
-        if not (len(positions) == len(slots) == rows <= len(self.finished_splits)):
-            counts = f"{rows} embeddings, {len(positions)} positions, {len(slots)} slots"
+        count = len(embeds)
+        may_share_rows = row_indices is not None
+        row_indices = self.row_indices[:count] if row_indices is None else row_indices
+        if not (len(positions) == len(row_indices) == count <= len(self.finished_splits)):
+            counts = f"{count} embeddings, {len(positions)} positions, {len(row_indices)} rows"
             raise ValueError(f"{counts}: they must be equal, and at most {len(self.finished_splits)}")
         residual = embeds
         x = self.norm(embeds, self.layers[0].input_norm)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for layer, next_norm in zip(self.layers, next_norms, strict=True):
             qkv = F.linear(x, layer.qkv)
-            if may_share_slots:  # a row attends to keys of others, which must be in the cache before
-                self.qk_norm_rope_store(qkv, layer, positions, slots)
-            heads = self.attention(qkv, layer, positions, slots, is_stored=may_share_slots)
+            if may_share_rows:  # a token attends to keys of others, which must be in the cache before
+                self.qk_norm_rope_store(qkv, layer, positions, row_indices)
+            heads = self.attention(qkv, layer, positions, row_indices, is_stored=may_share_rows)
             residual, x = self.add_and_norm(product(heads, layer.output), residual, layer.post_norm)
             inner = self.silu_and_multiply(F.linear(x, layer.gate_up))
             residual, x = self.add_and_norm(product(inner, layer.down), residual, next_norm)
         return x
 
-    def store_values(self, qkv: Tensor, layer: StackLayer, positions: Tensor, slots: Tensor) -> dict[str, Tensor | int]:
+    def store_values(
+        self, qkv: Tensor, layer: StackLayer, positions: Tensor, row_indices: Tensor
+    ) -> dict[str, Tensor | int]:
         return dict(
             qkv=qkv,
             q_norm=layer.q_norm,
@@ -246,35 +231,35 @@ class BatchedStack(LayerKernels):
             cos=self.cos,
             sin=self.sin,
             positions=positions,
-            slots=slots,
+            row_indices=row_indices,
             cache_length=self.cache_length,
             keys=layer.keys,
             values=layer.values,
         )
 
-    def qk_norm_rope_store(self, qkv: Tensor, layer: StackLayer, positions: Tensor, slots: Tensor) -> None:
+    def qk_norm_rope_store(self, qkv: Tensor, layer: StackLayer, positions: Tensor, row_indices: Tensor) -> None:
         """(B, (Q + 2 KV) * D): norm and RoPE of queries and keys in place, keys and values into the cache"""
         sizes = self.sizes
         heads_per_block = THREADS // (sizes.head_dim // VECTOR)
         grid = (sizes.heads + 2 * sizes.kv_heads) // heads_per_block, len(qkv)
-        self.launch("qk_norm_rope_store", grid, THREADS, **self.store_values(qkv, layer, positions, slots))
+        self.launch("qk_norm_rope_store", grid, THREADS, **self.store_values(qkv, layer, positions, row_indices))
 
-    def splits(self, rows: int) -> tuple[int, int]:
-        """The maximum number of splits of a row's positions in attention, and the minimum length of one: few and long
-        ones where many rows fill the GPU anyway."""
-        min_length = MIN_SPLIT_LENGTH if rows < MANY_ROWS else MIN_SPLIT_LENGTH_OF_MANY
-        wanted = -(-ATTENTION_BLOCKS // (rows * self.sizes.kv_heads))
+    def splits(self, count: int) -> tuple[int, int]:
+        """The maximum number of splits of a token's positions in attention, and the minimum length of one: few and long
+        ones where many tokens fill the GPU anyway."""
+        min_length = MIN_SPLIT_LENGTH if count < MANY_TOKENS else MIN_SPLIT_LENGTH_OF_MANY
+        wanted = -(-ATTENTION_BLOCKS // (count * self.sizes.kv_heads))
         useful = -(-self.cache_length // min_length)
         return min(wanted, useful, MAX_SPLITS), min_length
 
     def attention(
-        self, qkv: Tensor, layer: StackLayer, positions: Tensor, slots: Tensor, is_stored: bool = False
+        self, qkv: Tensor, layer: StackLayer, positions: Tensor, row_indices: Tensor, is_stored: bool = False
     ) -> Tensor:
         """(B, (Q + 2 KV) * D) -> (B, Q * D). Unless qkv `is_stored`, this first does what qk_norm_rope_store does; then
-        no two rows may have the same slot."""
+        no two tokens may have the same row."""
         sizes = self.sizes
-        rows = len(qkv)
-        splits, min_split_length = self.splits(rows)
+        count = len(qkv)
+        splits, min_split_length = self.splits(count)
         if self.cache_length <= SHORT_CACHE:
             kernel = "short_attention"
             blocks = -(-sizes.kv_heads // (THREADS // WARP))
@@ -282,21 +267,21 @@ class BatchedStack(LayerKernels):
             kernel = "attention"
             blocks = sizes.kv_heads * splits
         with qkv.device:
-            split_best, split_weight = torch.empty(2, rows, sizes.heads, splits)
-            split_sum = torch.empty(rows, sizes.heads, splits, sizes.head_dim)
-        output = qkv.new_empty(rows, sizes.heads * sizes.head_dim)
+            split_best, split_weight = torch.empty(2, count, sizes.heads, splits)
+            split_sum = torch.empty(count, sizes.heads, splits, sizes.head_dim)
+        output = qkv.new_empty(count, sizes.heads * sizes.head_dim)
         self.launch(
             kernel,
-            (blocks, rows),
+            (blocks, count),
             THREADS,
-            **self.store_values(qkv, layer, positions, slots),
+            **self.store_values(qkv, layer, positions, row_indices),
             is_stored=is_stored,
             splits=splits,
             min_split_length=min_split_length,
             split_best=split_best,
             split_weight=split_weight,
             split_sum=split_sum,
-            finished_splits=self.finished_splits[:rows],
+            finished_splits=self.finished_splits[:count],
             output=output,
         )
         return output

@@ -6,7 +6,7 @@ was launched before. Tensors are bfloat16; every step here that returns one is a
 Norms and silu are in layer_kernels_reference.py. What `sample` and `choose` compute is in cudagraph_talker.py: `sample`
 and Rows.choose_token.
 
-Shapes: B rows, Q query heads, KV key-value heads, D head dimension, S cache length.
+Shapes: B tokens, Q query heads, KV key-value heads, D head dimension, S cache length.
 """
 
 import torch
@@ -22,28 +22,28 @@ def qk_norm_rope_store(
     cos: Tensor,  # (S, D)
     sin: Tensor,  # (S, D), its first half negated
     positions: Tensor,  # (B)
-    slots: Tensor,  # (B)
-    keys: Tensor,  # (slots, KV, S, D)
-    values: Tensor,  # (slots, KV, S, D)
+    row_indices: Tensor,  # (B)
+    keys: Tensor,  # (rows, KV, S, D)
+    values: Tensor,  # (rows, KV, S, D)
     epsilon: float,
 ) -> Tensor:
-    """Returns queries and keys (B, Q + KV, D), and writes one position of keys and values for each row."""
+    """Returns queries and keys (B, Q + KV, D), and writes one position of keys and values for each token."""
     kv_heads = keys.shape[1]
     query, key, value = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     query = rotate(norm(query, q_norm, epsilon), cos[positions, None], sin[positions, None])
     key = rotate(norm(key, k_norm, epsilon), cos[positions, None], sin[positions, None])
-    keys[slots, :, positions] = key
-    values[slots, :, positions] = value
+    keys[row_indices, :, positions] = key
+    values[row_indices, :, positions] = value
     return torch.cat([query, key], dim=1)
 
 
-def attention(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-    """(B, Q, D), (slots, KV, S, D) -> (B, Q, D). All in float, rounded at the end."""
+def attention(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, row_indices: Tensor) -> Tensor:
+    """(B, Q, D), (rows, KV, S, D) -> (B, Q, D). All in float, rounded at the end."""
     output = torch.empty_like(query)
     groups = query.shape[1] // keys.shape[1]
-    for row, (position, slot) in enumerate(zip(positions.tolist(), slots.tolist())):
-        key = keys[slot, :, : position + 1].float().repeat_interleave(groups, dim=0)  # (Q, positions, D)
-        value = values[slot, :, : position + 1].float().repeat_interleave(groups, dim=0)
-        scores = (key @ query[row].float()[..., None])[..., 0] * query.shape[-1] ** -0.5  # (Q, positions)
-        output[row] = (scores.softmax(-1)[:, None] @ value)[:, 0]
+    for token, (position, row) in enumerate(zip(positions.tolist(), row_indices.tolist())):
+        key = keys[row, :, : position + 1].float().repeat_interleave(groups, dim=0)  # (Q, positions, D)
+        value = values[row, :, : position + 1].float().repeat_interleave(groups, dim=0)
+        scores = (key @ query[token].float()[..., None])[..., 0] * query.shape[-1] ** -0.5  # (Q, positions)
+        output[token] = (scores.softmax(-1)[:, None] @ value)[:, 0]
     return output

@@ -1,11 +1,11 @@
 """The codec's decoder as CUDA graphs: codes go in, a few frames at a time, and their samples come out.
 
 The 12 Hz decoder is causal, so it can be resumed: each convolution keeps the last columns of its input, each attention
-layer the keys and values of its window. This state lives in static tensors with a slot for each utterance, which the
+layer the keys and values of its window. This state lives in static tensors with a row for each utterance, which the
 graphs of all chunk sizes and batch sizes share. Chunks of any sizes, joined, are the audio of the whole utterance.
 Everything runs on a CUDA stream of its own, beside the talker's.
 
-Shapes: B utterances, T frames, C channels, H hidden size.
+Shapes: B chunks, each of another row, T frames, C channels, H hidden size.
 """
 
 import copy
@@ -39,33 +39,33 @@ MAX_CHANNELS_LAST_COLUMNS = 2048
 class Codec:
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, tokenizer, slots: int):
-        """tokenizer: upstream's speech tokenizer; slots: utterances that can be decoded at the same time"""
+    def __init__(self, tokenizer, row_count: int):
+        """tokenizer: upstream's speech tokenizer; row_count: utterances that can be decoded at the same time"""
         model = tokenizer.model.decoder
         config = model.config
         self.device = model.device
         self.samples_per_frame = tokenizer.get_decode_upsample_rate()
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.unused = slots  # padding of a batch reads and writes this slot
-        self.batches = batch_sizes(min(slots, MAX_BATCH))
-        slots += slots > 1
+        self.unused = row_count  # padding of a batch reads and writes this row
+        self.batches = batch_sizes(min(row_count, MAX_BATCH))
+        row_count += row_count > 1
 
         with self.device:
             self.codes = torch.zeros(self.batches[-1], config.num_quantizers, max(CHUNK_SIZES), dtype=torch.long)
             self.samples = torch.zeros(self.batches[-1], max(CHUNK_SIZES) * self.samples_per_frame, dtype=torch.float32)
-            self.position = torch.zeros(slots, dtype=torch.long)
+            self.position = torch.zeros(row_count, dtype=torch.long)
             self.state = [self.position]
-            self.indices = {batch: torch.full((batch,), slots - 1) for batch in self.batches}  # slots of a batch
-            self.rows = self.indices[1]  # those of the step that runs or is being captured
-            reason = codec_kernels.why_not(model)
+            self.indices = {batch: torch.full((batch,), row_count - 1) for batch in self.batches}  # rows of a batch
+            self.row_indices = self.indices[1]  # those of the step that runs or is being captured
+            reason = codec_kernels.SOURCE.why_not(model)
             if reason:
                 log.info("the codec runs upstream's modules: %s", reason)
-                self.use_modules(model, slots)
+                self.use_modules(model, row_count)
             else:
-                self.use_kernels(model, slots)
+                self.use_kernels(model, row_count)
         graphs = Graphs(self.device)
         position, *others = self.state
-        self.slot_states = [(position[slot], [state[slot] for state in others]) for slot in range(slots)]
+        self.row_states = [(position[row], [state[row] for state in others]) for row in range(row_count)]
         self.graphs = {
             (batch, size): self.capture(batch, size, graphs)
             for batch in reversed(self.batches)  # the largest first: the others fit into its memory
@@ -73,33 +73,33 @@ class Codec:
         }
         torch._foreach_zero_(self.state)  # capturing has run each of them
 
-    def use_kernels(self, model: nn.Module, slots: int) -> None:
+    def use_kernels(self, model: nn.Module, row_count: int) -> None:
         """The same layers from few kernels, on the same weights."""
-        kernels = codec_kernels.CodecKernels(model, lambda: self.rows)
-        self.decoder = KernelDecoder(model, slots, self.position, kernels)
+        kernels = codec_kernels.CodecKernels(model, lambda: self.row_indices)
+        self.decoder = KernelDecoder(model, row_count, self.position, kernels)
         self.state += self.decoder.state
 
-    def use_modules(self, model: nn.Module, slots: int) -> None:
+    def use_modules(self, model: nn.Module, row_count: int) -> None:
         """Copy the modules but share the weights: upstream's own decoder stays as it is."""
         shared = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
         self.decoder = copy.deepcopy(model, shared)
-        self.window = AttentionWindow(self, model.config, slots, model.dtype)
+        self.window = AttentionWindow(self, model.config, row_count, model.dtype)
         self.state += [*self.window.keys, *self.window.values]
         for module in self.decoder.modules():
-            self.keep_input(module, slots, model.dtype)
+            self.keep_input(module, row_count, model.dtype)
         precompute_constants(self.decoder)
         self.decoder.pre_transformer.forward = self.transformer
 
     def capture(self, batch: int, size: int, graphs: Graphs) -> Callable[[], None]:
-        """Decode the next `size` frames of `batch` slots."""
+        """Decode the next `size` frames of `batch` rows."""
 
         def step() -> None:
-            self.rows = self.indices[batch]
+            self.row_indices = self.indices[batch]
             self.step(size)
 
         return graphs.capture(step)
 
-    def keep_input(self, module: nn.Module, slots: int, dtype: torch.dtype) -> None:
+    def keep_input(self, module: nn.Module, row_count: int, dtype: torch.dtype) -> None:
         """Give a causal convolution a static tensor for the end of its input."""
         conv = getattr(module, "conv", None)
         if isinstance(conv, nn.Conv1d):
@@ -108,14 +108,14 @@ class Codec:
             columns, forward = module.right_pad // conv.stride[0], self.causal_transposed_conv
         else:
             return
-        previous = torch.zeros(slots, conv.in_channels, columns, dtype=dtype)
+        previous = torch.zeros(row_count, conv.in_channels, columns, dtype=dtype)
         module.forward = partial(forward, conv, previous)
         self.state.append(previous)
 
     def extend(self, previous: torch.Tensor, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The current slots of `previous` joined with `x`. Their new end replaces them, for the next call."""
-        joined = torch.cat([previous[self.rows], x], dim)
-        previous.index_copy_(0, self.rows, joined.narrow(dim, x.shape[dim], previous.shape[dim]))
+        """The current rows of `previous` joined with `x`. Their new end replaces them, for the next call."""
+        joined = torch.cat([previous[self.row_indices], x], dim)
+        previous.index_copy_(0, self.row_indices, joined.narrow(dim, x.shape[dim], previous.shape[dim]))
         return joined
 
     def causal_conv(self, conv: nn.Conv1d, previous: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -130,7 +130,7 @@ class Codec:
         """The decoder's transformer over the new frames (B, T, H) and the window before them."""
         frames = inputs_embeds.shape[1]
         columns = self.window.columns(frames)
-        position = self.position[self.rows, None]  # (B, 1)
+        position = self.position[self.row_indices, None]  # (B, 1)
         queries = torch.arange(frames, device=self.device)
         keys = torch.arange(frames - columns, frames, device=self.device)  # relative to the first query
         age = queries[:, None] - keys  # (T, columns)
@@ -147,11 +147,11 @@ class Codec:
         )
 
     def step(self, size: int) -> None:
-        """Decode the next `size` frames of the current slots from `codes` to `samples`."""
-        batch = len(self.rows)
+        """Decode the next `size` frames of the current rows from `codes` to `samples`."""
+        batch = len(self.row_indices)
         samples = self.decoder(self.codes[:batch, :, :size])  # (B, 1, samples)
         self.samples[:batch, : samples.shape[-1]] = samples[:, 0]
-        self.position.index_add_(0, self.rows, torch.full_like(self.rows, size))
+        self.position.index_add_(0, self.row_indices, torch.full_like(self.row_indices, size))
 
     def on_own_stream(self):
         """A context in which work waits for what the caller has launched so far, and for nothing later."""
@@ -160,15 +160,15 @@ class Codec:
         return torch.cuda.stream(self.stream)  # does nothing for None
 
     @torch.no_grad()
-    def reset(self, *slots: int) -> None:
-        positions, others = zip(*(self.slot_states[slot] for slot in slots))
+    def reset(self, *row_indices: int) -> None:
+        positions, others = zip(*(self.row_states[row] for row in row_indices))
         with self.on_own_stream():
             torch._foreach_zero_(positions)
             torch._foreach_zero_([*itertools.chain(*others)])  # one kernel for many, as they have the same type
 
     @torch.no_grad()
     def move(self, source: int, target: int) -> None:
-        (position, others), (new_position, new_others) = self.slot_states[source], self.slot_states[target]
+        (position, others), (new_position, new_others) = self.row_states[source], self.row_states[target]
         with self.on_own_stream():
             new_position.copy_(position)
             torch._foreach_copy_(new_others, others)
@@ -178,12 +178,13 @@ class Codec:
             self.stream.synchronize()
 
     @torch.no_grad()
-    def feed(self, slots: list[int], codes: torch.Tensor) -> "PendingAudio":
-        """Start decoding the next frames (B, T, 16) of these slots."""
-        batch = next(batch for batch in self.batches if batch >= len(slots))
+    def feed(self, row_indices: list[int], codes: torch.Tensor) -> "PendingAudio":
+        """Start decoding the next frames (B, T, 16) of these rows."""
+        batch = next(batch for batch in self.batches if batch >= len(row_indices))
         samples = codes.shape[1] * self.samples_per_frame
-        audio = torch.empty(len(slots), samples, dtype=torch.float32, device="cpu", pin_memory=self.stream is not None)
-        index = torch.tensor([*slots, *[self.unused] * (batch - len(slots))], pin_memory=self.stream is not None)
+        count = len(row_indices)
+        audio = torch.empty(count, samples, dtype=torch.float32, device="cpu", pin_memory=self.stream is not None)
+        index = torch.tensor([*row_indices, *[self.unused] * (batch - count)], pin_memory=self.stream is not None)
         with self.on_own_stream():
             codes = codes.to(self.device).transpose(1, 2)
             if self.stream:
@@ -192,10 +193,10 @@ class Codec:
             first = 0
             for size in CHUNK_SIZES if batch == 1 else BATCH_CHUNK_SIZES:
                 while first + size <= codes.shape[2]:
-                    self.codes[: len(slots), :, :size] = codes[:, :, first : first + size]
+                    self.codes[:count, :, :size] = codes[:, :, first : first + size]
                     self.graphs[batch, size]()
-                    begin, count = first * self.samples_per_frame, size * self.samples_per_frame
-                    audio[:, begin : begin + count].copy_(self.samples[: len(slots), :count], non_blocking=True)
+                    begin, end = (frame * self.samples_per_frame for frame in (first, first + size))
+                    audio[:, begin:end].copy_(self.samples[:count, : end - begin], non_blocking=True)
                     first += size
             done = self.stream.record_event() if self.stream else None
         return PendingAudio(audio, done)
@@ -230,8 +231,8 @@ class PendingAudio:
 class AttentionWindow:
     """Stands in for a KV cache: the last keys and values of each layer, in front of the new ones."""
 
-    def __init__(self, codec: Codec, config, slots: int, dtype: torch.dtype):
-        shape = (slots, config.num_key_value_heads, round_up(config.sliding_window), config.head_dim)
+    def __init__(self, codec: Codec, config, row_count: int, dtype: torch.dtype):
+        shape = (row_count, config.num_key_value_heads, round_up(config.sliding_window), config.head_dim)
         self.codec = codec
         self.keys = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)]
         self.values = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)]

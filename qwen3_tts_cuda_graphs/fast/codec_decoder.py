@@ -8,9 +8,9 @@ each row. A convolution is K matrix products in a batch, which cuBLAS computes f
 with dilation reads interleaved columns (see codec_kernels.cu): (B, D, ceil(L / D), C). A transposed convolution is one
 of 1 or 2 columns to `stride` times as many channels.
 
-`codec_kernels.why_not` says where this cannot run; there, upstream's modules do.
+`codec_kernels.SOURCE.why_not` says where this cannot run; there, upstream's modules do.
 
-Shapes: B rows, T frames, L columns, C channels, P stored columns, H hidden size.
+Shapes: B chunks, T frames, L columns, C channels, P stored columns, H hidden size.
 """
 
 from collections.abc import Callable
@@ -28,25 +28,24 @@ MAX_PRODUCT_BYTES = 24 << 20  # of a convolution's input: it stays in the L2 cac
 
 class KernelDecoder:
     """Upstream's decoder as a function of the next frames. `state` is what to zero for a new utterance, each tensor
-    with a place for each of `slots` utterances; `positions`, (slots), is how many frames they have had, which the
-    caller counts."""
+    with `row_count` rows; `positions`, (rows), is how many frames they have had, which the caller counts."""
 
-    def __init__(self, decoder: Any, slots: int, positions: Tensor, kernels: CodecKernels):
+    def __init__(self, decoder: Any, row_count: int, positions: Tensor, kernels: CodecKernels):
         self.kernels = kernels
         self.state: list[Tensor] = []
 
         def make_state(module: Any) -> Tensor | None:
-            """For the last columns of a causal convolution's input, (slots, P, C). None if it needs none."""
+            """For the last columns of a causal convolution's input, (rows, P, C). None if it needs none."""
             columns = stored_columns(module)
             if columns == 0:
                 return None
             weight = module.conv.weight
-            self.state.append(weight.new_zeros(slots, columns, module.conv.in_channels))
+            self.state.append(weight.new_zeros(row_count, columns, module.conv.in_channels))
             return self.state[-1]
 
         self.quantizer = Quantizer(decoder.quantizer)
         self.pre_conv = CausalConv(decoder.pre_conv, make_state)
-        self.transformer = Transformer(decoder.pre_transformer, slots, positions, kernels.sizes.ring)
+        self.transformer = Transformer(decoder.pre_transformer, row_count, positions, kernels.sizes.ring)
         self.state += [*self.transformer.keys, *self.transformer.values]
         self.upsample = [
             (TransposedConv(conv, make_state), ConvNext(block, make_state)) for conv, block in decoder.upsample
@@ -95,10 +94,10 @@ class Transformer:
     """The transformer over the new frames and the window before them: keys and values of position p are at
     p % ring."""
 
-    def __init__(self, transformer: Any, slots: int, positions: Tensor, ring: int):
+    def __init__(self, transformer: Any, row_count: int, positions: Tensor, ring: int):
         config = transformer.config
         weight = transformer.input_proj.weight
-        shape = (len(transformer.layers), slots, config.num_attention_heads, ring, HEAD_DIM)
+        shape = (len(transformer.layers), row_count, config.num_attention_heads, ring, HEAD_DIM)
         self.positions = positions
         self.rotary_emb = transformer.rotary_emb
         self.input_proj = transformer.input_proj
@@ -112,7 +111,7 @@ class Transformer:
         """(B, T, C) -> (B, T, C)"""
         residual = self.input_proj(x)  # (B, T, H)
         frames = torch.arange(x.shape[1], device=x.device)
-        cos, sin = self.rotary_emb(residual, self.positions[kernels.get_slots(), None] + frames)
+        cos, sin = self.rotary_emb(residual, self.positions[kernels.get_row_indices(), None] + frames)
         x = kernels.norm(residual, self.norms[0])
         for layer, next_norm, keys, values in zip(self.layers, self.norms[1:], self.keys, self.values, strict=True):
             qkv = F.linear(x, layer.qkv)
@@ -165,11 +164,11 @@ def channels_last(conv: Any) -> Tensor:
 
 def convolve(x: Tensor, weight: Tensor) -> Tensor:
     """(B, L, C) or interleaved, (C', K, C) -> the same with C' channels. The last K - 1 columns of each sequence do not
-    count. A few rows at a time: K products read them."""
+    count. A few chunks at a time: K products read them."""
     out = x.new_empty(*x.shape[:-1], len(weight))
-    rows = max(1, MAX_PRODUCT_BYTES // x[0].nbytes)
-    for x_rows, out_rows in zip(x.split(rows), out.split(rows), strict=True):
-        multiply_windows(x_rows, weight, out_rows)
+    count = max(1, MAX_PRODUCT_BYTES // x[0].nbytes)
+    for x_chunks, out_chunks in zip(x.split(count), out.split(count), strict=True):
+        multiply_windows(x_chunks, weight, out_chunks)
     return out
 
 
@@ -202,8 +201,8 @@ class TransposedConv:
         else:
             x, _ = kernels.activate(pending, snake, self.state)
         out = convolve(x, self.weight)
-        rows, columns, _ = out.shape
-        out = out.view(rows, columns * self.stride, -1)
+        count, columns, _ = out.shape
+        out = out.view(count, columns * self.stride, -1)
         return PendingSum(out, self.bias, columns=pending.columns * self.stride)
 
 

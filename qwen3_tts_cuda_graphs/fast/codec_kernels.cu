@@ -41,7 +41,7 @@
 //     activate        product, bias                      SnakeBeta of their sum
 //     (GEMM)                                             product, for the next `activate`
 //
-// A causal convolution looks back at the columns before the first: `state` keeps them, P for each slot.
+// A causal convolution looks back at the columns before the first: `state` keeps them, P for each row.
 // `activate` writes them in front of the new columns, and keeps the last P columns for the next chunk.
 //
 // A convolution with dilation D reads every D-th column. `activate` writes its input as D interleaved
@@ -93,10 +93,10 @@ struct WindowAttention {
     const bf16 *qkv;                                  // (B, T, 3, HEADS, HEAD_DIM)
     const bf16 *cos;                                  // (B, T, HEAD_DIM)
     const bf16 *sin;                                  // (B, T, HEAD_DIM)
-    const i64 *positions;                             // (slots), of the first new frame
-    const i64 *slots;                                 // (B)
-    bf16 *keys;                                       // (slots, HEADS, RING, HEAD_DIM), position p at p % RING
-    bf16 *values;                                     // (slots, HEADS, RING, HEAD_DIM)
+    const i64 *positions;                             // (rows), of the first new frame
+    const i64 *row_indices;                           // (B)
+    bf16 *keys;                                       // (rows, HEADS, RING, HEAD_DIM), position p at p % RING
+    bf16 *values;                                     // (rows, HEADS, RING, HEAD_DIM)
     bf16 *output;                                     // (B, T, HEADS, HEAD_DIM)
     u64 frames;                                       // T
 };
@@ -109,8 +109,8 @@ struct Activate {
     const uint4 *alpha;                               // (C), or null
     const uint4 *inverse_beta;                        // (C), or null
     uint4 *sum;                                       // (B, L, C), or null
-    uint4 *state;                                     // (slots, P, C), or null
-    const i64 *slots;                                 // (B), or null
+    uint4 *state;                                     // (rows, P, C), or null
+    const i64 *row_indices;                           // (B), or null
     uint4 *output;                                    // (B, P + L, C), interleaved
     u64 columns;                                      // L
     u64 state_columns;                                // P
@@ -156,7 +156,7 @@ __device__ uint4 rounded(Function function) {
 
 // ---- Codes
 
-// Block (t, b) has frame t of row b, thread i its vector i. A code outside of the codebook reads its last
+// Block (t, b) has frame t of chunk b, thread i its vector i. A code outside of the codebook reads its last
 // entry.
 extern "C" __global__ void __launch_bounds__(CODE_VECTORS) embed_codes(EmbedCodes arguments) {
     const u64 frame = (u64)blockIdx.y * arguments.frames + blockIdx.x;
@@ -193,24 +193,24 @@ struct AttentionShared {
     float weights[ATTENTION_WARPS][32 * KEYS_PER_LANE];
 };
 
-// Block (h, b) has head h of row b; no other block reads or writes its keys and values. First it gathers the
+// Block (h, b) has head h of chunk b; no other block reads or writes its keys and values. First it gathers the
 // keys of WINDOW - 1 positions before the chunk and those of the chunk, in the order of positions. Then each
 // warp has every ATTENTION_WARPS-th query: a lane has every 32nd key for the scores, and two dimensions of the
 // output.
 extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS) window_attention(WindowAttention arguments) {
     AttentionShared &in_shared = static_shared<AttentionShared>();
     const int head = blockIdx.x;
-    const int row = blockIdx.y;
+    const int chunk = blockIdx.y;
     const int frames = arguments.frames;
-    const i64 slot = arguments.slots[row];
-    const i64 position = arguments.positions[slot];
+    const i64 row = arguments.row_indices[chunk];
+    const i64 position = arguments.positions[row];
     const int old = min(position, (i64)(WINDOW - 1));                    // positions before the chunk
     const u64 frame_stride = 3 * HEADS * HEAD_DIM;
-    const bf16 *queries = arguments.qkv + row * frames * frame_stride + head * HEAD_DIM;
-    const bf16 *cos = arguments.cos + (u64)row * frames * HEAD_DIM;
-    const bf16 *sin = arguments.sin + (u64)row * frames * HEAD_DIM;
-    bf16 *keys = arguments.keys + (slot * HEADS + head) * RING * HEAD_DIM;
-    bf16 *values = arguments.values + (slot * HEADS + head) * RING * HEAD_DIM;
+    const bf16 *queries = arguments.qkv + chunk * frames * frame_stride + head * HEAD_DIM;
+    const bf16 *cos = arguments.cos + (u64)chunk * frames * HEAD_DIM;
+    const bf16 *sin = arguments.sin + (u64)chunk * frames * HEAD_DIM;
+    bf16 *keys = arguments.keys + (row * HEADS + head) * RING * HEAD_DIM;
+    bf16 *values = arguments.values + (row * HEADS + head) * RING * HEAD_DIM;
 
     for (int i = threadIdx.x; i < old * HEAD_DIM / 8; i += ATTENTION_THREADS) {
         const int key = i / (HEAD_DIM / 8);
@@ -281,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS) window_attention
             low += weights[key - first] * low_half(pair);
             high += weights[key - first] * high_half(pair);
         }
-        u32 *output = (u32 *)(arguments.output + ((u64)row * frames + frame) * HEADS * HEAD_DIM + head * HEAD_DIM);
+        u32 *output = (u32 *)(arguments.output + ((u64)chunk * frames + frame) * HEADS * HEAD_DIM + head * HEAD_DIM);
         output[lane] = pack_bf16x2(low / total, high / total);
         __syncwarp();                                 // the next query overwrites the memory
     }
@@ -317,19 +317,19 @@ __device__ uint4 snake(uint4 x, uint4 alpha, uint4 inverse_beta) {
     return add(x, multiply(inverse_beta, multiply(sine, sine)));
 }
 
-// The index of column `column` of row `row`, which is interleaved in `sequences` of `length` columns.
-__device__ u64 interleaved(u32 row, u32 column, u32 sequences, u32 length) {
+// The index of column `column` of chunk `chunk`, which is interleaved in `sequences` of `length` columns.
+__device__ u64 interleaved(u32 chunk, u32 column, u32 sequences, u32 length) {
     if (sequences == 1) {
-        return (u64)row * length + column;
+        return (u64)chunk * length + column;
     }
-    return ((u64)row * sequences + column % sequences) * length + column / sequences;
+    return ((u64)chunk * sequences + column % sequences) * length + column / sequences;
 }
 
 // SnakeBeta of the sum (x + bias) * scale + residual, a vector of one column.
-__device__ uint4 activated(const Activate &arguments, u32 row, u32 column, u32 channel, bool store_sum) {
+__device__ uint4 activated(const Activate &arguments, u32 chunk, u32 column, u32 channel, bool store_sum) {
     const u32 vectors = arguments.vectors;
-    const u64 vector = ((u64)row * arguments.columns + column) * vectors + channel;
-    const u64 place = interleaved(row, column, arguments.x_sequences, arguments.x_length);
+    const u64 vector = ((u64)chunk * arguments.columns + column) * vectors + channel;
+    const u64 place = interleaved(chunk, column, arguments.x_sequences, arguments.x_length);
     uint4 x = arguments.x[place * vectors + channel];
     if (arguments.bias) {
         x = add(x, arguments.bias[channel]);
@@ -349,17 +349,17 @@ __device__ uint4 activated(const Activate &arguments, u32 row, u32 column, u32 c
     return x;
 }
 
-// Block (i, b) has a part of row b. The first blocks, THREADS / P channel vectors each, have the columns of the
+// Block (i, b) has a part of chunk b. The first blocks, THREADS / P channel vectors each, have the columns of the
 // state, a thread for each vector; the others have the new columns, THREADS vectors each.
 extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate arguments) {
-    const u32 row = blockIdx.y;
+    const u32 chunk = blockIdx.y;
     const u32 vectors = arguments.vectors;
     const u32 columns = arguments.columns;
     const u32 state_columns = arguments.state_columns;
     const u32 channels_of_block = state_columns ? THREADS / state_columns : 1;
     const u32 state_blocks = state_columns ? (vectors + channels_of_block - 1) / channels_of_block : 0;
     const auto output = [&](u32 column, u32 channel) -> uint4 & {
-        const u64 place = interleaved(row, column, arguments.output_sequences, arguments.output_length);
+        const u64 place = interleaved(chunk, column, arguments.output_sequences, arguments.output_length);
         return arguments.output[place * vectors + channel];
     };
 
@@ -368,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate argument
         const u32 column = vector / vectors;
         const u32 channel = vector % vectors;
         if (column < columns) {
-            output(state_columns + column, channel) = activated(arguments, row, column, channel, true);
+            output(state_columns + column, channel) = activated(arguments, chunk, column, channel, true);
         }
         return;
     }
@@ -377,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate argument
     const u32 column = threadIdx.x / channels_of_block;
     const u32 channel = blockIdx.x * channels_of_block + threadIdx.x % channels_of_block;
     const bool in_use = column < state_columns && channel < vectors;
-    uint4 *state = arguments.state + (u64)arguments.slots[row] * state_columns * vectors;
+    uint4 *state = arguments.state + (u64)arguments.row_indices[chunk] * state_columns * vectors;
     uint4 before;
     uint4 next;
     if (in_use) {
@@ -385,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) activate(Activate argument
         before = state[column * vectors + channel];
         next = next_column < state_columns
                    ? state[next_column * vectors + channel]
-                   : activated(arguments, row, next_column - state_columns, channel, false);
+                   : activated(arguments, chunk, next_column - state_columns, channel, false);
     }
     __syncthreads();
     if (in_use) {
@@ -402,7 +402,7 @@ struct LatentShared {
     float squares[LATENT_WARPS];
 };
 
-// Block (t, b) has column t of row b, thread i its vector i. The convolution is rounded once, and so is the
+// Block (t, b) has column t of chunk b, thread i its vector i. The convolution is rounded once, and so is the
 // norm.
 extern "C" __global__ void __launch_bounds__(LATENT_VECTORS) depthwise_norm(DepthwiseNorm arguments) {
     LatentShared &in_shared = static_shared<LatentShared>();
@@ -448,7 +448,7 @@ struct SamplesShared {
     uint4 weight[TAPS][LAST_VECTORS];
 };
 
-// Block (i, b) has BLOCK_SAMPLES samples of row b, from i * BLOCK_SAMPLES on. Two neighbouring threads have a
+// Block (i, b) has BLOCK_SAMPLES samples of chunk b, from i * BLOCK_SAMPLES on. Two neighbouring threads have a
 // sample: one sums over the even vectors, the other over the odd ones. Rounded before and after the bias is
 // added.
 extern "C" __global__ void __launch_bounds__(THREADS) to_samples(ToSamples arguments) {

@@ -2,7 +2,7 @@
 
 They launch on torch's current stream, so that a graph can capture them. NVRTC compiles them for this GPU and codec.
 
-Shapes: B rows, T frames, L columns, C channels, P stored columns, H hidden size, Q codebooks.
+Shapes: B chunks, T frames, L columns, C channels, P stored columns, H hidden size, Q codebooks.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from cudagraph_talker import round_up
-from qwen3_tts_cuda_graphs.fast import kernels, layer_kernels, nvrtc
-from qwen3_tts_cuda_graphs.fast.kernels import VECTOR
+from qwen3_tts_cuda_graphs.fast import layer_kernels, nvrtc
+from qwen3_tts_cuda_graphs.fast.kernels import VECTOR, CudaSource, struct_of
 from qwen3_tts_cuda_graphs.fast.layer_kernels import LayerKernels
 
-SOURCE = Path(__file__).with_suffix(".cu")
 THREADS = 256  # of a block of activate, to_samples and silu_and_multiply
 ATTENTION_THREADS = 128
 HEAD_DIM = 64
 MAX_FRAMES = 64  # of a chunk
 SPARE_COLUMNS = 8  # allocated behind the output of `activate`
 
-# Fields of the kernels' structs, in order: the type of a tensor, or int. `complete_source` makes the compiler check
-# names and order.
+# Fields of the kernels' structs, in order: the type of a tensor, or int. The compiler checks names and order.
 KERNELS: dict[str, dict[str, Any]] = {
     **layer_kernels.KERNELS,
     "embed_codes": {
@@ -37,13 +35,13 @@ KERNELS: dict[str, dict[str, Any]] = {
     },
     "window_attention": {
         **dict.fromkeys(("qkv", "cos", "sin"), torch.bfloat16),
-        **dict.fromkeys(("positions", "slots"), torch.long),
+        **dict.fromkeys(("positions", "row_indices"), torch.long),
         **dict.fromkeys(("keys", "values", "output"), torch.bfloat16),
         "frames": int,
     },
     "activate": {
         **dict.fromkeys(("x", "bias", "scale", "residual", "alpha", "inverse_beta", "sum", "state"), torch.bfloat16),
-        "slots": torch.long,
+        "row_indices": torch.long,
         "output": torch.bfloat16,
         **dict.fromkeys(("columns", "state_columns", "vectors", "x_sequences", "x_length"), int),
         **dict.fromkeys(("output_sequences", "output_length"), int),
@@ -76,34 +74,13 @@ def kernel_sizes(decoder: Any) -> SimpleNamespace:
     )
 
 
-def why_not(decoder: Any) -> str | None:
-    """Why the kernels cannot run this decoder, in words. None: they can, and are compiled."""
-    if reason := why_not_before_compiling(decoder):
-        return reason
-    try:
-        compile_for(decoder.device, kernel_sizes(decoder))
-    except (OSError, RuntimeError) as error:
-        return f"the kernels cannot be compiled: {' '.join(str(error).split())[:200]}"
-    return None
-
-
-def why_not_before_compiling(decoder: Any) -> str | None:
-    return kernels.why_not_on(decoder.device) or unsupported(decoder)
-
-
-def compile_ahead(decoder: Any) -> None:
-    """Start compiling in a thread, which `why_not` then waits for. The weights' values are not needed."""
-    if not why_not_before_compiling(decoder):
-        kernels.compile_ahead(complete_source(kernel_sizes(decoder)), decoder.device)
-
-
-def unsupported(decoder: Any) -> str | None:
-    """`why_not`, for any GPU."""
+def needs_of(decoder: Any) -> dict[str, bool]:
+    """What the kernels need of a decoder, in words, and whether it is so."""
     config = decoder.config
     sizes = kernel_sizes(decoder)
     convs = [module for module in (*decoder.upsample.modules(), *decoder.decoder.modules()) if hasattr(module, "conv")]
     of_seven = [decoder.decoder[-1].conv, *(block.dwconv.conv for _, block in decoder.upsample)]
-    needs = {
+    return {
         f"bfloat16, the codec is {decoder.dtype}": decoder.dtype == torch.bfloat16,
         f"a latent size that is a multiple of 256 up to 8192, not {sizes.latent}": (
             sizes.latent % 256 == 0 and sizes.latent <= 8192
@@ -128,7 +105,6 @@ def unsupported(decoder: Any) -> str | None:
         ),
         "ConvNeXt blocks and a last convolution of 7 columns": all(conv.kernel_size == (7,) for conv in of_seven),
     }
-    return kernels.first_unmet(needs)
 
 
 def stored_columns(module: Any) -> int:
@@ -138,14 +114,11 @@ def stored_columns(module: Any) -> int:
     return module.padding
 
 
-def complete_source(sizes: SimpleNamespace, source: str | None = None) -> str:
-    """The sizes, the kernels, and the checks of their structs. `source` is codec_kernels.cu, if not given."""
-    structs = {kernels.struct_of(name): fields for name, fields in KERNELS.items()}
-    return kernels.complete_source(SOURCE, sizes, structs, source=source)
+def structs_of(_: Any) -> dict[str, dict[str, Any]]:
+    return {struct_of(name): fields for name, fields in KERNELS.items()}
 
 
-def compile_for(device: torch.device, sizes: SimpleNamespace) -> nvrtc.Kernels:
-    return kernels.load(complete_source(sizes), tuple(KERNELS), device)
+SOURCE = CudaSource(Path(__file__).with_suffix(".cu"), KERNELS, kernel_sizes, needs_of, structs_of)
 
 
 @dataclass
@@ -174,21 +147,21 @@ class Snake:
 
 
 class CodecKernels(LayerKernels):
-    """`get_slots` returns the slot of each row of the current batch in the state: (B)"""
+    """`get_row_indices` returns the row of each chunk of the current batch in the state: (B)"""
 
-    def __init__(self, decoder: Any, get_slots: Callable[[], Tensor], kernels: nvrtc.Kernels | None = None):
-        sizes = kernel_sizes(decoder)
-        super().__init__(kernels or compile_for(decoder.device, sizes), KERNELS, sizes)
-        self.get_slots = get_slots
+    def __init__(self, decoder: Any, get_row_indices: Callable[[], Tensor], kernels: nvrtc.Kernels | None = None):
+        sizes, kernels = (kernel_sizes(decoder), kernels) if kernels else SOURCE.compile(decoder)
+        super().__init__(kernels, KERNELS, sizes)
+        self.get_row_indices = get_row_indices
 
     def embed_codes(self, codes: Tensor, tables: Tensor, semantic_codebooks: int) -> tuple[Tensor, Tensor]:
         """(B, Q, T), (Q, entries, C) -> the sums over the first codebooks and over the others, each (B, T, C)"""
-        rows, codebooks, frames = codes.shape
-        semantic = tables.new_empty(rows, frames, self.sizes.code_dim)
+        count, codebooks, frames = codes.shape
+        semantic = tables.new_empty(count, frames, self.sizes.code_dim)
         acoustic = torch.empty_like(semantic)
         self.launch(
             "embed_codes",
-            (frames, rows),
+            (frames, count),
             self.sizes.code_dim // VECTOR,
             codes=codes,
             tables=tables,
@@ -203,21 +176,21 @@ class CodecKernels(LayerKernels):
     def window_attention(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """(B, T, 3 * heads * D) -> (B, T, heads * D). `positions` are those of the slots, (slots); `keys` and `values`,
-        (slots, heads, ring, D), get those of the new frames."""
-        rows, frames, _ = qkv.shape
+        """(B, T, 3 * heads * D) -> (B, T, heads * D). `positions` are those of the rows, (rows); `keys` and `values`,
+        (rows, heads, ring, D), get those of the new frames."""
+        count, frames, _ = qkv.shape
         if frames > MAX_FRAMES:
             raise ValueError(f"{frames} frames at once, the kernel has memory for {MAX_FRAMES}")
-        output = qkv.new_empty(rows, frames, self.sizes.heads * HEAD_DIM)
+        output = qkv.new_empty(count, frames, self.sizes.heads * HEAD_DIM)
         self.launch(
             "window_attention",
-            (self.sizes.heads, rows),
+            (self.sizes.heads, count),
             ATTENTION_THREADS,
             qkv=qkv,
             cos=cos,
             sin=sin,
             positions=positions,
-            slots=self.get_slots(),
+            row_indices=self.get_row_indices(),
             keys=keys,
             values=values,
             output=output,
@@ -237,7 +210,7 @@ class CodecKernels(LayerKernels):
         for a convolution with this dilation; and with `keep_sum` the sum itself, (B, L, C). The last P columns become
         the stored ones."""
         x = pending.x
-        rows, *sequences, x_length, channels = x.shape
+        count, *sequences, x_length, channels = x.shape
         columns = pending.columns
         state_columns = 0 if state is None else state.shape[1]
         vectors = channels // VECTOR
@@ -245,13 +218,13 @@ class CodecKernels(LayerKernels):
         blocks = -(-columns * vectors // THREADS)
         if state is not None:
             blocks += -(-vectors // (THREADS // state_columns))
-        total = x.new_empty(rows, columns, channels) if keep_sum else None
+        total = x.new_empty(count, columns, channels) if keep_sum else None
         shape = (length,) if dilation == 1 else (dilation, length)
         # Spare columns: what `convolve` computes of them does not count.
-        output = x.new_empty(rows * length * dilation + SPARE_COLUMNS, channels)[:-SPARE_COLUMNS]
+        output = x.new_empty(count * length * dilation + SPARE_COLUMNS, channels)[:-SPARE_COLUMNS]
         self.launch(
             "activate",
-            (blocks, rows),
+            (blocks, count),
             THREADS,
             x=x,
             bias=pending.bias,
@@ -261,7 +234,7 @@ class CodecKernels(LayerKernels):
             inverse_beta=snake and snake.inverse_beta,
             sum=total,
             state=state,
-            slots=None if state is None else self.get_slots(),
+            row_indices=None if state is None else self.get_row_indices(),
             output=output,
             columns=columns,
             state_columns=state_columns,
@@ -271,16 +244,16 @@ class CodecKernels(LayerKernels):
             output_sequences=dilation,
             output_length=length,
         )
-        return output.view(rows, *shape, channels), total
+        return output.view(count, *shape, channels), total
 
     def depthwise_norm(self, x: Tensor, weight: Tensor, bias: Tensor, norm: nn.LayerNorm) -> Tensor:
         """Each channel convolved alone, then normalized. (B, 6 + L, C), (7, C) -> (B, L, C)"""
-        rows, padded_columns, channels = x.shape
+        count, padded_columns, channels = x.shape
         columns = padded_columns - len(weight) + 1
-        output = x.new_empty(rows, columns, channels)
+        output = x.new_empty(count, columns, channels)
         self.launch(
             "depthwise_norm",
-            (columns, rows),
+            (columns, count),
             channels // VECTOR,
             x=x,
             weight=weight,
@@ -294,11 +267,11 @@ class CodecKernels(LayerKernels):
 
     def to_samples(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """A convolution to one channel. (B, 6 + L, C), (7, C) -> (B, L)"""
-        rows, padded_columns, _ = x.shape
+        count, padded_columns, _ = x.shape
         columns = padded_columns - len(weight) + 1
-        output = x.new_empty(rows, columns)
+        output = x.new_empty(count, columns)
         blocks = -(-columns // (THREADS // 2))
         self.launch(
-            "to_samples", (blocks, rows), THREADS, x=x, weight=weight, bias=bias, output=output, columns=columns
+            "to_samples", (blocks, count), THREADS, x=x, weight=weight, bias=bias, output=output, columns=columns
         )
         return output

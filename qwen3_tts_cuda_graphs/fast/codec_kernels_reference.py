@@ -4,7 +4,7 @@ They are the kernels' documentation, and tests/test_codec_kernels.py compares th
 bfloat16; every step here that returns one is a rounding of the model's own forward. The transformer's norms and silu
 are in layer_kernels_reference.py.
 
-Shapes: B rows, T frames, L columns, C channels, P stored columns, Q codebooks, D head dimension.
+Shapes: B chunks, T frames, L columns, C channels, P stored columns, Q codebooks, D head dimension.
 """
 
 import torch
@@ -24,10 +24,10 @@ def window_attention(
     qkv: Tensor,  # (B, T, 3, heads, D)
     cos: Tensor,  # (B, T, D)
     sin: Tensor,  # (B, T, D)
-    positions: Tensor,  # (slots), of the first new frame
-    slots: Tensor,  # (B)
-    keys: Tensor,  # (slots, heads, ring, D), position p at p % ring
-    values: Tensor,  # (slots, heads, ring, D)
+    positions: Tensor,  # (rows), of the first new frame
+    row_indices: Tensor,  # (B)
+    keys: Tensor,  # (rows, heads, ring, D), position p at p % ring
+    values: Tensor,  # (rows, heads, ring, D)
     window: int,
 ) -> Tensor:
     """Returns (B, T, heads, D), and writes the new keys and values. All but RoPE is in float, rounded at the end."""
@@ -35,19 +35,19 @@ def window_attention(
     output = torch.empty_like(qkv[:, :, 0])
     half = sin.shape[-1] // 2
     sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)  # as `rotate` has it
-    for row, slot in enumerate(slots.tolist()):
-        position = int(positions[slot])
-        query, key, value = qkv[row].unbind(1)  # (T, heads, D)
-        query = rotate(query, cos[row, :, None], sin[row, :, None])
-        key = rotate(key, cos[row, :, None], sin[row, :, None])
+    for chunk, row in enumerate(row_indices.tolist()):
+        position = int(positions[row])
+        query, key, value = qkv[chunk].unbind(1)  # (T, heads, D)
+        query = rotate(query, cos[chunk, :, None], sin[chunk, :, None])
+        key = rotate(key, cos[chunk, :, None], sin[chunk, :, None])
         for frame in range(len(query)):
             last = position + frame
-            keys[slot, :, last % ring] = key[frame]
-            values[slot, :, last % ring] = value[frame]
+            keys[row, :, last % ring] = key[frame]
+            values[row, :, last % ring] = value[frame]
             visible = torch.arange(max(0, last - window + 1), last + 1, device=qkv.device) % ring
-            scores = torch.einsum("hd,hpd->hp", query[frame].float(), keys[slot, :, visible].float())
+            scores = torch.einsum("hd,hpd->hp", query[frame].float(), keys[row, :, visible].float())
             weights = (scores * query.shape[-1] ** -0.5).softmax(-1)
-            output[row, frame] = torch.einsum("hp,hpd->hd", weights, values[slot, :, visible].float())
+            output[chunk, frame] = torch.einsum("hp,hpd->hd", weights, values[row, :, visible].float())
     return output
 
 
@@ -63,8 +63,8 @@ def activate(
     residual: Tensor | None,  # (B, L, C)
     alpha: Tensor | None,  # (C)
     inverse_beta: Tensor | None,  # (C)
-    state: Tensor | None,  # (slots, P, C)
-    slots: Tensor | None,  # (B)
+    state: Tensor | None,  # (rows, P, C)
+    row_indices: Tensor | None,  # (B)
 ) -> tuple[Tensor, Tensor]:
     """Returns (B, P + L, C) and the sum (B, L, C), and writes the last P columns to the state."""
     if bias is not None:
@@ -78,8 +78,8 @@ def activate(
         x = snake(x, alpha, inverse_beta)
     if state is None:
         return x, total
-    joined = torch.cat([state[slots], x], dim=1)
-    state[slots] = joined[:, x.shape[1] :]
+    joined = torch.cat([state[row_indices], x], dim=1)
+    state[row_indices] = joined[:, x.shape[1] :]
     return joined, total
 
 

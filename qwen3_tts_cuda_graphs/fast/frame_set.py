@@ -7,8 +7,9 @@ import torch
 from cudagraph_talker import Graphs
 from qwen3_tts_cuda_graphs.fast.codec import batch_sizes
 from qwen3_tts_cuda_graphs.fast.frames import Frame, KernelFrame, MegakernelFrame, frame_without_megakernel
-from qwen3_tts_cuda_graphs.fast.megakernel import compile_ahead
-from qwen3_tts_cuda_graphs.fast.paths import choose_path, describe, stacks_of
+from qwen3_tts_cuda_graphs.fast.kernels import one_line
+from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
+from qwen3_tts_cuda_graphs.fast.paths import choose_path, describe
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 from qwen3_tts_cuda_graphs.fast.self_test import run_test, why_rows_wrong
 
@@ -18,12 +19,12 @@ MEGAKERNEL_ROWS = (1, 2, 4, 8, 16)
 
 
 class FrameSet:
-    def __init__(self, talker, slots: SharedRows, rows: int, fused: bool | None):
+    def __init__(self, talker, rows: SharedRows, row_count: int, fused: bool | None):
         """fused: True requires the megakernel, False avoids it, None uses it where it runs"""
         self.talker = talker
-        self.slots = slots
+        self.rows = rows
         self.graphs = Graphs(talker.device)
-        self.sizes = batch_sizes(rows)
+        self.sizes = batch_sizes(row_count)
         self.frames: dict[int, Frame] = {}
         uses_megakernel, self.path = choose_path(talker, fused)  # what makes a frame of one row, in words
         if uses_megakernel:
@@ -34,11 +35,11 @@ class FrameSet:
                 self.frames[size].capture(self.graphs)
             self.of(size)
 
-    def of(self, rows: int) -> Frame:
+    def of(self, row_count: int) -> Frame:
         """The smallest frame that has at least this many rows."""
-        size = next(size for size in self.sizes if size >= rows)
+        size = next(size for size in self.sizes if size >= row_count)
         if size not in self.frames:
-            self.frames[size] = frame_without_megakernel(self.talker, self.slots[:size]).capture(self.graphs)
+            self.frames[size] = frame_without_megakernel(self.talker, self.rows[:size]).capture(self.graphs)
         return self.frames[size]
 
     def reads_masked_positions(self) -> bool:
@@ -49,10 +50,9 @@ class FrameSet:
         """Make the megakernel's frames, if it passes its test on this machine."""
         sizes = [size for size in self.sizes if size in MEGAKERNEL_ROWS]
         for size in sizes:
-            for stack in stacks_of(self.talker):
-                compile_ahead(*stack, size)
+            SOURCE.compile_ahead(*stacks_of(self.talker, size))
         log.info("testing the megakernel")
-        alone = MegakernelFrame(self.talker, self.slots[:1])
+        alone = MegakernelFrame(self.talker, self.rows[:1])
         reason, _ = run_test(alone)
         if reason:
             if fused:
@@ -63,12 +63,12 @@ class FrameSet:
         self.frames[1] = alone
         for size in sizes[1:]:
             try:
-                frame = MegakernelFrame(self.talker, self.slots[:size], like=alone)
+                frame = MegakernelFrame(self.talker, self.rows[:size], like=alone)
                 reason = why_rows_wrong(frame, alone)
             except torch.OutOfMemoryError:
                 raise
             except (OSError, RuntimeError) as error:  # too few multiprocessors for this many rows, for instance
-                log.info("frames of %d rows run without the megakernel: %s", size, " ".join(str(error).split())[:200])
+                log.info("frames of %d rows run without the megakernel: %s", size, one_line(error))
                 continue
             if reason:
                 log.warning("the megakernel for %d rows failed its test and is not used: %s", size, reason)

@@ -10,17 +10,13 @@ Rows that must wait (`advance` is False) are computed with the others and keep t
 overwrites what they write to the cache and to `codes`.
 """
 
-import logging
-
 import torch
 
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import Graphs, TalkerGraph
-from qwen3_tts_cuda_graphs.fast.batched import BatchedStack, compile_ahead, why_not
+from qwen3_tts_cuda_graphs.fast.batched import SOURCE, BatchedStack
 from qwen3_tts_cuda_graphs.fast.megakernel import PredictorStep, TalkerStep
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
-
-log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 
 class Frame:
@@ -55,14 +51,12 @@ class KernelFrame(Frame):
     def __init__(self, talker, rows: SharedRows):
         super().__init__(talker, rows)
         count = len(rows.token)
-        for model in (talker.model, self.predictor.model):
-            compile_ahead(model)  # both at once
         self.talker_stack = BatchedStack(talker.model, rows.keys, rows.values, count)
         self.predictor_stack = BatchedStack(self.predictor.model, rows.code_keys, rows.code_values, 2 * count)
         with self.device:
-            self.indices = torch.arange(count)
+            self.row_indices = torch.arange(count)
             self.code_positions = torch.arange(talker.config.num_code_groups)[:, None].repeat(1, count)  # (16, B)
-            self.first_slots = torch.arange(count).repeat(2)  # (2 B): positions 0 and 1 of each row
+            self.first_indices = torch.arange(count).repeat(2)  # (2 B): positions 0 and 1 of each row
 
     def predict(self) -> None:
         """Positions 0 and 1 of the predictor are one pass."""
@@ -70,13 +64,13 @@ class KernelFrame(Frame):
         codes = [rows.token]
         embeds = [predictor.embed_token(rows.token)[:, 0]]  # (B, H) each
         first = predictor.project(torch.cat([rows.hidden[:, 0], embeds[0]]))  # (2 B, H')
-        hidden = stack.forward(first, self.code_positions[:2].flatten(), self.first_slots)[len(self.indices) :]
+        hidden = stack.forward(first, self.code_positions[:2].flatten(), self.first_indices)[len(self.row_indices) :]
         for i, (head, embed) in enumerate(zip(predictor.heads, predictor.embed_code)):
             if i > 0:
                 hidden = stack.forward(predictor.project(embeds[-1]), self.code_positions[i + 1])
             codes.append(stack.sample_rows(head(hidden), rows.code_sampling, rows.code_noise[:, i]))
             embeds.append(embed(codes[-1][:, 0]))
-        index = self.indices, rows.frame[:, 0]
+        index = self.row_indices, rows.frame[:, 0]
         rows.codes[index] = torch.cat(codes, dim=1)
         rows.embedding.copy_((torch.stack(embeds, dim=1).sum(1) + rows.text[index])[:, None])
 
@@ -100,9 +94,5 @@ class MegakernelFrame(Frame):
 
 def frame_without_megakernel(talker, rows: SharedRows) -> Frame:
     """With the kernels of batched.cu where they run."""
-    if not (why_not(talker.model) or why_not(talker.code_predictor.model)):
-        try:
-            return KernelFrame(talker, rows)
-        except (OSError, RuntimeError) as error:
-            log.warning("frames of %d rows run without the kernels of batched.cu: %s", len(rows.token), error)
-    return Frame(talker, rows)
+    has_kernels = not SOURCE.why_not(talker.model, talker.code_predictor.model)
+    return (KernelFrame if has_kernels else Frame)(talker, rows)

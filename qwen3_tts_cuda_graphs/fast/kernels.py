@@ -5,8 +5,9 @@ that its structs are those that Python writes. fast/kernel_cache.py compiles it,
 """
 
 import functools
+import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,111 @@ from torch import Tensor
 
 from qwen3_tts_cuda_graphs.fast import kernel_cache, nvrtc
 
+warn_once = functools.cache(logging.getLogger("qwen3_tts_cuda_graphs").warning)
+
 HEADERS = Path(__file__).parent
 VECTOR = 8  # bfloat16 that a thread loads at once
 MAY_HAVE_ROW_STRIDE = ("noise",)
 
 
-# ---- Source
+class CudaSource:
+    """A .cu file, to be compiled for a model on a GPU.
+
+    A `subject` is what the file is compiled for, with its `device`: a stack of layers, a decoder.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        kernels: Iterable[str],
+        sizes_of: Callable[[Any], Any],
+        needs_of: Callable[[Any], Mapping[str, bool]],
+        structs_of: Callable[[Any], Mapping[str, Iterable[str]]],
+        checks_of: Callable[[Any], str] = lambda sizes: "",
+    ):
+        """
+        sizes_of: subject -> the constants that the file is compiled with, there in capitals
+        needs_of: subject -> what it takes besides the GPU, in words, and whether it is there
+        structs_of: sizes -> the fields of the file's structs, which the compiler checks
+        checks_of: sizes -> more for the compiler to check
+        """
+        self.file = file
+        self.kernels = tuple(kernels)
+        self.sizes_of = sizes_of
+        self.needs_of = needs_of
+        self.structs_of = structs_of
+        self.checks_of = checks_of
+
+    def complete(self, sizes: Any, text: str | None = None) -> str:
+        """The sizes as definitions, the file, or `text` in its place, and the checks."""
+        defines = "".join(f"#define {name.upper()} {value}\n" for name, value in vars(sizes).items())
+        text = include_headers(self.file.read_text() if text is None else text, self.file.name)
+        python_file = self.file.with_suffix(".py").name
+        structs = self.structs_of(sizes).items()
+        checks = "".join(check_struct(struct, list(fields), python_file) for struct, fields in structs)
+        return f'{defines}{text}#line 1 "{python_file}"\n{self.checks_of(sizes)}{checks}'
+
+    def load(self, sizes: Any, device: torch.device, text: str | None = None) -> nvrtc.Kernels:
+        """OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the compiler or the driver refuses it."""
+        return load(self.complete(sizes, text), self.kernels, device, getattr(sizes, "shared_bytes", 0))
+
+    def compile(self, subject: Any) -> tuple[Any, nvrtc.Kernels]:
+        """The sizes, and the kernels compiled with them; the errors of `load`."""
+        sizes = self.sizes_of(subject)
+        return sizes, self.load(sizes, subject.device)
+
+    def compile_ahead(self, *subjects: Any) -> None:
+        """Start compiling in threads, which `compile` then waits for. The weights' values are not needed."""
+        if not self.why_unsupported(*subjects):
+            for subject in subjects:
+                source = self.complete(self.sizes_of(subject))
+                kernel_cache.compile_ahead(source, nvrtc.architecture_of(subject.device))
+
+    def why_not(self, *subjects: Any) -> str:
+        """What keeps the kernels from running these, in words; empty if nothing does: then they are compiled."""
+        if reason := self.why_unsupported(*subjects):
+            return reason
+        try:
+            self.compile_ahead(*subjects)  # all at once
+            for subject in subjects:
+                self.compile(subject)
+        except (OSError, RuntimeError) as error:
+            reason = f"the kernels cannot be compiled: {one_line(error)}"
+            warn_once("%s: %s", self.file.name, reason)
+        return reason
+
+    def unmet(self, subject: Any) -> str:
+        """The first of its needs that is not met, as a sentence."""
+        return next((f"the kernels need {need}" for need, is_met in self.needs_of(subject).items() if not is_met), "")
+
+    def why_unsupported(self, *subjects: Any) -> str:
+        """`why_not` before compiling."""
+        for subject in subjects:
+            if subject.device.type != "cuda" or torch.version.hip:
+                return "the model is not on an NVIDIA GPU"
+            gpu = torch.cuda.get_device_properties(subject.device)
+            if gpu.major < 8:
+                return f"the kernels need compute capability 8.0, {gpu.name} has {gpu.major}.{gpu.minor}"
+            try:
+                if unmet := self.unmet(subject):
+                    return unmet
+            except (OSError, RuntimeError) as error:
+                return f"the driver does not say what the GPU has: {error}"
+        return ""
 
 
-def complete_source(
-    file: Path, sizes: Any, structs: Mapping[str, Iterable[str]], checks: str = "", source: str | None = None
-) -> str:
-    """The sizes as definitions in capitals; the file, or `source` in its place; checks of its structs,
-    which have these fields, and more checks."""
-    defines = "".join(f"#define {name.upper()} {value}\n" for name, value in vars(sizes).items())
-    text = include_headers(file.read_text() if source is None else source, file.name)
-    python_file = file.with_suffix(".py").name
-    for struct, fields in structs.items():
-        checks += check_struct(struct, list(fields), python_file)
-    return f'{defines}{text}#line 1 "{python_file}"\n{checks}'
+@functools.cache
+def load(
+    source: str, kernels: tuple[str, ...], device: torch.device, shared_bytes: int = 0, architecture: str | None = None
+) -> nvrtc.Kernels:
+    """The kernels of a complete source, compiled and loaded once per process. `architecture` as in
+    nvrtc.compile_source, by default the GPU's own."""
+    cubin = kernel_cache.compile_source(source, architecture or nvrtc.architecture_of(device))
+    return nvrtc.Kernels(cubin, kernels, device, shared_bytes)
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def include_headers(source: str, name: str) -> str:
@@ -65,38 +152,6 @@ def check_struct(struct: str, fields: Sequence[str], listed_in: str) -> str:
     message = f"{struct} does not have the {len(fields)} fields listed in {listed_in}"
     lines.append(f'static_assert(sizeof({struct}) == {8 * len(fields)}, "{message}");\n')
     return "".join(lines)
-
-
-# ---- Compilation
-
-
-@functools.cache
-def load(source: str, kernels: tuple[str, ...], device: torch.device) -> nvrtc.Kernels:
-    """The kernels of a complete source, compiled and loaded once per process.
-
-    OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the compiler or the driver refuses the source.
-    """
-    return nvrtc.Kernels(kernel_cache.compile_source(source, nvrtc.architecture_of(device)), kernels, device)
-
-
-def compile_ahead(source: str, device: torch.device) -> None:
-    """Start compiling in a thread, which `load` then waits for."""
-    kernel_cache.compile_ahead(source, nvrtc.architecture_of(device))
-
-
-def why_not_on(device: torch.device) -> str | None:
-    """Why the kernels cannot run on this device, in words. None: they can."""
-    if device.type != "cuda" or torch.version.hip:
-        return f"the kernels need an NVIDIA GPU, the model is on {device.type}"
-    gpu = torch.cuda.get_device_properties(device)
-    if gpu.major < 8:
-        return f"the kernels need compute capability 8.0, {gpu.name} has {gpu.major}.{gpu.minor}"
-    return None
-
-
-def first_unmet(needs: Mapping[str, bool]) -> str | None:
-    """The first of the needs that is not met, as a sentence."""
-    return next((f"the kernels need {need}" for need, is_met in needs.items() if not is_met), None)
 
 
 # ---- Arguments

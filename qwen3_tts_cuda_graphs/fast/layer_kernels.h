@@ -9,20 +9,20 @@ static_assert(HIDDEN <= 8192, "unsupported sizes: HIDDEN must be at most 8192");
 static_assert(INNER % 8 == 0, "unsupported sizes: INNER must be a multiple of 8");
 
 struct AddAndNorm {
-    const uint4 *x;                                   // (rows, HIDDEN), or null
-    const Eight *parts;                               // (count, rows, HIDDEN), float32; their sum is x, or null
+    const uint4 *x;                                   // (B, HIDDEN), or null
+    const Eight *parts;                               // (count, B, HIDDEN), float32; their sum is x, or null
     u64 count;                                        // of parts
     u64 part_vectors;                                 // of a part
     const uint4 *scale;                               // (HIDDEN), or null
-    const uint4 *residual;                            // (rows, HIDDEN), or null
+    const uint4 *residual;                            // (B, HIDDEN), or null
     const uint4 *weight;                              // (HIDDEN)
-    uint4 *sum;                                       // (rows, HIDDEN), or null; may be `residual`
-    uint4 *normalized;                                // (rows, HIDDEN)
+    uint4 *sum;                                       // (B, HIDDEN), or null; may be `residual`
+    uint4 *normalized;                                // (B, HIDDEN)
 };
 
 struct SiluAndMultiply {
-    const uint4 *gate_up;                             // (rows, 2, INNER)
-    uint4 *inner;                                     // (rows, INNER)
+    const uint4 *gate_up;                             // (B, 2, INNER)
+    uint4 *inner;                                     // (B, INNER)
     u64 vectors;                                      // of all of `inner`
 };
 
@@ -44,7 +44,7 @@ __device__ uint4 sum_of_parts(const AddAndNorm &arguments, u64 vector) {
     return pack(sum);
 }
 
-// x * scale + residual, rounded after both, and its RMS norm. Block b has row b, thread t its vector t.
+// x * scale + residual, rounded after both, and its RMS norm. Block b has entry b, thread t its vector t.
 extern "C" __global__ void __launch_bounds__(HIDDEN_VECTORS) add_and_norm(AddAndNorm arguments) {
     const u64 vector = (u64)blockIdx.x * HIDDEN_VECTORS + threadIdx.x;
     const uint4 weight = arguments.weight[threadIdx.x];

@@ -50,11 +50,11 @@ class LayerKernels:
 
     def launch_norm(self, x: Tensor, normalized: Tensor, **values: Tensor | None) -> None:
         vectors = self.sizes.hidden // VECTOR
-        rows = normalized.shape[:-1].numel()
+        count = normalized.shape[:-1].numel()
         is_split = x.dim() > normalized.dim()
         values |= dict(x=None, parts=x, count=len(x)) if is_split else dict(x=x, parts=None, count=0)
-        values |= dict(part_vectors=rows * vectors, normalized=normalized)
-        self.launch("add_and_norm", (rows, 1), vectors, **values)
+        values |= dict(part_vectors=count * vectors, normalized=normalized)
+        self.launch("add_and_norm", (count, 1), vectors, **values)
 
     def silu_and_multiply(self, gate_up: Tensor) -> Tensor:
         """(..., 2 * I) -> (..., I)"""

@@ -1,4 +1,4 @@
-// One step of 1, 2, 4, 8 or 16 streams: through every decoder layer, the heads and the sampler, in a single
+// One step of 1, 2, 4, 8 or 16 rows: through every decoder layer, the heads and the sampler, in a single
 // cooperative launch.
 //
 // megakernel.py compiles this file with NVRTC for one GPU and one model. It puts these definitions before it:
@@ -10,7 +10,7 @@
 //     EXCHANGE_BYTES   room for one replica of Exchange
 //     LAYERS, HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD_DIM, EPSILON     of the stack of decoder layers
 //     CODES            heads after the layers: 1 for the talker, more for the code predictor
-//     STREAMS          streams of speech, each with its own cache, position, settings and noise
+//     ROWS             rows of a frame (not of a matrix), each with its own cache, position, settings and noise
 //     TALKER_HIDDEN    width of the talker's hidden state
 //
 // megakernel_reference.py computes the same step in a few lines of torch. Sums are float; values are rounded
@@ -40,9 +40,9 @@
 // attends to at most 16 positions: there SPLITS is 1, phase 2 writes `attention`, and phase 3 is skipped. So it is
 // in the talker as long as it attends to at most FEW_POSITIONS, which saves an exchange.
 //
-// A pass through the layers has a token of each stream, and reads the weights once for all of them. The
-// predictor's first pass has two of each stream, the talker's hidden state and the frame's first code, unless
-// these are more than 4 together. Token t is of stream t % STREAMS.
+// A pass through the layers has a token of each row, and reads the weights once for all of them. The
+// predictor's first pass has two of each row, the talker's hidden state and the frame's first code, unless
+// these are more than 4 together. Token t is of row t % ROWS.
 //
 // There is no grid-wide barrier between phases. Each value in Exchange carries an epoch tag; readers spin
 // until it matches (as in NCCL's LL protocol):
@@ -56,7 +56,7 @@
 // phase from every block, and a block publishes those only after it has read the earlier ones: the old value
 // has no reader left.
 //
-// From 8 streams on, the vectors that all blocks read (hidden, post_attention, attention, inner) would be most of
+// From 8 rows on, the vectors that all blocks read (hidden, post_attention, attention, inner) would be most of
 // what passes through L2. There they are packed, two bfloat16 to 4 bytes, without tags:
 //
 //     epoch               e    e + 1    e + 2    e + 3        0xffff, a NaN that no rounding to bfloat16 returns,
@@ -141,22 +141,22 @@ constexpr int STEPS_PER_STAGE = STAGE_COLUMNS / (WARPS * 32);       // mma steps
 
 constexpr bool IS_TALKER = CODES == 1;
 constexpr int MMA_TOKENS = 4;                                       // whose vectors operand B has room for
-// Positions of a stream in the predictor's first pass.
-constexpr int FIRST_POSITIONS = !IS_TALKER && 2 * STREAMS <= MMA_TOKENS ? 2 : 1;
-constexpr int MAX_TOKENS = FIRST_POSITIONS * STREAMS;               // of a pass
-constexpr int CODE_SLOTS = STREAMS < 4 ? 4 : STREAMS;               // codes are received in quads
+// Positions of a row in the predictor's first pass.
+constexpr int FIRST_POSITIONS = !IS_TALKER && 2 * ROWS <= MMA_TOKENS ? 2 : 1;
+constexpr int MAX_TOKENS = FIRST_POSITIONS * ROWS;                  // of a pass
+constexpr int CODE_SLOTS = ROWS < 4 ? 4 : ROWS;                     // codes are received in quads
 constexpr int QUERY_SIZE = HEADS * HEAD_DIM;
 constexpr int QKV_SIZE = QUERY_SIZE + 2 * KV_HEADS * HEAD_DIM;
 
-// Attention has a block for each stream, group of query heads and part of the positions. A group is the two
+// Attention has a block for each row, group of query heads and part of the positions. A group is the two
 // heads that share a KV head, or, in the predictor, one head if there are blocks enough: it has few positions.
-constexpr int GROUP_HEADS = !IS_TALKER && STREAMS * HEADS <= GRID ? 1 : 2;
+constexpr int GROUP_HEADS = !IS_TALKER && ROWS * HEADS <= GRID ? 1 : 2;
 constexpr int GROUPS = HEADS / GROUP_HEADS;
 
 // Parts of the positions: a power of two, because shuffles merge them.
 __device__ constexpr int max_splits() {
     int splits = 1;
-    while (splits < 32 && 2 * splits * GROUPS * STREAMS <= GRID) {
+    while (splits < 32 && 2 * splits * GROUPS * ROWS <= GRID) {
         splits *= 2;
     }
     return splits;
@@ -166,36 +166,36 @@ constexpr int SPLITS = IS_TALKER ? max_splits() : 1;
 // To few positions, a block of the talker attends for one head and 1/HEAD_SLICES of its dimensions, if there are
 // blocks enough for that; else HEAD_SLICES is 0. It is 0 for an odd number of layers, too: see the tags below.
 __device__ constexpr int head_slices() {
-    const int blocks = GROUPS * SPLITS;               // for each stream
+    const int blocks = GROUPS * SPLITS;               // for each row
     if (!IS_TALKER || LAYERS % 2 == 1) {
         return 0;
     }
-    return 4 * HEADS <= blocks ? 4 : 2 * HEADS <= blocks ? 2 : HEADS <= blocks && STREAMS == 1 ? 1 : 0;
+    return 4 * HEADS <= blocks ? 4 : 2 * HEADS <= blocks ? 2 : HEADS <= blocks && ROWS == 1 ? 1 : 0;
 }
 constexpr int HEAD_SLICES = head_slices();
 constexpr int FEW_GROUPS = 4;                                       // of 8 positions, in each warp
 constexpr int FEW_POSITIONS = HEAD_SLICES > 0 ? FEW_GROUPS * 8 * WARPS : -1;
-constexpr int ATTENTION_BLOCKS = STREAMS * GROUPS * SPLITS;
+constexpr int ATTENTION_BLOCKS = ROWS * GROUPS * SPLITS;
 constexpr int POSITION_STRIDE = SPLITS * WARPS;                     // between two positions of the same warp
 constexpr int KV_PREFETCH = IS_TALKER ? 4 : 2;                      // keys and values in flight per warp
 constexpr int SCORES_PER_THREAD = VOCAB / CONSUMERS;                // in the sampler
 
 // How the vectors that all blocks read are exchanged, see the top.
-constexpr bool PACKED = STREAMS > MMA_TOKENS;                       // then all passes have the same tokens
+constexpr bool PACKED = ROWS > MMA_TOKENS;                          // then all passes have the same tokens
 constexpr int BUFFERS = PACKED ? 4 : 1;
 constexpr int VALUES_PER_WORD = PACKED ? 2 : 1;
 constexpr u32 EMPTY = 0xffff;                                       // a NaN; those that we compute are 0x7fff
 
 // Copies of Exchange, against contention between the readers of a cache line. By measurement on an H200: four
-// are best for one stream, one is 4 % slower; for eight streams one is best, four are 3 % slower.
+// are best for one row, one is 4 % slower; for eight rows one is best, four are 3 % slower.
 constexpr int REPLICAS = PACKED ? 1 : 4;
-constexpr int LOGITS_COPIES = STREAMS == 1 ? REPLICAS : 1;          // those of several have one reader each
+constexpr int LOGITS_COPIES = ROWS == 1 ? REPLICAS : 1;             // those of several have one reader each
 
 // Upper limits of the rows of a matrix that one block has, see Share.
-template <int ROWS>
-constexpr int MAX_ROWS_PER_SLICE = (ROWS / SLICES + GRID - 1) / GRID;
-template <int ROWS>
-constexpr int MAX_ROWS = SLICES * MAX_ROWS_PER_SLICE<ROWS>;
+template <int MATRIX_ROWS>
+constexpr int MAX_ROWS_PER_SLICE = (MATRIX_ROWS / SLICES + GRID - 1) / GRID;
+template <int MATRIX_ROWS>
+constexpr int MAX_ROWS = SLICES * MAX_ROWS_PER_SLICE<MATRIX_ROWS>;
 constexpr int SECOND_REGION = 2 * MAX_ROWS<INNER>;                  // where it begins in Shared::partial
 
 // Stages of a matrix that are in registers before its vector has come. More would spill.
@@ -204,7 +204,7 @@ constexpr int REGISTER_STAGES = TOKENS >= MMA_TOKENS ? 0 : 5;
 
 // The input of down_proj is received and multiplied in panels of so many columns that all tokens' values of one fit
 // into the registers.
-constexpr int PANEL_COLUMNS = STREAMS <= MMA_TOKENS ? INNER : STREAMS == 8 && INNER % 3072 == 0 ? 3072 : 1024;
+constexpr int PANEL_COLUMNS = ROWS <= MMA_TOKENS ? INNER : ROWS == 8 && INNER % 3072 == 0 ? 3072 : 1024;
 
 // Fraction of the weights to keep in L2. The predictor reads its layers 15 or 16 times per launch. By
 // measurement on an H200: of 10, 15, 20, 25 and 30 %, 15 % is fastest, and 30 % is slower than none. On GPUs
@@ -224,8 +224,8 @@ constexpr u32 SPINS_PER_CHECK = 64;                                 // loop iter
 
 static_assert(LAYERS >= 1 && CODES >= 1, "unsupported sizes: LAYERS and CODES must be at least 1");
 static_assert(!IS_TALKER || TALKER_HIDDEN == HIDDEN, "unsupported sizes: TALKER_HIDDEN must be the talker's");
-static_assert(STREAMS == 1 || STREAMS == 2 || STREAMS == 4 || STREAMS == 8 || STREAMS == 16,
-              "unsupported sizes: STREAMS must be 1, 2, 4, 8 or 16");
+static_assert(ROWS == 1 || ROWS == 2 || ROWS == 4 || ROWS == 8 || ROWS == 16,
+              "unsupported sizes: ROWS must be 1, 2, 4, 8 or 16");
 
 // Tags repeat every 2^16 layers. Each value is rewritten in every launch, so a stale one cannot match as long
 // as a launch has fewer layers than that. Only `splits` may be older, of the last layer of any launch before: with
@@ -244,7 +244,7 @@ static_assert(QUERY_SIZE % STAGE_COLUMNS == 0,
 
 // Only the rows of down_proj are so long that they are copied in panels.
 static_assert(PANEL_COLUMNS == INNER || (HIDDEN < INNER && QUERY_SIZE < INNER),
-              "unsupported sizes: for 8 streams INNER must be more than HIDDEN and HEADS * HEAD_DIM");
+              "unsupported sizes: for 8 rows INNER must be more than HIDDEN and HEADS * HEAD_DIM");
 
 // In the sampler each thread loads four logits at a time, and a token has TOKEN_BITS bits.
 static_assert(VOCAB % (4 * CONSUMERS) == 0, "unsupported sizes: VOCAB must be a multiple of 1024");
@@ -266,12 +266,12 @@ static_assert(MAX_ROWS<QKV_SIZE> <= SECOND_REGION,
               "unsupported sizes: the rows of q, k, v must be at most 2 * INNER");
 static_assert(MAX_ROWS<VOCAB> <= SECOND_REGION, "unsupported sizes: VOCAB must be at most 2 * INNER");
 
-// Attention has a block for each stream and KV head, at least.
-static_assert(GRID >= STREAMS * KV_HEADS, "unsupported sizes: GRID must be at least STREAMS * KV_HEADS");
+// Attention has a block for each row and KV head, at least.
+static_assert(GRID >= ROWS * KV_HEADS, "unsupported sizes: GRID must be at least ROWS * KV_HEADS");
 
 // The predictor's last phase has a thread for each element of the talker's hidden states.
-static_assert(STREAMS * TALKER_HIDDEN <= GRID * CONSUMERS,
-              "unsupported sizes: STREAMS * TALKER_HIDDEN must be at most 256 * GRID");
+static_assert(ROWS * TALKER_HIDDEN <= GRID * CONSUMERS,
+              "unsupported sizes: ROWS * TALKER_HIDDEN must be at most 256 * GRID");
 
 
 // ---- Memory
@@ -288,8 +288,8 @@ struct Layer {                                        // u32: two bfloat16, uint
     const u32 *post_norm;                             // (HIDDEN)
     const uint2 *q_norm;                              // (HEAD_DIM)
     const uint2 *k_norm;                              // (HEAD_DIM)
-    uint2 *keys;                                      // (STREAMS, KV_HEADS, cache_length, HEAD_DIM)
-    uint2 *values;                                    // (STREAMS, KV_HEADS, cache_length, HEAD_DIM)
+    uint2 *keys;                                      // (ROWS, KV_HEADS, cache_length, HEAD_DIM)
+    uint2 *values;                                    // (ROWS, KV_HEADS, cache_length, HEAD_DIM)
 };
 
 struct Exchange;
@@ -305,31 +305,31 @@ struct Arguments {
     u32 *epoch;                                       // layers begun so far, over all launches
     u32 *failed;                                      // 0, or what a thread has waited for too long
     volatile u32 *failed_on_host;                     // the same, in pinned host memory
-    const bool *advance;                              // (STREAMS), whether its state may change
-    const float *temperature;                         // (STREAMS), and so are the next three
+    const bool *advance;                              // (ROWS), whether its state may change
+    const float *temperature;                         // (ROWS), and so are the next three
     const u64 *topk_rank;                             // rank of the k-th best score, counted from the worst
     const float *one_minus_top_p;
     const bool *greedy;
-    const float *noise;                               // (STREAMS, CODES, VOCAB), exponentially distributed
-    u64 *token;                                       // (STREAMS), first code of the frame
-    u64 *frame;                                       // (STREAMS)
-    u32 *hidden;                                      // (STREAMS, TALKER_HIDDEN), of the talker
-    bf16 *embedding;                                  // (STREAMS, TALKER_HIDDEN), the talker's next input
+    const float *noise;                               // (ROWS, CODES, VOCAB), exponentially distributed
+    u64 *token;                                       // (ROWS), first code of the frame
+    u64 *frame;                                       // (ROWS)
+    u32 *hidden;                                      // (ROWS, TALKER_HIDDEN), of the talker
+    bf16 *embedding;                                  // (ROWS, TALKER_HIDDEN), the talker's next input
 #if CODES == 1  // the talker
-    const u64 *prompt_length;                         // (STREAMS)
-    bool *seen;                                       // (STREAMS, VOCAB), tokens to apply the penalty to
-    const bool *suppressed;                           // (STREAMS, VOCAB), tokens never to choose
-    const float *repetition_penalty;                  // (STREAMS), and so are the next three
+    const u64 *prompt_length;                         // (ROWS)
+    bool *seen;                                       // (ROWS, VOCAB), tokens to apply the penalty to
+    const bool *suppressed;                           // (ROWS, VOCAB), tokens never to choose
+    const float *repetition_penalty;                  // (ROWS), and so are the next three
     const u64 *end_token;
     const u64 *min_tokens;
     bool *ended;                                      // whether the end token has been chosen
 #else  // the predictor
-    const bf16 *first_input;                          // (STREAMS, HIDDEN), the hidden states, projected
+    const bf16 *first_input;                          // (ROWS, HIDDEN), the hidden states, projected
     const bf16 *const *code_inputs;                   // CODES + 1 tables (codes, HIDDEN), projected
     const bf16 *const *code_embeddings;               // CODES + 1 tables (codes, TALKER_HIDDEN)
     u64 frames;                                       // of each of the next two
-    const bf16 *text;                                 // (STREAMS, frames, TALKER_HIDDEN)
-    u64 *codes;                                       // (STREAMS, frames, CODES + 1)
+    const bf16 *text;                                 // (ROWS, frames, TALKER_HIDDEN)
+    u64 *codes;                                       // (ROWS, frames, CODES + 1)
 #endif
 };
 
@@ -345,14 +345,14 @@ struct Activations {                                  // of one token, in the or
 
 // Every replica begins a cache line; by measurement on an H200, 16 bytes off make a step 8 % slower.
 struct alignas(128) Exchange {
-    u32 logits[STREAMS][CODES][VOCAB];
+    u32 logits[ROWS][CODES][VOCAB];
     Activations tokens[BUFFERS][MAX_TOKENS];
-    u32 splits[STREAMS][HEADS][SPLITS][HEAD_DIM][4];  // output and log-sum-exp, each as two bfloat16
-    u32 codes[CODE_SLOTS];                            // the chosen codes, as integers; entry i is of stream
-                                                      // i % STREAMS
+    u32 splits[ROWS][HEADS][SPLITS][HEAD_DIM][4];     // output and log-sum-exp, each as two bfloat16
+    u32 codes[CODE_SLOTS];                            // the chosen codes, as integers; entry i is of row
+                                                      // i % ROWS
 };
 static_assert(OFFSET_OF(Exchange, logits) == 0, "megakernel.py reads the logits at the start of Exchange");
-static_assert(OFFSET_OF(Exchange, tokens) == sizeof(u32) * STREAMS * CODES * VOCAB,
+static_assert(OFFSET_OF(Exchange, tokens) == sizeof(u32) * ROWS * CODES * VOCAB,
               "megakernel.py reads the first token's activations after the logits");
 static_assert(sizeof(Exchange) <= EXCHANGE_BYTES,
               "unsupported sizes: EXCHANGE_BYTES is too small for Exchange");
@@ -384,9 +384,9 @@ struct alignas(16) Shared {
 static_assert(sizeof(Shared) + 2 * sizeof(Stage) <= SHARED_BYTES,
               "unsupported sizes: SHARED_BYTES is too small for two stages of weights");
 constexpr int STAGES = (SHARED_BYTES - sizeof(Shared)) / sizeof(Stage);
-// Stages that are on their way from memory at a time. By measurement on an H200, for one stream: more than two make
+// Stages that are on their way from memory at a time. By measurement on an H200, for one row: more than two make
 // what the blocks exchange wait, by 4 %; but layers that keep the memory busy all the time need five.
-constexpr int MAX_ON_THEIR_WAY = !BULK_COPIES || STREAMS > 1 ? STAGES : HIDDEN > 1024 ? 5 : 2;
+constexpr int MAX_ON_THEIR_WAY = !BULK_COPIES || ROWS > 1 ? STAGES : HIDDEN > 1024 ? 5 : 2;
 constexpr int STAGES_ON_THEIR_WAY = MAX_ON_THEIR_WAY < STAGES ? MAX_ON_THEIR_WAY : STAGES;
 static_assert(STAGES <= CONSUMERS + PRODUCERS,
               "unsupported sizes: SHARED_BYTES must not be for more stages than a block has threads");
@@ -758,7 +758,7 @@ __device__ void fill(Cursor cursor, int producer, const char *source, u64 stride
 }
 
 // By each consumer warp, when it has read its columns. Without the fence the next bulk copy was seen to overtake
-// loads that had been issued before: for 16 streams a value was wrong in one of 20 to 4,000 launches.
+// loads that had been issued before: for 16 rows a value was wrong in one of 20 to 4,000 launches.
 __device__ void release(Cursor cursor) {
 #if BULK_COPIES
     fence_proxy_async();
@@ -918,12 +918,12 @@ __device__ void multiply_add(float (&d)[4], uint4 weights, uint2 x) {
 
 // The next matrix in the ring, or a panel of it, of which the first stages are loaded ahead, at most MOST. None
 // are where a loop over the rows is not unrolled: registers have no index.
-template <int TOKENS, int ROWS, int COLUMNS, int MOST = REGISTER_STAGES<TOKENS>>
+template <int TOKENS, int MATRIX_ROWS, int COLUMNS, int MOST = REGISTER_STAGES<TOKENS>>
 struct Weights {
     static constexpr int PARTS = COLUMNS / STAGE_COLUMNS;
-    static constexpr int MAX = MAX_ROWS_PER_SLICE<ROWS>;
+    static constexpr int MAX = MAX_ROWS_PER_SLICE<MATRIX_ROWS>;
     static constexpr bool IS_UNROLLED = BULK_COPIES && MAX <= 8 && TOKENS <= MMA_TOKENS;     // more would spill
-    static constexpr int STAGES_OF_BLOCK = ROWS / SLICES / GRID * PARTS;                     // at least
+    static constexpr int STAGES_OF_BLOCK = MATRIX_ROWS / SLICES / GRID * PARTS;              // at least
     static constexpr int AHEAD = !IS_UNROLLED ? 0 : STAGES_OF_BLOCK < MOST ? STAGES_OF_BLOCK : MOST;
     uint4 stages[AHEAD > 0 ? AHEAD : 1][STEPS_PER_STAGE];
 };
@@ -940,10 +940,10 @@ __device__ void load_stage(uint4 (&stage)[STEPS_PER_STAGE], Cursor &cursor) {
     advance(cursor);
 }
 
-template <int TOKENS, int ROWS, int COLUMNS, int MOST>
-__device__ void load_ahead(Weights<TOKENS, ROWS, COLUMNS, MOST> &weights, Cursor &cursor) {
+template <int TOKENS, int MATRIX_ROWS, int COLUMNS, int MOST>
+__device__ void load_ahead(Weights<TOKENS, MATRIX_ROWS, COLUMNS, MOST> &weights, Cursor &cursor) {
 #pragma unroll
-    for (int i = 0; i < Weights<TOKENS, ROWS, COLUMNS, MOST>::AHEAD; ++i) {
+    for (int i = 0; i < Weights<TOKENS, MATRIX_ROWS, COLUMNS, MOST>::AHEAD; ++i) {
         load_stage(weights.stages[i], cursor);
     }
 }
@@ -951,15 +951,15 @@ __device__ void load_ahead(Weights<TOKENS, ROWS, COLUMNS, MOST> &weights, Cursor
 // Weights times x. Of each stage, warp w takes columns 128 w .. 128 w + 127 of the 8 rows, in 4 mma steps of 32
 // columns for each group of tokens. The sums of row number i of the block go to partial[token][w][region + i], or
 // are added to what is there.
-template <int TOKENS, int ROWS, int COLUMNS, int MOST>
-__device__ void matvec(const Weights<TOKENS, ROWS, COLUMNS, MOST> &weights, const Vectors<TOKENS, COLUMNS> &x,
+template <int TOKENS, int MATRIX_ROWS, int COLUMNS, int MOST>
+__device__ void matvec(const Weights<TOKENS, MATRIX_ROWS, COLUMNS, MOST> &weights, const Vectors<TOKENS, COLUMNS> &x,
                        Cursor &cursor, int region, bool adds = false) {
-    using W = Weights<TOKENS, ROWS, COLUMNS, MOST>;
+    using W = Weights<TOKENS, MATRIX_ROWS, COLUMNS, MOST>;
     constexpr int UNROLLED = W::IS_UNROLLED ? W::MAX : 1;
     constexpr int G = groups_of(TOKENS);
     constexpr int SUMS = SLOTS<TOKENS> > 2 ? SLOTS<TOKENS> : 2;     // of each slot; two at least: an mma does not
                                                                     // wait for the one before
-    const int rows_per_slice = share_of_this_block(ROWS).rows_per_slice;
+    const int rows_per_slice = share_of_this_block(MATRIX_ROWS).rows_per_slice;
     const int slice = lane_index() / 4;               // r of the lane map
     const int q = lane_index() % 4;
 #pragma unroll UNROLLED
@@ -1081,14 +1081,14 @@ __device__ void rms_norm(uint2 (&x)[G][N], const uint2 (&weight)[N]) {
 
 // ---- Attention
 
-// The stream that this block attends for. Not used in blocks without attention.
-__device__ int stream_to_attend() {
-    return blockIdx.x / (GROUPS * SPLITS) % STREAMS;
+// The row that this block attends for. Not used in blocks without attention.
+__device__ int row_to_attend() {
+    return blockIdx.x / (GROUPS * SPLITS) % ROWS;
 }
 
-// A row of this block's stream in the cache.
-__device__ u64 cache_row(const Arguments &arguments, int kv_head, int position) {
-    return (stream_to_attend() * KV_HEADS + kv_head) * arguments.cache_length + position;
+// Where a position of this block's row is in the cache.
+__device__ u64 place_in_cache(const Arguments &arguments, int kv_head, int position) {
+    return (row_to_attend() * KV_HEADS + kv_head) * arguments.cache_length + position;
 }
 
 // The queries of QUERIES heads, the new key, the new value; a lane has 4 dimensions of each. One warp writes the new
@@ -1099,11 +1099,11 @@ __device__ void receive_qkv(uint2 (&x)[QUERIES + 2], const Arguments &arguments,
                             int position, int first_head, bool writes, u32 epoch) {
     constexpr int KEY = QUERIES;
     constexpr int VALUE = QUERIES + 1;
-    constexpr int ROW = HEAD_DIM / 4;                 // quads of a head
+    constexpr int QUADS = HEAD_DIM / 4;               // of a head
     const int lane = lane_index();
     const int kv_head = first_head / 2;
-    const uint2 cos = arguments.cos[position * ROW + lane];
-    const uint2 sin = arguments.sin[position * ROW + lane];
+    const uint2 cos = arguments.cos[position * QUADS + lane];
+    const uint2 sin = arguments.sin[position * QUADS + lane];
     const uint2 q_weight = layer.q_norm[lane];
     const uint2 k_weight = layer.k_norm[lane];
     const u32 *qkv = replica_of_this_block(arguments.exchange).tokens[0][token].qkv;
@@ -1116,9 +1116,9 @@ __device__ void receive_qkv(uint2 (&x)[QUERIES + 2], const Arguments &arguments,
         x[i] = norm_and_rope<32>(x[i], i < KEY ? q_weight : k_weight, cos, sin, EPSILON);
     }
     if (writes) {
-        const u64 row = cache_row(arguments, kv_head, position);
-        layer.keys[row * ROW + lane] = x[KEY];
-        layer.values[row * ROW + lane] = x[VALUE];
+        const u64 place = place_in_cache(arguments, kv_head, position);
+        layer.keys[place * QUADS + lane] = x[KEY];
+        layer.values[place * QUADS + lane] = x[VALUE];
     }
 }
 
@@ -1137,7 +1137,7 @@ __device__ float sum_over_groups(float (&x)[8]) {
     return x[0];
 }
 
-// Attention to at most FEW_POSITIONS cached positions and the new one. Block b of a stream takes query head
+// Attention to at most FEW_POSITIONS cached positions and the new one. Block b of a row takes query head
 // b % HEADS, and of its dimensions slice b / HEADS:
 //     group g of warp w:  positions 8 (8 g + w) .. + 7
 //     lane 4 r + q:       position r of them; of the values dimensions 8 q .. + 7 of each 32
@@ -1161,8 +1161,8 @@ __device__ void attend_to_few(const Arguments &arguments, const Layer &layer, in
     };
 
     // Issue all loads that do not depend on this layer's q, k, v before waiting for those.
-    const uint4 *keys = (const uint4 *)layer.keys + cache_row(arguments, head / 2, 0) * VECTORS;
-    const uint4 *values = (const uint4 *)layer.values + cache_row(arguments, head / 2, 0) * VECTORS;
+    const uint4 *keys = (const uint4 *)layer.keys + place_in_cache(arguments, head / 2, 0) * VECTORS;
+    const uint4 *values = (const uint4 *)layer.values + place_in_cache(arguments, head / 2, 0) * VECTORS;
     uint4 k[FEW_GROUPS][4] = {};
     uint4 v[FEW_GROUPS][PARTS] = {};
 #pragma unroll
@@ -1258,14 +1258,14 @@ __device__ void attend_to_few(const Arguments &arguments, const Layer &layer, in
                     merged.sum / merged.weight, epoch);
 }
 
-// Attention to any number of positions. Block b of a stream takes the query heads of group b % GROUPS, and split
+// Attention to any number of positions. Block b of a row takes the query heads of group b % GROUPS, and split
 // b / GROUPS of the positions:
 //     warp w of split s:  positions 8 s + w, 8 s + w + POSITION_STRIDE, 8 s + w + 2 * POSITION_STRIDE, ...
 //     lane l:             dimensions 4 l .. 4 l + 3
 // Softmax is online (as in FlashAttention): each warp keeps a maximum, a sum of weights and a weighted sum of
 // values. The warps are merged here, the splits in merge_splits.
 __device__ void attend(const Arguments &arguments, const Layer &layer, int token, int position, u32 epoch) {
-    const int stream = stream_to_attend();
+    const int row = row_to_attend();
     const int split = blockIdx.x / GROUPS % SPLITS;
     const int first_head = blockIdx.x % GROUPS * GROUP_HEADS;
     const int kv_head = first_head / 2;
@@ -1275,7 +1275,7 @@ __device__ void attend(const Arguments &arguments, const Layer &layer, int token
 
     // This lane's quad of a cached position.
     const auto quad_of_row = [&](int cached_position) {
-        return cache_row(arguments, kv_head, cached_position) * (HEAD_DIM / 4) + lane;
+        return place_in_cache(arguments, kv_head, cached_position) * (HEAD_DIM / 4) + lane;
     };
 
     // Issue all loads that do not depend on this layer's q, k, v before waiting for those.
@@ -1373,19 +1373,19 @@ __device__ void attend(const Arguments &arguments, const Layer &layer, int token
     const float parts[4] = {output, output_rest, log_sum, log_sum_rest};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        publish<1>(&arguments.exchange->splits[stream][head][split][dimension][i], parts[i], epoch);
+        publish<1>(&arguments.exchange->splits[row][head][split][dimension][i], parts[i], epoch);
     }
 }
 
-// Output o = (stream * HEADS + head) * 128 + dimension is merged by SPLITS adjacent lanes, one per split:
+// Output o = (row * HEADS + head) * 128 + dimension is merged by SPLITS adjacent lanes, one per split:
 //     o = (256 * block + thread) / SPLITS,  split = thread % SPLITS
 __device__ void merge_splits(Exchange &exchange, u32 epoch) {
     const int output = (blockIdx.x * CONSUMERS + threadIdx.x) / SPLITS;
-    const int stream = output / QUERY_SIZE;
+    const int row = output / QUERY_SIZE;
     const int dimension = output % QUERY_SIZE;        // of all heads
     const int split = threadIdx.x % SPLITS;
     uint2 parts[1];
-    const u32 *source = exchange.splits[stream][dimension / HEAD_DIM][split][dimension % HEAD_DIM];
+    const u32 *source = exchange.splits[row][dimension / HEAD_DIM][split][dimension % HEAD_DIM];
     receive(parts, epoch, [&](int) { return source; });
     const float value = low_half(parts[0].x) + high_half(parts[0].x);
     const float log_sum = low_half(parts[0].y) + high_half(parts[0].y);
@@ -1394,22 +1394,22 @@ __device__ void merge_splits(Exchange &exchange, u32 epoch) {
     const float weight = expf(log_sum - best);
     const float merged = warp_sum<SPLITS>(weight * value) / warp_sum<SPLITS>(weight);
     if (split == 0) {
-        publish_element(&exchange, &Activations::attention, stream, dimension, merged, epoch);
+        publish_element(&exchange, &Activations::attention, row, dimension, merged, epoch);
     }
 }
 
 
 // ---- Layers
 
-// A pass: POSITIONS consecutive tokens of each stream through all layers. input_of(token) is (HIDDEN). `position` is
-// that of the first token of the stream that this block attends for. Loads that do not depend on other blocks are
+// A pass: POSITIONS consecutive tokens of each row through all layers. input_of(token) is (HIDDEN). `position` is
+// that of the first token of the row that this block attends for. Loads that do not depend on other blocks are
 // issued before the spin loops that do.
 template <int POSITIONS, class InputOf>
 __device__ void run_layers(const Arguments &arguments, InputOf input_of, int position, Cursor &cursor,
                            u32 &epoch) {
     Exchange *exchange = arguments.exchange;
     const Exchange &replica = replica_of_this_block(exchange);
-    constexpr int TOKENS = POSITIONS * STREAMS;
+    constexpr int TOKENS = POSITIONS * ROWS;
     Vector<TOKENS, HIDDEN> norm_weight;
     Vectors<TOKENS, HIDDEN> x;
     Vectors<TOKENS, QUERY_SIZE> attention;
@@ -1451,7 +1451,7 @@ __device__ void run_layers(const Arguments &arguments, InputOf input_of, int pos
                 if (i > 0) {
                     sync_consumers();                 // the position before is in the cache, head_sum is read
                 }
-                const int token = i * STREAMS + stream_to_attend();
+                const int token = i * ROWS + row_to_attend();
                 if (HEAD_SLICES > 0 && position + i <= FEW_POSITIONS) {
                     attend_to_few(arguments, *layer, token, position + i, epoch);
                 } else {
@@ -1516,44 +1516,44 @@ __device__ int token_of_score(int i) {
     return i / 4 * 4 * CONSUMERS + threadIdx.x * 4 + i % 4;
 }
 
-// After the layers: the final norm, to x, of the last token of each stream, of which the first is `first_token` of
+// After the layers: the final norm, to x, of the last token of each row, of which the first is `first_token` of
 // the pass; and the logits of a head.
-__device__ void run_head(const Arguments &arguments, int first_token, int head, Vectors<STREAMS, HIDDEN> &x,
+__device__ void run_head(const Arguments &arguments, int first_token, int head, Vectors<ROWS, HIDDEN> &x,
                          Cursor &cursor, u32 epoch) {
-    Vector<STREAMS, HIDDEN> norm_weight;
-    load_vector<STREAMS>(norm_weight, arguments.final_norm);
-    Weights<STREAMS, VOCAB, HIDDEN> weights;
+    Vector<ROWS, HIDDEN> norm_weight;
+    load_vector<ROWS>(norm_weight, arguments.final_norm);
+    Weights<ROWS, VOCAB, HIDDEN> weights;
     load_ahead(weights, cursor);
     const Exchange &replica = replica_of_this_block(arguments.exchange);
-    receive_vectors<STREAMS>(x, replica, &Activations::hidden, epoch, first_token);
-    rms_norm<STREAMS>(x, norm_weight);
+    receive_vectors<ROWS>(x, replica, &Activations::hidden, epoch, first_token);
+    rms_norm<ROWS>(x, norm_weight);
     matvec(weights, x, cursor, 0);
-    for_each_row<VOCAB, STREAMS>(0, [&](int stream, int row, float sum) {
-        publish<LOGITS_COPIES>(&arguments.exchange->logits[stream][head][row], sum, epoch);
+    for_each_row<VOCAB, ROWS>(0, [&](int row, int code, float sum) {
+        publish<LOGITS_COPIES>(&arguments.exchange->logits[row][head][code], sum, epoch);
     });
 }
 
-// The choice of one stream. All that does not depend on the logits is loaded while other blocks still compute them.
-__device__ int sample(const Arguments &arguments, int stream, int head, u32 frame, u32 epoch) {
+// The choice of one row. All that does not depend on the logits is loaded while other blocks still compute them.
+__device__ int sample(const Arguments &arguments, int row, int head, u32 frame, u32 epoch) {
     constexpr int N = SCORES_PER_THREAD;
-    const Sampling sampling = {arguments.temperature[stream], arguments.topk_rank[stream],
-                               arguments.one_minus_top_p[stream]};
-    const bool is_greedy = arguments.greedy[stream];
+    const Sampling sampling = {arguments.temperature[row], arguments.topk_rank[row],
+                               arguments.one_minus_top_p[row]};
+    const bool is_greedy = arguments.greedy[row];
     float noise[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        noise[i] = arguments.noise[(stream * CODES + head) * VOCAB + token_of_score(i)];
+        noise[i] = arguments.noise[(row * CODES + head) * VOCAB + token_of_score(i)];
         noise[i] = is_greedy ? 1 : noise[i];
     }
 #if CODES == 1
-    const float penalty = arguments.repetition_penalty[stream];
-    const u64 end_token = arguments.end_token[stream];
-    const bool is_early = frame < arguments.min_tokens[stream];
+    const float penalty = arguments.repetition_penalty[row];
+    const u64 end_token = arguments.end_token[row];
+    const bool is_early = frame < arguments.min_tokens[row];
     bool is_seen[N];
     bool is_suppressed[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        const u32 place = stream * VOCAB + token_of_score(i);
+        const u32 place = row * VOCAB + token_of_score(i);
         is_seen[i] = arguments.seen[place];
         is_suppressed[i] = arguments.suppressed[place] || (is_early && token_of_score(i) == end_token);
     }
@@ -1561,7 +1561,7 @@ __device__ int sample(const Arguments &arguments, int stream, int head, u32 fram
     uint2 logits[N / 4];
     const Exchange *exchange = arguments.exchange;
     const Exchange &replica = LOGITS_COPIES == 1 ? *exchange : replica_of_this_block(exchange);
-    const u32 *first = replica.logits[stream][head];
+    const u32 *first = replica.logits[row][head];
     receive(logits, epoch, [&](int i) { return first + token_of_score(4 * i); });
     float score[N];
 #pragma unroll
@@ -1577,28 +1577,28 @@ __device__ int sample(const Arguments &arguments, int stream, int head, u32 fram
 }
 
 
-// The predictor's choices: codes of one stream after the other, 16 bits each. With a single stream every block
-// computes the choice, with the same result; with more, one of the first blocks chooses for each stream and sends
+// The predictor's choices: codes of one row after the other, 16 bits each. With a single row every block
+// computes the choice, with the same result; with more, one of the first blocks chooses for each row and sends
 // the code to all blocks.
 struct Codes {
-    u64 of_four[groups_of(STREAMS)];
+    u64 of_four[groups_of(ROWS)];
 
-    __device__ u64 operator[](u32 stream) const {
+    __device__ u64 operator[](u32 row) const {
         u64 four = of_four[0];
 #pragma unroll
-        for (int group = 1; group < groups_of(STREAMS); ++group) {          // registers have no index
-            four = stream / 4 == group ? of_four[group] : four;
+        for (int group = 1; group < groups_of(ROWS); ++group) {             // registers have no index
+            four = row / 4 == group ? of_four[group] : four;
         }
-        return four >> 16 * (stream % 4) & 0xffff;
+        return four >> 16 * (row % 4) & 0xffff;
     }
 };
 
 __device__ Codes choose_codes(const Arguments &arguments, int head, u32 epoch) {
-    if (STREAMS == 1) {
+    if (ROWS == 1) {
         return {(u64)sample(arguments, 0, head, 0, epoch)};
     }
     if (blockIdx.x < CODE_SLOTS) {
-        const u32 code = sample(arguments, blockIdx.x % STREAMS, head, 0, epoch);
+        const u32 code = sample(arguments, blockIdx.x % ROWS, head, 0, epoch);
         if (threadIdx.x == 0) {
             publish_bits(&arguments.exchange->codes[blockIdx.x], code, epoch);
         }
@@ -1634,33 +1634,33 @@ decode_step(const __grid_constant__ Arguments arguments) {
         return;
     }
 
-    Vectors<STREAMS, HIDDEN> x;
+    Vectors<ROWS, HIDDEN> x;
     Cursor cursor;
     u32 epoch = *arguments.epoch;
 
-#if CODES == 1  // the talker: a token of each stream, then the first code of the next frame
-    const int attended = stream_to_attend();
+#if CODES == 1  // the talker: a token of each row, then the first code of the next frame
+    const int attended = row_to_attend();
     const u64 next_position = arguments.prompt_length[attended] + arguments.frame[attended];
     const auto input_of = [&](int token) {
         return arguments.embedding + token * HIDDEN;
     };
-    // A stream whose cache is full does not advance, but is computed with the others.
+    // A row whose cache is full does not advance, but is computed with the others.
     run_layers<1>(arguments, input_of, min(next_position, arguments.cache_length - 1), cursor, epoch);
     run_head(arguments, 0, 0, x, cursor, epoch);
 
-    // The first blocks choose and write, one for each stream.
-    const int stream = blockIdx.x;
-    if (stream >= STREAMS) {
+    // The first blocks choose and write, one for each row.
+    const int row = blockIdx.x;
+    if (row >= ROWS) {
         return;
     }
-    const u64 frame = arguments.frame[stream] + 1;
-    const u64 token = sample(arguments, stream, 0, frame, epoch);
+    const u64 frame = arguments.frame[row] + 1;
+    const u64 token = sample(arguments, row, 0, frame, epoch);
 #pragma unroll
-    for (int group = 0; group < groups_of(STREAMS); ++group) {
-        if (arguments.advance[stream] && token_of_lane(group, STREAMS) == stream) {          // holds its vector
+    for (int group = 0; group < groups_of(ROWS); ++group) {
+        if (arguments.advance[row] && token_of_lane(group, ROWS) == row) {                   // holds its vector
 #pragma unroll
-            for (int i = 0; i < HIDDEN / STAGE_COLUMNS * QUADS_PER_PART<STREAMS>; ++i) {
-                u32 *pairs = arguments.hidden + stream * (HIDDEN / 2) + first_pair(quad_of_vector<STREAMS>(i));
+            for (int i = 0; i < HIDDEN / STAGE_COLUMNS * QUADS_PER_PART<ROWS>; ++i) {
+                u32 *pairs = arguments.hidden + row * (HIDDEN / 2) + first_pair(quad_of_vector<ROWS>(i));
                 pairs[0] = x[group][i].x;
                 pairs[2] = x[group][i].y;
             }
@@ -1669,47 +1669,47 @@ decode_step(const __grid_constant__ Arguments arguments) {
     if (threadIdx.x > 0) {
         return;
     }
-    if (stream == 0) {
+    if (row == 0) {
         *arguments.epoch = epoch;
     }
-    if (!arguments.advance[stream]) {
+    if (!arguments.advance[row]) {
         return;
     }
-    arguments.token[stream] = token;
-    arguments.frame[stream] = frame;
-    arguments.seen[stream * VOCAB + token] = true;
-    if (token == arguments.end_token[stream]) {
-        arguments.ended[stream] = true;
+    arguments.token[row] = token;
+    arguments.frame[row] = frame;
+    arguments.seen[row * VOCAB + token] = true;
+    if (token == arguments.end_token[row]) {
+        arguments.ended[row] = true;
     }
 
 #else  // the predictor: the inputs are the talker's hidden state, the first code, then each code that it chooses
     const int element = blockIdx.x * CONSUMERS + threadIdx.x;                // of the next embeddings
-    const int element_stream = element / TALKER_HIDDEN;
+    const int element_row = element / TALKER_HIDDEN;
     float sum = 0;
 
-    Codes codes = {};                                 // the latest of each stream
+    Codes codes = {};                                 // the latest of each row
 #pragma unroll
-    for (int stream = 0; stream < STREAMS; ++stream) {
-        codes.of_four[stream / 4] |= arguments.token[stream] << 16 * (stream % 4);
+    for (int row = 0; row < ROWS; ++row) {
+        codes.of_four[row / 4] |= arguments.token[row] << 16 * (row % 4);
     }
     // The tables to look the latest codes up in. Loaded before the codes are known.
     const bf16 *inputs = arguments.code_inputs[0];
     const bf16 *embeddings = arguments.code_embeddings[0];
     const auto record_codes = [&](int position) {
-        if (element_stream < STREAMS) {
-            sum += low_half(embeddings[codes[element_stream] * TALKER_HIDDEN + element % TALKER_HIDDEN]);
+        if (element_row < ROWS) {
+            sum += low_half(embeddings[codes[element_row] * TALKER_HIDDEN + element % TALKER_HIDDEN]);
         }
-        if (element < STREAMS) {
+        if (element < ROWS) {
             const u64 place = element * arguments.frames + arguments.frame[element];
             arguments.codes[place * (CODES + 1) + position] = codes[element];
         }
     };
     const auto inputs_from = [&](int first_position) {
         return [&, first_position](int token) {
-            const int position = first_position + token / STREAMS;
-            const int stream = token % STREAMS;
-            return position == 0 ? arguments.first_input + stream * HIDDEN
-                                 : inputs + codes[stream] * HIDDEN;
+            const int position = first_position + token / ROWS;
+            const int row = token % ROWS;
+            return position == 0 ? arguments.first_input + row * HIDDEN
+                                 : inputs + codes[row] * HIDDEN;
         };
     };
     record_codes(0);
@@ -1719,7 +1719,7 @@ decode_step(const __grid_constant__ Arguments arguments) {
         if (position >= FIRST_POSITIONS) {
             run_layers<1>(arguments, inputs_from(position), position, cursor, epoch);
         }
-        run_head(arguments, position < FIRST_POSITIONS ? MAX_TOKENS - STREAMS : 0, position - 1, x, cursor, epoch);
+        run_head(arguments, position < FIRST_POSITIONS ? MAX_TOKENS - ROWS : 0, position - 1, x, cursor, epoch);
         inputs = arguments.code_inputs[position];
         embeddings = arguments.code_embeddings[position];
         codes = choose_codes(arguments, position - 1, epoch);
@@ -1728,10 +1728,10 @@ decode_step(const __grid_constant__ Arguments arguments) {
     if (element == 0) {
         *arguments.epoch = epoch;
     }
-    if (element_stream >= STREAMS) {
+    if (element_row >= ROWS) {
         return;
     }
-    const u64 frame = element_stream * arguments.frames + arguments.frame[element_stream];
+    const u64 frame = element_row * arguments.frames + arguments.frame[element_row];
     const u64 place = frame * TALKER_HIDDEN + element % TALKER_HIDDEN;       // in `text`
     arguments.embedding[element] = pack_bf16x2(round_to_bf16(sum) + low_half(arguments.text[place]), 0);
 #endif

@@ -1,4 +1,4 @@
-"""The decoder layers, heads and sampling of 1 to 16 streams as one kernel per step: megakernel.cu, compiled by
+"""The decoder layers, heads and sampling of 1 to 16 rows as one kernel per step: megakernel.cu, compiled by
 NVRTC for this GPU and model.
 
 `TalkerStep` and `PredictorStep` are to be called or captured in place of the `step` of TalkerGraph and PredictorGraph.
@@ -7,23 +7,21 @@ They work on the same weights and the same `Rows`, so nothing around them change
 first half of sin negated.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from qwen3_tts_cuda_graphs.fast import kernel_cache, kernels, nvrtc
+from qwen3_tts_cuda_graphs.fast import nvrtc
+from qwen3_tts_cuda_graphs.fast.kernels import CudaSource
 from qwen3_tts_cuda_graphs.fast.layers import concatenate
 
-SOURCE = Path(__file__).with_suffix(".cu")
 KERNEL_NAME = "decode_step"
-Launch = Callable[[Sequence[int]], None]  # takes the fields of Arguments
 
-# As in megakernel.cu. `complete_source` makes the compiler check them, or what follows from them.
+# As in megakernel.cu. The compiler checks them, or what follows from them.
 CONSUMERS = 256
 MMA_TOKENS = 4
 
@@ -78,17 +76,17 @@ class Sizes:
     codes: int  # heads after the layers: 1 for the talker, 15 for the predictor
     talker_hidden: int  # width of the talker's hidden state
     epsilon: str
-    streams: int = 1  # of speech: 1, 2, 4, 8 or 16
+    rows: int = 1  # of a frame: 1, 2, 4, 8 or 16
 
     @property
     def first_positions(self) -> int:
-        """Positions of a stream in the predictor's first pass: two, unless they are too many tokens for one pass."""
-        return 2 if self.codes > 1 and 2 * self.streams <= MMA_TOKENS else 1
+        """Positions of a row in the predictor's first pass: two, unless they are too many tokens for one pass."""
+        return 2 if self.codes > 1 and 2 * self.rows <= MMA_TOKENS else 1
 
     @property
     def replicas(self) -> int:
         """Copies of what the blocks exchange."""
-        return 4 if self.streams <= MMA_TOKENS else 1
+        return 4 if self.rows <= MMA_TOKENS else 1
 
     @property
     def producers(self) -> int:
@@ -125,8 +123,33 @@ def choose_grid(matrices: Sequence[tuple[int, int]], multiprocessors: int) -> in
     return min(range(8, max(8, min(128, multiprocessors)) + 1), key=work_of_busiest)
 
 
-def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu, streams: int = 1) -> Sizes:
-    """`model` is a stack of decoder layers, `heads` are the linear layers after it."""
+class Stack(NamedTuple):
+    """What a step runs, for a frame of `row_count` rows."""
+
+    model: Any  # decoder layers
+    heads: Sequence[Any]  # linear layers after them
+    talker_hidden: int
+    row_count: int = 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+
+def stacks_of(talker: Any, row_count: int = 1) -> list[Stack]:
+    """Of upstream's talker and of its code predictor."""
+    predictor = talker.code_predictor
+    hidden_size = talker.config.hidden_size
+    return [
+        Stack(talker.model, [talker.codec_head], hidden_size, row_count),
+        Stack(predictor.model, list(predictor.lm_head), hidden_size, row_count),
+    ]
+
+
+def kernel_sizes(stack: Stack, gpu: Gpu | None = None) -> Sizes:
+    """For this GPU, by default the stack's own."""
+    model, heads, talker_hidden, row_count = stack
+    gpu = gpu or nvrtc.gpu_properties(model.device)
     config = model.config
     hidden = config.hidden_size
     inner = config.intermediate_size
@@ -138,7 +161,7 @@ def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu,
         shared_bytes=gpu.shared_memory_per_block_optin,
         l2_bytes=gpu.L2_cache_size,
         bulk_copies=int(gpu.major >= 9),
-        exchange_bytes=streams << 20,
+        exchange_bytes=row_count << 20,
         layers=len(model.layers),
         hidden=hidden,
         inner=inner,
@@ -149,15 +172,29 @@ def kernel_sizes(model: Any, heads: Sequence[Any], talker_hidden: int, gpu: Gpu,
         codes=len(heads),
         talker_hidden=talker_hidden,
         epsilon=f"{config.rms_norm_eps}f",
-        streams=streams,
+        rows=row_count,
     )
 
 
-def complete_source(sizes: Sizes, source: str | None = None) -> str:
-    """The sizes, the kernel, checks of its structs and constants. `source` is megakernel.cu, if not given."""
+def needs_of(stack: Stack) -> dict[str, bool]:
+    gpu = nvrtc.gpu_properties(stack.device)
+    shared_kib = gpu.shared_memory_per_block_optin >> 10
+    return {
+        f"bfloat16, the weights are {stack.model.dtype}": stack.model.dtype == torch.bfloat16,
+        f"8 multiprocessors, the GPU has {gpu.multi_processor_count}": gpu.multi_processor_count >= 8,
+        f"99 KiB of shared memory per block, the GPU has {shared_kib}": shared_kib >= 99,
+    }
+
+
+def structs_of(sizes: Sizes) -> dict[str, tuple[str, ...]]:
+    return dict(Matrix=MATRIX_FIELDS, Layer=LAYER_FIELDS, Arguments=sizes.argument_names)
+
+
+def checks_of(sizes: Sizes) -> str:
+    """C++ that compares what is written here with megakernel.cu."""
     checks = ""
     offset = 0
-    for name, length in sizes.activation_fields.items() if sizes.streams == 1 else ():
+    for name, length in sizes.activation_fields.items() if sizes.rows == 1 else ():
         message = f"megakernel.py reads Activations::{name}"
         checks += f'static_assert(OFFSET_OF(Activations, {name}) == {offset}, "{message}");\n'
         offset += 4 * length
@@ -165,32 +202,10 @@ def complete_source(sizes: Sizes, source: str | None = None) -> str:
     constants["FIRST_POSITIONS"] = sizes.first_positions
     for name, value in constants.items():
         checks += f'static_assert({name} == {value}, "megakernel.py has {name} = {value}");\n'
-    structs = dict(Matrix=MATRIX_FIELDS, Layer=LAYER_FIELDS, Arguments=sizes.argument_names)
-    return kernels.complete_source(SOURCE, sizes, structs, checks, source)
+    return checks
 
 
-@functools.cache
-def compile_kernel(device: torch.device, sizes: Sizes, source: str, architecture: str | None = None) -> Launch:
-    """`source` is complete_source(sizes). `architecture` as in nvrtc.compile_source, by default the GPU's own."""
-    cubin = kernel_cache.compile_source(source, architecture or nvrtc.architecture_of(device))
-    kernel = nvrtc.Kernels(cubin, [KERNEL_NAME], device, sizes.shared_bytes)
-    return functools.partial(kernel.launch, KERNEL_NAME, (sizes.grid, 1), sizes.threads, is_cooperative=True)
-
-
-def compile_for(model: Any, heads: Sequence[Any], talker_hidden: int, streams: int = 1) -> tuple[Sizes, Launch]:
-    """The kernel for a stack and its heads, compiled once per process.
-
-    OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the kernel does not support these sizes, the
-    compiler does not know this GPU, or the driver cannot load the kernel.
-    """
-    sizes = kernel_sizes(model, heads, talker_hidden, nvrtc.gpu_properties(model.device), streams)
-    return sizes, compile_kernel(model.device, sizes, complete_source(sizes))
-
-
-def compile_ahead(model: Any, heads: Sequence[Any], talker_hidden: int, streams: int = 1) -> None:
-    """Start compiling in a thread, which `compile_for` then waits for. The weights' values are not needed."""
-    gpu = nvrtc.gpu_properties(model.device)
-    kernels.compile_ahead(complete_source(kernel_sizes(model, heads, talker_hidden, gpu, streams)), model.device)
+SOURCE = CudaSource(Path(__file__).with_suffix(".cu"), [KERNEL_NAME], kernel_sizes, needs_of, structs_of, checks_of)
 
 
 def as_field(value: Tensor | int) -> int:
@@ -202,9 +217,9 @@ def as_field(value: Tensor | int) -> int:
     return value.data_ptr()
 
 
-def table(rows: Sequence[Sequence[Tensor | int]], device: torch.device) -> Tensor:
+def table(structs: Sequence[Sequence[Tensor | int]], device: torch.device) -> Tensor:
     """Numbers and addresses of tensors as 8 bytes each, for the kernel to read: an array of structs."""
-    fields = [[as_field(value) for value in row] for row in rows]
+    fields = [[as_field(value) for value in struct] for struct in structs]
     return torch.tensor(fields, dtype=torch.long, device=device)
 
 
@@ -218,28 +233,27 @@ def ordered(values: Mapping[str, Tensor | int], names: Sequence[str]) -> list[Te
 class FusedStep:
     """One step of a stack as one launch, to be called or captured.
 
-    `model` is a stack of decoder layers with its `keys` and `values`, a tensor for each layer. `heads` come after it:
-    one for the talker, 15 for the predictor, which runs its layers before each. `noise` is (rows, heads, vocab).
+    `keys` and `values` are those of the stack, a tensor for each layer. The talker has one head, the predictor 15, and
+    it runs its layers before each. `noise` is (rows, heads, vocab).
     `rows` are the Rows that it works on; only those with `advance` change. `arguments` are TALKER_ARGUMENTS or
     PREDICTOR_ARGUMENTS by name.
     """
 
     def __init__(
         self,
-        sizes: Sizes,
-        kernel: Launch,
-        model: Any,
+        compiled: tuple[Sizes, nvrtc.Kernels],
+        stack: Stack,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
-        heads: Sequence[Any],
         sampling: Any,
         noise: Tensor,
         rows: Any,
         arguments: Mapping[str, Tensor | int],
     ) -> None:
+        model, heads, _, _ = stack
         device = model.device
+        sizes, self.kernels = compiled
         self.sizes = sizes
-        self.kernel = kernel
         self.noise = noise
 
         layers: list[list[Tensor | int]] = []
@@ -302,7 +316,10 @@ class FusedStep:
         self.keepalive: list[Any] = [fields_by_name, matrices, layers]  # the kernel knows only their addresses
 
     def __call__(self) -> None:
-        self.kernel(self.fields)
+        self.launch()
+
+    def launch(self) -> None:
+        self.kernels.launch(KERNEL_NAME, (self.sizes.grid, 1), self.sizes.threads, self.fields, is_cooperative=True)
 
     def why_failed(self) -> str:
         """What made the kernel stop in a launch that has ended. Empty if nothing did."""
@@ -314,7 +331,7 @@ class FusedStep:
         return self.values(0, self.noise.numel()).view_as(self.noise)
 
     def exchanged(self) -> dict[str, Tensor]:
-        """What the blocks sent each other about the first stream in the last layer of the last pass, by the names
+        """What the blocks sent each other about the first row in the last layer of the last pass, by the names
         in Activations."""
         values = {}
         start = self.noise.numel()
@@ -331,13 +348,11 @@ class FusedStep:
 
 class TalkerStep(FusedStep):
     def __init__(self, talker: Any, rows: Any) -> None:
-        """talker: upstream's; rows: 1, 2, 4, 8 or 16 Rows"""
-        model = talker.model
-        heads = [talker.codec_head]
-        sizes, kernel = compile_for(model, heads, rows.hidden.shape[-1], len(rows.token))
+        """talker: upstream's; rows: SharedRows of 1, 2, 4, 8 or 16"""
+        stack = Stack(talker.model, [talker.codec_head], rows.hidden.shape[-1], len(rows.token))
         arguments = {name: getattr(rows, name) for name in TALKER_ARGUMENTS}
         super().__init__(
-            sizes, kernel, model, rows.keys, rows.values, heads, rows.sampling, rows.noise, rows, arguments
+            SOURCE.compile(stack), stack, rows.keys, rows.values, rows.sampling, rows.noise, rows, arguments
         )
 
 
@@ -347,7 +362,6 @@ class PredictorStep(FusedStep):
     def __init__(self, predictor: Any, like: "PredictorStep | None" = None) -> None:
         """predictor: a PredictorGraph; like: another step of the same model, whose projected embeddings to use"""
         rows = predictor.rows
-        heads = list(predictor.heads)
         self.project = predictor.project
         self.talker_hidden = rows.hidden
         self.first_input = self.project(self.talker_hidden)
@@ -363,19 +377,9 @@ class PredictorStep(FusedStep):
             "text": rows.text,
             "codes": rows.codes,
         }
-        sizes, kernel = compile_for(predictor.model, heads, rows.hidden.shape[-1], len(rows.token))
-        super().__init__(
-            sizes,
-            kernel,
-            predictor.model,
-            rows.code_keys,
-            rows.code_values,
-            heads,
-            rows.code_sampling,
-            rows.code_noise,
-            rows,
-            arguments,
-        )
+        stack = Stack(predictor.model, list(predictor.heads), rows.hidden.shape[-1], len(rows.token))
+        cache = rows.code_keys, rows.code_values
+        super().__init__(SOURCE.compile(stack), stack, *cache, rows.code_sampling, rows.code_noise, rows, arguments)
 
     def project_hidden(self) -> None:
         """The same tensor where the projection is the identity."""

@@ -23,19 +23,19 @@ def draw_seeded(noise: torch.Tensor, generator: torch.Generator) -> None:
 
 
 class SharedRows(Rows):
-    """Rows of which a frame takes the first n: `slots[:n]` is a view of them."""
+    """Rows of which a frame takes the first n: `rows[:n]` is a view of them."""
 
-    def __init__(self, config, rows: int, length: int, dtype: torch.dtype, device: torch.device):
-        super().__init__(config, rows, length, dtype, device)
-        self.advance = torch.ones(rows, dtype=torch.bool, device=device)  # whether the row takes part in the next frame
-        cache = new_cache(config, rows, length, dtype, device)
-        code_cache = new_cache(config.code_predictor_config, rows, round_up(config.num_code_groups), dtype, device)
+    def __init__(self, config, row_count: int, length: int, dtype: torch.dtype, device: torch.device):
+        super().__init__(config, row_count, length, dtype, device)
+        self.advance = torch.ones(row_count, dtype=torch.bool, device=device)  # whether it takes part in the next frame
+        cache = new_cache(config, row_count, length, dtype, device)
+        code_cache = new_cache(config.code_predictor_config, row_count, round_up(config.num_code_groups), dtype, device)
         self.keys, self.values = map(list, cache)
         self.code_keys, self.code_values = map(list, code_cache)
         self.whole_cache = cache.movedim(2, 0)  # (B, 2, layers, KV, S, D)
 
-    def __getitem__(self, rows: slice | int) -> "SharedRows":
-        return view_of(self, rows)
+    def __getitem__(self, index: slice | int) -> "SharedRows":
+        return view_of(self, index)
 
     def settings(self) -> list[torch.Tensor]:
         """All tensors that `configure` writes."""
@@ -60,14 +60,14 @@ class SharedRows(Rows):
         return [*self.keys, *self.values]
 
 
-def new_cache(config, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def new_cache(config, row_count: int, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Keys and values of all layers in one tensor, so that a prefix is one copy: (2, layers, B, KV, S, D)"""
-    shape = (2, config.num_hidden_layers, rows, config.num_key_value_heads, length, config.head_dim)
+    shape = (2, config.num_hidden_layers, row_count, config.num_key_value_heads, length, config.head_dim)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def copy_row(source: SharedRows, target: SharedRows, length: int, clear: bool = True) -> None:
-    """Copy a row, `slots[i]`, that has `length` positions. `clear` the rest if attention reads it: 0 x NaN is NaN."""
+    """Copy a row, `rows[i]`, that has `length` positions. `clear` the rest if attention reads it: 0 x NaN is NaN."""
     torch._foreach_copy_([*target.state(), target.text, target.codes], [*source.state(), source.text, source.codes])
     target.whole_cache[..., :length, :] = source.whole_cache[..., :length, :]
     if clear:
@@ -78,14 +78,14 @@ def tensors_of(sampling: Sampling) -> list[torch.Tensor]:
     return [sampling.temperature, sampling.topk_rank, sampling.one_minus_top_p, sampling.greedy]
 
 
-def view_of(part, rows: slice | int):
+def view_of(part, index: slice | int | list[int]):
     """These rows of all tensors of an object or a list. They share their memory."""
     if torch.is_tensor(part):
-        return part[rows]
+        return part[index]
     if isinstance(part, list):
-        return [view_of(item, rows) for item in part]
+        return [view_of(item, index) for item in part]
     if not isinstance(part, Rows | Sampling):
         return part
     view = copy.copy(part)
-    vars(view).update({name: view_of(value, rows) for name, value in vars(part).items()})
+    vars(view).update({name: view_of(value, index) for name, value in vars(part).items()})
     return view

@@ -15,7 +15,6 @@ from qwen3_tts_cuda_graphs.common import checkpoints
 from qwen3_tts_cuda_graphs.common.audio_files import to_int16
 from qwen3_tts_cuda_graphs.common.loading import choose_device, load_upstream
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker, speaker_prompt
-from qwen3_tts_cuda_graphs.fast.paths import MegakernelStopped
 from qwen3_tts_cuda_graphs.prompts.build import tokenize
 from qwen3_tts_cuda_graphs.prompts.cut import USUAL_FRAMES_PER_TOKEN, cut_by_estimate, tokens_that_fit
 from qwen3_tts_cuda_graphs.serving import memory
@@ -23,6 +22,7 @@ from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, engine_
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.engine import Engine
 from qwen3_tts_cuda_graphs.speech.listener import Listener, StreamTimeout
+from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
 from qwen3_tts_cuda_graphs.speech.utterance import CutOff
 from qwen3_tts_cuda_graphs.speech.warm_up import some_voice
 
@@ -90,7 +90,7 @@ class EngineHost:
 
     def card(self) -> dict:
         runner = self.tts.speech.runner
-        return {"device": str(self.device), "rows": runner.rows, "rate": self.engine.rate}
+        return {"device": str(self.device), "rows": runner.row_count, "rate": self.engine.rate}
 
     def close(self) -> None:
         if self.engine:

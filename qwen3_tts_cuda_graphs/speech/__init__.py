@@ -14,9 +14,9 @@ warm_up.py      two requests when a model is loaded onto a GPU, so that a user's
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
-from qwen3_tts_cuda_graphs.fast import batched, codec_kernels
+from qwen3_tts_cuda_graphs.fast import batched, codec_kernels, megakernel
 from qwen3_tts_cuda_graphs.fast.layers import bypass_config_getattr, replace_layers
-from qwen3_tts_cuda_graphs.fast.paths import check_torch, compile_ahead
+from qwen3_tts_cuda_graphs.fast.paths import check_torch
 from qwen3_tts_cuda_graphs.prompts.build import check_counts
 from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import PRE_TOKENS
 from qwen3_tts_cuda_graphs.prompts.text_table import use_text_table
@@ -36,9 +36,9 @@ def accelerate(tts, max_seq_len: int = 2048, rows: int = 1, fused: bool | None =
     talker = tts.model.talker
     on_gpu = talker.device.type == "cuda"
     check_torch()
-    codec_kernels.compile_ahead(tts.model.speech_tokenizer.model.decoder)
+    codec_kernels.SOURCE.compile_ahead(tts.model.speech_tokenizer.model.decoder)
     if fused is not False:
-        compile_ahead(talker)
+        megakernel.SOURCE.compile_ahead(*megakernel.stacks_of(talker))
     bypass_config_getattr(tts.model.config, talker.config)
     complete_speakers(talker.config)
     # load_upstream does the same; this is for a model that upstream has loaded, from a folder.
@@ -46,8 +46,7 @@ def accelerate(tts, max_seq_len: int = 2048, rows: int = 1, fused: bool | None =
     tts._tokenize_texts([""])  # sets the tokenizer's padding, which must not change while another thread tokenizes
     host_talker = use_text_table(talker) if on_gpu else None  # first: it frees what the rest then takes
     keepalive = replace_layers(talker, max_seq_len)
-    if not batched.why_not(talker.model):
-        batched.compile_ahead(talker.model)  # also where the megakernel makes all frames: prefills need it
+    batched.SOURCE.compile_ahead(talker.model)  # also where the megakernel makes all frames: prefills need it
     runner = Runner(talker, tts.model.speech_tokenizer, rows, max_seq_len, fused, keepalive)
     tts.speech = Accelerated(tts, runner, max_seq_len, host_talker)
     tts.speech.take_over()

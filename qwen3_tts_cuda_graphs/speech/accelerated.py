@@ -147,11 +147,11 @@ class Accelerated:
     def runner_for(self, texts: int) -> Runner:
         """On a CPU all texts of a list are decoded together, in the first rows: upstream draws their random numbers
         together. The runner of the last such list is kept."""
-        if self.on_gpu or (texts <= self.runner.rows and not self.runner.active):
+        if self.on_gpu or (texts <= self.runner.row_count and not self.runner.active):
             return self.runner
-        if self.list_runner is None or self.list_runner.rows != texts:
+        if self.list_runner is None or self.list_runner.row_count != texts:
             self.list_runner = None  # free its memory first
-            options = dict(rows=texts, max_seq_len=self.max_seq_len, fused=False, keepalive=self.runner.keepalive)
+            options = dict(row_count=texts, max_seq_len=self.max_seq_len, fused=False, keepalive=self.runner.keepalive)
             self.list_runner = Runner(self.talker, self.tts.model.speech_tokenizer, **options)
         return self.list_runner
 
@@ -190,14 +190,14 @@ class Accelerated:
         def keep_hidden(active: list[Utterance]) -> None:
             for utterance in active:
                 if not self.on_gpu or utterance.may_advance():
-                    hiddens[utterance].append(runner.slots.hidden[utterance.row, 0].clone())
+                    hiddens[utterance].append(runner.rows.hidden[utterance.row, 0].clone())
 
         with self.turns.take():
             runner = self.runner_for(len(utterances))
             for utterance in self.run(runner, utterances, hand_over=None, before_frame=keep_hidden):
                 # On a CPU a finished text has the other texts' frames, too, as upstream returns them.
                 frames = utterance.valid if self.on_gpu else len(hiddens[utterance])
-                codes[utterance] = runner.slots.codes[utterance.row, :frames].clone()
+                codes[utterance] = runner.rows.codes[utterance.row, :frames].clone()
                 utterance.warn_if_cut_off()
         frames = [
             (codes[utterance], torch.stack(hiddens[utterance][: len(codes[utterance])])) for utterance in utterances

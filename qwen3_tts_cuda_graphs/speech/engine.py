@@ -29,12 +29,12 @@ import numpy as np
 import torch
 
 from qwen3_tts_cuda_graphs.fast.codec import PendingAudio
-from qwen3_tts_cuda_graphs.fast.paths import MegakernelStopped
 from qwen3_tts_cuda_graphs.prompts.arriving_text import END
 from qwen3_tts_cuda_graphs.prompts.build import check_counts, check_text, with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.speech.accelerated import value_for
 from qwen3_tts_cuda_graphs.speech.intake import Intake
 from qwen3_tts_cuda_graphs.speech.listener import Listener, QueueFull, State, StreamTimeout
+from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
 from qwen3_tts_cuda_graphs.speech.schedule import Situation, admissions, can_decode_together, evictions, holds_back
 from qwen3_tts_cuda_graphs.speech.streaming import Chunk, check_not_async, check_seed, is_arriving, nth_seed
 
@@ -228,7 +228,7 @@ class Engine:
             check_text(one)
         self.check_model(method)
         kwargs = with_voice_clone_prompt(method, kwargs)
-        with ThreadPoolExecutor(self.runner.rows, "speech list") as threads:
+        with ThreadPoolExecutor(self.runner.row_count, "speech list") as threads:
             return [*threads.map(speak, range(len(text)))], self.rate
 
     def take_item(self, stream: Listener, item) -> np.ndarray:
@@ -257,7 +257,7 @@ class Engine:
 
     def submit(self, stream: Listener, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
         with self.changed:
-            free = self.runner.rows - len(self.active)
+            free = self.runner.row_count - len(self.active)
             waiting = len(self.intake.waiting) + self.intake.preparing - free
             if waiting >= self.max_waiting:
                 raise QueueFull(f"{waiting} requests are waiting already: try again later")

@@ -52,17 +52,17 @@ class PrefillGraph:
     """Compute keys and values of `count` prefixes of up to `length` positions. Positions after the end of a
     shorter one are computed, too, and overwritten before anything attends to them."""
 
-    def __init__(self, talker, slots: SharedRows, count: int, length: int, with_kernels: bool):
-        self.slots = slots
-        self.talker = TalkerGraph(talker, slots, slots.keys, slots.values)
+    def __init__(self, talker, rows: SharedRows, count: int, length: int, with_kernels: bool):
+        self.rows = rows
+        self.talker = TalkerGraph(talker, rows, rows.keys, rows.values)
         with talker.device:
             self.prefixes = torch.zeros(count, length, talker.config.hidden_size, dtype=talker.dtype)
-            self.rows = torch.full((count,), len(slots.token) - 1)  # that they are read into
+            self.row_indices = torch.full((count,), len(rows.token) - 1)  # where they are read into
             self.positions = torch.arange(length)
         self.kernels = None
         if with_kernels:
             stack = partial(PromptStack, count) if length >= SHORTEST_FOR_SDPA else BatchedStack
-            self.kernels = stack(talker.model, slots.keys, slots.values, count * length)
+            self.kernels = stack(talker.model, rows.keys, rows.values, count * length)
 
     def capture(self, graphs: Graphs) -> None:
         self.replay = graphs.capture(self.step)
@@ -70,31 +70,31 @@ class PrefillGraph:
     def step(self) -> None:
         count, length, _ = self.prefixes.shape
         if self.kernels:
-            slots = self.rows[:, None].repeat(1, length).flatten()
-            self.kernels.forward(self.prefixes.flatten(0, 1), self.positions.repeat(count), slots)
+            row_indices = self.row_indices[:, None].repeat(1, length).flatten()
+            self.kernels.forward(self.prefixes.flatten(0, 1), self.positions.repeat(count), row_indices)
         else:
             visible = (self.positions <= self.positions[:, None])[None]
-            cache = PromptCache(self.slots.keys, self.slots.values, self.rows)
+            cache = PromptCache(self.rows.keys, self.rows.values, self.row_indices)
             self.talker.forward(self.prefixes, self.positions[None], visible, cache)
 
 
 class PromptCache(Cache):
-    """A static cache in one prefill: prompts are written to `rows` (B) from position 0 on and attend to themselves."""
+    """A static cache in one prefill: prompts are written from position 0 on to rows (B), and attend to themselves."""
 
-    def __init__(self, keys: list, values: list, rows: torch.Tensor):
+    def __init__(self, keys: list, values: list, row_indices: torch.Tensor):
         super().__init__(layers=[])
         self.keys = keys
         self.values = values
-        self.rows = rows
+        self.row_indices = row_indices
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, _) -> tuple[torch.Tensor, torch.Tensor]:
-        self.keys[layer][:, :, : keys.shape[2]].index_copy_(0, self.rows, keys)
-        self.values[layer][:, :, : keys.shape[2]].index_copy_(0, self.rows, values)
+        self.keys[layer][:, :, : keys.shape[2]].index_copy_(0, self.row_indices, keys)
+        self.values[layer][:, :, : keys.shape[2]].index_copy_(0, self.row_indices, values)
         return keys, values
 
 
 class PromptStack(BatchedStack):
-    """The same with SDPA's attention, for rows that are all positions of one prompt after another."""
+    """The same with SDPA's attention, for tokens that are all positions of one prompt after another."""
 
     def __init__(self, prompts: int, *args):
         """prompts: how many; then what a BatchedStack takes"""
@@ -111,15 +111,15 @@ class PromptStack(BatchedStack):
 
 
 class Prefills:
-    def __init__(self, talker, slots: SharedRows, rows: int, graphs: Graphs, with_kernels: bool):
-        """slots: `rows` of them and, where there are several, one more that padding is read into"""
-        self.slots = slots
-        self.kept = KeptPrefixes(slots)
-        longest = slots.text.shape[1]
+    def __init__(self, talker, rows: SharedRows, row_count: int, graphs: Graphs, with_kernels: bool):
+        """rows: `row_count` of them and, where there are several, one more that padding is read into"""
+        self.rows = rows
+        self.kept = KeptPrefixes(rows)
+        longest = rows.text.shape[1]
         lengths = [*(length for length in PREFILL_LENGTHS if length < longest), longest]
-        most = min(rows, max(PREFILL_ROWS))
+        most = min(row_count, max(PREFILL_ROWS))
         self.graphs = {
-            (count, length): PrefillGraph(talker, slots, count, length, with_kernels)
+            (count, length): PrefillGraph(talker, rows, count, length, with_kernels)
             for count in [*(count for count in PREFILL_ROWS if count < most), most]
             for length in lengths
             if count == 1 or count * length <= MAX_PREFILL_POSITIONS
@@ -149,11 +149,11 @@ class Prefills:
         counts = range(len(lengths), 0, -1)
         return next(count for count in counts if self.graph_for(lengths[:count]))
 
-    def load(self, rows: list[int], prefixes: list[torch.Tensor]) -> PrefillGraph:
+    def load(self, row_indices: list[int], prefixes: list[torch.Tensor]) -> PrefillGraph:
         """Write prefixes (L, H) of these rows to a graph, for its `replay`."""
         graph = self.graph_for([*map(len, prefixes)])
-        padding = len(graph.rows) - len(rows)
-        copy_to_device(torch.tensor(rows + [len(self.slots.token) - 1] * padding), graph.rows)
+        padding = len(graph.row_indices) - len(row_indices)
+        copy_to_device(torch.tensor(row_indices + [len(self.rows.token) - 1] * padding), graph.row_indices)
         for target, prefix in zip(graph.prefixes, prefixes):
             copy_to_device(prefix, target[: len(prefix)])
         return graph
@@ -162,23 +162,23 @@ class Prefills:
 class KeptPrefixes:
     """Keys and values of the prefixes that were used last, by the content of their embeddings."""
 
-    def __init__(self, slots: SharedRows):
-        self.cache = slots.whole_cache  # (B, 2, layers, KV, S, D)
+    def __init__(self, rows: SharedRows):
+        self.cache = rows.whole_cache  # (B, 2, layers, KV, S, D)
         self.prefixes = collections.OrderedDict()  # (2, layers, KV, L, D) each
 
     def copy(self, utterances: list[Utterance]) -> list[Utterance]:
         """Write those that are here to the cache. Returns the utterances whose prefixes are not."""
-        rows, missing = collections.defaultdict(list), []
+        row_indices, missing = collections.defaultdict(list), []
         for utterance in utterances:
             if utterance.prefix_key in self.prefixes:
-                rows[utterance.prefix_key].append(utterance.row)
+                row_indices[utterance.prefix_key].append(utterance.row)
             else:
                 missing.append(utterance)
-        for key, same in rows.items():
+        for key, indices in row_indices.items():
             kept = self.prefixes[key]
             self.prefixes.move_to_end(key)
-            rows_of_it = same[0] if len(same) == 1 else to_device(torch.tensor(same), kept.device)
-            self.cache[..., : kept.shape[3], :][rows_of_it] = kept
+            index = indices[0] if len(indices) == 1 else to_device(torch.tensor(indices), kept.device)
+            self.cache[..., : kept.shape[3], :][index] = kept
             if kept.is_cuda:
                 kept.record_stream(torch.cuda.current_stream(kept.device))
         return missing

@@ -14,16 +14,15 @@ frame after its last one is running, which is then dropped.
 import collections
 import heapq
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 
 from cudagraph_talker import round_up
-from qwen3_tts_cuda_graphs.fast.batched import why_not
+from qwen3_tts_cuda_graphs.fast import batched
 from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES, MAX_BATCH, Codec, PendingAudio
 from qwen3_tts_cuda_graphs.fast.frame_set import FrameSet
-from qwen3_tts_cuda_graphs.fast.paths import MegakernelStopped
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows, copy_row, draw_seeded
 from qwen3_tts_cuda_graphs.prompts.build import to_device
 from qwen3_tts_cuda_graphs.speech.prefill import HostSettings, Prefills, copy_to_device
@@ -36,6 +35,16 @@ FULL_CHUNK = max(BATCH_CHUNK_SIZES)
 HandOver = Callable[[list[Utterance], PendingAudio], None]
 
 
+class MegakernelStopped(RuntimeError):
+    """A wait in the megakernel took too long. What it has computed since is worthless."""
+
+    def __init__(self, reason: str, utterances: Iterable[Utterance] = ()):
+        """utterances: those whose speech is lost"""
+        super().__init__(f"{reason}: the speech is lost, the next request runs on separate kernels")
+        self.reason = reason
+        self.utterances = utterances
+
+
 class Runner:
     @torch.inference_mode(False)  # tensors made in inference mode cannot be written outside of it
     @torch.no_grad()
@@ -43,40 +52,40 @@ class Runner:
         self,
         talker,
         speech_tokenizer,
-        rows: int,
+        row_count: int,
         max_seq_len: int,
         fused: bool | None,
         keepalive: list[torch.Tensor],
     ):
-        """Capture what decodes up to `rows` requests at once.
+        """Capture what decodes up to `row_count` requests at once.
 
         fused: as in `accelerate`
         keepalive: tensors that the captured graphs read, besides the weights
         """
         self.device = talker.device
         self.on_gpu = self.device.type == "cuda"
-        self.rows = rows
+        self.row_count = row_count
         self.keepalive = keepalive
         self.settings = HostSettings(talker.config, self.on_gpu)
-        has_spare = rows > 1  # padding of a prefill is read into a row that belongs to no request
-        self.slots = SharedRows(talker.config, rows + has_spare, round_up(max_seq_len), talker.dtype, self.device)
-        self.slots.advance.fill_(False)
-        self.views = [self.slots[row] for row in range(rows)]
+        has_spare = row_count > 1  # padding of a prefill is read into a row that belongs to no request
+        self.rows = SharedRows(talker.config, row_count + has_spare, round_up(max_seq_len), talker.dtype, self.device)
+        self.rows.advance.fill_(False)
+        self.views = [self.rows[row] for row in range(row_count)]
         log.info("capturing the codec")
-        self.codec = Codec(speech_tokenizer, rows)
-        self.frames = FrameSet(talker, self.slots, rows, fused)
+        self.codec = Codec(speech_tokenizer, row_count)
+        self.frames = FrameSet(talker, self.rows, row_count, fused)
         log.info("capturing prefills")
-        with_kernels = not (self.frames.reads_masked_positions() or why_not(talker.model))
-        self.prefills = Prefills(talker, self.slots, rows, self.frames.graphs, with_kernels)
-        self.new_lengths = torch.zeros(rows + has_spare, dtype=torch.long, device=self.device)
-        self.begin = self.frames.graphs.capture(lambda: self.slots.begin(self.new_lengths))
-        self.row_settings = [None] * rows  # that are in each row
+        with_kernels = not (self.frames.reads_masked_positions() or batched.SOURCE.why_not(talker.model))
+        self.prefills = Prefills(talker, self.rows, row_count, self.frames.graphs, with_kernels)
+        self.new_lengths = torch.zeros(row_count + has_spare, dtype=torch.long, device=self.device)
+        self.begin = self.frames.graphs.capture(lambda: self.rows.begin(self.new_lengths))
+        self.row_settings = [None] * row_count  # the settings that each row has
 
         self.active = []  # admitted utterances, each in its row
         self.beat = 0  # frames launched since the runner was idle, to decode chunks together
-        self.free = list(range(rows))  # a heap
+        self.free = list(range(row_count))  # a heap
         self.launched = collections.deque()  # frames whose `ended` flags the host has not read yet
-        self.mask = None  # host copy of slots.advance
+        self.mask = None  # host copy of rows.advance
         self.last_stream = None  # the CUDA stream of the last caller
         self.sleeps = False
         self.shared_generator = torch.Generator(self.device)  # of all utterances without a generator of their own
@@ -108,7 +117,8 @@ class Runner:
         """A free row."""
         if not self.free:
             raise RuntimeError(
-                f"all {self.rows} rows of this model are taken by paused streams: close some, or load it with more rows"
+                f"all {self.row_count} rows of this model are taken by paused streams: "
+                "close some, or load it with more rows"
             )
         return self.free[0]
 
@@ -128,8 +138,8 @@ class Runner:
                     self.codec.reset(utterance.row)
                     self.codec.feed([utterance.row], utterance.reference[None])
             self.read_prompts(utterances)
-            if rows := [utterance.row for utterance in utterances if utterance.reference is None]:
-                self.codec.reset(*rows)  # after the prompts, which take the GPU longer
+            if indices := [utterance.row for utterance in utterances if utterance.reference is None]:
+                self.codec.reset(*indices)  # after the prompts, which take the GPU longer
         except BaseException as error:
             for utterance, state in zip(utterances, states):
                 heapq.heappush(self.free, utterance.row)
@@ -157,7 +167,7 @@ class Runner:
             self.load_row(utterance)
             lengths[utterance.row] = utterance.prompt_length
         copy_to_device(torch.tensor(lengths), self.new_lengths)
-        self.draw(self.slots.noise, [utterance for utterance in utterances if utterance.samples_token])
+        self.draw(self.rows.noise, [utterance for utterance in utterances if utterance.samples_token])
         frame = self.frames.of(1 + max(utterance.row for utterance in utterances))
         self.mask = [length > 0 for length in lengths]
         self.begin()
@@ -183,8 +193,8 @@ class Runner:
         if len(utterances) == 1:
             self.views[utterances[0].row].text.copy_(padding)
         else:
-            rows = torch.tensor([utterance.row for utterance in utterances])
-            self.slots.text[to_device(rows, self.device)] = padding
+            indices = torch.tensor([utterance.row for utterance in utterances])
+            self.rows.text[to_device(indices, self.device)] = padding
         for utterance in utterances:
             text = self.views[utterance.row].text
             words = min(len(utterance.inputs) - 2, len(text))
@@ -231,15 +241,15 @@ class Runner:
                 self.write_text(utterance)
         self.close_gaps()
         frame = self.frames.of(1 + max(utterance.row for utterance in self.active))
-        rows = [utterance.row for utterance in utterances]
-        mask = [False] * len(self.slots.advance)
-        for row in rows:
+        indices = [utterance.row for utterance in utterances]
+        mask = [False] * len(self.rows.advance)
+        for row in indices:
             mask[row] = True
         if mask != self.mask:
-            copy_to_device(torch.tensor(mask), self.slots.advance)
+            copy_to_device(torch.tensor(mask), self.rows.advance)
             self.mask = mask
 
-        self.draw(self.slots.code_noise, [utterance for utterance in utterances if utterance.samples_codes])
+        self.draw(self.rows.code_noise, [utterance for utterance in utterances if utterance.samples_codes])
         frame.predict()
         self.beat += 1
         for utterance in utterances:
@@ -248,25 +258,25 @@ class Runner:
             self.decode(without_sound, hand_over)  # the first sound: its codes are complete
             if frame.launches and self.on_gpu:  # the megakernel would take all multiprocessors from the codec
                 torch.cuda.current_stream(self.device).wait_stream(self.codec.stream)
-        self.draw(self.slots.noise, [utterance for utterance in utterances if utterance.samples_token])
+        self.draw(self.rows.noise, [utterance for utterance in utterances if utterance.samples_token])
         frame.step()
 
         ended = torch.empty(len(frame.rows.ended), dtype=torch.bool, pin_memory=self.on_gpu)
         ended.copy_(frame.rows.ended, non_blocking=True)
-        self.launched.append((self.record_event(self.sleeps), ended, [*zip(utterances, rows)]))
+        self.launched.append((self.record_event(self.sleeps), ended, [*zip(utterances, indices)]))
 
     def draw(self, noise: torch.Tensor, utterances: list[Utterance]) -> None:
         """Noise (B, N, V) of the next choices. Utterances that share a generator share one draw."""
-        rows = collections.defaultdict(list)
+        indices_of = collections.defaultdict(list)
         for utterance in utterances:
-            rows[utterance.generator].append(utterance.row)
-        for generator, of_it in rows.items():
-            first = of_it[0] if len(of_it) == 1 else 0
-            draw_seeded(noise[first : max(of_it) + 1], generator or self.shared_generator)
+            indices_of[utterance.generator].append(utterance.row)
+        for generator, indices in indices_of.items():
+            first = indices[0] if len(indices) == 1 else 0
+            draw_seeded(noise[first : max(indices) + 1], generator or self.shared_generator)
 
     def write_text(self, utterance: Utterance) -> None:
         """Put text that has arrived where the frames read it. There may be more of it than they can reach."""
-        text = self.slots.text[utterance.row]
+        text = self.rows.text[utterance.row]
         while utterance.new_text:
             first, embeddings, utterance.frames_with_text, ready = utterance.new_text.popleft()
             if ready:
@@ -335,7 +345,7 @@ class Runner:
         """The next codes of each, (B, size, 16)."""
         if len(utterances) == 1:
             (one,) = utterances  # a copy: the codec may read it when the row belongs to another one
-            return self.slots.codes[one.row, one.decoded : one.decoded + size][None].clone()
-        first = np.array([utterance.row * self.slots.codes.shape[1] + utterance.decoded for utterance in utterances])
+            return self.rows.codes[one.row, one.decoded : one.decoded + size][None].clone()
+        first = np.array([utterance.row * self.rows.codes.shape[1] + utterance.decoded for utterance in utterances])
         places = torch.from_numpy(first[:, None] + np.arange(size))
-        return self.slots.codes.flatten(0, 1)[to_device(places, self.device)]
+        return self.rows.codes.flatten(0, 1)[to_device(places, self.device)]
