@@ -2,8 +2,8 @@
 """Qwen3-TTS with every frame captured as CUDA graphs: `tts = load("0.6B")` is upstream's model, accelerated.
 
 Upstream builds every prompt, calls `talker.generate` once and decodes the codes to audio. `accelerate` puts
-`Decoder.generate` in its place, whose loop is `Decoder.frames`. The package qwen3_tts_cuda_graphs adds faster kernels,
-streams and a server; where it can be imported, `python generate.py` is its command line.
+`Decoder.generate` in its place, whose loop is `Decoder.frames`. The package qwen3_tts_cuda_graphs adds faster
+kernels, streams and a server; where it can be imported, `python generate.py` is its command line.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 if __name__ == "__main__" and find_spec("qwen3_tts_cuda_graphs"):
-    runpy.run_module("qwen3_tts_cuda_graphs.cli", run_name="__main__")  # checks the options before torch is imported
+    runpy.run_module("qwen3_tts_cuda_graphs.cli", run_name="__main__")  # imports torch when the options are checked
     sys.exit()
 
 import soundfile
@@ -95,7 +95,7 @@ class FrameGraphs:
 
 
 class Decoder:
-    """In place of `talker.generate`: prompts go in, codes and hidden states come out. For one thread at a time."""
+    """In place of `talker.generate`: prompts in, codes and hidden states out. For one thread at a time."""
 
     def __init__(self, talker, max_seq_len: int):
         self.talker = talker
@@ -113,7 +113,7 @@ class Decoder:
         used = attention_mask.shape[1]
         if used >= self.max_seq_len:
             raise ValueError(f"the prompt takes {used} of {self.max_seq_len} positions: raise max_seq_len")
-        max_new_tokens = 20 - used if max_new_tokens is None else max_new_tokens  # as transformers: its max_length
+        max_new_tokens = 20 - used if max_new_tokens is None else max_new_tokens  # transformers' max_length
         if max_new_tokens < 2:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 2: the last has no audio")
         if repetition_penalty is not None and not repetition_penalty > 0:
@@ -160,8 +160,8 @@ class Decoder:
         graphs.talker.prefill(prompts)
 
     def generate(self, **request) -> transformers.generation.GenerateDecoderOnlyOutput:
-        """Decode a list of texts and return what upstream reads of its talker.generate's output, one entry per
-        forward: first the prompt's, whose codes are None, then one for each frame, with its codes."""
+        """Decode a list of texts and return what upstream reads of its talker.generate's output, one entry
+        per forward: first the prompt's, whose codes are None, then one for each frame, with its codes."""
         codes, hiddens = zip(*self.frames(**request))
         steps = zip([*hiddens, hiddens[-1]], [None, *codes])  # the last hidden state is not read
         return transformers.generation.GenerateDecoderOnlyOutput(
@@ -171,7 +171,7 @@ class Decoder:
 
 
 def import_upstream():
-    """Upstream's model class, without its 25 Hz tokenizer, whose packages (torchaudio, sox, ...) may be broken."""
+    """Upstream's model class, without its 25 Hz tokenizer, whose packages (torchaudio, sox) may be broken."""
     spec = find_spec("qwen_tts")
     suffix = "-hf" if spec and Path(spec.origin).with_name("_transformers_compat.py").is_file() else ""
     if not transformers.__version__.startswith(("5.15.", "5.16.") if suffix else "4.57."):
@@ -179,7 +179,7 @@ def import_upstream():
         raise ImportError(f"transformers {transformers.__version__} is not for qwen-tts{suffix}: install {pairs}")
     try:
         import librosa.filters  # noqa: F401
-    except RuntimeError:  # numba keeps compiled functions beside librosa or in the home, and can write to neither
+    except RuntimeError:  # numba can write compiled functions neither beside librosa nor into the home
         import_upstream.folder = tempfile.TemporaryDirectory()  # until the process ends
         os.environ["XDG_CACHE_HOME"] = import_upstream.folder.name
     tokenizer = "qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1"
@@ -208,7 +208,7 @@ def main() -> None:
         parser.error(f"there is no speaker file {args.speaker}: make one with extract_speaker.py")
 
     speaker = torch.load(args.speaker, map_location="cpu", weights_only=True)
-    voice = {"ref_code": [None], "ref_spk_embedding": [speaker], "x_vector_only_mode": [True], "icl_mode": [False]}
+    voice = dict(ref_code=[None], ref_spk_embedding=[speaker], x_vector_only_mode=[True], icl_mode=[False])
     (audio,), rate = load(args.model).generate_voice_clone(args.text, voice_clone_prompt=voice)
     soundfile.write(args.output, audio, rate)
     print(f"{args.output}: {len(audio) / rate:.2f} s of audio")

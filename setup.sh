@@ -120,8 +120,8 @@ $install --no-deps "$qwen_tts"
 # librosa brings scikit-learn, for functions that nobody calls here. transformers imports it where it is installed, which
 # takes a sixth of the time to start.
 $uninstall scikit-learn
-# The package itself, in place: the command $venv/bin/qwen3-tts.
-$install --no-deps --editable .
+# The package itself, in place: the command $venv/bin/qwen3-tts. Once, as it needs the network to be built.
+[ $venv/bin/qwen3-tts -nt pyproject.toml ] || $install --no-deps --editable .
 # The first import compiles torch and transformers, and takes as long as installing the rest.
 first_import="import qwen3_tts_cuda_graphs.common.loading"
 $venv/bin/python -c "$first_import" &

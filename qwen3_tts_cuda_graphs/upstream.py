@@ -24,7 +24,7 @@ def load_weights(cls, folder, *args, **options):
 
 
 def import_upstream():
-    """Upstream's model class, without its 25 Hz tokenizer, whose packages (torchaudio, sox, ...) may be broken."""
+    """Upstream's model class, without its 25 Hz tokenizer, whose packages (torchaudio, sox) may be broken."""
     spec = find_spec("qwen_tts")
     suffix = "-hf" if spec and Path(spec.origin).with_name("_transformers_compat.py").is_file() else ""
     if not transformers.__version__.startswith(("5.15.", "5.16.") if suffix else "4.57."):
@@ -32,7 +32,7 @@ def import_upstream():
         raise ImportError(f"transformers {transformers.__version__} is not for qwen-tts{suffix}: install {pairs}")
     try:
         import librosa.filters  # noqa: F401
-    except RuntimeError:  # numba keeps compiled functions beside librosa or in the home, and can write to neither
+    except RuntimeError:  # numba can write compiled functions neither beside librosa nor into the home
         import_upstream.folder = tempfile.TemporaryDirectory()  # until the process ends
         os.environ["XDG_CACHE_HOME"] = import_upstream.folder.name
     tokenizer = "qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1"

@@ -1,7 +1,7 @@
 """The server as a Ray Serve application: the same routes, one replica per GPU, on as many machines as the cluster has.
 
-    serve run serving.ray_app:app model=0.6B max_replicas=8
-    serve run serving.ray_app:app model=tiny device=cpu replicas=2
+    serve run qwen3_tts_cuda_graphs.serving.ray_app:app model=0.6B max_replicas=8
+    serve run qwen3_tts_cuda_graphs.serving.ray_app:app model=tiny device=cpu replicas=2
 
 Ray's proxies pass requests and WebSockets on to the less busy of two replicas. A replica whose engine fails heals as
 `qwen3-tts serve` does; one that dies, or does not heal in time, is replaced. The clients it was speaking to see their
