@@ -426,14 +426,14 @@ def test_a_text_that_does_not_fit_is_cut(voice, text, ends, size):
     tts = voice.fast
     with engine_of(tts, 2) as engine:
         while (rest := text[len("".join(utterances)) :]).strip():
-            stream = Listener(print)
-            stream.max_text_tokens = most
-            engine.submit(stream, tts.generate_voice_clone, None, 0, voice.arguments | {"max_new_tokens": 2}).result()
+            listener = Listener(engine, print)
+            listener.max_text_tokens = most
+            listener.ask(tts.generate_voice_clone, None, 0, voice.arguments | {"max_new_tokens": 2}).result()
             for piece in [*(rest[start : start + size] for start in range(0, len(rest), size)), None]:
-                engine.intake.thread.submit(engine.intake.take_piece, stream, piece).result()
-            assert stream.text.is_finished and not stream.text_error
-            utterances.append(stream.text.text)
-            engine.cancel(stream)
+                listener.push(piece).result()
+            assert listener.text.is_finished and not listener.text_error
+            utterances.append(listener.text.text)
+            listener.cancel()
     assert "".join(utterances).rstrip() == text.rstrip() and len(utterances) > 2
     assert max(len(tokenize(tts, utterance.strip())) for utterance in utterances) <= most + 4
     if ends:

@@ -6,16 +6,22 @@ the prompt with the reference's codes. So frame k can be computed as soon as wha
 
 `ArrivingText` has no threads and does no GPU work before `begin`. Its owner calls `take` with each piece of text and
 then with END, and `begin` once `can_begin`. Before frame k it asks `has_text_for(k)` and hands what `take_embeddings`
-returns to the runner. `TextReader` is such an owner, for an iterator of strings.
+returns to the runner. When it waits for text, it asks whether that has `timed_out`. The engine is such an owner;
+`TextReader` is the one of a stream without an engine.
+
+`start_reader` and `aread_pieces` read an iterator of strings for either of them.
 """
 
+import asyncio
 import bisect
 import contextvars
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import AsyncIterable, Callable, Iterable
+from concurrent.futures import Future
 from unicodedata import normalize
 
 import torch
@@ -32,13 +38,21 @@ from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import IncrementalToken
 from qwen3_tts_cuda_graphs.prompts.templates import CLOSING_TOKENS, ROLE_TOKENS, is_in_context, tokenize, transcript_ids
 
 END = None
+MAX_PIECES_AHEAD = 256  # that an iterator has given and a stream has not taken
+
+Push = Callable[[str | BaseException | None], Future]  # a piece, END or an error -> whether another one is wanted
+
+
+class StreamTimeout(TimeoutError):
+    """Its text does not come, or nobody reads its audio. The message is for whoever asked for the speech."""
 
 
 class ArrivingText:
     """One text, and the request that speaks it."""
 
-    def __init__(self, speech, method: Callable, **kwargs):
+    def __init__(self, speech, method: Callable, timeout: float = 60.0, **kwargs):
         """method: a method of upstream's model that generates speech; kwargs: its arguments but the text
+        timeout: seconds without new text after which it has `timed_out`
 
         Mistakes in them raise an error here, before there is any text.
         """
@@ -57,6 +71,8 @@ class ArrivingText:
         self.end_id = tts.model.config.tts_eos_token_id
         self.tokens_in_prompt = tokens_in_prompt(tts, self.kwargs.get("voice_clone_prompt"))
         self.tokens_to_begin = tokens_to_begin(tts, self.kwargs.get("voice_clone_prompt"))
+        self.timeout = timeout
+        self.came_at = time.monotonic()  # the last text
         self.text = ""
         self.ids = []  # known tokens of the text; with the end token once the text is finished
         self.is_finished = False
@@ -67,6 +83,8 @@ class ArrivingText:
         """The next piece of the text, its end, or the error of its iterator, which is raised."""
         if isinstance(piece, BaseException):
             raise piece
+        if piece:
+            self.came_at = time.monotonic()
         if piece is END:
             self.finish()
         else:
@@ -90,6 +108,16 @@ class ArrivingText:
         self.is_finished = True
         if self.ids[: len(known)] != known:
             raise RuntimeError(f"the tokens of {self.text[:40]!r}... have changed while it arrived")
+
+    def seconds_left(self) -> float:
+        """How long the next text may take."""
+        return max(0.0, self.came_at + self.timeout - time.monotonic())
+
+    def timed_out(self) -> StreamTimeout | None:
+        """The error for an owner that waits for text, once that has not come for too long."""
+        if self.is_finished or self.seconds_left() > 0:
+            return None
+        return StreamTimeout(f"no text has come for {self.timeout:g} s, and it has not ended")
 
     @property
     def can_begin(self) -> bool:
@@ -161,64 +189,102 @@ def embed_text(speech, ids: list[int]) -> torch.Tensor:
     return to_device(rows, speech.talker.device)
 
 
-class TextReader:
-    """Reads an iterator of strings into an ArrivingText.
+# ---- Reading it from an iterator
 
-    The iterator runs in a thread of its own, so that it can be late while speech goes on, and given up if it never
-    returns. Everything else happens in the caller's thread.
-    """
 
-    def __init__(self, text: ArrivingText, pieces: Iterable[str], timeout: float):
-        self.text = text
-        self.pieces = pieces
-        self.timeout = timeout
-        self.queue = queue.Queue(maxsize=256)
-        self.error = None
+def start_reader(pieces: Iterable[str], push: Push) -> None:
+    """A thread of its own: the iterator may take its time, and is given up if it never returns."""
+    run = contextvars.copy_context().run
+    threading.Thread(target=run, args=(read_pieces, pieces, push), name="text reader", daemon=True).start()
+
+
+def read_pieces(pieces: Iterable[str], push: Push) -> None:
+    """Push each piece, then END or the error of the iterator."""
+    last = END
+    try:
+        for piece in pieces:
+            if not push(piece).result():
+                return
+    except BaseException as error:  # raised again where the speech is read
+        last = error
+    push(last)
+
+
+async def aread_pieces(pieces: AsyncIterable[str], push: Push) -> None:
+    """The same on an event loop, without a thread for each text."""
+    last = END
+    try:
+        async for piece in pieces:
+            if not await asyncio.wrap_future(push(piece)):
+                return
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        last = error
+    push(last)
+
+
+def done_future(result: bool) -> Future:
+    future = Future()
+    future.set_result(result)
+    return future
+
+
+class Pieces:
+    """Between who reads a text, in any thread, and the thread that speaks it. The reader may be ahead."""
+
+    def __init__(self):
+        self.queue = queue.SimpleQueue()  # of pieces, each with a Future that is done when it is taken
+        self.ahead = deque()  # the Futures
         self.is_closed = False
 
-    def start(self) -> None:
-        context = contextvars.copy_context()
-        threading.Thread(target=context.run, args=[self.read], name="text reader", daemon=True).start()
+    def push(self, piece: str | BaseException | None) -> Future:
+        """Becomes True when there is room for another one, False when no more is wanted."""
+        taken = Future()
+        taken.set_running_or_notify_cancel()  # whoever stops waiting for it must not cancel it
+        self.ahead.append(taken)
+        self.queue.put((piece, taken))
+        return self.ahead.popleft() if len(self.ahead) > MAX_PIECES_AHEAD else done_future(not self.is_closed)
 
-    def read(self) -> None:
-        last = END
-        try:
-            for piece in self.pieces:
-                self.queue.put(piece)
-                if self.is_closed:
-                    return
-        except BaseException as error:  # raised again where the speech is read
-            last = error
-        self.queue.put(last)
+    def get(self, timeout: float | None = None) -> str | BaseException | None:
+        piece, taken = self.queue.get(timeout=timeout)
+        taken.set_result(not self.is_closed)
+        return piece
+
+    def close(self) -> None:
+        self.is_closed = True
+        while not self.queue.empty():
+            self.get()
+
+
+class TextReader:
+    """Takes pieces into an ArrivingText, in the thread that speaks it."""
+
+    def __init__(self, text: ArrivingText, pieces: Pieces):
+        self.text = text
+        self.pieces = pieces
+        self.error = None
 
     def is_ready(self, condition: Callable[[], bool]) -> bool:
         """Whether the condition holds with the text that has come."""
-        while not condition() and not self.error and not self.queue.empty():
-            self.take(self.queue.get())
+        while not condition() and not self.error and not self.pieces.queue.empty():
+            self.take(self.pieces.get())
         return condition()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait for text. Raises the error of the iterator, or of its text, once all text before it is used up."""
-        deadline = time.monotonic() + self.timeout
+        self.text.came_at = time.monotonic()  # it may have come long ago, with enough to say
         while not condition():
             if self.error:
                 raise self.error
             try:
-                piece = self.queue.get(timeout=max(0, deadline - time.monotonic()))
+                self.take(self.pieces.get(timeout=self.text.seconds_left()))
             except queue.Empty:
-                raise TimeoutError(f"no text has come for {self.timeout:g} s, and it has not ended") from None
-            self.take(piece)
-            if piece:
-                deadline = time.monotonic() + self.timeout
+                if error := self.text.timed_out():
+                    raise error from None
 
     def take(self, piece: str | BaseException | None) -> None:
         try:
             self.text.take(piece)
         except BaseException as error:
             self.error = error
-
-    def close(self) -> None:
-        """Let the thread end after the piece that it waits for."""
-        self.is_closed = True
-        while not self.queue.empty():
-            self.queue.get()

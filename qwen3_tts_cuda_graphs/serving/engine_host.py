@@ -4,9 +4,9 @@ import base64
 import contextlib
 import functools
 import io
-import time
+import math
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -54,11 +54,10 @@ class EngineHost:
         dtype = spec["dtype"] and getattr(torch, spec["dtype"])
         self.tts = load_upstream(spec["model"], self.device, dtype)
         self.engine = None
-        self.streams = {}  # id of a call -> its Listener
+        self.listeners = {}  # id of a call -> its Listener
         self.is_draining = self.has_failed = False
         self.stays = False  # the server ends this worker, SIGTERM does not
         self.unfinished = set()  # ids of calls that have spoken a part of a text, and another part follows
-        self.seen = {}  # "frame" or "prompt" -> the last one that was seen, and when
         self.recordings = ThreadPoolExecutor(RECORDING_THREADS, "recordings")
         self.long_texts = ThreadPoolExecutor(1, "long texts")
 
@@ -69,8 +68,8 @@ class EngineHost:
         """
         rows = rows or self.rows_that_fit(models)
         accelerate(self.tts, max_seq_len=self.spec["max_seq_len"], rows=rows)
-        # Requests are counted in the server: the engine's own limit is out of reach.
-        options = dict(max_waiting=1 << 30, cut_off_is_error=True, after_delivery=self.connection.flush)
+        # Requests are counted in the server, not in the engine.
+        options = dict(max_waiting=math.inf, cut_off_is_error=True, after_delivery=self.connection.flush)
         self.engine = Engine(self.tts, **options)
         self.method, voice = some_voice(self.tts)
         if self.clones:  # with a recording, so that its encoder is warm, too
@@ -128,18 +127,11 @@ class EngineHost:
         self.unfinished.discard(header["after"])
         number, options = header["id"], header["options"]
         put = functools.partial(self.put, number, options["max_new_tokens"], header["is_last"])
-        stream = self.streams[number] = Listener(put)
+        listener = self.listeners[number] = Listener(self.engine, put)
         arguments = self.voice_arguments(header["voice"], payload)
         if header["text"] is None and options["max_new_tokens"] is None:
-            stream.max_text_tokens = self.tokens_that_fit(arguments)
-        prompt = self.engine.submit(stream, self.method, header["text"], header["seed"], options | arguments)
-        prompt.add_done_callback(functools.partial(self.prompt_is_done, number))
-
-    def prompt_is_done(self, number: int, prompt: Future) -> None:
-        if prompt.cancelled():
-            self.fail(number, RuntimeError(self.engine.intake.why_closed))
-        elif error := prompt.exception():
-            self.fail(number, error)
+            listener.max_text_tokens = self.tokens_that_fit(arguments)
+        listener.ask(self.method, header["text"], header["seed"], options | arguments)
 
     def voice_arguments(self, voice: dict, payload: bytes) -> dict:
         """As upstream's method takes it."""
@@ -160,14 +152,12 @@ class EngineHost:
             raise ApiError(f"{name} gives NaN or infinite values: give another one", param=name)
 
     def on_text(self, header: dict, payload: bytes) -> None:
-        if stream := self.streams.get(header["id"]):
-            self.engine.intake.thread.submit(self.engine.intake.take_piece, stream, header["text"])  # None: END
+        if listener := self.listeners.get(header["id"]):
+            listener.push(header["text"])  # None: END
 
     def on_read(self, header: dict, payload: bytes) -> None:
-        if stream := self.streams.get(header["id"]):
-            with self.engine.changed:
-                stream.unread -= header["chunks"]
-                self.engine.changed.notify_all()
+        if listener := self.listeners.get(header["id"]):
+            listener.read(header["chunks"])
 
     def on_cancel(self, header: dict, payload: bytes) -> None:
         for ids in (self.wanted, self.unfinished):
@@ -233,8 +223,8 @@ class EngineHost:
         max_new_tokens: what the client asked for. A speech that ends there is complete.
         is_last: whether no other part of the same text follows
         """
-        stream = self.streams.get(number)
-        if stream is None:
+        listener = self.listeners.get(number)
+        if listener is None:
             return
         if isinstance(item, np.ndarray):
             self.connection.add(to_int16(item).tobytes(), type="audio", id=number)
@@ -242,14 +232,14 @@ class EngineHost:
             self.fail(number, item)
         else:
             try:
-                if stream.max_frames + 1 != max_new_tokens:
-                    stream.warn_if_cut_off(is_error=True)
+                if listener.max_frames + 1 != max_new_tokens:
+                    listener.warn_if_cut_off(is_error=True)
             except CutOff as error:
                 self.fail(number, error)
                 return
             if not is_last:
                 self.unfinished.add(number)
-            read = stream.text and stream.text.characters_read(stream.valid)
+            read = listener.text and listener.text.characters_read(listener.valid)
             if read == 0:
                 problem = (
                     "the speech has ended before its text began: ref_text says more than the recording, correct it"
@@ -270,29 +260,14 @@ class EngineHost:
         self.cancel(number)
 
     def cancel(self, number: int) -> None:
-        if stream := self.streams.pop(number, None):
-            self.engine.cancel(stream)
+        if listener := self.listeners.pop(number, None):
+            listener.cancel()
 
-    def look_after_streams(self) -> None:
+    def look_after_engine(self) -> None:
         if not self.engine.is_running:
-            self.stop(self.engine.intake.why_closed)
-        if what := self.stands_still():
+            self.stop(self.engine.why_closed)
+        if what := self.engine.stands_still(SECONDS_WITHOUT_A_PASS):
             self.stop(f"the engine has made no {what} for {SECONDS_WITHOUT_A_PASS:g} s")
-        for number, stream in [*self.streams.items()]:
-            if error := stream.text_timed_out():
-                self.fail(number, error)
-
-    def stands_still(self) -> str | None:
-        """What the engine has work for and finishes none of. Each of its passes sets pass_seconds."""
-        engine, now = self.engine, time.monotonic()
-        has_frames = (engine.active or engine.intake.waiting) and engine.has_work()
-        kinds = ("frame", has_frames, engine.pass_seconds), ("prompt", engine.intake.preparing, engine.intake.prepared)
-        for what, has_work, last in kinds:
-            if not has_work or self.seen.get(what, (None,))[0] != last:
-                self.seen[what] = last, now
-            elif now - self.seen[what][1] > SECONDS_WITHOUT_A_PASS:
-                return what
-        return None
 
 
 def voice_bytes(prompt: list) -> int:

@@ -3,7 +3,7 @@
     reader          what the server asks for             -> the engine
     engine's own    prompts, frames, delivery            -> the socket
     writer          what the socket does not take at once
-    main            loads; then every BEAT seconds: is the engine alive, whose text does not come, a sign of life
+    main            loads; then every BEAT seconds: is the engine alive; a sign of life
 
 It ends when the socket is closed, also while it loads: the server is gone. It ends itself when the engine has stopped,
 or after an error that leaves CUDA unusable, and the server starts another one. SIGTERM drains it, unless the server
@@ -165,12 +165,12 @@ class Worker:
         self.over.set()
 
     def beat(self) -> None:
-        self.host.look_after_streams()
+        self.host.look_after_engine()
         if self.is_draining and not self.host.stays:
             if not self.host.is_draining:
                 self.host.is_draining = True
                 self.connection.send(type="draining")
-            elif not (self.host.streams or self.host.unfinished):
+            elif not (self.host.listeners or self.host.unfinished):
                 self.over.set()
         if self.beats % BEATS_PER_SIGN == 0:
             self.connection.send(type="beat", memory=resident_bytes())

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from qwen3_tts_cuda_graphs.fast.codec import PendingAudio
-from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText, TextReader
+from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText, Pieces, TextReader, aread_pieces, start_reader
 from qwen3_tts_cuda_graphs.prompts.build import check_counts, check_text_timeout, prepare_request, speech_of
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance, growing_chunks
 
@@ -52,10 +52,11 @@ def stream(
     speech = speech_of(method)
     check_not_async(text)
     sizes = itertools.repeat(chunk_frames) if chunk_frames else growing_chunks()
-    if is_arriving(text):
+    if is_arriving(text) or isinstance(text, Pieces):
         check_text_timeout(text_timeout)
-        reader = TextReader(ArrivingText(speech, method, **kwargs), text, text_timeout)
-        return arriving_audio_chunks(speech, reader, sizes, seed, warn)
+        pieces = text
+        text = ArrivingText(speech, method, text_timeout, **kwargs)
+        return arriving_audio_chunks(speech, text, pieces, sizes, seed, warn)
     request, reference = prepare_request(speech, method, text, **kwargs)
     return audio_chunks(speech, request, reference, sizes, seed, warn)
 
@@ -67,50 +68,24 @@ async def astream(
 
     Mistakes raise an error at the first iteration.
     """
-    pieces = AsyncPieces(text) if hasattr(text, "__aiter__") else None
+    pieces = Pieces() if hasattr(text, "__aiter__") else None
+    reader = None
     thread = ThreadPoolExecutor(1, "speech")  # only one: `close` comes after a `next` whose caller was cancelled
     run = asyncio.get_running_loop().run_in_executor
     try:
         chunks = await run(thread, lambda: stream(method, text=pieces or text, **kwargs))
+        if pieces:
+            reader = asyncio.create_task(aread_pieces(text, pieces.push))
         try:
             while (chunk := await run(thread, next, chunks, None)) is not None:
                 yield chunk
         finally:
             thread.submit(chunks.close)
     finally:
-        if pieces:
-            pieces.cancel()
+        if reader:
+            reader.cancel()
+            pieces.push(asyncio.CancelledError())  # the thread may be waiting for text
         thread.shutdown(wait=False)
-
-
-class AsyncPieces:
-    """An async iterator of strings as an iterator for another thread."""
-
-    def __init__(self, pieces: AsyncIterable[str]):
-        self.pieces = aiter(pieces)
-        self.loop = asyncio.get_running_loop()
-        self.coming = None
-        self.is_cancelled = False
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        self.coming = asyncio.run_coroutine_threadsafe(self.get(), self.loop)
-        piece = self.coming.result()
-        if piece is None:
-            raise StopIteration
-        return piece
-
-    async def get(self) -> str | None:
-        if self.is_cancelled:
-            raise asyncio.CancelledError
-        return await anext(self.pieces, None)
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-        if self.coming:
-            self.coming.cancel()
 
 
 def check_seed(seed: int | None) -> None:
@@ -133,15 +108,18 @@ def is_arriving(text) -> bool:
     return hasattr(text, "__iter__") and not isinstance(text, str | bytes | list | tuple | dict | set)
 
 
-def arriving_audio_chunks(speech, reader: TextReader, *options) -> Generator[Chunk, None, bool]:
+def arriving_audio_chunks(
+    speech, text: ArrivingText, pieces: Pieces | Iterable[str], *options
+) -> Generator[Chunk, None, bool]:
     """`audio_chunks` of a text that is still arriving. The model is not locked before there is enough of it."""
-    text = reader.text
-    reader.start()
+    reader = TextReader(text, pieces if isinstance(pieces, Pieces) else Pieces())
+    if reader.pieces is not pieces:
+        start_reader(pieces, reader.pieces.push)
     try:
         reader.wait_until(lambda: text.can_begin)
         return (yield from audio_chunks(speech, text.begin(), text.reference, *options, reader))
     finally:
-        reader.close()
+        reader.pieces.close()
 
 
 def audio_chunks(
