@@ -194,7 +194,7 @@ def test_full_chunks_are_decoded_together(voice, monkeypatch):
         assert not runner.active
         for frame in range(31):
             if frame in (0, 3):
-                request, _ = prepare_request(speech, voice.fast.generate_voice_clone, "Hi.", **arguments)
+                request = prepare_request(voice.fast.generate_voice_clone, "Hi.", **arguments)
                 active.append(speech.utterance(request, chunk_sizes=growing_chunks()))
                 assert not runner.admit(active[-1:])
             runner.step(active, None, together=together)

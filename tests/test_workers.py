@@ -346,7 +346,7 @@ def test_an_engine_that_stands_still_is_noticed(monkeypatch):
 
 def test_a_model_that_cannot_be_loaded_is_not_tried_again(checkpoint, tmp_path):
     """At the start it is the user's mistake, and the server ends with one line."""
-    (tmp_path / "me.pt").write_bytes(b"no speaker")
+    (tmp_path / "me.pt").write_bytes(b"PK\3\4 no speaker")
     settings = Settings(max_streams=1, voices=tmp_path)
     speech = LocalService(str(checkpoint()), "cpu", settings=settings, speakers=read_speakers([tmp_path / "me.pt"]))
     with pytest.raises(ValueError, match="me.pt is not a speaker file: make one"):
@@ -389,7 +389,7 @@ class Panic(BaseException):
     [
         ("qwen3_tts_cuda_graphs.serving.engine_host.split_text", 500),
         ("qwen3_tts_cuda_graphs.serving.engine_host.tokenize", 500),
-        ("qwen3_tts_cuda_graphs.speech.intake.request_for", 500),
+        ("qwen3_tts_cuda_graphs.prompts.build.build_request", 500),
         ("qwen3_tts_cuda_graphs.serving.engine_host.clone_prompt", 500),
         ("qwen3_tts_cuda_graphs.serving.engine_host.to_int16", 503),  # in the delivery thread: the worker is replaced
     ],

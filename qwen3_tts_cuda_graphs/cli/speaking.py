@@ -30,8 +30,9 @@ from qwen3_tts_cuda_graphs.common.output_files import check_writable, is_wav
 from qwen3_tts_cuda_graphs.common.scripts import show_note, show_progress, show_warning
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker
 from qwen3_tts_cuda_graphs.prompts.arriving_text import tokens_to_begin
+from qwen3_tts_cuda_graphs.prompts.checks import nth_seed
 from qwen3_tts_cuda_graphs.speech.long_text import speak, split_text, tokens_that_fit, with_pauses
-from qwen3_tts_cuda_graphs.speech.streaming import nth_seed, stream
+from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 PIPE_TIMEOUT = 600.0  # seconds that a line on stdin may stay unfinished

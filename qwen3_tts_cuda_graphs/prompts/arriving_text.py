@@ -8,39 +8,25 @@ the prompt with the reference's codes. So frame k can be computed as soon as wha
 then with END, and `begin` once `can_begin`. Before frame k it asks `has_text_for(k)` and hands what `take_embeddings`
 returns to the runner. When it waits for text, it asks whether that has `timed_out`. The engine is such an owner;
 `TextReader` is the one of a stream without an engine.
-
-`start_reader` and `aread_pieces` read an iterator of strings for either of them.
 """
 
-import asyncio
 import bisect
-import contextvars
 import math
 import queue
-import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterable, Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import Callable
+from dataclasses import replace
 from unicodedata import normalize
 
 import torch
 
-from qwen3_tts_cuda_graphs.prompts.build import (
-    check_encodable,
-    check_text,
-    prepare_request,
-    request_for,
-    to_device,
-    with_voice_clone_prompt,
-)
+from qwen3_tts_cuda_graphs.prompts.build import prepare_request
+from qwen3_tts_cuda_graphs.prompts.checks import check_encodable, check_text, model_of
+from qwen3_tts_cuda_graphs.prompts.clone_prompts import is_in_context, with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import IncrementalTokenizer
-from qwen3_tts_cuda_graphs.prompts.templates import CLOSING_TOKENS, ROLE_TOKENS, is_in_context, tokenize, transcript_ids
-
-END = None
-MAX_PIECES_AHEAD = 256  # that an iterator has given and a stream has not taken
-
-Push = Callable[[str | BaseException | None], Future]  # a piece, END or an error -> whether another one is wanted
+from qwen3_tts_cuda_graphs.prompts.pieces import END, Pieces
+from qwen3_tts_cuda_graphs.prompts.request import Request
+from qwen3_tts_cuda_graphs.prompts.templates import CLOSING_TOKENS, ROLE_TOKENS, tokenize, transcript_ids
 
 
 class StreamTimeout(TimeoutError):
@@ -50,7 +36,7 @@ class StreamTimeout(TimeoutError):
 class ArrivingText:
     """One text, and the request that speaks it."""
 
-    def __init__(self, speech, method: Callable, timeout: float = 60.0, **kwargs):
+    def __init__(self, method: Callable, timeout: float = 60.0, **kwargs):
         """method: a method of upstream's model that generates speech; kwargs: its arguments but the text
         timeout: seconds without new text after which it has `timed_out`
 
@@ -60,12 +46,11 @@ class ArrivingText:
             raise ValueError(
                 "non_streaming_mode=True puts the whole text into the prompt: text that arrives needs False"
             )
-        self.speech = speech
         self.method = method
+        self.tts = tts = model_of(method)
         self.kwargs = with_voice_clone_prompt(method, kwargs)
-        _, self.reference = prepare_request(speech, method, "a", **self.kwargs)
+        prepare_request(method, "a", **self.kwargs)
 
-        tts = method.__self__
         opening, _, _ = tts._build_assistant_text("\0").partition("\0")
         self.tokenizer = IncrementalTokenizer(tts.processor.tokenizer, opening)
         self.end_id = tts.model.config.tts_eos_token_id
@@ -101,9 +86,8 @@ class ArrivingText:
     def finish(self) -> None:
         """No more text. Raises an error if there was none."""
         known = self.ids
-        tts = self.method.__self__
         check_text(self.text)
-        ids = tokenize(tts, tts._build_assistant_text(self.text))
+        ids = tokenize(self.tts, self.tts._build_assistant_text(self.text))
         self.ids = ids[ROLE_TOKENS:-CLOSING_TOKENS] + [self.end_id]
         self.is_finished = True
         if self.ids[: len(known)] != known:
@@ -124,17 +108,17 @@ class ArrivingText:
         """Whether there is enough text for the prompt and the first frame."""
         return self.is_finished or len(self.ids) >= self.tokens_to_begin
 
-    def begin(self) -> dict:
-        """What `request_for` returns, with the text rows that are known by now."""
+    def begin(self) -> Request:
+        """The request, with the text rows that are known by now."""
+        prompts = self.tts.prompts
         self.taken = len(self.ids)
         if self.is_finished:
-            return request_for(self.speech, self.method, self.text, self.kwargs)
+            return prompts.build(self.method, self.text, self.kwargs)
         closing = [0] * CLOSING_TOKENS  # upstream cuts them off
-        token_ids = self.tokenizer.ids + closing
-        request = request_for(self.speech, self.method, self.text, self.kwargs, token_ids)
-        inputs = torch.cat([request["inputs"][:-2], request["inputs"][-1:]])  # without the end
+        request = prompts.build(self.method, self.text, self.kwargs, self.tokenizer.ids + closing)
+        inputs = torch.cat([request.inputs[:-2], request.inputs[-1:]])  # without the end
         self.embedded = len(inputs) - 2
-        return request | {"inputs": inputs.pin_memory() if self.speech.on_gpu and not inputs.is_cuda else inputs}
+        return replace(request, inputs=inputs.pin_memory() if prompts.on_gpu and not inputs.is_cuda else inputs)
 
     def has_text_for(self, frame: int) -> bool:
         """After `begin`: whether it is known what this frame adds."""
@@ -146,23 +130,25 @@ class ArrivingText:
         return math.inf if self.is_finished else self.embedded
 
     def characters_read(self, frames: int) -> int:
-        """Of the text: a speech may end before its frames, which read a token each, have come to the text's end."""
+        """Characters of the text that so many frames have read. A frame reads a token, and a speech may end before its
+        frames have come to the end of the text."""
         ids = self.ids[:-1] if self.is_finished else self.ids
         read = max(0, self.tokens_in_prompt + frames)
         if self.is_finished and read >= len(ids):
             return len(self.text)
-        composed = len(self.method.__self__.processor.tokenizer.decode(ids[:read]))  # tokens are of composed characters
+        composed = len(self.tts.processor.tokenizer.decode(ids[:read]))  # tokens are of composed characters
         places = range(len(self.text) + 1)
         return bisect.bisect_right(places, composed, key=lambda end: len(normalize("NFC", self.text[:end]))) - 1
 
-    def take_embeddings(self) -> tuple | None:
-        """After `begin`: the text that has become known since the last call, for `Utterance.new_text`."""
+    def take_embeddings(self) -> tuple[int, torch.Tensor, float] | None:
+        """After `begin`: the text that has become known since the last call: the first of its frames, what they add
+        (T, H), and how many frames have text then."""
         first, ids = self.embedded, self.ids[self.taken :]
         if not ids:  # the middle of a word
             return None
         self.taken += len(ids)
         self.embedded += len(ids)
-        return first, embed_text(self.speech, ids), self.frames_with_text, self.speech.runner.record_event()
+        return first, self.tts.prompts.embed_text(ids), self.frames_with_text
 
 
 def tokens_to_begin(tts, voice_clone_prompt) -> int:
@@ -177,84 +163,6 @@ def tokens_in_prompt(tts, voice_clone_prompt) -> int:
     (item,) = voice_clone_prompt
     positions = 1 + len(item.ref_code)  # codec_bos and the codes
     return positions - len(transcript_ids(tts, item))
-
-
-@torch.no_grad()
-def embed_text(speech, ids: list[int]) -> torch.Tensor:
-    """What frames add for these tokens. -> (T, H)"""
-    talker = speech.host_talker or speech.talker
-    rows = talker.text_projection(
-        talker.get_text_embeddings()(torch.tensor(ids, dtype=torch.long, device=talker.device))
-    )
-    return to_device(rows, speech.talker.device)
-
-
-# ---- Reading it from an iterator
-
-
-def start_reader(pieces: Iterable[str], push: Push) -> None:
-    """A thread of its own: the iterator may take its time, and is given up if it never returns."""
-    run = contextvars.copy_context().run
-    threading.Thread(target=run, args=(read_pieces, pieces, push), name="text reader", daemon=True).start()
-
-
-def read_pieces(pieces: Iterable[str], push: Push) -> None:
-    """Push each piece, then END or the error of the iterator."""
-    last = END
-    try:
-        for piece in pieces:
-            if not push(piece).result():
-                return
-    except BaseException as error:  # raised again where the speech is read
-        last = error
-    push(last)
-
-
-async def aread_pieces(pieces: AsyncIterable[str], push: Push) -> None:
-    """The same on an event loop, without a thread for each text."""
-    last = END
-    try:
-        async for piece in pieces:
-            if not await asyncio.wrap_future(push(piece)):
-                return
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:
-        last = error
-    push(last)
-
-
-def done_future(result: bool) -> Future:
-    future = Future()
-    future.set_result(result)
-    return future
-
-
-class Pieces:
-    """Between who reads a text, in any thread, and the thread that speaks it. The reader may be ahead."""
-
-    def __init__(self):
-        self.queue = queue.SimpleQueue()  # of pieces, each with a Future that is done when it is taken
-        self.ahead = deque()  # the Futures
-        self.is_closed = False
-
-    def push(self, piece: str | BaseException | None) -> Future:
-        """Becomes True when there is room for another one, False when no more is wanted."""
-        taken = Future()
-        taken.set_running_or_notify_cancel()  # whoever stops waiting for it must not cancel it
-        self.ahead.append(taken)
-        self.queue.put((piece, taken))
-        return self.ahead.popleft() if len(self.ahead) > MAX_PIECES_AHEAD else done_future(not self.is_closed)
-
-    def get(self, timeout: float | None = None) -> str | BaseException | None:
-        piece, taken = self.queue.get(timeout=timeout)
-        taken.set_result(not self.is_closed)
-        return piece
-
-    def close(self) -> None:
-        self.is_closed = True
-        while not self.queue.empty():
-            self.get()
 
 
 class TextReader:

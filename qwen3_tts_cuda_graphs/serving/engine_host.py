@@ -16,7 +16,7 @@ from qwen3_tts_cuda_graphs.common.audio_files import to_int16
 from qwen3_tts_cuda_graphs.common.loading import choose_device, load_upstream
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker, speaker_prompt
 from qwen3_tts_cuda_graphs.fast.paths import MegakernelStopped
-from qwen3_tts_cuda_graphs.prompts.build import tokenize
+from qwen3_tts_cuda_graphs.prompts.templates import tokenize
 from qwen3_tts_cuda_graphs.serving import memory
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, engine_failed, for_clients, log
 from qwen3_tts_cuda_graphs.speech import accelerate
@@ -27,7 +27,7 @@ from qwen3_tts_cuda_graphs.speech.utterance import CutOff
 from qwen3_tts_cuda_graphs.speech.warm_up import some_voice
 
 RECORDING_THREADS = 2
-MAX_VOICE_BYTES = 256 << 20  # of the voices that are kept; 256 with a minute's recording each take 25 MB
+MAX_VOICE_BYTES = 256 << 20  # the most that kept voices may take; 256 with a minute's recording each take 25 MB
 FRAMES_PER_TOKEN = 6  # usual speech takes 3 to 5
 SECONDS_WITHOUT_A_PASS = 60.0  # a frame of many rows on a slow CPU takes less, and so does a prompt
 
@@ -127,14 +127,14 @@ class EngineHost:
         self.unfinished.discard(header["after"])
         number, options = header["id"], header["options"]
         put = functools.partial(self.put, number, options["max_new_tokens"], header["is_last"])
-        listener = self.listeners[number] = Listener(self.engine, put)
         arguments = self.voice_arguments(header["voice"], payload)
-        if header["text"] is None and options["max_new_tokens"] is None:
-            listener.max_text_tokens = self.tokens_that_fit(arguments)
+        is_cut = header["text"] is None and options["max_new_tokens"] is None
+        most = self.tokens_that_fit(arguments) if is_cut else math.inf
+        listener = self.listeners[number] = Listener(self.engine, put, max_text_tokens=most)
         listener.ask(self.method, header["text"], header["seed"], options | arguments)
 
     def voice_arguments(self, voice: dict, payload: bytes) -> dict:
-        """As upstream's method takes it."""
+        """The arguments of upstream's method for this voice."""
         if not self.clones:
             return voice
         if "file" in voice:
@@ -239,7 +239,7 @@ class EngineHost:
                 return
             if not is_last:
                 self.unfinished.add(number)
-            read = listener.text and listener.text.characters_read(listener.valid)
+            read = listener.characters_read()
             if read == 0:
                 problem = (
                     "the speech has ended before its text began: ref_text says more than the recording, correct it"
@@ -251,7 +251,7 @@ class EngineHost:
 
     def fail(self, number: int, error: BaseException) -> None:
         if not self.engine.is_running or is_fatal(error):
-            if not self.has_failed:  # once, not for each stream
+            if not self.has_failed:  # once, not for each listener
                 log.error("the engine cannot go on", exc_info=error)
             self.has_failed = True
             self.stop(f"{type(error).__name__}: {error}")

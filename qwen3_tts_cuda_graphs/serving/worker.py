@@ -61,7 +61,7 @@ class ServerConnection:
         self.flush()
 
     def add(self, payload: bytes = b"", **header) -> None:
-        """To be written with the next `flush`: the audio of all streams that one pass has made goes into one write."""
+        """Keep it for the next `flush`: the audio of all streams that one pass has made goes into one write."""
         message = pack(header, payload)
         with self.changed:
             self.outbox.append(message)
@@ -97,7 +97,7 @@ class ServerConnection:
                 del self.backlog[:sent]
 
     def close(self) -> None:
-        """After all that is to be written."""
+        """Close the socket when all has been written."""
         with self.changed:
             self.is_closing = True
             self.changed.notify()
@@ -114,7 +114,7 @@ class Worker:
         """on_close: called when the server has gone; without it, `run` returns"""
         self.host = None
         self.over = threading.Event()
-        self.why = ""  # it has stopped
+        self.why = ""  # the reason why it has stopped
         self.is_draining = False
         self.connection = ServerConnection(socket, on_close or self.over.set)
 
@@ -160,7 +160,7 @@ class Worker:
         raise OSError("the server has gone")
 
     def stop(self, why: str) -> None:
-        """From any thread: end soon, so that the server starts another worker."""
+        """End soon, so that the server starts another worker. May be called in any thread."""
         self.why = self.why or why
         self.over.set()
 
@@ -181,7 +181,7 @@ class Worker:
 
 
 def resident_bytes() -> int:
-    """Of this process; 0 where /proc is missing."""
+    """Memory of this process, 0 where /proc is missing."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

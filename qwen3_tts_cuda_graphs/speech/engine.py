@@ -31,18 +31,26 @@ import torch
 
 from qwen3_tts_cuda_graphs.fast.codec import PendingAudio
 from qwen3_tts_cuda_graphs.fast.paths import MegakernelStopped
-from qwen3_tts_cuda_graphs.prompts.arriving_text import END, aread_pieces, start_reader
-from qwen3_tts_cuda_graphs.prompts.build import check_counts, check_text, with_voice_clone_prompt
+from qwen3_tts_cuda_graphs.prompts.checks import (
+    check_counts,
+    check_not_async,
+    check_seed,
+    check_text,
+    is_arriving,
+    nth_seed,
+)
+from qwen3_tts_cuda_graphs.prompts.clone_prompts import with_voice_clone_prompt
+from qwen3_tts_cuda_graphs.prompts.pieces import END, aread_pieces, start_reader
 from qwen3_tts_cuda_graphs.speech.accelerated import value_for
 from qwen3_tts_cuda_graphs.speech.intake import Intake
-from qwen3_tts_cuda_graphs.speech.listener import Listener, QueueFull, State, StreamTimeout
+from qwen3_tts_cuda_graphs.speech.listener import Listener, ListenerChunks, QueueFull, State, StreamTimeout
 from qwen3_tts_cuda_graphs.speech.schedule import Situation, admissions, can_decode_together, evictions, holds_back
-from qwen3_tts_cuda_graphs.speech.streaming import Chunk, check_not_async, check_seed, is_arriving, nth_seed
+from qwen3_tts_cuda_graphs.speech.streaming import Chunk
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 MAX_BATCHES_IN_CODEC = 8  # the engine waits for the codec before it hands over more
-SECONDS_BETWEEN_LOOKS = 0.1  # at texts that do not come
+SECONDS_BETWEEN_LOOKS = 0.1  # so often the delivery thread looks for texts that do not come
 
 
 class Engine:
@@ -75,12 +83,12 @@ class Engine:
         self.patience = patience
         self.cut_off_is_error = cut_off_is_error
         self.after_delivery = after_delivery
-        self.listeners = set()  # that have not been cancelled
+        self.listeners = set()  # all that have asked and not been cancelled
         self.seen = {}  # "frame" or "prompt" -> the last one that was seen, and when
-        self.active = []  # streams that have a row
+        self.active = []  # listeners that have a row
         self.pass_seconds = 0.0  # a maximum that decays by a tenth with each pass
         self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (listeners, their audio or what each ends with), in order
-        self.next_look = 0.0  # time, at the texts that are still arriving
+        self.next_look = 0.0  # time of the next look for them
         self.changed = threading.Condition()
         self.intake = Intake(self.speech, self.changed)
         if self.speech.on_gpu:
@@ -178,24 +186,22 @@ class Engine:
 
         Arguments may be lists with one value per text. Text number i has the seed `seed + i`.
         """
-
         if isinstance(text, str):
             raise ValueError("the text is a string: give a list of texts, or use stream")
         check_seed(seed)
-        for one in text:
-            check_text(one)
+        texts = [*map(check_text, text)]
         self.check_model(method)
         kwargs = with_voice_clone_prompt(method, kwargs)
-        items = queue.SimpleQueue()
-        audio = [[] for _ in text]
+        items = queue.SimpleQueue()  # (number of a text, what its listener gets)
+        audio = [[] for _ in texts]
         listeners = {}
 
         def ask(number: int) -> None:
-            own = {name: value_for(number, len(text), name, value) for name, value in kwargs.items()}
+            own = {name: value_for(number, len(texts), name, value) for name, value in kwargs.items()}
             listeners[number] = Listener(self, lambda item: items.put((number, item)))
-            listeners[number].ask(method, check_text(text[number]), nth_seed(seed, number), own)
+            listeners[number].ask(method, texts[number], nth_seed(seed, number), own)
 
-        numbers = iter(range(len(text)))
+        numbers = iter(range(len(texts)))
         try:
             for number in itertools.islice(numbers, self.runner.rows):
                 ask(number)
@@ -227,8 +233,8 @@ class Engine:
         return len(self.active), len(self.intake.waiting)
 
     def stands_still(self, seconds: float) -> str | None:
-        """What it has work for and has finished none of, as far as those who ask every now and then can see. Each of
-        its passes sets pass_seconds."""
+        """What it has had work for and finished none of for so long: "frame", "prompt", or None. Whoever asks, asks
+        every now and then. Each pass of the engine sets pass_seconds."""
         now = time.monotonic()
         has_frames = (self.active or self.intake.waiting) and self.has_work()
         kinds = ("frame", has_frames, self.pass_seconds), ("prompt", self.intake.preparing, self.intake.prepared)
@@ -288,7 +294,7 @@ class Engine:
                 self.changed.wait_for(self.has_work, timeout=0.1)
 
     def run_until_idle(self) -> None:
-        """Run frames until no listener can advance."""
+        """Run frames until no stream can advance."""
         self.runner.enter(sleeps=True)
         while self.is_running:
             began = time.monotonic()
@@ -462,29 +468,3 @@ class Engine:
 
     def __exit__(self, *error) -> None:
         self.close()
-
-
-class ListenerChunks(Iterator):
-    """What a listener hears. To close it, or to drop it, cancels the request."""
-
-    def __init__(self, listener: Listener, items: queue.SimpleQueue):
-        self.listener = listener
-        self.items = items
-        self.is_closed = False
-
-    def __next__(self) -> Chunk:
-        try:
-            if not self.is_closed and (audio := self.listener.take(self.items.get())) is not END:
-                return audio, self.listener.engine.rate
-        except BaseException:
-            self.close()
-            raise
-        self.close()
-        raise StopIteration
-
-    def close(self) -> None:
-        if not self.is_closed:
-            self.is_closed = True
-            self.listener.cancel()
-
-    __del__ = close

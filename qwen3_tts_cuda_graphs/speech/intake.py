@@ -13,22 +13,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from qwen3_tts_cuda_graphs.prompts.arriving_text import END, ArrivingText, done_future
-from qwen3_tts_cuda_graphs.prompts.build import check_encodable, check_request, is_on_gpu, reference_codes, request_for
+from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText
+from qwen3_tts_cuda_graphs.prompts.checks import check_encodable, check_seed
+from qwen3_tts_cuda_graphs.prompts.clone_prompts import is_on_gpu
+from qwen3_tts_cuda_graphs.prompts.pieces import END, done_future
+from qwen3_tts_cuda_graphs.prompts.request import Request
 from qwen3_tts_cuda_graphs.prompts.templates import ROLE_TOKENS, tokenize
 from qwen3_tts_cuda_graphs.speech.listener import Listener, State
 from qwen3_tts_cuda_graphs.speech.long_text import SENTENCE_END, first_part
-from qwen3_tts_cuda_graphs.speech.streaming import check_seed
 
 # Where a text that is still arriving may end, once so much of what fits is there.
 ENDS = (0.6, SENTENCE_END), (0.9, re.compile(r"\s"))
-LONGEST_END = 4  # characters, of which the last may be the next piece's
+LONGEST_END = 4  # characters; the last may be the first of the next piece
 
 
 class Intake:
     def __init__(self, speech, changed: threading.Condition):
         """changed: the engine's condition, notified when a request is queued or has new text"""
         self.speech = speech
+        self.prompts = speech.tts.prompts
         self.changed = changed
         self.waiting = collections.deque()  # requests that could be admitted
         self.preparing = 0  # requests whose prompts are being built
@@ -107,17 +110,15 @@ class Intake:
             if seed is not None:
                 listener.generator = self.speech.seeded_generator(seed)
             if text is None:
-                listener.text = ArrivingText(self.speech, method, listener.text_timeout, **kwargs)
-                listener.reference = listener.text.reference
+                listener.text = ArrivingText(method, listener.text_timeout, **kwargs)
             else:
-                listener.reference = reference_codes(kwargs.get("voice_clone_prompt"))
-                self.enqueue(listener, request_for(self.speech, method, text, kwargs))
+                self.enqueue(listener, self.prompts.build(method, text, kwargs))
         except BaseException as error:
             listener.end(error)
             raise
 
-    def enqueue(self, listener: Listener, request: dict) -> None:
-        check_request(self.speech, request)
+    def enqueue(self, listener: Listener, request: Request) -> None:
+        self.prompts.check(request)
         self.speech.load(listener, request)
         with self.changed:
             self.check_open()
@@ -129,8 +130,8 @@ class Intake:
 
     @torch.no_grad()
     def take_piece(self, listener: Listener, piece: str | BaseException | None) -> bool:
-        """The next piece of a text that is still arriving, its end, or the error of its iterator. Returns whether more
-        is wanted."""
+        """Add the next piece of a text that is still arriving, its end, or the error of its iterator. Returns whether
+        more is wanted."""
         text = listener.text
         if listener.has_ended or listener.text_error or self.why_closed or text.is_finished:
             return False
@@ -148,15 +149,16 @@ class Intake:
                     listener.frames_with_text = text.frames_with_text
                     self.enqueue(listener, request)
             elif embeddings := text.take_embeddings():
+                ready = self.speech.runner.record_event()
                 with self.changed:
-                    listener.new_text.append(embeddings)
+                    listener.new_text.append((*embeddings, ready))
                     self.changed.notify_all()
         except BaseException as error:
             self.fail_text(listener, error)
         return not (listener.text_error or text.is_finished)
 
     def fail_text(self, listener: Listener, error: BaseException) -> None:
-        """What has come before is spoken, then the listener gets the error."""
+        """Let what has come before be spoken, then give the listener the error."""
         with self.changed:
             listener.text_error = error
             has_begun = listener.state is not State.PREPARING  # the engine's thread knows it
@@ -165,7 +167,7 @@ class Intake:
             listener.end(error)
 
     def what_fits(self, listener: Listener, piece: str) -> tuple[str, bool]:
-        """As much of a piece as belongs to this utterance, and whether the utterance is full then."""
+        """Returns as much of a piece as belongs to this utterance, and whether the utterance is full then."""
         check_encodable(piece)
         text, most = listener.text, listener.max_text_tokens
         whole, start = text.text + piece, len(text.text)

@@ -11,13 +11,16 @@
 
 import enum
 import math
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES
-from qwen3_tts_cuda_graphs.prompts.arriving_text import END, StreamTimeout
-from qwen3_tts_cuda_graphs.prompts.build import check_text_timeout
+from qwen3_tts_cuda_graphs.prompts.arriving_text import StreamTimeout
+from qwen3_tts_cuda_graphs.prompts.checks import check_text_timeout
+from qwen3_tts_cuda_graphs.prompts.pieces import END
 from qwen3_tts_cuda_graphs.speech.schedule import RowStatus
+from qwen3_tts_cuda_graphs.speech.streaming import Chunk
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance, growing_chunks
 
 
@@ -34,8 +37,10 @@ class State(enum.Enum):
 
 
 class Listener(Utterance):
-    def __init__(self, engine, put: Callable, text_timeout: float = 60.0):
-        """text_timeout: seconds without new text after which it ends with a StreamTimeout"""
+    def __init__(self, engine, put: Callable, text_timeout: float = 60.0, max_text_tokens: float = math.inf):
+        """text_timeout: seconds without new text after which it ends with a StreamTimeout
+        max_text_tokens: where a text that is still to come ends: what follows is not part of this utterance
+        """
         check_text_timeout(text_timeout)
         super().__init__(growing_chunks())  # the same for every stream, so that a seed reproduces
         self.engine = engine
@@ -44,7 +49,7 @@ class Listener(Utterance):
         self.queued_at = None  # time
         # a text that is still arriving
         self.text = None  # ArrivingText
-        self.max_text_tokens = math.inf  # what comes after them is not part of this utterance
+        self.max_text_tokens = max_text_tokens
         self.text_timeout = text_timeout
         self.text_error = None
         # its audio
@@ -56,19 +61,20 @@ class Listener(Utterance):
     # ---- For whoever listens, in any thread
 
     def ask(self, method: Callable, text: str | None, seed: int | None, arguments: dict) -> Future:
-        """Queue the request. The Future is done when its prompt is, and has the mistakes in it, which `put` gets, too.
+        """Queue the request. The Future is done when its prompt is built, or raises why it cannot be, which `put` gets,
+        too.
 
         text: None if it is still to come
-        arguments: the method's others
+        arguments: the method's other arguments
         """
         return self.engine.submit(self, method, text, seed, arguments)
 
     def push(self, piece: str | BaseException | None) -> Future:
-        """The next piece of its text, END, or the error of its iterator. Becomes whether more of it is wanted."""
+        """Take the next piece of its text, END, or the iterator's error. The Future says whether more is wanted."""
         return self.engine.intake.push(self, piece)
 
     def read(self, chunks: int = 1) -> None:
-        """So many chunks of its audio have been taken."""
+        """Say that so many chunks of its audio have been taken."""
         most = self.engine.max_unread
         with self.engine.changed:
             was_paused = self.unread >= most
@@ -92,6 +98,10 @@ class Listener(Utterance):
             self.read()
         return item
 
+    def characters_read(self) -> int | None:
+        """How much of a text that came in pieces has been spoken, after its end. None: it came as a whole."""
+        return self.text and self.text.characters_read(self.valid)
+
     # ---- For the engine
 
     @property
@@ -105,7 +115,7 @@ class Listener(Utterance):
             self.put(last)
 
     def next_chunk(self) -> int:
-        """In sizes that the codec decodes for several streams at once."""
+        """Frames of the chunk to decode next, in a size that the codec decodes for several streams at once."""
         available = 0 if self.has_ended else super().next_chunk()
         return next((size for size in BATCH_CHUNK_SIZES if size <= available), 0)
 
@@ -130,3 +140,30 @@ class Listener(Utterance):
         if self.text is None or self.text_error or not (self.state is State.PREPARING or self.lacks_text()):
             return None
         return self.text.timed_out()
+
+
+class ListenerChunks(Iterator):
+    """What a listener hears. To close it, or to drop it, cancels the request."""
+
+    def __init__(self, listener: Listener, items: queue.SimpleQueue):
+        self.listener = listener
+        self.items = items
+        self.is_closed = False
+
+    def __next__(self) -> Chunk:
+        try:
+            if not self.is_closed and (audio := self.listener.take(self.items.get())) is not END:
+                return audio, self.listener.engine.rate
+        except BaseException:
+            self.close()
+            raise
+        self.close()
+        raise StopIteration
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self.listener.cancel()
+            self.items.put(END)  # another thread may be waiting for an item
+
+    __del__ = close
