@@ -22,7 +22,8 @@ from qwen3_tts_cuda_graphs.common.audio_files import read_audio
 from qwen3_tts_cuda_graphs.common.checkpoints import REFERENCE_SILENCE
 from qwen3_tts_cuda_graphs.common.loading import choose_device, load
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt
-from qwen3_tts_cuda_graphs.prompts.build import check_counts, prepare_request
+from qwen3_tts_cuda_graphs.prompts.build import prepare_request
+from qwen3_tts_cuda_graphs.prompts.checks import check_counts
 from qwen3_tts_cuda_graphs.speech.streaming import audio_chunks
 from qwen3_tts_cuda_graphs.upstream import Qwen3TTSModel, VoiceClonePromptItem
 
@@ -212,10 +213,11 @@ class FasterQwen3TTS:
         if arguments["non_streaming_mode"] is None:
             del arguments["non_streaming_mode"]  # upstream's default
         speech = self.model.speech
+        speech.turns.check_process()
         # Upstream's last token has no frame.
-        request, reference = prepare_request(speech, method, text, max_new_tokens=max_new_tokens + 1, **arguments)
-        request["min_new_tokens"] = min_new_tokens
-        chunks = audio_chunks(speech, request, reference, itertools.repeat(chunk_size))
+        request = prepare_request(method, text, max_new_tokens=max_new_tokens + 1, **arguments)
+        settings = request.settings | {"min_new_tokens": min_new_tokens}
+        chunks = audio_chunks(speech, dataclasses.replace(request, settings=settings), itertools.repeat(chunk_size))
         prompt_ms = (time.perf_counter() - start) * 1000
         return self.timed(chunks, chunk_size, prompt_ms)
 

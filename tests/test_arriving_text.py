@@ -21,9 +21,9 @@ from helpers import GREEDY, engine_of, joined
 from transformers import PreTrainedTokenizerFast
 
 from qwen3_tts_cuda_graphs.prompts import incremental_tokenizer
-from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText, embed_text
-from qwen3_tts_cuda_graphs.prompts.build import tokenize
+from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText
 from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import IncrementalTokenizer, last_nfc_boundary, may_combine
+from qwen3_tts_cuda_graphs.prompts.templates import tokenize
 from qwen3_tts_cuda_graphs.speech.listener import Listener
 from qwen3_tts_cuda_graphs.speech.streaming import astream, stream
 
@@ -380,7 +380,7 @@ def test_how_much_was_read(voice, form):
     counted too short, and spoken again."""
     composed = "é한글 ô und dann noch mehr"
     sent = unicodedata.normalize(form, composed)
-    text = ArrivingText(voice.fast.speech, voice.fast.generate_voice_clone, **voice.arguments)
+    text = ArrivingText(voice.fast.generate_voice_clone, **voice.arguments)
     text.push(sent)
     text.finish()
     read = [sent[: text.characters_read(frames)] for frames in range(len(text.ids))]
@@ -396,7 +396,7 @@ def test_a_transcript_is_not_counted_as_text(voices, surplus):
     (item,) = voice.arguments["voice_clone_prompt"]
     positions = 1 + len(item.ref_code)
     prompt = [dataclasses.replace(item, ref_text="x" * (positions + surplus))]  # a character is a token
-    text = ArrivingText(voice.fast.speech, voice.fast.generate_voice_clone, voice_clone_prompt=prompt)
+    text = ArrivingText(voice.fast.generate_voice_clone, voice_clone_prompt=prompt)
     text.push("One two three four.")
     text.finish()
     assert [text.characters_read(frames) for frames in range(70)] == [
@@ -426,14 +426,13 @@ def test_a_text_that_does_not_fit_is_cut(voice, text, ends, size):
     tts = voice.fast
     with engine_of(tts, 2) as engine:
         while (rest := text[len("".join(utterances)) :]).strip():
-            stream = Listener(print)
-            stream.max_text_tokens = most
-            engine.submit(stream, tts.generate_voice_clone, None, 0, voice.arguments | {"max_new_tokens": 2}).result()
+            listener = Listener(engine, print, max_text_tokens=most)
+            listener.ask(tts.generate_voice_clone, None, 0, voice.arguments | {"max_new_tokens": 2}).result()
             for piece in [*(rest[start : start + size] for start in range(0, len(rest), size)), None]:
-                engine.intake.thread.submit(engine.intake.take_piece, stream, piece).result()
-            assert stream.text.is_finished and not stream.text_error
-            utterances.append(stream.text.text)
-            engine.cancel(stream)
+                listener.push(piece).result()
+            assert listener.text.is_finished and not listener.text_error
+            utterances.append(listener.text.text)
+            listener.cancel()
     assert "".join(utterances).rstrip() == text.rstrip() and len(utterances) > 2
     assert max(len(tokenize(tts, utterance.strip())) for utterance in utterances) <= most + 4
     if ends:
@@ -454,20 +453,20 @@ def test_a_prompt_that_is_a_dict_with_codes(voice):
 
 def test_what_an_engine_needs(voice):
     """Which frames may be launched, and which rows to write, without threads: at every cut, for every frame."""
-    text = ArrivingText(voice.fast.speech, voice.fast.generate_voice_clone, **voice.arguments)
+    text = ArrivingText(voice.fast.generate_voice_clone, **voice.arguments)
     for character in "Hi":
         text.push(character)
         assert not text.can_begin  # two tokens and what follows them
     text.push(" y")
     assert text.can_begin
     request = text.begin()
-    assert len(request["inputs"]) == 1 + 2 + 1  # "i" and " "; "H" is in the prompt
+    assert len(request.inputs) == 1 + 2 + 1  # "i" and " "; "H" is in the prompt
     assert [text.has_text_for(frame) for frame in range(4)] == [True, True, False, False]
     text.push("o")
     text.finish()
-    first, rows, frames_with_text, _ = text.take_embeddings()
+    first, rows, frames_with_text = text.take_embeddings()
     assert (first, len(rows), frames_with_text) == (2, 3, math.inf)
-    torch.testing.assert_close(rows[-1:], embed_text(voice.fast.speech, [text.end_id]))
+    torch.testing.assert_close(rows[-1:], voice.fast.prompts.embed_text([text.end_id]))
     assert text.take_embeddings() is None
     assert text.has_text_for(1000)
 

@@ -68,7 +68,7 @@ def wait_until_idle(engine: Engine) -> None:
     """Every place must become free again."""
     end = time.monotonic() + LIMIT
     runner = engine.runner
-    while engine.active or engine.intake.waiting or len(runner.free) < runner.row_count:
+    while engine.counts() != (0, 0) or len(runner.free) < runner.row_count:
         assert time.monotonic() < end, "a row was never freed"
         time.sleep(0.01)
     assert sorted(runner.free) == list(range(runner.row_count)) and not runner.active
@@ -194,7 +194,7 @@ def test_full_chunks_are_decoded_together(voice, monkeypatch):
         assert not runner.active
         for frame in range(31):
             if frame in (0, 3):
-                request, _ = prepare_request(speech, voice.fast.generate_voice_clone, "Hi.", **arguments)
+                request = prepare_request(voice.fast.generate_voice_clone, "Hi.", **arguments)
                 active.append(speech.utterance(request, chunk_sizes=growing_chunks()))
                 assert not runner.admit(active[-1:])
             runner.step(active, None, together=together)
@@ -327,34 +327,39 @@ def test_a_place_whose_text_comes_slowly_is_given_away(voices):
         is_over.set()
 
 
-def test_a_cancelled_task_stops_waiting_for_text():
-    """asyncio.wait_for returns a result that comes together with a cancellation, before Python 3.12."""
-    stream = Listener(put=None)
-    stream.text = SimpleNamespace(is_finished=False)
+def test_a_cancelled_task_stops_waiting_for_text(voice):
+    """Its text never comes, and neither does a result: asyncio.wait_for may lose a cancellation, before Python 3.12."""
 
-    async def cancel_when_audio_comes():
-        audio = asyncio.Queue()
-        listening = asyncio.create_task(Engine.anext_item(None, stream, audio))
-        await asyncio.sleep(0.01)
-        audio.put_nowait("audio")
-        await asyncio.sleep(0)
-        listening.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await listening
+    async def pieces():
+        await asyncio.sleep(LIMIT)
+        yield "too late"
 
-    asyncio.run(cancel_when_audio_comes())
+    async def main():
+        with engine_of(voice.fast, 1) as engine:
+            request = requests_of(voice, 1)[0] | dict(text=pieces(), non_streaming_mode=False)
+            listening = asyncio.create_task(anext(engine.astream(voice.fast.generate_voice_clone, **request)))
+            await asyncio.sleep(0.1)
+            listening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await listening
+            wait_until_idle(engine)
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT))
 
 
 def test_nobody_waits_for_text_that_is_not_needed_yet():
     """A listener woke up 100 times a second when the text was late and the speech was not."""
-    stream = Listener(put=None, text_timeout=1e-9)
-    stream.text = SimpleNamespace(is_finished=False)
-    assert stream.seconds_for_text() == 0 and stream.text_timed_out()
-    stream.state = State.SPEAKING
-    stream.frames_with_text = 3
-    assert stream.seconds_for_text() is None and not stream.text_timed_out()
-    stream.launched = 3
-    assert stream.seconds_for_text() == 0 and stream.text_timed_out()
+    listener = Listener(None, put=None)
+    assert not listener.text_timed_out()  # its prompt is being built
+    listener.text = SimpleNamespace(timed_out=lambda: "late")
+    assert listener.text_timed_out()
+    listener.state = State.SPEAKING
+    listener.frames_with_text = 3
+    assert not listener.text_timed_out()
+    listener.launched = 3
+    assert listener.text_timed_out()
+    listener.text_error = ValueError("the text has failed already")
+    assert not listener.text_timed_out()
 
 
 def test_a_request_that_has_gone_takes_no_place(voices):
@@ -368,7 +373,7 @@ def test_a_request_that_has_gone_takes_no_place(voices):
         time.sleep(0.3)
         with engine.speech.turns.take():  # the engine waits for it
             engine.stream(method, **request).close()
-        while engine.intake.waiting:
+        while engine.counts()[1]:
             time.sleep(0.01)
         heard += paused
         assert len(joined(heard)) == 19 * 1920
@@ -704,7 +709,7 @@ def test_cancelled_while_its_prompt_is_queued(voice):
             with pytest.raises(asyncio.CancelledError):
                 await task
             release.set()
-            assert engine.intake.preparing == 0 and not engine.open
+            assert engine.intake.preparing == 0 and not engine.listeners
 
     asyncio.run(main())
 

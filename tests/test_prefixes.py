@@ -1,5 +1,7 @@
 """Prompts that differ in their last position: the keys and values before it are kept, and the speech is the same."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -118,7 +120,7 @@ def test_those_used_last_are_kept(voices):
 
     def utterance(number, row=0):
         one = Utterance()
-        one.row, one.prefix, one.prefix_key = row, torch.zeros(20, 1), bytes([number])
+        one.row, one.request = row, SimpleNamespace(prefix=torch.zeros(20, 1), prefix_key=bytes([number]))
         return one
 
     for number in range(3):

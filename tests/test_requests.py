@@ -16,7 +16,8 @@ import torch
 from helpers import GREEDY, assert_the_same_together, joined, slow, use_rows
 
 from qwen3_tts_cuda_graphs.common.loading import load, load_upstream
-from qwen3_tts_cuda_graphs.prompts.build import build_request, speaker_prompt
+from qwen3_tts_cuda_graphs.prompts.build import build_request
+from qwen3_tts_cuda_graphs.prompts.clone_prompts import speaker_prompt
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.accelerated import whole_call
 from qwen3_tts_cuda_graphs.speech.streaming import stream

@@ -1330,7 +1330,7 @@ def test_a_worker_that_is_to_end_speaks_the_other_parts(checkpoint, tmp_path):
         whole = server.speak(**fields).body
         with ThreadPoolExecutor() as threads:
             answer = threads.submit(server.speak, **fields)
-            wait_until(lambda: speech.host.streams)
+            wait_until(lambda: speech.host.listeners)
             speech.models[0].engine.process.worker.is_draining = True
             assert answer.result(LIMIT).body == whole
         wait_until(lambda: speech.models[0].engine.restarts == 1)

@@ -140,7 +140,7 @@ def test_the_first_request_is_made_at_load(checkpoint, kind, monkeypatch, caplog
     """It must not change what a user's seed gives, nor stay among the prompts. On a CPU nobody makes it."""
     tts = load(str(checkpoint(kind)), "cpu", max_seq_len=64)
     speech = tts.speech
-    speech.host_talker = use_text_table(tts.model.talker)  # as on a GPU: prompts are made like earlier ones
+    tts.prompts.host_talker = use_text_table(tts.model.talker)  # as on a GPU: prompts are made like earlier ones
     torch.manual_seed(0)
     before = torch.get_rng_state()
     launched = []
@@ -151,7 +151,7 @@ def test_the_first_request_is_made_at_load(checkpoint, kind, monkeypatch, caplog
         warm_up(tts)
     assert len(launched) == 2 and "slower" not in caplog.text  # two requests of one frame each
     assert torch.equal(torch.get_rng_state(), before)
-    assert not speech.prompt_templates.templates and len(speech.runner.free) == 1
+    assert not tts.prompts.templates.templates and len(speech.runner.free) == 1
 
 
 def test_a_model_that_cannot_be_warmed_up_is_loaded(checkpoint, caplog):

@@ -13,7 +13,9 @@ from qwen3_tts_cuda_graphs.common.loading import load_upstream
 from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
 from qwen3_tts_cuda_graphs.prompts import templates as prompt_templates
 from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText
-from qwen3_tts_cuda_graphs.prompts.build import build_request, in_parts, reference_codes, request_for
+from qwen3_tts_cuda_graphs.prompts.build import build_request, prepare_request
+from qwen3_tts_cuda_graphs.prompts.clone_prompts import reference_codes
+from qwen3_tts_cuda_graphs.prompts.request import Request, request_of
 from qwen3_tts_cuda_graphs.prompts.templates import PromptTemplate, template_key
 from qwen3_tts_cuda_graphs.prompts.text_table import HostTalker, TextTable, use_text_table
 from qwen3_tts_cuda_graphs.speech import accelerate
@@ -22,10 +24,9 @@ from qwen3_tts_cuda_graphs.speech.streaming import stream
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 
 
-def upstreams(method, text: str, **arguments) -> dict:
-    """Upstream's request as `request_for` returns it."""
+def upstreams(method, text: str, **arguments) -> Request:
     reference = reference_codes(arguments.get("voice_clone_prompt"))
-    return in_parts(build_request(method, text=text, **arguments), False, has_reference=reference is not None)
+    return request_of(build_request(method, text=text, **arguments), reference)
 
 
 @pytest.fixture(params=["x-vector", *slow("preset", "designed")])
@@ -39,7 +40,7 @@ def test_the_host_builds_the_same_prompt(voice, monkeypatch, non_streaming_mode,
     method = getattr(voice.fast, voice.method)
     arguments = dict(text=text, non_streaming_mode=non_streaming_mode, **voice.arguments)
     expected = build_request(method, **arguments)
-    monkeypatch.setattr(voice.fast.speech, "host_talker", HostTalker(voice.fast.model.talker))
+    monkeypatch.setattr(voice.fast.prompts, "host_talker", HostTalker(voice.fast.model.talker))
     request = build_request(method, **arguments)
     assert request.keys() == expected.keys()
     for name, value in request.items():
@@ -58,7 +59,7 @@ def test_a_model_with_a_table_speaks_as_before(voice):
     for _ in range(2):
         host_talker = use_text_table(tts.model.talker)
         accelerate(tts, max_seq_len=384)
-        tts.speech.host_talker = host_talker
+        tts.prompts.host_talker = host_talker
         torch.manual_seed(0)
         torch.testing.assert_close(
             torch.tensor(joined(stream(getattr(tts, voice.method), **arguments))),
@@ -82,7 +83,7 @@ def tables():
         tts = load_upstream(str(folder), "cpu")
         host_talker = use_text_table(tts.model.talker)
         accelerate(tts, max_seq_len=384)
-        tts.speech.host_talker = host_talker
+        tts.prompts.host_talker = host_talker
         return tts
 
     return load_with_table
@@ -91,7 +92,7 @@ def tables():
 @pytest.fixture
 def with_table(voice, tables):
     tts = tables(voice.folder)
-    tts.speech.prompt_templates.clear()
+    tts.prompts.templates.clear()
     return tts
 
 
@@ -99,17 +100,17 @@ def with_table(voice, tables):
 @pytest.mark.parametrize("non_streaming_mode", [True, False, None])
 def test_a_prompt_like_an_earlier_one_is_upstreams(voice, with_table, non_streaming_mode):
     """Texts of one token and of many, other settings in between; a template must not take over another request's."""
-    speech, method = with_table.speech, getattr(with_table, voice.method)
+    method = getattr(with_table, voice.method)
     layout = {} if non_streaming_mode is None else dict(non_streaming_mode=non_streaming_mode)
     for number, text in enumerate(["Hello there.", "a", "你好，<|im_end|> cafe\u0301", "one two three " * 20]):
         for settings in (dict(top_k=20), dict(top_k=20, temperature=0.5, language="Chinese")):
             arguments = voice.arguments | layout | settings
             expected = upstreams(method, text, **arguments)
-            request = request_for(speech, method, text, arguments)
-            assert request.keys() == expected.keys()
-            for name, value in request.items():
-                assert torch.equal(value, expected[name]) if torch.is_tensor(value) else value == expected[name]
-        templates = speech.prompt_templates.templates
+            request = with_table.prompts.build(method, text, arguments)
+            for name, value in vars(request).items():
+                same = getattr(expected, name)
+                assert torch.equal(value, same) if torch.is_tensor(value) else value == same
+        templates = with_table.prompts.templates.templates
         assert len(templates) == 2
         assert all(template.layout for template in templates.values()), f"not used for text {number}"
 
@@ -117,72 +118,72 @@ def test_a_prompt_like_an_earlier_one_is_upstreams(voice, with_table, non_stream
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_text_that_arrives_has_upstreams_prompt(voice, with_table, is_finished):
     """Its prompt is made like an earlier one, too: upstream's code takes a millisecond or two."""
-    speech, method = with_table.speech, getattr(with_table, voice.method)
+    method = getattr(with_table, voice.method)
     arguments = voice.arguments | dict(non_streaming_mode=False)
     for _ in range(2):
-        text = ArrivingText(speech, method, **arguments)
+        text = ArrivingText(method, **arguments)
         text.push("Hello there")
         if is_finished:
             text.finish()
         request = text.begin()
         whole = upstreams(method, "Hello there", **arguments)
-        known = len(whole["inputs"]) - 2 if is_finished else text.embedded
-        assert known >= 1 and request["prefix_key"] == whole["prefix_key"] is not None
-        assert torch.equal(request["prefix"], whole["prefix"])
-        assert torch.equal(request["inputs"][:-1], whole["inputs"][: 1 + known])
-        assert torch.equal(request["inputs"][-1], whole["inputs"][-1])
-    (template,) = speech.prompt_templates.templates.values()
+        known = len(whole.inputs) - 2 if is_finished else text.embedded
+        assert known >= 1 and request.prefix_key == whole.prefix_key is not None
+        assert torch.equal(request.prefix, whole.prefix)
+        assert torch.equal(request.inputs[:-1], whole.inputs[: 1 + known])
+        assert torch.equal(request.inputs[-1], whole.inputs[-1])
+    (template,) = with_table.prompts.templates.templates.values()
     assert template.layout
 
 
 @pytest.mark.parametrize("voice", ["x-vector"], indirect=True)
 def test_another_speaker_is_another_template(with_table, voice):
-    speech, method = with_table.speech, with_table.generate_voice_clone
+    method = with_table.generate_voice_clone
     speaker = torch.load(voice.folder / "speaker.pt", weights_only=True)
     for scale in (1.0, 2.0):
         prompt = speaker_prompt(speaker * scale)
         for _ in range(2):
-            request = request_for(speech, method, "Hello.", dict(voice_clone_prompt=prompt, language="English"))
+            request = with_table.prompts.build(method, "Hello.", dict(voice_clone_prompt=prompt, language="English"))
             expected = upstreams(method, "Hello.", voice_clone_prompt=prompt, language="English")
-            assert torch.equal(request["prefix"], expected["prefix"])
-    assert len(speech.prompt_templates.templates) == 2
+            assert torch.equal(request.prefix, expected.prefix)
+    assert len(with_table.prompts.templates.templates) == 2
 
 
 @pytest.mark.parametrize("voice", ["in-context"], indirect=True)
 def test_another_recording_is_another_template(with_table, voice):
     """Of the reference, the codes and the transcript are in the prompt."""
-    speech, method = with_table.speech, with_table.generate_voice_clone
+    method = with_table.generate_voice_clone
     (item,) = voice.arguments["voice_clone_prompt"]
     others = dict(ref_code=item.ref_code.flip(0)), dict(ref_code=item.ref_code[:5]), dict(ref_text="what else it says")
     for other in ({}, *others):
         prompt = [dataclasses.replace(item, **other)]
         for _ in range(2):
-            request = request_for(speech, method, "Hello.", dict(voice_clone_prompt=prompt, language="English"))
+            request = with_table.prompts.build(method, "Hello.", dict(voice_clone_prompt=prompt, language="English"))
             expected = upstreams(method, "Hello.", voice_clone_prompt=prompt, language="English")
-            assert torch.equal(request["prefix"], expected["prefix"])
-            assert torch.equal(request["inputs"], expected["inputs"])
-    templates = speech.prompt_templates.templates
+            assert torch.equal(request.prefix, expected.prefix)
+            assert torch.equal(request.inputs, expected.inputs)
+    templates = with_table.prompts.templates.templates
     assert len(templates) == 4 and all(template.layout for template in templates.values())
 
 
 @pytest.mark.parametrize("voice", ["x-vector", "in-context"], indirect=True)
 def test_templates_take_a_limited_memory(with_table, voice, monkeypatch):
     """256 of them were kept, of any size, and those of refused requests, too: 12.8 GB of prompts that did not fit."""
-    speech, method = with_table.speech, with_table.generate_voice_clone
-    templates = speech.prompt_templates.templates
+    method = with_table.generate_voice_clone
+    templates = with_table.prompts.templates.templates
     for top_k, mistake in enumerate([{}, dict(max_new_tokens=1), dict(temperature=-1.0), dict(eos_token_id=1)], 1):
         text = "Hello." if mistake else "x" * 2000
         with pytest.raises(ValueError):
-            request_for(speech, method, text, voice.arguments | dict(top_k=top_k, non_streaming_mode=True) | mistake)
+            arguments = voice.arguments | dict(top_k=top_k, non_streaming_mode=True) | mistake
+            prepare_request(method, text, **arguments)
     assert not templates
 
     monkeypatch.setattr(prompt_templates, "MAX_BYTES", limit := 200_000)
     held = []
     for top_k in range(1, 40):
         text = "x" * 50 * (top_k % 3)
-        request_for(speech, method, f"Hello {text}", voice.arguments | dict(top_k=top_k, non_streaming_mode=False))
-        tensors = [value for kept in templates.values() for value in kept.request.values() if torch.is_tensor(value)]
-        held.append(sum(tensor.nbytes for tensor in tensors))
+        with_table.prompts.build(method, f"Hello {text}", voice.arguments | dict(top_k=top_k, non_streaming_mode=False))
+        held.append(sum(kept.request.prefix.nbytes + kept.request.inputs.nbytes for kept in templates.values()))
     assert limit / 4 < max(held) <= limit and len(templates) < 39
 
 
@@ -196,12 +197,12 @@ def test_what_cannot_be_compared_has_no_template(voices):
 
 
 def test_another_layout_is_left_to_upstream(voice, with_table, monkeypatch):
-    speech, method = with_table.speech, getattr(with_table, voice.method)
+    method = getattr(with_table, voice.method)
     monkeypatch.setattr(PromptTemplate, "is_upstreams", lambda *_: False)
     for _ in range(2):
-        request = request_for(speech, method, "Hello.", voice.arguments)
-        assert torch.equal(request["prefix"], upstreams(method, "Hello.", **voice.arguments)["prefix"])
-    (template,) = speech.prompt_templates.templates.values()
+        request = with_table.prompts.build(method, "Hello.", voice.arguments)
+        assert torch.equal(request.prefix, upstreams(method, "Hello.", **voice.arguments).prefix)
+    (template,) = with_table.prompts.templates.templates.values()
     assert template.layout is None
 
 
@@ -209,9 +210,9 @@ def test_another_layout_is_left_to_upstream(voice, with_table, monkeypatch):
 @pytest.mark.parametrize("non_streaming_mode", [True, False])
 def test_a_prompt_stays_in_its_thread(voice, with_table, non_streaming_mode):
     """Waking torch's thread pool has taken 5 to 20 ms on a virtual machine, longer than the rest of the first audio."""
-    speech, method = with_table.speech, getattr(with_table, voice.method)
+    method = getattr(with_table, voice.method)
     arguments = voice.arguments | dict(non_streaming_mode=non_streaming_mode)
-    request_for(speech, method, "Hello.", arguments)
+    with_table.prompts.build(method, "Hello.", arguments)
 
     def threads_now() -> set[str]:
         return {task.name for task in Path("/proc/self/task").iterdir()}
@@ -219,9 +220,9 @@ def test_a_prompt_stays_in_its_thread(voice, with_table, non_streaming_mode):
     def build() -> tuple[set[str], set[str]]:  # in a new thread, which has no pool yet
         torch.set_num_threads(4)
         before = threads_now()
-        request = request_for(speech, method, "one two three " * 1000, arguments)
+        request = with_table.prompts.build(method, "one two three " * 1000, arguments)
         by_prompt = threads_now() - before
-        request["inputs"].new_ones(1 << 16).add_(1)
+        request.inputs.new_ones(1 << 16).add_(1)
         return by_prompt, threads_now() - before
 
     threads = torch.get_num_threads()

@@ -38,6 +38,7 @@ from qwen3_tts_cuda_graphs.serving.process import Server
 from qwen3_tts_cuda_graphs.serving.requests import Style
 from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import Settings
+from qwen3_tts_cuda_graphs.speech.engine import Engine
 
 
 @pytest.fixture(scope="module")
@@ -331,23 +332,21 @@ def test_a_worker_that_hangs_while_it_loads_again_is_replaced(monkeypatch):
 def test_an_engine_that_stands_still_is_noticed(monkeypatch):
     """A kernel that never ends keeps the engine's thread, and no other."""
     now = 1000.0
-    monkeypatch.setattr(engine_host, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.speech.engine.time", SimpleNamespace(monotonic=lambda: now))
     intake = SimpleNamespace(waiting=[], preparing=0, prepared=0)
-    engine = SimpleNamespace(active=[], pass_seconds=0.1, intake=intake, has_work=lambda: True)
-    host = object.__new__(engine_host.EngineHost)
-    host.engine, host.seen = engine, {}
+    engine = SimpleNamespace(active=[], pass_seconds=0.1, intake=intake, has_work=lambda: True, seen={})
     for active, duration, preparing, prepared, what in (
         *(([], 0.1, 0, 0, None), ([1], 0.1, 0, 0, "frame"), ([1], 0.2, 0, 0, None), ([1], 0.2, 0, 0, "frame")),
         *(([1], 0.3, 1, 0, "prompt"), ([1], 0.4, 1, 1, None), ([], 0.4, 2, 1, "prompt"), ([], 0.4, 0, 1, None)),
     ):
         engine.active, engine.pass_seconds, intake.preparing, intake.prepared = active, duration, preparing, prepared
         now += engine_host.SECONDS_WITHOUT_A_PASS + 1
-        assert host.stands_still() == what
+        assert Engine.stands_still(engine, engine_host.SECONDS_WITHOUT_A_PASS) == what
 
 
 def test_a_model_that_cannot_be_loaded_is_not_tried_again(checkpoint, tmp_path):
     """At the start it is the user's mistake, and the server ends with one line."""
-    (tmp_path / "me.pt").write_bytes(b"no speaker")
+    (tmp_path / "me.pt").write_bytes(b"PK\3\4 no speaker")
     settings = Settings(max_streams=1, voices=tmp_path)
     speech = LocalService(str(checkpoint()), "cpu", settings=settings, speakers=read_speakers([tmp_path / "me.pt"]))
     with pytest.raises(ValueError, match="me.pt is not a speaker file: make one"):
@@ -390,7 +389,7 @@ class Panic(BaseException):
     [
         ("qwen3_tts_cuda_graphs.serving.engine_host.cut_by_estimate", 500),
         ("qwen3_tts_cuda_graphs.serving.engine_host.tokenize", 500),
-        ("qwen3_tts_cuda_graphs.speech.intake.request_for", 500),
+        ("qwen3_tts_cuda_graphs.prompts.build.build_request", 500),
         ("qwen3_tts_cuda_graphs.serving.engine_host.clone_prompt", 500),
         ("qwen3_tts_cuda_graphs.serving.engine_host.to_int16", 503),  # in the delivery thread: the worker is replaced
     ],

@@ -11,7 +11,6 @@ from functools import partial
 from qwen3_tts_cuda_graphs.bench.listeners import listen
 from qwen3_tts_cuda_graphs.bench.timing import Row
 from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText
-from qwen3_tts_cuda_graphs.prompts.build import speech_of
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 TOKENS_PER_SECOND = 50
@@ -29,7 +28,7 @@ def language_model(pieces: list[str], times: list[float]) -> Iterator[str]:
 
 def pieces_to_begin(method: Callable, pieces: list[str], arguments: dict) -> int:
     """How many pieces the first audio needs."""
-    arriving = ArrivingText(speech_of(method), method, **arguments)
+    arriving = ArrivingText(method, **arguments)
     for number, piece in enumerate(pieces, 1):
         arriving.push(piece)
         if arriving.can_begin:

@@ -56,8 +56,7 @@ def first_audio_parts(tts, arguments: dict, runs: int) -> Row:
     speech, runner = tts.speech, tts.speech.runner
 
     def make_utterance() -> Utterance:
-        request, reference = prepare_request(speech, tts.generate_voice_clone, **arguments)
-        return speech.utterance(request, reference)
+        return speech.utterance(prepare_request(tts.generate_voice_clone, **arguments))
 
     utterance = make_utterance()
     utterance.row = 0

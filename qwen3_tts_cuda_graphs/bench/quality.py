@@ -24,7 +24,7 @@ from qwen3_tts_cuda_graphs.common.audio_files import join, resample
 from qwen3_tts_cuda_graphs.common.checkpoints import FRAME_RATE
 from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
 from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
-from qwen3_tts_cuda_graphs.prompts.build import tokenize
+from qwen3_tts_cuda_graphs.prompts.templates import tokenize
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.engine import Engine
 from qwen3_tts_cuda_graphs.speech.long_text import frame_limit

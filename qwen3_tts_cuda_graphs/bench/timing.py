@@ -16,7 +16,7 @@ import torch
 from qwen3_tts_cuda_graphs.bench.listeners import listen
 from qwen3_tts_cuda_graphs.common.checkpoints import FRAME_RATE
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
-from qwen3_tts_cuda_graphs.prompts.build import speaker_prompt
+from qwen3_tts_cuda_graphs.prompts.clone_prompts import speaker_prompt
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 ON_GPU = torch.cuda.is_available()

@@ -27,9 +27,10 @@ from qwen3_tts_cuda_graphs.common.output_files import check_writable, is_wav
 from qwen3_tts_cuda_graphs.common.scripts import show_note, show_progress, show_warning
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker
 from qwen3_tts_cuda_graphs.prompts.arriving_text import tokens_to_begin
+from qwen3_tts_cuda_graphs.prompts.checks import nth_seed
 from qwen3_tts_cuda_graphs.prompts.cut import cut, tokens_that_fit
 from qwen3_tts_cuda_graphs.speech.long_text import speak, with_pauses
-from qwen3_tts_cuda_graphs.speech.streaming import nth_seed, stream
+from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 PIPE_TIMEOUT = 600.0  # seconds that a line on stdin may stay unfinished
 

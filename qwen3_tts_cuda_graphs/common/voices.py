@@ -12,7 +12,7 @@ import torch
 
 from qwen3_tts_cuda_graphs.common.audio_files import resample
 from qwen3_tts_cuda_graphs.common.checkpoints import REFERENCE_SILENCE, check_speaker_file
-from qwen3_tts_cuda_graphs.prompts.build import speaker_prompt
+from qwen3_tts_cuda_graphs.prompts.clone_prompts import speaker_prompt
 from qwen3_tts_cuda_graphs.upstream import VoiceClonePromptItem
 
 

@@ -1,9 +1,12 @@
 """Text and voice in, a request for the runner out. Upstream builds the prompt.
 
-cut.py          a long text in parts, each one utterance; the limits of its speech
-build.py        requests, checked
-templates.py    a voice's later prompts, made from its first one
-text_table.py   the embedding of every text token, on the host, where prompts are built
+cut.py            a long text in parts, each one utterance; the limits of its speech
+request.py        what is asked, made once and not changed
+build.py          builds it; templates.py makes a voice's later prompts from its first one
+text_table.py     the embedding of every text token, on the host, where prompts are built; host.py: what is quick there
+checks.py         what can be wrong with what is asked
+clone_prompts.py  upstream's voice_clone_prompt
 arriving_text.py, incremental_tokenizer.py
-                a request whose text is still being written, and its tokens that can no longer change
+                  a request whose text is still being written, and its tokens that can no longer change
+pieces.py         reads such a text from an iterator
 """

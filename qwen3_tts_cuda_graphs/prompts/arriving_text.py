@@ -6,39 +6,39 @@ the prompt with the reference's codes. So frame k can be computed as soon as wha
 
 `ArrivingText` has no threads and does no GPU work before `begin`. Its owner calls `take` with each piece of text and
 then with END, and `begin` once `can_begin`. Before frame k it asks `has_text_for(k)` and hands what `take_embeddings`
-returns to the runner. `TextReader` is such an owner, for an iterator of strings.
+returns to the runner. When it waits for text, it asks whether that has `timed_out`. The engine is such an owner;
+`TextReader` is the one of a stream without an engine.
 """
 
 import bisect
-import contextvars
 import math
 import queue
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from unicodedata import normalize
 
 import torch
 
-from qwen3_tts_cuda_graphs.prompts.build import (
-    check_encodable,
-    check_text,
-    prepare_request,
-    request_for,
-    to_device,
-    with_voice_clone_prompt,
-)
+from qwen3_tts_cuda_graphs.prompts.build import prepare_request
+from qwen3_tts_cuda_graphs.prompts.checks import check_encodable, check_text, model_of
+from qwen3_tts_cuda_graphs.prompts.clone_prompts import is_in_context, with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import IncrementalTokenizer
-from qwen3_tts_cuda_graphs.prompts.templates import CLOSING_TOKENS, ROLE_TOKENS, is_in_context, tokenize, transcript_ids
+from qwen3_tts_cuda_graphs.prompts.pieces import END, Pieces
+from qwen3_tts_cuda_graphs.prompts.request import Request
+from qwen3_tts_cuda_graphs.prompts.templates import CLOSING_TOKENS, ROLE_TOKENS, tokenize, transcript_ids
 
-END = None
+
+class StreamTimeout(TimeoutError):
+    """Its text does not come, or nobody reads its audio. The message is for whoever asked for the speech."""
 
 
 class ArrivingText:
     """One text, and the request that speaks it."""
 
-    def __init__(self, speech, method: Callable, **kwargs):
+    def __init__(self, method: Callable, timeout: float = 60.0, **kwargs):
         """method: a method of upstream's model that generates speech; kwargs: its arguments but the text
+        timeout: seconds without new text after which it has `timed_out`
 
         Mistakes in them raise an error here, before there is any text.
         """
@@ -46,17 +46,18 @@ class ArrivingText:
             raise ValueError(
                 "non_streaming_mode=True puts the whole text into the prompt: text that arrives needs False"
             )
-        self.speech = speech
         self.method = method
+        self.tts = tts = model_of(method)
         self.kwargs = with_voice_clone_prompt(method, kwargs)
-        _, self.reference = prepare_request(speech, method, "a", **self.kwargs)
+        prepare_request(method, "a", **self.kwargs)
 
-        tts = method.__self__
         opening, _, _ = tts._build_assistant_text("\0").partition("\0")
         self.tokenizer = IncrementalTokenizer(tts.processor.tokenizer, opening)
         self.end_id = tts.model.config.tts_eos_token_id
         self.tokens_in_prompt = tokens_in_prompt(tts, self.kwargs.get("voice_clone_prompt"))
         self.tokens_to_begin = tokens_to_begin(tts, self.kwargs.get("voice_clone_prompt"))
+        self.timeout = timeout
+        self.came_at = time.monotonic()  # the last text
         self.text = ""
         self.ids = []  # known tokens of the text; with the end token once the text is finished
         self.is_finished = False
@@ -67,6 +68,8 @@ class ArrivingText:
         """The next piece of the text, its end, or the error of its iterator, which is raised."""
         if isinstance(piece, BaseException):
             raise piece
+        if piece:
+            self.came_at = time.monotonic()
         if piece is END:
             self.finish()
         else:
@@ -83,30 +86,39 @@ class ArrivingText:
     def finish(self) -> None:
         """No more text. Raises an error if there was none."""
         known = self.ids
-        tts = self.method.__self__
         check_text(self.text)
-        ids = tokenize(tts, tts._build_assistant_text(self.text))
+        ids = tokenize(self.tts, self.tts._build_assistant_text(self.text))
         self.ids = ids[ROLE_TOKENS:-CLOSING_TOKENS] + [self.end_id]
         self.is_finished = True
         if self.ids[: len(known)] != known:
             raise RuntimeError(f"the tokens of {self.text[:40]!r}... have changed while it arrived")
+
+    def seconds_left(self) -> float:
+        """How long the next text may take."""
+        return max(0.0, self.came_at + self.timeout - time.monotonic())
+
+    def timed_out(self) -> StreamTimeout | None:
+        """The error for an owner that waits for text, once that has not come for too long."""
+        if self.is_finished or self.seconds_left() > 0:
+            return None
+        return StreamTimeout(f"no text has come for {self.timeout:g} s, and it has not ended")
 
     @property
     def can_begin(self) -> bool:
         """Whether there is enough text for the prompt and the first frame."""
         return self.is_finished or len(self.ids) >= self.tokens_to_begin
 
-    def begin(self) -> dict:
-        """What `request_for` returns, with the text rows that are known by now."""
+    def begin(self) -> Request:
+        """The request, with the text rows that are known by now."""
+        prompts = self.tts.prompts
         self.taken = len(self.ids)
         if self.is_finished:
-            return request_for(self.speech, self.method, self.text, self.kwargs)
+            return prompts.build(self.method, self.text, self.kwargs)
         closing = [0] * CLOSING_TOKENS  # upstream cuts them off
-        token_ids = self.tokenizer.ids + closing
-        request = request_for(self.speech, self.method, self.text, self.kwargs, token_ids)
-        inputs = torch.cat([request["inputs"][:-2], request["inputs"][-1:]])  # without the end
+        request = prompts.build(self.method, self.text, self.kwargs, self.tokenizer.ids + closing)
+        inputs = torch.cat([request.inputs[:-2], request.inputs[-1:]])  # without the end
         self.embedded = len(inputs) - 2
-        return request | {"inputs": inputs.pin_memory() if self.speech.on_gpu and not inputs.is_cuda else inputs}
+        return replace(request, inputs=inputs.pin_memory() if prompts.on_gpu and not inputs.is_cuda else inputs)
 
     def has_text_for(self, frame: int) -> bool:
         """After `begin`: whether it is known what this frame adds."""
@@ -118,23 +130,25 @@ class ArrivingText:
         return math.inf if self.is_finished else self.embedded
 
     def characters_read(self, frames: int) -> int:
-        """Of the text: a speech may end before its frames, which read a token each, have come to the text's end."""
+        """Characters of the text that so many frames have read. A frame reads a token, and a speech may end before its
+        frames have come to the end of the text."""
         ids = self.ids[:-1] if self.is_finished else self.ids
         read = max(0, self.tokens_in_prompt + frames)
         if self.is_finished and read >= len(ids):
             return len(self.text)
-        composed = len(self.method.__self__.processor.tokenizer.decode(ids[:read]))  # tokens are of composed characters
+        composed = len(self.tts.processor.tokenizer.decode(ids[:read]))  # tokens are of composed characters
         places = range(len(self.text) + 1)
         return bisect.bisect_right(places, composed, key=lambda end: len(normalize("NFC", self.text[:end]))) - 1
 
-    def take_embeddings(self) -> tuple | None:
-        """After `begin`: the text that has become known since the last call, for `Utterance.new_text`."""
+    def take_embeddings(self) -> tuple[int, torch.Tensor, float] | None:
+        """After `begin`: the text that has become known since the last call: the first of its frames, what they add
+        (T, H), and how many frames have text then."""
         first, ids = self.embedded, self.ids[self.taken :]
         if not ids:  # the middle of a word
             return None
         self.taken += len(ids)
         self.embedded += len(ids)
-        return first, embed_text(self.speech, ids), self.frames_with_text, self.speech.runner.record_event()
+        return first, self.tts.prompts.embed_text(ids), self.frames_with_text
 
 
 def tokens_to_begin(tts, voice_clone_prompt) -> int:
@@ -151,74 +165,34 @@ def tokens_in_prompt(tts, voice_clone_prompt) -> int:
     return positions - len(transcript_ids(tts, item))
 
 
-@torch.no_grad()
-def embed_text(speech, ids: list[int]) -> torch.Tensor:
-    """What frames add for these tokens. -> (T, H)"""
-    talker = speech.host_talker or speech.talker
-    rows = talker.text_projection(
-        talker.get_text_embeddings()(torch.tensor(ids, dtype=torch.long, device=talker.device))
-    )
-    return to_device(rows, speech.talker.device)
-
-
 class TextReader:
-    """Reads an iterator of strings into an ArrivingText.
+    """Takes pieces into an ArrivingText, in the thread that speaks it."""
 
-    The iterator runs in a thread of its own, so that it can be late while speech goes on, and given up if it never
-    returns. Everything else happens in the caller's thread.
-    """
-
-    def __init__(self, text: ArrivingText, pieces: Iterable[str], timeout: float):
+    def __init__(self, text: ArrivingText, pieces: Pieces):
         self.text = text
         self.pieces = pieces
-        self.timeout = timeout
-        self.queue = queue.Queue(maxsize=256)
         self.error = None
-        self.is_closed = False
-
-    def start(self) -> None:
-        context = contextvars.copy_context()
-        threading.Thread(target=context.run, args=[self.read], name="text reader", daemon=True).start()
-
-    def read(self) -> None:
-        last = END
-        try:
-            for piece in self.pieces:
-                self.queue.put(piece)
-                if self.is_closed:
-                    return
-        except BaseException as error:  # raised again where the speech is read
-            last = error
-        self.queue.put(last)
 
     def is_ready(self, condition: Callable[[], bool]) -> bool:
         """Whether the condition holds with the text that has come."""
-        while not condition() and not self.error and not self.queue.empty():
-            self.take(self.queue.get())
+        while not condition() and not self.error and not self.pieces.queue.empty():
+            self.take(self.pieces.get())
         return condition()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait for text. Raises the error of the iterator, or of its text, once all text before it is used up."""
-        deadline = time.monotonic() + self.timeout
+        self.text.came_at = time.monotonic()  # it may have come long ago, with enough to say
         while not condition():
             if self.error:
                 raise self.error
             try:
-                piece = self.queue.get(timeout=max(0, deadline - time.monotonic()))
+                self.take(self.pieces.get(timeout=self.text.seconds_left()))
             except queue.Empty:
-                raise TimeoutError(f"no text has come for {self.timeout:g} s, and it has not ended") from None
-            self.take(piece)
-            if piece:
-                deadline = time.monotonic() + self.timeout
+                if error := self.text.timed_out():
+                    raise error from None
 
     def take(self, piece: str | BaseException | None) -> None:
         try:
             self.text.take(piece)
         except BaseException as error:
             self.error = error
-
-    def close(self) -> None:
-        """Let the thread end after the piece that it waits for."""
-        self.is_closed = True
-        while not self.queue.empty():
-            self.queue.get()

@@ -21,27 +21,34 @@ import ctypes
 import functools
 import logging
 import threading
+from dataclasses import replace
 
 import numpy as np
 import torch
+
+from qwen3_tts_cuda_graphs.prompts.clone_prompts import is_in_context
+from qwen3_tts_cuda_graphs.prompts.request import Request
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 ROLE_TOKENS = 3  # before the text: <|im_start|>, assistant, newline
 CLOSING_TOKENS = 5  # after it: <|im_end|>, newline and the next role
 TRANSCRIPT_CLOSING_TOKENS = 2  # after a reference's transcript: <|im_end|>, newline
-MAX_BYTES = 256 << 20  # of all templates: 64 prompts of 2,048 positions with 1.7B, and thousands of short ones
+MAX_BYTES = (
+    256 << 20
+)  # the most that all templates may take: 64 prompts of 2,048 positions with 1.7B, and thousands of short ones
 
 
 class PromptTemplate:
-    def __init__(self, speech, request: dict, ids: list[int], voice_clone_prompt):
-        """`request` is what upstream has built for the text with these tokens, in parts."""
-        self.nbytes = sum(value.nbytes for value in request.values() if torch.is_tensor(value))
-        self.nbytes += len(request["prefix_key"] or b"")
+    def __init__(self, tts, host_talker, request: Request, ids: list[int], voice_clone_prompt):
+        """`request` is what upstream has built for the text with these tokens."""
+        self.nbytes = request.prefix.nbytes + len(request.prefix_key or b"") + request.inputs.nbytes
         if is_in_context(voice_clone_prompt):
             codes = voice_clone_prompt[0].ref_code
-            self.nbytes += codes.nbytes + (1 + len(codes)) * request["inputs"][0].nbytes  # with `self.codes`
-        self.speech = speech
+            self.nbytes += codes.nbytes + (1 + len(codes)) * request.inputs[0].nbytes  # with `self.codes`
+        self.tts = tts
+        self.host_talker = host_talker
+        self.on_gpu = tts.model.talker.device.type == "cuda"
         self.request = request
         self.ids = ids
         self.voice_clone_prompt = voice_clone_prompt
@@ -49,10 +56,9 @@ class PromptTemplate:
     @functools.cached_property
     def layout(self) -> tuple[torch.Tensor, bool] | None:
         """The prefix, and whether it is the streaming layout. None: neither gives what upstream has built."""
-        tts, talker = self.speech.tts, self.speech.host_talker
+        tts, talker = self.tts, self.host_talker
         config = tts.model.config
-        on_host = {name: value.cpu() for name, value in self.request.items() if torch.is_tensor(value)}
-        self.request = self.request | on_host
+        self.request = replace(self.request, prefix=self.request.prefix.cpu(), inputs=self.request.inputs.cpu())
         self.table = talker.get_text_embeddings().table
         codec = talker.get_input_embeddings().weight
         self.codec_pad = codec[config.talker_config.codec_pad_id]
@@ -64,36 +70,35 @@ class PromptTemplate:
             self.transcript = transcript_ids(tts, item)
         tokens = len(self.transcript) + len(self.ids) + len(self.end)
         for is_streaming, rows_after_prefix in ((True, len(self.codes)), (False, tokens + len(self.codes))):
-            length = self.request["attention_mask"].shape[1] - rows_after_prefix
-            prefix = self.request["prefix"][: max(0, length)]
+            prefix = self.request.prefix[: max(0, self.request.prompt_length - rows_after_prefix)]
             if self.is_upstreams(self.fill_layout(prefix, is_streaming, self.ids)):
                 return prefix, is_streaming
         log.info("upstream's prompts have another layout: upstream builds all of them")
         return None
 
-    def fill(self, ids: list[int]) -> dict | None:
+    def fill(self, ids: list[int], reference: torch.Tensor | None) -> Request | None:
         """The request with a text of these tokens. None: only upstream can build it."""
-        return self.fill_layout(*self.layout, ids) if self.layout else None
+        return self.fill_layout(*self.layout, ids, reference) if self.layout else None
 
-    def fill_layout(self, prefix: torch.Tensor, is_streaming: bool, ids: list[int]) -> dict:
-        """With few calls of torch: after each of them other threads may keep the interpreter for a while."""
+    def fill_layout(
+        self, prefix: torch.Tensor, is_streaming: bool, ids: list[int], reference: torch.Tensor | None = None
+    ) -> Request:
+        """Put a prompt together with few calls of torch: after each, other threads may keep the interpreter a while."""
         ids = self.transcript + ids + self.end
         first_code = 0 if is_streaming else len(ids)
         in_prompt = first_code + len(self.codes)
         ids += self.pad * (max(0, in_prompt + 1 - len(ids)) + 1)  # at least one for a frame, and what follows
-        text = self.table.new_empty(len(ids), self.table.shape[1], pin_memory=self.speech.on_gpu)
+        text = self.table.new_empty(len(ids), self.table.shape[1], pin_memory=self.on_gpu)
         torch.index_select(self.table, 0, torch.from_numpy(np.array(ids)), out=text)  # numpy converts a long list fast
         if not is_streaming:
             text[:first_code].add_(self.codec_pad)
         text[first_code:in_prompt].add_(self.codes)
-        filled = self.request | dict(prefix=prefix, inputs=text[in_prompt - 1 :])
         if in_prompt > 1:
             prefix = torch.cat([prefix, text[: in_prompt - 1]])
-            filled |= dict(prefix=prefix, attention_mask=torch.ones(1, len(prefix) + 1, dtype=torch.long, device="cpu"))
-        return filled
+        return replace(self.request, prefix=prefix, inputs=text[in_prompt - 1 :], reference=reference)
 
-    def is_upstreams(self, filled: dict) -> bool:
-        return all(torch.equal(filled[name], self.request[name]) for name in ("prefix", "attention_mask", "inputs"))
+    def is_upstreams(self, filled: Request) -> bool:
+        return all(torch.equal(getattr(filled, name), getattr(self.request, name)) for name in ("prefix", "inputs"))
 
 
 class PromptTemplates:
@@ -123,10 +128,6 @@ class PromptTemplates:
 def tokenize(tts, text: str) -> list[int]:
     """The ids that upstream has. `tokenizer(text)` is not safe beside another thread: it may change the padding."""
     return tts.processor.tokenizer.backend_tokenizer.encode(text).ids
-
-
-def is_in_context(voice_clone_prompt) -> bool:
-    return isinstance(voice_clone_prompt, list) and voice_clone_prompt[0].icl_mode
 
 
 def transcript_ids(tts, item) -> list[int]:

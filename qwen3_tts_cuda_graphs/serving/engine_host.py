@@ -4,9 +4,9 @@ import base64
 import contextlib
 import functools
 import io
-import time
+import math
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -15,8 +15,8 @@ from qwen3_tts_cuda_graphs.common import checkpoints
 from qwen3_tts_cuda_graphs.common.audio_files import to_int16
 from qwen3_tts_cuda_graphs.common.loading import choose_device, load_upstream
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker, speaker_prompt
-from qwen3_tts_cuda_graphs.prompts.build import tokenize
 from qwen3_tts_cuda_graphs.prompts.cut import USUAL_FRAMES_PER_TOKEN, cut_by_estimate, tokens_that_fit
+from qwen3_tts_cuda_graphs.prompts.templates import tokenize
 from qwen3_tts_cuda_graphs.serving import memory
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, engine_failed, for_clients, log
 from qwen3_tts_cuda_graphs.speech import accelerate
@@ -27,7 +27,7 @@ from qwen3_tts_cuda_graphs.speech.utterance import CutOff
 from qwen3_tts_cuda_graphs.speech.warm_up import some_voice
 
 RECORDING_THREADS = 2
-MAX_VOICE_BYTES = 256 << 20  # of the voices that are kept; 256 with a minute's recording each take 25 MB
+MAX_VOICE_BYTES = 256 << 20  # the most that kept voices may take; 256 with a minute's recording each take 25 MB
 SECONDS_WITHOUT_A_PASS = 60.0  # a frame of many rows on a slow CPU takes less, and so does a prompt
 
 
@@ -53,11 +53,10 @@ class EngineHost:
         dtype = spec["dtype"] and getattr(torch, spec["dtype"])
         self.tts = load_upstream(spec["model"], self.device, dtype)
         self.engine = None
-        self.streams = {}  # id of a call -> its Listener
+        self.listeners = {}  # id of a call -> its Listener
         self.is_draining = self.has_failed = False
         self.stays = False  # the server ends this worker, SIGTERM does not
         self.unfinished = set()  # ids of calls that have spoken a part of a text, and another part follows
-        self.seen = {}  # "frame" or "prompt" -> the last one that was seen, and when
         self.recordings = ThreadPoolExecutor(RECORDING_THREADS, "recordings")
         self.long_texts = ThreadPoolExecutor(1, "long texts")
 
@@ -68,8 +67,8 @@ class EngineHost:
         """
         rows = rows or self.rows_that_fit(models)
         accelerate(self.tts, max_seq_len=self.spec["max_seq_len"], rows=rows)
-        # Requests are counted in the server: the engine's own limit is out of reach.
-        options = dict(max_waiting=1 << 30, cut_off_is_error=True, after_delivery=self.connection.flush)
+        # Requests are counted in the server, not in the engine.
+        options = dict(max_waiting=math.inf, cut_off_is_error=True, after_delivery=self.connection.flush)
         self.engine = Engine(self.tts, **options)
         self.method, voice = some_voice(self.tts)
         if self.clones:  # with a recording, so that its encoder is warm, too
@@ -127,21 +126,14 @@ class EngineHost:
         self.unfinished.discard(header["after"])
         number, options = header["id"], header["options"]
         put = functools.partial(self.put, number, options["max_new_tokens"], header["is_last"])
-        stream = self.streams[number] = Listener(put)
         arguments = self.voice_arguments(header["voice"], payload)
-        if header["text"] is None and options["max_new_tokens"] is None:
-            stream.max_text_tokens = self.tokens_that_fit(arguments)
-        prompt = self.engine.submit(stream, self.method, header["text"], header["seed"], options | arguments)
-        prompt.add_done_callback(functools.partial(self.prompt_is_done, number))
-
-    def prompt_is_done(self, number: int, prompt: Future) -> None:
-        if prompt.cancelled():
-            self.fail(number, RuntimeError(self.engine.intake.why_closed))
-        elif error := prompt.exception():
-            self.fail(number, error)
+        is_cut = header["text"] is None and options["max_new_tokens"] is None
+        most = self.tokens_that_fit(arguments) if is_cut else math.inf
+        listener = self.listeners[number] = Listener(self.engine, put, max_text_tokens=most)
+        listener.ask(self.method, header["text"], header["seed"], options | arguments)
 
     def voice_arguments(self, voice: dict, payload: bytes) -> dict:
-        """As upstream's method takes it."""
+        """The arguments of upstream's method for this voice."""
         if not self.clones:
             return voice
         if "file" in voice:
@@ -159,14 +151,12 @@ class EngineHost:
             raise ApiError(f"{name} gives NaN or infinite values: give another one", param=name)
 
     def on_text(self, header: dict, payload: bytes) -> None:
-        if stream := self.streams.get(header["id"]):
-            self.engine.intake.thread.submit(self.engine.intake.take_piece, stream, header["text"])  # None: END
+        if listener := self.listeners.get(header["id"]):
+            listener.push(header["text"])  # None: END
 
     def on_read(self, header: dict, payload: bytes) -> None:
-        if stream := self.streams.get(header["id"]):
-            with self.engine.changed:
-                stream.unread -= header["chunks"]
-                self.engine.changed.notify_all()
+        if listener := self.listeners.get(header["id"]):
+            listener.read(header["chunks"])
 
     def on_cancel(self, header: dict, payload: bytes) -> None:
         for ids in (self.wanted, self.unfinished):
@@ -221,8 +211,8 @@ class EngineHost:
         max_new_tokens: what the client asked for. A speech that ends there is complete.
         is_last: whether no other part of the same text follows
         """
-        stream = self.streams.get(number)
-        if stream is None:
+        listener = self.listeners.get(number)
+        if listener is None:
             return
         if isinstance(item, np.ndarray):
             self.connection.add(to_int16(item).tobytes(), type="audio", id=number)
@@ -230,14 +220,14 @@ class EngineHost:
             self.fail(number, item)
         else:
             try:
-                if stream.max_frames + 1 != max_new_tokens:
-                    stream.warn_if_cut_off(is_error=True)
+                if listener.max_frames + 1 != max_new_tokens:
+                    listener.warn_if_cut_off(is_error=True)
             except CutOff as error:
                 self.fail(number, error)
                 return
             if not is_last:
                 self.unfinished.add(number)
-            read = stream.text and stream.text.characters_read(stream.valid)
+            read = listener.characters_read()
             if read == 0:
                 problem = (
                     "the speech has ended before its text began: ref_text says more than the recording, correct it"
@@ -249,7 +239,7 @@ class EngineHost:
 
     def fail(self, number: int, error: BaseException) -> None:
         if not self.engine.is_running or is_fatal(error):
-            if not self.has_failed:  # once, not for each stream
+            if not self.has_failed:  # once, not for each listener
                 log.error("the engine cannot go on", exc_info=error)
             self.has_failed = True
             self.stop(f"{type(error).__name__}: {error}")
@@ -258,29 +248,14 @@ class EngineHost:
         self.cancel(number)
 
     def cancel(self, number: int) -> None:
-        if stream := self.streams.pop(number, None):
-            self.engine.cancel(stream)
+        if listener := self.listeners.pop(number, None):
+            listener.cancel()
 
-    def look_after_streams(self) -> None:
+    def look_after_engine(self) -> None:
         if not self.engine.is_running:
-            self.stop(self.engine.intake.why_closed)
-        if what := self.stands_still():
+            self.stop(self.engine.why_closed)
+        if what := self.engine.stands_still(SECONDS_WITHOUT_A_PASS):
             self.stop(f"the engine has made no {what} for {SECONDS_WITHOUT_A_PASS:g} s")
-        for number, stream in [*self.streams.items()]:
-            if error := stream.text_timed_out():
-                self.fail(number, error)
-
-    def stands_still(self) -> str | None:
-        """What the engine has work for and finishes none of. Each of its passes sets pass_seconds."""
-        engine, now = self.engine, time.monotonic()
-        has_frames = (engine.active or engine.intake.waiting) and engine.has_work()
-        kinds = ("frame", has_frames, engine.pass_seconds), ("prompt", engine.intake.preparing, engine.intake.prepared)
-        for what, has_work, last in kinds:
-            if not has_work or self.seen.get(what, (None,))[0] != last:
-                self.seen[what] = last, now
-            elif now - self.seen[what][1] > SECONDS_WITHOUT_A_PASS:
-                return what
-        return None
 
 
 def voice_bytes(prompt: list) -> int:

@@ -11,7 +11,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from qwen3_tts_cuda_graphs.common import checkpoints
 from qwen3_tts_cuda_graphs.common.audio_files import Chunk
 from qwen3_tts_cuda_graphs.common.scripts import check_device_name
 from qwen3_tts_cuda_graphs.prompts.cut import PAUSE, surely_fits
+from qwen3_tts_cuda_graphs.prompts.pieces import aread_pieces, done_future
 from qwen3_tts_cuda_graphs.serving.audio_formats import Encoder, av, check_base64, decode_base64
 from qwen3_tts_cuda_graphs.serving.encoders import Encoders
 from qwen3_tts_cuda_graphs.serving.engine_process import Call, EngineProcess, WorkerConnection, start_worker
@@ -402,12 +403,14 @@ class Answer:
         return (await self.connection.ask("split", payload, **request))["texts"]
 
     async def send_pieces(self, call: Call) -> None:
-        try:
-            async for piece in self.text:
-                call.send("text", text=piece)
-            call.send("text", text=None)
-        except Exception as error:
-            call.put(error)
+        def push(piece: str | BaseException | None) -> Future:
+            if isinstance(piece, BaseException):
+                call.put(piece)
+            else:
+                call.send("text", text=piece)  # None: END
+            return done_future(True)
+
+        await aread_pieces(self.text, push)
 
     def measure(self, seconds: float) -> None:
         """Record a chunk of audio: when it came, and whether a player had to wait for it."""

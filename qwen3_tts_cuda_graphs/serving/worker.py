@@ -3,7 +3,7 @@
     reader          what the server asks for             -> the engine
     engine's own    prompts, frames, delivery            -> the socket
     writer          what the socket does not take at once
-    main            loads; then every BEAT seconds: is the engine alive, whose text does not come, a sign of life
+    main            loads; then every BEAT seconds: is the engine alive; a sign of life
 
 It ends when the socket is closed, also while it loads: the server is gone. It ends itself when the engine has stopped,
 or after an error that leaves CUDA unusable, and the server starts another one. SIGTERM drains it, unless the server
@@ -61,7 +61,7 @@ class ServerConnection:
         self.flush()
 
     def add(self, payload: bytes = b"", **header) -> None:
-        """To be written with the next `flush`: the audio of all streams that one pass has made goes into one write."""
+        """Keep it for the next `flush`: the audio of all streams that one pass has made goes into one write."""
         message = pack(header, payload)
         with self.changed:
             self.outbox.append(message)
@@ -97,7 +97,7 @@ class ServerConnection:
                 del self.backlog[:sent]
 
     def close(self) -> None:
-        """After all that is to be written."""
+        """Close the socket when all has been written."""
         with self.changed:
             self.is_closing = True
             self.changed.notify()
@@ -114,7 +114,7 @@ class Worker:
         """on_close: called when the server has gone; without it, `run` returns"""
         self.host = None
         self.over = threading.Event()
-        self.why = ""  # it has stopped
+        self.why = ""  # the reason why it has stopped
         self.is_draining = False
         self.connection = ServerConnection(socket, on_close or self.over.set)
 
@@ -160,17 +160,17 @@ class Worker:
         raise OSError("the server has gone")
 
     def stop(self, why: str) -> None:
-        """From any thread: end soon, so that the server starts another worker."""
+        """End soon, so that the server starts another worker. May be called in any thread."""
         self.why = self.why or why
         self.over.set()
 
     def beat(self) -> None:
-        self.host.look_after_streams()
+        self.host.look_after_engine()
         if self.is_draining and not self.host.stays:
             if not self.host.is_draining:
                 self.host.is_draining = True
                 self.connection.send(type="draining")
-            elif not (self.host.streams or self.host.unfinished):
+            elif not (self.host.listeners or self.host.unfinished):
                 self.over.set()
         if self.beats % BEATS_PER_SIGN == 0:
             self.connection.send(type="beat", memory=resident_bytes())
@@ -181,7 +181,7 @@ class Worker:
 
 
 def resident_bytes() -> int:
-    """Of this process; 0 where /proc is missing."""
+    """Memory of this process, 0 where /proc is missing."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

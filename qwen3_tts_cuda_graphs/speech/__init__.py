@@ -7,7 +7,8 @@ accelerated.py  what `accelerate` builds: the runner, and upstream's methods on 
 streaming.py    one text, with its audio while it is generated
 long_text.py    texts of any length, and speech that does not end
 engine.py       many listeners: the runner in a thread of its own; schedule.py decides who is next
-intake.py       their prompts and texts, in another thread; listener.py is who hears it
+listener.py     the engine's port: ask, push text, say what was read, cancel
+intake.py       prompts and texts of the listeners, in another thread
 warm_up.py      two requests when a model is loaded onto a GPU, so that a user's first is as fast as the others
 """
 
@@ -17,7 +18,8 @@ from tokenizers.pre_tokenizers import Split
 from qwen3_tts_cuda_graphs.fast import batched, codec_kernels, megakernel
 from qwen3_tts_cuda_graphs.fast.layers import bypass_config_getattr, replace_layers
 from qwen3_tts_cuda_graphs.fast.paths import check_torch
-from qwen3_tts_cuda_graphs.prompts.build import check_counts
+from qwen3_tts_cuda_graphs.prompts.build import Prompts
+from qwen3_tts_cuda_graphs.prompts.checks import check_counts
 from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import PRE_TOKENS
 from qwen3_tts_cuda_graphs.prompts.text_table import use_text_table
 from qwen3_tts_cuda_graphs.speech.accelerated import Accelerated
@@ -48,7 +50,8 @@ def accelerate(tts, max_seq_len: int = 2048, rows: int = 1, fused: bool | None =
     keepalive = replace_layers(talker, max_seq_len)
     batched.SOURCE.compile_ahead(talker.model)  # also where the megakernel makes all frames: prefills need it
     runner = Runner(talker, tts.model.speech_tokenizer, rows, max_seq_len, fused, keepalive)
-    tts.speech = Accelerated(tts, runner, max_seq_len, host_talker)
+    tts.prompts = Prompts(tts, max_seq_len, host_talker)
+    tts.speech = Accelerated(tts, runner, max_seq_len)
     tts.speech.take_over()
     if on_gpu:
         warm_up(tts)

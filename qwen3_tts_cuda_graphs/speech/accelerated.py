@@ -20,36 +20,27 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES, CHUNK_SIZES, PendingAudio
-from qwen3_tts_cuda_graphs.prompts.build import (
-    check_finite,
-    frame_limit,
-    in_parts,
-    reference_codes,
-    request_for,
-    with_voice_clone_prompt,
-)
-from qwen3_tts_cuda_graphs.prompts.templates import PromptTemplates
+from qwen3_tts_cuda_graphs.prompts.checks import check_finite
+from qwen3_tts_cuda_graphs.prompts.clone_prompts import with_voice_clone_prompt
+from qwen3_tts_cuda_graphs.prompts.request import Request, request_of
 from qwen3_tts_cuda_graphs.speech.runner import HandOver, Runner
 from qwen3_tts_cuda_graphs.speech.turns import Turns
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance
 
 METHODS = ("generate_voice_clone", "generate_custom_voice", "generate_voice_design")
-MAX_PROMPTS_PER_FRAME = 16  # of a list
+MAX_PROMPTS_PER_FRAME = 16  # how many texts of a list are admitted between two frames
 PHILOX_OFFSET_OF_A_REQUEST = 1 << 33  # more numbers than it draws; a multiple of 4
 MAX_PENDING = 8  # chunks of a list that are on their way to the host
 
 
 class Accelerated:
-    def __init__(self, tts, runner: Runner, max_seq_len: int, host_talker):
-        """host_talker: builds prompts on the host of a GPU, or None"""
+    def __init__(self, tts, runner: Runner, max_seq_len: int):
         codec = tts.model.speech_tokenizer
         self.tts = tts
         self.talker = tts.model.talker
         self.device = self.talker.device
         self.on_gpu = self.device.type == "cuda"
         self.max_seq_len = max_seq_len
-        self.host_talker = host_talker
-        self.prompt_templates = PromptTemplates()
         self.turns = Turns()
         self.generator_lock = threading.Lock()
         self.runner = runner
@@ -71,20 +62,18 @@ class Accelerated:
                 setattr(self.tts, name, types.MethodType(whole_call(name, type(self.tts)), self.tts))
 
     def utterance(
-        self, request: dict, reference=None, chunk_sizes: Iterator[int] | None = None, seed: int | None = None
+        self, request: Request, chunk_sizes: Iterator[int] | None = None, seed: int | None = None
     ) -> Utterance:
         """A request for the runner."""
         utterance = Utterance(chunk_sizes)
-        utterance.reference = reference
         utterance.generator = self.seeded_generator(seed)
         self.load(utterance, request)
         return utterance
 
-    def load(self, utterance: Utterance, request: dict) -> None:
-        """Set the request of an utterance, as `request_for` returns it."""
-        if request["inputs"].is_cuda:  # with a reference recording
+    def load(self, utterance: Utterance, request: Request) -> None:
+        if request.inputs.is_cuda:  # with a reference recording
             utterance.prompt_ready = self.runner.record_event()
-        utterance.load(request, self.runner.settings.row(request), frame_limit(self.max_seq_len, **request))
+        utterance.load(request, self.runner.settings.row(request.settings), request.frame_limit(self.max_seq_len))
 
     def seeded_generator(self, seed: int | None = None) -> torch.Generator:
         """A generator for one request: seeded, or in the present state of torch's own.
@@ -183,8 +172,8 @@ class Accelerated:
 
     def generate(self, **request):
         """Stands in for talker.generate: codes and hidden states, without audio."""
-        check_finite(request)
-        utterances = [self.utterance(in_parts(own, self.on_gpu)) for own in requests_of(request)]
+        check_finite(request["inputs_embeds"])
+        utterances = [self.utterance(request_of(own, on_gpu=self.on_gpu)) for own in single_texts(request)]
         codes, hiddens = {}, collections.defaultdict(list)
 
         def keep_hidden(active: list[Utterance]) -> None:
@@ -242,9 +231,8 @@ def whole_call(name: str, model_class: type) -> Callable:
 
         def utterance(number: int) -> Utterance:
             own = {key: value_for(number, len(texts), key, value) for key, value in arguments.items()}
-            request = request_for(tts.speech, method, texts[number], own)
-            reference = reference_codes(own.get("voice_clone_prompt"))
-            return tts.speech.utterance(request, reference, itertools.repeat(chunk_frames))
+            request = tts.prompts.build(method, texts[number], own)
+            return tts.speech.utterance(request, itertools.repeat(chunk_frames))
 
         return tts.speech.speak(map(utterance, range(len(texts)))), tts.speech.rate
 
@@ -273,8 +261,8 @@ def as_upstream(codes: tuple, hiddens: tuple, end: int) -> transformers.generati
     return transformers.generation.GenerateDecoderOnlyOutput(sequences=codes[..., 0], hidden_states=hidden_states)
 
 
-def requests_of(request: dict) -> Iterator[dict]:
-    """The requests of the single texts. Upstream pads prompts on the left."""
+def single_texts(request: dict) -> Iterator[dict]:
+    """The arguments of talker.generate for each text of a list. Upstream pads prompts on the left."""
     for row, mask in enumerate(request["attention_mask"]):
         length = int(mask.sum())
         yield request | dict(

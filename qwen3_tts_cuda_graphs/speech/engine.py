@@ -18,29 +18,39 @@ import asyncio
 import atexit
 import contextlib
 import gc
+import itertools
 import logging
 import queue
 import threading
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 import torch
 
 from qwen3_tts_cuda_graphs.fast.codec import PendingAudio
-from qwen3_tts_cuda_graphs.prompts.arriving_text import END
-from qwen3_tts_cuda_graphs.prompts.build import check_counts, check_text, with_voice_clone_prompt
+from qwen3_tts_cuda_graphs.prompts.checks import (
+    check_counts,
+    check_not_async,
+    check_seed,
+    check_text,
+    is_arriving,
+    nth_seed,
+)
+from qwen3_tts_cuda_graphs.prompts.clone_prompts import with_voice_clone_prompt
+from qwen3_tts_cuda_graphs.prompts.pieces import END, aread_pieces, start_reader
 from qwen3_tts_cuda_graphs.speech.accelerated import value_for
 from qwen3_tts_cuda_graphs.speech.intake import Intake
-from qwen3_tts_cuda_graphs.speech.listener import Listener, QueueFull, State, StreamTimeout
+from qwen3_tts_cuda_graphs.speech.listener import Listener, ListenerChunks, QueueFull, State, StreamTimeout
 from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
 from qwen3_tts_cuda_graphs.speech.schedule import Situation, admissions, can_decode_together, evictions, holds_back
-from qwen3_tts_cuda_graphs.speech.streaming import Chunk, check_not_async, check_seed, is_arriving, nth_seed
+from qwen3_tts_cuda_graphs.speech.streaming import Chunk
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 MAX_BATCHES_IN_CODEC = 8  # the engine waits for the codec before it hands over more
+SECONDS_BETWEEN_LOOKS = 0.1  # so often the delivery thread looks for texts that do not come
 
 
 class Engine:
@@ -73,10 +83,12 @@ class Engine:
         self.patience = patience
         self.cut_off_is_error = cut_off_is_error
         self.after_delivery = after_delivery
-        self.open = set()  # streams that somebody may be reading
-        self.active = []  # streams that have a row
+        self.listeners = set()  # all that have asked and not been cancelled
+        self.seen = {}  # "frame" or "prompt" -> the last one that was seen, and when
+        self.active = []  # listeners that have a row
         self.pass_seconds = 0.0  # a maximum that decays by a tenth with each pass
-        self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (streams, their audio or what each ends with), in order
+        self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (listeners, their audio or what each ends with), in order
+        self.next_look = 0.0  # time of the next look for them
         self.changed = threading.Condition()
         self.intake = Intake(self.speech, self.changed)
         if self.speech.on_gpu:
@@ -113,42 +125,20 @@ class Engine:
 
         Chunks have 1, 1, 2, 4, 8, 8, ... frames. The request is queued at this call, and mistakes raise here.
         """
-        audio = queue.SimpleQueue()
-        stream = Listener(audio.put, text_timeout)
         check_not_async(text)
         self.check_model(method)
         kwargs = with_voice_clone_prompt(method, kwargs)
+        items = queue.SimpleQueue()
+        listener = Listener(self, items.put, text_timeout)
         arrives = is_arriving(text)
         try:
-            self.submit(stream, method, None if arrives else check_text(text), seed, kwargs).result()
-        except BaseException as error:
-            self.cancel(stream)
-            if isinstance(error, CancelledError):
-                raise RuntimeError(self.intake.why_closed) from None
+            listener.ask(method, None if arrives else check_text(text), seed, kwargs).result()
+        except BaseException:
+            listener.cancel()
             raise
         if arrives:
-            self.intake.start_reader(stream, text)
-        chunks = self.chunks_of(stream, audio)
-        next(chunks)  # enters its `try`, so that closing it before the first chunk cancels the request, too
-        return chunks
-
-    def chunks_of(self, stream: Listener, audio: queue.SimpleQueue) -> Iterator[Chunk]:
-        try:
-            yield None  # to `stream`
-            while (item := self.next_item(stream, audio)) is not END:
-                yield self.take_item(stream, item), self.rate
-            stream.warn_if_cut_off(self.cut_off_is_error)
-        finally:
-            self.cancel(stream)
-
-    def next_item(self, stream: Listener, audio: queue.SimpleQueue):
-        while stream.state is State.PREPARING:  # later the engine's thread looks after it
-            try:
-                return audio.get(timeout=stream.seconds_for_text())
-            except queue.Empty:
-                if error := stream.text_timed_out():
-                    raise error from None
-        return audio.get()
+            start_reader(text, listener.push)
+        return ListenerChunks(listener, items)
 
     async def astream(
         self,
@@ -161,52 +151,33 @@ class Engine:
     ) -> AsyncIterator[Chunk]:
         """The same for asyncio, but queued at the first iteration, where mistakes raise. Never blocks the loop."""
         loop = asyncio.get_running_loop()
-        audio = asyncio.Queue()
+        items = asyncio.Queue()
 
         def put(item) -> None:
             try:
-                loop.call_soon_threadsafe(audio.put_nowait, item)
+                loop.call_soon_threadsafe(items.put_nowait, item)
             except RuntimeError:  # the loop has been closed
-                self.cancel(stream)
+                listener.cancel()
 
-        stream = Listener(put, text_timeout)
+        listener = Listener(self, put, text_timeout)
         reader = None
         try:
             self.check_model(method)
             if kwargs.get("ref_audio") is not None:
                 kwargs = await asyncio.to_thread(with_voice_clone_prompt, method, kwargs)
-            arrives = is_arriving(text) or hasattr(text, "__aiter__")
-            prompt = self.submit(stream, method, None if arrives else check_text(text), seed, kwargs)
-            try:
-                await asyncio.wrap_future(prompt)
-            except asyncio.CancelledError:
-                if not self.is_running and prompt.cancelled():
-                    raise RuntimeError(self.intake.why_closed) from None
-                raise
-            if hasattr(text, "__aiter__"):
-                reader = asyncio.create_task(self.intake.aread_pieces(stream, text))
+            is_async = hasattr(text, "__aiter__")
+            arrives = is_async or is_arriving(text)
+            await asyncio.wrap_future(listener.ask(method, None if arrives else check_text(text), seed, kwargs))
+            if is_async:
+                reader = asyncio.create_task(aread_pieces(text, listener.push))
             elif arrives:
-                self.intake.start_reader(stream, text)
-            while (item := await self.anext_item(stream, audio)) is not END:
-                yield self.take_item(stream, item), self.rate
-            stream.warn_if_cut_off(self.cut_off_is_error)
+                start_reader(text, listener.push)
+            while (audio := listener.take(await items.get())) is not END:
+                yield audio, self.rate
         finally:
-            self.cancel(stream)
+            listener.cancel()
             if reader:
                 reader.cancel()
-
-    async def anext_item(self, stream: Listener, audio: asyncio.Queue):
-        if stream.state is not State.PREPARING:  # the engine's thread looks after it
-            return await audio.get()
-        item = asyncio.ensure_future(audio.get())
-        try:
-            while not item.done():  # asyncio.wait_for may lose a cancellation, before Python 3.12
-                await asyncio.wait([item], timeout=stream.seconds_for_text())
-                if not item.done() and (error := stream.text_timed_out()):
-                    raise error
-            return item.result()
-        finally:
-            item.cancel()
 
     def generate(
         self, method: Callable, *, text: list[str], seed: int | None = None, **kwargs
@@ -215,54 +186,73 @@ class Engine:
 
         Arguments may be lists with one value per text. Text number i has the seed `seed + i`.
         """
-
-        def speak(number: int) -> np.ndarray:
-            own = {name: value_for(number, len(text), name, value) for name, value in kwargs.items()}
-            own_seed = nth_seed(seed, number)
-            return np.concatenate([audio for audio, _ in self.stream(method, text=text[number], seed=own_seed, **own)])
-
         if isinstance(text, str):
             raise ValueError("the text is a string: give a list of texts, or use stream")
         check_seed(seed)
-        for one in text:
-            check_text(one)
+        texts = [*map(check_text, text)]
         self.check_model(method)
         kwargs = with_voice_clone_prompt(method, kwargs)
-        with ThreadPoolExecutor(self.runner.row_count, "speech list") as threads:
-            return [*threads.map(speak, range(len(text)))], self.rate
+        items = queue.SimpleQueue()  # (number of a text, what its listener gets)
+        audio = [[] for _ in texts]
+        listeners = {}
 
-    def take_item(self, stream: Listener, item) -> np.ndarray:
-        if isinstance(item, BaseException):
-            raise item
-        with self.changed:
-            stream.unread -= 1
-            if stream.unread == self.max_unread - 1:  # it was paused
-                self.changed.notify_all()
-        return item
+        def ask(number: int) -> None:
+            own = {name: value_for(number, len(texts), name, value) for name, value in kwargs.items()}
+            listeners[number] = Listener(self, lambda item: items.put((number, item)))
+            listeners[number].ask(method, texts[number], nth_seed(seed, number), own)
+
+        numbers = iter(range(len(texts)))
+        try:
+            for number in itertools.islice(numbers, self.runner.row_count):
+                ask(number)
+            while listeners:
+                number, item = items.get()
+                if listeners[number].take(item) is not END:
+                    audio[number].append(item)
+                    continue
+                listeners.pop(number).cancel()
+                for number in itertools.islice(numbers, 1):
+                    ask(number)
+        finally:
+            for listener in listeners.values():
+                listener.cancel()
+        return [*map(np.concatenate, audio)], self.rate
+
+    @property
+    def why_closed(self) -> str:
+        """Empty while it runs."""
+        return self.intake.why_closed
 
     @property
     def is_running(self) -> bool:
         """False once it has been closed, or has stopped with an error."""
-        return not self.intake.why_closed
+        return not self.why_closed
 
     def counts(self) -> tuple[int, int]:
         """How many streams are active, and how many wait for a row."""
         return len(self.active), len(self.intake.waiting)
 
-    def cancel(self, stream: Listener) -> None:
-        with self.changed:
-            stream.end()
-            self.open.discard(stream)
-            self.changed.notify_all()
+    def stands_still(self, seconds: float) -> str | None:
+        """What it has had work for and finished none of for so long: "frame", "prompt", or None. Whoever asks, asks
+        every now and then. Each pass of the engine sets pass_seconds."""
+        now = time.monotonic()
+        has_frames = (self.active or self.intake.waiting) and self.has_work()
+        kinds = ("frame", has_frames, self.pass_seconds), ("prompt", self.intake.preparing, self.intake.prepared)
+        for what, has_work, last in kinds:
+            if not has_work or self.seen.get(what, (None,))[0] != last:
+                self.seen[what] = last, now
+            elif now - self.seen[what][1] > seconds:
+                return what
+        return None
 
-    def submit(self, stream: Listener, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
+    def submit(self, listener: Listener, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
         with self.changed:
             free = self.runner.row_count - len(self.active)
             waiting = len(self.intake.waiting) + self.intake.preparing - free
             if waiting >= self.max_waiting:
                 raise QueueFull(f"{waiting} requests are waiting already: try again later")
-            future = self.intake.submit(stream, method, text, seed, kwargs)
-            self.open.add(stream)
+            future = self.intake.submit(listener, method, text, seed, kwargs)
+            self.listeners.add(listener)
         return future
 
     def check_model(self, method: Callable) -> None:
@@ -277,8 +267,8 @@ class Engine:
         except BaseException as error:
             log.exception("the engine has stopped")
             self.fail(error)
-        for stream in self.active:  # the next call that uses the runner frees their rows
-            stream.is_abandoned = True
+        for listener in self.active:  # the next call that uses the runner frees their rows
+            listener.is_abandoned = True
         if self.speech.on_gpu:
             with contextlib.suppress(Exception):
                 self.cuda_stream.synchronize()
@@ -317,8 +307,8 @@ class Engine:
             try:
                 self.runner.step(self.active, self.hand_over, advancing, together=can_decode_together(now))
             except MegakernelStopped as stopped:
-                for stream in stopped.utterances:
-                    stream.end(MegakernelStopped(stopped.reason))  # a new one for each thread
+                for listener in stopped.utterances:
+                    listener.end(MegakernelStopped(stopped.reason))  # a new one for each thread
             self.release_finished()
             self.pass_seconds = max(time.monotonic() - began, 0.9 * self.pass_seconds)
             if is_held_back:
@@ -329,11 +319,11 @@ class Engine:
     def situation(self) -> Situation:
         """What the schedule decides by."""
         now = time.monotonic()
-        for stream in self.active:
-            is_paused = stream.unread >= self.max_unread
-            stream.paused_at = (stream.paused_at or now) if is_paused else None
+        for listener in self.active:
+            is_paused = listener.unread >= self.max_unread
+            listener.paused_at = (listener.paused_at or now) if is_paused else None
         return Situation(
-            listeners=[stream.listener(now, self.speech.seconds_per_frame) for stream in self.active],
+            listeners=[listener.row_status(now, self.speech.seconds_per_frame) for listener in self.active],
             rows=len(self.active) + len(self.runner.free),
             preparing=self.intake.preparing,
             waiting=len(self.intake.waiting),
@@ -350,104 +340,115 @@ class Engine:
 
     def has_work(self) -> bool:
         can_advance = any(
-            stream.has_ended or (stream.unread < self.max_unread and stream.may_advance()) or stream.text_has_failed()
-            for stream in self.active
+            one.has_ended or (one.unread < self.max_unread and one.may_advance()) or one.text_has_failed()
+            for one in self.active
         )
         return bool(not self.is_running or not self.active or (self.intake.waiting and self.runner.free) or can_advance)
 
     def drop_ended(self) -> None:
         """Drop waiting requests whose listeners have gone."""
         with self.changed:
-            for stream in [stream for stream in self.intake.waiting if stream.has_ended]:
-                self.intake.waiting.remove(stream)
+            for listener in [listener for listener in self.intake.waiting if listener.has_ended]:
+                self.intake.waiting.remove(listener)
 
     def drop_overdue(self, now: Situation) -> None:
-        """Drop streams that lose their row, and end those whose text does not come."""
+        """Drop streams that lose their row."""
         for i in evictions(now, self.patience):
             reason = "its text came too slowly" if now.listeners[i].lacks_text else "nobody has read it"
             message = f"others were waiting and {reason} for {self.patience:g} s: its place was given away"
             self.active[i].end(StreamTimeout(message))
-        for stream in self.active:
-            if stream.text is not None and (error := stream.text_timed_out()):  # its listener may have stopped reading
-                stream.text_error = stream.text_error or error
         self.release_finished()
 
     def admit(self, count: int) -> bool:
         """Returns whether there is somebody new."""
         with self.changed:
             admitted = [self.intake.waiting.popleft() for _ in range(min(count, len(self.intake.waiting)))]
-            for stream in admitted:
-                if not stream.has_ended:
-                    stream.state = State.SPEAKING
-        for stream, error in self.runner.admit(admitted):
+            for listener in admitted:
+                if not listener.has_ended:
+                    listener.state = State.SPEAKING
+        for listener, error in self.runner.admit(admitted):
             log.error("a request failed", exc_info=error)
-            admitted.remove(stream)
-            stream.end(error)
+            admitted.remove(listener)
+            listener.end(error)
         self.active += admitted
         return bool(admitted)
 
-    def hand_over(self, streams: list[Listener], audio: PendingAudio) -> None:
-        self.decoding.put((streams, audio))
+    def hand_over(self, listeners: list[Listener], audio: PendingAudio) -> None:
+        self.decoding.put((listeners, audio))
 
     def release_finished(self) -> None:
         """Free the rows of streams that are complete, have failed or have lost their listener. Attributes are looked at
         before methods are called: there may be hundreds of streams, in every frame."""
-        for stream in self.active:
-            if stream.text_error and stream.text_has_failed():
-                stream.finished = True
+        for listener in self.active:
+            if listener.text_error and listener.text_has_failed():
+                listener.finished = True
         over = [s for s in self.active if s.has_ended or (s.finished and s.is_complete())]
         if not over:
             return
-        for stream in over:
-            self.active.remove(stream)
-            self.runner.release(stream)
+        for listener in over:
+            self.active.remove(listener)
+            self.runner.release(listener)
         with self.changed:
-            over = [stream for stream in over if not stream.has_ended]
-            for stream in over:
-                stream.state = State.DELIVERING
+            over = [listener for listener in over if not listener.has_ended]
+            for listener in over:
+                listener.state = State.DELIVERING
         # After their rows are free: whoever has seen the end can rely on a free one.
         if over:
-            self.decoding.put((over, [stream.text_error or END for stream in over]))
+            self.decoding.put((over, [listener.text_error or END for listener in over]))
 
     # ---- The delivery thread
 
     def deliver(self) -> None:
         """Give decoded audio to its listeners, in the order of the codec."""
-        while (item := self.decoding.get()) is not None:
-            streams, audio = item
+        while (batch := self.next_batch()) is not None:
+            listeners, audio = batch
             try:
                 items = audio
                 if isinstance(audio, PendingAudio):
                     items = audio.wait()
-                    self.count_delivered(streams, samples=len(items[0]))
-                for stream, item in zip(streams, items):
-                    if not stream.has_ended:
-                        stream.put(item)
+                    self.count_delivered(listeners, samples=len(items[0]))
+                for listener, item in zip(listeners, items):
+                    if not listener.has_ended:
+                        listener.put(item)
                 self.after_delivery()
             except BaseException as error:
                 log.exception("the engine has stopped")
                 self.fail(error)
-                for stream in streams:  # an END must not follow: their audio is not complete
-                    stream.end(RuntimeError(self.intake.why_closed))
+                for listener in listeners:  # an END must not follow: their audio is not complete
+                    listener.end(RuntimeError(self.why_closed))
         self.end_all()  # after the audio that there is
+
+    def next_batch(self) -> tuple | None:
+        """What comes next out of the codec. This thread never waits for a listener or a turn, so it also ends those
+        whose text does not come."""
+        while True:
+            if (now := time.monotonic()) >= self.next_look:
+                self.next_look = now + SECONDS_BETWEEN_LOOKS
+                with self.changed:
+                    listeners = [*self.listeners]
+                for listener in listeners:
+                    if error := listener.text_timed_out():
+                        self.intake.fail_text(listener, error)
+            with contextlib.suppress(queue.Empty):
+                return self.decoding.get(timeout=SECONDS_BETWEEN_LOOKS)
 
     def end_all(self) -> None:
         with self.changed:
-            streams = [stream for stream in self.open if not stream.has_ended]
+            listeners = [listener for listener in [*self.listeners] if not listener.has_ended]
             self.active.clear()
             self.intake.waiting.clear()
-        for stream in streams:
-            stream.put(RuntimeError(self.intake.why_closed))  # a new error for each thread
+        for listener in listeners:
+            listener.put(RuntimeError(self.why_closed))  # a new error for each thread
 
-    def count_delivered(self, streams: list[Listener], samples: int) -> None:
-        """A chunk of `samples` for each stream. The lock is taken once for all: the engine's thread needs it, too."""
+    def count_delivered(self, listeners: list[Listener], samples: int) -> None:
+        """A chunk of `samples` for each. The lock is taken once for all: the engine's thread needs it, too."""
         frames = round(samples / self.rate / self.speech.seconds_per_frame)
         with self.changed:
-            for stream in streams:
-                stream.unread += 1
-                stream.delivered += frames
-            for stream in [stream for stream in streams if stream.first_delivered_at is None]:
-                stream.first_delivered_at = time.monotonic()
+            for listener in listeners:
+                listener.unread += 1
+                listener.delivered += frames
+            for listener in [listener for listener in listeners if listener.first_delivered_at is None]:
+                listener.first_delivered_at = time.monotonic()
                 self.changed.notify_all()
 
     # ---- Lifetime
@@ -455,7 +456,7 @@ class Engine:
     def close(self) -> None:
         """End all streams with an error and stop. Does not wait for other calls on the model."""
         self.intake.close("the engine has been closed")
-        self.intake.thread.shutdown(cancel_futures=True)
+        self.intake.thread.shutdown()  # what is queued there ends at once
         self.thread.join()
         self.delivery.join()
         if self.speech.on_gpu:

@@ -4,29 +4,29 @@ One thread is enough: upstream's Python code takes twice as long when several ru
 its own.
 """
 
-import asyncio
 import collections
-import contextlib
-import contextvars
 import threading
 import time
-from collections.abc import AsyncIterable, Callable, Iterable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from qwen3_tts_cuda_graphs.prompts.arriving_text import END, ArrivingText
-from qwen3_tts_cuda_graphs.prompts.build import check_encodable, check_request, is_on_gpu, reference_codes, request_for
+from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText
+from qwen3_tts_cuda_graphs.prompts.checks import check_encodable, check_seed
+from qwen3_tts_cuda_graphs.prompts.clone_prompts import is_on_gpu
 from qwen3_tts_cuda_graphs.prompts.cut import end_after_tokens
+from qwen3_tts_cuda_graphs.prompts.pieces import END, done_future
+from qwen3_tts_cuda_graphs.prompts.request import Request
 from qwen3_tts_cuda_graphs.prompts.templates import ROLE_TOKENS, tokenize
 from qwen3_tts_cuda_graphs.speech.listener import Listener, State
-from qwen3_tts_cuda_graphs.speech.streaming import check_seed
 
 
 class Intake:
     def __init__(self, speech, changed: threading.Condition):
         """changed: the engine's condition, notified when a request is queued or has new text"""
         self.speech = speech
+        self.prompts = speech.tts.prompts
         self.changed = changed
         self.waiting = collections.deque()  # requests that could be admitted
         self.preparing = 0  # requests whose prompts are being built
@@ -46,7 +46,7 @@ class Intake:
         if self.why_closed:
             raise RuntimeError(self.why_closed)
 
-    def submit(self, stream: Listener, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
+    def submit(self, listener: Listener, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
         """Have the prompt built and the request queued. `text` is None if it is still to come."""
         self.speech.turns.check_process()
         check_seed(seed)
@@ -55,7 +55,7 @@ class Intake:
         inputs_ready = self.speech.runner.record_event() if is_on_gpu(kwargs.get("voice_clone_prompt")) else None
         with self.changed:
             self.check_open()
-            future = self.thread.submit(self.build_prompt, stream, method, text, seed, kwargs, inputs_ready)
+            future = self.thread.submit(self.build_prompt, listener, method, text, seed, kwargs, inputs_ready)
             self.preparing += 1
         future.add_done_callback(self.prompt_is_done)  # also if it was cancelled while it was queued
         return future
@@ -80,110 +80,91 @@ class Intake:
                 f"{self.speech.max_seq_len} positions: speak it in parts"
             )
 
-    def start_reader(self, stream: Listener, pieces: Iterable[str]) -> None:
-        """A thread of its own: the iterator may take its time."""
-        run = contextvars.copy_context().run
-        threading.Thread(target=run, args=(self.read_pieces, stream, pieces), name="text reader", daemon=True).start()
-
-    def read_pieces(self, stream: Listener, pieces: Iterable[str]) -> None:
-        last = END
+    def push(self, listener: Listener, piece: str | BaseException | None) -> Future:
         try:
-            for piece in pieces:
-                self.thread.submit(self.take_piece, stream, piece).result()
-                if stream.has_ended or stream.text_error:
-                    return
-        except BaseException as error:  # raised again where the speech is read
-            last = error
-        with contextlib.suppress(RuntimeError, CancelledError):  # the engine has been closed
-            self.thread.submit(self.take_piece, stream, last)
-
-    async def aread_pieces(self, stream: Listener, pieces: AsyncIterable[str]) -> None:
-        """The same on an event loop, without a thread for each text."""
-        last = END
-        try:
-            async for piece in pieces:
-                await asyncio.wrap_future(self.thread.submit(self.take_piece, stream, piece))
-                if stream.text_error:
-                    return
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            last = error
-        with contextlib.suppress(RuntimeError):
-            self.thread.submit(self.take_piece, stream, last)
+            return self.thread.submit(self.take_piece, listener, piece)
+        except RuntimeError:  # the engine has been closed
+            return done_future(False)
 
     @torch.no_grad()
     def build_prompt(
         self,
-        stream: Listener,
+        listener: Listener,
         method: Callable,
         text: str | None,
         seed: int | None,
         kwargs: dict,
         inputs_ready: torch.cuda.Event | None,
     ) -> None:
-        if stream.has_ended:
+        if listener.has_ended:
             return
-        if inputs_ready:
-            inputs_ready.wait()
-        if seed is not None:
-            stream.generator = self.speech.seeded_generator(seed)
-        if text is None:
-            stream.text = ArrivingText(self.speech, method, **kwargs)
-            stream.reference = stream.text.reference
-        else:
-            stream.reference = reference_codes(kwargs.get("voice_clone_prompt"))
-            self.enqueue(stream, request_for(self.speech, method, text, kwargs))
+        try:
+            self.check_open()
+            if inputs_ready:
+                inputs_ready.wait()
+            if seed is not None:
+                listener.generator = self.speech.seeded_generator(seed)
+            if text is None:
+                listener.text = ArrivingText(method, listener.text_timeout, **kwargs)
+            else:
+                self.enqueue(listener, self.prompts.build(method, text, kwargs))
+        except BaseException as error:
+            listener.end(error)
+            raise
 
-    def enqueue(self, stream: Listener, request: dict) -> None:
-        check_request(self.speech, request)
-        self.speech.load(stream, request)
+    def enqueue(self, listener: Listener, request: Request) -> None:
+        self.prompts.check(request)
+        self.speech.load(listener, request)
         with self.changed:
             self.check_open()
-            stream.queued_at = time.monotonic()
-            if not stream.has_ended:
-                stream.state = State.WAITING
-                self.waiting.append(stream)
+            listener.queued_at = time.monotonic()
+            if not listener.has_ended:
+                listener.state = State.WAITING
+                self.waiting.append(listener)
             self.changed.notify_all()
 
     @torch.no_grad()
-    def take_piece(self, stream: Listener, piece: str | BaseException | None) -> None:
-        """The next piece of a text that is still arriving, its end, or the error of its iterator."""
-        if stream.has_ended or stream.text_error:
-            return
-        text = stream.text
+    def take_piece(self, listener: Listener, piece: str | BaseException | None) -> bool:
+        """Add the next piece of a text that is still arriving, its end, or the error of its iterator. Returns whether
+        more is wanted."""
+        text = listener.text
+        if listener.has_ended or listener.text_error or self.why_closed or text.is_finished:
+            return False
         try:
-            if text.is_finished:  # without this
-                return
             is_full = False
             if isinstance(piece, str):
                 self.check_length(len(text.text) + len(piece))
-                piece, is_full = self.what_fits(stream, piece)
+                piece, is_full = self.what_fits(listener, piece)
             text.take(piece)
             if is_full:
                 text.take(END)
-            if piece or piece is END:
-                stream.text_came_at = time.monotonic()
-            if stream.state is State.PREPARING:
+            if listener.state is State.PREPARING:
                 if text.can_begin:
                     request = text.begin()
-                    stream.frames_with_text = text.frames_with_text
-                    self.enqueue(stream, request)
+                    listener.frames_with_text = text.frames_with_text
+                    self.enqueue(listener, request)
             elif embeddings := text.take_embeddings():
+                ready = self.speech.runner.record_event()
                 with self.changed:
-                    stream.new_text.append(embeddings)
+                    listener.new_text.append((*embeddings, ready))
                     self.changed.notify_all()
         except BaseException as error:
-            with self.changed:
-                stream.text_error = error
-                self.changed.notify_all()
-            if stream.state is State.PREPARING:  # the engine does not know it yet
-                stream.put(error)
+            self.fail_text(listener, error)
+        return not (listener.text_error or text.is_finished)
 
-    def what_fits(self, stream: Listener, piece: str) -> tuple[str, bool]:
-        """As much of a piece as belongs to this utterance, and whether the utterance is full then."""
+    def fail_text(self, listener: Listener, error: BaseException) -> None:
+        """Let what has come before be spoken, then give the listener the error."""
+        with self.changed:
+            listener.text_error = error
+            has_begun = listener.state is not State.PREPARING  # the engine's thread knows it
+            self.changed.notify_all()
+        if not has_begun:
+            listener.end(error)
+
+    def what_fits(self, listener: Listener, piece: str) -> tuple[str, bool]:
+        """Returns as much of a piece as belongs to this utterance, and whether the utterance is full then."""
         check_encodable(piece)
-        text = stream.text
+        text = listener.text
         whole, seen = text.text + piece, len(text.text)
         settled = max(0, len(text.tokenizer.settled) - ROLE_TOKENS)
         pending = max(0, seen - len(text.tokenizer.tail))
@@ -192,5 +173,5 @@ class Intake:
             return len(tokenize(self.speech.tts, part))
 
         language = text.kwargs.get("language")
-        end = end_after_tokens(whole, seen, settled, pending, stream.max_text_tokens, count_tokens, language)
+        end = end_after_tokens(whole, seen, settled, pending, listener.max_text_tokens, count_tokens, language)
         return whole[seen:end], end is not None

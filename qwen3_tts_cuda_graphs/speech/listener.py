@@ -1,22 +1,31 @@
-"""One request of an engine: an utterance, the text that is still coming for it, and where its audio goes."""
+"""The engine's port: one request, the text that is still coming for it, and where its audio goes.
+
+    listener = Listener(engine, put)                  `put` takes its audio, then END, or an error; in any thread
+    listener.ask(method, text, seed, arguments)       text: None if it is still to come; then
+    listener.push(piece)                              its pieces, and END or an error
+    listener.read(chunks)                             what was taken of its audio: with too much unread it pauses
+    listener.cancel()                                 always, also after its end
+
+`Engine.stream`, `astream`, `generate` and the server differ in what they do with the items, and in who pushes the text.
+"""
 
 import enum
 import math
-import time
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES
-from qwen3_tts_cuda_graphs.prompts.build import check_text_timeout
+from qwen3_tts_cuda_graphs.prompts.arriving_text import StreamTimeout
+from qwen3_tts_cuda_graphs.prompts.checks import check_text_timeout
+from qwen3_tts_cuda_graphs.prompts.pieces import END
 from qwen3_tts_cuda_graphs.speech.schedule import RowStatus
+from qwen3_tts_cuda_graphs.speech.streaming import Chunk
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance, growing_chunks
 
 
 class QueueFull(RuntimeError):
     """Too many requests are waiting: try again later."""
-
-
-class StreamTimeout(TimeoutError):
-    """Its text does not come, or nobody reads its audio. The message is for whoever asked for the speech."""
 
 
 class State(enum.Enum):
@@ -28,24 +37,72 @@ class State(enum.Enum):
 
 
 class Listener(Utterance):
-    def __init__(self, put: Callable, text_timeout: float = 60.0):
-        """put: takes audio, an exception or speech.arriving_text.END, in any thread"""
+    def __init__(self, engine, put: Callable, text_timeout: float = 60.0, max_text_tokens: float = math.inf):
+        """text_timeout: seconds without new text after which it ends with a StreamTimeout
+        max_text_tokens: where a text that is still to come ends: what follows is not part of this utterance
+        """
         check_text_timeout(text_timeout)
         super().__init__(growing_chunks())  # the same for every stream, so that a seed reproduces
+        self.engine = engine
         self.put = put
         self.state = State.PREPARING
         self.queued_at = None  # time
         # a text that is still arriving
         self.text = None  # ArrivingText
-        self.max_text_tokens = math.inf  # what comes after them is not part of this utterance
+        self.max_text_tokens = max_text_tokens
         self.text_timeout = text_timeout
-        self.text_came_at = time.monotonic()
         self.text_error = None
         # its audio
         self.delivered = 0  # frames whose audio the listener has, or could have
         self.first_delivered_at = None  # time
         self.unread = 0  # chunks that the listener has not taken yet
         self.paused_at = None  # time at which it began to wait for its listener
+
+    # ---- For whoever listens, in any thread
+
+    def ask(self, method: Callable, text: str | None, seed: int | None, arguments: dict) -> Future:
+        """Queue the request. The Future is done when its prompt is built, or raises why it cannot be, which `put` gets,
+        too.
+
+        text: None if it is still to come
+        arguments: the method's other arguments
+        """
+        return self.engine.submit(self, method, text, seed, arguments)
+
+    def push(self, piece: str | BaseException | None) -> Future:
+        """Take the next piece of its text, END, or the iterator's error. The Future says whether more is wanted."""
+        return self.engine.intake.push(self, piece)
+
+    def read(self, chunks: int = 1) -> None:
+        """Say that so many chunks of its audio have been taken."""
+        most = self.engine.max_unread
+        with self.engine.changed:
+            was_paused = self.unread >= most
+            self.unread -= chunks
+            if was_paused and self.unread < most:
+                self.engine.changed.notify_all()
+
+    def cancel(self) -> None:
+        with self.engine.changed:
+            self.end()
+            self.engine.listeners.discard(self)
+            self.engine.changed.notify_all()
+
+    def take(self, item):
+        """An item that `put` got: audio, which counts as read, or END. Raises it if it is an error."""
+        if isinstance(item, BaseException):
+            raise item
+        if item is END:
+            self.warn_if_cut_off(self.engine.cut_off_is_error)
+        else:
+            self.read()
+        return item
+
+    def characters_read(self) -> int | None:
+        """How much of a text that came in pieces has been spoken, after its end. None: it came as a whole."""
+        return self.text and self.text.characters_read(self.valid)
+
+    # ---- For the engine
 
     @property
     def has_ended(self) -> bool:
@@ -58,11 +115,11 @@ class Listener(Utterance):
             self.put(last)
 
     def next_chunk(self) -> int:
-        """In sizes that the codec decodes for several streams at once."""
+        """Frames of the chunk to decode next, in a size that the codec decodes for several streams at once."""
         available = 0 if self.has_ended else super().next_chunk()
         return next((size for size in BATCH_CHUNK_SIZES if size <= available), 0)
 
-    def listener(self, now: float, seconds_per_frame: float) -> RowStatus:
+    def row_status(self, now: float, seconds_per_frame: float) -> RowStatus:
         """What the schedule reads."""
         played = 0.0 if self.first_delivered_at is None else now - self.first_delivered_at
         return RowStatus(
@@ -78,15 +135,35 @@ class Listener(Utterance):
         """Whether all there was before an error of the text has been spoken, and the error comes next."""
         return self.text_error is not None and self.lacks_text() and self.checked == self.launched
 
-    def seconds_for_text(self) -> float | None:
-        """How long its text may still take. None: it is not what this stream waits for."""
-        if self.text is None or self.text.is_finished:
-            return None
-        waits_for_text = self.state is State.PREPARING or self.lacks_text()
-        return max(0.0, self.text_came_at + self.text_timeout - time.monotonic()) if waits_for_text else None
-
     def text_timed_out(self) -> StreamTimeout | None:
-        """The error of a stream that has waited too long for its text."""
-        if self.seconds_for_text() != 0:
+        """The error of a stream that waits for its text, and has done so for too long."""
+        if self.text is None or self.text_error or not (self.state is State.PREPARING or self.lacks_text()):
             return None
-        return StreamTimeout(f"no text has come for {self.text_timeout:g} s, and it has not ended")
+        return self.text.timed_out()
+
+
+class ListenerChunks(Iterator):
+    """What a listener hears. To close it, or to drop it, cancels the request."""
+
+    def __init__(self, listener: Listener, items: queue.SimpleQueue):
+        self.listener = listener
+        self.items = items
+        self.is_closed = False
+
+    def __next__(self) -> Chunk:
+        try:
+            if not self.is_closed and (audio := self.listener.take(self.items.get())) is not END:
+                return audio, self.listener.engine.rate
+        except BaseException:
+            self.close()
+            raise
+        self.close()
+        raise StopIteration
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self.listener.cancel()
+            self.items.put(END)  # another thread may be waiting for an item
+
+    __del__ = close

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from qwen3_tts_cuda_graphs.prompts.build import check_text, speech_of, tokenize, with_voice_clone_prompt
+from qwen3_tts_cuda_graphs.prompts.checks import check_seed, check_text, is_arriving, model_of, nth_seed
+from qwen3_tts_cuda_graphs.prompts.clone_prompts import with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.prompts.cut import FRAMES_PER_TOKEN, MIN_FRAME_LIMIT, PAUSE, cut, tokens_that_fit
-from qwen3_tts_cuda_graphs.speech.streaming import Chunk, check_seed, is_arriving, nth_seed, stream
+from qwen3_tts_cuda_graphs.prompts.templates import tokenize
+from qwen3_tts_cuda_graphs.speech.streaming import Chunk, stream
 from qwen3_tts_cuda_graphs.speech.utterance import warn_each_time
 
 
@@ -44,11 +46,11 @@ def stream_long(
     check_seed(seed)
     if not 0 <= pause < math.inf:
         raise ValueError(f"pause is {pause}, it must be at least 0 and finite, in seconds")
-    speech = speech_of(method)
+    tts = model_of(method)
     kwargs = with_voice_clone_prompt(method, kwargs)  # once for all parts
     if max_tokens is None:
-        max_tokens = tokens_that_fit(speech.max_seq_len, kwargs)
-    parts = cut(text.splitlines(), max_tokens, lambda part: len(tokenize(speech.tts, part)), language)
+        max_tokens = tokens_that_fit(tts.prompts.max_seq_len, kwargs)
+    parts = cut(text.splitlines(), max_tokens, lambda part: len(tokenize(tts, part)), language)
 
     def utterance(number: int) -> Iterator[Chunk]:
         own = dict(text=parts[number], seed=nth_seed(seed, number))

@@ -16,7 +16,7 @@ from transformers import Cache
 from cudagraph_talker import Graphs, TalkerGraph
 from qwen3_tts_cuda_graphs.fast.batched import BatchedStack
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
-from qwen3_tts_cuda_graphs.prompts.build import to_device
+from qwen3_tts_cuda_graphs.prompts.host import to_device
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance
 
 PREFILL_ROWS = (1, 4, 32)  # prompts per captured prefill
@@ -24,10 +24,6 @@ PREFILL_ROWS = (1, 4, 32)  # prompts per captured prefill
 PREFILL_LENGTHS = (32, 64, 96, 128, 192, 256, 320, *(size << i for i in range(12) for size in (384, 512)))
 MAX_PREFILL_POSITIONS = 4096  # of all prompts together, where there are several
 SHORTEST_FOR_SDPA = 128  # positions; for shorter prompts the kernels' attention is faster
-REQUEST_SETTINGS = (  # arguments of talker.generate that `Rows.configure` reads
-    *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "eos_token_id", "min_new_tokens"),
-    *("subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p", "suppress_tokens"),
-)
 
 
 class HostSettings:
@@ -38,9 +34,9 @@ class HostSettings:
         self.on_gpu = on_gpu
         self.cached_row = lru_cache(maxsize=64, typed=True)(self.make_row)
 
-    def row(self, request: dict) -> list[torch.Tensor]:
+    def row(self, settings: dict) -> list[torch.Tensor]:
         """In the order of `SharedRows.settings` and shaped like one row of them."""
-        return self.cached_row(**{name: request[name] for name in REQUEST_SETTINGS})
+        return self.cached_row(**settings)
 
     def make_row(self, **settings) -> list[torch.Tensor]:
         row = SharedRows(self.config, 1, 1, torch.float32, torch.device("cpu"))
@@ -131,9 +127,9 @@ class Prefills:
         """Write the keys and values of all prompts but for their last positions."""
         utterances = self.kept.copy(utterances)
         while utterances:
-            count = self.count_that_fit([len(utterance.prefix) for utterance in utterances])
+            count = self.count_that_fit([len(utterance.request.prefix) for utterance in utterances])
             together, utterances = utterances[:count], utterances[count:]
-            self.load([utterance.row for utterance in together], [utterance.prefix for utterance in together]).replay()
+            self.load([one.row for one in together], [one.request.prefix for one in together]).replay()
             if count == 1:  # in a batch its last bits could be others, and a seed would not reproduce
                 self.kept.keep(together[0])
 
@@ -170,8 +166,8 @@ class KeptPrefixes:
         """Write those that are here to the cache. Returns the utterances whose prefixes are not."""
         row_indices, missing = collections.defaultdict(list), []
         for utterance in utterances:
-            if utterance.prefix_key in self.prefixes:
-                row_indices[utterance.prefix_key].append(utterance.row)
+            if utterance.request.prefix_key in self.prefixes:
+                row_indices[utterance.request.prefix_key].append(utterance.row)
             else:
                 missing.append(utterance)
         for key, indices in row_indices.items():
@@ -185,9 +181,10 @@ class KeptPrefixes:
 
     def keep(self, utterance: Utterance) -> None:
         """They take no more memory than a row."""
-        if utterance.prefix_key is None:
+        request = utterance.request
+        if request.prefix_key is None:
             return
-        self.prefixes[utterance.prefix_key] = self.cache[utterance.row, ..., : len(utterance.prefix), :].clone()
+        self.prefixes[request.prefix_key] = self.cache[utterance.row, ..., : len(request.prefix), :].clone()
         while sum(kept.shape[3] for kept in self.prefixes.values()) > self.cache.shape[4]:
             self.prefixes.popitem(last=False)
 

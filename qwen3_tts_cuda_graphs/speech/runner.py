@@ -24,7 +24,7 @@ from qwen3_tts_cuda_graphs.fast import batched
 from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES, MAX_BATCH, Codec, PendingAudio
 from qwen3_tts_cuda_graphs.fast.frame_set import FrameSet
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows, copy_row, draw_seeded
-from qwen3_tts_cuda_graphs.prompts.build import to_device
+from qwen3_tts_cuda_graphs.prompts.host import to_device
 from qwen3_tts_cuda_graphs.speech.prefill import HostSettings, Prefills, copy_to_device
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance
 
@@ -151,7 +151,7 @@ class Runner:
                 return [(utterances[0], error)]
             return [failed for utterance in utterances for failed in self.admit([utterance])]  # which one is it?
         for utterance in utterances:
-            utterance.settings = utterance.prefix = utterance.prefix_key = utterance.inputs = None
+            utterance.request = utterance.settings = None
             self.active.append(utterance)
         return []
 
@@ -182,14 +182,14 @@ class Runner:
             for target, value in zip(view.settings(), utterance.settings):
                 target.copy_(value, non_blocking=True)
             self.row_settings[row] = utterance.settings
-        view.embedding.copy_(utterance.inputs[:1], non_blocking=True)
+        view.embedding.copy_(utterance.request.inputs[:1], non_blocking=True)
 
     def load_text(self, utterances: list[Utterance]) -> None:
         """What the frames add to their embeddings: the text, then the padding, which is the same for all.
 
         In few calls, as in `gather_codes`: after each call of torch another thread may have the interpreter for 5 ms.
         """
-        padding = utterances[0].inputs[-1:].to(self.device, non_blocking=True)
+        padding = utterances[0].request.inputs[-1:].to(self.device, non_blocking=True)
         if len(utterances) == 1:
             self.views[utterances[0].row].text.copy_(padding)
         else:
@@ -197,14 +197,15 @@ class Runner:
             self.rows.text[to_device(indices, self.device)] = padding
         for utterance in utterances:
             text = self.views[utterance.row].text
-            words = min(len(utterance.inputs) - 2, len(text))
-            text[:words].copy_(utterance.inputs[1 : 1 + words], non_blocking=True)
+            inputs = utterance.request.inputs
+            words = min(len(inputs) - 2, len(text))
+            text[:words].copy_(inputs[1 : 1 + words], non_blocking=True)
 
     def wait_for_prompt(self, utterance: Utterance) -> None:
         """Order this CUDA stream behind the one that the prompt was built on."""
         if utterance.prompt_ready:
             utterance.prompt_ready.wait()
-            for tensor in (utterance.prefix, utterance.inputs):
+            for tensor in (utterance.request.prefix, utterance.request.inputs):
                 tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def release(self, utterance: Utterance) -> None:

@@ -34,7 +34,7 @@ class Situation(NamedTuple):
     rows: int
     preparing: int = 0  # requests whose prompts are being built
     waiting: int = 0  # requests that could be admitted
-    longest_wait: float = 0.0  # seconds, of the first of them
+    longest_wait: float = 0.0  # seconds that the first of them has waited
     pass_seconds: float = 0.0  # a maximum that decays by a tenth with each pass
 
     @property

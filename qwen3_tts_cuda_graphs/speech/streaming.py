@@ -8,16 +8,25 @@ still being written.
 import asyncio
 import collections
 import itertools
-import numbers
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import torch
 
 from qwen3_tts_cuda_graphs.fast.codec import PendingAudio
 from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText, TextReader
-from qwen3_tts_cuda_graphs.prompts.build import check_counts, check_text_timeout, prepare_request, speech_of
+from qwen3_tts_cuda_graphs.prompts.build import prepare_request
+from qwen3_tts_cuda_graphs.prompts.checks import (
+    check_counts,
+    check_not_async,
+    check_seed,
+    check_text_timeout,
+    is_arriving,
+    model_of,
+)
+from qwen3_tts_cuda_graphs.prompts.pieces import Pieces, aread_pieces, start_reader
+from qwen3_tts_cuda_graphs.prompts.request import Request
+from qwen3_tts_cuda_graphs.speech.runner import Runner
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance, growing_chunks
 
 Chunk = tuple[np.ndarray, int]
@@ -49,15 +58,16 @@ def stream(
     if chunk_frames is not None:
         check_counts(chunk_frames=chunk_frames)
     check_seed(seed)
-    speech = speech_of(method)
+    speech = model_of(method).speech
+    speech.turns.check_process()
     check_not_async(text)
     sizes = itertools.repeat(chunk_frames) if chunk_frames else growing_chunks()
-    if is_arriving(text):
+    if is_arriving(text) or isinstance(text, Pieces):
         check_text_timeout(text_timeout)
-        reader = TextReader(ArrivingText(speech, method, **kwargs), text, text_timeout)
-        return arriving_audio_chunks(speech, reader, sizes, seed, warn)
-    request, reference = prepare_request(speech, method, text, **kwargs)
-    return audio_chunks(speech, request, reference, sizes, seed, warn)
+        pieces = text
+        text = ArrivingText(method, text_timeout, **kwargs)
+        return arriving_audio_chunks(speech, text, pieces, sizes, seed, warn)
+    return audio_chunks(speech, prepare_request(method, text, **kwargs), sizes, seed, warn)
 
 
 async def astream(
@@ -67,87 +77,43 @@ async def astream(
 
     Mistakes raise an error at the first iteration.
     """
-    pieces = AsyncPieces(text) if hasattr(text, "__aiter__") else None
+    pieces = Pieces() if hasattr(text, "__aiter__") else None
+    reader = None
     thread = ThreadPoolExecutor(1, "speech")  # only one: `close` comes after a `next` whose caller was cancelled
     run = asyncio.get_running_loop().run_in_executor
     try:
         chunks = await run(thread, lambda: stream(method, text=pieces or text, **kwargs))
+        if pieces:
+            reader = asyncio.create_task(aread_pieces(text, pieces.push))
         try:
             while (chunk := await run(thread, next, chunks, None)) is not None:
                 yield chunk
         finally:
             thread.submit(chunks.close)
     finally:
-        if pieces:
-            pieces.cancel()
+        if reader:
+            reader.cancel()
+            pieces.push(asyncio.CancelledError())  # the thread may be waiting for text
         thread.shutdown(wait=False)
 
 
-class AsyncPieces:
-    """An async iterator of strings as an iterator for another thread."""
-
-    def __init__(self, pieces: AsyncIterable[str]):
-        self.pieces = aiter(pieces)
-        self.loop = asyncio.get_running_loop()
-        self.coming = None
-        self.is_cancelled = False
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        self.coming = asyncio.run_coroutine_threadsafe(self.get(), self.loop)
-        piece = self.coming.result()
-        if piece is None:
-            raise StopIteration
-        return piece
-
-    async def get(self) -> str | None:
-        if self.is_cancelled:
-            raise asyncio.CancelledError
-        return await anext(self.pieces, None)
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-        if self.coming:
-            self.coming.cancel()
-
-
-def check_seed(seed: int | None) -> None:
-    """Whether torch takes it."""
-    if seed is not None and not (isinstance(seed, numbers.Integral) and -(2**63) <= seed < 2**64):
-        raise ValueError(f"seed is {seed!r}, it must be a whole number from -2**63 to 2**64 - 1")
-
-
-def nth_seed(seed: int | None, number: int) -> int | None:
-    """Each of several texts or attempts has a seed of its own, whichever were spoken before it."""
-    return None if seed is None else (seed + number) % 2**64
-
-
-def check_not_async(text) -> None:
-    if hasattr(text, "__aiter__"):
-        raise ValueError("the text is an async iterator: use astream instead of stream")
-
-
-def is_arriving(text) -> bool:
-    return hasattr(text, "__iter__") and not isinstance(text, str | bytes | list | tuple | dict | set)
-
-
-def arriving_audio_chunks(speech, reader: TextReader, *options) -> Generator[Chunk, None, bool]:
+def arriving_audio_chunks(
+    speech, text: ArrivingText, pieces: Pieces | Iterable[str], *options
+) -> Generator[Chunk, None, bool]:
     """`audio_chunks` of a text that is still arriving. The model is not locked before there is enough of it."""
-    text = reader.text
-    reader.start()
+    reader = TextReader(text, pieces if isinstance(pieces, Pieces) else Pieces())
+    if reader.pieces is not pieces:
+        start_reader(pieces, reader.pieces.push)
     try:
         reader.wait_until(lambda: text.can_begin)
-        return (yield from audio_chunks(speech, text.begin(), text.reference, *options, reader))
+        return (yield from audio_chunks(speech, text.begin(), *options, reader))
     finally:
-        reader.close()
+        reader.pieces.close()
 
 
 def audio_chunks(
     speech,
-    request: dict,
-    reference: torch.Tensor | None,
+    request: Request,
     sizes: Iterator[int],
     seed: int | None = None,
     warn: bool = True,
@@ -155,7 +121,7 @@ def audio_chunks(
 ) -> Generator[Chunk, None, bool]:
     """Returns whether the speech has ended by itself, and not at a limit. `sizes` are the frames of each chunk."""
     runner = speech.runner
-    utterance = speech.utterance(request, reference, sizes, seed)
+    utterance = speech.utterance(request, sizes, seed)
     if reader:
         utterance.frames_with_text = reader.text.frames_with_text
     pending = collections.deque()
@@ -172,7 +138,7 @@ def audio_chunks(
         try:
             while not utterance.is_complete():
                 if reader:
-                    read_text(reader, utterance)
+                    read_text(reader, runner, utterance)
                 before_frame = len(pending)
                 runner.step([utterance], hand_over)
                 is_late = utterance.lacks_text() and not utterance.finished
@@ -193,8 +159,8 @@ def audio_chunks(
     return not utterance.was_cut_off
 
 
-def read_text(reader: TextReader, utterance: Utterance) -> None:
+def read_text(reader: TextReader, runner: Runner, utterance: Utterance) -> None:
     """Hand text that has come to the utterance, as far as its next frame needs it."""
     text = reader.text
     if reader.is_ready(lambda: text.has_text_for(utterance.launched)) and (embeddings := text.take_embeddings()):
-        utterance.new_text.append(embeddings)
+        utterance.new_text.append((*embeddings, runner.record_event()))

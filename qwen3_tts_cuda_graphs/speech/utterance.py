@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from qwen3_tts_cuda_graphs.prompts.request import Request
+
 
 class CutOff(UserWarning):
     """The speech ended at a limit instead of by itself."""
@@ -26,14 +28,13 @@ def warn_each_time(warning: str | Warning) -> None:
 class Utterance:
     def __init__(self, chunk_sizes: Iterator[int] | None = None):
         """chunk_sizes: frames of each chunk of audio; None: only codes are wanted"""
-        # the request
+        self.request = None  # dropped when it is admitted: its embeddings take memory, and the rest is copied below
         self.settings = None  # tensors on the host
-        self.prefix = self.prefix_key = self.inputs = None  # until it is admitted: see `prompts.in_parts`
         self.prompt_ready = None  # a CUDA event after the kernels that built the prompt, if it was built on the GPU
         self.prompt_length = 0
         self.max_frames = 0
         self.max_new_tokens = 0
-        self.samples_token = self.samples_codes = True  # or chooses the best
+        self.samples_token = self.samples_codes = True  # False: the best is chosen
         self.reference = None  # codes that precede the speech, for the codec
         self.generator = None  # None: an unseeded stream of an engine, which shares `Runner.shared_generator`
         self.row = None
@@ -41,24 +42,24 @@ class Utterance:
         self.new_text = collections.deque()  # (first frame, rows (T, H), frames with text then, CUDA event)
         self.frames_with_text = math.inf  # frames whose text is known
         # how far it is, in frames
-        self.launched = 0  # on the GPU
+        self.launched = 0  # frames launched on the GPU
         self.checked = 0  # frames whose `ended` flag the host has read
-        self.decoded = 0  # handed to the codec
+        self.decoded = 0  # frames handed to the codec
         self.finished = False  # no further frame will be launched
         self.was_cut_off = False
         self.is_abandoned = False  # whoever drives the runner next is to release it
         self.chunk_sizes = chunk_sizes
         self.chunk_size = next(chunk_sizes) if chunk_sizes else 0
 
-    def load(self, request: dict, settings: list[torch.Tensor], max_frames: int) -> None:
-        """request: as `prompts.in_parts` returns it"""
+    def load(self, request: Request, settings: list[torch.Tensor], max_frames: int) -> None:
+        self.request = request
         self.settings = settings
-        self.prefix, self.prefix_key, self.inputs = request["prefix"], request["prefix_key"], request["inputs"]
-        self.prompt_length = request["attention_mask"].shape[1]
+        self.prompt_length = request.prompt_length
         self.max_frames = max_frames
-        self.max_new_tokens = request["max_new_tokens"] or 0  # None: see Decoder.frame_limit
-        self.samples_token = request["do_sample"]
-        self.samples_codes = request["subtalker_dosample"]
+        self.max_new_tokens = request.max_new_tokens or 0  # None: see Request.frame_limit
+        self.samples_token = request.settings["do_sample"]
+        self.samples_codes = request.settings["subtalker_dosample"]
+        self.reference = request.reference
 
     @property
     def length(self) -> int:

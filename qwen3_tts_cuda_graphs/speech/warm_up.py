@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from qwen3_tts_cuda_graphs.prompts.build import speaker_prompt
+from qwen3_tts_cuda_graphs.prompts.clone_prompts import speaker_prompt
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
@@ -22,7 +22,7 @@ def warm_up(tts) -> None:
                 chunks.close()
     except Exception as error:  # such a request fails for the user too, or this model is unusual: both can be loaded
         log.info("the first request will be slower than the others: %s", error)
-    tts.speech.prompt_templates.clear()
+    tts.prompts.templates.clear()
 
 
 def some_voice(tts) -> tuple:

@@ -1,0 +1,47 @@
+"""Upstream's voice_clone_prompt, in either of its forms: a dict of lists, or a list of VoiceClonePromptItem."""
+
+from collections.abc import Callable
+
+import torch
+
+
+def speaker_prompt(speaker: torch.Tensor, rows: int = 1) -> dict:
+    """For `rows` texts with one speaker embedding."""
+    return {
+        "ref_code": None,
+        "ref_spk_embedding": [speaker] * rows,
+        "x_vector_only_mode": [True] * rows,
+        "icl_mode": [False] * rows,
+    }
+
+
+def with_voice_clone_prompt(method: Callable, kwargs: dict) -> dict:
+    """Encode a reference recording here, so that its codes are known."""
+    if kwargs.get("voice_clone_prompt") is not None or kwargs.get("ref_audio") is None:
+        return kwargs
+    kwargs = dict(kwargs)
+    recording = kwargs.pop("ref_audio"), kwargs.pop("ref_text", None), kwargs.pop("x_vector_only_mode", False)
+    return kwargs | {"voice_clone_prompt": method.__self__.create_voice_clone_prompt(*recording)}
+
+
+def prompt_field(voice_clone_prompt: dict | list | None, name: str) -> list:
+    """One entry for each text."""
+    if isinstance(voice_clone_prompt, dict):
+        return voice_clone_prompt.get(name) or []
+    return [getattr(item, name) for item in voice_clone_prompt or []]
+
+
+def reference_codes(voice_clone_prompt) -> torch.Tensor | None:
+    """The codes (T, 16) that precede the speech in in-context cloning."""
+    codes = prompt_field(voice_clone_prompt, "ref_code")
+    return codes[0] if codes else None
+
+
+def is_in_context(voice_clone_prompt) -> bool:
+    return isinstance(voice_clone_prompt, list) and voice_clone_prompt[0].icl_mode
+
+
+def is_on_gpu(voice_clone_prompt) -> bool:
+    names = ("ref_spk_embedding", "ref_code")
+    tensors = (tensor for name in names for tensor in prompt_field(voice_clone_prompt, name))
+    return any(torch.is_tensor(tensor) and tensor.is_cuda for tensor in tensors)

@@ -1,0 +1,40 @@
+"""Small tensors on the host, and their way to the GPU."""
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch stays in this thread. Waking its OpenMP threads can take longer than the first audio does, on a busy or
+    virtual machine. `torch.set_num_threads` would change the whole process."""
+    threads = torch.get_num_threads()  # first: in a new thread, torch's first look sets the number
+    set_omp_threads = find_omp_set_num_threads()
+    set_omp_threads(1)
+    try:
+        yield
+    finally:
+        set_omp_threads(threads)
+
+
+@cache
+def find_omp_set_num_threads() -> Callable[[int], None]:
+    """OpenMP's function for the calling thread, from the library that torch is linked with. It keeps the GIL."""
+    library = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
+    try:
+        return ctypes.PyDLL(str(library), os.RTLD_NOW | os.RTLD_NOLOAD).omp_set_num_threads
+    except (OSError, AttributeError):  # another layout, or built without OpenMP
+        return lambda threads: None
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy it from pinned memory, without waiting for the GPU."""
+    if tensor.device == device:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
