@@ -113,7 +113,8 @@ class Decoder:
         used = attention_mask.shape[1]
         if used >= self.max_seq_len:
             raise ValueError(f"the prompt takes {used} of {self.max_seq_len} positions: raise max_seq_len")
-        max_new_tokens = 20 - used if max_new_tokens is None else max_new_tokens  # transformers' max_length
+        if max_new_tokens is None:  # transformers then makes 20, in version 4 less the prompt's length
+            max_new_tokens = 20 - used * transformers.__version__.startswith("4.")
         if max_new_tokens < 2:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 2: the last has no audio")
         if repetition_penalty is not None and not repetition_penalty > 0:

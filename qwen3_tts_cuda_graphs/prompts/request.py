@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from numbers import Integral
 
 import torch
+import transformers
 
 from qwen3_tts_cuda_graphs.prompts.checks import check_sampling
 
@@ -31,7 +32,8 @@ class Request:
         used, max_new_tokens = self.prompt_length, self.max_new_tokens
         if used >= max_seq_len:
             raise ValueError(f"the prompt takes {used} of {max_seq_len} positions: raise max_seq_len")
-        max_new_tokens = 20 - used if max_new_tokens is None else max_new_tokens  # as transformers: its max_length
+        if max_new_tokens is None:  # transformers then makes 20, in version 4 less the prompt's length
+            max_new_tokens = 20 - used * transformers.__version__.startswith("4.")
         if max_new_tokens < 2:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 2: the last has no audio")
         penalty = self.settings["repetition_penalty"]
