@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from playwright.sync_api import expect, sync_playwright
+from helpers import ROOT
+from page_helpers import ARGUMENTS, CHROMIUM, expect, set_fields, sync_playwright, wait_for_end
 from serving_helpers import RunningServer, load_speech, never_end
-from test_page import ARGUMENTS, CHROMIUM, ROOT, set_fields, wait_for_end
 
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
 

@@ -11,6 +11,8 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -216,3 +218,23 @@ def never_end(speech: Service) -> None:
 
 def pcm(audio: bytes) -> np.ndarray:
     return np.frombuffer(audio, "<i2").astype(np.float32) / 32767
+
+
+def post(url: str, **fields) -> urllib.request.Request:
+    headers = {"Content-Type": "application/json"}
+    return urllib.request.Request(f"{url}/v1/audio/speech", json.dumps({"input": "Hi.", **fields}).encode(), headers)
+
+
+def status(request) -> int:
+    try:
+        with urllib.request.urlopen(request, timeout=LIMIT) as response:
+            response.read()
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def worker_of(pid: int) -> int:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
+    (worker,) = map(int, found)
+    return worker

@@ -344,7 +344,9 @@ def test_the_peer_runs_with_a_python_of_its_own(tmp_path, capsys):
     python = tmp_path / "bin" / "python"
     rows = {"faster-qwen3-tts": dict(ms_per_frame=20.0, version="0.5.4")}
     checkpoint = Checkpoint("tiny", "folder", None, tmp_path / "speaker.pt")
-    answer = f'[ "$PYTHONPATH" = {tmp_path}/peers ] && [ "$2 $3" = "folder {tmp_path}/speaker.pt" ] && echo loading'
+    answer = (
+        f'[ "$PYTHONPATH" = {tmp_path}/peers:{bench.ROOT} ] && [ "$3 $4" = "folder {tmp_path}/speaker.pt" ] && echo hi'
+    )
     python.write_text(f"#!/bin/sh\n{answer} && echo '{json.dumps(rows)}'\n")
     python.chmod(0o755)
     assert dict(run_peer(checkpoint, python)) == rows

@@ -6,7 +6,6 @@ Most are skipped where there is no Chromium: `apt-get install chromium`, or name
 import base64
 import io
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -16,23 +15,13 @@ import numpy as np
 import pytest
 import soundfile
 from helpers import ROOT
+from page_helpers import ARGUMENTS, CHROMIUM, expect, set_fields, sync_playwright, wait_for_end
 from serving_helpers import RunningServer, load_speech, pcm, wait_until, wait_until_free
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from qwen3_tts_cuda_graphs.serving.service import Answer
 
-try:
-    from playwright.sync_api import expect, sync_playwright
-except ImportError:
-    sync_playwright = None
-
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-ARGUMENTS = [
-    "--no-sandbox",  # CI is root in a container, and the only page is ours
-    "--use-fake-device-for-media-stream",  # a microphone that beeps
-    "--use-fake-ui-for-media-stream",
-]
 SECONDS = 60  # that any wait may take
 
 # Watches what is sent to the loudspeaker. The page knows nothing of it.
@@ -137,12 +126,6 @@ def wav(recording):
     return file.getvalue()
 
 
-def set_fields(page, **fields):
-    page.evaluate("document.querySelectorAll('#settings, #program').forEach((part) => { part.open = true; })")
-    for name, value in fields.items():
-        page.fill(f"#{name}", str(value))
-
-
 def chunks(page):
     return page.evaluate("heard.chunks.length")
 
@@ -154,10 +137,6 @@ def samples(page):
 def wait_for_sound(page):
     """Until the first samples have been played."""
     wait_until(lambda: page.evaluate("heard.context?.currentTime > heard.chunks[0]?.when"))
-
-
-def wait_for_end(page):
-    expect(page.locator("#status")).to_have_text(re.compile("s of speech"))
 
 
 def texts(page):

@@ -214,11 +214,9 @@ def test_no_name_twice(sources):
 
 
 TO_BE_MOVED = {  # to become empty
-    ("picture", "test_page"),
     ("test_kernel_cache", "test_profiles"),
     ("test_profiles", "test_megakernel"),
     ("test_self_test", "test_megakernel"),
-    ("test_server_gpu", "test_server_process"),
     ("test_waits", "test_kernel_on_cpu"),
     ("test_waits", "test_megakernel"),
 }

@@ -13,8 +13,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import ROOT
-from serving_helpers import LIMIT
-from test_server_process import post, status, worker_of
+from serving_helpers import LIMIT, post, status, worker_of
 
 from qwen3_tts_cuda_graphs.bench.load_test import listen, speak
 

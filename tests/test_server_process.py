@@ -27,7 +27,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 from safetensors.torch import load_file, save_file
-from serving_helpers import FRAME, LIMIT, is_running
+from serving_helpers import FRAME, LIMIT, is_running, post, status, worker_of
 
 from qwen3_tts_cuda_graphs.bench.load_test import listen, speak
 from qwen3_tts_cuda_graphs.serving import messages
@@ -48,20 +48,6 @@ def endless(checkpoint, tmp_path_factory):
     weights["talker.codec_head.weight"][end] = 0
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
-
-
-def post(url: str, **fields) -> urllib.request.Request:
-    headers = {"Content-Type": "application/json"}
-    return urllib.request.Request(f"{url}/v1/audio/speech", json.dumps({"input": "Hi.", **fields}).encode(), headers)
-
-
-def status(request) -> int:
-    try:
-        with urllib.request.urlopen(request, timeout=LIMIT) as response:
-            response.read()
-            return response.status
-    except urllib.error.HTTPError as error:
-        return error.code
 
 
 def soak(url: str, count: int) -> dict:
@@ -106,12 +92,6 @@ def quiet_usage(url: str) -> dict:
         "tasks": figures["qwen3_tts_tasks"],
         "threads": figures["qwen3_tts_threads"],
     }
-
-
-def worker_of(pid: int) -> int:
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
-    (worker,) = map(int, found)
-    return worker
 
 
 def uses_torch(pid: int) -> bool:

@@ -220,6 +220,7 @@ def test_the_command_answers_without_torch(installed, metadata, checkpoint):
 PROGRAM = """
     import runpy, sys
 
+    path = sys.path[:]
     from qwen3_tts_cuda_graphs.__main__ import main
 
     assert "torch" not in sys.modules  # the first command imports it, as in a shell
@@ -238,8 +239,9 @@ PROGRAM = """
     [audio], rate = model.generate_voice_clone("Hello.", "English", voice_clone_prompt=voice, max_new_tokens=4)
     assert len(audio) > 0 and rate == 24000
 
-    import qwen3_tts_cuda_graphs.bench, qwen3_tts_cuda_graphs.bench.ready, qwen3_tts_cuda_graphs.bench.load_test
+    from qwen3_tts_cuda_graphs.bench import load_test, peer, ready
 
+    assert sys.path == path
     assert "qwen_tts.core.tokenizer_25hz.modeling_qwen3_tts_tokenizer_v1" not in sys.modules
 """
 

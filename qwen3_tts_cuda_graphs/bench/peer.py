@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for that process
 from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
 from qwen3_tts_cuda_graphs.bench.timing import ON_GPU, TEXT, Effort, NamedRows, time_stream, time_whole_calls
 from qwen3_tts_cuda_graphs.common.checkpoints import hub_name
@@ -28,8 +27,8 @@ LIMIT = 1200  # seconds, more than ten times what it takes on an H200
 
 def run_peer(checkpoint: Checkpoint, python: Path = PYTHON) -> NamedRows:
     """The rows of `time_peer`, from a process with that python."""
-    command = [python, __file__, checkpoint.model, checkpoint.speaker_file]
-    environment = os.environ | {"PYTHONPATH": str(python.parents[1] / "peers")}
+    command = [python, "-m", "qwen3_tts_cuda_graphs.bench.peer", checkpoint.model, checkpoint.speaker_file]
+    environment = os.environ | {"PYTHONPATH": f"{python.parents[1] / 'peers'}{os.pathsep}{ROOT}"}
     try:
         process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT)
     except (OSError, subprocess.SubprocessError) as error:

@@ -5,7 +5,7 @@ makes ten requests. The second is `qwen3-tts speak --stream`, timed from its sta
 same files, so the disk's cache is as warm for one as for the other. Before them, one process of the first kind starts
 with an empty cache of compiled kernels.
 
-python bench/ready.py MODEL speaker.pt    is the first of these processes
+python -m qwen3_tts_cuda_graphs.bench.ready MODEL speaker.pt    is the first of these processes
 """
 
 import json
@@ -17,11 +17,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-# for that process, whose first heavy import must be upstream
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from qwen3_tts_cuda_graphs.bench.listeners import TEXT, listen
+from qwen3_tts_cuda_graphs.bench.listeners import TEXT, listen  # nothing heavy: the first such import is upstream's
 
 REQUESTS = 10
 LIMIT = 300.0  # seconds that a process may take
@@ -43,7 +40,8 @@ def time_ready(checkpoint, effort) -> Iterator[tuple[str, dict]]:
 
 def run_library(checkpoint, environment: dict) -> dict:
     start = time.monotonic()
-    output = first_output([__file__, checkpoint.model, str(checkpoint.speaker_file)], None, environment)
+    program = ["-m", "qwen3_tts_cuda_graphs.bench.ready", checkpoint.model, str(checkpoint.speaker_file)]
+    output = first_output(program, None, environment)
     times = json.loads(output.splitlines()[-1])
     return dict(upstream_imported_and_loaded_s=times.pop("loaded_at") - start) | times
 
