@@ -84,16 +84,18 @@ def add_projection(x: Tensor, y: Tensor, module: Any, rounded: Rounding = exact)
     return rounded(x + linear(y, module, rounded))
 
 
-def run_layers(model: Any, caches: Sequence[tuple[Tensor, Tensor]], x: Tensor, position: int) -> Tensor:
-    """Tokens from `position` on, (L, H), through all layers and the final norm, in float32. Writes their keys and
-    values to `caches`, for each layer (G, T, D)."""
+def run_layers(
+    model: Any, caches: Sequence[tuple[Tensor, Tensor]], x: Tensor, position: int, rounded: Rounding = exact
+) -> Tensor:
+    """Tokens from `position` on, (L, H), through all layers and the final norm. Writes their keys and values to
+    `caches`, for each layer (G, T, D)."""
     config = model.config
     epsilon = config.rms_norm_eps
     cos, sin = angles(model, position, len(x))
     for layer, cache in zip(model.layers, caches, strict=True):
-        qkv = project_qkv(layer, x, epsilon)
-        attention = attend(config, layer.self_attn, qkv, cache, position, cos, sin)
-        x = add_projection(x, attention, layer.self_attn.o_proj)
-        inner = gate_and_up(layer, x, epsilon)
-        x = add_projection(x, inner, layer.mlp.down_proj)
-    return norm(x, model.norm.weight, epsilon)
+        qkv = project_qkv(layer, x, epsilon, rounded)
+        attention = attend(config, layer.self_attn, qkv, cache, position, cos, sin, rounded)
+        x = add_projection(x, attention, layer.self_attn.o_proj, rounded)
+        inner = gate_and_up(layer, x, epsilon, rounded)
+        x = add_projection(x, inner, layer.mlp.down_proj, rounded)
+    return norm(x, model.norm.weight, epsilon, rounded)

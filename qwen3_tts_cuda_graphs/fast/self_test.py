@@ -5,36 +5,31 @@ The megakernel generates FRAMES frames after a prompt of random codes. Compared 
     phases        of the first and the last frame: each phase of the last layer, and the first layer's keys and
                   values, with megakernel_reference.py, which gets the kernel's own input of that phase and rounds
                   where the kernel rounds. They differ only where another order of summation rounds to the other side.
-    logits        their error against float32, relative to the error of the separate kernels with the same tokens:
-                  all layers together
-    choices       with the reference, given the kernel's own logits and noise
     bookkeeping   the next embedding, which is a sum: it must be equal
+    choices       with the reference, given the kernel's own logits and noise
+    logits        their error against float32, relative to that of the reference that rounds: all layers together
+
+A frame of several rows is compared with what the frame of one row computes for each of them. The host reads all
+figures at once, in the end.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from cudagraph_talker import RowCache, Sampling, apply_rules, round_up, sample
+from cudagraph_talker import Sampling, apply_rules, round_up, sample
+from qwen3_tts_cuda_graphs.fast import megakernel_reference as reference
 from qwen3_tts_cuda_graphs.fast.frames import MegakernelFrame
-from qwen3_tts_cuda_graphs.fast.layer_kernels_reference import norm
+from qwen3_tts_cuda_graphs.fast.kernels import one_line
+from qwen3_tts_cuda_graphs.fast.layer_kernels_reference import exact as unrounded
+from qwen3_tts_cuda_graphs.fast.layer_kernels_reference import norm, to_bfloat16
 from qwen3_tts_cuda_graphs.fast.megakernel import FusedStep
-from qwen3_tts_cuda_graphs.fast.megakernel_reference import (
-    add_projection,
-    angles,
-    attend,
-    gate_and_up,
-    linear,
-    project_qkv,
-    run_layers,
-    to_bfloat16,
-)
-from qwen3_tts_cuda_graphs.fast.rows import SharedRows, copy_row, draw_seeded, view_of
+from qwen3_tts_cuda_graphs.fast.rows import SharedRows, draw_seeded, view_of
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
@@ -45,6 +40,7 @@ TALKER_CHOICES = 16
 # Limits, between what a correct kernel gives (50 runs of each size with random weights, results/self_test_*.json: all
 # limits are 13 or more standard deviations away) and what wrong ones give (tests/test_self_test.py).
 MAX_DIFFERENT = 0.06  # of the values of a phase. Right: below 0.01; one rounding left out: above 0.15
+NO_DIFFERENCE = 1e-6
 MAX_ERROR = 1.5  # of the logits. Right: 0.93 to 1.08
 MAX_ERROR_OF_ONE = 3.0  # of the logits of a single code. Right: 0.81 to 1.15; a layer left out of the first pass: 57
 MAX_OTHER_CHOICES = 0.05  # Right: 0; top-k off by one: 0.2 and more
@@ -53,33 +49,27 @@ MAX_OTHER_CHOICES = 0.05  # Right: 0; top-k off by one: 0.2 and more
 # Top-p keeps 2.5 of 20: no candidate is so near the limit that rounding decides.
 SETTINGS = [(True, 100.0, 2, 1.0), (True, 100.0, 20, 0.125), (True, 100.0, 3, 1.0), (False, 1.0, 1, 1.0)]
 
-
 # Of several rows: the prompts' lengths, where the cache is long enough, and how far the values may be apart.
 PROMPT_LENGTHS = (7, 300, 150, 43)
 MAX_ROW_DIFFERENCE = 0.2  # of their median
-
-
-class Wrong(Exception):
-    """What the megakernel has computed wrongly."""
 
 
 @torch.no_grad()
 def run_test(
     frame: MegakernelFrame, prompt: int = PROMPT, frames: int = FRAMES, choices: int = TALKER_CHOICES
 ) -> tuple[str, dict[str, tuple[float, float]]]:
-    """What is wrong with a frame of one row, empty if nothing is; and the figures that were measured before it was
-    found, each with its limit."""
-    reason = ""
+    """What is wrong with a frame of one row, empty if nothing is; and the figures that were measured, with limits."""
     with restored(frame.rows):
-        test = SelfTest(frame, prompt, frames)
         try:
+            test = SelfTest(frame, prompt, frames)
             test.run(choices)
+            reason, figures = test.verdict()
         except torch.OutOfMemoryError:
             raise
-        except (Wrong, RuntimeError) as error:  # RuntimeError: the driver refuses the launch
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-    log.debug("self-test: %s", test.figures)
-    return reason, test.figures
+        except RuntimeError as error:  # the kernel has stopped, or the driver refuses the launch
+            reason, figures = one_line(error) or type(error).__name__, {}
+    log.debug("self-test: %s", figures)
+    return reason, figures
 
 
 @contextmanager
@@ -98,242 +88,175 @@ def restored(rows: SharedRows) -> Iterator[None]:
         torch._foreach_zero_([rows.text, rows.codes, *rows.cache(), *rows.code_keys, *rows.code_values])
 
 
+def launch(step: FusedStep) -> None:
+    """Wait for it: a kernel that has stopped would take 2 s in every further launch."""
+    step()
+    if step.noise.is_cuda:
+        torch.cuda.synchronize(step.noise.device)
+    if reason := step.why_failed():
+        raise RuntimeError(reason)
+
+
 class SelfTest:
     def __init__(self, frame: MegakernelFrame, prompt: int, frames: int) -> None:
-        self.rows = frame.rows
-        self.talker = frame.talker
-        self.predictor = frame.predictor
-        self.predictor_step, self.talker_step = frame.launches
-        self.prompt = max(1, min(prompt, self.rows.text.shape[1] - frames))
+        rows, predictor, talker = frame.rows, frame.predictor, frame.talker
+        self.rows, self.predictor, self.talker = rows, predictor, talker
+        self.predict, self.step = frame.launches
+        self.prompt = max(1, min(prompt, rows.text.shape[1] - frames))
         self.frames = frames
-        self.figures = {}  # what was compared -> the figure and its limit
-        self.device = self.rows.token.device
+        self.figures: dict[str, tuple[Tensor, float, str]] = {}  # each with its limit, and what to say beyond it
+        self.device = rows.token.device
         self.random = torch.Generator().manual_seed(0)  # on the CPU: the same numbers on every GPU
         self.generator = torch.Generator(self.device).manual_seed(0)
 
     def run(self, choices: int) -> None:
+        rows, talker, predictor = self.rows, self.talker, self.predictor
         self.begin()
-        self.caches = self.float_caches(self.rows.keys, self.rows.values)
-        frames = [self.run_frame(frame) for frame in range(self.frames)]
-        self.check_choices("codes", [frame.codes_as_chosen for frame in frames])
-        self.check_choices("first codes", [self.talker_choice(trial) for trial in range(choices)])
-        self.check_talker(frames)
-        self.check_predictor(frames[-1])
+        cache = rows.whole_cache[0, ..., : round_up(self.prompt + self.frames), :].float()
+        results = [self.run_frame(frame) for frame in range(self.frames)]
+        inputs, codes, code_logits, wrong_codes, embeddings, logits = map(torch.stack, zip(*results))
+        self.check_choices("codes", wrong_codes)
+        self.check_first_codes(choices)
+
+        exact, own = self.logits(talker.model, [talker.head] * self.frames, cache, embeddings, self.prompt)
+        self.check_logits("first codes", logits, own, exact)
+        # Of the predictor's frames one is enough: they do not depend on each other.
+        cache = torch.zeros(2, len(rows.code_keys), *rows.code_keys[0].shape[1:], device=self.device)
+        embedded = [F.embedding(*pair) for pair in zip(codes[-1, :-1, None], self.predict.inputs)]
+        inputs = torch.cat([inputs[-1:], *embedded])  # (16, H')
+        exact, own = self.logits(predictor.model, predictor.heads, cache, inputs, 0)
+        self.check_logits("codes", code_logits[-1], own, exact)
+        of_two_tokens = code_logits[-1, :1], own[:1], exact[:1]
+        self.check_logits("first predicted code", *of_two_tokens, MAX_ERROR_OF_ONE)
 
     def begin(self) -> None:
         """A prompt of random codes, read by the separate kernels."""
-        rows, predictor = self.rows, self.predictor
-        codes = self.random_integers(self.prompt, len(predictor.embed_token.weight))
-        prompt = torch.zeros(1, round_up(self.prompt), rows.text.shape[-1], dtype=rows.text.dtype, device=self.device)
-        prompt[0, : self.prompt] = predictor.embed_token(codes)
+        rows, embed = self.rows, self.predictor.embed_token
+        codes = torch.randint(len(embed.weight), (self.prompt,), generator=self.random).to(self.device)
         rows.prompt_length.fill_(self.prompt)
         rows.repetition_penalty.fill_(1.5)
-        rows.suppressed.zero_()
-        rows.min_tokens.zero_()
-        rows.end_token.zero_()
         rows.advance.fill_(True)
-        self.talker.prefill(prompt)
+        torch._foreach_zero_([rows.suppressed, rows.min_tokens, rows.end_token])
+        self.talker.prefill(F.pad(embed(codes), (0, 0, 0, round_up(self.prompt) - self.prompt))[None])
         rows.token.copy_(codes[:1, None])
-        rows.seen.zero_()
-        rows.ended.zero_()
+        torch._foreach_zero_([rows.seen, rows.ended])
         text = torch.randn(self.frames, rows.text.shape[-1], generator=self.random)
         rows.text[0, : self.frames] = text.to(rows.text)
 
-    def positions(self, first: int, count: int) -> Tensor:
-        """(1, count)"""
-        return torch.arange(first, first + count, device=self.device)[None]
-
-    def random_integers(self, count: int, below: int) -> Tensor:
-        return torch.randint(below, (count,), generator=self.random).to(self.device)
-
-    def float_caches(self, keys: list[Tensor], values: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Copies of the layers' keys and values in float32, as far as they are used. (G, T, D) each"""
-        length = min(keys[0].shape[2], round_up(self.prompt + self.frames))
-        return [(key[0, :, :length].float(), value[0, :, :length].float()) for key, value in zip(keys, values)]
-
-    def launch(self, step: FusedStep, sampling: Any, setting: int) -> None:
-        sampling.set(*SETTINGS[setting % len(SETTINGS)])
+    def launch(self, step: FusedStep, sampling: Sampling, number: int) -> None:
+        sampling.set(*SETTINGS[number % len(SETTINGS)])
         draw_seeded(step.noise, self.generator)
-        step()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        if reason := step.why_failed():
-            raise Wrong(reason)
+        launch(step)
 
-    def run_frame(self, frame: int) -> SimpleNamespace:
+    def run_frame(self, frame: int) -> tuple[Tensor, ...]:
         """One frame of the megakernel: its inputs, and copies of all that it has computed."""
-        rows, predictor = self.rows, self.predictor
-        self.launch(self.predictor_step, rows.code_sampling, frame)
-        codes = rows.codes[0, frame].clone()
-        result = SimpleNamespace(
-            codes=codes,
-            first_input=self.predictor_step.first_input.clone(),
-            code_logits=self.predictor_step.logits()[0].clone(),
-        )
+        rows, predictor, talker = self.rows, self.predictor, self.talker
         is_compared = frame in (0, self.frames - 1)
+        self.launch(self.predict, rows.code_sampling, frame)
+        first_input, codes, logits = (
+            self.predict.first_input[0, 0].clone(),
+            rows.codes[0, frame],
+            self.predict.logits()[0],
+        )
+        settings = view_of(rows.code_sampling, [0] * len(logits))
+        wrong_codes = codes[1:] != sample(logits, settings, rows.code_noise[0])[:, 0]
         if is_compared:
-            inputs = [result.first_input.flatten(), self.predictor_step.inputs[0][codes[0]]]
-            caches = self.float_caches(rows.code_keys, rows.code_values)
-            last = len(predictor.heads)
-            self.check_phases(
-                "the predictor's", predictor.model, self.predictor_step, caches, inputs, 0, last, predictor.heads[-1]
-            )
-        settings = expanded(rows.code_sampling, len(predictor.heads))
-        expected = sample(result.code_logits, settings, rows.code_noise[0])[:, 0]
-        result.codes_as_chosen = codes[1:] == expected
-        self.check_bookkeeping(frame, result)
-
+            inputs = [first_input, F.embedding(codes[0], self.predict.inputs[0])]
+            layers = zip(predictor.model.layers, rows.code_keys, rows.code_values)
+            self.check_phases("the predictor's", self.predict, predictor.model, [*layers], inputs, 0, predictor.heads)
+        embedded = (F.embedding(*pair).float() for pair in zip(codes, self.predict.embeddings))
+        wrong = rows.embedding[0, 0] != sum(embedded).bfloat16() + rows.text[0, frame]
+        self.keep("embeddings", wrong, NO_DIFFERENCE, "the sum of the codes' embeddings and the text is wrong")
         if frame == 0:  # so small that epsilon matters
             rows.embedding.mul_(1e-3 / rows.embedding.float().square().mean().sqrt())
-        result.embedding = rows.embedding.clone()
-        self.launch(self.talker_step, rows.sampling, frame)
-        result.logits = self.talker_step.logits()[0].clone()
+        embedding = rows.embedding[0, 0].clone()
+        self.launch(self.step, rows.sampling, frame)
         if is_compared:
-            talker = self.talker
+            layers = zip(talker.model.layers, rows.keys, rows.values)
             position = self.prompt + frame
-            caches = self.float_caches(rows.keys, rows.values)
-            inputs = [rows.embedding.flatten()]
-            self.check_phases(
-                "the talker's", talker.model, self.talker_step, caches, inputs, position, position, talker.head
-            )
-        return result
+            self.check_phases("the talker's", self.step, talker.model, [*layers], [embedding], position, [talker.head])
+        return first_input, codes, logits, wrong_codes, embedding, self.step.logits()[0, 0]
 
-    def check_phases(
-        self,
-        whose: str,
-        model: Any,
-        step: FusedStep,
-        caches: list[tuple[Tensor, Tensor]],
-        inputs: list[Tensor],
-        first: int,
-        last: int,
-        head: Any,
-    ) -> None:
+    def check_phases(self, whose: str, step: FusedStep, model: Any, layers: list, inputs: list, first: int, heads: Any):
         """Each phase of the kernel from its own input of that phase: of the first layer at the position `first` and
-        those that follow, which have these `inputs`; of the last layer at the position `last`."""
-        epsilon = model.config.rms_norm_eps
+        those that follow, which have these `inputs`; of the last layer at the last position."""
+        config, epsilon = model.config, model.config.rms_norm_eps
         sent = {name: values[None] for name, values in step.exchanged().items()}
 
-        keys, values = caches[0]
+        def compare(what: str, expected: Tensor, found: Tensor) -> None:
+            sentence = "{:.1%} of " + f"{whose} {what} differ from the reference, " + "{:.0%} may"
+            self.keep(f"{whose} {what}", expected != found, MAX_DIFFERENT, sentence)
+
+        def attention(name: str, layer: Any, keys: Tensor, values: Tensor, qkv: Tensor, position: int) -> Tensor:
+            found = [tensor[0, :, : position + 1].float() for tensor in (keys, values)]
+            own = [tensor.clone() for tensor in found]
+            out = reference.attend(
+                config, layer.self_attn, qkv, own, position, *reference.angles(model, position), to_bfloat16
+            )
+            compare(f"{name} keys", own[0][:, position], found[0][:, position])
+            compare(f"{name} values", own[1][:, position], found[1][:, position])
+            return out
+
         for position, x in enumerate(inputs, first):
-            cos, sin = angles(model, position)
-            qkv = project_qkv(model.layers[0], x.float()[None], epsilon, to_bfloat16)
-            cache = keys.clone(), values.clone()
-            attend(model.config, model.layers[0].self_attn, qkv, cache, position, cos, sin, to_bfloat16)
-            self.compare(f"{whose} first keys", cache[0][:, position], keys[:, position])
-            self.compare(f"{whose} first values", cache[1][:, position], values[:, position])
-
-        layer = model.layers[-1]
-        keys, values = caches[-1]
-        cache = keys.clone(), values.clone()
-        cos, sin = angles(model, last)
-        heads = attend(model.config, layer.self_attn, sent["qkv"], cache, last, cos, sin, to_bfloat16)
-        self.compare(f"{whose} last keys", cache[0][:, last], keys[:, last])
-        self.compare(f"{whose} last values", cache[1][:, last], values[:, last])
-        self.compare(f"{whose} attention", heads, sent["attention"])
-        x = sent["post_attention"]
-        self.compare(f"{whose} MLP", gate_and_up(layer, x, epsilon, to_bfloat16), sent["inner"])
-        hidden = add_projection(x, sent["inner"], layer.mlp.down_proj, to_bfloat16)
-        self.compare(f"{whose} residual stream", hidden, sent["hidden"])
+            qkv = reference.project_qkv(layers[0][0], x.float()[None], epsilon, to_bfloat16)
+            attention("first", *layers[0], qkv, position)
+        last = first + len(heads) - (step is self.step)
+        compare("attention", attention("last", *layers[-1], sent["qkv"], last), sent["attention"])
+        x, layer = sent["post_attention"], layers[-1][0]
+        compare("MLP", reference.gate_and_up(layer, x, epsilon, to_bfloat16), sent["inner"])
+        hidden = reference.add_projection(x, sent["inner"], layer.mlp.down_proj, to_bfloat16)
+        compare("residual stream", hidden, sent["hidden"])
         hidden = norm(sent["hidden"], model.norm.weight, epsilon, to_bfloat16)
-        self.compare(f"{whose} head", linear(hidden, head, to_bfloat16), step.logits()[0, -1:])
+        compare("head", reference.linear(hidden, heads[-1], to_bfloat16), step.logits()[0, -1:])
 
-    def keep(self, what: str, figure: float, limit: float) -> None:
-        """The largest figure of each kind."""
-        largest, _ = self.figures.get(what, (0.0, limit))
-        self.figures[what] = max(figure, largest), limit
-
-    def compare(self, what: str, expected: Tensor, found: Tensor) -> None:
-        different = (expected != found).float().mean().item()
-        self.keep(what, different, MAX_DIFFERENT)
-        if not different <= MAX_DIFFERENT:
-            raise Wrong(f"{different:.1%} of {what} differ from the reference, {MAX_DIFFERENT:.0%} may")
-
-    def talker_choice(self, trial: int) -> Tensor:
-        """The talker's last step again, with other rules for its choice: whether it is the right one."""
+    def check_first_codes(self, trials: int) -> None:
+        """The talker's last step again, with other rules for its choice."""
         rows = self.rows
-        logits = self.talker_step.logits()[0].clone()  # (1, V)
-        rows.frame.fill_(self.frames - 1)
-        rows.seen.copy_(torch.rand(rows.seen.shape, generator=self.random).to(self.device) < 0.5)
-        rows.suppressed.copy_(logits > 0 if trial // 4 % 2 else torch.zeros_like(rows.suppressed))
-        best = logits[0].masked_fill(rows.suppressed[0], float("-inf")).argmax()
-        is_too_early = trial % 3 == 0
-        rows.end_token.copy_(best)
-        rows.min_tokens.fill_(2 * self.frames if is_too_early else 0)
-        seen = rows.seen.clone()
-        suppressed = rows.suppressed.clone()
-        suppressed[0, best] |= is_too_early
-        self.launch(self.talker_step, rows.sampling, trial)
-        scores = apply_rules(self.talker_step.logits()[0], seen, rows.repetition_penalty, suppressed)
-        return rows.token[0] == sample(scores, rows.sampling, rows.noise[:, 0])[0]
+        logits = self.step.logits()[0]  # (1, V)
+        wrong = []
+        for trial in range(trials):
+            rows.frame.fill_(self.frames - 1)
+            rows.seen.random_(2, generator=self.generator)
+            rows.suppressed.copy_((logits > 0) & (trial // 4 % 2 == 1))
+            rows.end_token.copy_(logits.masked_fill(rows.suppressed, float("-inf")).argmax())
+            is_too_early = trial % 3 == 0
+            rows.min_tokens.fill_(2 * self.frames * is_too_early)
+            forbidden = rows.suppressed.scatter(1, rows.end_token, is_too_early)
+            scores = apply_rules(logits, rows.seen, rows.repetition_penalty, forbidden)
+            self.launch(self.step, rows.sampling, trial)
+            wrong.append(rows.token != sample(scores, rows.sampling, rows.noise[:, 0]))
+        self.check_choices("first codes", torch.stack(wrong))
 
-    def check_choices(self, what: str, chosen_rightly: list[Tensor]) -> None:
-        wrong = 1 - torch.cat(chosen_rightly).float().mean().item()
-        self.keep(f"{what} chosen otherwise", wrong, MAX_OTHER_CHOICES)
-        if wrong > MAX_OTHER_CHOICES:
-            raise Wrong(
-                f"{wrong:.0%} of the {what} it chose are not those that the reference chooses, "
-                f"{MAX_OTHER_CHOICES:.0%} may be others"
-            )
+    def logits(self, model: Any, heads: Sequence, cache: Tensor, inputs: Tensor, position: int) -> list[Tensor]:
+        """Of the tokens that heads follow, which are the last: in float32, and rounded as the model's own."""
+        logits = []
+        for rounded in (unrounded, to_bfloat16):
+            hidden = reference.run_layers(model, [*zip(*cache)], inputs.float(), position, rounded)[-len(heads) :]
+            logits.append(torch.stack([reference.linear(row, head, rounded) for head, row in zip(heads, hidden)]))
+        return logits
 
-    def check_bookkeeping(self, frame: int, result: SimpleNamespace) -> None:
-        summed = sum(weight[code].float() for weight, code in zip(self.predictor_step.embeddings, result.codes))
-        embedding = summed.bfloat16() + self.rows.text[0, frame]
-        if not torch.equal(self.rows.embedding.flatten(), embedding):
-            raise Wrong("the sum of the codes' embeddings and the text is wrong")
+    def check_choices(self, what: str, wrong: Tensor) -> None:
+        sentence = "{:.0%} of the " + what + " it chose are not those that the reference chooses, {:.0%} may be others"
+        self.keep(f"{what} chosen otherwise", wrong, MAX_OTHER_CHOICES, sentence)
 
-    def check_talker(self, frames: list[SimpleNamespace]) -> None:
-        rows, talker = self.rows, self.talker
-        inputs = torch.cat([frame.embedding for frame in frames], dim=1)  # (1, L, H)
-        float_hidden = run_layers(talker.model, self.caches, inputs[0].float(), self.prompt)
+    def check_logits(self, what: str, found: Tensor, own: Tensor, exact: Tensor, limit: float = MAX_ERROR) -> None:
+        sentence = f"the logits of the {what} are " + "{:.2f} times as far from float32 as the model's own, {} may be"
+        ratio = (found - exact).abs().median() / (own - exact).abs().median()
+        self.keep(f"error of the {what}", ratio, limit, sentence)
 
-        hiddens = []
-        for frame in range(len(frames)):
-            positions = self.positions(self.prompt + frame, 1)
-            length = rows.keys[0].shape[2]
-            visible = torch.arange(length, device=self.device) <= positions[..., None]
-            cache = RowCache(rows.keys, rows.values, positions, length)
-            hiddens.append(talker.forward(inputs[:, frame : frame + 1], positions, visible, cache)[0])
-        separate = talker.head(torch.cat(hiddens)).float()
-        fused = torch.cat([frame.logits for frame in frames])
-        self.check_logits("first codes", fused, separate, linear(float_hidden, talker.head))
+    def keep(self, what: str, figures: Tensor, limit: float, sentence: str) -> None:
+        """The mean, or the largest if it was kept before; a NaN is."""
+        figure = figures.float().mean()
+        if what in self.figures:
+            figure = torch.maximum(figure, self.figures[what][0])
+        self.figures[what] = figure, limit, sentence
 
-    def check_predictor(self, frame: SimpleNamespace) -> None:
-        """One frame is enough: they do not depend on each other."""
-        rows, predictor = self.rows, self.predictor
-        model = predictor.model
-        heads = list(predictor.heads)
-        last = len(heads)
-        inputs = [frame.first_input.flatten()]
-        inputs += [table[code] for table, code in zip(self.predictor_step.inputs[:last], frame.codes)]
-        inputs = torch.stack(inputs)  # (16, H')
-        float_hidden = run_layers(model, self.float_caches(rows.code_keys, rows.code_values), inputs.float(), 0)
-        float_logits = [linear(row, head) for head, row in zip(heads, float_hidden[1:])]
-
-        positions = self.positions(0, last + 1)
-        hidden = model(
-            inputs_embeds=inputs[None],
-            attention_mask={"full_attention": predictor.masks[:, :, : last + 1]},
-            position_ids=positions,
-            cache_position=positions[0],
-            past_key_values=RowCache(rows.code_keys, rows.code_values, positions, len(predictor.positions)),
-        ).last_hidden_state[0]
-        separate = [head(row).float() for head, row in zip(heads, hidden[1:])]
-        logits = frame.code_logits, torch.stack(separate), torch.stack(float_logits)
-        self.check_logits("codes", *logits)
-        first = (of_all[:1] for of_all in logits)
-        self.check_logits("first predicted code", *first, MAX_ERROR_OF_ONE)  # of the pass with two tokens
-
-    def check_logits(
-        self, what: str, fused: Tensor, separate: Tensor, exact_logits: Tensor, limit: float = MAX_ERROR
-    ) -> None:
-        ratio = ((fused - exact_logits).abs().median() / (separate - exact_logits).abs().median()).item()
-        self.keep(f"error of the {what}", ratio, limit)
-        if not ratio <= limit:
-            raise Wrong(
-                f"the logits of the {what} are {ratio:.2f} times as far from float32 as those of separate kernels, "
-                f"{limit} may be"
-            )
+    def verdict(self) -> tuple[str, dict[str, tuple[float, float]]]:
+        """What is wrong, empty if nothing is; and all figures with their limits."""
+        figures = torch.stack([figure for figure, _, _ in self.figures.values()]).tolist()
+        measured = {what: (figure, self.figures[what][1]) for what, figure in zip(self.figures, figures)}
+        wrong = (what for what, (figure, limit) in measured.items() if not figure <= limit)
+        return next((self.figures[what][2].format(*measured[what]) for what in wrong), ""), measured
 
 
 # ---- Several rows
@@ -348,126 +271,100 @@ def why_rows_wrong(frame: MegakernelFrame, alone: MegakernelFrame) -> str:
     Therefore the talker reads the same embeddings in both. `alone` has the first of the same rows.
     """
     rows = frame.rows
+    predict, step = frame.launches
+    count = len(rows.token)
+    index = torch.arange(count, device=rows.token.device)
     with restored(rows):
-        fill_with_random_states(rows)
-        frame.launches[0]()
-        embeddings = rows.embedding.clone()
-        expected = []
-        for row in range(len(rows.token)):
-            positions = fill_with_random_states(rows)
-            frame.launches[0].project_hidden()  # of all rows at once: of one it may round otherwise
-            projected = frame.launches[0].first_input[row].clone()
-            copy_row(rows[row], rows[0], positions[row])
-            for noise in (rows.noise, rows.code_noise):
-                noise[0] = noise[row].clone()
-            expected.append(run_alone(alone, row, positions[row], projected, embeddings[row]))
-        fill_with_random_states(rows)
-        before = {name: getattr(rows, name).clone() for name in ("hidden", "token", "frame", "seen", "ended")}
-        for launch in frame.launches:
-            launch()
-        if rows.token.is_cuda:
-            torch.cuda.synchronize(rows.token.device)
-        reasons = [launch.why_failed() for launch in (*alone.launches, *frame.launches)]
-        reasons += [why_row_wrong(frame, row, before, expected[row]) for row in range(len(rows.token))]
-        return next(filter(None, reasons), "")
+        positions = fill_with_random_states(rows)
+        state = [*rows.state(), rows.noise, rows.code_noise, rows.text[:, :count]]
+        before = [tensor.clone() for tensor in state]
+        launch(predict)
+        projected, embeddings = predict.first_input.clone(), rows.embedding.clone()
+        launch(step)
+        new = {name: getattr(rows, name).clone() for name in ("hidden", "token", "frame", "seen", "ended")}
+        codes, code_logits, logits = rows.codes[index, index], predict.logits(), step.logits()[:, 0]
+        cached = rows.whole_cache[index, ..., torch.tensor(positions, device=index.device), :]  # (B, 2, layers, KV, D)
+        alone_results = []
+        for row, position in enumerate(positions):
+            torch._foreach_copy_([tensor[0] for tensor in state], [tensor[row] for tensor in before])
+            rows.whole_cache[0, ..., :position, :] = rows.whole_cache[row, ..., :position, :]
+            alone_results.append(run_alone(alone, row, position, projected[row], embeddings[row]))
+        alone_codes, alone_code_logits, alone_logits, alone_cached, hidden = map(torch.stack, zip(*alone_results))
+        torch._foreach_copy_(state, before)  # as before the frame
+
+        advance = rows.advance[:, None]
+        same = (codes == alone_codes)[:, :-1].cumprod(1).bool()  # all codes before
+        summed = sum(F.embedding(*pair).float() for pair in zip(codes.T, predict.embeddings))
+        settings = view_of(rows.code_sampling, index.repeat_interleave(code_logits.shape[1]))
+        chosen = sample(code_logits.flatten(0, 1), settings, rows.code_noise.flatten(0, 1)).view_as(codes[:, 1:])
+        scores = apply_rules(logits, rows.seen, rows.repetition_penalty, rows.suppressed)
+        token = sample(scores, rows.sampling, rows.noise[:, 0])
+        after = dict(token=token, frame=rows.frame + 1, seen=rows.seen.scatter(1, token, True))
+        figures = {
+            "logits of the codes": torch.where(same, difference(code_logits, alone_code_logits, 2), 0),
+            "codes": codes[:, 1:] != chosen,
+            "embedding": difference(embeddings, summed + rows.text[index, index], 1),
+            "cached keys and values": difference(cached, alone_cached, 3),
+            "logits of the first code": difference(logits, alone_logits, 1),
+            "hidden state": difference(new["hidden"], hidden, 1)[:, None] * advance,
+        }
+        for name, found in new.items():
+            expected, old = after.get(name, found), getattr(rows, name)
+            expected = torch.where(advance, expected.view(count, -1), old.view(count, -1))
+            figures[name] = found.view(count, -1) != expected
+        largest = torch.stack([figure.float().view(count, -1).amax(1) for figure in figures.values()]).tolist()
+    log.debug("self-test of %d rows: %s", count, dict(zip(figures, largest)))
+    for what, of_rows in zip(figures, largest):
+        for row, figure in enumerate(of_rows):
+            if not figure <= MAX_ROW_DIFFERENCE:
+                return f"the {what} of row {row + 1} of {count} differ by {figure:.2f} from what it has alone"
+    return ""
+
+
+def difference(found: Tensor, expected: Tensor, dim: int) -> Tensor:
+    """Of the values behind these dimensions, relative to their size. (B, ...) -> (B, ...)"""
+    found, expected = (tensor.float().flatten(dim) for tensor in (found, expected))
+    return (found - expected).abs().median(-1).values / expected.abs().median(-1).values
 
 
 def fill_with_random_states(rows: SharedRows) -> list[int]:
     """Other settings for each row. The third of four does not advance. Returns the next position of each."""
-    generator = torch.Generator(rows.token.device).manual_seed(0)
-    codes = rows.code_sampling.vocab_size
-    for tensor in (rows.hidden, rows.text):
+    count, device = len(rows.token), rows.token.device
+    generator = torch.Generator(device).manual_seed(0)
+    row = torch.arange(count, device=device)[:, None]
+    room = rows.text.shape[1] - count
+    prompts = [min(PROMPT_LENGTHS[i % 4], room) for i in range(count)]
+
+    def one_of(*values: float) -> Tensor:
+        return torch.tensor(values, device=device)[row % 4]
+
+    for tensor in (rows.hidden, rows.text[:, :count], rows.whole_cache[..., : max(prompts) + count, :]):
         tensor.normal_(generator=generator)
-    rows.token.random_(codes, generator=generator)
+    rows.token.random_(rows.code_sampling.vocab_size, generator=generator)
     for tensor in (rows.seen, rows.suppressed):
         tensor.random_(2, generator=generator)
     for tensor in (rows.noise, rows.code_noise):
         tensor.exponential_(generator=generator)
     rows.ended.zero_()
-    positions = []
-    for row in range(len(rows.token)):
-        position = min(PROMPT_LENGTHS[row % 4], rows.text.shape[1] - len(rows.token)) + row
-        positions.append(position)
-        rows.advance[row] = row % 4 != 2
-        rows.frame[row] = row
-        rows.prompt_length[row] = position - row
-        rows.repetition_penalty[row] = 1.5 - 0.05 * row
-        for tensor in rows[row].cache():
-            tensor[:, :position].normal_(generator=generator)
-        for sampling in (rows.sampling, rows.code_sampling):
-            sampling.temperature[row] = 100.0 - row  # so hot that the noise decides
-            sampling.topk_rank[row] = sampling.vocab_size - (400, 20, 100, 5)[row % 4]
-            sampling.one_minus_top_p[row] = (0.0, 0.475, 0.0, 0.0)[row % 4]  # leaves 9.5 of 20 out
-            sampling.greedy[row] = row % 4 == 3
-    return positions
+    rows.advance.copy_((row % 4 != 2)[:, 0])
+    rows.frame.copy_(row)
+    rows.prompt_length.copy_(torch.tensor(prompts)[:, None])
+    rows.repetition_penalty.copy_(1.5 - 0.05 * row)
+    for sampling in (rows.sampling, rows.code_sampling):
+        sampling.temperature.copy_(100.0 - row)  # so hot that the noise decides
+        sampling.topk_rank.copy_(sampling.vocab_size - one_of(400, 20, 100, 5))
+        sampling.one_minus_top_p.copy_(one_of(0.0, 0.475, 0.0, 0.0))  # leaves 9.5 of 20 out
+        sampling.greedy.copy_(row % 4 == 3)
+    return [prompt + i for i, prompt in enumerate(prompts)]
 
 
-def run_alone(
-    alone: MegakernelFrame, frame: int, position: int, projected: Tensor, embedding: Tensor
-) -> SimpleNamespace:
+def run_alone(alone: MegakernelFrame, frame: int, position: int, projected: Tensor, embedding: Tensor) -> tuple:
     """The next frame of row 0 by the frame of one row. Its talker reads this embedding."""
     rows = alone.rows
     predict, step = alone.launches
-    rows.advance.fill_(True)
     predict.first_input.copy_(projected)
-    FusedStep.__call__(predict)  # without the projection
+    predict.launch()  # without the projection
     rows.embedding[0] = embedding
-    step()
-    return SimpleNamespace(
-        codes=rows.codes[0, frame].clone(),
-        code_logits=predict.logits()[0].clone(),
-        logits=step.logits()[0].clone(),
-        hidden=rows.hidden[0].clone(),
-        position=position,
-        cached=[tensor[0, :, position].clone() for tensor in rows.cache()],
-    )
-
-
-def why_row_wrong(frame: MegakernelFrame, row: int, before: dict, alone: SimpleNamespace) -> str:
-    rows = frame.rows
-    name = f"row {row + 1} of {len(rows.token)}"
-    code_logits, logits = (launch.logits()[row] for launch in frame.launches)
-    codes = rows.codes[row, row]
-    same = int((codes == alone.codes).cumprod(0).sum())  # codes up to the first that differs
-    if reason := why_different({"logits of the codes": (code_logits[:same], alone.code_logits[:same])}, name):
-        return reason
-    settings = expanded(rows[row : row + 1].code_sampling, len(code_logits))
-    if not torch.equal(codes[1:], sample(code_logits, settings, rows.code_noise[row])[:, 0]):
-        return f"the codes of {name} are not those to choose"
-
-    advances = bool(rows.advance[row])
-    embedded = [table[code] for table, code in zip(frame.launches[0].embeddings, codes)]
-    pairs = {"embedding": (rows.embedding[row, 0], torch.stack(embedded).float().sum(0) + rows.text[row, row])}
-    for i, (tensor, cached) in enumerate(zip(rows.cache(), alone.cached)):
-        pairs[f"cache, tensor {i}"] = tensor[row, :, alone.position], cached
-    pairs["logits of the first code"] = logits, alone.logits
-    if advances:
-        pairs["hidden state"] = rows.hidden[row], alone.hidden
-    if reason := why_different(pairs, name):
-        return reason
-
-    expected = {name: values[row] for name, values in before.items()}
-    if advances:
-        part = rows[row : row + 1]
-        scores = apply_rules(logits, before["seen"][row], part.repetition_penalty, part.suppressed)
-        token = sample(scores, part.sampling, part.noise[:, 0])[0]
-        expected["seen"][token] = True
-        expected = dict(token=token, frame=expected["frame"] + 1, seen=expected["seen"])
-    for what, value in expected.items():
-        if not torch.equal(getattr(rows, what)[row], value):
-            return f"{what!r} of {name} is wrong"
-    return ""
-
-
-def why_different(pairs: dict[str, tuple[Tensor, Tensor]], name: str) -> str:
-    for what, (found, expected) in pairs.items():
-        difference = (found.float() - expected.float()).abs().median() / expected.float().abs().median()
-        log.debug("the %s of %s: %.4f", what, name, difference)
-        if not difference <= MAX_ROW_DIFFERENCE:
-            return f"the {what} of {name} differ by {difference:.2f} of their size from those that it has alone"
-    return ""
-
-
-def expanded(sampling: Sampling, count: int) -> Sampling:
-    """The settings of one row, for `count` choices."""
-    return view_of(sampling, [0] * count)
+    launch(step)
+    cached = rows.whole_cache[0, ..., position, :].clone()
+    return rows.codes[0, frame].clone(), predict.logits()[0], step.logits()[0, 0], cached, rows.hidden[0].clone()
