@@ -179,7 +179,7 @@ class CompressedFile:
         self.stream.codec_context.options = speed
         if bit_rate:
             self.stream.bit_rate = bit_rate
-        self.stream.codec_context.open()  # now: it takes a millisecond
+        self.container.start_encoding()  # now: it opens the codec, which takes a millisecond
 
     def __del__(self):
         """A client may leave early. A container and its stream refer to each other until it is closed, and hold MB."""
