@@ -235,6 +235,7 @@ def status(request) -> int:
 
 
 def worker_of(pid: int) -> int:
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
-    (worker,) = map(int, found)
+    """The process of its model; others encode."""
+    found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True).stdout
+    (worker,) = [int(line.split()[0]) for line in found.splitlines() if ".serving.worker" in line]
     return worker

@@ -190,7 +190,7 @@ def test_how_long_until_a_process_speaks(tmp_path, monkeypatch):
 
 def test_a_process_that_does_not_speak(monkeypatch):
     """The benchmark must neither wait for it nor hide why."""
-    with pytest.raises(ValueError, match="-c has failed: ZeroDivisionError: division by zero"):
+    with pytest.raises(ValueError, match="-c 1 / 0 has failed: ZeroDivisionError: division by zero"):
         ready.first_output(["-c", "1 / 0"], 1)
     monkeypatch.setattr(ready, "LIMIT", 0.5)
     with pytest.raises(ValueError, match="it took too long"):
@@ -206,10 +206,10 @@ def test_rows_that_quick_leaves_out(short, tmp_path, monkeypatch, capsys):
     loaded = []
     monkeypatch.setattr(single, "load_alone", lambda model: loaded.append(load_upstream(model)) or loaded[-1])
 
-    row = single.time_three_files(checkpoint, voice, timing.SMALL)
+    row = single.time_three_files(single.import_three_files(), checkpoint, voice, timing.SMALL)
     (tts,) = loaded
     assert row["frames"] == 5 and math.isfinite(row["ms_per_frame"]) and row["x_real_time"] > 0
-    assert isinstance(tts.model.talker.generate.__self__, single.Decoder)
+    assert type(tts.model.talker.generate.__self__).__module__ == "generate"
     assert not hasattr(tts, "speech")
     assert "decode" not in vars(tts.model.speech_tokenizer)
     assert not any("forward" in vars(module) for module in tts.model.talker.modules())

@@ -51,6 +51,7 @@ from websockets.sync.client import connect
 from qwen3_tts_cuda_graphs.common.audio_files import to_int16
 from qwen3_tts_cuda_graphs.serving import engine_host, process, recordings
 from qwen3_tts_cuda_graphs.serving.audio_formats import COMPRESSED, CONTENT_TYPES, Encoder
+from qwen3_tts_cuda_graphs.serving.encoders import Encoders
 from qwen3_tts_cuda_graphs.serving.errors import as_api_error, engine_failed
 from qwen3_tts_cuda_graphs.serving.model import OPENAI_VOICES, Model
 from qwen3_tts_cuda_graphs.serving.requests import SpeechRequest, parse
@@ -1632,7 +1633,7 @@ async def sent_by(receive, chunks):
             return chunks()
 
     wanted = parse(SpeechRequest, {"input": "Hi.", "response_format": "pcm"})
-    spoken = Spoken(rate=24000, service=SimpleNamespace(responses=0))
+    spoken = Spoken(rate=24000, service=SimpleNamespace(responses=0, encoders=Encoders(0)))
     response = SpeechResponse(spoken, wanted, Settings(request_seconds=LIMIT))
     await asyncio.wait_for(response({"type": "http", "request_id": "1"}, receive, send), LIMIT)
     return sent

@@ -353,7 +353,7 @@ def test_without_the_servers_packages(run, monkeypatch):
     message = (
         "error: the server needs uvicorn, which is not installed: in a checkout run ./setup.sh none --server, else "
     )
-    assert code == 2 and error.startswith(message) and error.endswith(" qwen3-tts-cuda-graphs[server]\n")
+    assert code == 2 and error.startswith(message) and error.endswith(" 'qwen3-tts-cuda-graphs[server]'\n")
 
 
 def test_load_script_counts_underruns_and_errors():

@@ -60,11 +60,11 @@ def time_all(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
 
 
 def import_three_files():
-    """generate.py of this checkout. None: this package is installed without one, and another folder's is not ours."""
-    path = Path(__file__).parents[2] / "generate.py"
-    if not path.is_file():
+    """generate.py of this checkout. None: the package is installed, and a generate.py beside it would be another one."""
+    checkout = Path(__file__).resolve().parents[2]
+    if not (checkout / "setup.sh").is_file():
         return None
-    spec = importlib.util.spec_from_file_location("generate", path)
+    spec = importlib.util.spec_from_file_location("generate", checkout / "generate.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

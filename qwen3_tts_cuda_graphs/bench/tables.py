@@ -164,7 +164,7 @@ def new_process() -> str:
 def server_limits() -> str:
     lines = []
     for item in LIMITS:
-        default = "what fits" if item.default is None else f"{item.default:.0f}"
+        default = "the machine's" if item.default is None else f"{item.default:.0f}"
         lines.append([f"`--{item.name.replace('_', '-')}`", default, item.metadata["help"]])
     return markdown_table(["option", "default", "what it limits"], lines)
 
