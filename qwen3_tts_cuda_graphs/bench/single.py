@@ -60,7 +60,7 @@ def time_all(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
 
 
 def import_three_files():
-    """generate.py of this checkout. None: the package is installed, and a generate.py beside it would be another one."""
+    """generate.py of this checkout. None: the package is installed, and a generate.py beside it is another one."""
     checkout = Path(__file__).resolve().parents[2]
     if not (checkout / "setup.sh").is_file():
         return None
