@@ -49,7 +49,7 @@ def mistakes(stem, results):
     """What is wrong with a results file, in words."""
     yield from mistakes_of_card(results)
     name_of_gpu = str(results.get("card", {}).get("gpu", ""))
-    gpu, kind = re.fullmatch(r"(.*?)(_streams|_ready|_server)?", stem).groups()
+    gpu, kind = re.fullmatch(r"(.*?)(_streams|_ready|_server|_formats)?", stem).groups()
     names = [bounds.file_stem(name) for name in possible_names(name_of_gpu)]
     if gpu not in names:
         yield f"the name of the file is {stem}, the GPU is {name_of_gpu}: call it {' or '.join(names)}"
@@ -57,7 +57,12 @@ def mistakes(stem, results):
     for size, rows in models.items():
         if size.split(", ")[0] not in bench.SIZES:
             yield f"a model is called {size!r}, it must be one of {bench.SIZES}"
-        needed = {"_streams": {"1 stream alone"}, "_ready": {"ready"}, "_server": {"64 at once"}}
+        needed = {
+            "_streams": {"1 stream alone"},
+            "_ready": {"ready"},
+            "_server": {"64 at once"},
+            "_formats": {"64 at once"},
+        }
         needed = needed.get(kind, {"upstream", "separate kernels"})
         if not needed <= rows.keys():
             yield f"{size}: no row {sorted(needed - rows.keys())}"

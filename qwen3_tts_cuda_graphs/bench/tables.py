@@ -147,6 +147,18 @@ def server_by_load(title: str, commas: int) -> str:
     return by_load(title, {name.split(", ")[-1]: rows for name, rows in models if name.count(",") == commas})
 
 
+def by_format() -> str:
+    models = results_of("_formats")["models"]
+    return by_load(
+        "1.7B over HTTP",
+        {
+            "pcm" if name.endswith("HTTP") else name.split(", ")[-1]: rows
+            for name, rows in models.items()
+            if "HTTP" in name
+        },
+    )
+
+
 def by_list() -> str:
     sizes = [results_of("_streams")["models"][size]["lists"] for size in SIZES]
     columns = [title for size in SIZES for title in (f"{size}: upstream's method", "engine.generate")]
@@ -221,6 +233,7 @@ BLOCKS = {
     "listeners": lambda: by_load("", results_of("_streams")["models"]),
     "server": lambda: server_by_load("1.7B", 1),
     "server_conditions": lambda: server_by_load("1.7B over HTTP", 2),
+    "formats": by_format,
     "new_process": new_process,
     "limits": server_limits,
     "memory": server_memory,
