@@ -46,8 +46,11 @@ def load_upstream(model: str, device=None, dtype: torch.dtype | None = None):
     """Upstream's model, with Qwen's pattern. `model` is a folder, a hub id or a short name from MODELS."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    hub_id = MODELS.get(model, model)
+    if not Path(model).is_dir() and "/" not in hub_id:
+        raise ValueError(f"there is no folder {model}: give another, a hub id, or one of {', '.join(MODELS)}")
     # Given an id, transformers 4.57 would ask the hub for tags, even offline.
-    folder = model if Path(model).is_dir() else snapshot_download(MODELS.get(model, model))
+    folder = model if Path(model).is_dir() else snapshot_download(hub_id)
     tts = Qwen3TTSModel.from_pretrained(folder, device_map=device, dtype=dtype)
     # Upstream passes fix_mistral_regex=True, and transformers 4.57 then installs Mistral's: put Qwen's back.
     tts.processor.tokenizer.backend_tokenizer.pre_tokenizer[0] = pre_tokenizers.Split(Regex(QWEN_PATTERN), "isolated")
@@ -58,8 +61,7 @@ def load_weights(cls, folder, *args, **options):
     """In place of transformers' from_pretrained, which makes up weights that are missing, and only warns."""
     options |= dict(output_loading_info=True, ignore_mismatched_sizes=True)
     model, found = transformers.PreTrainedModel.from_pretrained.__func__(cls, folder, *args, **options)
-    sums = {name: weight.sum(dtype=torch.float32) for name, weight in model.state_dict().items()}
-    found["NaN_keys"] = [name for name, total in sums.items() if not total.isfinite()]
+    found["NaN_keys"] = [name for name, x in model.state_dict().items() if not x.sum(dtype=torch.float32).isfinite()]
     for problem in ("missing", "mismatched", "NaN"):
         if names := sorted(map(str, found[f"{problem}_keys"])):
             raise ValueError(f"{folder} has {len(names)} {problem} weights: {', '.join(names[:3])}: give another model")
@@ -67,10 +69,8 @@ def load_weights(cls, folder, *args, **options):
 
 
 def accelerate(tts, max_seq_len: int = 2048):
-    """Make a model's methods fast, in place. No other thread may use the GPU during it.
-
-    max_seq_len: positions for prompt and speech together, one per frame (12.5 per second)
-    """
+    """Make a model's methods fast, in place. No other thread may use the GPU during it. `max_seq_len` positions are
+    for prompt and speech together, one per frame (12.5 per second)."""
     decoder = Decoder(tts.model.talker, max_seq_len)
     tts.model.talker.generate = decoder.generate
     decoder.graphs_for(1)

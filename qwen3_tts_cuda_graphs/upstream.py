@@ -15,8 +15,7 @@ def load_weights(cls, folder, *args, **options):
     """In place of transformers' from_pretrained, which makes up weights that are missing, and only warns."""
     options |= dict(output_loading_info=True, ignore_mismatched_sizes=True)
     model, found = transformers.PreTrainedModel.from_pretrained.__func__(cls, folder, *args, **options)
-    sums = {name: weight.sum(dtype=torch.float32) for name, weight in model.state_dict().items()}
-    found["NaN_keys"] = [name for name, total in sums.items() if not total.isfinite()]
+    found["NaN_keys"] = [name for name, x in model.state_dict().items() if not x.sum(dtype=torch.float32).isfinite()]
     for problem in ("missing", "mismatched", "NaN"):
         if names := sorted(map(str, found[f"{problem}_keys"])):
             raise ValueError(f"{folder} has {len(names)} {problem} weights: {', '.join(names[:3])}: give another model")

@@ -110,10 +110,11 @@ if kind == "base":
     weights = load_file(f"{folder}/model.safetensors")
     weights = {f"module.{name}": weight for name, weight in weights.items()}
     save_file(weights, f"{incomplete}/model.safetensors", {"format": "pt"})
-    try:
-        load(incomplete, "cpu")
-    except ValueError as error:
-        print("weights:", error)
+    for model in (incomplete, "tinny"):
+        try:
+            load(model, "cpu")
+        except ValueError as error:
+            print("error:", error)
     for line in (
         "extract_speaker.py --ref_audio nowhere.wav",
         f"extract_speaker.py --ref_audio {recording} --output me.pt --model {folder}",
@@ -157,8 +158,9 @@ def test_the_copy_speaks_with_upstreams_tokens(kind, checkpoint, recording, tmp_
         ]
         info = soundfile.info(copy / "out.wav")
         assert info.samplerate == 24000 and info.frames > 0 and info.frames % 1920 == 0
-        weights, *commands = commands
-        assert weights.startswith("weights: incomplete has 104 missing weights: speaker_encoder.")
+        weights, unknown, *commands = commands
+        assert weights.startswith("error: incomplete has 104 missing weights: speaker_encoder.")
+        assert unknown.startswith("error: there is no folder tinny: give another, a hub id, or one of 0.6B, 1.7B, ")
         spoken = f"out.wav: {info.frames / 24000:.2f} s of audio"
         assert commands == ["me.pt: 64 numbers from 2.0 s of audio", spoken]
     assert sorted(path.name for path in copy.iterdir() if path.is_file()) == sorted(files)

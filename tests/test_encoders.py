@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import signal
 
 import numpy as np
 import pytest
 
 pytest.importorskip("av")
 
+from qwen3_tts_cuda_graphs.serving import encoders as encoders_module
 from qwen3_tts_cuda_graphs.serving.encoders import Encoders, LocalStream, RemoteStream
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 
@@ -62,19 +64,22 @@ def test_the_same_bytes_as_in_the_server():
     asyncio.run(check())
 
 
-def test_a_process_that_ends_is_replaced():
-    """Its streams get an error at once, others go on, and the next ones find another process."""
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_ends_is_replaced(sent, monkeypatch):
+    """Its streams get an error, others go on, and the next ones find another process. So with one that stands still."""
 
     async def check():
         async with running(2) as encoders:
             first, second = (encoders.open("mp3", 24000, 1.0) for _ in range(2))
             samples = np.zeros(15360, np.int16)
             assert first.process is not second.process and await first.add(samples)
-            first.process.popen.kill()
+            first.process.popen.send_signal(sent)
+            monkeypatch.setattr(encoders_module, "SECONDS_TO_ENCODE", 1.0)
             with pytest.raises(ApiError, match="ask again"):
                 while True:
                     await first.add(samples)
             first.close()
+            monkeypatch.undo()
             assert len(await encoded(second)) > 1000
             assert len(await encoded(encoders.open("mp3", 24000, 1.0))) > 1000
             while len(encoders.processes) < 2:

@@ -24,21 +24,27 @@ from qwen3_tts_cuda_graphs.serving.engine_process import start_python
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.messages import Unpacker, pack
 
+SECONDS_TO_ENCODE = 30.0  # a chunk, also behind those of others; and for the start of a process
+SECONDS_TO_RETRY = 10.0  # after a process that could not be started
+
 
 class Encoders:
     """The processes. A new stream goes to the one with the fewest; without any, it is encoded in a thread."""
 
     def __init__(self, count: int | None = None):
         """count: of processes. Default: three for four cores, at most 16."""
-        self.count = min(max(1, len(os.sched_getaffinity(0)) * 3 // 4), 16) if count is None else count
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.count = min(max(1, cores * 3 // 4), 16) if count is None else count
         self.processes = []
         self.starting = 0
+        self.start_after = 0.0  # time of the event loop
         self.is_closed = False
 
     def start(self) -> None:
         """In the event loop. They are ready after a moment, which nobody waits for."""
         self.processes = [process for process in self.processes if not process.is_over]
-        wanted = 0 if av is None or self.is_closed else self.count
+        is_allowed = av and not self.is_closed and asyncio.get_running_loop().time() >= self.start_after
+        wanted = self.count if is_allowed else 0
         for _ in range(wanted - len(self.processes) - self.starting):
             self.starting += 1
             task = asyncio.ensure_future(self.start_one())
@@ -52,6 +58,9 @@ class Encoders:
             _, process = await asyncio.get_running_loop().create_connection(lambda: EncoderProcess(popen), sock=ours)
             await process.encode(dict(op="open", id=next(process.numbers), kind=("flac", 24000, 1.0)), b"")  # warm up
             self.processes.append(process)
+        except BaseException:
+            self.start_after = asyncio.get_running_loop().time() + SECONDS_TO_RETRY
+            raise
         finally:
             self.starting -= 1
         if self.is_closed:
@@ -105,7 +114,12 @@ class EncoderProcess(asyncio.Protocol):
             raise encoder_failed()
         answer = self.answers[header["id"]] = asyncio.get_running_loop().create_future()
         self.transport.write(pack(header, samples))
-        header, data = await answer
+        try:
+            async with asyncio.timeout(SECONDS_TO_ENCODE):
+                header, data = await answer
+        except TimeoutError:  # it stands still
+            self.transport.abort()
+            raise encoder_failed() from None
         if "error" in header:
             raise RuntimeError(header["error"])
         return header, data
