@@ -8,13 +8,4 @@ cd "$(dirname "$(readlink -f "$0")")"  # also through a link
 # The environment, if setup.sh has not made it yet.
 [ -x .venv/bin/python ] || ./setup.sh none
 
-# "both" stands for the two sizes.
-arguments=()
-for argument in "$@"; do
-  case $argument in
-    both) arguments+=(0.6B 1.7B) ;;
-    *) arguments+=("$argument") ;;
-  esac
-done
-
-exec .venv/bin/python bench.py ${arguments[@]+"${arguments[@]}"}
+exec .venv/bin/python bench.py "$@"

@@ -1,7 +1,7 @@
 """The code predictor as a CUDA graph: hidden state and token go in, 15 codes and the next embedding come out.
 
-The loop over the codebooks is unrolled into one graph. Masks and positions are the same in every frame, which
-overwrites the cache from position 0. The graph reads the rows' `hidden`, `token`, `frame`, `text` and
+The loop over the codebooks is unrolled into one graph. Every frame overwrites the cache from position 0, so masks
+and positions are the same in all of them. The graph reads the rows' `hidden`, `token`, `frame`, `text` and
 `code_noise`, and writes `codes` and the talker's next input, `embedding`. H' is the predictor's hidden size.
 """
 

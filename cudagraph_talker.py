@@ -1,8 +1,8 @@
 """The talker as a CUDA graph: an embedding goes in, a hidden state and the next frame's first code come out.
 
-`Rows` has the state of the texts that are decoded together, one row each. Its tensors are static, as those of the
-caches: the graphs read and write them in place. The caller configures the rows and prefills their prompts. Then, for
-each frame, it draws noise and replays predictor and talker in turn.
+`Rows` has the state of the texts that are decoded together, one row each. Its tensors and the caches are
+static: the graphs read and write them in place. The caller configures the rows and prefills their prompts.
+Then, for each frame, it draws noise and replays predictor and talker in turn.
 
 Shapes: B rows, L positions, S cache length, H hidden size, V vocabulary size.
 """
@@ -41,12 +41,12 @@ class Graphs:
 class Sampling:
     """Sampling settings of each row, (B, 1), as tensors: one captured graph serves every request."""
 
-    def __init__(self, vocab_size: int, rows: int):
+    def __init__(self, vocab_size: int, row_count: int):
         self.vocab_size = vocab_size
-        self.temperature = torch.ones(rows, 1, dtype=torch.float32)
-        self.topk_rank = torch.zeros(rows, 1, dtype=torch.long)  # index of the k-th best, ascending
-        self.one_minus_top_p = torch.zeros(rows, 1, dtype=torch.float32)
-        self.greedy = torch.zeros(rows, 1, dtype=torch.bool)
+        self.temperature = torch.ones(row_count, 1, dtype=torch.float32)
+        self.topk_rank = torch.zeros(row_count, 1, dtype=torch.long)  # index of the k-th best, ascending
+        self.one_minus_top_p = torch.zeros(row_count, 1, dtype=torch.float32)
+        self.greedy = torch.zeros(row_count, 1, dtype=torch.bool)
 
     def set(self, do_sample: bool, temperature: float | None, top_k: int | None, top_p: float | None) -> None:
         if not do_sample:
@@ -68,7 +68,7 @@ def draw_noise(noise: torch.Tensor) -> None:
 
 
 def sample(scores: torch.Tensor, sampling: Sampling, noise: torch.Tensor) -> torch.Tensor:
-    """Top-k, top-p, then as torch.multinomial: argmax(weight / Exp(1) noise). (B, V) x 2 -> (B, 1)"""
+    """Top-k, top-p, then as torch.multinomial: argmax(weight / Exp(1) noise). (B, V), (B, V) -> (B, 1)"""
     ranked, order = (scores / sampling.temperature).sort(-1)  # ascending
     weights = (ranked - ranked[:, -1:]).exp()  # softmax without its denominator
     weights = weights.masked_fill(ranked < ranked.gather(-1, sampling.topk_rank), 0)
@@ -97,15 +97,15 @@ def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
-def static_cache(config, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> tuple[list, list]:
+def static_cache(config, row_count: int, length: int, dtype: torch.dtype, device: torch.device) -> tuple[list, list]:
     """The keys and the values of every layer of a StaticCache, (B, KV, S, D) each."""
     cache = StaticCache(config=config, max_cache_len=length)
-    cache.early_initialization(rows, config.num_key_value_heads, config.head_dim, dtype, device)
+    cache.early_initialization(row_count, config.num_key_value_heads, config.head_dim, dtype, device)
     return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
 
 
 class RowCache(Cache):
-    """A static cache in one forward: each row writes at its own `positions` (B, L) and attends to the first `end`."""
+    """A static cache for one forward: rows write at their `positions` (B, L) and read those below `end`."""
 
     def __init__(self, keys: list, values: list, positions: torch.Tensor, end: int):
         super().__init__(layers=[])
@@ -124,32 +124,32 @@ class RowCache(Cache):
 class Rows:
     """The state of B texts that are decoded together."""
 
-    def __init__(self, config, rows: int, length: int, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config, row_count: int, length: int, dtype: torch.dtype, device: torch.device):
         """config: the talker's; length: positions of its cache"""
         predictor = config.code_predictor_config
         groups = config.num_code_groups
         with device:
-            # settings of each request
-            self.sampling = Sampling(config.vocab_size, rows)
-            self.code_sampling = Sampling(predictor.vocab_size, rows)
-            self.repetition_penalty = torch.ones(rows, 1, dtype=torch.float32)
-            self.suppressed = torch.zeros(rows, config.vocab_size, dtype=torch.bool)
-            self.end_token = torch.zeros(rows, 1, dtype=torch.long)
-            self.min_tokens = torch.zeros(rows, 1, dtype=torch.long)
-            # its progress
-            self.prompt_length = torch.ones(rows, 1, dtype=torch.long)
-            self.frame = torch.zeros(rows, 1, dtype=torch.long)  # the number of the current frame
-            self.token = torch.zeros(rows, 1, dtype=torch.long)  # its first code
-            self.hidden = torch.zeros(rows, 1, config.hidden_size, dtype=dtype)  # that the token was sampled from
-            self.seen = torch.zeros(rows, config.vocab_size, dtype=torch.bool)  # for the repetition penalty
-            self.ended = torch.zeros(rows, dtype=torch.bool)  # whether the end token has been chosen
-            # the next frame: its noise, the talker's input
-            self.noise = torch.ones(rows, 1, config.vocab_size, dtype=torch.float32)
-            self.code_noise = torch.ones(rows, groups - 1, predictor.vocab_size, dtype=torch.float32)
-            self.embedding = torch.zeros(rows, 1, config.hidden_size, dtype=dtype)
+            # settings of each row
+            self.sampling = Sampling(config.vocab_size, row_count)
+            self.code_sampling = Sampling(predictor.vocab_size, row_count)
+            self.repetition_penalty = torch.ones(row_count, 1, dtype=torch.float32)
+            self.suppressed = torch.zeros(row_count, config.vocab_size, dtype=torch.bool)
+            self.end_token = torch.zeros(row_count, 1, dtype=torch.long)
+            self.min_tokens = torch.zeros(row_count, 1, dtype=torch.long)
+            # progress of each row
+            self.prompt_length = torch.ones(row_count, 1, dtype=torch.long)
+            self.frame = torch.zeros(row_count, 1, dtype=torch.long)  # the number of the current frame
+            self.token = torch.zeros(row_count, 1, dtype=torch.long)  # the first code of that frame
+            self.hidden = torch.zeros(row_count, 1, config.hidden_size, dtype=dtype)  # `token` comes from it
+            self.seen = torch.zeros(row_count, config.vocab_size, dtype=torch.bool)  # for the repetition penalty
+            self.ended = torch.zeros(row_count, dtype=torch.bool)  # whether the end token has been chosen
+            # for the next frame: noise, and the talker's input
+            self.noise = torch.ones(row_count, 1, config.vocab_size, dtype=torch.float32)
+            self.code_noise = torch.ones(row_count, groups - 1, predictor.vocab_size, dtype=torch.float32)
+            self.embedding = torch.zeros(row_count, 1, config.hidden_size, dtype=dtype)
             # what each frame adds to its embedding, and the codes of all frames
-            self.text = torch.zeros(rows, length, config.hidden_size, dtype=dtype)
-            self.codes = torch.zeros(rows, length, groups, dtype=torch.long)
+            self.text = torch.zeros(row_count, length, config.hidden_size, dtype=dtype)
+            self.codes = torch.zeros(row_count, length, groups, dtype=torch.long)
 
     def configure(self, **request) -> None:
         """Set all rows from the arguments of talker.generate."""
@@ -163,10 +163,10 @@ class Rows:
         self.min_tokens.fill_(request["min_new_tokens"])
 
     def set_text(self, row: int, text: torch.Tensor, padding: torch.Tensor) -> None:
-        """What the frames of a row add to their embeddings: the text (T, H), then padding (1, H)."""
+        """Set what the frames of a row add to their embeddings: the text (T, H), then padding (1, H)."""
         text = text[: self.text.shape[1]]
         self.text[row, : len(text)].copy_(text, non_blocking=True)
-        self.text[row, len(text) :].copy_(padding.to(self.text.device, non_blocking=True))  # expanded
+        self.text[row, len(text) :].copy_(padding.to(self.text.device, non_blocking=True))  # broadcast
 
     def choose_token(self, head: torch.nn.Module) -> None:
         """Choose the first code of frame number `frame` from `hidden`."""
@@ -214,7 +214,7 @@ class TalkerGraph:
         rows.choose_token(self.head)
 
     def step(self) -> None:
-        """One position of each row. Finished rows keep decoding: upstream's random numbers depend on it."""
+        """Advance each row by one position, finished ones too: upstream's random numbers depend on it."""
         rows = self.rows
         length = self.keys[0].shape[2]
         positions = (rows.prompt_length + rows.frame).clamp(max=length - 1)  # (B, 1)

@@ -57,17 +57,6 @@ def load_upstream(model: str, device=None, dtype: torch.dtype | None = None):
     return tts
 
 
-def load_weights(cls, folder, *args, **options):
-    """In place of transformers' from_pretrained, which makes up weights that are missing, and only warns."""
-    options |= dict(output_loading_info=True, ignore_mismatched_sizes=True)
-    model, found = transformers.PreTrainedModel.from_pretrained.__func__(cls, folder, *args, **options)
-    found["NaN_keys"] = [name for name, x in model.state_dict().items() if not x.sum(dtype=torch.float32).isfinite()]
-    for problem in ("missing", "mismatched", "NaN"):
-        if names := sorted(map(str, found[f"{problem}_keys"])):
-            raise ValueError(f"{folder} has {len(names)} {problem} weights: {', '.join(names[:3])}: give another model")
-    return model
-
-
 def accelerate(tts, max_seq_len: int = 2048):
     """Make a model's methods fast, in place. No other thread may use the GPU during it. `max_seq_len` positions are
     for prompt and speech together, one per frame (12.5 per second)."""
@@ -78,34 +67,34 @@ def accelerate(tts, max_seq_len: int = 2048):
 
 
 class FrameGraphs:
-    """Rows for a number of texts, and the two graphs that decode a frame of them."""
+    """Rows, one for each text, and the two graphs that decode a frame of them."""
 
     @torch.inference_mode(False)  # tensors made in inference mode cannot be written outside of it
     @torch.no_grad()
-    def __init__(self, talker, texts: int, length: int):
+    def __init__(self, talker, row_count: int, length: int):
         config = talker.config
         kind = talker.dtype, talker.device
-        self.rows = Rows(config, texts, length, *kind)
-        code_cache = static_cache(config.code_predictor_config, texts, round_up(config.num_code_groups), *kind)
+        self.rows = Rows(config, row_count, length, *kind)
+        code_cache = static_cache(config.code_predictor_config, row_count, round_up(config.num_code_groups), *kind)
         self.predictor = PredictorGraph(talker, self.rows, *code_cache)
-        self.talker = TalkerGraph(talker, self.rows, *static_cache(config, texts, length, *kind))
+        self.talker = TalkerGraph(talker, self.rows, *static_cache(config, row_count, length, *kind))
         graphs = Graphs(talker.device)
         self.predict = graphs.capture(self.predictor.step)
         self.step = graphs.capture(self.talker.step)
 
 
 class Decoder:
-    """In place of `talker.generate`: prompts in, codes and hidden states out. For one thread at a time."""
+    """Stands in for talker.generate: prompts in, codes and hidden states out. Call it from one thread at a time."""
 
     def __init__(self, talker, max_seq_len: int):
         self.talker = talker
         self.max_seq_len = max_seq_len
         self.graphs = None  # of the last request
 
-    def graphs_for(self, texts: int) -> FrameGraphs:
-        if self.graphs is None or len(self.graphs.rows.token) != texts:
+    def graphs_for(self, row_count: int) -> FrameGraphs:
+        if self.graphs is None or len(self.graphs.rows.token) != row_count:
             self.graphs = None  # free its memory first
-            self.graphs = FrameGraphs(self.talker, texts, round_up(self.max_seq_len))
+            self.graphs = FrameGraphs(self.talker, row_count, round_up(self.max_seq_len))
         return self.graphs
 
     def frame_limit(self, attention_mask, max_new_tokens, repetition_penalty, **_) -> int:
@@ -169,6 +158,17 @@ class Decoder:
             sequences=torch.stack(codes, dim=1)[..., 0],  # (B, T)
             hidden_states=tuple(((hidden[:, None],), frame) for hidden, frame in steps),
         )
+
+
+def load_weights(cls, folder, *args, **options):
+    """Replaces transformers' from_pretrained, which initializes missing weights at random and only warns."""
+    options |= dict(output_loading_info=True, ignore_mismatched_sizes=True)
+    model, found = transformers.PreTrainedModel.from_pretrained.__func__(cls, folder, *args, **options)
+    found["NaN_keys"] = [name for name, x in model.state_dict().items() if not x.sum(dtype=torch.float32).isfinite()]
+    for problem in ("missing", "mismatched", "NaN"):
+        if names := sorted(map(str, found[f"{problem}_keys"])):
+            raise ValueError(f"{folder} has {len(names)} {problem} weights: {', '.join(names[:3])}: give another model")
+    return model
 
 
 def import_upstream():

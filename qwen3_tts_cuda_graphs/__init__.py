@@ -1,6 +1,6 @@
 """Qwen3-TTS with every frame captured as CUDA graphs, and all of the speed.
 
-    from qwen3_tts_cuda_graphs import load, stream, astream, stream_long, Engine, FasterQwen3TTS
+    from qwen3_tts_cuda_graphs import load, stream, astream, stream_long, stream_script, Engine, FasterQwen3TTS
 
 cli/, serving/, bench/   programs: they ask, and show what comes back (__main__.py is the command qwen3-tts)
 common/                  what programs share
@@ -23,6 +23,7 @@ HOMES = {  # a public name -> its module, imported when the name is used: the co
     "astream": "speech.streaming",
     "Engine": "speech.engine",
     "stream_long": "speech.long_text",
+    "stream_script": "speech.long_text",
 }
 __all__ = [*HOMES]
 

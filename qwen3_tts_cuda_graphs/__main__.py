@@ -5,7 +5,7 @@ import sys
 from importlib import import_module
 from importlib.metadata import version
 
-from qwen3_tts_cuda_graphs.common.scripts import Parser, cli_errors
+from qwen3_tts_cuda_graphs.common.command import Parser, cli_errors
 
 COMMAND = "qwen3-tts"
 SUBCOMMANDS = {  # -> the module whose `main` it calls, and what that does

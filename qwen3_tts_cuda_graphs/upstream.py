@@ -12,7 +12,7 @@ import transformers
 
 
 def load_weights(cls, folder, *args, **options):
-    """In place of transformers' from_pretrained, which makes up weights that are missing, and only warns."""
+    """Replaces transformers' from_pretrained, which initializes missing weights at random and only warns."""
     options |= dict(output_loading_info=True, ignore_mismatched_sizes=True)
     model, found = transformers.PreTrainedModel.from_pretrained.__func__(cls, folder, *args, **options)
     found["NaN_keys"] = [name for name, x in model.state_dict().items() if not x.sum(dtype=torch.float32).isfinite()]

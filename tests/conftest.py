@@ -142,6 +142,14 @@ def recording(recording_at_another_rate):
 
 
 @pytest.fixture(scope="session")
+def wav(recording_at_another_rate):
+    """That recording as a file."""
+    from helpers import wav_bytes
+
+    return wav_bytes(*recording_at_another_rate)
+
+
+@pytest.fixture(scope="session")
 def voices(checkpoint, recording):
     """voices(name) -> Voice"""
     import torch
@@ -153,6 +161,18 @@ def voices(checkpoint, recording):
             return Voice(name, checkpoint, recording)
 
     return load
+
+
+@pytest.fixture
+def voice(voices):
+    """A voice whose speech ends by itself."""
+    return voices("x-vector").end_comes_up(True)
+
+
+@pytest.fixture
+def endless(voices):
+    """The same, which goes on until it is stopped."""
+    return voices("x-vector").end_comes_up(False)
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +192,35 @@ def server(speech):
 
     with RunningServer(speech) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """Stands in for `load`: a model that is loaded again is the same one."""
+    from qwen3_tts_cuda_graphs.common.loading import load
+
+    return functools.cache(lambda model, device, dtype=None, **options: load(model, device, dtype, **options))
+
+
+@pytest.fixture
+def call(monkeypatch, capfdbinary, loaded, tmp_path):
+    """call(main, word, ...) -> exit code, stdout and stderr of a program, in this process and in tmp_path"""
+    from helpers import Command
+
+    monkeypatch.chdir(tmp_path)
+    return Command(monkeypatch, capfdbinary, load=loaded)
+
+
+@pytest.fixture
+def speak(call, checkpoint):
+    """speak(kind, word, ...) -> that of `qwen3-tts speak` with a tiny model, to out.wav if not elsewhere"""
+    from qwen3_tts_cuda_graphs.cli.__main__ import main
+
+    def speak(kind, *words, **options):
+        defaults = {"--max-seq-len": 300, "--seed": 3, "--output": "out.wav"}
+        if "-o" in words or "--play" in words:
+            del defaults["--output"]
+        given = [word for option in defaults.items() if option[0] not in words for word in option]
+        return call(main, "--model", checkpoint(kind), "--device", "cpu", *given, *words, **options)
+
+    return speak

@@ -3,17 +3,24 @@
 import ctypes
 import functools
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
+import torch
 from filelock import FileLock
+from torch import Tensor
 
-from qwen3_tts_cuda_graphs.fast import batched, kernels
-from qwen3_tts_cuda_graphs.fast.megakernel import KERNEL_NAME, Gpu, Sizes
+from qwen3_tts_cuda_graphs.fast import batched, kernel_cache, kernels, nvrtc
+from qwen3_tts_cuda_graphs.fast.megakernel import KERNEL_NAME, Sizes
 
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 HEADER = Path(__file__).with_suffix(".h")
 OPTIONS = (
     *("-std=c++20", "-w", "-fPIC"),
@@ -38,9 +45,60 @@ extern "C" [[gnu::visibility("default")]] int run_{0}(const void *arguments, int
 """
 
 
-def whole_source(module: Any) -> str:
-    """The .cu file of a module of fast/ with its headers, for tests to change a part of it."""
-    return kernels.include_headers(module.SOURCE.file.read_text(), module.SOURCE.file.name)
+def changed_source(module: Any, *changes: tuple[str, str]) -> str:
+    """The .cu file of a module of fast/ with its headers, and another text in some places: (right, wrong)."""
+    source = kernels.include_headers(module.SOURCE.file.read_text(), module.SOURCE.file.name)
+    for right, wrong in changes:
+        assert source.count(right) == 1, right
+        source = source.replace(right, wrong)
+    return source
+
+
+Fault = tuple[str, str]  # text that is there once, and what it becomes
+
+
+def faults_of(faults: dict[Callable, dict[str, Fault]]) -> list:
+    """Parameters of a test: check, fault."""
+    return [pytest.param(check, fault, id=name) for check, named in faults.items() for name, fault in named.items()]
+
+
+def wrong_kernels(
+    module: Any,
+    faults: dict[Callable, dict[str, Fault]],
+    independent: Sequence[Sequence[Callable]],
+    compile: Callable[[str], "CpuKernels"],
+) -> Callable[[Fault], "CpuKernels"]:
+    """-> a function of a fault: kernels with that one, and with others that its check does not see.
+
+    faults: the check that must fail -> name -> fault
+    independent: checks that have no code in common: one library can have a fault for each of them
+    """
+    families = [[fault for check in checks for fault in faults.get(check, {}).values()] for checks in independent]
+
+    @functools.cache
+    def compile_library(number: int) -> CpuKernels:
+        return compile(changed_source(module, *(family[number] for family in families if number < len(family))))
+
+    return lambda fault: next(compile_library(family.index(fault)) for family in families if fault in family)
+
+
+def assert_nearly_same(ours: Tensor, expected: Tensor, share: float = 0.01) -> None:
+    """Equal but for this share of the values, which were rounded the other way: a sum had another order, a sine another
+    last bit."""
+    step = 2**-7 * expected.float().abs()  # between two bfloat16, or two of them
+    difference = (ours.float() - expected.float()).abs()
+    assert (difference <= step + 1e-6).all()
+    assert (difference > 0).float().mean() < share
+
+
+def assert_compiles_without_spills(source: str, kernels: int, architecture: str, folder: Path) -> None:
+    file = folder / "kernels.cu"
+    file.write_text(source)
+    command = ["nvcc", f"-arch={architecture}", "-cubin", "-Xptxas=-v", "-o", folder / "kernels.cubin", file]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    spilled = re.findall(r"(\d+) bytes spill stores", result.stderr)
+    assert len(spilled) >= kernels and {*spilled} == {"0"}
 
 
 libraries: dict[str, ctypes.CDLL] = {}  # what was compiled in this process, by its source
@@ -72,13 +130,19 @@ def compile_library(source: str, folder: Path, optimization: str) -> ctypes.CDLL
     return libraries[source]
 
 
-class PretendedGpu(Gpu):
-    """The sizes of an H200 to compile for, where there is none."""
-
-    major = 9
-    multi_processor_count = 132
-    shared_memory_per_block_optin = 227 * 1024
-    L2_cache_size = 50 << 20
+@contextmanager
+def pretended_gpu(gpu: Any, compile_source: Callable[[str, str], bytes] | None = None) -> Iterator[None]:
+    """torch tells of this GPU. `compile_source` stands in for NVRTC, and what it returns for the loaded kernels."""
+    compiler = dict(compile_source=compile_source, version=lambda: (12, 8), Kernels=lambda cubin, *_: cubin)
+    with (
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device: gpu),
+        mock.patch.object(kernel_cache, "started", {}),
+        mock.patch.dict(os.environ, {kernel_cache.VARIABLE: "off"}),
+        mock.patch.multiple(nvrtc, **compiler) if compile_source else nullcontext(),
+    ):
+        kernels.load.cache_clear()
+        yield
+    kernels.load.cache_clear()
 
 
 class CpuKernel:

@@ -3,9 +3,16 @@ products of bfloat16 tensors that are the same on every CPU."""
 
 import functools
 import io
+import os
 import subprocess
+import sys
+import textwrap
+import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,9 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from qwen3_tts_cuda_graphs.cli import speaking
+from qwen3_tts_cuda_graphs.common.checkpoints import read_config
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
 from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
-from qwen3_tts_cuda_graphs.speech import accelerate
+from qwen3_tts_cuda_graphs.speech import accelerate, long_text, schedule
 from qwen3_tts_cuda_graphs.speech.engine import Engine
 
 ROOT = Path(__file__).parents[1]
@@ -66,9 +75,19 @@ VOICES = {  # name: model type, method, its arguments
 }
 
 
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def on_gpu(test):
+    """A test that is skipped without a GPU."""
+    for mark in NEEDS_GPU:
+        test = mark(test)
+    return test
+
+
 def slow(*values) -> list:
-    """Parameters of a test that are left out in CI, where others run the same code."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+    """Parameters of a test that are left out in CI, where others run the same code. Of several arguments: tuples."""
+    return [pytest.param(*(value if isinstance(value, tuple) else [value]), marks=pytest.mark.slow) for value in values]
 
 
 class Voice:
@@ -79,6 +98,7 @@ class Voice:
         self.folder = checkpoint(kind)
         self.upstream, self.fast = (load_upstream(str(self.folder), "cpu") for _ in range(2))
         accelerate(self.fast, max_seq_len=384, rows=8)
+        self.fast_method = getattr(self.fast, self.method)
         self.arguments = make_arguments(self.upstream, self.folder, recording)
         self.end_token = self.upstream.model.config.talker_config.codec_eos_token_id
         self.end_row = self.upstream.model.talker.codec_head.weight[self.end_token].clone()
@@ -110,16 +130,52 @@ class Voice:
 
 
 class engine_of(Engine):
-    """An engine on the first rows of a model."""
+    """An engine on the first rows of a model. On a CPU frames may be slower than playback: requests would wait for
+    streams that run dry."""
 
     def __init__(self, tts, rows, **options):
         self.all_rows = tts.speech.runner.row_count
+        self.no_hold = mock.patch.object(schedule, "LONGEST_HOLD", 0.0)
+        self.no_hold.start()
         use_rows(tts.speech.runner, rows)
         super().__init__(tts, **options)
 
     def close(self):
         super().close()
         use_rows(self.runner, self.all_rows)
+        self.no_hold.stop()
+
+
+class engine_for(engine_of):
+    """The same for a kind of voice."""
+
+    def __init__(self, voice, rows, **options):
+        super().__init__(voice.fast, rows, **options)
+        self.method = voice.fast_method
+
+    def ask(self, **request):
+        return self.stream(self.method, **request)
+
+    def speak(self, **request):
+        return joined(self.ask(**request))
+
+
+@contextmanager
+def watched(owner, name, see):
+    """In this context `see` gets the arguments of each call of that function, before it is made."""
+    function = getattr(owner, name)
+
+    def see_and_call(*args, **kwargs):
+        see(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    with mock.patch.object(owner, name, see_and_call):
+        yield
+
+
+def frame_limits(least, per_token):
+    """In this context an utterance is stopped after so many frames."""
+    return mock.patch.multiple(long_text, MIN_FRAME_LIMIT=least, FRAMES_PER_TOKEN=per_token)
 
 
 def use_rows(runner, rows):
@@ -141,6 +197,74 @@ def phone_recording(samples, rate, container, codec, layout="mono") -> bytes:
         for part in (*resampler.resample(frame), *resampler.resample(None)):
             output.mux(stream.encode(part))
         output.mux(stream.encode(None))
+    return file.getvalue()
+
+
+class Command:
+    """Runs a program's main in this process, which is quicker. -> exit code, stdout, stderr"""
+
+    def __init__(self, patch, capture, **stand_ins):
+        self.patch = patch
+        self.capture = capture
+        self.stand_ins = stand_ins  # for what cli/speaking.py imports
+
+    def __call__(self, main, *words, stdin=(), device=None, **stand_ins):
+        """stdin: pieces that somebody writes to a pipe; device: stands in for the package sounddevice"""
+        self.capture.readouterr()
+        read_config.cache_clear()
+        with ExitStack() as stack:
+            patch = stack.enter_context(self.patch.context())
+            stack.enter_context(warnings.catch_warnings())  # puts back what main changes
+            warnings.simplefilter("default", UserWarning)
+            patch.setattr(sys, "stdin", stack.enter_context(pipe_of(stdin)))
+            patch.setattr(sys, "argv", ["program", *map(str, words)])
+            patch.setitem(sys.modules, "sounddevice", device)
+            for name, stand_in in (self.stand_ins | stand_ins).items():
+                patch.setattr(speaking, name, stand_in)
+            try:
+                main()
+                code = 0
+            except SystemExit as ended:
+                code = ended.code or 0
+        self.audio, stderr = self.capture.readouterr()  # stdout may be a WAV
+        return code, self.audio.decode(errors="replace"), stderr.decode()
+
+
+@contextmanager
+def pipe_of(pieces):
+    """What reads these bytes, which a thread writes one after another."""
+    reader, writer = os.pipe()
+
+    def write():
+        with suppress(BrokenPipeError), open(writer, "wb", buffering=0) as file:
+            for piece in pieces:
+                file.write(piece)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    with open(reader, "rb", buffering=0) as file:
+        yield io.TextIOWrapper(file, "utf-8")
+    thread.join(20)
+
+
+def assert_refused(result, message):
+    """One line, and exit code 2."""
+    code, _, stderr = result
+    assert code == 2 and message in stderr and len(stderr.splitlines()) == 1, stderr
+
+
+def run_program(program, *folders, **options):
+    """In a process of its own, in which the folders come first on the path."""
+    program = f"import sys\nsys.path[:0] = {[str(folder) for folder in folders]}\n" + textwrap.dedent(program)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, **options)
+
+
+def wav_bytes(samples, rate, **options) -> bytes:
+    """As soundfile writes them; options: format, subtype"""
+    import soundfile
+
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, **dict(format="WAV") | options)
     return file.getvalue()
 
 

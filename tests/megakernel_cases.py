@@ -1,39 +1,104 @@
-"""Small stacks of decoder layers with random weights and the published widths, and their steps: for the tests
-of the megakernel on a CPU and on a GPU, and for compute-sanitizer."""
+"""GPUs to compile the megakernel for, small models to run it on, and faults: for the tests of the megakernel on a CPU
+and on a GPU, and for compute-sanitizer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
-from gpu_on_cpu import whole_source
+from gpu_on_cpu import CpuKernel, changed_source
 from torch import Tensor
 
 from cudagraph_talker import Sampling, apply_rules, sample
+from qwen3_tts_cuda_graphs.bench.random_checkpoint import CODEC_IDS, PREDICTOR, TALKER, randomize
 from qwen3_tts_cuda_graphs.fast import megakernel
-from qwen3_tts_cuda_graphs.fast.megakernel import FusedStep, Sizes, Stack, table
-from qwen3_tts_cuda_graphs.fast.rows import tensors_of, view_of
+from qwen3_tts_cuda_graphs.fast.layers import replace_layers
+from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Sizes, Stack, TalkerStep, kernel_sizes
+from qwen3_tts_cuda_graphs.fast.rows import SharedRows, view_of
 
-TALKER_VOCAB = 3072
-CODE_VOCAB = 2048
-END_TOKEN = 2150
-REPETITION_PENALTY = 1.5
+# isort: split
+from qwen_tts.core.models.configuration_qwen3_tts import Qwen3TTSTalkerConfig
+from qwen_tts.core.models.modeling_qwen3_tts import Qwen3TTSTalkerForConditionalGeneration
 
 # Before the source: the kernel for compute-sanitizer's racecheck, see megakernel.cu
 PLAIN_COPIES = "#define MEGAKERNEL_PLAIN_COPIES\n"
 
 KernelFor = Callable[[Stack], tuple[Sizes, Any]]  # SOURCE.compile of megakernel.py, or one for the CPU
 
+# name: compute capability, multiprocessors, KiB of shared memory per block, MiB of L2
+PROFILES = {
+    "RTX 3060": (86, 28, 99, 3),
+    "RTX 3090": (86, 82, 99, 6),
+    "RTX 4060": (89, 24, 99, 24),
+    "RTX 4090": (89, 128, 99, 72),
+    "L4": (89, 58, 99, 48),
+    "A10": (86, 72, 99, 6),
+    "A100": (80, 108, 163, 40),
+    "Jetson Orin": (87, 16, 163, 4),
+    "Jetson Orin Nano": (87, 8, 163, 2),
+    "Jetson Thor": (110, 20, 227, 32),
+    "DGX Spark": (121, 48, 99, 24),
+    "RTX 5070 Ti": (120, 70, 99, 48),
+    "RTX 5090": (120, 170, 99, 96),
+    "H100 PCIe": (90, 114, 227, 50),
+    "H200": (90, 132, 227, 50),
+    "H200, a seventh of it": (90, 16, 227, 7),
+}
+# name: layers, hidden size, vocabulary, heads
+STACKS = {"0.6B": (28, 1024, 3072, 1), "1.7B": (28, 2048, 3072, 1), "predictor": (5, 1024, 2048, 15)}
 
-def linear(*shape: int) -> SimpleNamespace:
-    """A matrix that keeps the variance of what it multiplies. Any other shape has values of about 1."""
-    scale = shape[-1] ** -0.5 if len(shape) == 2 else 1
-    return SimpleNamespace(weight=torch.randn(*shape, dtype=torch.bfloat16) * scale)
+
+def gpu_of(profile: str = "H200") -> SimpleNamespace:
+    """What torch says of a GPU."""
+    capability, multiprocessors, shared_kib, l2_mib = PROFILES[profile]
+    return SimpleNamespace(
+        name=profile,
+        major=capability // 10,
+        minor=capability % 10,
+        multi_processor_count=multiprocessors,
+        shared_memory_per_block_optin=shared_kib << 10,
+        L2_cache_size=l2_mib << 20,
+    )
 
 
-def number(value: int) -> Tensor:
-    return torch.full((1,), value)
+def stack_without_weights(name: str, rows: int = 1) -> Stack:
+    """One of STACKS, as far as its sizes go."""
+    layers, hidden, vocab, heads = STACKS[name]
+    model = SimpleNamespace(config=config(hidden, 3 * hidden), device=None, layers=[None] * layers)
+    return Stack(model, [SimpleNamespace(weight=range(vocab))] * heads, 2048 if heads > 1 else hidden, rows)
+
+
+def sizes_of(profile: str, stack: str, rows: int = 1) -> Sizes:
+    return kernel_sizes(stack_without_weights(stack, rows), gpu_of(profile))
+
+
+def cpu_kernel_for(folder: Path, source: str | None = None, defines: str = "", **changes: int) -> KernelFor:
+    """Compiles for 16 blocks of fibers. `source` is megakernel.cu, if not given. `changes` are to the sizes."""
+
+    def kernel_for(stack: Stack) -> tuple[Sizes, CpuKernel]:
+        sizes = replace(kernel_sizes(stack, gpu_of()), **{"grid": 16, **changes})
+        return sizes, CpuKernel(defines + SOURCE.complete(sizes, source), sizes, folder)
+
+    return kernel_for
+
+
+def gpu_kernel_for(source: str | None = None, **changes: int) -> KernelFor:
+    """The same for the GPU that the stack is on, with as many blocks as it has."""
+
+    def kernel_for(stack: Stack) -> tuple[Sizes, Any]:
+        sizes = replace(kernel_sizes(stack), **changes)
+        return sizes, SOURCE.load(sizes, stack.device, source)
+
+    return kernel_for
+
+
+def compile_with(kernel_for: KernelFor) -> AbstractContextManager:
+    """In this context all frames of the megakernel have such kernels."""
+    return mock.patch.object(SOURCE, "compile", kernel_for)
 
 
 def config(hidden: int, inner: int) -> SimpleNamespace:
@@ -47,221 +112,42 @@ def config(hidden: int, inner: int) -> SimpleNamespace:
     )
 
 
-def stack(layers: int, hidden: int, inner: int, length: int) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """Decoder layers with the attributes of upstream's, and their cache."""
-    angles = torch.randn(2, length, 128).bfloat16()
-    model = SimpleNamespace(
-        config=config(hidden, inner),
-        device=torch.get_default_device(),
-        dtype=torch.bfloat16,
-        layers=[],
-        norm=linear(hidden),
-        rotary_emb=lambda _, positions: angles[:, positions[0]],
-    )
-    cache = SimpleNamespace(length=length, layers=[])
-    for _ in range(layers):
-        qkv = linear(4096, hidden).weight
-        q, k, v = (SimpleNamespace(weight=weight, bias=None) for weight in qkv.split([2048, 1024, 1024]))
-        attention = SimpleNamespace(
-            q_proj=q,
-            k_proj=k,
-            v_proj=v,
-            o_proj=linear(hidden, 2048),
-            q_norm=linear(128),
-            k_norm=linear(128),
-        )
-        mlp = SimpleNamespace(
-            gate_proj=linear(inner, hidden), up_proj=linear(inner, hidden), down_proj=linear(hidden, inner)
-        )
-        layer = SimpleNamespace(
-            self_attn=attention,
-            mlp=mlp,
-            input_layernorm=linear(hidden),
-            post_attention_layernorm=linear(hidden),
-        )
-        model.layers.append(layer)
-        cached = SimpleNamespace(keys=linear(8, length, 128).weight, values=linear(8, length, 128).weight)
-        cache.layers.append(cached)
-    return model, cache
+def small_talker(length: int, hidden: int = 1024, **sizes: int) -> Any:
+    """Upstream's talker and predictor: a layer each, three codes per frame, random weights, the published widths.
+    `sizes`: what both have instead."""
+    sizes = dict(num_hidden_layers=1, num_code_groups=3) | sizes
+    talker = TALKER | CODEC_IDS | dict(hidden_size=hidden, text_vocab_size=64, text_hidden_size=64) | sizes
+    torch.manual_seed(0)
+    with torch.no_grad():
+        config = Qwen3TTSTalkerConfig(**talker, code_predictor_config=PREDICTOR | sizes)
+        model = randomize(Qwen3TTSTalkerForConditionalGeneration(config)).to(torch.bfloat16).eval()
+        vary_norms(model)
+        model.keepalive = replace_layers(model, length)
+    return model
 
 
-def sampling(vocab: int) -> Sampling:
-    settings = Sampling(vocab, 1)
-    settings.set(True, 0.9, 50, 0.2)  # top_p so low that without it most draws end elsewhere
-    return settings
+def vary_norms(talker: Any) -> None:
+    """Random checkpoints have norms of 1, after which a second rounding changes nothing."""
+    for name, weight in talker.named_parameters():
+        if "norm" in name:
+            weight.uniform_(0.5, 1.5)
 
 
-@dataclass
-class SomeTalker:
-    """A few layers, their step and all that it works on."""
-
-    model: SimpleNamespace
-    cache: SimpleNamespace
-    head: SimpleNamespace
-    sampling: Sampling
-    graph: SimpleNamespace
-    step: FusedStep
-
-    def launch(self) -> None:
-        """With new noise."""
-        self.step.noise.exponential_()
-        self.step()
+def rows_of(talker: Any, length: int, count: int = 1) -> SharedRows:
+    return SharedRows(talker.config, count, length, talker.dtype, talker.device)
 
 
-def fused_step(kernel_for: KernelFor, stack: Stack, cache, settings, noise, graph, arguments) -> FusedStep:
-    keys, values = zip(*((layer.keys, layer.values) for layer in cache.layers))
-    return FusedStep(kernel_for(stack), stack, keys, values, settings, noise, graph, arguments)
-
-
-def new_noise(*shape: int) -> Tensor:
-    return torch.empty(*shape, dtype=torch.float32).exponential_()
-
-
-def some_talker(kernel_for: KernelFor, hidden: int, length: int, layers: int = 2) -> SomeTalker:
-    settings = sampling(TALKER_VOCAB)
-    model, cache = stack(layers, hidden, 3 * hidden, length)
-    head = linear(TALKER_VOCAB, hidden)
-    graph = SimpleNamespace(
-        advance=torch.ones(1, dtype=torch.bool),
-        token=number(5),
-        frame=number(0),
-        hidden=linear(hidden).weight,
-        embedding=linear(hidden).weight,
-        prompt_length=number(0),
-        seen=torch.rand(TALKER_VOCAB) < 0.7,
-        suppressed=torch.rand(TALKER_VOCAB) < 0.3,
-        repetition_penalty=torch.tensor(REPETITION_PENALTY),
-        end_token=number(END_TOKEN),
-        min_tokens=number(2),
-        ended=torch.zeros(1, dtype=torch.bool),
-    )
-    arguments = {name: getattr(graph, name) for name in megakernel.TALKER_ARGUMENTS}
-    noise = new_noise(1, TALKER_VOCAB)
-    step = fused_step(kernel_for, Stack(model, [head], hidden), cache, settings, noise, graph, arguments)
-    return SomeTalker(model, cache, head, settings, graph, step)
-
-
-@dataclass
-class SomePredictor:
-    """Three heads for a talker's graph, their step and all that it works on."""
-
-    model: SimpleNamespace
-    cache: SimpleNamespace
-    heads: list[SimpleNamespace]
-    sampling: Sampling
-    embeddings: list[Tensor]
-    inputs: list[Tensor]
-    first_input: Tensor
-    text: Tensor
-    codes: Tensor
-    graph: SimpleNamespace  # the talker's
-    step: FusedStep = field(init=False)
-
-    def make_step(self, kernel_for: KernelFor, noise: Tensor) -> None:
-        arguments = {
-            "first_input": self.first_input,
-            "code_inputs": table([self.inputs], self.model.device),
-            "code_embeddings": table([self.embeddings], self.model.device),
-            "frames": self.text.shape[-2],
-            "text": self.text,
-            "codes": self.codes,
-        }
-        stack = Stack(self.model, self.heads, self.text.shape[-1], len(self.graph.token))
-        self.step = fused_step(kernel_for, stack, self.cache, self.sampling, noise, self.graph, arguments)
-
-
-def some_predictor(kernel_for: KernelFor, graph: SimpleNamespace, layers: int, length: int) -> SomePredictor:
-    hidden = 1024
-    talker_hidden = len(graph.hidden)
-    model, cache = stack(layers, hidden, 3072, 16)
-    vocabs = (TALKER_VOCAB, CODE_VOCAB, CODE_VOCAB, CODE_VOCAB)
-    text = torch.randn(length, talker_hidden).bfloat16()
-    predictor = SomePredictor(
-        model=model,
-        cache=cache,
-        heads=[linear(CODE_VOCAB, hidden) for _ in range(3)],
-        sampling=sampling(CODE_VOCAB),
-        embeddings=[torch.randn(vocab, talker_hidden).bfloat16() for vocab in vocabs],
-        inputs=[torch.randn(vocab, hidden).bfloat16() for vocab in vocabs],
-        first_input=linear(hidden).weight,
-        text=text,
-        codes=torch.zeros(length, 4, dtype=torch.long),
-        graph=graph,
-    )
-    predictor.make_step(kernel_for, new_noise(3, CODE_VOCAB))
-    return predictor
-
-
-def predictor_of_rows(single: SomePredictor, kernel_for: KernelFor, count: int) -> SomePredictor:
-    """The same layers for several rows, each with another frame, temperature, text and noise."""
-    hidden = single.model.config.hidden_size
-    length, talker_hidden = single.text.shape
-    graph = SimpleNamespace(
-        advance=torch.ones(count, dtype=torch.bool),
-        token=torch.arange(5, 5 + count),
-        frame=torch.arange(count),
-        hidden=torch.randn(count, talker_hidden).bfloat16(),
-        embedding=torch.zeros(count, talker_hidden).bfloat16(),
-    )
-    layers = [
-        SimpleNamespace(keys=layer.keys.repeat(count, 1, 1), values=layer.values.repeat(count, 1, 1))
-        for layer in single.cache.layers
-    ]
-    settings = view_of(single.sampling, [0] * count)
-    settings.temperature *= torch.arange(1, count + 1)[:, None]
-    text = torch.randn(count, length, talker_hidden).bfloat16()
-    several = replace(
-        single,
-        cache=SimpleNamespace(length=single.cache.length, layers=layers),
-        sampling=settings,
-        first_input=torch.randn(count, hidden).bfloat16(),
-        text=text,
-        codes=torch.zeros(count, length, len(single.heads) + 1, dtype=torch.long),
-        graph=graph,
-    )
-    several.make_step(kernel_for, new_noise(count, len(single.heads), CODE_VOCAB))
-    return several
-
-
-def talker_of_rows(it: SomeTalker, kernel_for: KernelFor, count: int) -> SomeTalker:
-    """The same layers for several rows, each at another position and with other settings. The second one of four
-    does not advance."""
-
-    def stacked(make: Callable[[int], Any]) -> Tensor:
-        return torch.stack([torch.as_tensor(make(row)) for row in range(count)])
-
-    hidden = it.model.config.hidden_size
-    length = it.cache.length
-    layers = [
-        SimpleNamespace(keys=linear(count, 8, length, 128).weight, values=linear(count, 8, length, 128).weight)
-        for _ in it.model.layers
-    ]
-    cache = SimpleNamespace(length=length, layers=layers)
-    settings = view_of(sampling(TALKER_VOCAB), [0] * count)
-    for row in range(count):
-        own = sampling(TALKER_VOCAB)
-        own.set(row != 3, 5.0 - row % 4, 50 - 10 * (row % 4), 1.0 - 0.2 * (row % 4))
-        for all_rows, of_one in zip(tensors_of(settings), tensors_of(own)):
-            all_rows[row] = of_one[0]
-    graph = SimpleNamespace(
-        advance=stacked(lambda row: row != 1 or count < 4),
-        token=stacked(lambda row: 5 + row),
-        frame=stacked(lambda row: row),
-        hidden=linear(count, 1, hidden).weight,
-        embedding=linear(count, 1, hidden).weight,
-        prompt_length=stacked(lambda row: [0, 17, length - 9, 9][row % 4]),
-        seen=torch.rand(count, TALKER_VOCAB) < 0.7,
-        suppressed=torch.rand(count, TALKER_VOCAB) < 0.3,
-        repetition_penalty=stacked(lambda row: 1.5 - 0.1 * row),
-        end_token=stacked(lambda row: END_TOKEN + row),
-        min_tokens=stacked(lambda row: 2),
-        ended=torch.zeros(count, dtype=torch.bool),
-    )
-    arguments = {name: getattr(graph, name) for name in megakernel.TALKER_ARGUMENTS}
-    noise = new_noise(count, 1, TALKER_VOCAB)
-    stack = Stack(it.model, [it.head], hidden, count)
-    step = fused_step(kernel_for, stack, cache, settings, noise, graph, arguments)
-    return SomeTalker(it.model, cache, it.head, settings, graph, step)
+def some_talker(kernel_for: KernelFor, hidden: int, length: int, layers: int = 2) -> SimpleNamespace:
+    """The talker's step of such a model, and its rows."""
+    talker = small_talker(length, hidden, num_hidden_layers=layers)
+    rows = rows_of(talker, length)
+    for tensor in (rows.advance, rows.repetition_penalty):
+        tensor.fill_(1)
+    rows.embedding.normal_()
+    rows.noise.exponential_()
+    with compile_with(kernel_for):
+        step = TalkerStep(talker, rows)
+    return SimpleNamespace(graph=rows, step=step, launch=step)
 
 
 def reference_choice(scores: Tensor, settings: Sampling, noise: Tensor, row: int = 0) -> Tensor:
@@ -350,13 +236,6 @@ FAULTS = {
 }
 
 
-def changed_source(right: str, wrong: str) -> str:
-    """megakernel.cu and its headers with another text in one place."""
-    source = whole_source(megakernel)
-    assert source.count(right) == 1, right
-    return source.replace(right, wrong)
-
-
 def faulty_source(name: str) -> str:
     """megakernel.cu with one of the faults."""
-    return changed_source(FAULTS[name].right, FAULTS[name].wrong)
+    return changed_source(megakernel, (FAULTS[name].right, FAULTS[name].wrong))

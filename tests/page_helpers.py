@@ -4,6 +4,9 @@ import os
 import re
 import shutil
 
+import numpy as np
+from serving_helpers import wait_until
+
 try:
     from playwright.sync_api import expect, sync_playwright
 except ImportError:
@@ -15,6 +18,12 @@ ARGUMENTS = [
     "--use-fake-device-for-media-stream",  # a microphone that beeps
     "--use-fake-ui-for-media-stream",
 ]
+SECONDS = 60  # that any wait may take
+
+
+def open_all(page):
+    """Everything that is folded."""
+    page.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
 
 
 def set_fields(page, **fields):
@@ -23,5 +32,55 @@ def set_fields(page, **fields):
         page.fill(f"#{name}", str(value))
 
 
+def reload(page):
+    page.reload()
+    status(page).to_have_text("Ready.")
+
+
 def wait_for_end(page):
     expect(page.locator("#status")).to_have_text(re.compile("s of speech"))
+
+
+def wait_for_frames(page, count):
+    """Until so many have been sent to the loudspeaker."""
+    wait_until(lambda: page.wait_for_timeout(20) or len(samples(page)) == count * 1920)
+
+
+def samples(page):
+    return np.array(page.evaluate("heard.chunks.flatMap((chunk) => chunk.samples)"), np.float32)
+
+
+def wait_for_sound(page):
+    """Until the first samples have been played."""
+    wait_until(lambda: page.evaluate("heard.context?.currentTime > heard.chunks[0]?.when"))
+
+
+def mistake(page, field):
+    """What is said next to a field."""
+    return expect(page.locator(f"#{field} + .mistake"))
+
+
+def button(page, name):
+    return page.get_by_role("button", name=name)
+
+
+def alert(page):
+    """Where a mistake is shown: next to its field, or above all."""
+    return page.locator("[role=alert]:not(:empty)")
+
+
+def speak(page, **fields):
+    """Speak to the end."""
+    set_fields(page, **fields)
+    page.click("#speak")
+    wait_for_end(page)
+
+
+def type_live(page, text):
+    page.click("#live")
+    page.keyboard.type(text)
+    page.keyboard.press("Enter")
+
+
+def status(page):
+    return expect(page.locator("#status"))

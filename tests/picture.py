@@ -1,4 +1,4 @@
-"""Take docs/page.png: the page when a tiny model of random weights has spoken. It needs a quiet machine: there is no
+"""Take docs/page.png: the page while a tiny model of random weights is heard. It needs a quiet machine: there is no
 picture with a gap, or of speech that is made more slowly than it is heard.
 
     python tests/picture.py
@@ -16,18 +16,20 @@ from serving_helpers import RunningServer, load_speech, never_end
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
 
 TRIES = 5
+TEXT = "Each frame of speech is eighty milliseconds long. [pause 0.5] While you listen to one, the next is being made."
 
 
 def take(browser, port: int) -> bool:
     """Whether it shows what it should."""
-    page = browser.new_page(viewport={"width": 1100, "height": 560})
+    page = browser.new_page(viewport={"width": 1100, "height": 640})
     page.goto(f"http://127.0.0.1:{port}/")
     expect(page.locator("#status")).to_have_text("Ready.")
-    set_fields(page, max_new_tokens=50, seed=1)
+    set_fields(page, text=TEXT, max_new_tokens=40, seed=1)
     page.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = false; })")
     page.click("#speak")
     wait_for_end(page)
-    expect(page.locator("#progress")).to_be_empty()  # it has been heard
+    expect(page.locator("#parts button").last).to_have_attribute("aria-current", "true")  # it is being heard
+    page.wait_for_timeout(1000)
     print(page.inner_text("#status"), page.inner_text("#gaps"), "gaps")
     is_good = page.inner_text("#gaps") == "0" and float(page.inner_text("#real-time").removesuffix("×")) > 1
     if is_good:

@@ -1,4 +1,4 @@
-"""A short run of the megakernel on small stacks of the published widths, for compute-sanitizer:
+"""A short run of the megakernel on small models of the published widths, for compute-sanitizer:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitize.py
     compute-sanitizer --tool racecheck python tests/sanitize.py --plain
@@ -12,77 +12,37 @@ is the same. --async takes the copies of GPUs below compute capability 9.0.
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from megakernel_cases import (
-    CODE_VOCAB,
-    PLAIN_COPIES,
-    TALKER_VOCAB,
-    KernelFor,
-    predictor_of_rows,
-    some_predictor,
-    some_talker,
-    talker_of_rows,
-)
+from gpu_on_cpu import changed_source
+from megakernel_cases import PLAIN_COPIES, compile_with, gpu_kernel_for, rows_of, small_talker
 
-from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Sizes, Stack, kernel_sizes
-from qwen3_tts_cuda_graphs.fast.nvrtc import Kernels
+from qwen3_tts_cuda_graphs.fast import megakernel
+from qwen3_tts_cuda_graphs.fast.frames import MegakernelFrame
+from qwen3_tts_cuda_graphs.fast.self_test import fill_with_random_states
 
 LENGTH = 80
 KV_HEADS = 8
 
 
-def kernel_with(defines: str, changes: dict[str, int]) -> KernelFor:
-    """As SOURCE.compile, with these definitions and these changes to the sizes, and with time for the sanitizer."""
-    source = SOURCE.file.read_text()
-    limit = "WAIT_LIMIT_NS = 2'000'000'000"
-    assert source.count(limit) == 1
-    source = source.replace(limit, "WAIT_LIMIT_NS = 600'000'000'000")
-
-    def kernel_for(stack: Stack) -> tuple[Sizes, Kernels]:
-        sizes = replace(kernel_sizes(stack), **changes)
-        return sizes, SOURCE.load(sizes, stack.device, defines + source)
-
-    return kernel_for
-
-
-def run(kernel_for: KernelFor, hidden: int) -> None:
-    talker = some_talker(kernel_for, hidden, LENGTH)
-    graph = talker.graph
-    predictor = some_predictor(kernel_for, graph, 2, LENGTH)
-    for position in (0, 17, LENGTH - 1):  # up to the last row of the cache
-        graph.prompt_length.fill_(position)
-        graph.frame.zero_()
-        talker.launch()
-    for frame in (0, LENGTH - 1):
-        graph.frame.fill_(frame)
-        predictor.step()
+@torch.no_grad()
+def run(talker, count: int) -> None:
+    """A frame of rows at different positions, and one at the last position of the cache."""
+    rows = rows_of(talker, LENGTH, count)
+    frame = MegakernelFrame(talker, rows)
+    fill_with_random_states(rows)
+    for _ in range(2):
+        frame.predict()
+        frame.step()
+        rows.prompt_length.copy_(LENGTH - 1 - rows.frame)
     torch.cuda.synchronize()
-
-    assert talker.step.why_failed() == "" and predictor.step.why_failed() == ""
-    assert torch.isfinite(graph.embedding).all()
-    assert graph.token < TALKER_VOCAB
-    assert predictor.codes[:, 1:].max() < CODE_VOCAB
-    codes = predictor.codes[[0, -1]].tolist()
-    print(f"hidden size {hidden}: the talker chose {graph.token.item()}, its predictor {codes}")
-
-
-def run_rows(kernel_for: KernelFor, hidden: int, count: int) -> None:
-    single = some_talker(kernel_for, hidden, LENGTH)
-    talker = talker_of_rows(single, kernel_for, count)
-    predictor = predictor_of_rows(some_predictor(kernel_for, single.graph, 2, LENGTH), kernel_for, count)
-    talker.step()
-    predictor.step()
-    torch.cuda.synchronize()
-    assert talker.step.why_failed() == "" and predictor.step.why_failed() == ""
-    assert torch.isfinite(predictor.graph.embedding).all()
-    assert talker.graph.token.max() < TALKER_VOCAB and predictor.codes[..., 1:].max() < CODE_VOCAB
-    codes = [predictor.codes[row, row].tolist() for row in range(count)]
-    print(f"{count} rows: the talker chose {talker.graph.token.tolist()}, its predictor {codes}")
+    assert not any(launch.why_failed() for launch in frame.launches)
+    assert torch.isfinite(rows.embedding).all()
+    assert rows.token.max() < rows.sampling.vocab_size and rows.codes[..., 1:].max() < rows.code_sampling.vocab_size
+    print(f"hidden size {talker.config.hidden_size}, {count} rows: the talker chose {rows.token.flatten().tolist()}")
 
 
 def main() -> None:
@@ -98,15 +58,18 @@ def main() -> None:
         changes |= dict(grid=args.blocks)
     blocks = args.blocks or torch.cuda.get_device_properties(0).multi_processor_count
     with torch.device("cuda", 0):
-        defines = PLAIN_COPIES if args.plain else ""
-        kernel_for = kernel_with(defines, changes)
-        for hidden in (1024, 2048):
-            run(kernel_for, hidden)
-        for count in (2, 4, 8):
-            if blocks < KV_HEADS * count:
-                print(f"{blocks} blocks are too few for {count} rows")
-                continue
-            run_rows(kernel_for, 1024, count)
+        # with time for the sanitizer
+        source = changed_source(megakernel, ("WAIT_LIMIT_NS = 2'000'000'000", "WAIT_LIMIT_NS = 600'000'000'000"))
+        kernel_for = gpu_kernel_for((PLAIN_COPIES if args.plain else "") + source, **changes)
+        with compile_with(kernel_for):
+            for hidden in (1024, 2048):
+                run(small_talker(LENGTH, hidden, num_hidden_layers=2), 1)
+            talker = small_talker(LENGTH, num_hidden_layers=2)
+            for count in (2, 4, 8):
+                if blocks < KV_HEADS * count:
+                    print(f"{blocks} blocks are too few for {count} rows")
+                    continue
+                run(talker, count)
 
 
 if __name__ == "__main__":

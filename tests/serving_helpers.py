@@ -1,29 +1,33 @@
-"""A real server in this process, and a plain client."""
+"""A real server in this process, and plain clients for HTTP and for the WebSocket."""
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import functools
 import http.client
 import json
 import secrets
+import signal
 import socket
 import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import numpy as np
 import uvicorn
+from websockets.sync.client import connect
 
+from qwen3_tts_cuda_graphs.serving import process
 from qwen3_tts_cuda_graphs.serving.connections import uvicorn_config
+from qwen3_tts_cuda_graphs.serving.engine_process import Timeouts
 from qwen3_tts_cuda_graphs.serving.server import create_app
 from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 from qwen3_tts_cuda_graphs.serving.worker import Worker
 
+JSON = {"Content-Type": "application/json"}
 LIMIT = 120  # seconds that any wait may take
 SHORT = {"max_new_tokens": 6, "seed": 1}  # five frames
 FRAME = 1920 * 2  # bytes of PCM
@@ -59,6 +63,7 @@ class LocalService(Service):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options, spawn=ThreadWorker)
+        self.own_settings = self.settings
         self.encoders.count = 0  # most tests need no processes for that: threads encode
 
     @functools.cached_property
@@ -81,9 +86,13 @@ class LocalService(Service):
         self.loop.close()
 
     @property
+    def hosts(self) -> list:
+        """The engine's side of each model."""
+        return [model.engine.process.worker.host for model in self.models]
+
+    @property
     def host(self):
-        """The engine's side of the first model."""
-        return self.models[0].engine.process.worker.host
+        return self.hosts[0]
 
     @property
     def engine(self):
@@ -94,34 +103,41 @@ class LocalService(Service):
         return self.host.tts
 
 
-class RunningServer:
-    """`with RunningServer(speech) as server`: serves on a free port of this machine, in the loop of the speech."""
+class Client:
+    """Of a server on a port of this machine."""
 
-    def __init__(self, speech: Service, below: str = "", **settings):
-        """below: a path, as of a proxy that passes on what is asked for below it"""
-        self.speech = speech
-        self.below = below
-        self.before = speech.settings
-        self.settings = dataclasses.replace(speech.settings, **settings)
+    def __init__(self, port: int):
+        self.port = port
 
-    def __enter__(self) -> "RunningServer":
-        self.speech.settings = self.settings
-        self.app = create_app(self.speech)
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.port = self.socket.getsockname()[1]
-        app = strip_path(self.app, self.below) if self.below else self.app
-        self.server = uvicorn.Server(uvicorn_config(app, self.settings))
-        self.serving = self.speech.submit(self.server.serve(sockets=[self.socket]))
-        wait_until(lambda: self.server.started)
-        return self
+    def open(self, small_buffers: bool = False) -> socket.socket:
+        """A connection, for what no client sends.
 
-    def __exit__(self, *error) -> None:
-        self.server.should_exit = True
-        self.serving.result(LIMIT)
-        self.speech.settings = self.before
+        small_buffers: the system takes little of what is not read, and the server is left with it
+        """
+        connection = socket.socket()
+        connection.settimeout(LIMIT)
+        if small_buffers:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # accepted connections have the same
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", self.port))
+        return connection
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT)
+
+    @contextlib.contextmanager
+    def asking(self, **fields):
+        """A connection on which speech has been asked for, and nothing was read yet."""
+        with contextlib.closing(self.connect()) as connection:
+            body = json.dumps({"input": "Hello there.", "response_format": "pcm", **SHORT, **fields})
+            connection.request("POST", "/v1/audio/speech", body, JSON)
+            yield connection
+
+    def unread(self, **fields) -> socket.socket:
+        """A client that asks and never reads."""
+        connection = self.open(small_buffers=True)
+        connection.sendall(request_bytes(fields))
+        return connection
 
     def ask(self, method: str, path: str, body=None, headers=()) -> "Answer":
         with contextlib.closing(self.connect()) as connection:
@@ -130,7 +146,13 @@ class RunningServer:
 
     def speak(self, headers=(), **fields) -> "Answer":
         body = json.dumps({"input": "Hello there.", **SHORT, **fields})
-        return self.ask("POST", "/v1/audio/speech", body, {"Content-Type": "application/json", **dict(headers)})
+        return self.ask("POST", "/v1/audio/speech", body, JSON | dict(headers))
+
+    def pcm(self, **fields) -> bytes:
+        """The samples that are spoken."""
+        answer = self.speak(**{"response_format": "pcm"} | fields)
+        assert answer.status == 200, (fields, answer.body)
+        return answer.body
 
     def register(self, name: str, audio: bytes, **fields) -> "Answer":
         boundary = secrets.token_hex(8)
@@ -143,9 +165,109 @@ class RunningServer:
         headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
         return self.ask("POST", "/v1/audio/voices", body, headers)
 
+    def forget(self, name: str) -> int:
+        """Remove a registered voice. The status of the answer."""
+        return self.ask("DELETE", f"/v1/audio/voices/{name}").status
+
+    @contextlib.contextmanager
+    def registered(self, name: str, audio: bytes, **fields):
+        """In this context there is such a voice."""
+        answer = self.register(name, audio, **fields)
+        assert answer.status == 200, answer.body
+        yield answer
+        assert self.forget(name) == 200
+
     @property
     def websocket_address(self) -> str:
         return f"ws://127.0.0.1:{self.port}/v1/audio/speech/stream"
+
+    @contextlib.contextmanager
+    def talk(self, config: dict | None = None, **options):
+        """A session of the WebSocket, which begins with this configuration; options: as of `connect`"""
+        with connect(self.websocket_address, open_timeout=LIMIT, **options) as websocket:
+            session = Talk(websocket)
+            if config is not None:
+                session.configure(**config)
+            yield session
+
+
+class Talk:
+    """A session of the WebSocket."""
+
+    def __init__(self, websocket):
+        self.websocket = websocket
+
+    def send(self, kind: str, **fields) -> None:
+        self.websocket.send(json.dumps({"type": kind, **fields}))
+
+    def configure(self, **config) -> None:
+        self.send("session.config", **config)
+
+    def receive(self) -> dict | bytes:
+        """A message, or audio. That of a context is in a message, as bytes."""
+        received = self.websocket.recv(timeout=LIMIT)
+        if isinstance(received, bytes):
+            return received
+        message = json.loads(received)
+        if message["type"] == "audio.delta":
+            message["audio"] = base64.b64decode(message["audio"])
+        return message
+
+    def until(self, kind: str, count: int = 1) -> tuple[list[dict], bytes]:
+        """All messages until so many of this type have come, and the audio between them."""
+        messages, audio = [], b""
+        while sum(message["type"] == kind for message in messages) < count:
+            received = self.receive()
+            if isinstance(received, bytes):
+                audio += received
+            else:
+                messages.append(received)
+        return messages, audio
+
+    def write(self, *pieces: str, **context) -> None:
+        """A whole utterance."""
+        for piece in pieces:
+            self.send("input.text", text=piece, **context)
+        self.send("input.done", **context)
+
+    def say(self, *pieces: str) -> tuple[list[dict], bytes]:
+        self.write(*pieces)
+        return self.until("session.done")
+
+
+class RunningServer(Client):
+    """`with RunningServer(speech) as server`: serves on a free port of this machine, in the loop of the speech."""
+
+    def __init__(self, speech: Service, below: str = "", drains: bool = False, **settings):
+        """below: a path, as of a proxy that passes on what is asked for below it
+        drains: on SIGTERM, as the server's process does
+        """
+        self.speech = speech
+        self.below = below
+        self.drains = drains
+        self.settings = dataclasses.replace(speech.own_settings, **settings)
+
+    def __enter__(self) -> "RunningServer":
+        self.speech.settings = self.settings
+        self.app = create_app(self.speech)
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        app = strip_path(self.app, self.below) if self.below else self.app
+        server = uvicorn.Server(uvicorn_config(app, self.settings))
+        self.server = process.Server(self.speech) if self.drains else server
+        self.serving = self.speech.submit(self.server.serve(sockets=[self.socket]))
+        wait_until(lambda: self.server.started)
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.server.should_exit = True
+        self.serving.result(LIMIT)
+        self.speech.settings = self.speech.own_settings
+        self.speech.is_draining = False
+
+    def terminate(self) -> None:
+        """SIGTERM, to a server that drains."""
+        self.server.handle_exit(signal.SIGTERM, None)
 
 
 def strip_path(app, below: str):
@@ -179,6 +301,37 @@ class Answer:
         return self.json["error"]
 
 
+def request_bytes(body=b"", method="POST", path="/v1/audio/speech", version="1.1", length=None, **headers) -> bytes:
+    """A request as it is sent. body: bytes, or the fields of a request; headers: with _ for -"""
+    if isinstance(body, dict):
+        body = json.dumps({"input": "Hello there.", "response_format": "pcm", **SHORT, **body}).encode()
+        headers = {"Content-Type": "application/json"} | headers
+    headers |= {"Host": "localhost", "Content-Length": len(body) if length is None else length}
+    lines = [f"{method} {path} HTTP/{version}", *(f"{name.replace('_', '-')}: {headers[name]}" for name in headers)]
+    return "\r\n".join([*lines, "\r\n"]).encode() + body
+
+
+def read_answer(connection: socket.socket) -> Answer:
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    return Answer(response)
+
+
+def events_of(body: bytes) -> list[dict]:
+    """Those that the server has sent."""
+    blocks = body.decode().split("\n\n")
+    assert blocks.pop() == "" and all(block.startswith("data: ") for block in blocks)
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+def audio_of(events: list[dict]) -> bytes:
+    return b"".join(base64.b64decode(event["audio"]) for event in events if event["type"] == "speech.audio.delta")
+
+
+def read_to_the_end(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
 def wait_until(condition) -> None:
     end = time.monotonic() + LIMIT
     while not condition():
@@ -197,22 +350,38 @@ def is_running(pid: int) -> bool:
 
 def wait_until_free(speech: Service) -> None:
     """Every place must become free again."""
-    wait_until(lambda: speech.in_flight == 0 and speech.engine.counts() == (0, 0))
+    wait_until(lambda: speech.in_flight == 0 and not any(host.listeners for host in speech.hosts))
+    wait_until(lambda: speech.engine.counts() == (0, 0))
 
 
-def load_speech(folder: Path, voices: Path, speakers: dict | None = None, **settings) -> LocalService:
-    """A loaded tiny model; a Base model has the voice "speaker", or those of `speakers`."""
-    is_base = json.loads((folder / "config.json").read_text())["tts_model_type"] == "base"
-    speakers = speakers or read_speakers([folder / "speaker.pt"] if is_base else [])
+def load_speech(
+    folder: Path | list[Path], voices: Path, speakers: dict | None = None, timeouts: Timeouts | None = None, **settings
+) -> LocalService:
+    """A loaded tiny model, or several; a Base model that is the first has the voice "speaker", or those of `speakers`.
+
+    timeouts: of the first model's engine
+    """
+    folders = [folder] if isinstance(folder, Path) else folder
+    if speakers is None:
+        is_base = json.loads((folders[0] / "config.json").read_text())["tts_model_type"] == "base"
+        speakers = read_speakers([folders[0] / "speaker.pt"] if is_base else [])
     limits = dict(max_streams=2, max_waiting=2, max_seq_len=512, voices=voices) | settings
-    speech = LocalService(str(folder), "cpu", settings=Settings(**limits), speakers=speakers)
+    speech = LocalService([*map(str, folders)], "cpu", settings=Settings(**limits), speakers=speakers)
+    speech.models[0].engine.timeouts = timeouts or Timeouts()
     speech.load()
     return speech
 
 
-def never_end(speech: Service) -> None:
+@contextlib.contextmanager
+def serving(folder: Path | list[Path], voices: Path, **options):
+    """A server of its own with such a model; options: as of `load_speech`"""
+    with contextlib.closing(load_speech(folder, voices, **options)) as speech, RunningServer(speech) as server:
+        yield server
+
+
+def never_end(speech: Service, model: int = 0) -> None:
     """The tiny models choose their end token after a while. Long speech needs them not to."""
-    talker = speech.tts.model.talker
+    talker = speech.hosts[model].tts.model.talker
     talker.codec_head.weight.data[talker.config.codec_eos_token_id] = 0
 
 
@@ -220,22 +389,8 @@ def pcm(audio: bytes) -> np.ndarray:
     return np.frombuffer(audio, "<i2").astype(np.float32) / 32767
 
 
-def post(url: str, **fields) -> urllib.request.Request:
-    headers = {"Content-Type": "application/json"}
-    return urllib.request.Request(f"{url}/v1/audio/speech", json.dumps({"input": "Hi.", **fields}).encode(), headers)
-
-
-def status(request) -> int:
-    try:
-        with urllib.request.urlopen(request, timeout=LIMIT) as response:
-            response.read()
-            return response.status
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
 def worker_of(pid: int) -> int:
     """The process of its model; others encode."""
-    found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True).stdout
+    found = subprocess.run(["ps", "-wwo", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True).stdout
     (worker,) = [int(line.split()[0]) for line in found.splitlines() if ".serving.worker" in line]
     return worker

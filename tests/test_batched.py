@@ -3,28 +3,36 @@ alone what fast/batched_reference.py says, all of them the model's forward, and 
 cudagraph_talker.py. A kernel with a subtle fault is detected."""
 
 import copy
-import ctypes
 import functools
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import gpu_on_cpu
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_on_cpu import CpuKernels, whole_source
-from helpers import ExactProducts
+from gpu_on_cpu import (
+    CpuKernels,
+    assert_compiles_without_spills,
+    assert_nearly_same,
+    changed_source,
+    faults_of,
+    needs_compiler,
+)
+from helpers import ExactProducts, on_gpu
 from torch import Tensor
 
 from cudagraph_talker import Graphs, RowCache, Rows, Sampling, additive_mask, round_up, sample, static_cache
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import PREDICTOR, TALKER
-from qwen3_tts_cuda_graphs.fast import batched, nvrtc
+from qwen3_tts_cuda_graphs.fast import batched
 from qwen3_tts_cuda_graphs.fast import batched_reference as reference
 from qwen3_tts_cuda_graphs.fast import layer_kernels_reference as layer_reference
 from qwen3_tts_cuda_graphs.fast.batched import SOURCE, BatchedStack, kernel_sizes, product
+from qwen3_tts_cuda_graphs.fast.frames import Frame, KernelFrame
 from qwen3_tts_cuda_graphs.fast.layers import replace_layers
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows, view_of
 from qwen3_tts_cuda_graphs.speech.prefill import PrefillGraph, PromptStack
@@ -33,7 +41,6 @@ from qwen3_tts_cuda_graphs.speech.prefill import PrefillGraph, PromptStack
 from qwen_tts.core.models.configuration_qwen3_tts import Qwen3TTSTalkerConfig
 from qwen_tts.core.models.modeling_qwen3_tts import Qwen3TTSTalkerForConditionalGeneration
 
-needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 LENGTH = round_up(200)  # of the cache: up to four splits
 POSITIONS = torch.tensor([100, 0, LENGTH - 1, 17, 1, 64, 63, 128])
 SHORT_POSITIONS = torch.tensor([15, 0, 9, 8, 1, 7, 14, 4])
@@ -102,14 +109,6 @@ def positions_and_rows(stack: BatchedStack) -> tuple[Tensor, Tensor]:
     return POSITIONS.to(stack.device), ROW_INDICES.to(stack.device)
 
 
-def assert_same(ours: Tensor, expected: Tensor) -> None:
-    """Equal but for a few values that were rounded the other way, because the sum before had another order."""
-    step = 2**-7 * expected.float().abs()  # between two bfloat16, or two of them
-    difference = (ours.float() - expected.float()).abs()
-    assert (difference <= step + 1e-6).all()
-    assert (difference > 0).float().mean() < 0.01
-
-
 # ---- Each kernel. The checks are functions of the kernels, for wrong kernels to fail them.
 
 
@@ -118,11 +117,11 @@ def check_norms(stack: BatchedStack) -> None:
     x = (torch.randn(3, 1024) * scales).bfloat16()
     residual = (torch.randn(3, 1024) * scales).bfloat16()
     weight = stack.layers[0].post_norm
-    assert_same(stack.norm(x, weight), layer_reference.norm(x, weight, EPSILON))
+    assert_nearly_same(stack.norm(x, weight), layer_reference.norm(x, weight, EPSILON))
     total, normalized = stack.add_and_norm(x, residual, weight)
     expected_total, expected = layer_reference.add_and_norm(x, residual, weight, EPSILON)
     assert torch.equal(total, expected_total)
-    assert_same(normalized, expected)
+    assert_nearly_same(normalized, expected)
     parts = torch.stack([2 * x.float(), -0.25 * x.float(), -0.75 * x.float()])  # sums are exact
     total, from_parts = stack.add_and_norm(parts, residual, weight)
     assert torch.equal(total, expected_total) and torch.equal(from_parts, normalized)
@@ -140,7 +139,7 @@ def check_qk_norm_rope_store(stack: BatchedStack) -> None:
     rotated = reference.qk_norm_rope_store(qkv, *norms, cos, sin, positions, row_indices, keys, values, EPSILON)
     stored = qkv.clone()
     stack.qk_norm_rope_store(stored.view(8, -1), layer, positions, row_indices)
-    assert_same(stored[:, :24], rotated)
+    assert_nearly_same(stored[:, :24], rotated)
     assert torch.equal(stored[:, 24:], qkv[:, 24:])
     assert torch.equal(layer.keys[row_indices, :, positions], stored[:, 16:24])
     assert torch.equal(layer.values, values)
@@ -150,6 +149,13 @@ def check_qk_norm_rope_store(stack: BatchedStack) -> None:
 
 def check_attention(stack: BatchedStack, positions: Tensor = POSITIONS) -> None:
     """After qk_norm_rope_store what the reference says, and the same bits without it."""
+    check_attention_in_splits(stack, positions)
+    undivided = copy.copy(stack)
+    undivided.splits = lambda count: (1, 64)
+    check_attention_in_splits(undivided, positions)
+
+
+def check_attention_in_splits(stack: BatchedStack, positions: Tensor) -> None:
     layer = stack.layers[0]
     all_positions, all_row_indices = positions.to(stack.device), ROW_INDICES.to(stack.device)
     for row, position in zip(all_row_indices, all_positions):  # not to be read before it is written
@@ -164,7 +170,7 @@ def check_attention(stack: BatchedStack, positions: Tensor = POSITIONS) -> None:
             stack.qk_norm_rope_store(stored.view(rows, -1), layer, positions, row_indices)
             output = stack.attention(stored.view(rows, -1), layer, positions, row_indices, is_stored=True)
             expected = reference.attention(stored[:, :16], layer.keys, layer.values, positions, row_indices)
-            assert_same(output, expected.view(rows, -1))
+            assert_nearly_same(output, expected.view(rows, -1))
 
             cache = torch.stack([layer.keys, layer.values])
             layer.keys.copy_(before[0])
@@ -196,7 +202,7 @@ def check_short_attention(stack: BatchedStack) -> None:
 def check_silu_and_multiply(stack: BatchedStack) -> None:
     for rows in (1, 3):
         gate_up = (torch.randn(rows, 1024) * 4).bfloat16()
-        assert_same(stack.silu_and_multiply(gate_up), layer_reference.silu_and_multiply(gate_up))
+        assert_nearly_same(stack.silu_and_multiply(gate_up), layer_reference.silu_and_multiply(gate_up))
 
 
 @needs_compiler
@@ -302,14 +308,10 @@ def test_the_parts_of_a_product(rows, parts, device="cpu"):
 
 
 @needs_compiler
-def test_rows_compute_upstreams_forward(talker, fused, kernels):
-    compare_with_upstream(talker, fused, kernels)
-
-
-@needs_compiler
-def test_split_products_compute_upstreams_forward(talker, fused, kernels, monkeypatch):
-    monkeypatch.setattr(batched, "TOKENS_TO_SPLIT", range(1, 257))
-    compare_with_upstream(talker, fused, kernels)
+@pytest.mark.parametrize("tokens_to_split", [batched.TOKENS_TO_SPLIT, range(1, 257)], ids=["", "split products"])
+def test_rows_compute_upstreams_forward(talker, fused, kernels, tokens_to_split):
+    with mock.patch.object(batched, "TOKENS_TO_SPLIT", tokens_to_split):
+        compare_with_upstream(talker, fused, kernels)
 
 
 @needs_compiler
@@ -405,13 +407,10 @@ def some_logits(rows: int, vocab: int) -> Tensor:
     return logits.bfloat16()
 
 
-@contextmanager
-def stable_sort() -> Iterator[None]:
+def stable_sort() -> AbstractContextManager:
     """Equal scores in the order of their tokens. On a CPU torch's sort leaves them in any order if not asked."""
     sort = torch.Tensor.sort
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "sort", lambda tensor, dim, **_: sort(tensor, dim=dim, stable=True))
-        yield
+    return mock.patch.object(torch.Tensor, "sort", lambda tensor, dim, **_: sort(tensor, dim=dim, stable=True))
 
 
 def check_sample(stack: BatchedStack, vocab: int = 3072, rows: int = 96) -> None:
@@ -477,126 +476,95 @@ def test_predictor_chooses_as_torch_does(fused, predictor_kernels):
 # ---- Faults are detected
 
 Check = Callable[[BatchedStack], None]
-FAULTS: dict[str, tuple[str, str, Check]] = {
-    "a norm without the addition": (
-        "arguments.normalized[vector] = normalize(sum,",
-        "arguments.normalized[vector] = normalize(arguments.x[vector],",
-        check_norms,
-    ),
-    "a part that is not summed": ("part < arguments.count", "part < arguments.count - 1", check_norms),
-    "parts of another token": ("part * arguments.part_vectors", "part * HIDDEN_VECTORS", check_norms),
-    "a norm rounded once": (
-        "return multiply(pack(y), weight);",
-        "const auto w = unpack(weight);"
-        "for (int i = 0; i < sizeof(Vector) / 2; ++i) { y.v[i] *= w.v[i]; }"
-        "return pack(y);",
-        check_norms,
-    ),
-    "the position of another token": (
-        "const u64 position = arguments.positions[token]",
-        "const u64 position = arguments.positions[token ^ 1]",
-        check_qk_norm_rope_store,
-    ),
-    "the norm of queries for keys": (
-        "is_query ? arguments.q_norm[lane] : arguments.k_norm[lane]",
-        "arguments.q_norm[lane]",
-        check_qk_norm_rope_store,
-    ),
-    "RoPE of neighbours": ("pair, LANES / 2)", "pair, LANES / 4)", check_qk_norm_rope_store),
-    "another row": (
-        "const u64 row = arguments.row_indices[token]",
-        "const u64 row = token",
-        check_qk_norm_rope_store,
-    ),
-    "one key too few": ("split_length, own_position);", "split_length, own_position - 1);", check_attention),
-    "one key too many": ("split_length, own_position);", "split_length, own_position + 1);", check_attention),
-    "the last key twice": ("+ half_warp < end; }", "+ half_warp <= end; }", check_attention),
-    "the keys of the loop before": ("load(k, keys, next +", "load(k, keys, next + 0 *", check_attention),
-    "the values of the loop before": ("load(v, values, next +", "load(v, values, next + 0 *", check_attention),
-    "the queries of other KV heads": ("(kv_head * GROUP + g)", "(g * KV_HEADS + kv_head)", check_attention),
-    "the cache of another row": ("row = input.row_indices[token]", "row = token", check_attention),
-    "the own position in every split": (
-        "split == splits_in_use - 1 && half_warp == 0",
-        "half_warp == 0",
-        check_attention,
-    ),
-    "the own position in every half-warp": (
-        "split == splits_in_use - 1 && half_warp == 0",
-        "split == splits_in_use - 1",
-        check_attention,
-    ),
-    "the own key not stored": ("= own_key;\n", "= keys[0];\n", check_attention),
-    "the own key normalized as a query": ("own_key, input.k_norm", "own_key, input.q_norm", check_attention),
-    "the own key for its value": ("(HEADS + KV_HEADS + kv_head)", "(HEADS + kv_head)", check_attention),
-    "RoPE of the position before": ("input.cos[own_position", "input.cos[max(0, own_position - 1)", check_attention),
-    "norm and RoPE once more": ("if (arguments.is_stored)", "if (false)", check_attention),
-    "half-warps added with different scales": (
-        "value *= rescale;\n            value +=",
-        "value +=",
-        check_attention,
-    ),
-    "one key too few of a few": ("int end = own_position;", "int end = own_position - 1;", check_short_attention),
-    "one KV head for all warps": (
-        "+ warp_index() / SHARING_WARPS;",
-        "+ 0;",
-        check_short_attention,
-    ),
-    "one half-warp for all query heads": ("half_warp == g % 2", "half_warp == 0 && g == 0", check_short_attention),
-    "one split forgotten": (
-        "const u64 index = first_split + s;",
-        "const u64 index = first_split + max(s, 1);",
-        check_attention,
-    ),
-    "merged one block too early": (
-        "== splits_in_use - 1;\n",
-        "== splits_in_use - 2;\n",
-        check_attention,
-    ),
-    "sigmoid for silu": (
-        "return x / (1 + expf(-x));",
-        "return 1 / (1 + expf(-x));",
-        check_silu_and_multiply,
-    ),
-    "silu not rounded": (
-        "arguments.inner[vector] = multiply(pack(gate), up);",
-        "for (int i = 0; i < 8; ++i) { gate.v[i] *= unpack(up).v[i]; } arguments.inner[vector] = pack(gate);",
-        check_silu_and_multiply,
-    ),
-    "top-k off by one": ("> sampling.topk_rank", ">= sampling.topk_rank", check_sample),
-    "top-p before top-k": ("from_ordered_bits(ordered[i]) < threshold_score ? 0", "false ? 0", check_sample),
-    "ties at the k-th score dropped": (
-        "not_above += ordered[i] <= chosen_score",
-        "not_above += ordered[i] < chosen_score",
-        check_sample,
-    ),
-    "top-p off by one": ("rank(i) < first_kept ? 0", "rank(i) <= first_kept ? 0", check_sample),
-    "noise of a greedy row": ("greedy ? 1 :", "false ? 1 :", check_sample),
-    "not the lowest of equals": (
-        "kept == choice.ratio && rank(i) < choice.rank",
-        "kept == choice.ratio && rank(i) > choice.rank",
-        check_sample,
-    ),
-    "two zeros": ("__float_as_uint(x + 0.0f)", "__float_as_uint(x)", check_sample),
-    "the settings of another row": (
-        "arguments.temperature[row]",
-        "arguments.temperature[max(0, row - 1)]",
-        check_sample,
-    ),
-    "the penalty on the wrong sign": (
-        "score < 0 ? score * repetition_penalty",
-        "score > 0 ? score * repetition_penalty",
-        check_choose,
-    ),
-    "the end one frame too early": (
-        "const bool too_early = frame <",
-        "const bool too_early = frame + 1 <",
-        check_choose,
-    ),
-    "a row that advances when it may not": ("if (!arguments.advance[row]) {", "if (false) {", check_choose),
+FAULTS: dict[Callable, dict[str, tuple[str, str]]] = {
+    check_norms: {
+        "a norm without the addition": (
+            "arguments.normalized[vector] = normalize(sum,",
+            "arguments.normalized[vector] = normalize(arguments.x[vector],",
+        ),
+        "a part that is not summed": ("part < arguments.count", "part < arguments.count - 1"),
+        "parts of another token": ("part * arguments.part_vectors", "part * HIDDEN_VECTORS"),
+        "a norm rounded once": (
+            "return multiply(pack(y), weight);",
+            "const auto w = unpack(weight);"
+            "for (int i = 0; i < sizeof(Vector) / 2; ++i) { y.v[i] *= w.v[i]; }"
+            "return pack(y);",
+        ),
+    },
+    check_qk_norm_rope_store: {
+        "the position of another token": (
+            "const u64 position = arguments.positions[token]",
+            "const u64 position = arguments.positions[token ^ 1]",
+        ),
+        "the norm of queries for keys": (
+            "is_query ? arguments.q_norm[lane] : arguments.k_norm[lane]",
+            "arguments.q_norm[lane]",
+        ),
+        "RoPE of neighbours": ("pair, LANES / 2)", "pair, LANES / 4)"),
+        "another row": ("const u64 row = arguments.row_indices[token]", "const u64 row = token"),
+    },
+    check_attention: {
+        "one key too few": ("split_length, own_position);", "split_length, own_position - 1);"),
+        "one key too many": ("split_length, own_position);", "split_length, own_position + 1);"),
+        "the last key twice": ("+ 8 * i + r < end ?", "+ 8 * i + r <= end ?"),
+        "the keys of the loop before": ("load_keys(k, next +", "load_keys(k, next + 0 *"),
+        "the values of the loop before": ("load_values(v, next +", "load_values(v, next + 0 *"),
+        "the weights of other positions": ("row_of_scores + g / 2", "(row_of_scores ^ 1) + g / 2"),
+        "the scores of one query head for all": ("r == g ? of_head", "r < GROUP ? of_head"),
+        "the queries of other KV heads": ("(kv_head * GROUP + g)", "(g * KV_HEADS + kv_head)"),
+        "the cache of another row": ("row = input.row_indices[token]", "row = token"),
+        "the own position in every split": ("split == splits_in_use - 1 && warp == 0", "warp == 0"),
+        "the own position in every warp": ("split == splits_in_use - 1 && warp == 0", "split == splits_in_use - 1"),
+        "the own position counted in every lane": ("= r == 0;", "= 1;"),
+        "the own key not stored": ("= own_key;\n", "= keys[0];\n"),
+        "the own key normalized as a query": ("own_key, input.k_norm", "own_key, input.q_norm"),
+        "the own key for its value": ("(HEADS + KV_HEADS + kv_head)", "(HEADS + kv_head)"),
+        "RoPE of the position before": ("input.cos[own_position", "input.cos[max(0, own_position - 1)"),
+        "norm and RoPE once more": ("if (arguments.is_stored)", "if (false)"),
+        "sums not rescaled": ("value *= of_head;", "value *= 1;"),
+        "one half-warp for all positions": ("value += __shfl_xor_sync", "value += 0 * __shfl_xor_sync"),
+        "one split forgotten": ("const u64 index = first_split + s;", "const u64 index = first_split + max(s, 1);"),
+        "merged one block too early": ("== splits_in_use - 1;\n", "== splits_in_use - 2;\n"),
+    },
+    check_short_attention: {
+        "one key too few of a few": ("int end = own_position;", "int end = own_position - 1;"),
+        "one KV head for all warps": ("+ warp_index() / SHARING_WARPS;", "+ 0;"),
+        "one half-warp for all query heads": ("half_warp == g % 2", "half_warp == 0 && g == 0"),
+    },
+    check_silu_and_multiply: {
+        "sigmoid for silu": ("return x / (1 + expf(-x));", "return 1 / (1 + expf(-x));"),
+        "silu not rounded": (
+            "arguments.inner[vector] = multiply(pack(gate), up);",
+            "for (int i = 0; i < 8; ++i) { gate.v[i] *= unpack(up).v[i]; } arguments.inner[vector] = pack(gate);",
+        ),
+    },
+    check_sample: {
+        "top-k off by one": ("> sampling.topk_rank", ">= sampling.topk_rank"),
+        "top-p before top-k": ("from_ordered_bits(ordered[i]) < threshold_score ? 0", "false ? 0"),
+        "ties at the k-th score dropped": (
+            "not_above += ordered[i] <= chosen_score",
+            "not_above += ordered[i] < chosen_score",
+        ),
+        "top-p off by one": ("rank(i) < first_kept ? 0", "rank(i) <= first_kept ? 0"),
+        "noise of a greedy row": ("greedy ? 1 :", "false ? 1 :"),
+        "not the lowest of equals": (
+            "kept == choice.ratio && rank(i) < choice.rank",
+            "kept == choice.ratio && rank(i) > choice.rank",
+        ),
+        "two zeros": ("__float_as_uint(x + 0.0f)", "__float_as_uint(x)"),
+        "the settings of another row": ("arguments.temperature[row]", "arguments.temperature[max(0, row - 1)]"),
+    },
+    check_choose: {
+        "the penalty on the wrong sign": (
+            "score < 0 ? score * repetition_penalty",
+            "score > 0 ? score * repetition_penalty",
+        ),
+        "the end one frame too early": ("const bool too_early = frame <", "const bool too_early = frame + 1 <"),
+        "a row that advances when it may not": ("if (!arguments.advance[row]) {", "if (false) {"),
+    },
 }
 
 
-# Checks that have no code in common: one library can have a fault for each of them.
 INDEPENDENT = [
     (check_norms, check_qk_norm_rope_store, check_attention, check_short_attention),
     (check_silu_and_multiply,),
@@ -606,27 +574,15 @@ INDEPENDENT = [
 
 @pytest.fixture(scope="module")
 def wrong_kernels(fused, tmp_path_factory) -> Callable[[str], CpuKernels]:
-    """wrong_kernels(fault) -> kernels with that fault, and others that its check does not see."""
-    families = [[name for name in FAULTS if FAULTS[name][2] in checks] for checks in INDEPENDENT]
+    def compile(source: str) -> CpuKernels:
+        return CpuKernels(SOURCE.complete(kernel_sizes(fused.model), source), tmp_path_factory.mktemp("wrong"))
 
-    @functools.cache
-    def compile_library(number: int) -> CpuKernels:
-        source = whole_source(batched)
-        for family in families:
-            for fault in family[number : number + 1]:
-                right, wrong, _ = FAULTS[fault]
-                assert source.count(right) == 1, fault
-                source = source.replace(right, wrong)
-        sizes = kernel_sizes(fused.model)
-        return CpuKernels(SOURCE.complete(sizes, source), tmp_path_factory.mktemp("wrong"))
-
-    return lambda fault: next(compile_library(family.index(fault)) for family in families if fault in family)
+    return gpu_on_cpu.wrong_kernels(batched, FAULTS, INDEPENDENT, compile)
 
 
 @needs_compiler
-@pytest.mark.parametrize("fault", FAULTS)
-def test_wrong_kernel_is_detected(fault, fused, wrong_kernels):
-    check = FAULTS[fault][2]
+@pytest.mark.parametrize("check, fault", faults_of(FAULTS))
+def test_wrong_kernel_is_detected(check, fault, fused, wrong_kernels):
     stack = talker_stack(fused, wrong_kernels(fault))
     with pytest.raises(AssertionError):
         check(stack)
@@ -701,12 +657,9 @@ def test_tensors_of_another_type_are_refused(fused):
 )
 def test_struct_mismatch_does_not_compile(original, changed, message, fused, tmp_path):
     """A struct whose fields are not those of batched.py is a compile error, not a wrong pointer."""
-    source = whole_source(batched)
-    assert source.count(original) == 1
-    with pytest.raises(RuntimeError) as caught:
-        sizes = kernel_sizes(fused.model)
-        CpuKernels(SOURCE.complete(sizes, source.replace(original, changed)), tmp_path)
-    assert message in str(caught.value)
+    source = changed_source(batched, (original, changed))
+    with pytest.raises(RuntimeError, match=message):
+        CpuKernels(SOURCE.complete(kernel_sizes(fused.model), source), tmp_path)
 
 
 # ---- Compilation for GPUs
@@ -715,48 +668,12 @@ def test_struct_mismatch_does_not_compile(original, changed, message, fused, tmp
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_120"])
 def test_the_kernels_compile(architecture, fused, tmp_path):
-    """Without spilled registers."""
-    source = tmp_path / "batched.cu"
     sizes = kernel_sizes(fused.model)
     sizes.hidden, sizes.inner = 2048, 6144
-    source.write_text(SOURCE.complete(sizes))
-    command = ["nvcc", f"-arch={architecture}", "-cubin", "-Xptxas=-v", "-o", tmp_path / "batched.cubin", source]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr.count(" 0 bytes spill stores") == len(batched.KERNELS)
-
-
-def test_a_launch_passes_a_struct(monkeypatch):
-    """What the driver is given: the function, the grid, the threads, and a pointer to the address of the fields."""
-    calls = []
-    kernels = nvrtc.Kernels.__new__(nvrtc.Kernels)
-    kernels.device = None
-    kernels.shared_bytes = 0
-    kernels.functions = {"sample": ctypes.c_void_p(1)}
-
-    def call_driver(name: str, function: Any, *rest: Any) -> None:
-        calls.append((name, function, rest, list(struct_at(rest[8], 3))))
-
-    monkeypatch.setattr(nvrtc, "call_driver", call_driver)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
-    kernels.launch("sample", (5, 6), 256, [10, 11, 12])
-    name, function, rest, fields = calls[0]
-    assert name == "cuLaunchKernel" and function.value == 1
-    assert rest[:6] == (5, 6, 1, 256, 1, 1) and rest[6] == 0 and rest[7].value == 7 and rest[9] is None
-    assert fields == [10, 11, 12]
-
-
-def struct_at(parameters: Any, fields: int) -> Any:
-    return (ctypes.c_uint64 * fields).from_address(parameters[0])
+    assert_compiles_without_spills(SOURCE.complete(sizes), len(batched.KERNELS), architecture, tmp_path)
 
 
 # ---- The same checks on a GPU
-
-
-def on_gpu(test: Any) -> Any:
-    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-    return pytest.mark.gpu(skip(test))
 
 
 @pytest.fixture
@@ -803,7 +720,9 @@ def test_rows_of_any_length_attend_on_a_gpu(rows, fused_on_gpu):
         stored = qkv.clone()
         stack.qk_norm_rope_store(stored.view(rows, -1), layer, positions, stack.row_indices)
         expected = reference.attention(stored[:, :16], layer.keys, layer.values, positions, stack.row_indices)
-        assert_same(stack.attention(qkv.view(rows, -1), layer, positions, stack.row_indices), expected.view(rows, -1))
+        assert_nearly_same(
+            stack.attention(qkv.view(rows, -1), layer, positions, stack.row_indices), expected.view(rows, -1)
+        )
     assert not stack.finished_splits.any()
 
 
@@ -822,3 +741,41 @@ def test_a_captured_position_equals_its_launches(fused_on_gpu, gpu):
         replay()
         replayed = hidden.clone()
         assert torch.equal(replayed, stack.forward(embeds, positions))
+
+
+# ---- A predictor that is narrower than the talker
+
+
+@torch.no_grad()
+def test_projected_embeddings_are_those_of_the_codes():
+    """Looked up in the megakernel's tables, each position of the predictor gets what a projection would give it."""
+    small = dict(num_hidden_layers=1, intermediate_size=64, num_code_groups=5)
+    sizes = dict(TALKER, hidden_size=64, text_vocab_size=8, text_hidden_size=16, **small)
+    config = Qwen3TTSTalkerConfig(code_predictor_config=PREDICTOR | small | dict(hidden_size=32), **sizes)
+    talker = Qwen3TTSTalkerForConditionalGeneration(config).eval()
+    rows = SharedRows(config, 3, 16, torch.float32, torch.device("cpu"))
+    rows.hidden.normal_()
+    frame = KernelFrame.__new__(KernelFrame)
+    Frame.__init__(frame, talker, rows)
+    predictor = frame.predictor
+    weights = [predictor.embed_token.weight, *(embed.weight for embed in predictor.embed_code)]
+    frame.row_indices = torch.arange(3)
+    frame.code_positions = torch.arange(5)[:, None].repeat(1, 3)
+    frame.first_indices = torch.arange(3).repeat(2)
+    given = []
+
+    def forward(x: Tensor, positions: Tensor, row_indices: Tensor | None = None) -> Tensor:
+        given[-1].append(x)
+        return torch.zeros(len(positions), 32)
+
+    tables = [predictor.project(weight) for weight in weights]
+    codes = iter(torch.arange(100, 112).view(4, 3, 1).repeat(2, 1, 1))
+    frame.predictor_stack = SimpleNamespace(forward=forward, sample_rows=lambda *_: next(codes))
+    for frame.inputs in (None, tables):
+        given.append([])
+        frame.predict()
+        assert rows.codes[:, 0, 1:].flatten().tolist() == torch.arange(100, 112).view(4, 3).T.flatten().tolist()
+    projected, looked_up = given
+    assert len(projected) == len(looked_up) == 4
+    for x, y in zip(projected, looked_up):
+        assert x.shape[1] == 32 and torch.allclose(x, y, atol=1e-6)

@@ -4,18 +4,26 @@ detected."""
 
 import functools
 import itertools
-import re
 import shutil
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import gpu_on_cpu
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_on_cpu import CpuKernels, whole_source
-from helpers import ExactProducts
+from gpu_on_cpu import (
+    CpuKernels,
+    assert_compiles_without_spills,
+    assert_nearly_same,
+    faults_of,
+    needs_compiler,
+    pretended_gpu,
+)
+from helpers import ExactProducts, on_gpu
+from megakernel_cases import gpu_of
 from torch import Tensor
 
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import (
@@ -26,13 +34,12 @@ from qwen3_tts_cuda_graphs.bench.random_checkpoint import (
     soften,
 )
 from qwen3_tts_cuda_graphs.fast import codec as codec_module
-from qwen3_tts_cuda_graphs.fast import codec_decoder, codec_kernels, kernel_cache, kernels, nvrtc
+from qwen3_tts_cuda_graphs.fast import codec_decoder, codec_kernels, kernel_cache, nvrtc
 from qwen3_tts_cuda_graphs.fast import codec_kernels_reference as reference
 from qwen3_tts_cuda_graphs.fast import layer_kernels_reference as layer_reference
 from qwen3_tts_cuda_graphs.fast.codec import Codec
 from qwen3_tts_cuda_graphs.fast.codec_kernels import SOURCE, CodecKernels, PendingSum, Snake, kernel_sizes
 
-needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 EPSILON = 1e-6
 SMALL_DECODER = dict(latent_dim=256, hidden_size=256, head_dim=64, decoder_dim=128, upsample_rates=(4, 3, 2, 2))
 SMALL_DECODER |= dict(num_quantizers=16)
@@ -107,14 +114,6 @@ def make_kernels(tokenizer: Tokenizer, compiled: CpuKernels | None) -> CodecKern
 
 
 # ---- Each kernel. The checks are functions of the kernels, for wrong kernels to fail them.
-
-
-def assert_nearly_same(ours: Tensor, expected: Tensor) -> None:
-    """Equal but for a few values that were rounded the other way: a sum had another order, a sine another last bit."""
-    step = 2**-7 * expected.float().abs()
-    difference = (ours.float() - expected.float()).abs()
-    assert (difference <= step + 1e-6).all()
-    assert (difference > 0).float().mean() < 0.01
 
 
 def random_bf16(kernels: CodecKernels, *shape: int) -> Tensor:
@@ -302,9 +301,8 @@ def test_each_kernel_computes_what_the_reference_says(check, tokenizer, compiled
 @pytest.mark.parametrize(
     ("shape", "taps"), [((3, 20, 16), 7), ((3, 9, 11, 16), 7), ((2, 10, 16), 2), ((1, 3, 16), 3), ((2, 5, 16), 1)]
 )
-def test_products_are_a_convolution(shape, taps, most_bytes, monkeypatch):
+def test_products_are_a_convolution(shape, taps, most_bytes):
     """But for the last columns of each sequence. What is behind the last sequence does not count."""
-    monkeypatch.setattr(codec_decoder, "MAX_PRODUCT_BYTES", most_bytes)
     columns = torch.Size(shape[:-1]).numel()
     memory = torch.randn(columns + codec_kernels.SPARE_COLUMNS, shape[-1], dtype=torch.double)
     memory[columns:] = torch.nan
@@ -312,7 +310,8 @@ def test_products_are_a_convolution(shape, taps, most_bytes, monkeypatch):
     weight = torch.randn(24, taps, shape[-1], dtype=torch.double)
     image = x.view(len(x), -1, *shape[-2:]).permute(0, 3, 1, 2)  # a sequence is a line
     expected = F.conv2d(image, weight.transpose(1, 2)[:, :, None]).permute(0, 2, 3, 1)
-    ours = codec_decoder.convolve(x, weight)[..., : shape[-2] - taps + 1, :]
+    with mock.patch.object(codec_decoder, "MAX_PRODUCT_BYTES", most_bytes):
+        ours = codec_decoder.convolve(x, weight)[..., : shape[-2] - taps + 1, :]
     torch.testing.assert_close(ours, expected.reshape(ours.shape))
 
 
@@ -325,78 +324,66 @@ def test_constants_have_upstreams_roundings(tokenizer):
     assert torch.equal(reference.snake(x, snake.alpha, snake.inverse_beta), expected)
 
 
-FAULTS = {  # name: what is right, what is wrong, the check that must fail
-    "the semantic sum goes on": ("book == 0 || book == arguments.semantic_codebooks", "book == 0", check_embed_codes),
-    "the norm of another epsilon": ("/ HIDDEN + EPSILON", "/ HIDDEN + 10 * EPSILON", check_add_and_norm),
-    "no layer scale": (
-        "if (arguments.scale) {\n        sum = multiply(sum, arguments.scale[threadIdx.x]",
-        "if (false) {\n        sum = multiply(sum, arguments.scale[threadIdx.x]",
-        check_add_and_norm,
-    ),
-    "a window that is one frame too long": (
-        "first = max(end - WINDOW, 0)",
-        "first = max(end - WINDOW - 1, 0)",
-        check_window_attention,
-    ),
-    "a ring that is one frame too short": (
-        "(position + frame) % RING",
-        "(position + frame) % (RING - 1)",
-        check_window_attention,
-    ),
-    "RoPE turned the other way": (
-        "i < half ? -low_half(head[i + half]) : low_half(head[i - half])",
-        "i < half ? low_half(head[i + half]) : -low_half(head[i - half])",
-        check_window_attention,
-    ),
-    "scores of another scale": ("rsqrtf(HEAD_DIM)", "rsqrtf(HEAD_DIM + 1)", check_window_attention),
-    "a silu that is half a step too large": (
-        "value = silu(value);",
-        "value = 1.004f * silu(value);",
-        check_silu_and_multiply,
-    ),
-    "a sine of another angle": (
-        "return short_sine(angle.v[i])",
-        "return short_sine(angle.v[i] * 1.004f)",
-        check_activate,
-    ),
-    "a sine with half of pi's digits": ("fmaf(turns, 8.74227766e-8f, high)", "high", check_snake),
-    "short sines of large angles": ("MAX_SHORT_ANGLE = 65536", "MAX_SHORT_ANGLE = 1e9", check_snake),
-    "an unrounded sine": (
-        "multiply(sine, sine)",
-        "rounded([&](int i) { return short_sine(angle.v[i]) * short_sine(angle.v[i]); })",
-        check_activate,
-    ),
-    "a scale that is added": (
-        "x = multiply(x, arguments.scale[channel])",
-        "x = add(x, arguments.scale[channel])",
-        check_activate,
-    ),
-    "the state of another row": ("arguments.row_indices[chunk] *", "chunk *", check_activate),
-    "the state of a short chunk": ("? state[next_column *", "? state[column *", check_activate),
-    "the new state in front": (
-        "output(column, channel) = before",
-        "output(column, channel) = next",
-        check_activate,
-    ),
-    "another channel": ("channel = vector % vectors", "channel = 0", check_activate),
-    "columns in the wrong sequence": (
-        "column % sequences) * length + column / sequences",
-        "column / length) * length + column % length",
-        check_interleaved,
-    ),
-    "one tap less": (
-        "for (int tap = 0; tap < TAPS; ++tap) {\n        const Eight x",
-        "for (int tap = 1; tap < TAPS; ++tap) {\n        const Eight x",
-        check_depthwise_norm,
-    ),
-    "no epsilon": ("/ LATENT + LATENT_EPSILON", "/ LATENT", check_depthwise_norm),
-    "the mean forgotten": ("return (x.v[i] - mean) * factor", "return x.v[i] * factor", check_depthwise_norm),
-    "half of the channels": ("sum += __shfl_xor_sync(~0u, sum, 1)", "sum += sum", check_to_samples),
-    "no bias": ("round_to_bf16(sum) + low_half(arguments.bias[0])", "round_to_bf16(sum)", check_to_samples),
+FAULTS: dict[Callable, dict[str, tuple[str, str]]] = {
+    check_embed_codes: {
+        "the semantic sum goes on": ("book == 0 || book == arguments.semantic_codebooks", "book == 0"),
+    },
+    check_add_and_norm: {
+        "the norm of another epsilon": ("/ HIDDEN + EPSILON", "/ HIDDEN + 10 * EPSILON"),
+        "no layer scale": (
+            "if (arguments.scale) {\n        sum = multiply(sum, arguments.scale[threadIdx.x]",
+            "if (false) {\n        sum = multiply(sum, arguments.scale[threadIdx.x]",
+        ),
+    },
+    check_window_attention: {
+        "a window that is one frame too long": ("first = max(end - WINDOW, 0)", "first = max(end - WINDOW - 1, 0)"),
+        "a ring that is one frame too short": ("(position + frame) % RING", "(position + frame) % (RING - 1)"),
+        "RoPE turned the other way": (
+            "i < half ? -low_half(head[i + half]) : low_half(head[i - half])",
+            "i < half ? low_half(head[i + half]) : -low_half(head[i - half])",
+        ),
+        "scores of another scale": ("rsqrtf(HEAD_DIM)", "rsqrtf(HEAD_DIM + 1)"),
+    },
+    check_silu_and_multiply: {
+        "a silu that is half a step too large": ("value = silu(value);", "value = 1.004f * silu(value);"),
+    },
+    check_activate: {
+        "a sine of another angle": ("return short_sine(angle.v[i])", "return short_sine(angle.v[i] * 1.004f)"),
+        "an unrounded sine": (
+            "multiply(sine, sine)",
+            "rounded([&](int i) { return short_sine(angle.v[i]) * short_sine(angle.v[i]); })",
+        ),
+        "a scale that is added": ("x = multiply(x, arguments.scale[channel])", "x = add(x, arguments.scale[channel])"),
+        "the state of another row": ("arguments.row_indices[chunk] *", "chunk *"),
+        "the state of a short chunk": ("? state[next_column *", "? state[column *"),
+        "the new state in front": ("output(column, channel) = before", "output(column, channel) = next"),
+        "another channel": ("channel = vector % vectors", "channel = 0"),
+    },
+    check_snake: {
+        "a sine with half of pi's digits": ("fmaf(turns, 8.74227766e-8f, high)", "high"),
+        "short sines of large angles": ("MAX_SHORT_ANGLE = 65536", "MAX_SHORT_ANGLE = 1e9"),
+    },
+    check_interleaved: {
+        "columns in the wrong sequence": (
+            "column % sequences) * length + column / sequences",
+            "column / length) * length + column % length",
+        ),
+    },
+    check_depthwise_norm: {
+        "one tap less": (
+            "for (int tap = 0; tap < TAPS; ++tap) {\n        const Eight x",
+            "for (int tap = 1; tap < TAPS; ++tap) {\n        const Eight x",
+        ),
+        "no epsilon": ("/ LATENT + LATENT_EPSILON", "/ LATENT"),
+        "the mean forgotten": ("return (x.v[i] - mean) * factor", "return x.v[i] * factor"),
+    },
+    check_to_samples: {
+        "half of the channels": ("sum += __shfl_xor_sync(~0u, sum, 1)", "sum += sum"),
+        "no bias": ("round_to_bf16(sum) + low_half(arguments.bias[0])", "round_to_bf16(sum)"),
+    },
 }
 
 
-# Checks that have no code in common: one library can have a fault for each of them.
 INDEPENDENT = [
     (check_embed_codes,),
     (check_add_and_norm,),
@@ -410,32 +397,27 @@ INDEPENDENT = [
 
 @pytest.fixture(scope="module")
 def wrong_kernels(tokenizer, tmp_path_factory) -> Callable[[str], CpuKernels]:
-    """wrong_kernels(fault) -> kernels with that fault, and others that its check does not see."""
-    families = [[name for name in FAULTS if FAULTS[name][2] in checks] for checks in INDEPENDENT]
-
-    @functools.cache
-    def compile_library(number: int) -> CpuKernels:
-        source = whole_source(codec_kernels)
-        for family in families:
-            for fault in family[number : number + 1]:
-                right, wrong, _ = FAULTS[fault]
-                assert source.count(right) == 1, fault
-                source = source.replace(right, wrong)
-        return compile_for_cpu(tokenizer, tmp_path_factory.mktemp("wrong"), source)
-
-    return lambda fault: next(compile_library(family.index(fault)) for family in families if fault in family)
+    folder = tmp_path_factory.mktemp("wrong")
+    compile = functools.partial(compile_for_cpu, tokenizer, folder)
+    return gpu_on_cpu.wrong_kernels(codec_kernels, FAULTS, INDEPENDENT, compile)
 
 
 @needs_compiler
-@pytest.mark.parametrize("fault", FAULTS)
-def test_wrong_kernel_is_detected(fault, tokenizer, wrong_kernels):
-    check = FAULTS[fault][2]
+@pytest.mark.parametrize("check, fault", faults_of(FAULTS))
+def test_wrong_kernel_is_detected(check, fault, tokenizer, wrong_kernels):
     kernels = make_kernels(tokenizer, wrong_kernels(fault))
     with pytest.raises(AssertionError):
         check(kernels)
 
 
 # ---- The whole decoder
+
+
+@pytest.fixture
+def usable_kernels(compiled) -> Iterator[None]:
+    """Codecs decode with the kernels, on fibers."""
+    with mock.patch.multiple(SOURCE, why_not=lambda _: "", compile=lambda decoder: (kernel_sizes(decoder), compiled)):
+        yield
 
 
 def error_of(audio: Tensor, exact: Tensor) -> float:
@@ -460,19 +442,16 @@ def decode_in_chunks(codec: Codec, row_indices: list[int], codes: Tensor, sizes:
 
 
 @needs_compiler
-def test_audio_is_as_near_to_float32_as_that_of_upstreams_modules(tokenizer, compiled, monkeypatch):
+def test_audio_is_as_near_to_float32_as_that_of_upstreams_modules(tokenizer, usable_kernels):
     """All of it on a CPU: chunks of any rows, in chunks of any size, and a single stream.
 
     With exact products, the ratio of the two errors is 1.00 with a standard deviation of 0.006 over weights and codes:
     the limit is eight of them. A stream that is alone is then its row of the batch bit by bit. A bias that is wrong by
     5% is detected.
     """
-    monkeypatch.setattr(SOURCE, "why_not", lambda decoder: "")
-    monkeypatch.setattr(SOURCE, "compile", lambda decoder: (kernel_sizes(decoder), compiled))
-    monkeypatch.setattr(codec_module, "CHUNK_SIZES", (8, 4, 2, 1))
     codes = torch.randint(2048, (3, 15, 16))
     exact = one_pass(Tokenizer("tiny", torch.float32, **SMALL_DECODER), codes)
-    with ExactProducts():
+    with ExactProducts(), mock.patch.object(codec_module, "CHUNK_SIZES", (8, 4, 2, 1)):
         codec = Codec(tokenizer, 4)
         ours = decode_in_chunks(codec, [2, 0, 3], codes, [1, 2, 4, 8])
         limit = 1.05 * error_of(one_pass(tokenizer, codes), exact)
@@ -491,10 +470,8 @@ def test_audio_is_as_near_to_float32_as_that_of_upstreams_modules(tokenizer, com
 
 
 @needs_compiler
-def test_weights_are_shared_with_upstreams_modules(compiled, monkeypatch):
+def test_weights_are_shared_with_upstreams_modules(usable_kernels):
     """A copy of the weights for each codec that is made takes 100 MiB of a GPU. Upstream's decoder must still work."""
-    monkeypatch.setattr(SOURCE, "why_not", lambda decoder: "")
-    monkeypatch.setattr(SOURCE, "compile", lambda decoder: (kernel_sizes(decoder), compiled))
     tokenizer = Tokenizer("tiny", torch.bfloat16, **SMALL_DECODER)
     model = tokenizer.model.decoder
     codes = torch.randint(2048, (1, 5, 16))
@@ -521,7 +498,7 @@ def test_weights_are_shared_with_upstreams_modules(compiled, monkeypatch):
 # ---- What is refused
 
 
-def test_unsupported_codecs_are_refused_in_words(tokenizer, monkeypatch):
+def test_unsupported_codecs_are_refused_in_words(tokenizer):
     decoder = tokenizer.model.decoder
     assert SOURCE.unmet(decoder) == ""
     assert "NVIDIA GPU" in SOURCE.why_not(decoder)
@@ -538,55 +515,27 @@ def test_unsupported_codecs_are_refused_in_words(tokenizer, monkeypatch):
     ):
         changed = Tokenizer("tiny", torch.bfloat16, **SMALL_DECODER | changes)
         assert message in SOURCE.unmet(changed.model.decoder)
-    monkeypatch.setattr(codec_kernels, "SPARE_COLUMNS", 5)
-    assert "convolutions of at most 6 columns" in SOURCE.unmet(decoder)
+    with mock.patch.object(codec_kernels, "SPARE_COLUMNS", 5):
+        assert "convolutions of at most 6 columns" in SOURCE.unmet(decoder)
 
 
-@pytest.fixture
-def pretended_on_gpu(tokenizer, monkeypatch):
-    """The decoder as if it were on a GPU of compute capability 9.0."""
-    gpu = SimpleNamespace(major=9, minor=0, name="GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(kernel_cache, "started", {})
-    monkeypatch.setenv(kernel_cache.VARIABLE, "off")
-    kernels.load.cache_clear()
-    decoder = tokenizer.model.decoder
-    yield SimpleNamespace(
-        device=torch.device("cuda", 0),
-        dtype=decoder.dtype,
-        config=decoder.config,
-        quantizer=decoder.quantizer,
-        upsample=decoder.upsample,
-        decoder=decoder.decoder,
-    )
-    kernels.load.cache_clear()
+def test_compilation(tokenizer):
+    """A machine without NVRTC decodes with upstream's modules. What was compiled ahead is not compiled again, and
+    nothing is compiled for a codec that the kernels cannot run."""
+    parts = {name: getattr(tokenizer.model.decoder, name) for name in ("config", "quantizer", "upsample", "decoder")}
+    decoder = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, **parts)
+    with pretended_gpu(gpu_of("H200")), mock.patch.object(nvrtc, "load_nvrtc", side_effect=OSError("no NVRTC")):
+        SOURCE.compile_ahead(decoder)  # no error yet
+        assert SOURCE.why_not(decoder) == "the kernels cannot be compiled: no NVRTC"
 
-
-def test_a_failing_compiler_is_a_reason(pretended_on_gpu, monkeypatch):
-    """A machine without NVRTC decodes with upstream's modules."""
-
-    def fail() -> None:
-        raise OSError("no NVRTC")
-
-    monkeypatch.setattr(nvrtc, "load_nvrtc", fail)
-    SOURCE.compile_ahead(pretended_on_gpu)  # no error yet
-    assert SOURCE.why_not(pretended_on_gpu) == "the kernels cannot be compiled: no NVRTC"
-
-
-def test_what_was_compiled_ahead_is_not_compiled_again(pretended_on_gpu, monkeypatch):
-    """Nor is anything compiled for a codec that the kernels cannot run."""
-    compiled = []
-    monkeypatch.setattr(nvrtc, "version", lambda: (12, 8))
-    monkeypatch.setattr(nvrtc, "compile_source", lambda *arguments: compiled.append(arguments) or b"code")
-    monkeypatch.setattr(nvrtc, "Kernels", lambda cubin, *_: cubin)
-    SOURCE.compile_ahead(pretended_on_gpu)
-    assert SOURCE.why_not(pretended_on_gpu) == ""
-    assert len(compiled) == 1
-
-    pretended_on_gpu.dtype = torch.float32
-    kernel_cache.started.clear()
-    SOURCE.compile_ahead(pretended_on_gpu)
-    assert not kernel_cache.started
+    compile_source = mock.Mock(return_value=b"code")
+    with pretended_gpu(gpu_of("H200"), compile_source):
+        SOURCE.compile_ahead(decoder)
+        assert SOURCE.why_not(decoder) == "" and compile_source.call_count == 1
+    decoder.dtype = torch.float32
+    with pretended_gpu(gpu_of("H200")):
+        SOURCE.compile_ahead(decoder)
+        assert not kernel_cache.started
 
 
 # ---- Compilation for GPUs
@@ -595,23 +544,11 @@ def test_what_was_compiled_ahead_is_not_compiled_again(pretended_on_gpu, monkeyp
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_120"])
 def test_the_kernels_compile(architecture, tmp_path):
-    """Without spilled registers."""
-    source = tmp_path / "codec_kernels.cu"
-    source.write_text(SOURCE.complete(PUBLISHED))
-    command = ["nvcc", f"-arch={architecture}", "-cubin", "-Xptxas=-v", "-o", tmp_path / "codec_kernels.cubin", source]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    spilled = re.findall(r"(\d+) bytes spill stores", result.stderr)
-    assert len(spilled) >= len(codec_kernels.KERNELS)
-    assert set(spilled) == {"0"}
+    source = SOURCE.complete(PUBLISHED)
+    assert_compiles_without_spills(source, len(codec_kernels.KERNELS), architecture, tmp_path)
 
 
 # ---- On a GPU, with the published shapes
-
-
-def on_gpu(test: Any) -> Any:
-    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-    return pytest.mark.gpu(skip(test))
 
 
 @pytest.fixture(scope="module")
@@ -650,7 +587,7 @@ def test_activations_are_upstreams_bit_by_bit(published):
 @on_gpu
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 4, 64])
-def test_audio_on_a_gpu_is_as_near_to_float32(rows, published, monkeypatch):
+def test_audio_on_a_gpu_is_as_near_to_float32(rows, published):
     """In chunks of several sizes, against upstream's modules in the same chunks; and chunks joined are the whole."""
     codes = torch.randint(2048, (rows, 15, 16), device="cuda")
     row_indices = list(reversed(range(rows)))
@@ -661,8 +598,8 @@ def test_audio_on_a_gpu_is_as_near_to_float32(rows, published, monkeypatch):
         for row in row_indices:
             codec.reset(row)
         ours[len(sizes), sizes[0]] = decode_in_chunks(codec, row_indices, codes, sizes)
-    monkeypatch.setattr(SOURCE, "why_not", lambda decoder: "not in this test")
-    modules = decode_in_chunks(Codec(published, rows), row_indices, codes, [1, 2, 4, 8])
+    with mock.patch.object(SOURCE, "why_not", lambda decoder: "not in this test"):
+        modules = decode_in_chunks(Codec(published, rows), row_indices, codes, [1, 2, 4, 8])
     limit = 1.05 * error_of(modules, exact)
     errors = [error_of(audio, exact) for audio in ours.values()]
     print(f"{rows} rows: error of upstream's modules {limit / 1.05:.6f}, ours {errors}")

@@ -1,8 +1,8 @@
 """The scripts as a user runs them, on a tiny checkpoint."""
 
+import contextlib
 import functools
 import io
-import itertools
 import json
 import os
 import pickle
@@ -11,8 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import textwrap
 import threading
 import types
 import warnings
@@ -24,49 +22,19 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from helpers import ROOT
+from helpers import ROOT, assert_refused, run_program
 
 from generate import MODELS
 from qwen3_tts_cuda_graphs.bench import random_checkpoint
-from qwen3_tts_cuda_graphs.cli import clone, speaking
+from qwen3_tts_cuda_graphs.cli import clone
 from qwen3_tts_cuda_graphs.cli import options as cli_options
 from qwen3_tts_cuda_graphs.cli.__main__ import main
 from qwen3_tts_cuda_graphs.common import checkpoints
 from qwen3_tts_cuda_graphs.common.audio_files import read_audio
+from qwen3_tts_cuda_graphs.common.command import install_command
 from qwen3_tts_cuda_graphs.common.loading import load
 from qwen3_tts_cuda_graphs.common.published import KIND_OF, LANGUAGE_IDS, SPEAKERS, model_name, published_config
-from qwen3_tts_cuda_graphs.common.scripts import install_command
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    """Stands in for `load`: a model that is loaded again is the same one."""
-
-    @functools.cache
-    def load_once(model, device, dtype, **options):
-        return load(model, device, dtype, **options)
-
-    return load_once
-
-
-@pytest.fixture
-def call(monkeypatch, capsys, loaded):
-    """Run a script's main in this process, which is quicker. -> exit code, stdout, stderr"""
-    monkeypatch.setattr(speaking, "load", loaded)
-
-    def call(script, *arguments):
-        monkeypatch.setattr(sys, "argv", ["script", *map(str, arguments)])
-        with warnings.catch_warnings():  # puts back what main changes
-            warnings.simplefilter("default", UserWarning)
-            try:
-                script()
-                code = 0
-            except SystemExit as exit:
-                code = exit.code
-        return code, *capsys.readouterr()
-
-    return call
 
 
 def options(folder, **change):
@@ -74,123 +42,46 @@ def options(folder, **change):
     return [word for name, value in chosen.items() for word in (f"--{name}", value)]
 
 
-def test_generate_writes_what_the_function_speaks(call, checkpoint, tmp_path):
+def test_generate_writes_what_the_function_speaks(call, checkpoint):
     """An option that does not reach upstream's method gives other audio. test_wheel.py has a process of its own."""
-    out = tmp_path / "out.wav"
-    words = (
-        *options(checkpoint(), output=out),
-        "--language",
-        "English",
-        "--seed",
-        2,
-        "--temperature",
-        0.8,
-        "--top-k",
-        30,
-        "--top-p",
-        0.9,
-        "--repetition-penalty",
-        1.1,
-        "--max-seq-len",
-        300,
-        "--dtype",
-        "float32",
-    )
-    code, stdout, stderr = call(main, *words)
+    sampling = "--temperature 0.8 --top-k 30 --top-p 0.9 --repetition-penalty 1.1"
+    words = f"--language English --seed 2 {sampling} --max-seq-len 300 --dtype float32".split()
+    code, stdout, stderr = call(main, *options(checkpoint()), *words)
     assert (code, stderr) == (0, "")
-    summary = rf"{out}: [\d.]+ s of audio in [\d.]+ s, [\d.]+ x real time; on the CPU\n"
-    assert re.fullmatch(summary, stdout)
-    audio, rate = soundfile.read(out, dtype="float32")
-    info = soundfile.info(out)
+    assert re.fullmatch(r"out.wav: [\d.]+ s of audio in [\d.]+ s, [\d.]+ x real time; on the CPU\n", stdout)
+    audio, rate = soundfile.read("out.wav", dtype="float32")
+    info = soundfile.info("out.wav")
     assert (rate, info.channels, info.subtype, len(audio) % 1920) == (24000, 1, "PCM_16", 0)
 
     tts = load(str(checkpoint()), "cpu", max_seq_len=300)
     torch.manual_seed(2)
-    (expected,), _ = tts.generate_voice_clone(
-        "Hello!",
-        "English",
-        voice_clone_prompt=load_speaker(checkpoint() / "speaker.pt", 64),
-        temperature=0.8,
-        top_k=30,
-        top_p=0.9,
-        repetition_penalty=1.1,
-    )
+    sampling = dict(temperature=0.8, top_k=30, top_p=0.9, repetition_penalty=1.1)
+    voice = load_speaker(checkpoint() / "speaker.pt", 64)
+    (expected,), _ = tts.generate_voice_clone("Hello!", "English", voice_clone_prompt=voice, **sampling)
     np.testing.assert_allclose(audio, expected, rtol=0, atol=2 / 2**15)
 
 
-def test_streamed_bytes_are_the_same(checkpoint, tmp_path, capfdbinary, monkeypatch, loaded):
+def test_streamed_bytes_are_the_same(speak, call):
     """To a file, streamed to a file, and streamed to stdout, whose header cannot know the length."""
-    monkeypatch.setattr(speaking, "load", loaded)
-    arguments = "--max-seq-len", "300", "--seed", "2"
-    for output, more in ((tmp_path / "whole", ()), (tmp_path / "streamed", ("--stream",)), ("-", ("--stream",))):
-        words = [*map(str, options(checkpoint(), output=output)), *arguments, *more]
-        monkeypatch.setattr(sys, "argv", ["generate.py", *words])
-        with warnings.catch_warnings():
-            main()
-        stdout, stderr = capfdbinary.readouterr()
+    for output, more in (("whole", ()), ("streamed", ["--stream"]), ("-", ["--stream"])):
+        _, stdout, stderr = speak("base", "Hello!", "-o", output, *more)
         summary, other = (stderr, stdout) if output == "-" else (stdout, stderr)
-        assert summary.startswith(f"{output}: ".encode()) and (b"first audio after" in summary) == bool(more)
-        assert output == "-" or other == b""
-    whole, streamed = ((tmp_path / name).read_bytes() for name in ("whole", "streamed"))
-    assert whole == streamed and len(whole) > 44 and stdout[44:] == whole[44:]
-    assert soundfile.info(tmp_path / "whole").frames * 2 + 44 == len(whole)
+        assert summary.startswith(f"{output}: ") and ("first audio after" in summary) == bool(more)
+        assert output == "-" or other == ""
+    whole, streamed = (Path(name).read_bytes() for name in ("whole", "streamed"))
+    assert whole == streamed and len(whole) > 44 and call.audio[44:] == whole[44:]
+    assert soundfile.info("whole").frames * 2 + 44 == len(whole)
 
 
-def test_cut_off_speech_is_reported(call, checkpoint, tmp_path):
+def test_cut_off_speech_is_reported(speak):
     """Speech that ends because the cache is full: one line on stderr, not silence and not a traceback. Python shows the
     same warning once only, so that the second utterance was cut off silently."""
-    arguments = "--max-seq-len", 32, "--seed", 3
-    code, _, stderr = call(main, *options(checkpoint(), output=tmp_path / "out.wav"), *arguments)
+    arguments = "--max-seq-len", 32, "--join"
+    code, _, stderr = speak("base", "Hello!", *arguments)
     warning = "the speech was cut off after 23 frames, before its end: raise --max-seq-len"
     assert code == 0 and stderr == f"warning: {warning}\n"
-    two = options(checkpoint(), output=tmp_path / "out.wav", text="Hello!\nHello!")
-    code, _, stderr = call(main, *two, *arguments, "--join")
+    code, _, stderr = speak("base", "Hello!\nHello!", *arguments)
     assert code == 0 and stderr == f"warning: utterance 1: {warning}\nwarning: utterance 2: {warning}\n"
-
-
-def test_extract_speaker(call, checkpoint, recording_at_another_rate, tmp_path):
-    """The file holds the vector alone, not the storage it is a view of, and generate.py takes it."""
-    soundfile.write(tmp_path / "voice.wav", *recording_at_another_rate)
-    arguments = ["--output", tmp_path / "speaker.pt", "--model", checkpoint(), "--device", "cpu"]
-    code, stdout, _ = call(clone.main, "--ref-audio", tmp_path / "voice.wav", *arguments)
-    assert code == 0 and "64 numbers from 2.0 s" in stdout
-    speaker = torch.load(tmp_path / "speaker.pt", weights_only=True)
-    assert speaker.shape == (64,) and speaker.dtype == torch.bfloat16
-    assert (tmp_path / "speaker.pt").stat().st_size < 4096
-    spoken = options(checkpoint(), speaker=tmp_path / "speaker.pt", output=tmp_path / "out.wav")
-    assert call(main, *spoken, "--max-seq-len", 300)[0] == 0
-
-
-@pytest.fixture
-def spoken(call, checkpoint, tmp_path, monkeypatch):
-    """spoken(kind, options) -> the files that generate.py writes in an empty folder, as (audio, rate) by name."""
-    monkeypatch.chdir(tmp_path)
-
-    def spoken(kind, *arguments):
-        for old in tmp_path.glob("*.wav"):
-            old.unlink()
-        code, stdout, stderr = call(
-            main,
-            "--model",
-            checkpoint(kind),
-            "--device",
-            "cpu",
-            "--max-seq-len",
-            300,
-            "--seed",
-            3,
-            "--output",
-            "out.wav",
-            *arguments,
-        )
-        assert code == 0, stderr
-        spoken.stdout = stdout
-        for path in tmp_path.glob("*.wav"):
-            info = soundfile.info(path)
-            assert (info.samplerate, info.channels, info.subtype, info.frames % 1920) == (24000, 1, "PCM_16", 0)
-        return {path.name: path.read_bytes() for path in sorted(tmp_path.glob("*.wav"))}
-
-    return spoken
 
 
 @pytest.fixture
@@ -200,9 +91,21 @@ def recording_file(recording, tmp_path):
     return path
 
 
-@pytest.mark.slow
-def test_every_voice_streamed_or_not(spoken, checkpoint, recording_file):
-    """An option that is ignored makes two voices sound the same; --stream writes the same bytes."""
+@pytest.fixture
+def requests(call):
+    """What reaches the model, which is not asked: two short chunks are its answer to each text."""
+    requests = []
+
+    def answer(method, *, text, **request):
+        requests.append(request | {"text": "".join(text)})
+        yield from [(np.full(1920, len(requests) / 8), 24000)] * 2
+
+    call.stand_ins["speak"] = answer
+    return requests
+
+
+def test_every_voice_reaches_the_model(speak, requests, checkpoint, recording_file):
+    """An option that is ignored would make two requests the same."""
     voices = {
         "x-vector": ("base", "--speaker", checkpoint() / "speaker.pt"),
         "recording": ("base", "--ref-audio", recording_file),
@@ -213,60 +116,23 @@ def test_every_voice_streamed_or_not(spoken, checkpoint, recording_file):
         "designed": ("voice_design", "--instruct", "warm narrator"),
         "text as it speaks": ("voice_design", "--instruct", "warm narrator", "--no-non-streaming-mode"),
     }
-    heard = set()
-    for name, (kind, *arguments) in voices.items():
-        whole = spoken(kind, "--text", "Hello!", *arguments)
-        if name in ("x-vector", "in-context", "designed"):
-            assert whole == spoken(kind, "--text", "Hello!", *arguments, "--stream")
-        heard.add(whole["out.wav"])
-    assert len(heard) == len(voices)
+    for kind, *words in voices.values():
+        assert speak(kind, "--text", "Hello!", *words)[0] == 0
+    assert len({*map(pickle.dumps, requests)}) == len(voices)
 
 
-def test_several_lines(spoken, tmp_path, monkeypatch):
-    """One file per line, or one for all; from a file or from stdin the same; the first is what it would be alone."""
-    voice = "custom_voice", "--speaker", "aiden"
-    (tmp_path / "lines.txt").write_text("One.\n\n  Two, zwei, \u4e8c.\n")
-    files = spoken(*voice, "--text-file", tmp_path / "lines.txt")
-    assert list(files) == ["out-001.wav", "out-002.wav"]
-    assert spoken.stdout.count("out-00") == 2 and spoken.stdout.count("on the CPU") == 1  # the path is said once
-    assert files["out-001.wav"] == spoken(*voice, "--text", "One.")["out.wav"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("One.\nTwo, zwei, \u4e8c.\n"))
-    (joined,) = spoken(*voice, "--text", "-", "--join", "--pause", 0).values()
-    assert joined[44:] == files["out-001.wav"][44:] + files["out-002.wav"][44:]
-
-
-@pytest.mark.slow
-def test_a_pipe_is_spoken_while_it_is_written(spoken, checkpoint, tmp_path):
-    """`llm | generate.py --text - --stream`: the first line must be heard before the second is written.
-
-    The bytes come one by one, so characters are cut, too. The last line has no end.
-    """
-    arguments = "--speaker", "aiden", "--no-non-streaming-mode", "--seed", "3", "--max-seq-len", "300"
-    (tmp_path / "lines.txt").write_text("One.\n\n  Two, zwei, \u4e8c.  \r\n \n3")
-    (whole,) = spoken("custom_voice", *arguments, "--text-file", tmp_path / "lines.txt", "--join").values()
-    command = [sys.executable, ROOT / "generate.py", "--model", checkpoint("custom_voice"), "--device", "cpu"]
-    with subprocess.Popen(
-        [*map(str, [*command, *arguments]), "--text", "-", "--stream", "--output", "-"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        bufsize=0,
-    ) as process:
-        data = "\ufeffOne.\n\n  Two, zwei, \u4e8c.  \r\n \n3".encode()
-        for byte in data[:8]:
-            process.stdin.write(bytes([byte]))
-        heard = process.stdout.read(44 + 3840)
-        for byte in data[8:]:
-            process.stdin.write(bytes([byte]))
-        process.stdin.close()
-        heard += process.stdout.read()
-    assert process.returncode == 0
-    assert_same_audio(heard, whole)
-
-
-def assert_same_audio(streamed, whole):
-    """Up to the rounding of samples that were decoded in other chunks."""
-    streamed, whole = (np.frombuffer(wav[44:], "<i2").astype(int) for wav in (streamed, whole))
-    assert len(streamed) == len(whole) and np.abs(streamed - whole).max() <= 1
+def test_several_lines(speak, requests):
+    """One file per line, or one for all; from a file or from stdin the same; the first is what it would be alone. A
+    byte order mark, which editors on Windows write in front of the text, is a token, and must not be spoken."""
+    Path("lines.txt").write_text("One.\n\n  Two, zwei, \u4e8c.\n", encoding="utf-8-sig")
+    _, stdout, _ = speak("custom_voice", "--text-file", "lines.txt")
+    assert [*map(str, sorted(Path().glob("*.wav")))] == ["out-001.wav", "out-002.wav"]
+    assert stdout.count("out-00") == 2 and stdout.count("on the CPU") == 1  # the path is said once
+    speak("custom_voice", "--text", "-", "--join", "--pause", 0, stdin=["One.\nTwo, zwei, \u4e8c.\n".encode()])
+    assert soundfile.info("out.wav").frames == 4 * 1920
+    speak("custom_voice", "One.")
+    assert requests[:2] == requests[2:4] and requests[4] == requests[0]
+    assert [request["text"] for request in requests[:2]] == ["One.", "Two, zwei, \u4e8c."]
 
 
 @pytest.mark.parametrize(
@@ -278,96 +144,30 @@ def assert_same_audio(streamed, whole):
         (b"Hi", ("--non-streaming-mode",), "leave out --stream"),
     ],
 )
-def test_mistakes_in_a_pipe(call, checkpoint, tmp_path, monkeypatch, data, more, message):
+def test_mistakes_in_a_pipe(speak, data, more, message):
     """One line, and no file."""
-    with tempfile.TemporaryFile() as file:
-        file.write(data)
-        file.seek(0)
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(file))
-        words = options(checkpoint(), text="-", output=tmp_path / "out.wav")
-        code, _, stderr = call(main, *words, "--stream", *more)
-    assert code == 2 and message in stderr and len(stderr.splitlines()) == 1
-    assert not (tmp_path / "out.wav").exists()
+    assert_refused(speak("base", "--text", "-", "--stream", *more, stdin=[data]), message)
+    assert not Path("out.wav").exists()
 
 
-def test_a_byte_order_mark_is_not_spoken(spoken, tmp_path):
-    """Editors on Windows write one in front of the text, and it is a token."""
-    voice = "custom_voice", "--speaker", "aiden"
-    (tmp_path / "marked.txt").write_text("Hello!", encoding="utf-8-sig")
-    assert spoken(*voice, "--text-file", tmp_path / "marked.txt") == spoken(*voice, "--text", "Hello!")
-
-
-def test_nothing_but_audio_goes_to_stdout(checkpoint, tmp_path, capfdbinary, monkeypatch, loaded):
+def test_nothing_but_audio_goes_to_stdout(speak, call):
     """Upstream prints warnings about a recording that is too loud, in the middle of the WAV."""
     loud = 2 * np.sign(np.sin(np.arange(2 * 24000) / 20)).astype(np.float32)
-    soundfile.write(tmp_path / "loud.wav", loud, 24000, subtype="FLOAT")
-    words = ["--model", checkpoint(), "--device", "cpu", "--ref-audio", tmp_path / "loud.wav", "--text", "Hello!"]
-    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words), "--output", "-", "--max-seq-len", "300"])
-    monkeypatch.setattr(speaking, "load", loaded)
-    with warnings.catch_warnings():
-        main()
-    stdout, stderr = capfdbinary.readouterr()
-    assert b"WARNING" in stderr
-    assert soundfile.info(io.BytesIO(stdout)).frames * 2 + 44 == len(stdout)
+    soundfile.write("loud.wav", loud, 24000, subtype="FLOAT")
+    _, _, stderr = speak("base", "Hello!", "--ref-audio", "loud.wav", "--output", "-")
+    assert "WARNING" in stderr
+    assert soundfile.info(io.BytesIO(call.audio)).frames * 2 + 44 == len(call.audio)
 
 
-def test_other_formats(call, checkpoint, tmp_path):
-    """By the extension of --output, also with --stream, where the file appears when it is complete. test_audio_files.py
-    has all formats."""
-    heard = []
-    for name, more in (("whole.wav", ()), ("whole.flac", ()), ("streamed.flac", ("--stream",)), ("whole.mp3", ())):
-        words = *options(checkpoint(), output=tmp_path / name), "--max-seq-len", 300, "--seed", 2, *more
-        code, stdout, stderr = call(main, *words)
-        assert (code, stderr) == (0, "") and stdout.startswith(f"{tmp_path / name}: ")
-        heard.append(soundfile.read(tmp_path / name, dtype="int16"))
-    (wav, rate), (whole, _), (streamed, _), (mp3, _) = heard
-    assert rate == 24000
-    np.testing.assert_array_equal(whole, wav)
-    np.testing.assert_array_equal(streamed, wav)
-    assert 0 <= len(mp3) - len(wav) <= 3 * 1152  # encoders fill their last block
-
-
-def test_a_full_disk_is_one_line(call, checkpoint):
+def test_a_full_disk_is_one_line(speak, requests):
     """After the work is done, too: no traceback, and the device is still there."""
-    code, stdout, stderr = call(main, *options(checkpoint(), output="/dev/full"), "--max-seq-len", 300)
-    assert code == 2 and stdout == "" and len(stderr.splitlines()) == 1
-    assert stderr.startswith("error: cannot write /dev/full: No space left") and Path("/dev/full").exists()
+    result = speak("base", "Hello!", "-o", "/dev/full")
+    assert_refused(result, "error: cannot write /dev/full: No space left")
+    assert result[1] == "" and Path("/dev/full").exists()
 
 
-@pytest.mark.slow
-def test_a_player_that_was_closed(tmp_path):
-    """head, or a player's window: exit code 141 as for any other program in a pipe, and no traceback."""
-    program = f"""if True:
-        import sys, numpy as np
-        sys.path.insert(0, {str(ROOT)!r})
-        from qwen3_tts_cuda_graphs.common.audio_files import write_audio
-        from qwen3_tts_cuda_graphs.common.scripts import cli_errors
-        with cli_errors():
-            write_audio("-", iter([(np.zeros(1920), 24000)] * 1000), playable=True)"""
-    result = subprocess.run(
-        ["bash", "-c", '"$0" -c "$1" | head -c 100 > audio; exit ${PIPESTATUS[0]}', sys.executable, program],
-        cwd=tmp_path,
-        capture_output=True,
-    )
-    assert (result.returncode, result.stderr, (tmp_path / "audio").stat().st_size) == (141, b"", 100)
-
-
-@pytest.fixture
-def requests(monkeypatch):
-    """What reaches the model, which is not asked: two short chunks are its answer to each text."""
-    requests = []
-
-    def speak(method, *, text, **request):
-        requests.append(request | {"text": "".join(text)})
-        yield from [(np.full(1920, len(requests) / 8), 24000)] * 2
-
-    monkeypatch.setattr(speaking, "speak", speak)
-    return requests
-
-
-def test_nothing_but_a_text(call, checkpoint, requests, tmp_path, monkeypatch):
+def test_nothing_but_a_text(call, checkpoint, requests, tmp_path):
     """Without a voice the first speaker, a description, or the folder's own speaker.pt; without --output a new name."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "speech.wav").write_bytes(b"somebody's file")
     (tmp_path / "speech-2-001.wav").write_bytes(b"somebody's file")
     for number, kind in enumerate(("custom_voice", "voice_design", "base"), 3):
@@ -378,10 +178,8 @@ def test_nothing_but_a_text(call, checkpoint, requests, tmp_path, monkeypatch):
     assert (tmp_path / "speech.wav").read_bytes() == b"somebody's file"
     preset, designed, cloned = requests
     assert preset["speaker"] == "aiden" and designed["instruct"] == cli_options.DESCRIPTION
-    assert torch.equal(
-        cloned["voice_clone_prompt"]["ref_spk_embedding"][0],
-        torch.load(checkpoint() / "speaker.pt", weights_only=True),
-    )
+    speaker = torch.load(checkpoint() / "speaker.pt", weights_only=True)
+    assert torch.equal(cloned["voice_clone_prompt"]["ref_spk_embedding"][0], speaker)
 
 
 @pytest.mark.parametrize(
@@ -399,60 +197,47 @@ def test_the_model_follows_the_voice(call, voice, model):
     assert (stdout.split() == sorted(SPEAKERS)) if "Custom" in model else f"{model} has no speakers" in stderr
 
 
-def test_words_of_other_programs(call, checkpoint, requests, tmp_path):
+def test_words_of_other_programs(speak, checkpoint, requests):
     """A text without an option, --voice, -o: `--voice ryan` was answered with --device, -o with nothing."""
-    out, model = tmp_path / "out.wav", checkpoint("custom_voice")
-    common = "--model", model, "--device", "cpu", "--max-seq-len", 300
-    for words in (("Hello,", "there!", "--voice", "Ryan", "-o", out), ("-o", out, "--voice=Ryan", "Hello, there!")):
-        code, stdout, stderr = call(main, *common, *words)
-        assert (code, stderr) == (0, "") and stdout.startswith(f"{out}: ")
+    config = checkpoint("custom_voice") / "config.json"
+    for words in (("Hello,", "there!", "--voice", "Ryan"), ("--voice=Ryan", "Hello, there!")):
+        code, stdout, stderr = speak("custom_voice", *words)
+        assert (code, stderr) == (0, "") and stdout.startswith("out.wav: ")
         assert (requests[-1]["text"], requests[-1]["speaker"]) == ("Hello, there!", "Ryan")
     for words, message in (
         (("Hello!", "--text", "Hi!"), "'Hello!' is a second text"),
         (("Hello!", "--text-file", "book.txt"), "'Hello!' is a second text"),
-        ((model / "config.json",), f"is a file: give it as --text-file {model / 'config.json'}"),
+        ((config,), f"is a file: give it as --text-file {config}"),
         (("",), "the text is empty"),
         (("x" * 5000, "--seed", -1), "from 0 to"),  # too long for the name of a file
     ):
-        code, _, stderr = call(main, *common, *words, "-o", out)
-        assert code == 2 and message in stderr and len(stderr.splitlines()) == 1
+        assert_refused(speak("custom_voice", *words), message)
 
 
-@pytest.mark.parametrize("speed", [0.25, 0.8, 1.5, 4])
-def test_speed(checkpoint, loaded, requests, tmp_path, monkeypatch, capfdbinary, speed):
-    """To files, to stdout and played alike; the silence between utterances stays as --pause says."""
+@pytest.mark.parametrize("speed", [1, 0.25, 0.8, 1.5, 4])
+def test_speed(speak, call, requests, speed):
+    """To files of every format, to stdout and played alike; the silence between utterances stays as --pause says."""
     pytest.importorskip("av")
-    monkeypatch.setattr(speaking, "load", loaded)
-    words = "--model", checkpoint("custom_voice"), "--device", "cpu", "--max-seq-len", 300, "--speed", speed
-    words += "--text", "One.\nTwo.", "--join", "--pause", 0.5
-    wanted = 2 * round(2 * 1920 / speed) + 12000
-    monkeypatch.setitem(sys.modules, "sounddevice", device := FakeSoundDevice())
-    for output in ("whole.wav", "whole.flac", "streamed.wav", "-", "played.wav"):
-        path = output if output == "-" else tmp_path / output
-        more = {"streamed.wav": ["--stream"], "played.wav": ["--play"]}.get(output, [])
-        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, [*words, *more, "-o", path])])
-        capfdbinary.readouterr()
-        with warnings.catch_warnings():
-            main()
+    words = "--speed", speed, "--text", "One.\nTwo.", "--join", "--pause", 0.5
+    device, heard = FakeSoundDevice(), []
+    for output in ("whole.wav", "whole.flac", "streamed.wav", "streamed.flac", "-", "played.wav"):
+        more = ["--stream"] * output.startswith("streamed") + ["--play"] * output.startswith("played")
+        speak("custom_voice", *words, *more, "-o", output, device=device)
         requests.clear()  # they count
-        heard, _ = soundfile.read(io.BytesIO(capfdbinary.readouterr().out) if output == "-" else path, dtype="int16")
-        assert len(heard) == wanted and np.abs(heard).max() > 1000
-        if output == "whole.wav":
-            whole = heard
-        np.testing.assert_array_equal(heard, whole)
-    np.testing.assert_array_equal(np.rint(np.concatenate(device.heard) * 32767), whole)
+        heard.append(soundfile.read(io.BytesIO(call.audio) if output == "-" else output, dtype="int16")[0])
+    assert len(heard[0]) == 2 * round(2 * 1920 / speed) + 12000 and np.abs(heard[0]).max() > 1000
+    for audio in (*heard, np.rint(np.concatenate(device.heard) * 32767)):
+        np.testing.assert_array_equal(audio, heard[0])
 
 
-def test_a_long_text_is_cut_wherever_it_comes_from(call, checkpoint, requests, tmp_path, monkeypatch):
+def test_a_long_text_is_cut_wherever_it_comes_from(speak, requests, tmp_path):
     """As --text it was refused. One line is one file, however many utterances it takes."""
     text = "This is a sentence. " * 10 + "x" * 500
     (tmp_path / "long.txt").write_text(text)
     heard = []
-    for source in (("--text", text), ("--text-file", tmp_path / "long.txt"), (text,), ("--text", "-")):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-        words = "--model", checkpoint("custom_voice"), "--device", "cpu", "--max-seq-len", 300, "-o"
-        code, stdout, stderr = call(main, *words, tmp_path / "out.wav", *source)
-        assert (code, stderr) == (0, "") and stdout.startswith(f"{tmp_path / 'out.wav'}: ")
+    for source in (("--text", text), ("--text-file", "long.txt"), (text,), ("--text", "-")):
+        code, stdout, stderr = speak("custom_voice", *source, stdin=[text.encode()])
+        assert (code, stderr) == (0, "") and stdout.startswith("out.wav: ")
         heard.append([request["text"] for request in requests])
         assert [path.name for path in tmp_path.glob("*.wav*")] == ["out.wav"]
         (tmp_path / "out.wav").unlink()
@@ -489,18 +274,15 @@ class FakeSoundDevice:
         return lambda: self.calls.append(name)
 
 
-def test_play(call, checkpoint, requests, tmp_path, monkeypatch):
+def test_play(speak, requests, tmp_path):
     """All that is generated is heard, also of text from a pipe; without --output no file is written."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "lines.txt").write_text("One.\nTwo.\n")
-    words = "--model", checkpoint("custom_voice"), "--device", "cpu", "--max-seq-len", 300, "--play", "--pause", 0.1
     file = "--text-file", "lines.txt"
     for more in ((*file, "--join", "--output", "out.wav"), ("--text", "-"), file):
-        device = FakeSoundDevice()
-        monkeypatch.setitem(sys.modules, "sounddevice", device)
-        with open("lines.txt") as stdin:
-            monkeypatch.setattr(sys, "stdin", stdin)
-            code, stdout, stderr = call(main, *words, *more)
+        words = "--play", "--pause", 0.1, *more
+        code, stdout, stderr = speak(
+            "custom_voice", *words, stdin=[b"One.\nTwo.\n"], device=(device := FakeSoundDevice())
+        )
         assert (code, stderr) == (0, "") and stdout.startswith(f"{'out.wav' if '--join' in more else 'played'}: 0.42 s")
         assert device.calls == [(24000, 1, "float32"), "start", "stop", "abort", "close"]
         heard = np.concatenate(device.heard)
@@ -518,25 +300,16 @@ def test_play(call, checkpoint, requests, tmp_path, monkeypatch):
     ],
     ids=["no package", "no device", "unplugged"],
 )
-def test_play_without_a_device(call, checkpoint, requests, monkeypatch, device, words):
+def test_play_without_a_device(speak, requests, device, words):
     """One line, and before the model is loaded where that is possible."""
-    monkeypatch.setitem(sys.modules, "sounddevice", device)
-    if device is None or device.fails_after == 0:
-        monkeypatch.setattr(speaking, "load", None)
-    voice = "--model", checkpoint(), "--device", "cpu", "--max-seq-len", 300
-    code, _, stderr = call(main, *voice, "--text", "Hello!", "--play")
-    assert code == 2 and words in stderr and len(stderr.splitlines()) == 1
+    loading = {} if device and device.fails_after else {"load": None}
+    assert_refused(speak("base", "--text", "Hello!", "--play", device=device, **loading), words)
 
 
-def test_text_as_it_is_written_with_a_transcript(call, checkpoint, recording_file, requests, tmp_path, monkeypatch):
+def test_text_as_it_is_written_with_a_transcript(speak, recording_file, requests):
     """Nothing was heard for as long as the reference was not covered by text, and nothing said why."""
-    (tmp_path / "line.txt").write_text("Hello!\n")
-    words = "--model", checkpoint(), "--device", "cpu", "--ref-audio", recording_file, "--text", "-", "--stream"
-    with (tmp_path / "line.txt").open() as file, warnings.catch_warnings():
-        monkeypatch.setattr(sys, "stdin", file)
-        code, _, stderr = call(
-            main, *words, "--ref-text", "what it says", "--output", tmp_path / "out.wav", "--max-seq-len", 300
-        )
+    words = "--ref-audio", recording_file, "--text", "-", "--stream", "--ref-text", "what it says"
+    code, _, stderr = speak("base", *words, stdin=[b"Hello!\n"])
     frames = 32  # of the recording and the silence behind it: 2.5 s
     tokens = 1 + frames + 1 - len("what it says")  # every byte is a token here
     assert code == 0 and f"once it has {tokens} tokens or has ended; without one" in stderr
@@ -556,9 +329,8 @@ def test_a_python_without_the_packages():
         assert result.returncode == 2
 
 
-def test_two_recordings_at_once(monkeypatch):
+def test_two_recordings_at_once():
     """Two threads that redirect stdout left it redirected: what the server printed later went to stderr."""
-    monkeypatch.setitem(sys.modules, "upstream", types.ModuleType("upstream"))
     inside, first_has_left = threading.Barrier(2), threading.Event()
 
     def create(recording, *_, **__):
@@ -566,7 +338,7 @@ def test_two_recordings_at_once(monkeypatch):
         if len(recording[0]) == 2:
             assert first_has_left.wait(10)
 
-    model = type("Model", (), {"__module__": "upstream", "speaker_encoder_sample_rate": 24000})()
+    model = type("Model", (), {"speaker_encoder_sample_rate": 24000})()
     tts = types.SimpleNamespace(model=model, create_voice_clone_prompt=create)
     stdout = sys.stdout
     with ThreadPoolExecutor(2) as threads:
@@ -580,16 +352,26 @@ def test_two_recordings_at_once(monkeypatch):
 def test_lists(call, checkpoint):
     """What --speaker and --language take: sorted, and without the dialects, which only speakers choose."""
     code, speakers, _ = call(main, "--model", checkpoint("custom_voice"), "--list-speakers")
-    assert code in (0, None) and speakers.split() == sorted(speakers.split()) and "ono_anna" in speakers.split()
+    assert code == 0 and speakers.split() == sorted(speakers.split()) and "ono_anna" in speakers.split()
     code, languages, _ = call(main, "--model", checkpoint("base"), "--list-languages")
-    assert code in (0, None) and "auto" in languages.split() and "beijing_dialect" not in languages
+    assert code == 0 and "auto" in languages.split() and "beijing_dialect" not in languages
     assert {checkpoints.language_name(code) for code in checkpoints.LANGUAGES} <= {*languages.split()}
 
 
-def test_published_models_are_known_without_a_hub(call, tmp_path, monkeypatch):
+@pytest.fixture
+def no_hub(monkeypatch):
+    """A hub that cannot be reached, as huggingface_hub reports it."""
+
+    def unreachable(*_, **__):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
+
+    for function in ("model_info", "snapshot_download"):
+        monkeypatch.setattr(huggingface_hub, function, unreachable)
+
+
+def test_published_models_are_known_without_a_hub(call, tmp_path, no_hub):
     """Lists and mistakes waited for a download. The facts are those that random checkpoints are made of."""
     tokenizer = random_checkpoint.text_tokenizer(tmp_path, 0)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     for name, hub_id in MODELS.items():
         size, kind = hub_id.split("-")[-2:]
         written = random_checkpoint.model_config(size, KIND_OF[kind], tokenizer)
@@ -598,27 +380,24 @@ def test_published_models_are_known_without_a_hub(call, tmp_path, monkeypatch):
             talker = config.pop("talker_config")
             assert written | config == written and written["talker_config"] | talker == written["talker_config"]
             code, languages, _ = call(main, "--model", spelling, "--list-languages")
-            assert code in (0, None) and languages.split() == sorted(["auto", *LANGUAGE_IDS])
+            assert code == 0 and languages.split() == sorted(["auto", *LANGUAGE_IDS])
     assert len(SPEAKERS) == 9 and len(LANGUAGE_IDS) == 10
     code, speakers, _ = call(main, "--model", "1.7b-customvoice", "--list-speakers")
-    assert code in (0, None) and speakers.split() == sorted(SPEAKERS)
+    assert code == 0 and speakers.split() == sorted(SPEAKERS)
+    cloning = "--speaker Ryan is not for 1.7B, a Base model, which clones voices: use"
     for words, message in (
-        (
-            ("--model", "1.7b", "--voice", "Ryan"),
-            "--speaker Ryan is not for 1.7B, a Base model, which clones voices: use",
-        ),
+        (("--model", "1.7b", "--voice", "Ryan"), cloning),
         (("--voice", "rian"), "choose ryan, vivian"),
         (("--language", "klingon"), "no language 'klingon'"),
         (("--top-k", 5000), "from 1 to 3072"),
+        ((), "cannot be downloaded from the model hub"),
     ):
-        code, _, stderr = call(main, "Hello!", "-o", tmp_path / "out.wav", *words)
-        assert code == 2 and message in stderr and len(stderr.splitlines()) == 1
+        assert_refused(call(main, "Hello!", "-o", "out.wav", *words, load=load), message)
 
 
-def test_codes_of_languages(call, checkpoint, requests):
+def test_codes_of_languages(speak, requests):
     """As other services name them: --language en was "there is no language"."""
-    code, *_ = call(main, *options(checkpoint(), output=os.devnull, language="de"), "--max-seq-len", 300)
-    assert code == 0 and requests[0]["language"] == "german"
+    assert speak("base", "Hello!", "--language", "de")[0] == 0 and requests[0]["language"] == "german"
     names = {word: checkpoints.language_name(word) for word in ("EN-us", "zh_CN", "Auto", "xx")}
     assert names == {"EN-us": "english", "zh_CN": "chinese", "Auto": "Auto", "xx": "xx"}
 
@@ -634,10 +413,7 @@ def wrong_files(tmp_path_factory, checkpoint):
     folder = tmp_path_factory.mktemp("wrong")
     torch.save(torch.zeros(128), folder / "wide.pt")
     torch.save(torch.full((64,), torch.nan), folder / "nan.pt")
-    torch.save({"a": 1}, folder / "dict.pt")
-    torch.save(torch.full((64,), 1e300, dtype=torch.float64), folder / "large.pt")
     torch.save(torch.ones(64).to_sparse(), folder / "sparse.pt")
-    torch.save(torch.ones(64, device="meta"), folder / "meta.pt")
     torch.save(torch.ones(64).to(torch.float8_e4m3fn), folder / "float8.pt")
     torch.save(Boom(), folder / "code.pt")
     (folder / "pickle.pt").write_bytes(pickle.dumps([1.0] * 64, protocol=4))
@@ -692,7 +468,6 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(speaker=None, ref_audio="missing.wav"), "no file missing.wav"),
     (dict(speaker=None, ref_audio="long.wav", ref_text=" "), "--ref-text is empty"),
     (dict(speaker=None, ref_audio="long.wav", ref_text="words"), "312 positions, the cache has 300: give a sh"),
-    (dict(speaker=None, ref_audio="."), "no file"),
     (dict(speaker=None, ref_audio="text.wav"), "not audio"),
     (dict(speaker=None, ref_audio="short.wav"), "0.06 s"),
     (dict(speaker=None, ref_audio="silent.wav"), "silent"),
@@ -709,34 +484,26 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(text_file="empty.txt"), "one of them"),
     (dict(text=None, text_file="empty.txt"), "text is empty"),
     (dict(text=None, text_file="missing.txt"), "cannot read missing.txt"),
-    (dict(text=None, text_file="."), "cannot read"),
     (dict(text=None, text_file="binary.txt"), "not UTF-8"),
     (dict(text="caf\udce9"), "cannot read --text: it is not UTF-8"),
     (dict(output="nowhere/out.wav"), "no folder nowhere"),
     (dict(output="."), "it is a folder"),
     (dict(text=None, text_file="text.wav", output="text.wav"), "cannot write text.wav: it is what is read"),
     (dict(speaker="wide.pt", output="./wide.pt"), "it is what is read"),
-    (dict(text="a\nb", output="."), "it is a folder"),
     (dict(text="a\nb", output="-"), "add --join"),
     (dict(output=None, resume=""), "--resume needs the --output"),
     (dict(output="out.m4a"), ".m4a is not an audio format: choose one of .wav, .flac, .ogg, .opus, .mp3"),
-    (dict(text="a\nb", output="out.m4a"), ".m4a is not an audio format"),
     (dict(output="out.m4a", stream=""), ".m4a is not an audio format"),
     (dict(temperature=0), "--temperature is 0.0"),
     (dict(temperature=-1), "above 0"),
-    (dict(temperature=1e40), "at most 1e6"),
     (dict(repetition_penalty=1e-9), "from 1e-6 to 1e6"),
     (dict(temperature="nan"), "nan"),
-    (dict(temperature="inf"), "inf"),
     (dict(temperature="warm"), "invalid float value"),
     (dict(top_k=0), "from 1 to 3072"),
     (dict(top_k=4000), "from 1 to 3072"),
     (dict(top_p=0), "above 0 and at most 1"),
-    (dict(top_p=1.5), "at most 1"),
-    (dict(top_p="nan"), "--top-p is nan"),
     (dict(repetition_penalty=0), "1.0 for none"),
     (dict(max_seq_len=4), "from 32 to 32768"),
-    (dict(max_seq_len=10**9), "from 32 to"),
     (dict(pause=-1, join=""), "--pause is -1.0, it must be from 0 to 60"),
     (dict(retry=-1), "--retry is -1"),
     (dict(retry=2, no_limit_speech=""), "leave out --no-limit-speech"),
@@ -746,9 +513,7 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(text=None, text_file="-"), "use --text - for stdin"),
     (dict(model="wide.pt"), "wide.pt is a file: give --model the folder"),
     (dict(seed=-1), "from 0 to"),
-    (dict(seed=10**20), "from 0 to"),
     (dict(device="abacus"), "no device 'abacus'"),
-    (dict(device="mps"), "no device 'mps'"),
     (dict(device="cpu:7"), "no device 'cpu:7'"),
     (dict(dtype="int3"), "int3"),
     (dict(model="./nowhere"), "no folder ./nowhere"),
@@ -767,7 +532,9 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
             ("speaker-wav reference-audio", "--ref-audio"),
             ("list-voices voices", "--list-speakers"),
             ("input gen-text", "--text"),
-            ("out-path output-file format", "--output"),
+            ("out-path output-file", "--output"),
+            ("response-format output-format", "--format"),
+            ("sampling-rate", "--sample-rate"),
             ("style instructions", "--instruct"),
             ("cuda", "--device"),
         )
@@ -777,11 +544,8 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
 LATE_MISTAKES = [  # those that take torch, the tokenizer or the model to find
     (dict(speaker="wide.pt"), "holds 128 numbers, this model takes 64"),
     (dict(speaker="nan.pt"), "NaN or infinite"),
-    (dict(speaker="large.pt"), "NaN or infinite"),
     (dict(speaker="sparse.pt"), "does not hold a speaker"),
-    (dict(speaker="meta.pt"), "does not hold a speaker"),
     (dict(speaker="float8.pt"), "does not hold a speaker"),
-    (dict(speaker="dict.pt"), "does not hold a speaker"),
     (dict(speaker="code.pt"), "not a speaker file"),
     (dict(speaker="pickle.pt"), "not a speaker file"),
     (
@@ -799,44 +563,33 @@ LATE_MISTAKES = [  # those that take torch, the tokenizer or the model to find
 
 
 @pytest.fixture
-def mistaken(checkpoint, wrong_files, tmp_path, monkeypatch):
-    """mistaken(change) -> the options of a good call with a change, for a process in the folder of the wrong files."""
-    monkeypatch.chdir(wrong_files)
+def mistaken(checkpoint, wrong_files, tmp_path):
+    """mistaken(change) -> the options of a good call with a change, in the folder of the wrong files."""
 
     def mistaken(change):
         good = dict(model="base", speaker=checkpoint() / "speaker.pt", text="Hello!", output=tmp_path / "out.wav")
         good |= dict(device="cpu", max_seq_len=300) | change
         if good["model"] in ("base", "custom_voice", "voice_design"):
             good["model"] = checkpoint(good["model"])
-        return [
-            str(word)
-            for name, value in good.items()
-            if value is not None
-            for word in ("--" + name.replace("_", "-"), value)
-            if word != ""
-        ]
+        given = [("--" + name.replace("_", "-"), value) for name, value in good.items() if value is not None]
+        return [str(word) for pair in given for word in pair if word != ""]
 
-    return mistaken
+    with contextlib.chdir(wrong_files):
+        yield mistaken
 
 
 @pytest.mark.parametrize("change, words", MISTAKES + LATE_MISTAKES, ids=lambda value: str(value)[:50])
 def test_mistakes_get_one_line(call, mistaken, wrong_files, tmp_path, change, words):
     """What was wrong and what to do, before anything is written: no traceback, and no code of a file is executed."""
     files = sorted(wrong_files.iterdir())
-    code, stdout, stderr = call(main, *mistaken(change))
-    assert code == 2 and stdout == "" and stderr.startswith("error: ") and len(stderr.splitlines()) == 1
-    assert words in stderr
+    refused = call(main, *mistaken(change))
+    assert_refused(refused, words)
+    assert refused[1] == "" and refused[2].startswith("error: ")
     assert not list(tmp_path.iterdir()) and sorted(wrong_files.iterdir()) == files
 
 
 SLOW = ["torch", "transformers", "qwen_tts", "librosa"]
 FOR_RECORDINGS = ["numpy", "soundfile"]
-
-
-def run_program(program, *folders, **options):
-    """In a process of its own, in which the folders come first on the path."""
-    program = f"import sys\nsys.path[:0] = {[str(folder) for folder in folders]}\n" + textwrap.dedent(program)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, **options)
 
 
 @pytest.mark.parametrize("with_recording", [False, True], ids=["without numpy", "with numpy"])
@@ -861,29 +614,21 @@ def test_mistakes_are_found_without_slow_imports(mistaken, with_recording):
 
 
 @pytest.mark.parametrize(
-    "script, option, slow",
+    "script, slow",
     [
-        ("generate.py", "--help", SLOW + FOR_RECORDINGS),
-        ("generate.py", "--hlep", SLOW + FOR_RECORDINGS),
-        ("extract_speaker.py", "--help", SLOW),
-        ("extract_speaker.py", "--hlep", SLOW),
-        ("qwen3_tts_cuda_graphs/serving/__main__.py", "--help", SLOW + FOR_RECORDINGS),
-        ("qwen3_tts_cuda_graphs/serving/__main__.py", "--hlep", SLOW + FOR_RECORDINGS),
+        ("generate.py", SLOW + FOR_RECORDINGS),
+        ("extract_speaker.py", SLOW),
+        ("qwen3_tts_cuda_graphs/serving/__main__.py", SLOW + FOR_RECORDINGS),
     ],
 )
-def test_the_scripts_themselves_import_nothing_slow_first(script, option, slow):
+def test_the_scripts_themselves_import_nothing_slow_first(script, slow):
     """The test above does not see what generate.py imports before it hands over to cli/."""
-    command = [sys.executable, "-X", "importtime", ROOT / script, option]
+    command = [sys.executable, "-X", "importtime", ROOT / script, "--hlep"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}  # for serving/, which is run with -m
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     imported = {line.split("|")[-1].strip() for line in result.stderr.splitlines()}
-    assert result.returncode == (0 if option == "--help" else 2) and "argparse" in imported
+    assert result.returncode == 2 and "argparse" in imported
     assert not imported & set(slow)
-
-
-def test_what_is_written_twice_is_the_same():
-    """options.py cannot import these from generate.py and fast/, which import torch."""
-    assert checkpoints.MODELS == MODELS
 
 
 @pytest.mark.parametrize(
@@ -960,7 +705,7 @@ def test_what_nobody_calls_is_not_imported(tmp_path):
     look = f"from importlib.util import find_spec\nprint([*map(find_spec, {names})])"
     (tmp_path / "torch.py").write_text(look)
     program = """
-        from qwen3_tts_cuda_graphs.common.scripts import heavy_imports
+        from qwen3_tts_cuda_graphs.common.command import heavy_imports
         with heavy_imports("cpu"):
             import torch
         import sklearn
@@ -974,9 +719,8 @@ def test_what_nobody_calls_is_not_imported(tmp_path):
 )
 def test_closed_streams(mistaken, closed, words):
     """A service may be started without them: Python's sys.stdin is None then."""
-    change = dict(text="-") if closed == "stdin" else dict(output="-")
     program = f"""
-        sys.argv[1:] = {mistaken(change)}
+        sys.argv[1:] = {mistaken(dict(text="-") if closed == "stdin" else dict(output="-"))}
         sys.{closed} = None
         from qwen3_tts_cuda_graphs.cli.__main__ import main
         main()
@@ -990,7 +734,7 @@ def test_closed_streams(mistaken, closed, words):
 def test_cuda_starts_beside_the_imports():
     """start_cuda hides its errors: one that always fails would go unnoticed."""
     program = """
-        from qwen3_tts_cuda_graphs.common.scripts import heavy_imports
+        from qwen3_tts_cuda_graphs.common.command import heavy_imports
         with heavy_imports(None):
             import torch
         print(torch.cuda.is_initialized(), torch.cuda.memory_stats()["allocation.all.allocated"] >= 2)
@@ -999,52 +743,36 @@ def test_cuda_starts_beside_the_imports():
     assert (result.returncode, result.stdout, result.stderr) == (0, "True True\n", "")
 
 
-def test_no_hub(call, tmp_path, monkeypatch):
-    """A hub that cannot be reached, as huggingface_hub reports it."""
-
-    def unreachable(*_, **__):
-        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
-
-    for function in ("model_info", "snapshot_download"):
-        monkeypatch.setattr(huggingface_hub, function, unreachable)
-    code, _, stderr = call(main, "--text", "Hello!", "--output", tmp_path / "out.wav")
-    assert code == 2 and "cannot be downloaded from the model hub" in stderr and len(stderr.splitlines()) == 1
-
-
-def test_out_of_gpu_memory(call, checkpoint, monkeypatch, tmp_path):
+def test_out_of_gpu_memory(speak):
     """Torch's message has many lines; what to do is none of them."""
 
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(speaking, "load", full)
-    code, _, stderr = call(main, *options(checkpoint(), output=tmp_path / "out.wav"))
-    assert code == 2 and "memory is full" in stderr and len(stderr.splitlines()) == 1
+    assert_refused(speak("base", "Hello!", load=full), "memory is full")
 
 
-def test_interrupted_stream_stays_a_valid_file(call, checkpoint, monkeypatch, tmp_path):
+def test_interrupted_stream_stays_a_valid_file(speak):
     """Ctrl-C: the audio so far can be played, and the exit code is the shell's for an interrupt."""
 
     def interrupted(method, **kwargs):
-        yield from itertools.islice(speak(method, **kwargs), 2)
+        yield from [(np.zeros(1920), 24000)] * 2
         raise KeyboardInterrupt
 
-    speak = speaking.speak
-    monkeypatch.setattr(speaking, "speak", interrupted)
-    code, _, stderr = call(main, *options(checkpoint(), output=tmp_path / "out.wav"), "--stream", "--max-seq-len", 300)
-    assert code == 130 and soundfile.info(tmp_path / "out.wav").frames == 2 * 1920
+    code, _, stderr = speak("base", "Hello!", "--stream", speak=interrupted)
+    assert code == 130 and soundfile.info("out.wav").frames == 2 * 1920
     assert stderr == "stopped: the first 0.16 s of audio are kept\n"
 
 
 def test_broken_files_are_read_or_refused(checkpoint, recording, tmp_path):
-    """Hundreds of files with changed bytes: torch and soundfile raise many types of errors, users see one."""
+    """Many files with changed bytes: torch and soundfile raise many types of errors, users see one."""
     soundfile.write(tmp_path / "voice.wav", *recording)
     random, path, outcomes = np.random.default_rng(0), tmp_path / "fuzzed", {"read": 0, "refused": 0}
     sources = [
         ((checkpoint() / "speaker.pt").read_bytes(), lambda: load_speaker(path, 64)),
         ((tmp_path / "voice.wav").read_bytes(), lambda: read_audio(path)),
     ]
-    for content, read in sources * 300:
+    for content, read in sources * 100:
         mutated = bytearray(content)
         for _ in range(random.integers(1, 8)):
             position = random.integers(min(len(mutated), random.choice([64, 1024, len(mutated)])))
@@ -1059,12 +787,11 @@ def test_broken_files_are_read_or_refused(checkpoint, recording, tmp_path):
                 outcomes["read"] += 1
             except ValueError:
                 outcomes["refused"] += 1
-    assert min(outcomes.values()) > 50
+    assert min(outcomes.values()) > 15
 
 
-def test_extract_speaker_mistakes(call, wrong_files, monkeypatch):
+def test_extract_speaker_mistakes(call, checkpoint, wrong_files):
     """The recordings are checked before the model is loaded."""
-    monkeypatch.chdir(wrong_files)
     for arguments, words in (
         (["missing.wav"], "no file"),
         (["text.wav"], "not audio"),
@@ -1072,50 +799,39 @@ def test_extract_speaker_mistakes(call, wrong_files, monkeypatch):
         (["short.wav"], "0.06 s"),
         (["silent.wav", "-o", wrong_files / "silent.wav"], "it is what is read"),
         (["long.wav", "--model", "1.7b-customvoice"], "1.7B-CustomVoice has no speaker encoder"),  # asks no hub
+        (["long.wav", "--model", checkpoint("voice_design")], "has no speaker encoder"),
         (["long.wav", "-o", "a.pt", "--output", "b.pt"], "--output was given twice, a.pt and b.pt: give one"),
         ([""], "its value is empty"),
         ([], "expected at least one argument"),
     ):
-        code, _, stderr = call(clone.main, "--ref_audio", *arguments)
-        assert code == 2 and words in stderr and len(stderr.splitlines()) == 1
+        with contextlib.chdir(wrong_files):
+            assert_refused(call(clone.main, "--ref_audio", *arguments), words)
 
 
-def test_extract_speaker_averages_and_warns(call, checkpoint, recording, recording_file, tmp_path):
-    """Of several recordings none must be dropped; a short one is said to be short."""
-    soundfile.write(tmp_path / "other.wav", recording[0][::-1], recording[1])
+def test_extract_speaker(call, checkpoint, recording_at_another_rate, recording_file):
+    """The file holds the vector alone, not the storage it is a view of. Of several recordings none must be dropped; a
+    short one is said to be short."""
+    audio, rate = recording_at_another_rate
+    soundfile.write("other.wav", audio[::-1], rate)
 
     def extract(*files):
-        code, _, stderr = call(
-            clone.main,
-            "--ref_audio",
-            *files,
-            "--model",
-            checkpoint(),
-            "--device",
-            "cpu",
-            "--output",
-            tmp_path / "speaker.pt",
-        )
-        assert code == 0 and "2.0 s of audio: 3 to 30 s give a better voice" in stderr
-        return torch.load(tmp_path / "speaker.pt", weights_only=True).float()
+        words = "--model", checkpoint(), "--device", "cpu", "--output", "speaker.pt"
+        code, stdout, stderr = call(clone.main, "--ref_audio", *files, *words)
+        assert code == 0 and f"64 numbers from {2.0 * len(files)} s" in stdout
+        assert "2.0 s of audio: 3 to 30 s give a better voice" in stderr
+        return torch.load("speaker.pt", weights_only=True)
 
-    one, other, both = (
-        extract(recording_file),
-        extract(tmp_path / "other.wav"),
-        extract(recording_file, tmp_path / "other.wav"),
-    )
-    torch.testing.assert_close(both, (one + other) / 2, rtol=0.02, atol=0.01)
-    code, _, stderr = call(clone.main, "--ref_audio", recording_file, "--model", checkpoint("voice_design"))
-    assert code == 2 and "has no speaker encoder" in stderr
+    one, other, both = extract(recording_file), extract("other.wav"), extract(recording_file, "other.wav")
+    assert one.shape == (64,) and one.dtype == torch.bfloat16 and Path("speaker.pt").stat().st_size < 4096
+    torch.testing.assert_close(both.float(), (one.float() + other.float()) / 2, rtol=0.02, atol=0.01)
 
 
 def test_random_checkpoint_of_each_type(call, tmp_path):
     """Upstream's from_pretrained loads what the script writes: model, codec, processor, and the right type."""
-    for kind in ("custom_voice", "voice_design"):
-        code, stdout, _ = call(random_checkpoint.main, "tiny", tmp_path / kind, "--type", kind)
-        assert code == 0 and "noise" in stdout
-        assert not (tmp_path / kind / "speaker.pt").exists()
-        assert load(str(tmp_path / kind), "cpu", max_seq_len=64).model.tts_model_type == kind
+    code, stdout, _ = call(random_checkpoint.main, "tiny", "model", "--type", "voice_design")
+    assert code == 0 and "noise" in stdout
+    assert not (tmp_path / "model/speaker.pt").exists()
+    assert load(str(tmp_path / "model"), "cpu", max_seq_len=64).model.tts_model_type == "voice_design"
 
 
 def test_setup_downloads_the_weights(tmp_path):

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("av")
 
-from qwen3_tts_cuda_graphs.serving import encoders as encoders_module
-from qwen3_tts_cuda_graphs.serving.encoders import Encoders, LocalStream, RemoteStream
+from qwen3_tts_cuda_graphs.serving.audio_formats import with_length
+from qwen3_tts_cuda_graphs.serving.encoders import MAX_READY, Encoders, LocalStream, RemoteStream, answers_to
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 
 SIZES = 1920, 1920, 3840, 7680, 15360, 1000  # samples of each chunk
@@ -22,7 +22,7 @@ async def running(count):
     encoders = Encoders(count)
     encoders.start()
     async with asyncio.timeout(LIMIT):
-        while len(encoders.processes) < count:
+        while len(encoders.helpers) < count:
             await asyncio.sleep(0.02)
         try:
             yield encoders
@@ -30,11 +30,12 @@ async def running(count):
             encoders.close()
 
 
-async def encoded(stream, seed=0):
+async def encoded(stream, name, seed=0):
     random, pieces = np.random.default_rng(seed), []
     for size in SIZES:
         pieces.append(await stream.add(random.normal(0, 3000, size).astype(np.int16)))
-    data = stream.whole(b"".join([*pieces, await stream.finish()]))
+    pieces.append(await stream.finish())
+    data = b"".join(with_length(name, 24000, stream.samples, pieces))
     stream.close()
     return data
 
@@ -53,39 +54,50 @@ def test_the_same_bytes_as_in_the_server():
     async def check():
         async with running(1) as encoders:
             kinds = [(name, 24000, speed) for name in ("mp3", "opus", "aac", "flac", "wav") for speed in (1.0, 1.5)]
+            kinds += [("mulaw", 24000, 1.0, 8000), ("mp3", 24000, 1.5, 44100, 128), ("flac", 24000, 1.0, 16000)]
             streams = [encoders.open(*kind) for kind in kinds]
-            assert [type(stream) for stream in streams] == [RemoteStream] * 8 + [LocalStream, RemoteStream]
-            remote = await asyncio.gather(*(encoded(stream, seed) for seed, stream in enumerate(streams)))
-            assert encoders.processes[0].streams == 0
+            assert [type(stream) for stream in streams] == [RemoteStream] * 8 + [LocalStream] + [RemoteStream] * 4
+            remote = await asyncio.gather(
+                *(encoded(stream, kinds[seed][0], seed) for seed, stream in enumerate(streams))
+            )
+            assert encoders.helpers[0].streams == 0
             for seed, (kind, data) in enumerate(zip(kinds, remote)):
-                expected = await encoded(LocalStream(*kind), seed)
+                expected = await encoded(LocalStream(kind), kind[0], seed)
                 assert without_serial(data, kind[0]) == without_serial(expected, kind[0]), kind
 
     asyncio.run(check())
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_that_ends_is_replaced(sent, monkeypatch):
+def test_a_process_that_ends_is_replaced(sent):
     """Its streams get an error, others go on, and the next ones find another process. So with one that stands still."""
 
     async def check():
         async with running(2) as encoders:
             first, second = (encoders.open("mp3", 24000, 1.0) for _ in range(2))
             samples = np.zeros(15360, np.int16)
-            assert first.process is not second.process and await first.add(samples)
-            first.process.popen.send_signal(sent)
-            monkeypatch.setattr(encoders_module, "SECONDS_TO_ENCODE", 1.0)
+            assert first.helper is not second.helper and await first.add(samples)
+            first.helper.popen.send_signal(sent)
+            first.helper.seconds = 1.0
             with pytest.raises(ApiError, match="ask again"):
                 while True:
                     await first.add(samples)
             first.close()
-            monkeypatch.undo()
-            assert len(await encoded(second)) > 1000
-            assert len(await encoded(encoders.open("mp3", 24000, 1.0))) > 1000
-            while len(encoders.processes) < 2:
+            assert len(await encoded(second, "mp3")) > 1000
+            assert len(await encoded(encoders.open("mp3", 24000, 1.0), "mp3")) > 1000
+            while len(encoders.helpers) < 2:
                 await asyncio.sleep(0.02)
 
     asyncio.run(check())
+
+
+def test_few_encoders_are_kept_ready():
+    """One of each kind was kept, and a client may ask for any speed."""
+    encoders, ready = {}, {}
+    for number in range(30):
+        kind = "mp3", 24000, 1 + number / 100
+        [*answers_to(encoders, ready, dict(op="add", id=number, kind=kind), b"")]
+    assert len(ready) == MAX_READY and kind in ready
 
 
 def test_an_error_of_a_library_is_an_answer():
@@ -95,6 +107,6 @@ def test_an_error_of_a_library_is_an_answer():
         async with running(1) as encoders:
             with pytest.raises(RuntimeError):
                 await encoders.open("mp3", 7, 1.0).add(np.zeros(1920, np.int16))
-            assert len(await encoded(encoders.open("mp3", 24000, 1.0))) > 1000
+            assert len(await encoded(encoders.open("mp3", 24000, 1.0), "mp3")) > 1000
 
     asyncio.run(check())

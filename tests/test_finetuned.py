@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from helpers import Voice, slow
 from safetensors.torch import load_file, save_file
 
-from qwen3_tts_cuda_graphs.bench import random_checkpoint
+from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
 from qwen3_tts_cuda_graphs.cli.__main__ import main
 from qwen3_tts_cuda_graphs.common.loading import load
 from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
@@ -56,22 +55,15 @@ def test_a_finetuned_speaker_speaks(finetuned, recording):
         voice.assert_same_tokens(text="Hello there.", speaker=speaker, max_new_tokens=10, seed=2)
 
 
-def test_a_finetuned_speaker_is_listed(finetuned, monkeypatch, capsys):
-    """The command line reads the speakers from the checkpoint, not from a list of the published ones."""
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--model", str(finetuned), "--list-speakers"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code and capsys.readouterr().out.lower().split()[0] == "anna_2"
+@pytest.mark.parametrize("words, answer", [("--list-speakers", "anna_2"), ("--speaker Anna_2 --text Hi.", "out.wav:")])
+def test_a_finetuned_speaker_on_the_command_line(words, answer, finetuned, call):
+    """It is read from the checkpoint, not from a list of the published ones, and may be written with capitals."""
+    options = f"--output out.wav --max-seq-len 64 --device cpu --model {finetuned}"
+    code, stdout, stderr = call(main, *words.split(), *options.split())
+    assert code == 0 and stdout.lower().split()[0] == answer, stderr
 
 
-def test_a_finetuned_speaker_with_capitals_can_be_chosen(finetuned, monkeypatch, tmp_path):
-    """On the command line and in the server."""
-    output = tmp_path / "out.wav"
-    words = ["--model", str(finetuned), "--speaker", "Anna_2", "--text", "Hi.", "--output", str(output)]
-    monkeypatch.setattr(sys, "argv", ["generate.py", *words, "--max-seq-len", "64", "--device", "cpu"])
-    main()
-    assert output.is_file()
-
+def test_a_finetuned_speaker_in_the_server(finetuned):
     (model,) = pytest.importorskip("qwen3_tts_cuda_graphs.serving.service").Service(str(finetuned), "cpu").models
     assert model.resolve_voice("Anna_2", ()) == "anna_2"
 
@@ -108,15 +100,18 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("sizes", [[*SIZES][0], *slow(*[*SIZES][1:])])
-def test_other_sizes_give_upstreams_tokens(sizes, recording, tmp_path, monkeypatch):
-    """A number of layers, heads or columns that is written into the code instead of read from the config."""
+@pytest.fixture
+def folder(sizes, tmp_path):
+    """A checkpoint of these sizes."""
     talker, predictor = SIZES[sizes]
-    tiny = random_checkpoint.TALKER_SIZES["tiny"]
-    monkeypatch.setitem(random_checkpoint.TALKER_SIZES, "tiny", tiny | talker)
-    monkeypatch.setattr(random_checkpoint, "TINY_PREDICTOR", random_checkpoint.TINY_PREDICTOR | predictor)
-    random_checkpoint.write_checkpoint(tmp_path, "tiny")
-    voice = Voice("x-vector", lambda kind: tmp_path, recording)
+    write_checkpoint(tmp_path, "tiny", talker=talker, predictor=predictor)
+    return tmp_path
+
+
+@pytest.mark.parametrize("sizes", [[*SIZES][0], *slow(*[*SIZES][1:])])
+def test_other_sizes_give_upstreams_tokens(folder, recording):
+    """A number of layers, heads or columns that is written into the code instead of read from the config."""
+    voice = Voice("x-vector", lambda kind: folder, recording)
     voice.end_comes_up(False)
     (codes,) = voice.assert_same_tokens(text="Hello.", max_new_tokens=10, seed=3)
     assert len(codes) == 9
@@ -125,15 +120,10 @@ def test_other_sizes_give_upstreams_tokens(sizes, recording, tmp_path, monkeypat
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("sizes", SIZES)
-def test_other_sizes_run_without_the_megakernel(sizes, tmp_path, monkeypatch):
+def test_other_sizes_run_without_the_megakernel(folder):
     """Sizes that the kernel does not support must choose another path, not end in a compiler's message."""
-    talker, predictor = SIZES[sizes]
-    tiny = random_checkpoint.TALKER_SIZES["tiny"]
-    monkeypatch.setitem(random_checkpoint.TALKER_SIZES, "tiny", tiny | talker)
-    monkeypatch.setattr(random_checkpoint, "TINY_PREDICTOR", random_checkpoint.TINY_PREDICTOR | predictor)
-    random_checkpoint.write_checkpoint(tmp_path, "tiny")
-    tts = load(str(tmp_path), max_seq_len=256)
+    tts = load(str(folder), max_seq_len=256)
     assert tts.speech.path.startswith("separate kernels, no megakernel:")
-    speaker = torch.load(tmp_path / "speaker.pt", weights_only=True)
+    speaker = torch.load(folder / "speaker.pt", weights_only=True)
     wavs, _ = tts.generate_voice_clone("Hello.", voice_clone_prompt=speaker_prompt(speaker), max_new_tokens=15)
     assert len(wavs[0]) > 0

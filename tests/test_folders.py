@@ -3,19 +3,18 @@
 A case changes a copy of one small checkpoint, in which the unchanged files are links.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
-import textwrap
-import warnings
 
 import pytest
 import soundfile
 import torch
-from helpers import ROOT, Voice, slow
+from helpers import ROOT, Voice, run_program, slow
 from safetensors.torch import load_file, save_file
 from serving_helpers import SHORT, RunningServer, load_speech
 
@@ -30,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 NULLS = "temperature", "repetition_penalty", "top_k", "top_p", "subtalker_temperature"
 NOT_NEEDED = "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"
 NOT_ASCII = "zażółć gęślą 今天"
+ON_CPU = "--device", "cpu"
 WEIGHTS = "model.safetensors"
 CODEC = "speech_tokenizer/model.safetensors"
 SMALL = "config.json", "generation_config.json", "tokenizer_config.json", "speech_tokenizer/config.json"
@@ -188,25 +188,6 @@ def folder(checkpoint, tmp_path):
     return Folder(checkpoint(), tmp_path / "model")
 
 
-@pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
-    """Run a script in this process. -> exit code, stdout, stderr"""
-
-    def call(script, *words):
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["script", *map(str, words), "--device", "cpu"])
-        read_config.cache_clear()
-        try:
-            with warnings.catch_warnings():
-                script()
-            code = 0
-        except SystemExit as ended:
-            code = ended.code
-        return code, *capsys.readouterr()
-
-    return call
-
-
 @pytest.mark.parametrize("case", SPEAKING)
 def test_a_folder_that_speaks_as_upstream_does(case, folder, call, recording, tmp_path):
     SPEAKING[case](folder)
@@ -216,7 +197,7 @@ def test_a_folder_that_speaks_as_upstream_does(case, folder, call, recording, tm
     limit = {} if case == "max_new_tokens is null" else {"max_new_tokens": 6}
     voice.assert_same_tokens(text="Hi", seed=2, **limit, **speaker)
     words = "--model", folder.path, "--text", "Hi", "--output", "out.wav", "--max-seq-len", "64", "--seed", "1"
-    code, stdout, stderr = call(main, *words)
+    code, stdout, stderr = call(main, *words, *ON_CPU)
     assert code == 0 and "s of audio" in stdout, stderr
     assert "weights" not in stderr
 
@@ -232,7 +213,9 @@ def test_a_folder_that_is_refused(case, folder, call, tmp_path):
     assert "\n" not in str(error.value) and str(folder.path) in str(error.value)
     assert error.value.__suppress_context__ or error.value.__context__ is None
     speaker = folder.path / "speaker.pt"
-    code, stdout, stderr = call(main, "--model", folder.path, "--speaker", speaker, "--text", "Hi", "--output", "o.wav")
+    code, stdout, stderr = call(
+        main, "--model", folder.path, "--speaker", speaker, "--text", "Hi", "--output", "o.wav", *ON_CPU
+    )
     assert (code, stdout) == (2, "") and stderr == f"error: {error.value}\n"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -240,19 +223,12 @@ def test_a_folder_that_is_refused(case, folder, call, tmp_path):
 def test_configs_are_utf8_in_every_locale(folder):
     """They were read in the locale's encoding."""
     folder.update("config.json", note=NOT_ASCII)
-    program = """
-        import sys
+    program = f"""
         from qwen3_tts_cuda_graphs.common.checkpoints import read_config
-        print(ascii(read_config(sys.argv[1])["note"]))
+        print(ascii(read_config({str(folder.path)!r})["note"]))
     """
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), folder.path],
-        cwd=ROOT,
-        env=os.environ | locale,
-        capture_output=True,
-        text=True,
-    )
+    result = run_program(program, ROOT, env=os.environ | locale)
     assert result.stdout.strip() == ascii(NOT_ASCII), result.stderr
 
 
@@ -276,7 +252,7 @@ def test_no_voice_is_extracted_with_such_a_model(case, folder, call, tmp_path, r
     """Each time it was another random voice."""
     REFUSED[case][0](folder)
     soundfile.write(tmp_path / "voice.wav", *recording)
-    code, _, stderr = call(clone.main, "--model", folder.path, "--ref-audio", "voice.wav")
+    code, _, stderr = call(clone.main, "--model", folder.path, "--ref-audio", "voice.wav", *ON_CPU)
     assert code == 2 and stderr.splitlines()[-1].startswith("error: ") and not (tmp_path / "speaker.pt").exists()
 
 
@@ -298,7 +274,7 @@ def test_a_voice_of_upstreams_demo(with_transcript, demo_voice, checkpoint, call
     content = demo_voice(with_transcript)
     torch.save(content, tmp_path / "demo.pt")
     words = "--model", checkpoint(), "--speaker", "demo.pt", "--text", "Hi", "--seed", 3, "--max-seq-len", 128
-    code, _, stderr = call(main, *words, "--output", "out.wav", "--non-streaming-mode")
+    code, _, stderr = call(main, *words, "--output", "out.wav", "--non-streaming-mode", *ON_CPU)
     assert code == 0, stderr
     tts = load(str(checkpoint()), "cpu", max_seq_len=128)
     torch.manual_seed(3)
@@ -331,19 +307,18 @@ BAD_ITEMS = {
 def test_a_broken_voice_of_upstreams_demo(case, demo_voice, checkpoint, call, tmp_path):
     torch.save(BAD_ITEMS[case](demo_voice(True)), tmp_path / "demo.pt")
     words = "--model", checkpoint(), "--speaker", "demo.pt", "--text", "Hi", "--output", "out.wav"
-    code, stdout, stderr = call(main, *words)
+    code, stdout, stderr = call(main, *words, *ON_CPU)
     assert (code, stdout) == (2, "") and stderr.startswith("error: ") and stderr.count("\n") == 1
     assert "demo.pt" in stderr or case == "codes of another model" and "the codebooks have 0 to" in stderr
     assert not (tmp_path / "out.wav").exists()
 
 
 @pytest.mark.parametrize("name", ["tinny", "models/tinny", "a/b/c", ""])
-def test_a_name_that_is_no_folder(name, monkeypatch, tmp_path):
+def test_a_name_that_is_no_folder(name, tmp_path):
     """In Python it was Hugging Face's traceback of three screens."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").touch()
-    with pytest.raises(ValueError, match="tiny$" if name == "tinny" else "give") as error:
+    with contextlib.chdir(tmp_path), pytest.raises(ValueError, match="tiny$" if name == "tinny" else "give") as error:
         load(name)
     assert error.value.__suppress_context__ or error.value.__context__ is None
 

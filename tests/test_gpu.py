@@ -16,7 +16,7 @@ import cudagraph_talker
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
 from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
 from qwen3_tts_cuda_graphs.fast.paths import MEGAKERNEL
-from qwen3_tts_cuda_graphs.prompts.build import build_request
+from qwen3_tts_cuda_graphs.prompts.build import talker_arguments
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
@@ -63,7 +63,7 @@ def rows_of(text):
 
 def codes(tts, text, seed=0, frames=24, **settings):
     """The codes (B, T, 16) of the runner's frames. seed None: the generator's state stays as it is."""
-    request = build_request(
+    request = talker_arguments(
         tts.generate_voice_clone,
         text=text,
         language="English",
@@ -207,7 +207,7 @@ def test_captures_beside_threads_that_build_prompts(tts, recording):
         built = 0
         while not done.is_set() or built == 0:
             prompt = tts.create_voice_clone_prompt(recording, "what it says")
-            build_request(tts.generate_voice_clone, text=TEXTS[built % 3], voice_clone_prompt=prompt, **request)
+            talker_arguments(tts.generate_voice_clone, text=TEXTS[built % 3], voice_clone_prompt=prompt, **request)
             torch.empty((1 + built % 7) << 24, device="cuda")
             built += 1
         return built
@@ -256,32 +256,27 @@ def test_other_threads_may_draw_random_numbers(fast):
         assert all(job.result() > 0 for job in drawing)
 
 
-def test_threads_take_turns(fast):
-    """Whole calls, streams and lists of several threads share one cache: each must get what it would get alone."""
-    jobs = [
-        (lambda text, speak=speak: speak(fast, text, **GREEDY), text) for text in TEXTS for speak in (whole, streamed)
-    ]
-    jobs.append((lambda text: whole(fast, text, **GREEDY), TEXTS[:2]))
-    assert_the_same_together(jobs * 2)
-
-
 def test_threads_with_their_own_cuda_streams(fast):
-    """A request must wait for the kernels of the one before it, which may have run on another CUDA stream."""
+    """Whole calls, streams and lists of several threads share one cache: each must get what it would get alone. A
+    request must wait for the kernels of the one before it, which may have run on another CUDA stream."""
 
     def on_own_stream(speak):
-        def speak_there(text):
+        def speak_there(tts, text, **settings):
             with torch.cuda.stream(torch.cuda.Stream()):
-                return speak(fast, text, **GREEDY)
+                return speak(tts, text, **settings)
 
         return speak_there
 
-    jobs = [(on_own_stream(speak), text) for text in TEXTS for speak in (whole, streamed)]
-    jobs.append((on_own_stream(whole), TEXTS[:2]))
-    jobs += [(lambda text: whole(fast, text, **GREEDY), text) for text in TEXTS]  # beside those on torch's own stream
+    def job(speak, text):
+        return lambda text: speak(fast, text, **GREEDY), text
+
+    ways = whole, streamed, on_own_stream(whole), on_own_stream(streamed)
+    jobs = [job(speak, text) for text in TEXTS for speak in ways]
+    jobs += [job(whole, TEXTS[:2]), job(on_own_stream(whole), TEXTS[:2])]
     assert_the_same_together(jobs * 2)
     expected = whole(fast, TEXTS[2], **GREEDY)
     for _ in range(5):  # in one thread, where no lock makes anybody wait
-        np.testing.assert_array_equal(on_own_stream(whole)(TEXTS[2]), expected)
+        np.testing.assert_array_equal(on_own_stream(whole)(fast, TEXTS[2], **GREEDY), expected)
 
 
 def test_codec_of_a_batch(fast):
@@ -301,7 +296,7 @@ def test_text_that_arrives_is_where_the_frames_read_it(fast):
     """Rows that are written late, twice or beside their frame would be heard as missing or repeated words."""
     method = fast.generate_voice_clone
     voice = dict(language="English", voice_clone_prompt=speaker_prompt(fast.speaker))
-    request = build_request(method, text=TEXTS[2], **voice)
+    request = talker_arguments(method, text=TEXTS[2], **voice)
     rows = request["trailing_text_hidden"][0]
 
     def pieces():

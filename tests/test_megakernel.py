@@ -1,25 +1,33 @@
 """The megakernel is the same model: with the tokens forced, its logits and its cache are as near to a float32
 run of the same weights as those of the model's own bfloat16 forward. Most tests need a GPU."""
 
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from megakernel_cases import PLAIN_COPIES, config, faulty_source, reference_choice, talker_scores
+from gpu_on_cpu import pretended_gpu
+from helpers import on_gpu
+from megakernel_cases import (
+    compile_with,
+    faulty_source,
+    gpu_kernel_for,
+    gpu_of,
+    reference_choice,
+    stack_without_weights,
+    talker_scores,
+)
 from torch import Tensor
 
 from cudagraph_talker import Sampling
-from qwen3_tts_cuda_graphs.bench.parity import MARGIN, Forced, Megakernel, error, random_request, verdict
+from qwen3_tts_cuda_graphs.bench.parity import MARGIN, Megakernel, TeacherForced, error, random_request, verdict
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
-from qwen3_tts_cuda_graphs.fast import kernel_cache, kernels, nvrtc, paths
+from qwen3_tts_cuda_graphs.fast import kernel_cache, nvrtc, paths
 from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Stack, kernel_sizes, stacks_of
-from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 from qwen3_tts_cuda_graphs.fast.self_test import fill_with_random_states
 from qwen3_tts_cuda_graphs.speech import accelerate
 
@@ -27,69 +35,12 @@ LENGTH = 512
 FRAMES = 200
 END_TOKEN = 2150
 
-# name: architecture, multiprocessors, KiB of shared memory per block
-GPUS = {
-    "H200": ("sm_90", 132, 227),
-    "H100 PCIe": ("sm_90", 114, 227),
-    "RTX 5090": ("sm_120", 170, 99),
-    "RTX 3060": ("sm_86", 28, 99),
-}
-# name: layers, hidden size, vocabulary, heads
-STACKS = {"0.6B": (28, 1024, 3072, 1), "1.7B": (28, 2048, 3072, 1), "predictor": (5, 1024, 2048, 15)}
-
-
-def on_gpu(test: Any) -> Any:
-    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-    return pytest.mark.gpu(skip(test))
-
-
-def pretended_gpu(name: str) -> SimpleNamespace:
-    architecture, multiprocessors, kib = GPUS[name]
-    return SimpleNamespace(
-        major=int(architecture[3:-1]),
-        minor=int(architecture[-1]),
-        multi_processor_count=multiprocessors,
-        shared_memory_per_block_optin=kib * 1024,
-        L2_cache_size=4 << 20,
-    )
-
-
-def pretended_stack(name: str) -> Stack:
-    """A stack of layers and its heads, as far as their sizes go."""
-    layers, hidden, vocab, heads = STACKS[name]
-    model = SimpleNamespace(config=config(hidden, 3 * hidden), device=None, layers=[None] * layers)
-    return Stack(model, [SimpleNamespace(weight=range(vocab))] * heads, 2048 if name == "predictor" else hidden)
-
-
-# ---- Compilation
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize(
-    "stack, gpu, defines",
-    [
-        ("0.6B", "H200", ""),
-        ("predictor", "H100 PCIe", PLAIN_COPIES),
-        ("1.7B", "RTX 3060", ""),
-        ("1.7B", "RTX 5090", PLAIN_COPIES),
-    ],
-    ids=["0.6B", "predictor", "1.7B, cp.async", "1.7B"],
-)
-def test_the_kernel_compiles(stack, gpu, defines, tmp_path):
-    sizes = kernel_sizes(pretended_stack(stack), pretended_gpu(gpu))
-    source = tmp_path / "megakernel.cu"
-    source.write_text(defines + SOURCE.complete(sizes))
-    command = ["nvcc", f"-arch={GPUS[gpu][0]}", "-cubin", "-o", tmp_path / "megakernel.cubin", source]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-
 
 @on_gpu
 def test_nvrtc_says_which_size_is_unsupported():
     """Four blocks have more rows of the residual stream than threads: they would never be published."""
     device = torch.device("cuda", 0)
-    sizes = replace(kernel_sizes(pretended_stack("1.7B"), torch.cuda.get_device_properties(device)), grid=4)
+    sizes = replace(kernel_sizes(stack_without_weights("1.7B"), torch.cuda.get_device_properties(device)), grid=4)
     with pytest.raises(RuntimeError, match="GRID must be from 8 to 128"):
         SOURCE.load(sizes, device)
 
@@ -105,8 +56,8 @@ def routes(request, checkpoint) -> Iterator[list[Any]]:
     with torch.no_grad():
         yield [
             Megakernel(load_upstream(folder, dtype=torch.bfloat16).model.talker, LENGTH),
-            Forced(load_upstream(folder, dtype=torch.bfloat16).model.talker, LENGTH),
-            Forced(load_upstream(folder, dtype=torch.float32).model.talker, LENGTH),
+            TeacherForced(load_upstream(folder, dtype=torch.bfloat16).model.talker, LENGTH),
+            TeacherForced(load_upstream(folder, dtype=torch.float32).model.talker, LENGTH),
         ]
 
 
@@ -128,7 +79,7 @@ def cached(keys: list[Tensor], values: list[Tensor], positions: slice) -> Tensor
     return torch.cat([tensor[:, :, positions].float().flatten() for tensor in (*keys, *values)])
 
 
-def talker_cache(route: Forced, positions: slice) -> Tensor:
+def talker_cache(route: TeacherForced, positions: slice) -> Tensor:
     return cached(route.rows.keys, route.rows.values, positions)
 
 
@@ -141,20 +92,24 @@ def assert_no_worse(what: str, fused: Tensor, own: Tensor, exact: Tensor) -> Non
 
 @on_gpu
 @torch.no_grad()
-def test_logits_and_cache_with_forced_tokens(routes, monkeypatch):
+def test_logits_and_cache_with_forced_tokens(routes):
     """200 frames: logits of all 16 codes, the talker's cache and the predictor's caches."""
     torch.manual_seed(0)
     request = random_request(routes[0].rows.text.shape[-1], "cuda")
     tokens = torch.randint(2048, (FRAMES, 16), device="cuda")
     code_caches = [[] for _ in routes]
 
-    def step_and_keep(step: Callable, rows: SharedRows, kept: list[Tensor]) -> None:
-        step()
-        kept.append(cached(rows.code_keys, rows.code_values, slice(16)))
+    def logits_of(route: TeacherForced, kept: list[Tensor]) -> tuple[Tensor, Tensor]:
+        step = route.frame.step
 
-    for route, kept in zip(routes, code_caches):
-        monkeypatch.setattr(route.frame, "step", partial(step_and_keep, route.frame.step, route.rows, kept))
-    logits = [route.logits(tokens, **request) for route in routes]
+        def step_and_keep() -> None:
+            step()
+            kept.append(cached(route.rows.code_keys, route.rows.code_values, slice(16)))
+
+        with mock.patch.object(route.frame, "step", step_and_keep):
+            return route.logits(tokens, **request)
+
+    logits = [*map(logits_of, routes, code_caches)]
     assert torch.equal(routes[0].rows.codes[0, :FRAMES], tokens)
     for name, of_routes in zip(("codes 1 to 15", "first codes"), zip(*logits)):
         good, figures = verdict(*of_routes)
@@ -270,66 +225,24 @@ def test_a_step_has_the_same_bits_each_time(checkpoint):
 
 @on_gpu
 @torch.no_grad()
-def test_choices_have_the_right_odds(fused):
-    """4,000 first codes against the softmax of the 20 best logits: how often each of them comes, by its binomial
-    distribution. A right sampler fails once in 10^8 seeds."""
-    draws, best = 4000, 20
-    begin(fused)
-    rows = fused.rows
-    rows.code_sampling.set(True, 0.9, best, 1.0)
-    counts = torch.zeros(2048, device="cuda", dtype=torch.long)
-    for _ in range(draws):
-        rows.frame.zero_()
-        rows.code_noise.exponential_()
-        fused.frame.predict()
-        counts[rows.codes[0, 0, 1]] += 1
-    logits = fused.launches[0].logits()[0, 0]
-    odds = logits.masked_fill(logits < logits.topk(best).values[-1], float("-inf")).div(0.9).softmax(-1)
-    for count, probability in zip(counts.tolist(), odds.double().tolist()):
-        assert binomial_tail(count, draws, probability) > 1e-8 / (2 * best), (count, draws * probability)
-
-
-def binomial_tail(count: int, draws: int, probability: float) -> float:
-    """How likely a binomial count is this one or further away from the mean, on the same side."""
-    if probability in (0, 1):
-        return float(count == draws * probability)
-    counts = torch.arange(draws + 1, dtype=torch.double)
-    distribution = torch.distributions.Binomial(draws, torch.tensor(probability, dtype=torch.double))
-    odds = distribution.log_prob(counts).exp()
-    return min(odds[: count + 1].sum().item(), odds[count:].sum().item())
-
-
-def test_binomial_tail():
-    assert binomial_tail(0, 10, 0.5) == pytest.approx(2**-10)
-    assert binomial_tail(9, 10, 0.5) == pytest.approx(11 * 2**-10)
-    assert binomial_tail(400, 4000, 0.1) > 0.4
-    assert binomial_tail(600, 4000, 0.1) < 1e-20
-    assert binomial_tail(0, 10, 0.0) == 1
-    assert binomial_tail(1, 10, 0.0) == 0
-
-
-@on_gpu
-@torch.no_grad()
-def test_a_wrong_kernel_is_found(routes, monkeypatch, tmp_path):
+def test_a_wrong_kernel_is_found(routes):
     """RoPE with other angles: the comparison that `bench.py --check` makes finds it."""
-    wrong = tmp_path / "megakernel.cu"
-    wrong.write_text(faulty_source("RoPE of another position"))
-    monkeypatch.setattr(SOURCE, "file", wrong)
     right, own, exact = routes
     torch.manual_seed(0)
     request = random_request(right.rows.text.shape[-1], "cuda")
     tokens = torch.randint(2048, (40, 16), device="cuda")
-    logits = Megakernel(right.talker, LENGTH).logits(tokens, **request)
+    with compile_with(gpu_kernel_for(faulty_source("RoPE of another position"))):
+        logits = Megakernel(right.talker, LENGTH).logits(tokens, **request)
     for found, reference, truth in zip(logits, own.logits(tokens, **request), exact.logits(tokens, **request)):
         assert not verdict(found, reference, truth)[0]
 
 
 @torch.no_grad()
-def test_calibration_projects_new_embeddings(checkpoint, monkeypatch):
+def test_calibration_projects_new_embeddings(checkpoint):
     """After new weights, the rows that the kernel looks up are those of the new weights; without a GPU."""
     talker = load_upstream(str(checkpoint("base", "tiny")), "cpu").model.talker
-    monkeypatch.setattr(SOURCE, "compile", lambda stack: (kernel_sizes(stack, pretended_gpu("H200")), None))
-    route = Megakernel(talker, 64)
+    with compile_with(lambda stack: (kernel_sizes(stack, gpu_of()), None)):
+        route = Megakernel(talker, 64)
     step = route.launches[0]
     looked_up = [projected.data_ptr() for projected in step.inputs]
     for weight in step.embeddings:
@@ -371,10 +284,9 @@ def test_the_settings_are_float32_whatever_the_default():
     assert sampling.one_minus_top_p.dtype == torch.float32
 
 
-def test_a_torch_that_tells_less_of_the_gpu(monkeypatch):
+def test_a_torch_that_tells_less_of_the_gpu():
     """torch 2.5 and 2.6 do not know the shared memory of a block: loading ended in an AttributeError."""
     told = dict(name="Orin", major=8, minor=7, multi_processor_count=16)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**told))
     answers = {97: 163 << 10, 38: 4 << 20}
 
     def get_attribute(pointer: Any, attribute: int, handle: Any) -> int:
@@ -387,53 +299,46 @@ def test_a_torch_that_tells_less_of_the_gpu(monkeypatch):
 
     driver = SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGet=get_device, cuDeviceGetAttribute=get_attribute)
     driver.cuGetErrorString = lambda result, message: 0
-    monkeypatch.setattr(nvrtc, "load_driver", lambda: driver)
-    gpu = nvrtc.gpu_properties(torch.device("cuda", 1))
-    assert vars(gpu) == told | dict(shared_memory_per_block_optin=163 << 10, L2_cache_size=4 << 20)
-    model = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
-    assert "cuDeviceGetAttribute failed: CUDA error 101" in SOURCE.why_not(Stack(model, [], 0))
+    with pretended_gpu(SimpleNamespace(**told)), mock.patch.object(nvrtc, "load_driver", lambda: driver):
+        gpu = nvrtc.gpu_properties(torch.device("cuda", 1))
+        assert vars(gpu) == told | dict(shared_memory_per_block_optin=163 << 10, L2_cache_size=4 << 20)
+        model = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+        assert "cuDeviceGetAttribute failed: CUDA error 101" in SOURCE.why_not(Stack(model, [], 0))
 
 
 @on_gpu
-def test_the_driver_tells_what_torch_tells(monkeypatch):
+def test_the_driver_tells_what_torch_tells():
     told = torch.cuda.get_device_properties(0)
-    less = SimpleNamespace(**{name: getattr(told, name) for name in nvrtc.TORCH_PROPERTIES})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: less)
-    gpu = nvrtc.gpu_properties(torch.device("cuda"))
+    with pretended_gpu(SimpleNamespace(**{name: getattr(told, name) for name in nvrtc.TORCH_PROPERTIES})):
+        gpu = nvrtc.gpu_properties(torch.device("cuda"))
     assert all(getattr(gpu, name) == getattr(told, name) for name in nvrtc.DEVICE_ATTRIBUTES)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, OSError])  # OSError: no NVRTC
-def test_a_kernel_that_does_not_compile_is_not_used(error, monkeypatch):
+def test_a_kernel_that_does_not_compile_is_not_used(error):
     """On a GPU that seems to have all it takes."""
-    gpu = pretended_gpu("H200")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    model, heads, _, _ = pretended_stack("0.6B")
+    model, heads, _, _ = stack_without_weights("0.6B")
     model.device, model.dtype = torch.device("cuda", 0), torch.bfloat16
     predictor = SimpleNamespace(model=model, lm_head=heads * 15)
     talker = SimpleNamespace(
         model=model, codec_head=heads[0], device=model.device, config=model.config, code_predictor=predictor
     )
-    calls = []
+    both = threading.Barrier(2, timeout=20)  # the stacks are compiled at once
 
-    def refuse(source: str, architecture: str) -> None:
+    def refuse(*_: str) -> None:
         raise error("Kernel compilation failed:\nno such instruction")
 
-    monkeypatch.setattr(kernel_cache, "compile_ahead", lambda *_: calls.append("ahead"))
-    monkeypatch.setattr(kernel_cache, "compile_source", lambda *_: calls.append("compiled"))
-    monkeypatch.setattr(nvrtc, "Kernels", lambda *_: None)
-    assert paths.choose_path(talker, None) == (True, "megakernel")
-    assert calls == ["ahead", "ahead", "compiled", "compiled"]  # both stacks are compiled at once
-
-    kernels.load.cache_clear()
-    monkeypatch.setattr(kernel_cache, "compile_source", refuse)
-    used, description = paths.choose_path(talker, None)
-    assert not used
-    assert "no such instruction" in description and "\n" not in description
-    with pytest.raises(ValueError, match="no such instruction"):
-        paths.choose_path(talker, True)
-    gpu.multi_processor_count = 7
-    calls.clear()
-    SOURCE.compile_ahead(*stacks_of(talker))
-    assert not calls
-    assert "8 multiprocessors, the GPU has 7" in SOURCE.why_not(*stacks_of(talker))
+    with pretended_gpu(gpu_of("H200"), lambda *_: b"%d" % both.wait()):
+        assert paths.choose_path(talker, None) == (True, "megakernel")
+    with pretended_gpu(gpu_of("H200"), refuse):
+        used, description = paths.choose_path(talker, None)
+        assert not used
+        assert "no such instruction" in description and "\n" not in description
+        with pytest.raises(ValueError, match="no such instruction"):
+            paths.choose_path(talker, True)
+    too_small = gpu_of("H200")
+    too_small.multi_processor_count = 7
+    with pretended_gpu(too_small, refuse):
+        SOURCE.compile_ahead(*stacks_of(talker))
+        assert not kernel_cache.started
+        assert "8 multiprocessors, the GPU has 7" in SOURCE.why_not(*stacks_of(talker))

@@ -11,55 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from megakernel_cases import config
-from test_megakernel import on_gpu
+from helpers import on_gpu
+from megakernel_cases import PROFILES, STACKS, compile_with, gpu_of, sizes_of
 
-from qwen3_tts_cuda_graphs.bench.parity import Forced, Megakernel, one_pass, random_request, verdict
+from qwen3_tts_cuda_graphs.bench.parity import Megakernel, TeacherForced, one_pass, random_request, verdict
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
 from qwen3_tts_cuda_graphs.fast import kernels, nvrtc
 from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Sizes, Stack, kernel_sizes
 
 LENGTH = 512
 FRAMES = 120
-
-# name: compute capability, multiprocessors, KiB of shared memory per block, MiB of L2
-PROFILES = {
-    "RTX 3060": (86, 28, 99, 3),
-    "RTX 3090": (86, 82, 99, 6),
-    "RTX 4060": (89, 24, 99, 24),
-    "RTX 4090": (89, 128, 99, 72),
-    "L4": (89, 58, 99, 48),
-    "A10": (86, 72, 99, 6),
-    "A100": (80, 108, 163, 40),
-    "Jetson Orin": (87, 16, 163, 4),
-    "Jetson Orin Nano": (87, 8, 163, 2),
-    "Jetson Thor": (110, 20, 227, 32),
-    "DGX Spark": (121, 48, 99, 24),
-    "RTX 5070 Ti": (120, 70, 99, 48),
-    "RTX 5090": (120, 170, 99, 96),
-    "H100 PCIe": (90, 114, 227, 50),
-    "H200": (90, 132, 227, 50),
-    "H200, a seventh of it": (90, 16, 227, 7),
-}
-# name: layers, hidden size, vocabulary, heads
-STACKS = {"0.6B": (28, 1024, 3072, 1), "1.7B": (28, 2048, 3072, 1), "predictor": (5, 1024, 2048, 15)}
-
-
-def gpu_of(profile: str) -> SimpleNamespace:
-    capability, multiprocessors, shared_kib, l2_mib = PROFILES[profile]
-    return SimpleNamespace(
-        major=capability // 10,
-        minor=capability % 10,
-        multi_processor_count=multiprocessors,
-        shared_memory_per_block_optin=shared_kib << 10,
-        L2_cache_size=l2_mib << 20,
-    )
-
-
-def sizes_of(profile: str, stack: str, rows: int = 1) -> Sizes:
-    layers, hidden, vocab, heads = STACKS[stack]
-    model = SimpleNamespace(config=config(hidden, 3 * hidden), layers=[None] * layers)
-    return kernel_sizes(Stack(model, [SimpleNamespace(weight=range(vocab))] * heads, 2048, rows), gpu_of(profile))
 
 
 @pytest.mark.parametrize(
@@ -117,12 +78,12 @@ def case(request, checkpoint) -> SimpleNamespace:
     torch.manual_seed(0)
     prompt = random_request(talker.config.hidden_size, talker.device)
     tokens = torch.randint(2048, (FRAMES, 16), device=talker.device)
-    logits = Forced(own, LENGTH).logits(tokens, **prompt), one_pass(exact, tokens, **prompt)
+    logits = TeacherForced(own, LENGTH).logits(tokens, **prompt), one_pass(exact, tokens, **prompt)
     return SimpleNamespace(talker=talker, prompt=prompt, tokens=tokens, logits=logits)
 
 
 def kernel_of_profile(profile: str, capability_here: int) -> Any:
-    """Stands in for SOURCE.compile."""
+    """For compile_with."""
     capability = PROFILES[profile][0]
     architecture = f"compute_{capability}" if capability < capability_here else None
 
@@ -137,14 +98,14 @@ def kernel_of_profile(profile: str, capability_here: int) -> Any:
 @on_gpu
 @torch.no_grad()
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_profile_is_the_same_model(profile, case, monkeypatch):
+def test_a_profile_is_the_same_model(profile, case):
     """Logits with forced tokens, as near to float32 as the model's own."""
     here = torch.cuda.get_device_properties(0)
     wanted = gpu_of(profile)
     if wanted.shared_memory_per_block_optin > here.shared_memory_per_block_optin or here.major < 9:
         pytest.skip("this GPU cannot run it")
-    monkeypatch.setattr(SOURCE, "compile", kernel_of_profile(profile, 10 * here.major + here.minor))
-    fused = Megakernel(case.talker, LENGTH)
+    with compile_with(kernel_of_profile(profile, 10 * here.major + here.minor)):
+        fused = Megakernel(case.talker, LENGTH)
     fused_logits = fused.logits(case.tokens, **case.prompt)
     assert torch.equal(fused.rows.codes[0, :FRAMES], case.tokens)
     assert not any(launch.why_failed() for launch in fused.launches)

@@ -3,23 +3,21 @@
 transformers treats a tokenizer of that size in other ways than a small one, and a folder in other ways than a hub id.
 """
 
+import contextlib
 import functools
 import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
 import transformers
-from helpers import GREEDY, ROOT, Voice, engine_of, joined, slow
+from helpers import GREEDY, Voice, engine_of, joined, slow
 from safetensors.torch import load_file, save_file
-from serving_helpers import FRAME, LIMIT, SHORT, RunningServer, load_speech
-from websockets.sync.client import connect
+from serving_helpers import FRAME, SHORT, serving
 
 from generate import MODELS, QWEN_PATTERN
 from qwen3_tts_cuda_graphs import FasterQwen3TTS
@@ -76,23 +74,50 @@ def hub_cache(published, tmp_path_factory):
     return home
 
 
-@pytest.fixture
-def no_network(monkeypatch):
-    """The names that are looked up, none of which is found."""
-    asked = []
+class Hub:
+    """The model hub, which cannot be reached."""
 
-    def look_up(host, *_, **__):
-        asked.append(host)
+    def __init__(self, put):
+        """put: as setattr, until the test ends"""
+        self.put = put
+        self.asked = []  # the names that are looked up, none of which is found
+        put(socket, "getaddrinfo", self.look_up)
+
+    def look_up(self, host, *_, **__):
+        self.asked.append(host)
         raise socket.gaierror(socket.EAI_NONAME, "no network")
 
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    return asked
+    def use_cache(self, home, offline=False):
+        self.put(huggingface_hub.constants, "HF_HUB_CACHE", str(home / "hub"))
+        self.put(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+        read_config.cache_clear()
+        text_tokenizer.cache_clear()
+
+    def answer(self, download):
+        """It can be reached, and this downloads a model."""
+        self.put(huggingface_hub, "model_info", lambda *_, **__: None)
+        self.put(huggingface_hub, "snapshot_download", download)
 
 
-def use_cache(monkeypatch, home):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(home / "hub"))
-    read_config.cache_clear()
-    text_tokenizer.cache_clear()
+@pytest.fixture
+def hub(monkeypatch):
+    return Hub(monkeypatch.setattr)
+
+
+@pytest.fixture
+def half_a_cache(hub_cache, hub, tmp_path):
+    """half_a_cache(name) -> the cache in use has all but this file, and the blob it was a link to"""
+
+    def take(name):
+        home = tmp_path / "huggingface"
+        shutil.copytree(hub_cache, home, symlinks=True)
+        (missing,) = home.glob(f"hub/*/snapshots/*/{name}")
+        blob = missing.readlink()
+        missing.unlink()
+        hub.use_cache(home)
+        return missing, blob
+
+    return take
 
 
 @functools.cache
@@ -105,27 +130,27 @@ def tokens(tts):
     return tts.processor.tokenizer(TEXT).input_ids
 
 
+def in_pieces(text):
+    return (text[start : start + 3] for start in range(0, len(text), 3))
+
+
 # ---- One tokenization
 
 
-def test_both_places_have_the_same_pattern():
+def test_both_places_have_the_same_pattern_and_models():
     """generate.py stands alone and speech/ does not import it, so each has a copy."""
-    assert QWEN_PATTERN == incremental_tokenizer.PRE_TOKENS
+    assert QWEN_PATTERN == incremental_tokenizer.QWEN_PATTERN and checkpoints.MODELS == MODELS
 
 
 def test_the_pattern_is_the_one_of_training(published):
     """From a folder, words like iPhone were cut as Mistral does, into tokens that the model was not trained on."""
     folder = published("base")
     assert tokens(load_upstream(str(folder), "cpu")) == qwen_tokens(folder)
+    assert count_tokens(str(folder), TEXT) == len(qwen_tokens(folder))  # the command line's, by the same tokenizer
     tts = Qwen3TTSModel.from_pretrained(str(folder))
     if transformers.__version__.startswith("4."):  # else this test shows nothing
         assert tokens(tts) != qwen_tokens(folder)
     assert tokens(accelerate(tts, max_seq_len=64)) == qwen_tokens(folder)
-
-
-def test_tokens_are_counted_by_the_models_own_tokenizer(published):
-    folder = published("base")
-    assert count_tokens(str(folder), TEXT) == len(qwen_tokens(folder))
 
 
 @pytest.mark.parametrize("name", ["in-context", *slow("preset", "designed")])
@@ -135,8 +160,7 @@ def test_every_voice_has_upstreams_tokens(published, recording, name):
     voice.assert_same_tokens(text=TEXT, max_new_tokens=9)
     method = getattr(voice.fast, voice.method)
     arguments = voice.arguments | GREEDY | dict(max_new_tokens=9, non_streaming_mode=False)
-    pieces = (TEXT[start : start + 3] for start in range(0, len(TEXT), 3))
-    arriving = joined(stream(method, text=pieces, **arguments))
+    arriving = joined(stream(method, text=in_pieces(TEXT), **arguments))
     whole = joined(stream(method, text=TEXT, **arguments))
     assert len(arriving) == len(whole) and abs(arriving - whole).max() < 1e-5
 
@@ -144,7 +168,7 @@ def test_every_voice_has_upstreams_tokens(published, recording, name):
 # ---- Folders
 
 
-def test_ways_to_name_a_folder(published, tmp_path, monkeypatch):
+def test_ways_to_name_a_folder(published, tmp_path):
     """Relative, by a link, with a slash at the end, and one that nobody may write to."""
     folder = published("base")
     link = tmp_path / "link"
@@ -153,17 +177,17 @@ def test_ways_to_name_a_folder(published, tmp_path, monkeypatch):
     shutil.copytree(folder, read_only)
     for path in (*read_only.rglob("*"), read_only):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    monkeypatch.chdir(folder.parent)
     names = {f"./{folder.name}": folder.name, f"{folder}/": folder.name, str(link): "link", str(read_only): "read-only"}
     before = sorted(read_only.rglob("*"))
-    for model, name in names.items():
-        assert read_config(model)["tts_model_type"] == "base"
-        assert display_name(model) == name
-    for model in (f"./{folder.name}", str(read_only)):
-        assert tokens(load_upstream(model, "cpu")) == qwen_tokens(folder)
+    with contextlib.chdir(folder.parent):
+        for model, name in names.items():
+            assert read_config(model)["tts_model_type"] == "base"
+            assert display_name(model) == name
+        for model in (f"./{folder.name}", str(read_only)):
+            assert tokens(load_upstream(model, "cpu")) == qwen_tokens(folder)
     assert sorted(read_only.rglob("*")) == before
-    monkeypatch.chdir(folder)
-    assert display_name(".") == folder.name
+    with contextlib.chdir(folder):
+        assert display_name(".") == folder.name
 
 
 def copy_with_links(folder, to, without=()):
@@ -229,15 +253,14 @@ def test_shards(published, tmp_path):
 
 
 @pytest.mark.parametrize("offline", [False, True], ids=["no network", "HF_HUB_OFFLINE"])
-def test_what_is_in_the_cache_needs_no_network(published, hub_cache, no_network, monkeypatch, offline):
+def test_what_is_in_the_cache_needs_no_network(published, hub_cache, hub, offline):
     """With a hub id, transformers 4.57 asks the hub about the model's tags: without network for six minutes."""
-    use_cache(monkeypatch, hub_cache)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    hub.use_cache(hub_cache, offline)
     for name in ("0.6B", MODELS["0.6B"]):
         assert read_config(name)["tts_model_type"] == "base"
         assert count_tokens(name, TEXT) == len(qwen_tokens(published("base")))
     assert tokens(load_upstream("0.6B", "cpu")) == qwen_tokens(published("base"))
-    assert no_network == []
+    assert hub.asked == []
 
 
 def test_a_snapshot_given_as_a_folder(published, hub_cache):
@@ -249,69 +272,38 @@ def test_a_snapshot_given_as_a_folder(published, hub_cache):
 
 
 @pytest.mark.parametrize("cached", ["nothing", "not the weights"])
-def test_no_network_and_no_weights(hub_cache, no_network, monkeypatch, tmp_path, cached):
-    home = tmp_path / "huggingface"
-    if cached == "not the weights":
-        shutil.copytree(hub_cache, home, symlinks=True)
-        next(home.glob("hub/*/snapshots/*/model.safetensors")).unlink()
-    use_cache(monkeypatch, home)
+def test_no_network_and_no_weights(half_a_cache, hub, tmp_path, cached):
+    if cached == "nothing":
+        hub.use_cache(tmp_path)
+    else:
+        half_a_cache("model.safetensors")
     with pytest.raises(ValueError, match=r"0\.6B-Base cannot be downloaded .* check the name and the network"):
         read_config("0.6B")
-    assert set(no_network) == {"huggingface.co"}
+    assert set(hub.asked) == {"huggingface.co"}
 
 
-def test_a_cache_that_cannot_be_written(monkeypatch):
+def test_a_cache_that_cannot_be_written(hub):
     """A user without a home was sent to look at the network."""
-    monkeypatch.setattr(huggingface_hub, "model_info", lambda *_, **__: None)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: os.makedirs("/dev/null/hub"))
+    hub.answer(lambda *_, **__: os.makedirs("/dev/null/hub"))
     with pytest.raises(ValueError, match=r"owner/name cannot be kept in \S+: let \$HF_HOME name a writable folder"):
         read_config("owner/name")
 
 
-@pytest.mark.parametrize("missing", ["model.safetensors", "speech_tokenizer/model.safetensors"])
-def test_half_a_cache_is_completed(missing, published, hub_cache, monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["model.safetensors", "speech_tokenizer/model.safetensors"])
+def test_half_a_cache_is_completed(name, published, half_a_cache, hub):
     """An interrupted download leaves a snapshot without its weights."""
-    home = tmp_path / "huggingface"
-    shutil.copytree(hub_cache, home, symlinks=True)
-    (snapshot,) = home.glob("hub/*/snapshots/*")
-    weights = snapshot / missing
-    blob = weights.readlink()
-    weights.unlink()
-    use_cache(monkeypatch, home)
+    missing, blob = half_a_cache(name)
     downloads = []
 
-    def download(name, local_files_only=False, allow_patterns=None):
+    def download(model, local_files_only=False, allow_patterns=None):
         if not local_files_only and not allow_patterns:
-            downloads.append(name)
-            weights.symlink_to(blob)
-        return str(snapshot)
+            downloads.append(model)
+            missing.symlink_to(blob)
+        return str(missing.parents[name.count("/")])
 
-    monkeypatch.setattr(huggingface_hub, "model_info", lambda *_, **__: None)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    hub.answer(download)
     assert tokens(load_upstream("0.6B", "cpu")) == qwen_tokens(published("base"))
     assert downloads == [MODELS["0.6B"]]
-
-
-@pytest.mark.slow
-def test_generate_speaks_offline(hub_cache, published, tmp_path):
-    """The whole program, as after `./setup.sh 0.6B`, on a mixed-case text that comes through a pipe."""
-    speaker = published("base") / "speaker.pt"
-    command = [sys.executable, ROOT / "generate.py", "--text", "-", "--stream", "--speaker", speaker]
-    result = subprocess.run(
-        [*command, "--output", tmp_path / "out.wav", "--max-seq-len", "64"],
-        input="The iPhone.",
-        env=os.environ | {"HF_HOME": str(hub_cache), "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub_cache / "hub")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert result.returncode == 0 and (tmp_path / "out.wav").is_file(), result.stderr
-    assert "s of audio" in result.stdout
-
-
-def test_the_configs_of_both_have_the_same_models():
-    assert checkpoints.MODELS == MODELS
 
 
 # ---- Each published model, on every road; with real files where $QWEN3_TTS_PUBLISHED names a folder of model folders
@@ -332,10 +324,7 @@ def model(request, published, tmp_path):
     kind, size, voices = PUBLISHED_MODELS[request.param]
     real = os.environ.get("QWEN3_TTS_PUBLISHED")
     files = Path(real) / request.param if real else published(kind)
-    folder = tmp_path / f"Qwen3-TTS-12Hz-{request.param}"
-    folder.mkdir()
-    for file in files.iterdir():
-        (folder / file.name).symlink_to(file)
+    folder = copy_with_links(files, tmp_path / f"Qwen3-TTS-12Hz-{request.param}")
     config = json.loads((folder / "config.json").read_text())
     if not real:
         (folder / "config.json").unlink()
@@ -343,10 +332,6 @@ def model(request, published, tmp_path):
     if kind == "base" and not (folder / "speaker.pt").exists():
         torch.save(torch.randn(config["talker_config"]["hidden_size"]), folder / "speaker.pt")
     return folder, voices
-
-
-def in_pieces(text):
-    return (text[start : start + 3] for start in range(0, len(text), 3))
 
 
 @pytest.mark.slow
@@ -381,23 +366,15 @@ def test_a_published_model_in_python(model, recording):
 
 
 @pytest.mark.slow
-def test_a_published_model_over_http(model, tmp_path, recording):
+def test_a_published_model_over_http(model, tmp_path):
     """A request, text that arrives, text that cannot fit, and what it is called."""
     folder, _ = model
-    speech = load_speech(folder, tmp_path / "voices", max_seq_len=256)
-    with RunningServer(speech) as server:
+    with serving(folder, tmp_path / "voices", max_seq_len=256) as server:
         (listed,) = server.ask("GET", "/v1/models").json["data"]
         assert listed["id"] == folder.name and listed["voices"]
-        fields = dict(input=TEXT, response_format="pcm", voice=listed["voices"][0], **SHORT)
-        spoken = server.speak(**fields)
-        assert spoken.status == 200 and len(spoken.body) == 5 * FRAME
+        fields = dict(response_format="pcm", voice=listed["voices"][0], **SHORT)
+        assert len(server.pcm(input=TEXT, **fields)) == 5 * FRAME
         assert server.speak(**fields | {"input": "word " * 800, "max_new_tokens": 1000}).status == 400
-        with connect(server.websocket_address, open_timeout=LIMIT) as session:
-            config = {"type": "session.config", "response_format": "pcm", "voice": fields["voice"], **SHORT}
-            messages = [{"type": "input.text", "text": piece} for piece in in_pieces(TEXT)]
-            for message in [config, *messages, {"type": "input.done"}, {"type": "session.close"}]:
-                session.send(json.dumps(message))
-            received = [*session]
-        assert len(b"".join(data for data in received if isinstance(data, bytes))) == 5 * FRAME
-        assert not [data for data in received if isinstance(data, str) and json.loads(data)["type"] == "error"]
-    speech.close()
+        with server.talk(fields) as session:
+            messages, audio = session.say(*in_pieces(TEXT))
+        assert len(audio) == 5 * FRAME and "error" not in {message["type"] for message in messages}

@@ -16,7 +16,7 @@ import time
 
 import pytest
 from helpers import ROOT
-from serving_helpers import FRAME, LIMIT, Answer
+from serving_helpers import FRAME, LIMIT, SHORT, Client, wait_until
 
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
 
@@ -25,7 +25,6 @@ pytest.importorskip("ray", reason="Ray is not installed: ./setup.sh none --test 
 import click
 import psutil
 from websockets.exceptions import ConnectionClosedError
-from websockets.sync.client import connect
 
 from qwen3_tts_cuda_graphs.serving.ray_app import app
 
@@ -43,8 +42,8 @@ class Replica(ray_app.Replica):
         return api
 
     async def stop(self, request):  # as after three deaths
-        await self.speech.models[0].engine.close()
-        self.speech.models[0].engine.state = "gave up"
+        await self.service.models[0].engine.close()
+        self.service.models[0].engine.state = "gave up"
         return Response()
 
 ray_app.Replica = Replica
@@ -55,6 +54,7 @@ print("ready", flush=True)
 sys.stdin.read()
 """
 LONG = 400  # frames; some seconds of work
+CONFIG = {"response_format": "pcm", **SHORT}
 
 
 def seconds_used(process: psutil.Process) -> float:
@@ -62,16 +62,18 @@ def seconds_used(process: psutil.Process) -> float:
     return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
 
 
-class RayServer:
+class RayServer(Client):
     """Ray in processes of its own, with two replicas that speak for as long as they are asked to."""
 
     def __init__(self, folder):
         write_checkpoint(folder / "model", "tiny", ends=False)
         with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
-            self.port, self.metrics_port = (free.getsockname()[1] for free in (first, second))
+            port, metrics_port = (free.getsockname()[1] for free in (first, second))
+        super().__init__(port)
+        self.metrics = Client(metrics_port)
         arguments = dict(model=str(folder / "model"), speaker=str(folder / "model/speaker.pt"), device="cpu")
         arguments |= dict(voices=str(folder / "voices"), replicas="2", max_streams="2", max_seq_len="512")
-        ports = [str(self.port), str(self.metrics_port)]
+        ports = [str(port), str(metrics_port)]
         command = [sys.executable, "-c", PROGRAM, *ports, json.dumps(arguments | {"cpus_per_replica": "1"})]
         environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -108,36 +110,15 @@ class RayServer:
         os.kill(busy.pid, signal.SIGKILL)
 
     def wait_for_a_new_one(self, old: set) -> None:
-        end = time.monotonic() + LIMIT
-        while not set(self.replicas()) - old:
-            assert time.monotonic() < end, "the replica was not replaced"
-            time.sleep(0.5)
-
-    def ask(self, method: str, path: str, port: int | None = None) -> Answer:
-        address = "127.0.0.1", port or self.port
-        with contextlib.closing(http.client.HTTPConnection(*address, timeout=LIMIT)) as connection:
-            connection.request(method, path)
-            return Answer(connection.getresponse())
+        wait_until(lambda: set(self.replicas()) - old)
 
     @contextlib.contextmanager
-    def speak(self, frames: int = 5, **fields):
-        request = {"input": "Hello there.", "response_format": "pcm", "max_new_tokens": frames + 1, **fields}
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT)) as connection:
-            connection.request("POST", "/v1/audio/speech", json.dumps(request), {"Content-Type": "application/json"})
-            yield connection.getresponse()
-
-    def speak_whole(self, frames: int = 5, **fields) -> Answer:
-        with self.speak(frames, **fields) as response:
-            return Answer(response)
-
-    @contextlib.contextmanager
-    def websocket(self, frames: int = 5):
-        with connect(f"ws://127.0.0.1:{self.port}/v1/audio/speech/stream", open_timeout=LIMIT) as session:
-            config = {"type": "session.config", "response_format": "pcm", "max_new_tokens": frames + 1}
-            for message in (config, {"type": "input.text", "text": "Hello there."}, {"type": "input.done"}):
-                session.send(json.dumps(message))
-            assert json.loads(session.recv(LIMIT))["type"] == "audio.start"
-            yield session
+    def speaking(self, frames: int):
+        """An answer of so many frames, of which nothing was read yet."""
+        with self.asking(max_new_tokens=frames + 1) as connection:
+            response = connection.getresponse()
+            assert response.status == 200
+            yield response
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +131,8 @@ def server(tmp_path_factory):
 def test_audio_is_streamed_and_complete(server):
     """The proxy must not collect the audio: the first chunk arrives long before the last is made."""
     start = time.monotonic()
-    with server.speak(LONG) as response:
-        assert response.status == 200 and response.headers["X-Sample-Rate"] == "24000"
+    with server.speaking(LONG) as response:
+        assert response.headers["X-Sample-Rate"] == "24000"
         first = response.read1(FRAME)
         first_after = time.monotonic() - start
         rest = response.read()
@@ -160,84 +141,73 @@ def test_audio_is_streamed_and_complete(server):
 
 
 def test_mistakes_get_the_servers_own_answer(server):
-    answer = server.speak_whole(voice="nobody")
+    answer = server.speak(voice="nobody")
     assert answer.status == 400 and answer.error["code"] == "unknown_voice"
     assert server.ask("GET", "/health").json == {"status": "ok"}
 
 
-def test_a_speech_that_fails_is_not_a_short_file(server):
-    """A speech that is cut off at max_seq_len ends without the last chunk, and the proxy must pass that on."""
-    with server.speak(2000) as response:
-        assert response.status == 200
-        with pytest.raises(http.client.IncompleteRead):
-            response.read()
+def test_an_utterance_that_fails_is_not_a_short_file(server):
+    """An utterance that is cut off at max_seq_len ends without the last chunk, and the proxy must pass that on."""
+    with server.speaking(2000) as response, pytest.raises(http.client.IncompleteRead):
+        response.read()
 
 
 def test_the_websocket(server):
-    with server.websocket() as session:
-        audio = b""
-        while isinstance(message := session.recv(LIMIT), bytes):
-            audio += message
-        assert json.loads(message) == dict(
-            type="audio.done", utterance_index=0, sentence_index=0, total_bytes=len(audio)
-        )
-        assert len(audio) == 5 * FRAME and json.loads(session.recv(LIMIT))["type"] == "session.done"
+    with server.talk(CONFIG) as session:
+        messages, audio = session.say("Hello there.")
+    assert [message["type"] for message in messages] == ["audio.start", "audio.done", "session.done"]
+    assert messages[1]["total_bytes"] == len(audio) == 5 * FRAME
 
 
 def test_a_client_that_leaves_frees_its_place(server):
     """A replica must learn from the proxy that nobody listens any more."""
-    with server.speak(LONG) as response:
+    with server.speaking(LONG) as response:
         assert response.read1(FRAME)
-    end = time.monotonic() + 30
-    while b'requests_total{outcome="cancelled"} 1' not in server.ask("GET", "/metrics").body:
-        assert time.monotonic() < end, "the speech went on"
+    wait_until(lambda: b'requests_total{outcome="cancelled"} 1' in server.ask("GET", "/metrics").body)
 
 
 def test_a_replica_that_dies_is_replaced_and_its_clients_see_an_error(server):
     """Killed in mid-speech: the client must not wait for ever, nor take what it has for the whole."""
     old = set(server.replicas())
     assert len(old) == 2
-    with server.speak(LONG) as response:
+    with server.speaking(LONG) as response:
         assert response.read1(FRAME)
         server.kill_the_busy_one()
         with pytest.raises(http.client.IncompleteRead):
             response.read()
-    assert len(server.speak_whole().body) == 5 * FRAME  # the other one speaks on
+    assert len(server.pcm()) == 5 * FRAME  # the other one speaks on
     server.wait_for_a_new_one(old)
-    assert all(len(server.speak_whole().body) == 5 * FRAME for _ in range(8))
+    assert all(len(server.pcm()) == 5 * FRAME for _ in range(8))
 
 
 def test_a_websocket_of_a_dead_replica_is_closed_with_an_error(server):
-    with server.websocket(LONG) as session:
+    with server.talk(CONFIG | {"max_new_tokens": LONG + 1}) as session:
+        session.write("Hello there.")
+        session.until("audio.start")
         server.kill_the_busy_one()
         with pytest.raises(ConnectionClosedError):
-            for _ in range(LONG):
-                session.recv(LIMIT)
-    assert len(server.speak_whole().body) == 5 * FRAME
+            session.until("session.done")
+    assert len(server.pcm()) == 5 * FRAME
 
 
 def test_a_replica_whose_engine_has_stopped_is_replaced(server):
     """Its process lives on: only the health check tells Ray."""
-    end = time.monotonic() + LIMIT
-    while len(old := set(server.replicas())) < 2:
-        assert time.monotonic() < end, "the replica that died before was not replaced"
-        time.sleep(0.5)
+    wait_until(lambda: len(server.replicas()) == 2)  # also in place of the one that died before
+    old = set(server.replicas())
     assert server.ask("POST", "/stop").status == 200
     server.wait_for_a_new_one(old)
-    while not all(server.ask("GET", "/health").status == 200 for _ in range(16)):
-        assert time.monotonic() < end, "the stopped replica is still asked"
+    wait_until(lambda: all(server.ask("GET", "/health").status == 200 for _ in range(16)))
 
 
 def test_ray_has_the_metrics_of_every_replica(server):
     """Through the proxy, Prometheus would see now one replica's counters, now the other's."""
-    end = time.monotonic() + LIMIT
-    replicas = set()
-    while len(replicas) < 2:
-        assert time.monotonic() < end, "the metrics do not come"
-        lines = server.ask("GET", "/metrics", server.metrics_port).body.decode().splitlines()
+
+    def replicas() -> set[str]:
+        lines = server.metrics.ask("GET", "/metrics").body.decode().splitlines()
         complete = [line for line in lines if line.startswith("ray_qwen3_tts_requests_total{") and "complete" in line]
-        replicas = {part for line in complete for part in line.split(",") if part.startswith("replica=")}
-        time.sleep(0.5)
+        return {part for line in complete for part in line.split(",") if part.startswith("replica=")}
+
+    wait_until(lambda: len(replicas()) == 2)
 
 
 @pytest.mark.parametrize(

@@ -2,41 +2,24 @@
 
 import base64
 import contextlib
-import io
 import json
 import random
 import socket
 
 import pytest
-import soundfile
-from serving_helpers import LIMIT, SHORT, RunningServer, load_speech, never_end, wait_until_free
+from serving_helpers import JSON, LIMIT, SHORT, RunningServer, load_speech, wait_until_free
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from qwen3_tts_cuda_graphs.serving.requests import SpeechRequest
 
-JSON = {"Content-Type": "application/json"}
 HUGE = 10**400
 
 # Values that no field accepts as they are, beside those that some do.
 STRANGE = [
     *(None, True, False, 0, 1, -1, 0.5, -0.0, 1e-320, 1e308, -1e308, 2**31, 2**53, 2**63, 2**64, -(2**63), HUGE),
-    *(
-        "",
-        " ",
-        "\n",
-        "0",
-        "1.0",
-        "nan",
-        "null",
-        "\x00",
-        "\ud800",
-        "\udfff",
-        "\u202e",
-        "\ufeff",
-        "\U0001f469\u200d",
-        "\u0301",
-    ),
+    *("", " ", "\n", "0", "1.0", "nan", "null", "\x00", "\ud800", "\udfff", "\u202e", "\ufeff", "\u0301"),
+    "\U0001f469\u200d",
     *("a" * 5000, "../../etc/passwd", "http://127.0.0.1:1/x", "file:///etc/passwd", "%s%n", "<|im_end|>", "{}", "[]"),
     *("data:audio/wav;base64,", "data:,", "data:audio/wav;base64,!!!!", "AAAA", "=", "'; DROP TABLE voices; --"),
     *([], [1], [[]], ["a"], [None], [HUGE], {}, {"a": {"b": []}}),
@@ -45,20 +28,11 @@ STRANGE = [
 ALIASES = ["speaker"]
 
 
-@pytest.fixture(scope="module")
-def server(checkpoint, tmp_path_factory):
-    speech = load_speech(checkpoint(), tmp_path_factory.mktemp("voices"))
-    never_end(speech)
-    with RunningServer(speech) as server:
-        yield server
-    wait_until_free(speech)
-    speech.close()
-
-
 @pytest.fixture(autouse=True)
 def still_speaks(server):
-    """After each test the server says what it said before."""
+    """After each test the server says what it said before, and every place is free."""
     yield
+    wait_until_free(server.speech)
     answer = server.speak(response_format="pcm")
     assert (answer.status, len(answer.body)) == (200, 5 * 3840)
 
@@ -92,14 +66,12 @@ def test_every_field(server, field):
 @pytest.mark.parametrize(
     "kind, field", [("base", "ref_text"), ("custom_voice", "instructions"), ("voice_design", "instructions")]
 )
-def test_texts_beside_the_input(server, checkpoint, tmp_path, recording, kind, field):
+def test_texts_beside_the_input(server, checkpoint, tmp_path, wav, kind, field):
     """Strange texts that reach the tokenizer. Half of a surrogate pair was a 500."""
     fields = {"input": "Hi.", **SHORT, "max_new_tokens": 2}
     with contextlib.ExitStack() as stack:
         if kind == "base":
-            file = io.BytesIO()
-            soundfile.write(file, *recording, format="WAV")
-            fields["ref_audio"] = base64.b64encode(file.getvalue()).decode()
+            fields["ref_audio"] = base64.b64encode(wav).decode()
         else:
             speech = load_speech(checkpoint(kind), tmp_path)
             stack.callback(speech.close)
@@ -125,7 +97,9 @@ def test_texts_beside_the_input(server, checkpoint, tmp_path, recording, kind, f
         ("max_new_tokens", [0, 1, -7, 10**9, 2.5]),
         ("seed", [-1, 2**63, 0.5, True]),
         ("speed", [0.24, 4.01, -1, "fast", 1e999]),
-        ("response_format", ["ogg", "mp4", 1]),
+        ("response_format", ["vorbis", "mp4", "_8000", 1]),
+        ("sample_rate", [0, -8000, 8001, 16000.5, "8000", True, [8000], 10**30]),
+        ("bit_rate", [0, 31, 193, "64", 1e999]),
         ("stream_format", ["websocket", 3]),
         ("language", ["Klingon", "xx-US"]),
         ("voice", ["nobody", "speaker\x00", 7]),
@@ -171,22 +145,6 @@ def test_bodies_that_are_no_requests(server):
     assert message == "the request is not JSON: it has a number of 5000 digits"
 
 
-def test_content_types(server):
-    body = json.dumps({"input": "Hi.", **SHORT})
-    for content_type in (
-        "text/plain",
-        "application/x-www-form-urlencoded",
-        "",
-        "multipart/form-data",
-        "x" * 5000,
-        "\u00e9",
-    ):
-        assert_refused(server.ask("POST", "/v1/audio/speech", body, {"Content-Type": content_type}), content_type)
-    assert (
-        server.ask("POST", "/v1/audio/speech", body, {"Content-Type": "Application/JSON; charset=utf-8"}).status == 200
-    )
-
-
 def test_random_requests(server):
     """Several strange fields at once, and random bytes."""
     dice = random.Random(7)
@@ -201,6 +159,8 @@ def test_random_requests(server):
         good = bytearray(json.dumps({"input": "Hi.", "max_new_tokens": 2, "voice": "speaker", "seed": 3}).encode())
         for _ in range(dice.randint(1, 4)):
             good[dice.randrange(len(good))] = dice.randrange(256)
+        if b'"max_new_tokens": 2,' not in good:  # the tiny model may speak without an end
+            continue
         answer = post(server, bytes(good))
         if answer.status != 200:
             assert_refused(answer, bytes(good))
@@ -227,24 +187,15 @@ def test_forms_that_are_no_voices(server):
         assert_refused(server.ask("POST", "/v1/audio/voices", body.encode(), headers), what)
     for content_type in ("multipart/form-data", "application/json", "multipart/form-data; boundary=" + "x" * 1000):
         assert_refused(server.ask("POST", "/v1/audio/voices", b"x", {"Content-Type": content_type}), content_type)
-    for path in (
-        "/v1/audio/voices/..%2f..%2fetc",
-        "/v1/audio/voices/%00",
-        "/v1/audio/voices/speaker",
-        "/v1/audio/voices/%ff",
-    ):
-        assert_refused(server.ask("DELETE", path), path)
+    for name in ("..%2f..%2fetc", "%00", "speaker", "%ff"):
+        assert_refused(server.ask("DELETE", f"/v1/audio/voices/{name}"), name)
 
 
 def test_what_is_not_http(server):
     """Garbage on the socket, half of a request, a header without end."""
-    for data in (
-        b"\x16\x03\x01\x02\x00",
-        b"GET\r\n\r\n",
-        b"POST /v1/audio/speech HTTP/1.1\r\nContent-Length: x\r\n\r\n",
-        b"A" * 100_000,
-    ):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
+    length = b"POST /v1/audio/speech HTTP/1.1\r\nContent-Length: x\r\n\r\n"
+    for data in (b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", length, b"A" * 100_000):
+        with server.open() as connection:
             try:
                 connection.sendall(data)
                 connection.shutdown(socket.SHUT_WR)
@@ -289,13 +240,9 @@ def test_websocket_frames_that_break_the_protocol(server):
         f"Connection: Upgrade\r\nSec-WebSocket-Key: {base64.b64encode(bytes(16)).decode()}\r\n"
         "Sec-WebSocket-Version: 13\r\n\r\n"
     )
-    for frame in (
-        b"\x81\x05hello",
-        b"\xff" * 20,
-        b"\x81\xff" + b"\x7f" * 8 + bytes(4),
-        b"\x81\x82\x00\x00\x00\x00\xff\xfe",
-    ):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
+    too_long = b"\x81\xff" + b"\x7f" * 8 + bytes(4)
+    for frame in (b"\x81\x05hello", b"\xff" * 20, too_long, b"\x81\x82\x00\x00\x00\x00\xff\xfe"):
+        with server.open() as connection:
             connection.sendall(handshake.encode())
             assert connection.recv(1000).startswith(b"HTTP/1.1 101")
             connection.sendall(frame)

@@ -3,13 +3,11 @@
 import asyncio
 import collections
 import contextlib
-import gc
 import http.client
 import json
 import math
 import os
 import random
-import runpy
 import shutil
 import signal
 import socket
@@ -17,22 +15,23 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, on_gpu, run_program
 from safetensors.torch import load_file, save_file
-from serving_helpers import FRAME, LIMIT, is_running, post, status, worker_of
+from serving_helpers import FRAME, LIMIT, Client, is_running, read_answer, request_bytes, wait_until, worker_of
 
-from qwen3_tts_cuda_graphs.bench.load_test import listen, speak
-from qwen3_tts_cuda_graphs.serving import messages
-from qwen3_tts_cuda_graphs.serving.process import Server, greeting
-from qwen3_tts_cuda_graphs.serving.server_options import PRIORITY, keep_to_this_machine, raise_priority
+from qwen3_tts_cuda_graphs.bench.listeners import listen
+from qwen3_tts_cuda_graphs.bench.load_test import speak
+from qwen3_tts_cuda_graphs.serving import messages, process
+from qwen3_tts_cuda_graphs.serving.__main__ import main
+from qwen3_tts_cuda_graphs.serving.process import greeting
+from qwen3_tts_cuda_graphs.serving.server_options import PRIORITY, keep_to_this_machine
 from qwen3_tts_cuda_graphs.serving.server_options import listen as bind
 from qwen3_tts_cuda_graphs.serving.service import Service
 from qwen3_tts_cuda_graphs.serving.settings import Settings, check_origin
@@ -50,8 +49,9 @@ def endless(checkpoint, tmp_path_factory):
     return folder
 
 
-def soak(url: str, count: int) -> dict:
-    """Short requests, some bad, some abandoned. Returns how they ended, and the server's memory, tasks and threads."""
+def soak(server, count: int) -> tuple[collections.Counter, list[dict]]:
+    """Short requests, some bad, some abandoned: how they ended, and what the server uses after each fifth of them."""
+    speak_there = partial(speak, f"http://127.0.0.1:{server.port}")
 
     def ask(number: int) -> str:
         """The kind of the request if it ended as it should, else how it ended."""
@@ -63,7 +63,7 @@ def soak(url: str, count: int) -> dict:
         if kind == "whole":
             request |= dict(response_format="wav", stream=False)
         try:
-            listener = listen(partial(speak, url, **request), leave_after=0 if kind == "abandoned" else math.inf)
+            listener = listen(partial(speak_there, **request), leave_after=0 if kind == "abandoned" else math.inf)
             return kind if kind != "bad" and listener.seconds else f"{kind}: {listener.seconds:.2f} s of audio"
         except OSError as error:
             return kind if kind == "bad" and str(error).startswith("400") else f"{kind}: {error}"
@@ -73,182 +73,201 @@ def soak(url: str, count: int) -> dict:
     with ThreadPoolExecutor(4) as pool:
         for fifth in range(5):  # the first one fills the caches
             outcomes.update(pool.map(ask, range(fifth * count // 5, (fifth + 1) * count // 5)))
-            usage.append(quiet_usage(url))
-    return dict(outcomes=dict(outcomes), usage=usage)
+            usage.append(quiet_usage(server))
+    return outcomes, usage
 
 
-def quiet_usage(url: str) -> dict:
+def quiet_usage(server) -> dict:
     """Memory, tasks and threads once no request is in flight."""
-    for _ in range(100):
-        with urllib.request.urlopen(f"{url}/metrics", timeout=LIMIT) as response:
-            lines = [line for line in response.read().decode().splitlines() if not line.startswith("#")]
-        figures = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
-        if not figures["qwen3_tts_streams_active"] and not figures["qwen3_tts_streams_waiting"]:
-            break
-        time.sleep(0.05)
+
+    def figures() -> dict:
+        lines = server.ask("GET", "/metrics").body.decode().splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    wait_until(lambda: not figures()["qwen3_tts_streams_active"] + figures()["qwen3_tts_streams_waiting"])
+    now = figures()
     return {
-        "rss_mb": figures["process_resident_memory_bytes"] / 1e6,
-        "open_files": figures["process_open_fds"],
-        "tasks": figures["qwen3_tts_tasks"],
-        "threads": figures["qwen3_tts_threads"],
+        "rss_mb": now["process_resident_memory_bytes"] / 1e6,
+        "open_files": now["process_open_fds"],
+        "tasks": now["qwen3_tts_tasks"],
+        "threads": now["qwen3_tts_threads"],
     }
+
+
+class Server(Client):
+    """A server in a process of its own, in `with`. What it writes to stderr is in a file of that name."""
+
+    def __init__(self, folder: Path, *options, files: int | None = None, **environment):
+        """folder: for its voices and stderr; files: how many it may open; options: of the command line"""
+        self.folder = folder
+        command = [sys.executable, "-m", "qwen3_tts_cuda_graphs.serving", "--port", "0", "--voices", folder / "voices"]
+        self.command = [*map(str, command), *map(str, options)]
+        if files:
+            self.command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *self.command]
+        self.environment = os.environ | environment
+
+    def __enter__(self) -> "Server":
+        with open(self.folder / "stderr", "w") as stderr:
+            pipes = dict(stdout=subprocess.PIPE, stderr=stderr, text=True)
+            self.process = subprocess.Popen(self.command, cwd=ROOT, env=self.environment, **pipes)
+        self.killer = threading.Timer(3 * LIMIT, self.process.kill)
+        self.killer.start()
+        first = self.process.stdout.readline()
+        assert first.startswith("listening on http://127.0.0.1:"), self.stderr
+        super().__init__(int(first.split()[2].rstrip(",").rpartition(":")[2]))
+        assert self.health in (200, 503)  # it answers while it loads
+        assert self.process.stdout.readline().startswith("ready: ")
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.killer.cancel()
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def stderr(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    @property
+    def imports(self) -> list[str]:
+        return [line for line in self.stderr.splitlines() if line.startswith("import time:")]
+
+    @property
+    def health(self) -> int:
+        return self.ask("GET", "/health").status
 
 
 def uses_torch(pid: int) -> bool:
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
-def imports(stderr: Path) -> list[str]:
-    return [line for line in stderr.read_text().splitlines() if line.startswith("import time:")]
+def speak_with_late_body(server, **fields) -> None:
+    head, body = request_bytes(fields).split(b"\r\n\r\n")
+    with server.open() as connection:
+        connection.sendall(head + b"\r\n\r\n")
+        time.sleep(0.1)
+        connection.sendall(body)
+        assert read_answer(connection).status == 200
 
 
-def speak_with_late_body(url: str, **fields) -> None:
-    body = json.dumps({"input": "Hi.", "max_new_tokens": 3, **fields}).encode()
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=LIMIT)
-    connection.putrequest("POST", "/v1/audio/speech")
-    connection.putheader("Content-Type", "application/json")
-    connection.putheader("Content-Length", str(len(body)))
-    connection.endheaders()
-    time.sleep(0.1)
-    connection.send(body)
-    response = connection.getresponse()
-    assert response.status == 200 and response.read()
-    connection.close()
+def crowd_out(server) -> None:
+    """Open more connections than it may have files, for a while. asyncio logged each attempt to take one, 70 MB a
+    minute, and nobody was answered."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(150):
+            stack.enter_context(server.open())
+        time.sleep(2)
+
+        def is_answered() -> bool:
+            with contextlib.suppress(OSError):  # the others may still be taken
+                return server.ask("GET", "/v1/models").status == 200
+
+        wait_until(is_answered)  # an idle connection gives way
+    log = [line for line in server.stderr.splitlines() if not line.startswith("import time:")]
+    assert "ulimit -n is 62: --max-connections is 16, not 1024" in log[0]
+    assert len(log) < 10 and sum("new connections wait" in line for line in log) <= 1, log
 
 
 def test_from_the_start_to_the_end(endless, tmp_path):
-    """Starting, listening, a soak in small, a worker that is killed, and SIGTERM while somebody listens."""
-    command = [
-        sys.executable,
-        "-m",
-        "qwen3_tts_cuda_graphs.serving",
-        "--model",
-        str(endless),
-        "--device",
-        "cpu",
-        "--port",
-        "0",
-    ]
-    command += ["--speaker", str(endless / "speaker.pt"), "--voices", str(tmp_path / "voices"), "--max-streams", "3"]
-    env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}  # a line for each import
-    with open(tmp_path / "stderr", "w") as stderr:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env)
-    killer = threading.Timer(3 * LIMIT, process.kill)
-    killer.start()
-    try:
-        first = process.stdout.readline()
-        assert first.startswith("listening on http://127.0.0.1:")
-        url = first.split()[2].rstrip(",")
-        assert status(f"{url}/health") in (200, 503)  # it answers while it loads
-        assert process.stdout.readline().startswith("ready: ")
-        assert process.stdout.readline() == "voices: speaker\n"
-        assert process.stdout.readline() == "try it:\n"
-        curl = process.stdout.readline()
-        assert f"{url}/v1/audio/speech" in curl and '"voice": "speaker"' in curl
-        assert status(f"{url}/health") == 200
+    """Starting, listening, a soak in small, more connections than files, a worker that is killed, and SIGTERM while
+    somebody listens."""
+    options = "--device", "cpu", "--model", endless, "--speaker", endless / "speaker.pt", "--max-streams", 3
+    with Server(tmp_path, *options, files=62, PYTHONPROFILEIMPORTTIME="1") as server:  # a line for each import
+        voices, try_it, curl = (server.process.stdout.readline() for _ in range(3))
+        assert (voices, try_it) == ("voices: speaker\n", "try it:\n")
+        assert f"http://127.0.0.1:{server.port}/v1/audio/speech" in curl and '"voice": "speaker"' in curl
+        assert server.health == 200
 
-        loaded = len(imports(tmp_path / "stderr"))
-        speak_with_late_body(url, response_format="mp3")
-        result = soak(url, 50)
-        assert imports(tmp_path / "stderr")[loaded:] == []  # while clients wait
-        assert sum(result["outcomes"].values()) == 50 and result["outcomes"].keys() <= {
-            "good",
-            "bad",
-            "abandoned",
-            "whole",
-        }
-        before, after = result["usage"][1], result["usage"][-1]
-        assert after["rss_mb"] < 1.05 * before["rss_mb"] + 10, result["usage"]
-        assert after["tasks"] <= before["tasks"] and after["open_files"] <= before["open_files"] + 2, result["usage"]
-        assert after["threads"] <= before["threads"] + 2, result["usage"]  # pools may still grow
+        # The last import of the worker, and that of the spare:
+        wait_until(lambda: sum(line.endswith(".engine_host") for line in server.imports) == 2)
+        loaded = len(server.imports)
+        speak_with_late_body(server, response_format="mp3")
+        outcomes, usage = soak(server, 50)
+        assert server.imports[loaded:] == []  # while clients wait
+        assert outcomes.total() == 50 and outcomes.keys() <= {"good", "bad", "abandoned", "whole"}
+        before, after = usage[1], usage[-1]
+        assert after["rss_mb"] < 1.05 * before["rss_mb"] + 10, usage
+        assert after["tasks"] <= before["tasks"] and after["open_files"] <= before["open_files"] + 2, usage
+        assert after["threads"] <= before["threads"] + 2, usage  # pools may still grow
 
-        worker = worker_of(process.pid)
-        assert not uses_torch(process.pid) and uses_torch(worker)
-        with urllib.request.urlopen(post(url, max_new_tokens=400, response_format="pcm"), timeout=LIMIT) as response:
+        crowd_out(server)
+
+        worker = worker_of(server.process.pid)
+        assert not uses_torch(server.process.pid) and uses_torch(worker)
+        with server.asking(max_new_tokens=400) as connection:
+            response = connection.getresponse()
             assert response.read(FRAME)
             os.kill(worker, signal.SIGKILL)
             killed = time.monotonic()
             with pytest.raises(http.client.IncompleteRead):  # not a short file
                 response.read()
         assert time.monotonic() - killed < 2
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(post(url, max_new_tokens=3), timeout=LIMIT)
-        assert (refused.value.code, refused.value.headers["Retry-After"]) == (503, "1")
-        while status(f"{url}/health") != 200:
-            assert time.monotonic() - killed < LIMIT, "it did not heal"
-            time.sleep(0.1)
-        assert status(post(url, max_new_tokens=3, voice="speaker")) == 200
-        assert not is_running(worker) and worker_of(process.pid) != worker
+        refused = server.speak()
+        assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+        wait_until(lambda: server.health == 200)  # it heals
+        assert server.speak(voice="speaker").status == 200
+        assert not is_running(worker) and worker_of(server.process.pid) != worker
 
-        with urllib.request.urlopen(post(url, max_new_tokens=100, response_format="pcm"), timeout=LIMIT) as response:
+        with server.asking(max_new_tokens=100) as connection:
+            response = connection.getresponse()
             audio = response.read(FRAME)
-            process.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + LIMIT
-            while status(f"{url}/health") != 503:
-                assert time.monotonic() < deadline
-            assert status(post(url, max_new_tokens=3)) == 503
-            audio += response.read()
-        assert len(audio) == 99 * FRAME
-        process.communicate(timeout=LIMIT)
-        assert process.returncode == 0
-        stderr = (tmp_path / "stderr").read_text()
-        assert "Traceback" not in stderr and "shutting down when 1 streams" in stderr, stderr
-        assert "has ended: killed by SIGKILL" in stderr
-    finally:
-        killer.cancel()
-        process.kill()
-        process.wait()
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: server.health == 503)
+            assert server.speak().status == 503
+            assert len(audio + response.read()) == 99 * FRAME
+        server.process.communicate(timeout=LIMIT)
+        assert server.process.returncode == 0
+        assert "Traceback" not in server.stderr and "shutting down when 1 streams" in server.stderr
+        assert "has ended: killed by SIGKILL" in server.stderr
 
 
-@pytest.mark.parametrize("files, connections", [(80, 32), (45, 4)])
-def test_more_connections_than_files(checkpoint, tmp_path, files, connections):
-    """asyncio logged each attempt to take one, 70 MB a minute, and nobody was answered."""
-    command = [
-        sys.executable,
-        "-m",
-        "qwen3_tts_cuda_graphs.serving",
-        "--model",
-        str(checkpoint("custom_voice")),
-        "--device",
-        "cpu",
-    ]
-    command += ["--port", "0", "--voices", str(tmp_path / "voices")]
-    limited = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
-    with open(tmp_path / "stderr", "w") as stderr:
-        process = subprocess.Popen(limited, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
-    killer = threading.Timer(LIMIT, process.kill)
-    killer.start()
-    with contextlib.ExitStack() as stack:
-        stack.callback(process.wait)
-        stack.callback(process.kill)
-        stack.callback(killer.cancel)
-        url = process.stdout.readline().split()[2].rstrip(",")
-        assert process.stdout.readline().startswith("ready: ")
-        host, port = url.removeprefix("http://").split(":")
-        for _ in range(100):
-            stack.enter_context(socket.create_connection((host, int(port)), timeout=LIMIT))
-        time.sleep(3)
-        assert status(f"{url}/v1/models") == 200  # an idle connection gives way
-        log = (tmp_path / "stderr").read_text()
-        assert f"ulimit -n is {files}: --max-connections is {connections}, not 1024" in log
-        assert log.count("new connections wait") <= 1 and len(log) < 2000, log
+# Makes the worker's next kernel write to address 16: from then on every call of CUDA in that process fails.
+CRASH = """
+import signal
+
+def crash(*_):
+    import torch
+    from qwen3_tts_cuda_graphs.fast.nvrtc import Kernels, architecture_of, compile_source
+    device = torch.device("cuda")
+    source = 'extern "C" __global__ void crash(int *address) { *address = 1; }'
+    Kernels(compile_source(source, architecture_of(device)), ["crash"], device).launch("crash", (1, 1), 1, [16])
+
+signal.signal(signal.SIGUSR1, crash)
+"""
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """run(option, ...) -> exit code and what was printed on stderr."""
+@on_gpu
+def test_it_heals_after_an_illegal_address(checkpoint, tmp_path):
+    """While sixteen listen."""
+    (tmp_path / "sitecustomize.py").write_text(CRASH)
+    model = checkpoint("base", "0.6B")
+    options = "--model", model, "--speaker", model / "speaker.pt", "--max-streams", 16
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with Server(tmp_path, *options, PYTHONPATH=path) as server, ThreadPoolExecutor(16) as pool:
+        ended = []  # when each listener's speech ended, and how
 
-    def run(*options):
-        monkeypatch.setattr(sys, "argv", ["serving", *map(str, options)])
-        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_module("qwen3_tts_cuda_graphs.serving", run_name="__main__", alter_sys=False)
-        return ended.value.code, capsys.readouterr().err
+        def hear() -> None:
+            try:
+                listen(partial(speak, f"http://127.0.0.1:{server.port}", input="Hi.", max_new_tokens=1500))
+                ended.append((time.monotonic(), "complete"))
+            except OSError as error:
+                ended.append((time.monotonic(), str(error)))
 
-    return run
+        listeners = [pool.submit(hear) for _ in range(16)]
+        time.sleep(1)
+        assert not ended, ended
+        crashed_at = time.monotonic()
+        os.kill(worker_of(server.process.pid), signal.SIGUSR1)
+        wait(listeners, LIMIT)
+        times, ways = zip(*ended)
+        assert max(times) - crashed_at < 2 and "complete" not in ways, ended
+        assert server.health == 503
+        wait_until(lambda: server.health == 200)
+        assert server.speak(voice="speaker", response_format="wav").status == 200
+        print(f"errors after {max(times) - crashed_at:.2f} s, healed after {time.monotonic() - crashed_at:.1f} s")
 
 
-def test_mistakes_on_the_command_line(run, checkpoint, tmp_path):
+def test_mistakes_on_the_command_line(call, checkpoint, tmp_path):
     tiny = checkpoint()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -280,7 +299,7 @@ def test_mistakes_on_the_command_line(run, checkpoint, tmp_path):
             (["--model", checkpoint("custom_voice"), "--speaker", tiny / "speaker.pt"], "give a Base model"),
             (["--model", tiny, "--device", "abacus"], "no device 'abacus'"),
         ):
-            code, error = run(*options)
+            code, _, error = call(main, *options)
             assert code == 2 and message in error and error.count("\n") == 1, (options, error)
 
 
@@ -295,25 +314,31 @@ def test_a_server_without_a_key_is_not_opened_silently(host, key, warned):
     assert settings.only_this_machine == (host == "127.0.0.1" and key is None)
 
 
-@pytest.mark.parametrize("before, wanted", [(0, PRIORITY), (-20, -20)])
-def test_the_priority_is_raised_where_that_is_allowed(monkeypatch, before, wanted):
-    raised = []
-    monkeypatch.setattr(os, "getpriority", lambda *_: before)
-    monkeypatch.setattr(os, "setpriority", lambda *arguments: raised.append(arguments))
-    raise_priority()
-    assert raised == [(os.PRIO_PROCESS, 0, wanted)]
-
-    def refuse(*_):
-        raise PermissionError
-
-    monkeypatch.setattr(os, "setpriority", refuse)
-    raise_priority()  # no error
-
-
 def test_an_origin_is_what_browsers_send():
     for origin in ("http://localhost:3000", "HTTP://Localhost:3000/"):
         assert check_origin(origin) == "http://localhost:3000"
     assert check_origin("*") == "*"
+
+
+@pytest.mark.parametrize("before, wanted", [(0, PRIORITY), (-20, -20)])
+def test_the_priority_is_raised_where_that_is_allowed(before, wanted):
+    """In a process of its own: it cannot be lowered again. Who may not, goes on."""
+    program = f"""
+        import os
+        from qwen3_tts_cuda_graphs.serving.server_options import raise_priority
+        is_allowed = os.geteuid() == 0
+        if is_allowed:
+            os.setpriority(os.PRIO_PROCESS, 0, {before})
+        before = os.getpriority(os.PRIO_PROCESS, 0)
+        raise_priority()
+        print(os.getpriority(os.PRIO_PROCESS, 0) == ({wanted} if is_allowed else before))
+        if is_allowed:
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
+            os.setuid(65534)
+        raise_priority()
+    """
+    result = run_program(program, ROOT)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "True\n", "")
 
 
 def test_the_line_to_try_has_a_place_for_the_key(checkpoint, tmp_path):
@@ -335,59 +360,59 @@ def test_recordings_fit_into_a_message():
 
 def test_garbage_is_collected_between_streams(checkpoint, tmp_path, monkeypatch):
     """All objects of 1,000 WebSockets take 0.1 s, and a crowd of 64 listeners had to wait."""
-    server = Server(Service(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path)))
-    collected = []
-    monkeypatch.setattr(gc, "collect", lambda: collected.append(count))
-    for streams, count in [(0, 10), (1, 11), (0, 11), (1, 1000), (1, 1001)]:
-        server.speech.models[0].in_flight = streams
-        monkeypatch.setattr(gc, "get_count", lambda: (0, 0, count))  # noqa: B023
+    server = process.Server(Service(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path)))
+    collector = SimpleNamespace(collected=[])
+    collector.get_count = lambda: (0, 0, collector.count)
+    collector.collect = lambda: collector.collected.append(collector.count)
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.process.gc", collector)
+    for streams, collector.count in [(0, 10), (1, 11), (0, 11), (1, 1000), (1, 1001)]:
+        server.service.models[0].engine.in_flight = streams
         asyncio.run(server.on_tick(1))
-    assert collected == [11, 1001]
+    assert collector.collected == [11, 1001]
 
 
-def test_without_the_servers_packages(run, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith(("uvicorn", "qwen3_tts_cuda_graphs.serving"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    code, error = run("--model", "x")
-    message = (
-        "error: the server needs uvicorn, which is not installed: in a checkout run ./setup.sh none --server, else "
-    )
-    assert code == 2 and error.startswith(message) and error.endswith(" 'qwen3-tts-cuda-graphs[server]'\n")
+def test_without_the_servers_packages():
+    program = """
+        sys.modules["uvicorn"] = None
+        from qwen3_tts_cuda_graphs.serving.__main__ import main
+        sys.argv[1:] = ["--model", "x"]
+        main()
+    """
+    result = run_program(program, ROOT)
+    problem = "error: the server needs uvicorn, which is not installed: "
+    message = f"{problem}in a checkout run ./setup.sh none --server, else "
+    assert result.returncode == 2 and result.stderr.startswith(message)
+    assert result.stderr.endswith(" 'qwen3-tts-cuda-graphs[server]'\n")
 
 
 def test_load_script_counts_underruns_and_errors():
-    """Against a server that stalls after its first chunk, and one that breaks off."""
+    """Against a server that stalls after its first chunk, one that breaks off, and one that is another program."""
+    head, chunk = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"F00\r\n" + bytes(3840) + b"\r\n"
 
-    async def stall(reader, writer):
-        await reader.readuntil(b"}")  # all of it: to close with something unread is a reset
-        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nF00\r\n" + bytes(3840) + b"\r\n")
-        await writer.drain()
-        await asyncio.sleep(0.3)  # the first chunk lasts 0.08 s
-        writer.write(b"F00\r\n" + bytes(3840) + b"\r\n0\r\n\r\n")
-        writer.close()
+    def hear(*answers):
+        """What the script hears of these bytes, with a pause between them that is longer than a chunk, 0.08 s."""
 
-    async def break_off(reader, writer):
-        await reader.readuntil(b"}")  # all of it: to close with something unread is a reset
-        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nF00\r\n" + bytes(3840) + b"\r\nF00\r\n")
-        writer.close()
+        async def answer(reader, writer):
+            await reader.readuntil(b"}")  # all of it: to close with something unread is a reset
+            for number, data in enumerate(answers):
+                await asyncio.sleep(0.3 if number else 0)
+                writer.write(data)
+                await writer.drain()
+            writer.close()
 
-    async def main(answer):
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            return await asyncio.to_thread(listen, partial(speak, f"http://127.0.0.1:{port}", input="Hi."))
+        async def main():
+            async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+                port = server.sockets[0].getsockname()[1]
+                return await asyncio.to_thread(listen, partial(speak, f"http://127.0.0.1:{port}", input="Hi."))
 
-    async def refuse(reader, writer):
-        await reader.readuntil(b"}")
-        writer.write(b'HTTP/1.1 404 Not Found\r\nContent-Length: 22\r\n\r\n{"detail":"Not Found"}')
-        writer.close()
+        return asyncio.run(main())
 
-    stalled = asyncio.run(main(stall))
+    stalled = hear(head + chunk, chunk + b"0\r\n\r\n")
     assert (stalled.underruns, stalled.seconds) == (1, 0.16)
     with pytest.raises(OSError, match="closed in the middle"):
-        asyncio.run(main(break_off))
+        hear(head + chunk + b"F00\r\n")
     with pytest.raises(OSError, match="does not answer as this project's server does"):
-        asyncio.run(main(refuse))
+        hear(b'HTTP/1.1 404 Not Found\r\nContent-Length: 22\r\n\r\n{"detail":"Not Found"}')
     with pytest.raises(OSError, match="give one like http://127.0.0.1:8000"):
         listen(partial(speak, "127.0.0.1:8000", input="Hi."))
 
@@ -396,18 +421,10 @@ def test_load_script_counts_underruns_and_errors():
 def test_what_the_server_adds_is_measured(checkpoint, tmp_path):
     """The engine alone and the server, also with two processes of listeners, idle WebSockets and busy cores."""
     folder, output = checkpoint(), tmp_path / "server.json"
-    command = [
-        sys.executable,
-        "-m",
-        "qwen3_tts_cuda_graphs.bench.load_test",
-        "--compare",
-        folder,
-        "--speaker",
-        folder / "speaker.pt",
-    ]
+    command = [sys.executable, "-m", "qwen3_tts_cuda_graphs.bench.load_test", "--compare", folder]
+    command += ["--speaker", folder / "speaker.pt", "--audio-seconds", "0.3", "--idle-websockets", "20"]
     command += "--device cpu --one-by-one 2 --rate 2 --seconds 2 --crowds 3 --max-streams 2 --clients 2 --busy".split()
-    command += ["--audio-seconds", "0.3", "--idle-websockets", "20", "--json", output]
-    subprocess.run([*map(str, command)], cwd=ROOT, check=True, timeout=3 * LIMIT)
+    subprocess.run([*map(str, command), "--json", output], cwd=ROOT, check=True, timeout=3 * LIMIT)
     result = json.loads(output.read_text())
     assert result["card"]["gpu"] == "none"
     names = ["2 one by one", "2 requests per second for 2 s", "3 at once"]

@@ -2,15 +2,12 @@
 
 import asyncio
 import gc
-import subprocess
-import sys
-import textwrap
 import warnings
 import weakref
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, run_program
 
 from qwen3_tts_cuda_graphs.common.loading import load
 from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
@@ -20,14 +17,6 @@ from qwen3_tts_cuda_graphs.speech.streaming import stream
 from qwen3_tts_cuda_graphs.speech.warm_up import warm_up
 
 pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
-
-
-def run(program, **values):
-    """Run a program in a process of its own, with {name} replaced by values."""
-    program = textwrap.dedent(program)
-    for name, value in values.items():
-        program = program.replace("{" + name + "}", repr(value))
-    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.slow
@@ -81,7 +70,7 @@ def test_global_state_is_left_alone(checkpoint):
 
         asyncio.run(main())
     """
-    result = run(program, folder=str(checkpoint("custom_voice")))
+    result = run_program(program.replace("{folder}", repr(str(checkpoint("custom_voice")))), ROOT)
     assert result.returncode == 0, result.stderr
 
 
@@ -129,7 +118,7 @@ def test_a_fork(checkpoint):
         engine.close()
         tts.generate_custom_voice(**request)
     """
-    result = run(program, folder=str(checkpoint("custom_voice")))
+    result = run_program(program.replace("{folder}", repr(str(checkpoint("custom_voice")))), ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert len(lines) == 3 and all("load the model after the fork" in line for line in lines)

@@ -13,7 +13,7 @@ from qwen3_tts_cuda_graphs.common.loading import load_upstream
 from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
 from qwen3_tts_cuda_graphs.prompts import templates as prompt_templates
 from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText
-from qwen3_tts_cuda_graphs.prompts.build import build_request, prepare_request
+from qwen3_tts_cuda_graphs.prompts.build import prepare_request, talker_arguments
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import reference_codes
 from qwen3_tts_cuda_graphs.prompts.request import Request, request_of
 from qwen3_tts_cuda_graphs.prompts.templates import PromptTemplate, template_key
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 
 def upstreams(method, text: str, **arguments) -> Request:
     reference = reference_codes(arguments.get("voice_clone_prompt"))
-    return request_of(build_request(method, text=text, **arguments), reference)
+    return request_of(talker_arguments(method, text=text, **arguments), reference)
 
 
 @pytest.fixture(params=["x-vector", *slow("preset", "designed")])
@@ -36,38 +36,40 @@ def voice(voices, request):
 
 @pytest.mark.parametrize("non_streaming_mode", [True, False])
 @pytest.mark.parametrize("text", ["Hello there.", " 你好，\n<|im_end|> cafe\u0301  12 ", "x" * 500])
-def test_the_host_builds_the_same_prompt(voice, monkeypatch, non_streaming_mode, text):
+def test_the_host_builds_the_same_prompt(voice, non_streaming_mode, text):
     method = getattr(voice.fast, voice.method)
     arguments = dict(text=text, non_streaming_mode=non_streaming_mode, **voice.arguments)
-    expected = build_request(method, **arguments)
-    monkeypatch.setattr(voice.fast.prompts, "host_talker", HostTalker(voice.fast.model.talker))
-    request = build_request(method, **arguments)
+    expected = talker_arguments(method, **arguments)
+    voice.fast.prompts.host_talker = HostTalker(voice.fast.model.talker)
+    try:
+        request = talker_arguments(method, **arguments)
+    finally:
+        voice.fast.prompts.host_talker = None
     assert request.keys() == expected.keys()
     for name, value in request.items():
         assert torch.equal(value, expected[name]) if torch.is_tensor(value) else value == expected[name]
 
 
+def accelerate_with_table(tts):
+    """As on a GPU. Also twice: `accelerate` may be called again on the same model."""
+    host_talker = use_text_table(tts.model.talker)
+    accelerate(tts, max_seq_len=384)
+    tts.prompts.host_talker = host_talker
+    return tts
+
+
 def test_a_model_with_a_table_speaks_as_before(voice):
-    """Also twice: `accelerate` may be called again on the same model."""
     arguments = dict(text="Hello there.", max_new_tokens=20, **voice.arguments)
-    torch.manual_seed(0)
-    expected = joined(stream(getattr(voice.fast, voice.method), **arguments))
+
+    def speak(tts):
+        torch.manual_seed(0)
+        return torch.tensor(joined(stream(getattr(tts, voice.method), **arguments)))
 
     tts = load_upstream(str(voice.folder), "cpu")
     tts.model.talker.codec_head.weight.data[voice.end_token] = voice.end_row
     embed, project = tts.model.talker.get_text_embeddings(), tts.model.talker.text_projection
     for _ in range(2):
-        host_talker = use_text_table(tts.model.talker)
-        accelerate(tts, max_seq_len=384)
-        tts.prompts.host_talker = host_talker
-        torch.manual_seed(0)
-        torch.testing.assert_close(
-            torch.tensor(joined(stream(getattr(tts, voice.method), **arguments))),
-            torch.tensor(expected),
-            rtol=0,
-            atol=1e-5,
-        )
-
+        torch.testing.assert_close(speak(accelerate_with_table(tts)), speak(voice.fast), rtol=0, atol=1e-5)
     table = tts.model.talker.get_text_embeddings()
     assert isinstance(table, TextTable)
     ids = torch.arange(50)[None]
@@ -76,17 +78,8 @@ def test_a_model_with_a_table_speaks_as_before(voice):
 
 @pytest.fixture(scope="module")
 def tables():
-    """tables(folder) -> its model with a text table, as on a GPU."""
-
-    @functools.cache
-    def load_with_table(folder):
-        tts = load_upstream(str(folder), "cpu")
-        host_talker = use_text_table(tts.model.talker)
-        accelerate(tts, max_seq_len=384)
-        tts.prompts.host_talker = host_talker
-        return tts
-
-    return load_with_table
+    """tables(folder) -> its model with a text table"""
+    return functools.cache(lambda folder: accelerate_with_table(load_upstream(str(folder), "cpu")))
 
 
 @pytest.fixture
@@ -127,7 +120,7 @@ def test_text_that_arrives_has_upstreams_prompt(voice, with_table, is_finished):
             text.finish()
         request = text.begin()
         whole = upstreams(method, "Hello there", **arguments)
-        known = len(whole.inputs) - 2 if is_finished else text.embedded
+        known = len(whole.inputs) - 2 if is_finished else text.frames_with_text
         assert known >= 1 and request.prefix_key == whole.prefix_key is not None
         assert torch.equal(request.prefix, whole.prefix)
         assert torch.equal(request.inputs[:-1], whole.inputs[: 1 + known])
@@ -136,34 +129,24 @@ def test_text_that_arrives_has_upstreams_prompt(voice, with_table, is_finished):
     assert template.layout
 
 
-@pytest.mark.parametrize("voice", ["x-vector"], indirect=True)
-def test_another_speaker_is_another_template(with_table, voice):
+@pytest.mark.parametrize("voice", ["x-vector", "in-context"], indirect=True)
+def test_another_speaker_or_recording_is_another_template(with_table, voice):
+    """Of a reference, the codes and the transcript are in the prompt."""
     method = with_table.generate_voice_clone
     speaker = torch.load(voice.folder / "speaker.pt", weights_only=True)
-    for scale in (1.0, 2.0):
-        prompt = speaker_prompt(speaker * scale)
+    prompts = [speaker_prompt(speaker * scale) for scale in (1.0, 2.0)]
+    if isinstance(voice.arguments["voice_clone_prompt"], list):
+        (item,) = voice.arguments["voice_clone_prompt"]
+        others = dict(ref_code=item.ref_code.flip(0)), dict(ref_code=item.ref_code[:5]), dict(ref_text="what else")
+        prompts = [[dataclasses.replace(item, **other)] for other in ({}, *others)]
+    for prompt in prompts:
+        arguments = dict(voice_clone_prompt=prompt, language="English")
         for _ in range(2):
-            request = with_table.prompts.build(method, "Hello.", dict(voice_clone_prompt=prompt, language="English"))
-            expected = upstreams(method, "Hello.", voice_clone_prompt=prompt, language="English")
-            assert torch.equal(request.prefix, expected.prefix)
-    assert len(with_table.prompts.templates.templates) == 2
-
-
-@pytest.mark.parametrize("voice", ["in-context"], indirect=True)
-def test_another_recording_is_another_template(with_table, voice):
-    """Of the reference, the codes and the transcript are in the prompt."""
-    method = with_table.generate_voice_clone
-    (item,) = voice.arguments["voice_clone_prompt"]
-    others = dict(ref_code=item.ref_code.flip(0)), dict(ref_code=item.ref_code[:5]), dict(ref_text="what else it says")
-    for other in ({}, *others):
-        prompt = [dataclasses.replace(item, **other)]
-        for _ in range(2):
-            request = with_table.prompts.build(method, "Hello.", dict(voice_clone_prompt=prompt, language="English"))
-            expected = upstreams(method, "Hello.", voice_clone_prompt=prompt, language="English")
-            assert torch.equal(request.prefix, expected.prefix)
-            assert torch.equal(request.inputs, expected.inputs)
+            request = with_table.prompts.build(method, "Hello.", arguments)
+            expected = upstreams(method, "Hello.", **arguments)
+            assert torch.equal(request.prefix, expected.prefix) and torch.equal(request.inputs, expected.inputs)
     templates = with_table.prompts.templates.templates
-    assert len(templates) == 4 and all(template.layout for template in templates.values())
+    assert len(templates) == len(prompts) and all(template.layout for template in templates.values())
 
 
 @pytest.mark.parametrize("voice", ["x-vector", "in-context"], indirect=True)
@@ -198,7 +181,7 @@ def test_what_cannot_be_compared_has_no_template(voices):
 
 def test_another_layout_is_left_to_upstream(voice, with_table, monkeypatch):
     method = getattr(with_table, voice.method)
-    monkeypatch.setattr(PromptTemplate, "is_upstreams", lambda *_: False)
+    monkeypatch.setattr(PromptTemplate, "equals_upstreams", lambda *_: False)
     for _ in range(2):
         request = with_table.prompts.build(method, "Hello.", voice.arguments)
         assert torch.equal(request.prefix, upstreams(method, "Hello.", **voice.arguments).prefix)

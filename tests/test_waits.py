@@ -7,29 +7,29 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, joined
-from megakernel_cases import changed_source, some_talker
-from test_kernel_on_cpu import HIDDEN, LENGTH, cpu_kernel_for
-from test_megakernel import on_gpu
+from gpu_on_cpu import changed_source
+from helpers import ROOT, engine_of, joined, on_gpu
+from megakernel_cases import compile_with, cpu_kernel_for, gpu_kernel_for, some_talker
 
+from qwen3_tts_cuda_graphs.common.command import cli_errors
 from qwen3_tts_cuda_graphs.common.loading import load, load_upstream, model_errors
-from qwen3_tts_cuda_graphs.common.scripts import cli_errors
 from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
-from qwen3_tts_cuda_graphs.fast import nvrtc
+from qwen3_tts_cuda_graphs.fast import megakernel, nvrtc
 from qwen3_tts_cuda_graphs.fast.frames import Frame
-from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Sizes, Stack, kernel_sizes
-from qwen3_tts_cuda_graphs.speech import accelerate, schedule
+from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE
+from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.engine import Engine
 from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 LIMIT = 60  # seconds that a wait of a test may take
+LENGTH = 300  # of the cache
 
 PUBLISHES = "store_relaxed((char *)destination + replica * sizeof(Exchange), epoch << 16 | bits);"
 TWO_SECONDS = "WAIT_LIMIT_NS = 2'000'000'000"
@@ -39,7 +39,7 @@ FILLS = "fill(cursor, producer, source, bytes_per_slice, policy);"
 
 def silent_block(condition: str) -> str:
     """megakernel.cu with a block that publishes nothing while the condition holds."""
-    return changed_source(PUBLISHES, f"if (!(blockIdx.x == 3 && {condition})) {PUBLISHES}")
+    return changed_source(megakernel, (PUBLISHES, f"if (!(blockIdx.x == 3 && {condition})) {PUBLISHES}"))
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
@@ -50,7 +50,7 @@ def silent_block(condition: str) -> str:
         (SOURCE.file.read_text(), ""),
         (silent_block("true"), "for another one"),
         pytest.param(
-            changed_source(FILLS, f"if (blockIdx.x != 3 || cursor.slot != 1 || !cursor.parity) {FILLS}"),
+            changed_source(megakernel, (FILLS, f"if (blockIdx.x != 3 || cursor.slot != 1 || !cursor.parity) {FILLS}")),
             "for another one",
             marks=pytest.mark.slow,
         ),
@@ -60,7 +60,7 @@ def silent_block(condition: str) -> str:
 def test_a_wait_that_is_never_over_ends_on_a_cpu(source, reason, tmp_path):
     """All blocks leave and the host learns why: in both cases the others wait for block 3."""
     source = source.replace(TWO_SECONDS, SHORT_LIMIT)
-    it = some_talker(cpu_kernel_for(tmp_path, source, grid=8), HIDDEN, LENGTH, layers=1)
+    it = some_talker(cpu_kernel_for(tmp_path, source, grid=8), 1024, LENGTH, layers=1)
     it.launch()
     found = it.step.why_failed()
     assert reason in found and bool(reason) == bool(found)
@@ -129,8 +129,7 @@ class Stopping:
 
 
 @pytest.fixture
-def stopping(checkpoint, monkeypatch) -> Stopping:
-    monkeypatch.setattr(schedule, "LONGEST_HOLD", 0.0)  # on a CPU frames may be slower than playback
+def stopping(checkpoint) -> Stopping:
     return Stopping(checkpoint("base", "tiny"))
 
 
@@ -139,7 +138,7 @@ def stopping(checkpoint, monkeypatch) -> Stopping:
 def test_in_the_engine_the_requests_fail_and_the_next_ones_run(stopping, rows):
     frame = stopping.stop_in(rows)
     frame.may_go_on.set()
-    with Engine(stopping.tts) as engine, ThreadPoolExecutor(2) as threads:
+    with engine_of(stopping.tts, 2) as engine, ThreadPoolExecutor(2) as threads:
         with stopping.tts.speech.turns.take():  # so that they are admitted together
             streams = [engine.stream(stopping.method, seed=3, **stopping.request) for _ in range(rows)]
         for job in [threads.submit(joined, chunks) for chunks in streams]:
@@ -152,7 +151,7 @@ def test_in_the_engine_the_requests_fail_and_the_next_ones_run(stopping, rows):
 def test_a_stream_that_joins_in_that_moment_is_right(stopping):
     """Only the one that took part in the stopped frame fails."""
     frame = stopping.stop_in(1)
-    with Engine(stopping.tts) as engine:
+    with engine_of(stopping.tts, 2) as engine:
         first = engine.stream(stopping.method, seed=3, **stopping.request)
         assert frame.stops.wait(LIMIT)
         second = engine.stream(stopping.method, seed=3, **stopping.request)
@@ -166,7 +165,7 @@ def test_a_stream_that_joins_in_that_moment_is_right(stopping):
 @pytest.mark.filterwarnings("ignore:the speech was cut off")
 def test_the_engine_does_not_use_what_stopped_outside(stopping):
     stopping.stop_in(1).may_go_on.set()
-    with Engine(stopping.tts) as engine:
+    with engine_of(stopping.tts, 2) as engine:
         with pytest.raises(MegakernelStopped, match="waited for another one for 2 s: .* next request"):
             stopping.speak_alone()
         stopping.check_that_it_is_left(engine)
@@ -181,14 +180,6 @@ def test_the_command_line_says_so_in_one_line(capsys):
 
 
 # ---- On a GPU
-
-
-def kernel_for(source: str | None = None, **changes: int) -> Any:
-    def compile(stack: Stack) -> tuple[Sizes, Any]:
-        sizes = replace(kernel_sizes(stack), **changes)
-        return sizes, SOURCE.load(sizes, stack.device, source)
-
-    return compile
 
 
 def seconds_of(step: Any) -> float:
@@ -208,7 +199,7 @@ def on_cuda() -> Any:
 @on_gpu
 @pytest.mark.parametrize("bulk_copies", [0, 1])
 def test_a_block_that_never_publishes(bulk_copies, on_cuda):
-    it = some_talker(kernel_for(silent_block("true"), bulk_copies=bulk_copies), 1024, LENGTH)
+    it = some_talker(gpu_kernel_for(silent_block("true"), bulk_copies=bulk_copies), 1024, LENGTH)
     taken = seconds_of(it.step)
     print(f"{taken:.2f} s: {it.step.why_failed()}")
     assert "for another one" in it.step.why_failed() and taken < 5
@@ -216,21 +207,21 @@ def test_a_block_that_never_publishes(bulk_copies, on_cuda):
 
 
 @on_gpu
-def test_more_blocks_than_fit(on_cuda, monkeypatch):
+def test_more_blocks_than_fit(on_cuda):
     """The driver refuses a cooperative launch. Without its help the blocks that are there give up, the rest follow."""
-    source = changed_source("GRID <= 128,", "GRID <= 256,")
-    sizes = dict(grid=256, exchange_bytes=2 << 20)  # each split of the attention takes room in the exchange
+    source = changed_source(megakernel, ("GRID <= 128,", "GRID <= 256,"))
+    # Each split of the attention takes room in the exchange.
+    it = some_talker(gpu_kernel_for(source, grid=256, exchange_bytes=2 << 20), 2048, LENGTH)
     with pytest.raises(RuntimeError, match="cuLaunchCooperativeKernel"):
-        some_talker(kernel_for(source, **sizes), 2048, LENGTH).step()
-    it = some_talker(kernel_for(source, **sizes), 2048, LENGTH)
+        it.step()
     call_driver = nvrtc.call_driver
 
     def launch_plainly(function: str, *arguments: Any) -> None:
         assert function == "cuLaunchCooperativeKernel"
         call_driver("cuLaunchKernel", *arguments, None)
 
-    monkeypatch.setattr(nvrtc, "call_driver", launch_plainly)
-    taken = seconds_of(it.step)
+    with mock.patch.object(nvrtc, "call_driver", launch_plainly):
+        taken = seconds_of(it.step)
     print(f"{taken:.2f} s: {it.step.why_failed()}")
     assert "for another one" in it.step.why_failed() and taken < 10
 
@@ -252,7 +243,7 @@ extern "C" __global__ void occupy(unsigned long long nanoseconds) {
 @pytest.mark.parametrize("seconds", [1.0, 4.0])
 def test_beside_a_kernel_that_occupies_multiprocessors(seconds, on_cuda):
     """For a second it waits and is right; for longer it may give up, but it ends."""
-    it = some_talker(kernel_for(), 1024, LENGTH)
+    it = some_talker(gpu_kernel_for(), 1024, LENGTH)
     device = torch.device("cuda", 0)
     gpu = torch.cuda.get_device_properties(device)
     occupier = nvrtc.Kernels(nvrtc.compile_source(OCCUPY, f"sm_{gpu.major}{gpu.minor}"), ["occupy"], device)
@@ -275,19 +266,13 @@ def test_beside_a_kernel_that_occupies_multiprocessors(seconds, on_cuda):
         assert it.step.why_failed() == "" and torch.equal(it.step.logits(), expected)
 
 
-@pytest.fixture
-def late_fault(monkeypatch, tmp_path) -> None:
-    """A talker's kernel whose block 3 falls silent long after the self-test: 28 layers per launch."""
-    wrong = tmp_path / "megakernel.cu"
-    wrong.write_text(silent_block("CODES == 1 && epoch > 40 * LAYERS"))
-    monkeypatch.setattr(SOURCE, "file", wrong)
-
-
 @on_gpu
-def test_the_request_fails_and_the_next_one_runs(late_fault, checkpoint):
-    """On separate kernels, and the path says why."""
+def test_the_request_fails_and_the_next_one_runs(checkpoint):
+    """On separate kernels, and the path says why. The talker's block 3 falls silent long after the self-test: 28 layers
+    per launch."""
     folder = checkpoint("base", "0.6B")
-    tts = accelerate(load_upstream(str(folder)), max_seq_len=256)
+    with compile_with(gpu_kernel_for(silent_block("CODES == 1 && epoch > 40 * LAYERS"))):
+        tts = accelerate(load_upstream(str(folder)), max_seq_len=256)
     assert tts.speech.path == "megakernel"
     voice = speaker_prompt(torch.load(folder / "speaker.pt", weights_only=True))
     request = dict(text="Hello!", language="English", voice_clone_prompt=voice, max_new_tokens=60)
@@ -307,14 +292,14 @@ TWO_PROCESSES = """
 
     tts = load({folder!r}, max_seq_len=512)
     voice = speaker_prompt(torch.load({folder!r} + "/speaker.pt", weights_only=True))
-    speeches = []
+    spoken = []
     start = time.perf_counter()
     while time.perf_counter() - start < 8:
         torch.manual_seed(0)
         (audio,), _ = tts.generate_voice_clone("Hello!", "English", voice_clone_prompt=voice, max_new_tokens=200)
-        speeches.append(audio)
-    assert all((speech == speeches[0]).all() for speech in speeches)
-    print(tts.speech.path, len(speeches))
+        spoken.append(audio)
+    assert all((audio == spoken[0]).all() for audio in spoken)
+    print(tts.speech.path, len(spoken))
 """
 
 
@@ -329,8 +314,7 @@ def test_two_processes(checkpoint):
         assert process.returncode == 0 and output.startswith("megakernel")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@on_gpu
 @pytest.mark.parametrize("size, width", [("0.6B", 1024), ("1.7B", 2048)])
 def test_rows_on_the_megakernel(size, width, checkpoint):
     """Its kernels pass their test, and streams that run on them are complete; a single one again has its own bits."""

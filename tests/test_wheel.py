@@ -170,7 +170,7 @@ ANSWERS = """
 
     from qwen3_tts_cuda_graphs.__main__ import main
 
-    sys.modules["websockets"] = sys.modules["sounddevice"] = None  # not installed
+    sys.modules |= dict.fromkeys(["websockets", "sounddevice", "matplotlib"])  # not installed
     for words in json.loads(sys.argv[1]):
         output, errors, status = io.StringIO(), io.StringIO(), 0
         sys.argv = ["qwen3-tts", *words]
@@ -186,35 +186,36 @@ ANSWERS = """
 
 def test_the_command_answers_without_torch(installed, metadata, checkpoint):
     """Names of a checkout's scripts in a help text or an error would send the wheel's user to files it has not."""
-    voice = ["--model", str(checkpoint()), "--speaker", "no.pt"]
-    questions = [
-        ["--version"],
-        [],
-        ["speak", "--help"],
-        ["clone", "--help"],
-        ["serve", "--help"],
-        ["bench", "--help"],
-        ["spek"],
-        ["clone", "--ref_audio", "nowhere.wav"],
-        ["serve"],
-        ["bench", "7B"],
-        ["speak", "Hi", "--voice", "ryan", "--model", "1.7b"],
-        ["speak", "Hi", "--play"],
-        ["serve", "--voice", "ryan"],
-        ["speak", *voice, "--text", "Hi", "--output", "x.wav"],
-    ]
+    helps = ["", "speak --help", "clone --help", "serve --help", "bench --help"]
+    mistakes = {  # -> how the line ends
+        "spek": "see --help",
+        "clone --ref_audio nowhere.wav": "",
+        "serve": " 'qwen3-tts-cuda-graphs[server]'",
+        "bench 7B": "see --help",
+        "bench --plot": "pip install matplotlib",
+        "bench --tables": "run it in a checkout",
+        "speak Hi --voice ryan --model 1.7b": "",
+        "speak Hi --play": "",
+        "serve --voice ryan": "",
+        f"speak --model {checkpoint()} --speaker no.pt --text Hi --output x.wav": (
+            "error: there is no speaker file no.pt: make one with qwen3-tts clone"
+        ),
+    }
+    questions = [words.split() for words in ("--version", *helps, *mistakes)]
     status, output, errors = ended(installed(ANSWERS, json.dumps(questions)))
     assert (status, errors) == (0, "")
-    version, *others = map(json.loads, output.splitlines())
+    version, *answers = map(json.loads, output.splitlines())
     assert version == [0, f"qwen3-tts {metadata['Version']}\n", ""]
-    for words, (status, output, errors) in zip(questions[1:6], others):
-        assert (status, errors) == (0, "") and output.startswith(f"usage: qwen3-tts {''.join(words[:1])}")
+    for words, (status, output, errors) in zip(helps, answers):
+        assert (status, errors) == (0, "") and output.startswith(f"usage: qwen3-tts {words.partition(' ')[0]}")
         assert not re.search(r"python |generate\.py|extract_speaker\.py", output), output
-    for status, output, errors in others[5:]:
+    for end, (status, output, errors) in zip(mistakes.values(), answers[len(helps) :], strict=True):
         assert (status, output, errors.count("\n")) == (2, "", 1) and errors.startswith("error: ")
-    missing = "error: the server needs websockets, which is not installed: in a checkout run ./setup.sh none --server, "
-    assert others[7][2].startswith(f"{missing}else ") and others[7][2].endswith(" 'qwen3-tts-cuda-graphs[server]'\n")
-    assert others[-1][2] == "error: there is no speaker file no.pt: make one with qwen3-tts clone\n"
+        assert errors.rstrip().endswith(end), errors
+    needed = (
+        "error: the server needs websockets, which is not installed: in a checkout run ./setup.sh none --server, else "
+    )
+    assert any(errors.startswith(needed) for _, _, errors in answers)
 
 
 PROGRAM = """

@@ -2,36 +2,35 @@
 
 import asyncio
 import contextlib
-import io
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import soundfile
-from helpers import ROOT
 from serving_helpers import (
     FRAME,
     LIMIT,
     SHORT,
     LocalService,
     RunningServer,
-    is_running,
+    load_speech,
     never_end,
     wait_until,
     wait_until_free,
 )
-from websockets.sync.client import connect
 
+from qwen3_tts_cuda_graphs.prompts.script import Part
 from qwen3_tts_cuda_graphs.serving import engine_host, engine_process, memory, worker
-from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess
+from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess, Timeouts
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.messages import LENGTHS, Unpacker, pack
 from qwen3_tts_cuda_graphs.serving.process import Server
@@ -43,12 +42,11 @@ from qwen3_tts_cuda_graphs.speech.engine import Engine
 
 @pytest.fixture(scope="module")
 def speech(checkpoint, tmp_path_factory):
-    """Two models: one that clones, and never ends by itself, and one with speakers of its own."""
-    folders = checkpoint(), checkpoint("custom_voice")
-    limits = dict(max_streams=2, max_waiting=2, max_seq_len=512, voices=tmp_path_factory.mktemp("voices"))
-    speakers = read_speakers([folders[0] / "speaker.pt"])
-    speech = LocalService([*map(str, folders)], "cpu", settings=Settings(**limits), speakers=speakers)
-    speech.load()
+    """Two models: one that clones, and never ends by itself, and one with speakers of its own. A stream of the first
+    pauses after four chunks that nobody has read."""
+    folders = [checkpoint(), checkpoint("custom_voice")]
+    speech = load_speech(folders, tmp_path_factory.mktemp("voices"), timeouts=Timeouts(chunks_per_receipt=2))
+    speech.engine.max_unread = 4
     never_end(speech)
     yield speech
     speech.close()
@@ -113,14 +111,14 @@ def test_nothing_is_lost_while_the_server_does_not_read():
 
 
 class FakeWorker:
-    """Ready at once, or never. Then it does what `then` does with its socket."""
+    """Ready at once, unless it is to `hang`. Then it does what `then` does with its socket."""
 
     pid = None
 
-    def __init__(self, theirs, then, is_ready=True):
+    def __init__(self, theirs, then):
         self.socket = theirs.dup()
         ready = dict(type="ready", device="cpu", rows=1, rate=24000)
-        for message in (dict(type="loaded"), ready) if is_ready else ():
+        for message in () if then is hang else (dict(type="loaded"), ready):
             self.socket.sendall(pack(message))
         self.was_killed = False
         threading.Thread(target=then, args=[self.socket], daemon=True).start()
@@ -133,9 +131,24 @@ class FakeWorker:
         self.socket.shutdown(socket.SHUT_RDWR)
 
 
-def engine_with(*lives) -> EngineProcess:
+def run_with_engine(check, *lives, **timeouts):
+    """`check` gets an engine whose workers do what `lives` say, one after the other. None: it cannot be started."""
     lives = iter(lives)
-    return EngineProcess(dict(model="x"), 1, lambda theirs: FakeWorker(theirs, next(lives)))
+
+    def spawn(theirs):
+        life = next(lives)
+        if life is None:
+            raise OSError("too many open files")
+        return FakeWorker(theirs, life)
+
+    async def main():
+        engine = EngineProcess(dict(model="x"), 1, spawn, timeouts=Timeouts(**dict(restart_delay=0.02) | timeouts))
+        await engine.load()
+        await engine.begin()
+        await check(engine)
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT))
 
 
 def end(socket):
@@ -148,9 +161,15 @@ def live(socket):
         pass
 
 
-async def started(engine) -> None:
-    await engine.load()
-    await engine.begin()
+def hang(socket):
+    live(socket)
+
+
+def beat(socket):
+    with contextlib.suppress(OSError):
+        while True:
+            socket.sendall(pack(dict(type="beat", memory=1)))
+            time.sleep(0.05)
 
 
 async def wait_for_state(engine, state) -> None:
@@ -159,92 +178,68 @@ async def wait_for_state(engine, state) -> None:
 
 
 def test_after_three_deaths_it_gives_up_and_says_why(caplog):
-    async def main():
-        engine = engine_with(end, end, end, live)
-        await started(engine)
-        await asyncio.wait_for(wait_for_state(engine, "gave up"), LIMIT)
-        with pytest.raises(
-            ApiError, match=r"stopped 3 times \(it exited with status 1\): restart the server"
-        ) as refused:
+    async def check(engine):
+        await wait_for_state(engine, "gave up")
+        problem = r"stopped 3 times \(it exited with status 1\): restart the server"
+        with pytest.raises(ApiError, match=problem) as refused:
             engine.check_ready()
         assert (refused.value.status, refused.value.code, engine.restarts) == (503, "stopped", 2)
-        await engine.close()
 
-    asyncio.run(main())
+    run_with_engine(check, end, end, end, live)
     assert "is not started again" in caplog.text
 
 
-def test_a_process_that_cannot_be_started_is_no_death(monkeypatch):
-    """Many connections took all file descriptors for a while, and the engine was given up for good."""
-    monkeypatch.setattr(engine_process, "SECONDS_TO_END", 0.01)
-    starts = iter([end, *[None] * 5, live])
+@pytest.mark.parametrize(
+    "lives, restarts, deaths, timeouts",
+    [
+        ([end, *[None] * 5, live], 6, 1, dict(exit=0.01)),
+        ([end, end, end, live], 3, 1, dict(recovery=-1.0)),
+        ([end, hang, live], 2, 2, dict(restart=0.2, check_interval=0.1)),
+    ],
+    ids=["no process can be started", "deaths long ago", "it hangs while it loads again"],
+)
+def test_it_is_started_again(lives, restarts, deaths, timeouts):
+    """Many connections took all file descriptors for a while, and the engine was given up for good. Deaths long ago do
+    not count. One that hangs while it loads was waited for without a limit, with "try again in a moment"."""
 
-    def spawn(theirs):
-        life = next(starts)
-        if life is None:
-            raise OSError("too many open files")
-        return FakeWorker(theirs, life)
+    async def check(engine):
+        await wait_for_state(engine, "restarting")
+        while engine.restarts < restarts or not engine.is_ready:
+            await asyncio.sleep(0.01)
+        assert (engine.restarts, engine.deaths) == (restarts, deaths)
 
-    async def main():
-        engine = EngineProcess(dict(model="x"), 1, spawn)
-        await started(engine)
-        await asyncio.wait_for(wait_for_state(engine, "restarting"), LIMIT)
-        await asyncio.wait_for(wait_for_state(engine, "ready"), LIMIT)
-        assert (engine.restarts, engine.deaths) == (6, 1)
-        await engine.close()
-
-    asyncio.run(main())
+    run_with_engine(check, *lives, **timeouts)
 
 
 def test_no_call_reaches_a_worker_that_is_not_ready():
     """It took a voice for a mistake of the server, and ended."""
 
-    async def main():
-        engine = engine_with(live)
-        await started(engine)
+    async def check(engine):
         with engine.connection.call("voice"):
             pass
         engine.connection.is_ready = False  # as it is made
         with pytest.raises(ApiError) as refused, engine.connection.call("voice"):
             pass
-        assert refused.value.code == "restarting" and not engine_process.WorkerConnection(print).is_ready
-        await engine.close()
+        assert refused.value.code == "restarting"
+        assert not engine_process.WorkerConnection(print, engine.timeouts).is_ready
 
-    asyncio.run(main())
-
-
-def test_deaths_long_ago_do_not_count(monkeypatch):
-    monkeypatch.setattr(engine_process, "SECONDS_OF_SERVICE", -1.0)
-
-    async def main():
-        engine = engine_with(end, end, end, live)
-        await started(engine)
-        while engine.restarts < 3 or not engine.is_ready:
-            await asyncio.sleep(0.01)
-        await engine.close()
-
-    asyncio.run(asyncio.wait_for(main(), LIMIT))
+    run_with_engine(check, live)
 
 
-def test_a_stopped_worker_is_replaced(monkeypatch):
+def test_a_stopped_worker_is_replaced():
     """After 30 s, as one that may be busy; it cannot be, and /health said 200."""
-    monkeypatch.setattr(engine_process, "SECONDS_BETWEEN_LOOKS", 0.05)
-    monkeypatch.setattr(engine_process, "SECONDS_STOPPED", 0.5)
     process = subprocess.Popen(["sleep", "600"])
 
-    async def main():
-        engine = engine_with(live, live)
-        await started(engine)
+    async def check(engine):
         engine.process.pid = process.pid
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.5)
         assert engine.is_ready and engine.restarts == 0  # it only sleeps
         process.send_signal(signal.SIGSTOP)
         await asyncio.wait_for(wait_for_state(engine, "restarting"), 5)
         await wait_for_state(engine, "ready")
-        await engine.close()
 
     try:
-        asyncio.run(asyncio.wait_for(main(), LIMIT))
+        run_with_engine(check, live, live, check_interval=0.05, suspended=0.3)
     finally:
         process.kill()
         process.wait()
@@ -257,11 +252,12 @@ def test_a_server_whose_engine_is_given_up_can_exit(checkpoint, tmp_path, exits)
 
     async def main():
         speech = Service(str(checkpoint()), "cpu", settings=settings, spawn=lambda theirs: FakeWorker(theirs, end))
+        speech.models[0].engine.timeouts = Timeouts(restart_delay=0.02)
         await speech.start()
         server = Server(speech)
         serving = asyncio.create_task(server.serve(sockets=[socket.create_server(("127.0.0.1", 0))]))
         await asyncio.wait_for(wait_for_state(speech.models[0].engine, "gave up"), LIMIT)
-        await asyncio.sleep(0.5)
+        await asyncio.wait([serving], timeout=LIMIT if exits else 0.5)
         assert serving.done() == exits
         assert server.failure.code == 1 if exits else server.failure is None
         server.should_exit = True
@@ -271,77 +267,43 @@ def test_a_server_whose_engine_is_given_up_can_exit(checkpoint, tmp_path, exits)
     asyncio.run(asyncio.wait_for(main(), LIMIT))
 
 
-def test_a_worker_without_a_sign_of_life_is_replaced(monkeypatch):
-    monkeypatch.setattr(engine_process, "SECONDS_BETWEEN_LOOKS", 0.1)
-    monkeypatch.setattr(engine_process, "SECONDS_WITHOUT_SIGN", 0.5)
-
-    def beat(socket):
-        with contextlib.suppress(OSError):
-            while True:
-                socket.sendall(pack(dict(type="beat", memory=1)))
-                time.sleep(0.05)
-
-    async def main():
-        engine = engine_with(live, beat)
-        await started(engine)
+def test_a_worker_without_a_sign_of_life_is_replaced():
+    async def check(engine):
         with pytest.raises(ApiError) as failed:
             await engine.connection.ask("count", text="Hello.")
         assert failed.value.status == 503
-        while not engine.is_ready:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(1.5)
+        await wait_for_state(engine, "ready")
+        await asyncio.sleep(1)
         assert engine.is_ready and engine.restarts == 1  # the second one beats
-        await engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), LIMIT))
+    run_with_engine(check, live, beat, check_interval=0.1, silence=0.5)
 
 
 @pytest.mark.parametrize("op", ["count", "split", "voice"])
-def test_a_question_has_a_deadline(op, monkeypatch):
+def test_a_question_has_a_deadline(op):
     """The worker lives and does not answer: its clients waited for --request-seconds, or for ever."""
-    monkeypatch.setattr(engine_process, "SECONDS_TO_ANSWER", 0.2)
 
-    async def main():
-        engine = engine_with(live)
-        await started(engine)
+    async def check(engine):
         with pytest.raises(ApiError, match=r"did not answer within 0.2 s: try again later") as failed:
             await engine.connection.ask(op, text="Hello.")
         assert (failed.value.status, failed.value.code) == (503, "timeout")
         assert engine.is_ready and not engine.connection.calls
-        await engine.close()
 
-    asyncio.run(asyncio.wait_for(main(), LIMIT))
-
-
-def test_a_worker_that_hangs_while_it_loads_again_is_replaced(monkeypatch):
-    """It was waited for without a limit, with "try again in a moment"."""
-    monkeypatch.setattr(engine_process, "SECONDS_TO_LOAD", 0.2)
-    workers = iter([(end, True), (live, False), (live, True)])
-
-    async def main():
-        engine = EngineProcess(dict(model="x"), 1, lambda theirs: FakeWorker(theirs, *next(workers)))
-        await started(engine)
-        await wait_for_state(engine, "restarting")
-        await wait_for_state(engine, "ready")
-        assert engine.restarts == engine.deaths == 2
-        await engine.close()
-
-    asyncio.run(asyncio.wait_for(main(), LIMIT))
+    run_with_engine(check, live, answer=0.2)
 
 
-def test_an_engine_that_stands_still_is_noticed(monkeypatch):
+def test_an_engine_that_stands_still_is_noticed():
     """A kernel that never ends keeps the engine's thread, and no other."""
-    now = 1000.0
-    monkeypatch.setattr("qwen3_tts_cuda_graphs.speech.engine.time", SimpleNamespace(monotonic=lambda: now))
     intake = SimpleNamespace(waiting=[], preparing=0, prepared=0)
-    engine = SimpleNamespace(active=[], pass_seconds=0.1, intake=intake, has_work=lambda: True, seen={})
+    engine = SimpleNamespace(active=[], pass_seconds=0.1, intake=intake, has_work=lambda: True, last_progress={})
     for active, duration, preparing, prepared, what in (
         *(([], 0.1, 0, 0, None), ([1], 0.1, 0, 0, "frame"), ([1], 0.2, 0, 0, None), ([1], 0.2, 0, 0, "frame")),
         *(([1], 0.3, 1, 0, "prompt"), ([1], 0.4, 1, 1, None), ([], 0.4, 2, 1, "prompt"), ([], 0.4, 0, 1, None)),
     ):
         engine.active, engine.pass_seconds, intake.preparing, intake.prepared = active, duration, preparing, prepared
-        now += engine_host.SECONDS_WITHOUT_A_PASS + 1
-        assert Engine.stands_still(engine, engine_host.SECONDS_WITHOUT_A_PASS) == what
+        time.sleep(0.02)
+        assert Engine.stands_still(engine, 0.01) == what
+    assert Engine.stands_still(engine, 60) is None
 
 
 def test_a_model_that_cannot_be_loaded_is_not_tried_again(checkpoint, tmp_path):
@@ -354,29 +316,6 @@ def test_a_model_that_cannot_be_loaded_is_not_tried_again(checkpoint, tmp_path):
     speech.close()
 
 
-def test_a_worker_ends_with_its_server():
-    """Also while it loads, whatever kills the server."""
-    program = """
-        import socket, time
-        from qwen3_tts_cuda_graphs.serving.engine_process import start_worker
-        ours, theirs = socket.socketpair()
-        print(start_worker(theirs).pid, flush=True)
-        theirs.close()
-        time.sleep(600)
-    """
-    program = "\n".join(map(str.strip, program.splitlines()))
-    server = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    worker = int(server.stdout.readline())
-    assert is_running(worker)
-    server.kill()
-    server.communicate()
-    try:
-        wait_until(lambda: not is_running(worker))
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGKILL)
-
-
 # ---- Answers
 
 
@@ -387,30 +326,28 @@ class Panic(BaseException):
 @pytest.mark.parametrize(
     "function, status",
     [
-        ("qwen3_tts_cuda_graphs.serving.engine_host.cut_by_estimate", 500),
-        ("qwen3_tts_cuda_graphs.serving.engine_host.tokenize", 500),
-        ("qwen3_tts_cuda_graphs.prompts.build.build_request", 500),
-        ("qwen3_tts_cuda_graphs.serving.engine_host.clone_prompt", 500),
-        ("qwen3_tts_cuda_graphs.serving.engine_host.to_int16", 503),  # in the delivery thread: the worker is replaced
+        ("serving.engine_host.cut_by_estimate", 500),
+        ("serving.engine_host.tokenize", 500),
+        ("prompts.build.talker_arguments", 500),
+        ("serving.engine_host.clone_prompt", 500),
+        ("serving.engine_host.to_int16", 503),  # in the delivery thread: the worker is replaced
     ],
 )
-def test_a_panic_is_answered(server, speech, recording, monkeypatch, function, status):
+def test_a_panic_is_answered(server, speech, wav, monkeypatch, function, status):
     """`except Exception` misses the panics of libraries in Rust: no answer came, and the place was never free again."""
 
     def panic(*_, **__):
         raise Panic("end byte index 10 is not a char boundary")
 
     worker = speech.models[1].engine.process
-    monkeypatch.setattr(function, panic)
-    if function.endswith("clone_prompt"):
-        file = io.BytesIO()
-        soundfile.write(file, *recording, format="WAV")
-        answer = server.register("me", file.getvalue())
-    else:
-        model = speech.models[status == 503].id
-        answer = server.speak(model=model, input="One two. " * 50, max_new_tokens=6 if status == 503 else None)
-    assert answer.status == status and "char boundary" not in answer.error["message"]
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"qwen3_tts_cuda_graphs.{function}", panic)
+        if function.endswith("clone_prompt"):
+            answer = server.register("me", wav)
+        else:
+            model = speech.models[status == 503].id
+            answer = server.speak(model=model, input="One two. " * 50, max_new_tokens=6 if status == 503 else None)
+        assert answer.status == status and "char boundary" not in answer.error["message"]
     if status == 503:  # its engine has ended, which the server learns a moment after the answer
         wait_until(lambda: speech.models[1].engine.process is not worker)
     wait_until(lambda: server.ask("GET", "/health").status == 200)
@@ -418,38 +355,26 @@ def test_a_panic_is_answered(server, speech, recording, monkeypatch, function, s
     speech.models[1].engine.deaths = 0  # others follow
 
 
-def test_the_voices_in_use_take_a_limited_memory(server, speech, recording, monkeypatch):
-    file = io.BytesIO()
-    soundfile.write(file, *recording, format="WAV")
-    assert server.register("one", file.getvalue(), ref_text="what it says").status == 200
-    size = sum(map(engine_host.voice_bytes, speech.host.kept.values()))
+def test_the_voices_in_use_take_a_limited_memory(server, speech, wav, monkeypatch):
+    assert server.register("one", wav, ref_text="what it says").status == 200
+    size = sum(map(engine_host.voice_bytes, speech.host.prompts.values()))
     monkeypatch.setattr(engine_host, "MAX_VOICE_BYTES", 3 * size // 2)
-    refused = server.register("two", file.getvalue(), ref_text="what it says")
+    refused = server.register("two", wav, ref_text="what it says")
     assert (refused.status, refused.error["code"]) == (503, "out_of_memory") and "remove some" in refused.body.decode()
-    assert server.speak(voice="one").status == 200 and len(speech.host.kept) == 1
-    assert server.ask("DELETE", "/v1/audio/voices/one").status == 200
-    assert server.register("two", file.getvalue(), ref_text="what it says").status == 200
-    assert server.ask("DELETE", "/v1/audio/voices/two").status == 200
+    assert server.speak(voice="one").status == 200 and len(speech.host.prompts) == 1
+    assert server.forget("one") == 200
+    with server.registered("two", wav, ref_text="what it says"):
+        pass
 
 
-def test_a_text_that_sentencex_panics_at_is_spoken(server, speech):
-    text = "Take vitamin C\u00a0. And more of it. " * 20
-    body = json.dumps({"input": text, "response_format": "pcm"})
-    with contextlib.closing(server.connect()) as connection:
-        connection.request("POST", "/v1/audio/speech", body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        assert response.status == 200 and len(response.read(FRAME)) == FRAME
-    wait_until_free(speech)
-
-
-def test_a_silent_worker_is_doubted_first(server, speech, monkeypatch):
+def test_a_silent_worker_is_doubted_first(server, speech):
     """It may just be slow: others are told at once, and its listeners keep it."""
-    workers = [model.engine.process for model in speech.models]
-    monkeypatch.setattr(engine_process, "SECONDS_IN_DOUBT", -1.0)
+    workers, engine = [model.engine.process for model in speech.models], speech.models[1].engine
+    timeouts, engine.timeouts = engine.timeouts, Timeouts(silence_in_doubt=-1.0)
     for answer in (server.ask("GET", "/health"), server.speak(model=speech.models[1].id)):
         assert (answer.status, answer.error["code"]) == (503, "silent") and "no sign of life" in answer.error["message"]
     assert server.ask("GET", "/livez").status == 200
-    monkeypatch.undo()
+    engine.timeouts = timeouts
     assert server.ask("GET", "/health").status == 200
     assert [model.engine.process for model in speech.models] == workers
 
@@ -457,20 +382,17 @@ def test_a_silent_worker_is_doubted_first(server, speech, monkeypatch):
 # ---- Listeners
 
 
-def test_a_slow_listener_does_not_stop_others(speech, monkeypatch):
+def test_a_slow_listener_does_not_stop_others(speech):
     """Its stream pauses, and only its own. What it reads later is complete."""
-    monkeypatch.setattr(speech.engine, "max_unread", 4)
-    monkeypatch.setattr(engine_process, "CHUNKS_PER_RECEIPT", 2)
-    style = Style(max_new_tokens=49, seed=1)
 
     async def main():
-        slow = aiter(speech.say(style, "Hello there."))
+        slow = aiter(speech.answer(Style(max_new_tokens=49, seed=1), [Part("Hello there.")]))
         chunks = [await anext(slow)]
         while not any(stream.unread >= 4 for stream in speech.engine.active):
             await asyncio.sleep(0.01)
         (stream,) = speech.engine.active
         delivered = stream.delivered
-        others = [chunk async for chunk in speech.say(Style(**SHORT), "Hello there.")]
+        others = [chunk async for chunk in speech.answer(Style(**SHORT), [Part("Hello there.")])]
         assert sum(len(samples) for samples, _ in others) == 5 * FRAME // 2
         assert stream.delivered == delivered < 40  # it waited meanwhile
         chunks += [chunk async for chunk in slow]
@@ -481,35 +403,35 @@ def test_a_slow_listener_does_not_stop_others(speech, monkeypatch):
     wait_until_free(speech)
 
 
-def test_a_listener_who_reads_slowly_is_heard_of(monkeypatch):
+@pytest.mark.parametrize("seconds, receipts", [(0.0, [1] * 16), (LIMIT, [8, 8])])
+def test_a_listener_who_reads_slowly_is_heard_of(seconds, receipts):
     """Every eighth chunk was told, at a quarter of the speed each 20 s: "nobody has read it for 10 s"."""
+    told = []
+    timeouts = Timeouts(receipt_interval=seconds)
+    connection = SimpleNamespace(send=lambda payload, op, id, chunks: told.append(chunks), timeouts=timeouts)
 
-    async def receipts(seconds: float) -> list[int]:
-        monkeypatch.setattr(engine_process, "SECONDS_PER_RECEIPT", seconds)
-        told = []
-        connection = SimpleNamespace(send=lambda payload, op, id, chunks: told.append(chunks))
+    async def read():
         call = engine_process.Call(connection, 0)
         for _ in range(16):
             call.put(({"type": "audio"}, b""))
-            await call.answer()
-        return told
+            await call.receive()
 
-    assert asyncio.run(receipts(0.0)) == [1] * 16
-    assert asyncio.run(receipts(LIMIT)) == [8, 8]
+    asyncio.run(read())
+    assert told == receipts
 
 
-def test_a_folder_of_voices_that_hangs_stops_nobody(server, speech, monkeypatch):
-    """A slow network disk stopped every listener."""
+def test_a_folder_of_voices_that_hangs_stops_nobody(server, speech, wav, monkeypatch):
+    """A slow network disk stopped every listener. Voices that are known are found without it."""
     may_go_on = threading.Event()
-    monkeypatch.setattr(type(speech.folder), "voices", property(lambda _: may_go_on.wait(LIMIT) and {}))
-    answers = []
-    waiting = threading.Thread(target=lambda: answers.append(server.speak(voice="somebody")))
-    waiting.start()
-    assert server.speak(voice="speaker").status == 200 and server.ask("GET", "/health").status == 200
-    assert not answers
-    may_go_on.set()
-    waiting.join(LIMIT)
-    assert answers[0].error["code"] == "unknown_voice"
+    with server.registered("mine", wav), ThreadPoolExecutor(1) as thread, monkeypatch.context() as patch:
+        patch.setattr(type(speech.folder), "voices", property(lambda _: may_go_on.wait(LIMIT) and {}))
+        waiting = thread.submit(server.speak, voice="somebody")
+        for known in ("speaker", "Vivian", " MINE ", "alloy", None):
+            assert server.speak(voice=known).status == 200
+        assert server.ask("GET", "/health").status == 200 and not waiting.done()
+        may_go_on.set()
+        assert waiting.result(LIMIT).error["code"] == "unknown_voice"
+        patch.undo()
 
 
 # ---- Several models
@@ -522,11 +444,7 @@ def test_the_request_chooses_its_model(server, speech):
     assert listed[0]["voices"] == ["speaker"] and "vivian" in listed[1]["voices"]
     assert server.ask("GET", f"/v1/models/{custom}").json == listed[1]
 
-    def speak(**fields) -> bytes:
-        answer = server.speak(response_format="pcm", **fields, max_new_tokens=3)
-        assert answer.status == 200, (fields, answer.body)
-        return answer.body
-
+    speak = partial(server.pcm, max_new_tokens=3)
     cloned, preset = speak(model=base), speak(model=custom)
     assert cloned != preset
     assert speak() == speak(model="tts-1") == speak(voice="speaker") == cloned  # the first one can do it
@@ -534,49 +452,45 @@ def test_the_request_chooses_its_model(server, speech):
     assert speak(voice="vivian") == speak(voice="vivian", model=custom)  # only the second has this voice
     assert speak(model="tts-1", instructions="whisper") == speak(model=custom, instructions="whisper")
     assert "there is no voice 'vivian'" in server.speak(model=base, voice="vivian").error["message"]
-    with connect(server.websocket_address) as session:
-        config = {"type": "session.config", "model": custom, "response_format": "pcm", "seed": 1, "max_new_tokens": 3}
-        for message in (config, {"type": "input.text", "text": "Hello there."}, {"type": "input.done"}):
-            session.send(json.dumps(message))
-        assert json.loads(session.recv(LIMIT))["type"] == "audio.start"
-        audio = b""
-        while isinstance(message := session.recv(LIMIT), bytes):
-            audio += message
-        assert audio == speak(model=custom, non_streaming_mode=False)  # as text that arrives is spoken
+    with server.talk({"model": custom, "response_format": "pcm", "seed": 1, "max_new_tokens": 3}) as session:
+        _, audio = session.say("Hello there.")
+    assert audio == speak(model=custom, non_streaming_mode=False)  # as text that arrives is spoken
     assert server.speak(model="tts-1", voice="nobody").error["code"] == "unknown_voice"
     unknown = server.speak(model="tts-1", voice="vivia").error
     assert unknown["code"] == "unknown_voice" and "choose vivian" in unknown["message"]
 
 
-@pytest.mark.parametrize("voice, first", [("speaker", 1), ("vivian", 0), ("nova", 0)])
-def test_instructions_that_no_model_with_the_voice_can_use(server, speech, monkeypatch, voice, first):
+@pytest.mark.parametrize("voice, order, chosen", [("speaker", -1, "base"), ("vivian", 1, "small"), ("nova", 1, "base")])
+def test_instructions_that_no_model_with_the_voice_can_use(checkpoint, tmp_path, voice, order, chosen):
     """The voice was then looked for in the first model, which has others: 400."""
-    monkeypatch.setattr(speech, "models", [speech.models[first], speech.models[1 - first]])
-    for model in speech.models:
-        monkeypatch.setattr(model, "takes_instructions", False)
-    answer = server.speak(voice=voice, instructions="Speak calmly.", max_new_tokens=3)
-    assert (answer.status, answer.headers["X-Ignored"]) == (200, "instructions")
+    small = shutil.copytree(checkpoint("custom_voice"), tmp_path / "small", copy_function=os.symlink)
+    config = json.loads((small / "config.json").read_text()) | {"tts_model_size": "0b6"}  # it takes no instructions
+    (small / "config.json").unlink()
+    (small / "config.json").write_text(json.dumps(config))
+    folders = [f"base={checkpoint()}", f"small={small}"][::order]
+    speakers = read_speakers([checkpoint() / "speaker.pt"])
+    speech = Service(folders, "cpu", settings=Settings(voices=tmp_path), speakers=speakers)
+    style = Style(voice=voice, instructions="Speak calmly.")
+    speech.check(style)
+    assert speech.ignored(style) == ("instructions",)
+    model = speech.model_for(style)
+    assert model.id == chosen and model.resolve_voice(voice, ())
 
 
-def test_a_registered_voice_is_the_one_that_is_heard(server, speech, recording, monkeypatch):
+def test_a_registered_voice_is_the_one_that_is_heard(server, speech, wav):
     """A preset of another model had the name, or stood in for it."""
-    file = io.BytesIO()
-    soundfile.write(file, *recording, format="WAV")
-    assert "there is a voice vivian already" in server.register("vivian", file.getvalue()).error["message"]
-    assert server.register("alloy", file.getvalue()).status == 200
-    monkeypatch.setattr(speech, "models", speech.models[::-1])  # the one with presets is the first
-
-    def speak(**fields) -> bytes:
-        return server.speak(response_format="pcm", max_new_tokens=3, **fields).body
-
-    clone, preset = (speak(voice="alloy", model=model.id) for model in speech.models[::-1])
-    assert speak(voice="alloy") == speak() == clone != preset
-    assert speak(voice="nova") == speak(voice="nova", model=speech.models[0].id) != clone
-    assert server.ask("DELETE", "/v1/audio/voices/alloy").status == 200
+    assert "there is a voice vivian already" in server.register("vivian", wav).error["message"]
+    speak = partial(server.pcm, max_new_tokens=3)
+    with server.registered("alloy", wav), contextlib.ExitStack() as stack:
+        stack.callback(speech.models.reverse)
+        speech.models.reverse()  # the one with presets is the first
+        clone, preset = (speak(voice="alloy", model=model.id) for model in speech.models[::-1])
+        assert speak(voice="alloy") == speak() == clone != preset
+        assert speak(voice="nova") == speak(voice="nova", model=speech.models[0].id) != clone
 
 
 @pytest.mark.parametrize("reason", ["SIGTERM", "CUDA"])
-def test_one_model_fails_and_the_others_speak(server, speech, reason, monkeypatch):
+def test_one_model_fails_and_the_others_speak(server, speech, reason):
     """After an error of CUDA no later call of the process succeeds."""
     base, custom = (model.id for model in speech.models)
     engine = speech.models[1].engine
@@ -587,7 +501,7 @@ def test_one_model_fails_and_the_others_speak(server, speech, reason, monkeypatc
     if reason == "SIGTERM":
         engine.process.worker.drain()
     else:
-        monkeypatch.setattr(engine.process.worker.host.engine, "submit", fail)
+        engine.process.worker.host.engine.intake.submit = fail  # of this worker, which is then replaced
         assert server.speak(model=custom).error["code"] == "restarting"
     wait_until(lambda: not engine.is_ready)
     assert server.speak(model=base).status == 200
@@ -626,8 +540,7 @@ def test_names_of_models(given, listed, checkpoint, tmp_path):
     speech = Service(given, settings=settings)
     names = [model.describe({})["id"] for model in speech.models]
     assert names == listed.split()
-    for name, model in zip(names, speech.models):
-        assert speech.named(Style(model=name))[0] is model
+    assert [speech.models_named(Style(model=name))[0] for name in names] == speech.models
 
 
 # ---- Memory

@@ -17,63 +17,53 @@ downloaded, too. Without a GPU a tiny model runs on the CPU, which shows that ev
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
-import textwrap
 import warnings
-from collections.abc import Iterable, Iterator
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 
+from qwen3_tts_cuda_graphs.bench import ROOT, SIZES
 from qwen3_tts_cuda_graphs.bench.plot import plot
+from qwen3_tts_cuda_graphs.bench.report import print_wrapped, report
 from qwen3_tts_cuda_graphs.common.checkpoints import check_speaker_file
+from qwen3_tts_cuda_graphs.common.command import Parser, cli_errors
 from qwen3_tts_cuda_graphs.common.output_files import check_writable
 from qwen3_tts_cuda_graphs.common.published import model_name
-from qwen3_tts_cuda_graphs.common.scripts import Parser, cli_errors
 
-ROOT = Path(__file__).resolve().parents[2]
-SIZES = ["0.6B", "1.7B"]
-WIDTH = 100  # of what is printed
-ONE_LISTENER = {  # columns of the table: key of a row -> title, digits
-    "ms_per_frame": ("ms/frame", 2),
-    "x_real_time": ("x real time", 2),
-    "first_audio_ms": ("first ms", 1),
-    "late_chunks": ("late", 0),
-    "underruns": ("underruns", 0),
-    "peak_gib": ("peak GiB", 2),
-    "seconds_to_capture": ("capture s", 1),
+MODES = {  # option -> what it does, what yields its rows, and the columns of its table
+    "": (
+        "",
+        "single.time_one_listener",
+        "ms_per_frame x_real_time first_audio_ms late_chunks underruns peak_gib seconds_to_capture",
+    ),
+    "streams": (
+        "time many listeners at once, and nothing else",
+        "streams.time_streams",
+        "audio_seconds_per_second first_audio_ms first_audio_p95_ms first_audio_p99_ms underruns seconds_to_capture",
+    ),
+    "ready": ("time how long a new process takes to speak, nothing else", "ready.time_ready", ""),
+    "listen": (
+        "word errors, speaker similarity and runaways of each path, do not time",
+        "quality.measure_quality",
+        "word_errors_percent word_errors_low word_errors_high change_low change_high similarity seconds runaways",
+    ),
+    "check": ("compare, do not time; exit code 1 if anything is wrong", "", ""),
+    "plot": ("draw results/*.svg, do not time", "", ""),
+    "tables": ("write README.md and docs/ from results/, do not time", "", ""),
 }
-MANY_LISTENERS = {
-    "audio_seconds_per_second": ("audio s/s", 1),
-    "first_audio_ms": ("first ms", 1),
-    "first_audio_p95_ms": ("p95 ms", 1),
-    "first_audio_p99_ms": ("p99 ms", 1),
-    "underruns": ("underruns", 0),
-    "seconds_to_capture": ("capture s", 1),
-}
-QUALITY = {
-    "word_errors_percent": ("word errors %", 1),
-    "word_errors_low": ("from", 1),
-    "word_errors_high": ("to", 1),
-    "change_low": ("change from", 1),
-    "change_high": ("to", 1),
-    "similarity": ("similarity", 3),
-    "seconds": ("seconds", 1),
-    "runaways": ("runaways", 0),
-}
-COLUMNS = ONE_LISTENER | MANY_LISTENERS | QUALITY
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
+    """words: of the command line; default: the process's own"""
     with cli_errors():
-        args = parse_arguments()
-        if args.plot:
+        args = parse_arguments(words)
+        if args.mode == "plot":
             print(*plot(ROOT / "results"), sep="\n")
             return
 
-        if args.tables:
+        if args.mode == "tables":
             if not (ROOT / "README.md").is_file():
                 raise ValueError("--tables writes into README.md and docs/: run it in a checkout")
             from qwen3_tts_cuda_graphs.bench.tables import write_tables
@@ -89,39 +79,29 @@ def main() -> None:
             run(args, Path(folder))
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="qwen3-tts bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "models",
-        nargs="*",
-        metavar="MODEL",
-        type=model_name,
-        help="0.6B, 1.7B or a folder; default: both sizes, with --quick 0.6B",
-    )
+    default = "0.6B, 1.7B, both or a folder; default: both, with --quick 0.6B"
+    parser.add_argument("models", nargs="*", metavar="MODEL", type=model_name, help=default)
     parser.add_argument("--random-weights", action="store_true", help="of the published shapes, made here")
     parser.add_argument("--speaker", type=Path, help="a speaker.pt for the voice; default: a random one")
     parser.add_argument("--quick", action="store_true", help="fewer rows and runs: within a minute on an H200 (0.6B)")
     modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--streams", action="store_true", help="time many listeners at once, and nothing else")
-    modes.add_argument("--ready", action="store_true", help="time how long a new process takes to speak, nothing else")
-    modes.add_argument("--check", action="store_true", help="compare, do not time; exit code 1 if anything is wrong")
-    modes.add_argument(
-        "--listen", action="store_true", help="word errors, speaker similarity and runaways of each path, do not time"
-    )
+    for name in filter(None, MODES):
+        modes.add_argument(f"--{name}", action="store_const", dest="mode", const=name, default="", help=MODES[name][0])
     parser.add_argument(
         "--recognizer", default="openai/whisper-large-v3", help="for --listen: a hub id or a folder (%(default)s)"
     )
-    modes.add_argument("--plot", action="store_true", help="draw results/*.svg, do not time")
-    modes.add_argument("--tables", action="store_true", help="write README.md and docs/ from results/, do not time")
     parser.add_argument(
         "--output",
         "-o",
         type=Path,
         help="the JSON file; default: bench_results_<GPU>.json, or ..._streams, ..._ready, ..._listen.json",
     )
-    args = parser.parse_args()
+    args = parser.parse_args(words)
 
-    args.models = args.models or (SIZES[:1] if args.quick else SIZES)
+    names = args.models or ["0.6B" if args.quick else "both"]
+    args.models = [model for name in names for model in (SIZES if name == "both" else [name])]
     if args.speaker and len(args.models) > 1:
         parser.error("a speaker belongs to one size: give one model with --speaker")
     for name in args.models:
@@ -138,9 +118,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def run(args: argparse.Namespace, folder: Path) -> None:
     """Measure or check every model. Checkpoints that have to be made are written into `folder`."""
-    from qwen3_tts_cuda_graphs.bench.machine import machine_card
-    from qwen3_tts_cuda_graphs.bench.measured import find_checkpoints
-    from qwen3_tts_cuda_graphs.bench.timing import ON_GPU
+    from qwen3_tts_cuda_graphs.bench.measured import find_checkpoints, machine_card
+    from qwen3_tts_cuda_graphs.bench.timing import ON_GPU, choose_effort
 
     if not ON_GPU and set(args.models) <= {*SIZES, "tiny"}:
         print(
@@ -149,89 +128,42 @@ def run(args: argparse.Namespace, folder: Path) -> None:
         )
         args.models = ["tiny"]
     are_random = args.random_weights or args.models == ["tiny"]
-    if args.listen and not args.speaker and not are_random:
+    is_heard = args.mode == "listen"
+    if is_heard and not args.speaker and not are_random:
         raise ValueError("--listen needs a voice: make one with qwen3-tts clone, and give it as --speaker")
-    kind = next((f"_{name}" for name in ("streams", "ready", "listen", "check") if getattr(args, name)), "")
-    with_custom_voice = not (args.quick or kind)
-    ends = args.listen  # the speech of a random model: for a figure of speed it must not
-    checkpoints = find_checkpoints(args.models, are_random, with_custom_voice, args.speaker, folder, ends)
+    with_custom_voice = not (args.quick or args.mode)
+    # the speech of a random model ends where it is heard; for a figure of speed it must not
+    checkpoints = find_checkpoints(args.models, are_random, with_custom_voice, args.speaker, folder, ends=is_heard)
     card = machine_card("random" if are_random else "published, or of the folder given")
     print_wrapped("  ".join(f"{name}: {value}" for name, value in card.items()))
-    if args.check:
-        wrong = sum(not good for checkpoint in checkpoints for good in check_one(checkpoint, ON_GPU))
+    if args.mode == "check":
+        wrong = sum(check_one(checkpoint, ON_GPU) for checkpoint in checkpoints)
         sys.exit(f"{wrong} wrong" if wrong else 0)
 
     device = card["gpu"] if ON_GPU else "CPU"
+    kind = f"_{args.mode}" if args.mode else ""
     output = args.output or Path(f"bench_results_{device.replace(' ', '_')}{kind}.json")
     check_writable(output)
-    time_all(checkpoints, args, card, output)
+    _, measure, columns = MODES[args.mode]
+    module, function = measure.split(".")
+    measure = getattr(import_module(f"{__package__}.{module}"), function)
+    effort = choose_effort(args.quick, args.recognizer)
+    rows = ((checkpoint.name, *row) for checkpoint in checkpoints for row in measure(checkpoint, effort))
+    report(rows, columns.split(), dict(card=card, models={}), output)
     print(f"\n{output}")
 
 
-def check_one(checkpoint, on_gpu: bool) -> Iterator[bool]:
-    """Whether each check of a model is passed."""
+def check_one(checkpoint, on_gpu: bool) -> int:
+    """How many checks of a model it does not pass."""
     from qwen3_tts_cuda_graphs.bench.check import check
 
     print(f"\n{checkpoint.name}")
+    wrong = 0
     frames = 200 if on_gpu else 60  # with fewer, `verdict` of parity.py might call a correct kernel wrong
-    for name, good, figures in check(checkpoint.model, checkpoint.speaker, frames):
+    for name, good, figures in check(checkpoint, frames):
         print_wrapped(f"{'ok' if good else 'WRONG':6}{name}: {figures}")
-        yield good
-
-
-def time_all(checkpoints: Iterable, args: argparse.Namespace, card: dict, output: Path) -> None:
-    """Print every row when it is measured, and write all of them to `output`."""
-    from qwen3_tts_cuda_graphs.bench.ready import time_ready
-    from qwen3_tts_cuda_graphs.bench.single import time_one_listener
-    from qwen3_tts_cuda_graphs.bench.streams import time_streams
-    from qwen3_tts_cuda_graphs.bench.timing import choose_effort
-
-    measure, columns = time_one_listener, ONE_LISTENER
-    if args.streams:
-        measure, columns = time_streams, MANY_LISTENERS
-    elif args.ready:
-        measure, columns = time_ready, {}
-    elif args.listen:
-        from qwen3_tts_cuda_graphs.bench.quality import measure_quality
-
-        measure, columns = partial(measure_quality, recognizer=args.recognizer), QUALITY
-    results = dict(card=card, models={})
-    for checkpoint in checkpoints:
-        rows = results["models"][checkpoint.name] = {}
-        print()
-        print_table_line(checkpoint.name, columns, [title for title, _ in columns.values()])
-        for name, row in measure(checkpoint, choose_effort(args.quick)):
-            rows[name] = row
-            print_row(name, row, columns)
-            output.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def print_row(name: str, row: dict, columns: dict) -> None:
-    if not row.keys() & columns.keys():
-        print_wrapped(f"{name}: {in_words(row)}")
-        return
-    figures = [(row.get(key), digits) for key, (_, digits) in columns.items()]
-    print_table_line(name, columns, ["" if value is None else f"{value:.{digits}f}" for value, digits in figures])
-
-
-def print_table_line(name: str, columns: dict, cells: list[str]) -> None:
-    """Cells at the right, each as wide as its title. A long name may take the place of empty cells."""
-    line = "".join(f"{cell:>{len(title) + 2}}" for cell, (title, _) in zip(cells, columns.values())).rjust(WIDTH)
-    print((name + line[len(name) :]).rstrip(), flush=True)
-
-
-def in_words(row: dict) -> str:
-    words = []
-    for key, value in row.items():
-        if isinstance(value, dict):
-            words.append(f"{key} ({in_words(value)})")
-        else:
-            words.append(f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}")
-    return ", ".join(words)
-
-
-def print_wrapped(text: str) -> None:
-    print(textwrap.fill(text, WIDTH, subsequent_indent="    "), flush=True)
+        wrong += not good
+    return wrong
 
 
 if __name__ == "__main__":

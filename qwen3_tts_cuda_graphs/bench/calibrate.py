@@ -19,11 +19,18 @@ from pathlib import Path
 
 import torch
 
-from qwen3_tts_cuda_graphs.bench.machine import machine_card
-from qwen3_tts_cuda_graphs.bench.parity import FALSE_ALARM_RATE, Forced, Megakernel, compare, one_pass, random_request
+from qwen3_tts_cuda_graphs.bench.measured import machine_card
+from qwen3_tts_cuda_graphs.bench.parity import (
+    FALSE_ALARM_RATE,
+    Megakernel,
+    TeacherForced,
+    compare,
+    one_pass,
+    random_request,
+)
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import randomize, write_checkpoint
+from qwen3_tts_cuda_graphs.common.command import Parser, cli_errors
 from qwen3_tts_cuda_graphs.common.loading import load_upstream, model_errors
-from qwen3_tts_cuda_graphs.common.scripts import Parser, cli_errors
 from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
 from qwen3_tts_cuda_graphs.fast.self_test import run_test
 
@@ -33,7 +40,7 @@ GAINS = (1.0, 3.0)  # of the weights, in turn
 
 
 @torch.no_grad()
-def one_run(models: list, routes: list, seed: int, gain: float, frames: int) -> dict:
+def one_run(models: list, paths: list, seed: int, gain: float, frames: int) -> dict:
     """New weights for all models, the self-test, then the same tokens through all: the model's own layers, a model on
     the megakernel, and one in float32. Without frames the last is not needed."""
     torch.manual_seed(seed)
@@ -42,7 +49,7 @@ def one_run(models: list, routes: list, seed: int, gain: float, frames: int) -> 
     for other in models[1:]:
         for weight, copied in zip(models[0].parameters(), other.parameters()):
             copied.copy_(weight)
-    own_route, megakernel = routes
+    own_path, megakernel = paths
     megakernel.refresh()
     reason, self_test_figures = run_test(megakernel.frame)
     if reason:
@@ -52,7 +59,7 @@ def one_run(models: list, routes: list, seed: int, gain: float, frames: int) -> 
 
     request = random_request(models[0].config.hidden_size, device)
     tokens = torch.randint(2048, (frames, 16), device=device)
-    logits = [megakernel.logits(tokens, **request), own_route.logits(tokens, **request)]
+    logits = [megakernel.logits(tokens, **request), own_path.logits(tokens, **request)]
     logits.append(one_pass(models[2], tokens, **request))
     figures = {SELF_TEST: self_test_figures}
     for name, rows in zip(["codes 1 to 15", "first codes"], zip(*logits)):
@@ -92,11 +99,11 @@ def main() -> None:
     if reason := SOURCE.why_not(*stacks_of(models[1])):
         parser.error(f"the megakernel does not run here: {reason}")
     with torch.no_grad():
-        routes = [Forced(models[0], LENGTH), Megakernel(models[1], LENGTH)]
+        paths = [TeacherForced(models[0], LENGTH), Megakernel(models[1], LENGTH)]
     card = machine_card("random")
     runs = []
     for seed in range(args.runs):
-        runs.append(one_run(models, routes, seed, GAINS[seed % len(GAINS)], args.frames))
+        runs.append(one_run(models, paths, seed, GAINS[seed % len(GAINS)], args.frames))
         print(f"run {seed + 1} of {args.runs}", file=sys.stderr)
         args.output.write_text(to_json(card, args.size, args.frames, runs))
     for name in sorted(runs[0].keys() - {SELF_TEST}):

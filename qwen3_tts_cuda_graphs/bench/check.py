@@ -11,14 +11,15 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from qwen3_tts_cuda_graphs.bench.parity import Forced, error, one_pass, verdict
-from qwen3_tts_cuda_graphs.bench.timing import clone_arguments
+from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
+from qwen3_tts_cuda_graphs.bench.parity import TeacherForced, error, one_pass, verdict
+from qwen3_tts_cuda_graphs.bench.timing import speech_arguments
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
 from qwen3_tts_cuda_graphs.fast.codec import batch_sizes
 from qwen3_tts_cuda_graphs.fast.frame_set import MEGAKERNEL_ROWS
 from qwen3_tts_cuda_graphs.fast.frames import Frame, KernelFrame, MegakernelFrame, frame_without_megakernel
 from qwen3_tts_cuda_graphs.fast.paths import MEGAKERNEL
-from qwen3_tts_cuda_graphs.prompts.build import build_request
+from qwen3_tts_cuda_graphs.prompts.build import talker_arguments
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
@@ -30,34 +31,34 @@ ROUNDING_MARGIN = 4  # times the codec's own error in float32; right audio was s
 Result = tuple[str, bool, str]  # what was checked, whether it is right, and figures
 
 
-def check(folder: str, speaker: torch.Tensor, frames: int) -> Iterator[Result]:
-    """Check a Base checkpoint with a speech of that many frames."""
-    tts = accelerate(load_upstream(folder))
+def check(checkpoint: Checkpoint, frames: int) -> Iterator[Result]:
+    """Check a Base model with an utterance of that many frames."""
+    tts = accelerate(load_upstream(checkpoint.model))
     on_gpu = tts.speech.on_gpu
-    arguments = clone_arguments(speaker, min(frames, 60))
-    first, again = (speak(tts, arguments) for _ in range(2))
+    voice = checkpoint.voice()
+    arguments = speech_arguments(min(frames, 60), **voice)
+    first, again = (speak_seeded(tts, arguments) for _ in range(2))
     yield "a seed reproduces", np.array_equal(first, again), f"{len(first)} samples, twice, {tts.speech.path}"
     allowed = MAX_GPU_DIFFERENCE if on_gpu else ROUNDING_MARGIN * codec_error(tts)
     yield check_stream(tts, arguments, first, allowed)
     if not on_gpu:
-        yield from check_audio(tts, folder, arguments, allowed)
+        yield from check_audio(tts, checkpoint.model, arguments, allowed)
         return
 
-    arguments = clone_arguments(speaker, frames)
-    request = build_request(tts.generate_voice_clone, **arguments)
+    request = talker_arguments(tts.generate_voice_clone, **speech_arguments(frames, **voice))
     request = {name: value.to(tts.device) if torch.is_tensor(value) else value for name, value in request.items()}
     vocabulary = tts.model.talker.config.code_predictor_config.vocab_size
     tokens = torch.randint(vocabulary, (frames, tts.model.talker.config.num_code_groups), device=tts.device)
     paths = {}
-    for name, row_count, kind in ways(tts):
-        paths[name] = Forced(tts.model.talker, LENGTH, row_count, kind).logits(tokens, **request)
+    for name, row_count, kind in checked_frames(tts):
+        paths[name] = TeacherForced(tts.model.talker, LENGTH, row_count, kind).logits(tokens, **request)
     del tts  # its GPU memory is needed for float32
     gc.collect()
     torch.cuda.empty_cache()
-    yield from check_logits(folder, paths, tokens, request)
+    yield from check_logits(checkpoint.model, paths, tokens, request)
 
 
-def ways(tts) -> Iterator[tuple[str, int, type[Frame]]]:
+def checked_frames(tts) -> Iterator[tuple[str, int, type[Frame]]]:
     """What is checked on a GPU: its name, number of rows, and the frame."""
     yield "upstream's modules with layers.py", 1, Frame
     has_kernels = isinstance(frame_without_megakernel(tts.model.talker, tts.speech.runner.rows[:1]), KernelFrame)
@@ -68,8 +69,7 @@ def ways(tts) -> Iterator[tuple[str, int, type[Frame]]]:
             yield f"megakernel for {count} {'row' if count == 1 else 'rows'}", count, MegakernelFrame
 
 
-def speak(tts, arguments: dict) -> np.ndarray:
-    """A seeded speech."""
+def speak_seeded(tts, arguments: dict) -> np.ndarray:
     torch.manual_seed(0)
     (audio,), _ = tts.generate_voice_clone(**arguments)
     return audio
@@ -95,24 +95,24 @@ def codec_error(tts) -> float:
     return (codec(codes) - copy.deepcopy(codec).double()(codes)).abs().max().item()
 
 
-def check_audio(tts, folder: str, arguments: dict, allowed: float) -> Iterator[Result]:
+def check_audio(tts, model: str, arguments: dict, allowed: float) -> Iterator[Result]:
     """In float32 the same seed must give upstream's audio, which only the same tokens do."""
-    upstream = load_upstream(folder)
+    upstream = load_upstream(model)
     for name, settings in {
         "greedy": dict(do_sample=False, subtalker_dosample=False),
         "seeded": dict(),
         "seeded, other settings": dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.3),
     }.items():
-        expected, audio = (speak(model, arguments | settings) for model in (upstream, tts))
+        expected, audio = (speak_seeded(each, arguments | settings) for each in (upstream, tts))
         same = len(audio) == len(expected) and bool(np.abs(audio - expected).max() <= allowed)
         yield f"upstream's audio, {name}", same, f"{len(expected)} samples of upstream's, {len(audio)} of ours"
 
 
-def check_logits(folder: str, paths: dict, tokens: torch.Tensor, request: dict) -> Iterator[Result]:
+def check_logits(model: str, paths: dict, tokens: torch.Tensor, request: dict) -> Iterator[Result]:
     """`paths` has the logits of predictor and talker by the name of the path."""
-    own = Forced(load_upstream(folder, dtype=torch.bfloat16).model.talker, LENGTH).logits(tokens, **request)
-    talker = load_upstream(folder, dtype=torch.float32).model.talker
-    exact = Forced(talker, LENGTH).logits(tokens, **request)
+    own = TeacherForced(load_upstream(model, dtype=torch.bfloat16).model.talker, LENGTH).logits(tokens, **request)
+    talker = load_upstream(model, dtype=torch.float32).model.talker
+    exact = TeacherForced(talker, LENGTH).logits(tokens, **request)
     passed = one_pass(talker, tokens, **request)
 
     ratio = max(error(e, p, 0.99) / error(o, p, 0.99) for o, e, p in zip(own, exact, passed))

@@ -72,18 +72,6 @@ def listen_at(
     return [future.result() for future in futures], time.perf_counter() - began
 
 
-def noting_errors(start_stream: StartStream, errors: list[str]) -> StartStream:
-    """A stream that ends where the network fails. What has failed is added to `errors`."""
-
-    def start() -> Generator:
-        try:
-            yield from start_stream()
-        except OSError as error:
-            errors.append(str(error))
-
-    return start
-
-
 def summary(listeners: list[Hearing], wall: float) -> dict:
     times = sorted(listener.first_audio_ms for listener in listeners if listener.first_audio_ms is not None)
     return dict(

@@ -1,15 +1,21 @@
-"""The checkpoints that are timed, and the voice that speaks."""
+"""What is measured: the checkpoints, the voice that speaks, and the machine."""
 
+import contextlib
+import importlib.metadata
+import platform
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from qwen3_tts_cuda_graphs.bench import ROOT
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
 from qwen3_tts_cuda_graphs.common.checkpoints import base_config
 from qwen3_tts_cuda_graphs.common.voices import load_speaker
-from qwen3_tts_cuda_graphs.prompts.clone_prompts import prompt_field
+from qwen3_tts_cuda_graphs.prompts.clone_prompts import prompt_field, speaker_prompt
 
 
 @dataclass(frozen=True)
@@ -25,14 +31,13 @@ class Checkpoint:
         (speaker,) = prompt_field(voice, "ref_spk_embedding")
         return speaker
 
+    def voice(self, texts: int = 1) -> dict:
+        """Arguments of upstream's method that say whose voice it is."""
+        return dict(voice_clone_prompt=speaker_prompt(self.speaker, texts))
+
 
 def find_checkpoints(
-    names: list[str],
-    are_random: bool,
-    with_custom_voice: bool,
-    speaker_file: Path | None,
-    folder: Path,
-    ends: bool = False,
+    names: list[str], are_random: bool, with_custom_voice: bool, speaker_file: Path | None, folder: Path, ends: bool
 ) -> Iterator[Checkpoint]:
     """Sizes and folders by their names. What has to be made is written into `folder`, each when its turn comes.
 
@@ -60,3 +65,39 @@ def write_speaker(model: str, folder: Path) -> Path:
 
 def hidden_size_of(model: str) -> int:
     return base_config(model)["talker_config"]["hidden_size"]
+
+
+# ---- The machine
+
+
+def machine_card(weights: str) -> dict[str, Any]:
+    """What the figures depend on: machine, versions, weights."""
+    if torch.cuda.is_available():
+        driver = first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        machine = dict(gpu=torch.cuda.get_device_name(), driver=driver, dtype="bfloat16")
+    else:
+        cpu = platform.processor() or platform.machine()
+        machine = dict(gpu="none", cpu=cpu, threads=torch.get_num_threads(), dtype="float32")
+    machine["python"] = platform.python_version()
+    upstream, *_ = importlib.metadata.packages_distributions()["qwen_tts"]  # qwen-tts or qwen-tts-hf
+    for package in ("torch", "transformers", upstream):
+        machine[package] = importlib.metadata.version(package)
+    return machine | dict(commit=project_version(), weights=weights)
+
+
+def project_version() -> str:
+    """The checkout's commit, or the version that is installed, which may lie in somebody else's repository."""
+    if (ROOT / ".git").exists():
+        return first_line("git", "describe", "--always", "--dirty")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("qwen3-tts-cuda-graphs")
+    return "unknown"
+
+
+def first_line(*command: str) -> str:
+    """The first line that a program prints; unknown without the program."""
+    try:
+        lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    except OSError:
+        lines = []
+    return lines[0] if lines else "unknown"

@@ -24,7 +24,7 @@ FORCED = 100.0, None, 1.0  # temperature, top-k, top-p with which any code can b
 FALSE_ALARM_RATE = 1e-11  # of one comparison of best tokens, if they are independent of each other
 
 
-class Forced:
+class TeacherForced:
     """A frame of some rows over a cache of its own. The noise forces the tokens on it."""
 
     @torch.no_grad()
@@ -97,7 +97,7 @@ class Forced:
         return torch.cat(code_logits[-len(tokens) :]), torch.cat(token_logits[-len(tokens) :])
 
 
-class Megakernel(Forced):
+class Megakernel(TeacherForced):
     """The megakernel, in place of a talker's layers and its predictor's."""
 
     def __init__(self, talker, length: int, row_count: int = 1):
@@ -123,7 +123,7 @@ def random_request(width: int, device: str | torch.device) -> dict:
 def one_pass(
     talker, tokens: torch.Tensor, inputs_embeds, attention_mask, trailing_text_hidden, tts_pad_embed, **_
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as `Forced.logits`, from upstream's own forwards: all frames (T, 16) at once, without a cache."""
+    """The same as `TeacherForced.logits`, from upstream's own forwards: all frames (T, 16) at once, without a cache."""
     dtype = talker.dtype
     frames = len(tokens)
     predictor = talker.code_predictor

@@ -4,9 +4,7 @@
 """
 
 import importlib.metadata
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Generator
 from functools import partial
@@ -15,27 +13,22 @@ from pathlib import Path
 import torch
 import transformers
 
+from qwen3_tts_cuda_graphs.bench import ROOT
 from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
+from qwen3_tts_cuda_graphs.bench.processes import print_rows, rows_of
 from qwen3_tts_cuda_graphs.bench.timing import ON_GPU, TEXT, Effort, NamedRows, time_stream, time_whole_calls
 from qwen3_tts_cuda_graphs.common.checkpoints import hub_name
 
-ROOT = Path(__file__).resolve().parents[2]
 PEER = "faster-qwen3-tts"
-PYTHON = ROOT / ".venv5" / "bin" / "python"
-LIMIT = 1200  # seconds, more than ten times what it takes on an H200
 
 
-def run_peer(checkpoint: Checkpoint, python: Path = PYTHON) -> NamedRows:
+def run_peer(checkpoint: Checkpoint, python: Path = ROOT / ".venv5" / "bin" / "python") -> NamedRows:
     """The rows of `time_peer`, from a process with that python."""
-    command = [python, "-m", "qwen3_tts_cuda_graphs.bench.peer", checkpoint.model, checkpoint.speaker_file]
     environment = os.environ | {"PYTHONPATH": f"{python.parents[1] / 'peers'}{os.pathsep}{ROOT}"}
     try:
-        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT)
-    except (OSError, subprocess.SubprocessError) as error:
-        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        print(f"{PEER} left out: {lines[-1]}")
-        return
-    yield from json.loads(process.stdout.splitlines()[-1]).items()
+        yield from rows_of("peer", checkpoint.model, checkpoint.speaker_file, python=python, environment=environment)
+    except (OSError, ValueError) as error:
+        print(f"{PEER} left out: {error}")
 
 
 def time_peer(model: str, speaker_file: str, effort: Effort) -> NamedRows:
@@ -56,11 +49,11 @@ def time_peer(model: str, speaker_file: str, effort: Effort) -> NamedRows:
     def start_stream(chunk_size: int, frames: int) -> Generator:
         return tts.generate_voice_clone_streaming(**arguments(frames), chunk_size=chunk_size)
 
-    row = time_whole_calls(speak, effort.frames, effort.runs)
+    row = time_whole_calls(speak, effort.frames, effort)
     yield PEER, row | dict(version=importlib.metadata.version(PEER), transformers=transformers.__version__)
     for size in (1, 8):
         yield f"{PEER}, chunks of {size}", time_stream(partial(start_stream, size), effort)
 
 
 if __name__ == "__main__":
-    print(json.dumps(dict(time_peer(*sys.argv[1:], Effort()))))
+    print_rows(time_peer(*sys.argv[1:], Effort()))

@@ -6,7 +6,7 @@ They are narrow, with parts one below another: a phone shows them at nearly thei
 import io
 import json
 import re
-from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "qwen3-tts", "font.size": 12}  # text stays text, ids stay the same
@@ -21,14 +21,12 @@ BARS = {  # a row of the results -> its label and color
     "megakernel": ("megakernel*", "#2f9e62"),
 }
 SIZE_COLORS = ("#2f9e62", "#4f8fd0", "#8e6bbf", "#9aa0a6")  # in the order of the models
-AT_ONCE = re.compile(r"(\d+) streams? (?:at once|alone)")
-PER_SECOND = re.compile(r"(\d+) requests per second for .*")
 PUBLISHED = {  # by others, under their own conditions: audio seconds per second
     "vLLM-Omni, 1.7B, as published": [("64 requests", "#c58a2b", 112, "112 on an H100, 97 on an H200")],
 }
 
 Models = dict[str, dict[str, dict]]  # a size, and its GPU where there are several -> the rows of the results
-Bar = tuple[str, str, float, str]  # label, color, value, and the words behind it
+Groups = dict[str, list[tuple[str, str, float, str]]]  # name -> bars: label, color, value, and the words behind it
 
 
 def plot(folder: Path) -> list[Path]:
@@ -39,15 +37,15 @@ def plot(folder: Path) -> list[Path]:
         raise ValueError("--plot needs matplotlib: install it with pip install matplotlib") from None
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     drawn = []
-    for draw, name, row, note in (
-        (draw_speed, "speed.svg", "upstream", "* this project; in brackets: ms per frame"),
-        (draw_listeners, "listeners.svg", "1 stream alone", ""),
-        (draw_server, "server.svg", "40 requests per second for 10 s", ""),
+    for parts_of, name, row, note in (
+        (speed, "speed.svg", "upstream", "* this project; in brackets: ms per frame"),
+        (listeners, "listeners.svg", "1 stream alone", ""),
+        (server, "server.svg", "40 requests per second for 10 s", ""),
     ):
         chosen = [result for result in results if any(row in rows for rows in result.get("models", {}).values())]
         if chosen:
             with matplotlib.rc_context(STYLE):
-                figure = draw(models_of(chosen))
+                figure = draw(parts_of(models_of(chosen)))
                 notes = "\n".join(filter(None, [note, *machines(chosen)]))
                 figure.supxlabel(notes, color=GRAY, fontsize="small", x=0.01, ha="left")
                 drawing = io.BytesIO()
@@ -74,19 +72,10 @@ def machines(results: list[dict]) -> list[str]:
     return [*dict.fromkeys(machine.format(**result["card"]) for result in results)]
 
 
-def parts(heights: list[float], **options):
-    """A figure, and its axes one below another."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, 0.6 + sum(heights)), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.1)
-    return figure, figure.subplots(len(heights), 1, height_ratios=heights, **options)
-
-
-def draw_speed(models: Models):
+def speed(models: Models) -> dict[str, Groups]:
     """How many times as fast as upstream, and the milliseconds to the first audio."""
 
-    def speed(rows: dict, name: str) -> tuple[float, str]:
+    def times_as_fast(rows: dict, name: str) -> tuple[float, str]:
         ms = rows[name]["ms_per_frame"]
         ratio = rows["upstream"]["ms_per_frame"] / ms
         return ratio, f"{short(ratio)} x ({short(ms)} ms)"
@@ -95,32 +84,66 @@ def draw_speed(models: Models):
         row = rows.get(f"{name}, chunks of 1")
         return (row["first_audio_ms"], f"{short(row['first_audio_ms'])} ms") if row else (0, "does not stream")
 
-    def groups(bar_of) -> dict[str, list[Bar]]:
+    def groups(bar_of) -> Groups:
         return {
             model: [(*BARS[name], *bar_of(rows, name)) for name in BARS if name in rows]
             for model, rows in models.items()
         }
 
-    return draw_parts({"times as fast as upstream": groups(speed), "ms to the first audio": groups(first_audio)})
+    return {"times as fast as upstream": groups(times_as_fast), "ms to the first audio": groups(first_audio)}
 
 
-def draw_parts(figures: dict[str, dict[str, list[Bar]]]):
-    figure, axes = parts([height(groups.values()) for groups in figures.values()])
-    for axis, (title, groups) in zip(axes, figures.items()):
-        draw_bars(axis, title, groups)
-    return figure
+def listeners(models: Models) -> dict[str, Groups]:
+    """Audio seconds per second, and the time to the first audio, by the number of listeners who ask at once."""
+    groups = partial(by_number, models, r"(\d+) streams? (?:at once|alone)", "listener{s}")
+    return {
+        "audio seconds per second": groups("audio_seconds_per_second") | PUBLISHED,
+        "ms to the first audio, 95th percentile": groups("first_audio_p95_ms"),
+    }
+
+
+def server(models: Models) -> dict[str, Groups]:
+    """The time to the first audio by requests per second: from the engine, and over HTTP."""
+    groups = partial(by_number, models, r"(\d+) requests per second for .*", "per second")
+    return {
+        "ms to the first audio by requests, median": groups("first_audio_ms"),
+        "95th percentile": groups("first_audio_p95_ms"),
+    }
+
+
+def by_number(models: Models, pattern: str, what: str, key: str) -> Groups:
+    """Bars of the rows whose names begin with a number, in its order."""
+    groups = {}
+    for (model, rows), color in zip(models.items(), SIZE_COLORS * len(models)):
+        found = ((re.fullmatch(pattern, name), row) for name, row in rows.items())
+        values = sorted((int(name[1]), row[key]) for name, row in found if name)
+        labels = [f"{count} {what.format(s='s' * (count > 1))}" for count, _ in values]
+        bars = [(label, color, value, short(value)) for label, (_, value) in zip(labels, values)]
+        groups |= {model: bars} if len(bars) > 1 else {}
+    return groups
 
 
 def short(value: float) -> str:
     return f"{value:.{0 if value >= 50 else 1 if value >= 5 else 2}f}"
 
 
-def height(groups: Iterable[list[Bar]]) -> float:
-    """Inches, with the groups' names and the title."""
-    return LINE * (1.5 + sum(len(bars) + 1.5 for bars in groups))
+# ---- Drawing
 
 
-def draw_bars(axis, title: str, groups: dict[str, list[Bar]]) -> None:
+def draw(parts: dict[str, Groups]):
+    """A figure of bars, with its parts one below another."""
+    from matplotlib.figure import Figure
+
+    heights = [LINE * (1.5 + sum(len(bars) + 1.5 for bars in groups.values())) for groups in parts.values()]
+    figure = Figure(figsize=(WIDTH, 0.6 + sum(heights)), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.1)
+    axes = figure.subplots(len(heights), 1, height_ratios=heights)
+    for axis, (title, groups) in zip(axes, parts.items()):
+        draw_bars(axis, title, groups)
+    return figure
+
+
+def draw_bars(axis, title: str, groups: Groups) -> None:
     """Each group has its name above. What has no bar keeps its place, and says why."""
     line, places = 0.0, {}
     widest = max(value for bars in groups.values() for _, _, value, _ in bars)
@@ -136,54 +159,6 @@ def draw_bars(axis, title: str, groups: dict[str, list[Bar]]) -> None:
     axis.set_ylim(max(places) + 0.6, -0.6)
     axis.set_xlim(0, 1.8 * widest)  # room for the words
     axis.set_xticks([])
-    finish(axis, title)
-
-
-def draw_listeners(models: Models):
-    """Audio seconds per second, and the time to the first audio, by the number of listeners who ask at once."""
-
-    def groups(key: str) -> dict[str, list[Bar]]:
-        groups = {}
-        for (model, rows), color in zip(models.items(), SIZE_COLORS * len(models)):
-            values = by_number(AT_ONCE, rows, key).items()
-            groups[model] = [(listeners(count), color, value, f"{value:.0f}") for count, value in values]
-        return groups
-
-    return draw_parts(
-        {
-            "audio seconds per second": groups("audio_seconds_per_second") | PUBLISHED,
-            "ms to the first audio, 95th percentile": groups("first_audio_p95_ms"),
-        }
-    )
-
-
-def by_number(pattern: re.Pattern, rows: dict, key: str) -> dict[int, float]:
-    """The number that a row's name begins with -> its value, in order."""
-    found = ((pattern.fullmatch(name), row) for name, row in rows.items())
-    return dict(sorted((int(name[1]), row[key]) for name, row in found if name))
-
-
-def listeners(count: int) -> str:
-    return f"{count} listener{'s' * (count > 1)}"
-
-
-def draw_server(models: Models):
-    """The time to the first audio by requests per second: from the engine, and over HTTP."""
-    titles = {"first_audio_ms": "ms to the first audio, median", "first_audio_p95_ms": "95th percentile"}
-    figure, axes = parts([2.8, 2.8], sharex=True, sharey=True)
-    for axis, (key, title) in zip(axes, titles.items()):
-        for (name, rows), color in zip(models.items(), SIZE_COLORS):
-            values = by_number(PER_SECOND, rows, key)
-            if len(values) > 1:
-                axis.plot([*values], [*values.values()], color=color, marker="o", label=name)
-        axis.legend(frameon=False, labelcolor=GRAY, loc="lower right")
-        finish(axis, title)
-    axis.set_xlabel("requests per second", color=GRAY)
-    axis.set_ylim(bottom=0)  # of both, when all is drawn
-    return figure
-
-
-def finish(axis, title: str) -> None:
     axis.set_title(title, color=GRAY, fontsize="medium", loc="left")
     axis.tick_params(colors=GRAY, length=0)
     for spine in axis.spines.values():

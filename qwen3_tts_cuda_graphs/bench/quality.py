@@ -7,23 +7,19 @@ how often it does not end. Sampling differs between paths after one near-tie of 
 the intervals are 95% bootstrap intervals over sentences, paired for the change from upstream.
 """
 
-import random
 import unicodedata
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
-from qwen3_tts_cuda_graphs.bench.single import MEGAKERNEL, SEPARATE
-from qwen3_tts_cuda_graphs.bench.timing import ON_GPU, Effort, NamedRows, Row, load_alone
+from qwen3_tts_cuda_graphs.bench.timing import MEGAKERNEL, ON_GPU, Effort, NamedRows, Row, load_alone, paths_of
 from qwen3_tts_cuda_graphs.common.audio_files import join, resample
 from qwen3_tts_cuda_graphs.common.checkpoints import FRAME_RATE
-from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
-from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
 from qwen3_tts_cuda_graphs.prompts.templates import tokenize
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.engine import Engine
@@ -33,6 +29,7 @@ from qwen3_tts_cuda_graphs.speech.streaming import stream
 ROWS = 16  # sentences that are spoken together
 RESAMPLES = 2000
 
+Judged = dict[str, Any]  # one sentence as one path has spoken it: what was heard, and what is counted
 Audio = tuple[np.ndarray, int]
 Speak = Callable[[list[dict]], Iterator[Audio]]
 
@@ -42,18 +39,6 @@ class Sentence(NamedTuple):
     text: str
 
 
-class Judged(NamedTuple):
-    """One sentence as one path has spoken it."""
-
-    text: str
-    transcript: str
-    words: int
-    errors: int
-    similarity: float
-    seconds: float
-    is_runaway: bool
-
-
 def read_sentences(per_language: int | None) -> list[Sentence]:
     lines = Path(__file__).with_name("sentences.tsv").read_text(encoding="utf-8").splitlines()
     sentences = [Sentence(*line.split("\t")) for line in lines]
@@ -61,20 +46,15 @@ def read_sentences(per_language: int | None) -> list[Sentence]:
     return [sentence for name in languages for sentence in [s for s in sentences if s.language == name][:per_language]]
 
 
-def measure_quality(checkpoint: Checkpoint, effort: Effort, recognizer: str) -> NamedRows:
-    transcribe = Recognizer(recognizer)
+def measure_quality(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
+    transcribe = Recognizer(effort.recognizer)
     sentences = read_sentences(effort.sentences)
+    voice = checkpoint.voice()
     upstream = None
-    for name, tts, speak in ways(checkpoint.model):
+    for name, tts, speak in spoken_by(checkpoint.model):
         limits = [frame_limit(len(tokenize(tts, sentence.text))) for sentence in sentences]
         requests = [
-            dict(
-                text=sentence.text,
-                language=sentence.language,
-                max_new_tokens=limit + 1,
-                voice_clone_prompt=speaker_prompt(checkpoint.speaker),
-            )
-            for sentence, limit in zip(sentences, limits)
+            sentence._asdict() | voice | dict(max_new_tokens=limit + 1) for sentence, limit in zip(sentences, limits)
         ]
         judged = [
             judge(tts, transcribe, checkpoint.speaker, *spoken) for spoken in zip(sentences, limits, speak(requests))
@@ -83,31 +63,32 @@ def measure_quality(checkpoint: Checkpoint, effort: Effort, recognizer: str) -> 
         yield name, summary(judged, upstream)
 
 
-def ways(model: str) -> Iterator[tuple[str, object, Speak]]:
+def spoken_by(model: str) -> Iterator[tuple[str, object, Speak]]:
     """Each path: its name, its model and what speaks a list of requests."""
     tts = load_alone(model)
-    yield "upstream", tts, partial(one_by_one, tts)
-    paths = [SEPARATE] if SOURCE.why_not(*stacks_of(tts.model.talker)) else [SEPARATE, MEGAKERNEL]
+    yield "upstream", tts, partial(one_by_one, partial(whole, tts))
+    paths = paths_of(tts)
     del tts
     for path in paths:
         tts = accelerate(load_alone(model), fused=path == MEGAKERNEL, rows=ROWS)
-        yield path, tts, partial(one_by_one, tts)
-        if path == paths[-1]:
-            yield f"{path}, streamed", tts, partial(streamed, tts)
-            yield f"{ROWS} at once", tts, partial(together, tts)
+        yield path, tts, partial(one_by_one, partial(whole, tts))
+    yield f"{path}, streamed", tts, partial(one_by_one, partial(streamed, tts))
+    yield f"{ROWS} at once", tts, partial(together, tts)
 
 
-def one_by_one(tts, requests: list[dict]) -> Iterator[Audio]:
+def one_by_one(speak: Callable[..., Audio], requests: list[dict]) -> Iterator[Audio]:
     for seed, request in enumerate(requests):
         torch.manual_seed(seed)
-        (audio,), rate = tts.generate_voice_clone(**request)
-        yield audio, rate
+        yield speak(**request)
 
 
-def streamed(tts, requests: list[dict]) -> Iterator[Audio]:
-    for seed, request in enumerate(requests):
-        torch.manual_seed(seed)
-        yield join(stream(tts.generate_voice_clone, **request))
+def whole(tts, **request) -> Audio:
+    (audio,), rate = tts.generate_voice_clone(**request)
+    return audio, rate
+
+
+def streamed(tts, **request) -> Audio:
+    return join(stream(tts.generate_voice_clone, **request))
 
 
 def together(tts, requests: list[dict]) -> Iterator[Audio]:
@@ -146,7 +127,7 @@ def judge(tts, transcribe: Recognizer, speaker: torch.Tensor, sentence: Sentence
     transcript = transcribe(audio, rate, sentence.language)
     expected, heard = (words_of(text, sentence.language) for text in (sentence.text, transcript))
     voice = tts.model.extract_speaker_embedding(audio, rate).float().cpu()
-    return Judged(
+    return dict(
         text=sentence.text,
         transcript=transcript,
         words=len(expected),
@@ -158,7 +139,7 @@ def judge(tts, transcribe: Recognizer, speaker: torch.Tensor, sentence: Sentence
 
 
 def words_of(text: str, language: str) -> list[str]:
-    """Without case and punctuation. Chinese is counted in characters, as is usual."""
+    """The words of a text without case and punctuation. Chinese is counted in characters, as is usual."""
     text = unicodedata.normalize("NFKC", text).casefold().replace("'", "").replace("’", "")
     text = "".join(character if character.isalnum() else " " for character in text)
     return [*text.replace(" ", "")] if language == "Chinese" else text.split()
@@ -180,31 +161,30 @@ def edit_distance(expected: list[str], heard: list[str]) -> int:
 
 def summary(judged: list[Judged], upstream: list[Judged]) -> Row:
     """Figures of one path, and how they differ from upstream's, with 95% intervals."""
-    pairs = [*zip(judged, upstream)]
-    changes = interval(pairs, lambda sample: error_rate([j for j, _ in sample]) - error_rate([u for _, u in sample]))
-    similarity = interval(pairs, lambda sample: float(np.mean([j.similarity - u.similarity for j, u in sample])))
-    low, high = interval(judged, error_rate)
+    everything = np.arange(len(judged))
+    resampled = np.random.default_rng(0).integers(len(judged), size=(RESAMPLES, len(judged)))
     return dict(
-        word_errors_percent=error_rate(judged),
-        word_errors_low=low,
-        word_errors_high=high,
-        change_low=changes[0],
-        change_high=changes[1],
-        similarity=float(np.mean([one.similarity for one in judged])),
-        similarity_change_low=similarity[0],
-        similarity_change_high=similarity[1],
-        seconds=sum(one.seconds for one in judged),
-        runaways=sum(one.is_runaway for one in judged),
-        sentences=[one._asdict() for one in judged],
+        word_errors_percent=float(error_rate(judged, everything)),
+        **interval("word_errors", error_rate(judged, resampled)),
+        **interval("change", error_rate(judged, resampled) - error_rate(upstream, resampled)),
+        similarity=float(similarity(judged, everything)),
+        **interval("similarity_change", similarity(judged, resampled) - similarity(upstream, resampled)),
+        seconds=sum(one["seconds"] for one in judged),
+        runaways=sum(one["is_runaway"] for one in judged),
+        sentences=judged,
     )
 
 
-def error_rate(judged: list[Judged]) -> float:
-    """In percent of all words."""
-    return 100 * sum(one.errors for one in judged) / sum(one.words for one in judged)
+def error_rate(judged: list[Judged], chosen: np.ndarray) -> np.ndarray:
+    """Word errors in percent of all words. chosen: sentences (..., N)"""
+    errors, words = (np.array([one[name] for one in judged])[chosen].sum(-1) for name in ("errors", "words"))
+    return 100 * errors / words
 
 
-def interval(values: list, figure: Callable[[list], float]) -> tuple[float, float]:
-    dice = random.Random(0)
-    figures = sorted(figure(dice.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    return figures[round(0.025 * RESAMPLES)], figures[round(0.975 * RESAMPLES) - 1]
+def similarity(judged: list[Judged], chosen: np.ndarray) -> np.ndarray:
+    return np.array([one["similarity"] for one in judged])[chosen].mean(-1)
+
+
+def interval(name: str, figures: np.ndarray) -> Row:
+    low, high = np.quantile(figures, (0.025, 0.975))
+    return {f"{name}_low": float(low), f"{name}_high": float(high)}

@@ -20,8 +20,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import EncodecFeatureExtractor, Qwen2TokenizerFast
 
 from qwen3_tts_cuda_graphs.common import published
+from qwen3_tts_cuda_graphs.common.command import Parser, cli_errors
 from qwen3_tts_cuda_graphs.common.loading import model_errors
-from qwen3_tts_cuda_graphs.common.scripts import Parser, cli_errors
 from qwen3_tts_cuda_graphs.upstream import (
     Qwen3TTSConfig,
     Qwen3TTSForConditionalGeneration,
@@ -118,6 +118,9 @@ def write_checkpoint(
     gain: float = 1.0,
     ends: bool | None = None,
     merges: int = 0,
+    codec_gain: float = 0.7,
+    talker: dict | None = None,
+    predictor: dict | None = None,
 ) -> int:
     """Write a checkpoint folder, with a speaker.pt for a Base model. Returns the number of weights of the main model.
 
@@ -125,6 +128,8 @@ def write_checkpoint(
     Default: tiny models end; those of the published sizes are for timing and do not.
     merges: further entries of the vocabulary, made of two or three bytes. Above 100,000 entries transformers treats a
     tokenizer in other ways.
+    codec_gain: with the default the codec is well-conditioned.
+    talker, predictor: sizes in their configs that differ.
     """
     if ends is None:
         ends = size == "tiny"
@@ -132,14 +137,12 @@ def write_checkpoint(
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     tokenizer = text_tokenizer(out, merges)
-    config = model_config(size, kind, tokenizer)
-    codec_settings = codec_config(size)
+    config = model_config(size, kind, tokenizer, talker, predictor)
+    codec_settings = codec_config(size, config["talker_config"]["num_code_groups"])
 
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = randomize(Qwen3TTSForConditionalGeneration(Qwen3TTSConfig(**config)), gain)
-        codec = randomize(
-            Qwen3TTSTokenizerV2Model(Qwen3TTSTokenizerV2Config(**codec_settings)), 0.7
-        )  # well-conditioned
+        codec = randomize(Qwen3TTSTokenizerV2Model(Qwen3TTSTokenizerV2Config(**codec_settings)), codec_gain)
         soften(codec.decoder)
         model.talker.codec_head.weight[CODEC_IDS["codec_eos_token_id"]] *= 3 if ends else 0
         speaker = torch.randn(config["talker_config"]["hidden_size"])
@@ -184,13 +187,17 @@ def text_tokenizer(folder: Path, further_merges: int) -> Qwen2TokenizerFast:
     return tokenizer
 
 
-def model_config(size: str, kind: str, tokenizer: Qwen2TokenizerFast) -> dict:
+def talker_config(size: str, kind: str, sizes: dict | None = None, predictor_sizes: dict | None = None) -> dict:
+    """The talker's config, with the code predictor's in it. `sizes` of either may differ."""
+    talker = TALKER | TALKER_SIZES[size] | CODEC_IDS | published.speakers_and_languages(kind) | (sizes or {})
+    predictor = PREDICTOR | (TINY_PREDICTOR if size == "tiny" else {}) | (predictor_sizes or {})
+    return talker | dict(code_predictor_config=predictor | dict(num_code_groups=talker["num_code_groups"]))
+
+
+def model_config(size: str, kind: str, tokenizer: Qwen2TokenizerFast, *sizes: dict | None) -> dict:
     """The config.json of talker, code predictor and, for a Base model, speaker encoder."""
-    is_tiny = size == "tiny"
-    talker = TALKER | TALKER_SIZES[size] | CODEC_IDS | published.voices_of(kind)
+    talker = talker_config(size, kind, *sizes)
     talker["text_vocab_size"] = max(talker["text_vocab_size"], len(tokenizer))
-    codes = dict(num_code_groups=talker["num_code_groups"])
-    talker["code_predictor_config"] = PREDICTOR | (TINY_PREDICTOR if is_tiny else {}) | codes
     token_id = tokenizer.convert_tokens_to_ids
     config = dict(
         architectures=["Qwen3TTSForConditionalGeneration"],
@@ -209,14 +216,14 @@ def model_config(size: str, kind: str, tokenizer: Qwen2TokenizerFast) -> dict:
     )
     if kind == "base":
         encoder = dict(enc_dim=talker["hidden_size"], sample_rate=24000)
-        config["speaker_encoder_config"] = encoder | (TINY_SPEAKER_ENCODER if is_tiny else {})
+        config["speaker_encoder_config"] = encoder | (TINY_SPEAKER_ENCODER if size == "tiny" else {})
     return config
 
 
-def codec_config(size: str) -> dict:
-    """The config.json of the 12 Hz codec, in the folder speech_tokenizer."""
+def codec_config(size: str, codes: int | None = None) -> dict:
+    """The config.json of the 12 Hz codec, in the folder speech_tokenizer. codes: per frame, if they differ"""
     is_tiny = size == "tiny"
-    codes = (TALKER | TALKER_SIZES[size])["num_code_groups"]
+    codes = codes or (TALKER | TALKER_SIZES[size])["num_code_groups"]
     return dict(
         architectures=["Qwen3TTSTokenizerV2Model"],
         model_type="qwen3_tts_tokenizer_12hz",

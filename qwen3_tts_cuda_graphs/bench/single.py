@@ -1,38 +1,31 @@
 """`bench.py` without an option: one listener on upstream, the three files alone, each path of fast/ and a peer."""
 
-import importlib.util
+import runpy
+import statistics
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from qwen3_tts_cuda_graphs.bench import timing
-from qwen3_tts_cuda_graphs.bench.arriving import time_arriving_text
+from qwen3_tts_cuda_graphs.bench import ROOT, timing
 from qwen3_tts_cuda_graphs.bench.bounds import POSITION, memory_bound
 from qwen3_tts_cuda_graphs.bench.frame_times import first_audio_parts, frame_parts
 from qwen3_tts_cuda_graphs.bench.listeners import listen
 from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
 from qwen3_tts_cuda_graphs.bench.peer import PEER, run_peer
-from qwen3_tts_cuda_graphs.bench.timing import (
-    Effort,
-    NamedRows,
-    Row,
-    clock,
-    clone_arguments,
-    load_alone,
-    time_stream,
-    time_whole_calls,
-)
+from qwen3_tts_cuda_graphs.bench.timing import MEGAKERNEL, SEPARATE, Effort, NamedRows, Row, clock, load_alone
 from qwen3_tts_cuda_graphs.common.audio_files import write_audio
-from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
-from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
+from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText
 from qwen3_tts_cuda_graphs.speech import accelerate
+from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 THREE_FILES = "the three files alone"
-SEPARATE = "separate kernels"
-MEGAKERNEL = "megakernel"
 CHUNKS = {"1": 1, "8": 8, "1, 1, 2, 4, 8, ...": None}  # frames per chunk, in words -> chunk_frames of `stream`
 RATE = 24000
+TOKENS_PER_SECOND = 50
+CHARACTERS_PER_TOKEN = 4  # of English, in a usual language model
 
 
 def time_one_listener(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
@@ -44,62 +37,58 @@ def time_one_listener(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
 
 
 def time_all(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
-    voice = dict(voice_clone_prompt=speaker_prompt(checkpoint.speaker))
     load_ms, tts = clock(lambda: load_alone(checkpoint.model))
-    row = time_whole_calls(timing.whole_call(tts.generate_voice_clone, **voice), effort.upstream_frames, effort.runs)
+    speak = timing.whole_call(tts.generate_voice_clone, **checkpoint.voice())
+    row = timing.time_whole_calls(speak, effort.upstream_frames, effort)
     yield "upstream", row | dict(seconds_to_load=load_ms / 1e3)
-    paths = [SEPARATE] if SOURCE.why_not(*stacks_of(tts.model.talker)) else [SEPARATE, MEGAKERNEL]
+    paths = timing.paths_of(tts)
     del tts
 
-    if not effort.is_quick and (three_files := import_three_files()):
-        yield THREE_FILES, time_three_files(three_files, checkpoint, voice, effort)
+    if not effort.is_quick and (accelerate_alone := accelerate_of_three_files()):
+        _, row = time_captured(checkpoint, effort, accelerate_alone)
+        yield THREE_FILES, row
     for path in paths:
-        yield from time_path(checkpoint, voice, path, path == paths[-1], effort)
+        yield from time_path(checkpoint, path, path == paths[-1], effort)
     if timing.ON_GPU and not effort.is_quick:
         yield from run_peer(checkpoint)
 
 
-def import_three_files():
-    """generate.py of this checkout. None: the package is installed, and a generate.py beside it is another one."""
-    checkout = Path(__file__).resolve().parents[2]
-    if not (checkout / "setup.sh").is_file():
+def accelerate_of_three_files() -> Callable | None:
+    """`accelerate` of this checkout's generate.py: upstream's layers and codec, without fast/. None: the package is
+    installed, and a generate.py beside it is another one."""
+    if not (ROOT / "setup.sh").is_file():
         return None
-    spec = importlib.util.spec_from_file_location("generate", checkout / "generate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return runpy.run_path(str(ROOT / "generate.py"), run_name="generate")["accelerate"]
 
 
-def time_three_files(three_files, checkpoint: Checkpoint, voice: dict, effort: Effort) -> Row:
-    """cudagraph_talker.py, cudagraph_predictor.py and generate.py without fast/: upstream's layers and codec."""
+def time_captured(checkpoint: Checkpoint, effort: Effort, accelerate: Callable) -> tuple[object, Row]:
+    """A model made fast, and its whole calls."""
     tts = load_alone(checkpoint.model)
-    capture_ms, _ = clock(lambda: three_files.accelerate(tts))
-    row = time_whole_calls(timing.whole_call(tts.generate_voice_clone, **voice), effort.frames, effort.runs)
-    return row | dict(seconds_to_capture=capture_ms / 1e3, peak_gib=timing.peak_gib())
+    capture_ms, _ = clock(lambda: accelerate(tts))
+    speak = timing.whole_call(tts.generate_voice_clone, **checkpoint.voice())
+    row = timing.time_whole_calls(speak, effort.frames, effort)
+    return tts, row | dict(seconds_to_capture=capture_ms / 1e3, peak_gib=timing.peak_gib())
 
 
-def time_path(checkpoint: Checkpoint, voice: dict, path: str, is_fastest: bool, effort: Effort) -> NamedRows:
+def time_path(checkpoint: Checkpoint, path: str, is_fastest: bool, effort: Effort) -> NamedRows:
     """Whole calls, streams and where the time goes. The fastest path also has a long stream, arriving text, a sample
     to hear and every kind of voice."""
-    tts = load_alone(checkpoint.model)
-    capture_ms, _ = clock(lambda: accelerate(tts, fused=path == MEGAKERNEL))
-    method = tts.generate_voice_clone
-    frames = effort.frames[-1]
-
-    row = time_whole_calls(timing.whole_call(method, **voice), effort.frames, effort.runs)
-    yield path, row | dict(seconds_to_capture=capture_ms / 1e3, peak_gib=timing.peak_gib())
+    voice = checkpoint.voice()
+    tts, row = time_captured(checkpoint, effort, partial(accelerate, fused=path == MEGAKERNEL))
+    yield path, row
     if effort.is_quick and not is_fastest:
         return
 
+    method = tts.generate_voice_clone
     for name, size in CHUNKS.items():
         start_stream = timing.streamed_call(method, size, **voice)
-        row = time_stream(start_stream, effort)
+        row = timing.time_stream(start_stream, effort)
         if is_fastest:
             listener = listen(partial(start_stream, effort.late_chunk_frames))
             row |= dict(late_chunks=listener.underruns, seconds=listener.seconds)
         yield f"{path}, chunks of {name}", row
 
-    arguments = clone_arguments(checkpoint.speaker, frames)
+    arguments = timing.speech_arguments(effort.frames[-1], **voice)
     parts = frame_parts(tts, arguments)
     yield f"{path}, a frame's parts in ms", parts
     if bound := memory_bound(tts.model.talker, parts[f"frame at position {POSITION}"]):
@@ -107,40 +96,74 @@ def time_path(checkpoint: Checkpoint, voice: dict, path: str, is_fastest: bool, 
     yield f"{path}, first audio's parts in ms", first_audio_parts(tts, arguments, effort.first_audio_runs)
 
     if is_fastest:
-        row = time_arriving_text(method, effort.runs, **arguments)
-        yield f"{path}, text at {row['tokens_per_second']} tokens per second", row
+        yield f"{path}, text at {TOKENS_PER_SECOND} tokens per second", time_arriving_text(method, effort, **arguments)
         (audio,), rate = method(**arguments)
         write_audio(Path(f"sample_{checkpoint.name}.wav"), [(audio, rate)])
     if is_fastest and not effort.is_quick:
-        yield from time_voices(tts, voice, checkpoint.custom_voice, effort)
+        yield from time_voices(tts, checkpoint, effort)
 
 
-def time_voices(tts, x_vector: dict, custom_voice: str | None, effort: Effort) -> NamedRows:
+def time_arriving_text(method: Callable, effort: Effort, text: list[str], **arguments) -> Row:
+    """A language model that is still writing, simulated: a piece of text every 20 ms. First audio is counted from the
+    moment at which the text that it needs has arrived. `arguments` are those of the method."""
+    starts = range(0, len(text[0]), CHARACTERS_PER_TOKEN)
+    pieces = [text[0][start : start + CHARACTERS_PER_TOKEN] for start in starts]
+    arriving = ArrivingText(method, **arguments)
+    needed = 0  # pieces, for the first audio
+    while needed < len(pieces) and not arriving.can_begin:
+        arriving.push(pieces[needed])
+        needed += 1
+
+    def language_model(times: list[float]) -> Iterator[str]:
+        """`times` gets those at which the pieces came."""
+        start = time.perf_counter()
+        for number, piece in enumerate(pieces, 1):
+            time.sleep(max(0.0, start + number / TOKENS_PER_SECOND - time.perf_counter()))
+            times.append(time.perf_counter())
+            yield piece
+
+    first_audio = []
+    underruns = 0
+    for run in range(1 + effort.runs):
+        times = []
+        listener = listen(partial(stream, method, text=language_model(times), **arguments))
+        if run > 0:  # the first one warms up
+            first_audio.append(listener.first_audio_ms - (times[needed - 1] - listener.asked) * 1e3)
+            underruns += listener.underruns
+    return dict(
+        first_audio_ms=statistics.median(first_audio),
+        first_audio_max_ms=max(first_audio),
+        underruns=underruns,
+        pieces_to_begin=needed,
+        tokens_per_second=TOKENS_PER_SECOND,
+        runs=effort.runs,
+    )
+
+
+def time_voices(tts, checkpoint: Checkpoint, effort: Effort) -> NamedRows:
     """Every kind of voice: whole calls and streams."""
 
-    def time_voice(method, **voice) -> Row:
-        whole = time_whole_calls(timing.whole_call(method, **voice), effort.frames, effort.runs)
-        return whole | time_stream(timing.streamed_call(method, **voice), effort)
-
-    def in_context() -> Row:
+    def in_context() -> tuple[Callable, dict]:
         recording = np.random.default_rng(0).normal(size=3 * RATE).astype(np.float32) * 0.1
         reference = tts.create_voice_clone_prompt((recording, RATE), "three seconds of something")
-        return time_voice(tts.generate_voice_clone, voice_clone_prompt=reference)
+        return tts.generate_voice_clone, dict(voice_clone_prompt=reference)
 
-    def preset() -> Row:
-        """Its whole text is in the prompt, so the first audio is also timed with as many tokens as usual."""
-        model = accelerate(load_alone(custom_voice))
-        method, speaker = model.generate_custom_voice, model.get_supported_speakers()[0]
-        usual = timing.streamed_call(method, speaker=speaker, text=timing.TEXT[: timing.PUBLISHED_TOKENS])
-        usual_ms = time_stream(usual, effort)["first_audio_ms"]
-        return time_voice(method, speaker=speaker) | {f"first_audio_{timing.PUBLISHED_TOKENS}_tokens_ms": usual_ms}
+    def preset() -> tuple[Callable, dict]:
+        model = accelerate(load_alone(checkpoint.custom_voice))
+        return model.generate_custom_voice, dict(speaker=model.get_supported_speakers()[0])
 
-    voices = {"x-vector": partial(time_voice, tts.generate_voice_clone, **x_vector), "in-context": in_context}
-    if custom_voice:
-        voices["preset voice"] = preset
-    for name, measure in voices.items():
+    voices = {"x-vector": lambda: (tts.generate_voice_clone, checkpoint.voice()), "in-context": in_context}
+    voices |= {"preset voice": preset} if checkpoint.custom_voice else {}
+    for name, prepare in voices.items():
         try:
-            yield f"voice: {name}", measure()
+            method, voice = prepare()
+            row = timing.time_whole_calls(timing.whole_call(method, **voice), effort.frames, effort)
+            row |= timing.time_stream(timing.streamed_call(method, **voice), effort)
+            if prepare is preset:  # its whole text is in the prompt: the first audio with as many tokens as usual, too
+                usual = timing.streamed_call(method, text=timing.TEXT[: timing.PUBLISHED_TOKENS], **voice)
+                usual_ms = timing.time_stream(usual, effort)["first_audio_ms"]
+                row[f"first_audio_{timing.PUBLISHED_TOKENS}_tokens_ms"] = usual_ms
+            yield f"voice: {name}", row
         except (ValueError, OSError) as error:
             print(f"voice: {name} left out: {error}")
 

@@ -8,7 +8,7 @@ import torch
 
 from qwen3_tts_cuda_graphs.bench.listeners import crowd, poisson_arrivals
 from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
-from qwen3_tts_cuda_graphs.bench.timing import Effort, NamedRows, Row, clock, clone_arguments, load_alone, median_of
+from qwen3_tts_cuda_graphs.bench.timing import Effort, NamedRows, Row, clock, load_alone, median_of, speech_arguments
 from qwen3_tts_cuda_graphs.common.checkpoints import FRAME_RATE
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.engine import Engine
@@ -26,7 +26,7 @@ def time_streams(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
     engine_row = dict(seconds_to_capture=capture_ms / 1e3, gib_per_stream=(memory_gib() - before) / rows)
 
     def speak(frames: int) -> Callable[[], Generator]:
-        arguments = clone_arguments(checkpoint.speaker, frames)
+        arguments = speech_arguments(frames, **checkpoint.voice())
         return lambda: engine.stream(tts.generate_voice_clone, **arguments)
 
     with engine:
@@ -40,20 +40,20 @@ def time_streams(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
             yield f"{REQUESTS_PER_SECOND} requests per second for {effort.poisson_seconds:g} s", row
         for count in effort.held:
             yield f"{count} listeners for 60 s", crowd(speak(HELD_FRAMES), [0.0] * count)
-        yield "lists", {str(count): time_list(tts, engine, checkpoint.speaker, count, effort) for count in effort.lists}
+        yield "lists", {str(count): time_list(tts, engine, checkpoint, count, effort) for count in effort.lists}
 
 
 def medians(crowds: list[Row]) -> Row:
-    """Of each figure, but all underruns."""
+    """The median of each figure, and the sum of the underruns."""
     columns = {name: [row[name] for row in crowds] for name in crowds[0]}
     row = {name: statistics.median(values) if None not in values else None for name, values in columns.items()}
     speed = "audio_seconds_per_second"
     return row | median_of(speed, columns[speed]) | dict(underruns=sum(columns["underruns"]))
 
 
-def time_list(tts, engine: Engine, speaker: torch.Tensor, texts: int, effort: Effort) -> Row:
+def time_list(tts, engine: Engine, checkpoint: Checkpoint, texts: int, effort: Effort) -> Row:
     """Audio seconds per second of a list of texts, through upstream's method and through the engine, in turn."""
-    arguments = clone_arguments(speaker, effort.frames[-1], texts)
+    arguments = speech_arguments(effort.frames[-1], texts, **checkpoint.voice(texts))
     ways = {
         "upstream_method": partial(tts.generate_voice_clone, **arguments),
         "engine": partial(engine.generate, tts.generate_voice_clone, **arguments),

@@ -11,12 +11,11 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from qwen3_tts_cuda_graphs.bench import bounds
+from qwen3_tts_cuda_graphs.bench import ROOT, SIZES
+from qwen3_tts_cuda_graphs.bench.bounds import BANDWIDTH, POSITION, bound_ms, bytes_per_frame, file_stem, meta_model
 from qwen3_tts_cuda_graphs.bench.plot import short
 from qwen3_tts_cuda_graphs.serving.settings import LIMITS
 
-ROOT = Path(__file__).resolve().parents[2]
-SIZES = bounds.SIZES
 BLOCK = re.compile(r"^(<!-- results: (\w+) -->\n)(?:(?!<!--).*\n)*(?=<!-- end of results -->$)", re.MULTILINE)
 
 PEER = "faster-qwen3-tts"
@@ -54,6 +53,18 @@ READY = {  # label -> key of results/h200_ready.json
     "from the shell to the first audio of `generate.py`, s": "shell_to_first_audio_s",
     "importing upstream and loading its model alone, s": "upstream_imported_and_loaded_s",
 }
+FRAME_MS = 80  # of audio
+EXAMPLES = ("RTX 3060", "RTX 4090", "RTX 5090", "Jetson AGX Orin")  # in README.md
+LABELS = {"Thor": "Jetson Thor", "GB10": "DGX Spark (GB10)"}
+PUBLISHED = {  # what others have published for one listener, not measured here; 0.6B / 1.7B where there are two
+    "RTX 4060": "faster-qwen3-tts: 2.26 / 1.83 x real time, with codec",
+    "RTX 4090": "qwen3-tts-cuda-graphs: 16 / 19 ms per step",
+    "RTX 5070 Ti": "qwenTTS-turbo: 8.7 ms per frame (0.6B)",
+    "RTX 5090": "qwen3-tts-megakernel: about 8.6 ms per frame (0.6B); X-Square: 12.7 ms (1.7B)",
+    "H100 80GB HBM3": "qwen3-tts-cuda-graphs: 21 / 22 ms per step",
+    "Jetson AGX Orin": "qwen3-tts-cuda-graphs: 54 / 66 ms per step",
+    "GB10": "qwen3-tts-cuda-graphs: 55 / 62 ms per step",
+}
 
 
 def write_tables(folder: Path) -> list[Path]:
@@ -84,7 +95,7 @@ def results_of(kind: str = "") -> dict:
 
 @functools.cache
 def rows_of(size: str) -> dict[str, dict]:
-    """Of one listener and of many; no name is in both."""
+    """The rows of one listener and of many; no name is in both."""
     return results_of()["models"][size] | results_of("_streams")["models"][size]
 
 
@@ -109,8 +120,8 @@ def markdown_table(header: list[str], rows: Iterable[list[str]]) -> str:
 # ---- Blocks
 
 
-def by_size(title: str, rows: dict[str, tuple[str, str]]) -> str:
-    return markdown_table([title, *SIZES], ([label, *both_sizes(*place)] for label, place in rows.items()))
+def by_size(rows: dict[str, tuple[str, str]]) -> str:
+    return markdown_table(["", *SIZES], ([label, *both_sizes(*place)] for label, place in rows.items()))
 
 
 def every_key(*names: str) -> dict[str, tuple[str, str]]:
@@ -141,22 +152,10 @@ def by_load(title: str, models: dict[str, dict]) -> str:
     return markdown_table([title, *columns, "underruns"], lines)
 
 
-def server_by_load(title: str, commas: int) -> str:
-    """The models whose names have so many commas: engine and server, or the server under several conditions."""
-    models = results_of("_server")["models"].items()
-    return by_load(title, {name.split(", ")[-1]: rows for name, rows in models if name.count(",") == commas})
-
-
-def by_format() -> str:
-    models = results_of("_formats")["models"]
-    return by_load(
-        "1.7B over HTTP",
-        {
-            "pcm" if name.endswith("HTTP") else name.split(", ")[-1]: rows
-            for name, rows in models.items()
-            if "HTTP" in name
-        },
-    )
+def server_by_load(title: str, ways: str, kind: str = "_server") -> str:
+    """The models whose names match after the size; the pattern's group is their title, without one it is pcm."""
+    found = [(re.fullmatch(f"[^,]+, {ways}", name), rows) for name, rows in results_of(kind)["models"].items()]
+    return by_load(title, {name[1] or "pcm": rows for name, rows in found if name})
 
 
 def by_list() -> str:
@@ -179,6 +178,37 @@ def server_limits() -> str:
         default = "the machine's" if item.default is None else f"{item.default:.0f}"
         lines.append([f"`--{item.name.replace('_', '-')}`", default, item.metadata["help"]])
     return markdown_table(["option", "default", "what it limits"], lines)
+
+
+def bounds_of(gpu: str) -> dict[str, float]:
+    return {size: bound_ms(meta_model(size).talker, BANDWIDTH[gpu]) for size in SIZES}
+
+
+def by_gpu() -> str:
+    amounts = [f"bound, {size} ({bytes_per_frame(meta_model(size).talker) / 1e9:.2f} GB)" for size in SIZES]
+    lines = []
+    for gpu, bandwidth in BANDWIDTH.items():
+        bounds = [f"{ms:.2f} ms" for ms in bounds_of(gpu).values()]
+        lines.append([LABELS.get(gpu, gpu), f"{bandwidth:,}", *bounds, measured_frame(gpu), PUBLISHED.get(gpu, "")])
+    header = ["GPU", "memory, GB/s", *amounts, "measured with this project", "published by others"]
+    return markdown_table(header, lines)
+
+
+def measured_frame(gpu: str) -> str:
+    """Milliseconds of a frame on the fastest path, and the share of the bound, from this GPU's results file."""
+    path = ROOT / "results" / f"{file_stem(gpu)}.json"
+    key = f"frame at position {POSITION}"
+    cells = []
+    for size, rows in json.loads(path.read_text())["models"].items() if path.is_file() else ():
+        if times := [row[key] for row in rows.values() if key in row]:
+            cells.append(f"{min(times):.2f} ms, {bounds_of(gpu)[size] / min(times):.0%} ({size})")
+    return "; ".join(cells)
+
+
+def by_example() -> str:
+    """Seconds of audio per second at most, for a few GPUs."""
+    lines = ([size, *(f"{FRAME_MS / bounds_of(gpu)[size]:.1f}" for gpu in EXAMPLES)] for size in SIZES)
+    return markdown_table(["x real time at most, calculated", *EXAMPLES], lines)
 
 
 def headline() -> str:
@@ -223,21 +253,21 @@ def many_listeners() -> str:
 BLOCKS = {
     "headline": headline,
     "measured_on": measured_on,
-    "summary": lambda: by_size("", SUMMARY),
+    "summary": lambda: by_size(SUMMARY),
     "rows": by_row,
     "details": lambda: by_size(
-        "", every_key("the three files alone, times as fast", "megakernel, a frame's parts in ms") | DETAILS
+        every_key("the three files alone, times as fast", "megakernel, a frame's parts in ms") | DETAILS
     ),
-    "first_audio": lambda: by_size("", every_key("megakernel, first audio's parts in ms")),
+    "first_audio": lambda: by_size(every_key("megakernel, first audio's parts in ms")),
     "lists": by_list,
     "listeners": lambda: by_load("", results_of("_streams")["models"]),
-    "server": lambda: server_by_load("1.7B", 1),
-    "server_conditions": lambda: server_by_load("1.7B over HTTP", 2),
-    "formats": by_format,
+    "server": lambda: server_by_load("1.7B", "(engine|over HTTP)"),
+    "server_conditions": lambda: server_by_load("1.7B over HTTP", "over HTTP, (.+)"),
+    "formats": lambda: server_by_load("1.7B over HTTP", "over HTTP(?:, (.+))?", "_formats"),
     "new_process": new_process,
     "limits": server_limits,
     "memory": server_memory,
     "many_listeners": many_listeners,
-    "bounds": lambda: "\n".join(bounds.table()),
-    "bounds_of_some": lambda: "\n".join(bounds.examples()),
+    "bounds": by_gpu,
+    "bounds_of_some": by_example,
 }

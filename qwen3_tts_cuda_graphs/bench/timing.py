@@ -16,7 +16,7 @@ import torch
 from qwen3_tts_cuda_graphs.bench.listeners import listen
 from qwen3_tts_cuda_graphs.common.checkpoints import FRAME_RATE
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
-from qwen3_tts_cuda_graphs.prompts.clone_prompts import speaker_prompt
+from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 ON_GPU = torch.cuda.is_available()
@@ -27,6 +27,7 @@ TEXT = (
 )
 
 PUBLISHED_TOKENS = 63  # of TEXT. The tokenizer of random checkpoints makes one of each byte.
+SEPARATE, MEGAKERNEL = "separate kernels", "megakernel"
 
 Row = dict[str, Any]
 NamedRows = Iterator[tuple[str, Row]]
@@ -49,6 +50,7 @@ class Effort:
     lists: tuple[int, ...] = (4, 16, 64)  # texts
     processes: int = 5  # started by --ready
     sentences: int | None = None  # of each language, spoken by --listen; None: all
+    recognizer: str = ""  # who listens to them
 
 
 SMALL = Effort(
@@ -67,8 +69,8 @@ SMALL = Effort(
 )
 
 
-def choose_effort(is_quick: bool) -> Effort:
-    return replace(SMALL if is_quick or not ON_GPU else Effort(), is_quick=is_quick)
+def choose_effort(is_quick: bool, recognizer: str) -> Effort:
+    return replace(SMALL if is_quick or not ON_GPU else Effort(), is_quick=is_quick, recognizer=recognizer)
 
 
 # ---- What is timed
@@ -77,10 +79,6 @@ def choose_effort(is_quick: bool) -> Effort:
 def speech_arguments(frames: int, texts: int = 1, text: str = TEXT, **voice) -> dict:
     """Arguments of upstream's methods for a list of texts, all the same. Upstream's last token has no audio."""
     return dict(text=[text] * texts, language="English", max_new_tokens=frames + 1, **voice)
-
-
-def clone_arguments(speaker: torch.Tensor, frames: int, texts: int = 1) -> dict:
-    return speech_arguments(frames, texts, voice_clone_prompt=speaker_prompt(speaker, texts))
 
 
 def whole_call(method: Callable, **voice) -> Callable[[int], float]:
@@ -111,7 +109,7 @@ def clock(fn: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def median_ms(fn: Callable[[], Any], runs: int) -> float:
-    """Of one call, after a warm-up."""
+    """The median time of a call, after a warm-up."""
     fn()
     return statistics.median(clock(fn)[0] for _ in range(runs))
 
@@ -120,10 +118,10 @@ def median_of(name: str, values: list[float]) -> Row:
     return {name: statistics.median(values), f"{name}_spread": [min(values), max(values)], f"{name}_runs": len(values)}
 
 
-def time_whole_calls(speak: Callable[[int], float], frames: tuple[int, int], runs: int) -> Row:
+def time_whole_calls(speak: Callable[[int], float], frames: tuple[int, int], effort: Effort) -> Row:
     """x real time of the longer call; ms per frame from the difference of the two."""
     x_real_time, ms_per_frame = [], []
-    for run in range(1 + runs):
+    for run in range(1 + effort.runs):
         (short_ms, short), (long_ms, long) = (clock(partial(speak, length)) for length in frames)
         if long <= short:
             raise ValueError(f"the speech ends after {round(long * FRAME_RATE)} frames: too soon to time")
@@ -155,6 +153,11 @@ def load_alone(model: str):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     return tts
+
+
+def paths_of(tts) -> list[str]:
+    """The paths of fast/ that run here, the fastest last."""
+    return [SEPARATE] if SOURCE.why_not(*stacks_of(tts.model.talker)) else [SEPARATE, MEGAKERNEL]
 
 
 def peak_gib() -> float | None:

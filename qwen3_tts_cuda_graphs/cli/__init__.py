@@ -2,10 +2,12 @@
 
 __main__.py     checks the options, then imports what takes time, then speaks
 options.py      its options, checked as far as nothing slow must be imported: a Job
+voice_options.py
+                those that say whose voice it is
 clone.py        recording -> speaker.pt
 speaking.py     does the Job: the checks that need torch or the tokenizer, then load, speak and write
-text_files.py   text from a pipe, while it is written
+text_files.py   a script from a pipe, while it is written
 player.py       --play
 finished_parts.py
-                finished utterances of a long file, for --resume
+                finished parts of a long text, for --resume
 """

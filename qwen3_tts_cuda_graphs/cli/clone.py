@@ -9,8 +9,8 @@ import io
 import sys
 from pathlib import Path
 
+from qwen3_tts_cuda_graphs.common.command import Parser, check_device_name, cli_errors, heavy_imports, show_progress
 from qwen3_tts_cuda_graphs.common.output_files import check_writable, write_bytes
-from qwen3_tts_cuda_graphs.common.scripts import Parser, check_device_name, cli_errors, heavy_imports, show_progress
 
 
 def main() -> None:

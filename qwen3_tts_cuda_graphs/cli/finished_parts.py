@@ -1,7 +1,7 @@
-"""Finished utterances of a long text, kept on disk until all are spoken, so that --resume need not speak them again.
+"""Finished parts of a long text, kept on disk until all are spoken, so that --resume need not speak them again.
 
-Beside `book.wav` there is a folder `book.wav.parts` while it is being spoken. For one joined file, it holds each
-utterance when that is complete; for numbered files, a mark for each. A fingerprint of the text and of all options says
+Beside `book.wav` there is a folder `book.wav.parts` while it is being spoken, also if it becomes `book-001.wav` and so
+on. It holds the sound of each part, once that is complete. A fingerprint of the text and of all options says
 whether they belong to this run.
 """
 
@@ -18,7 +18,7 @@ from qwen3_tts_cuda_graphs.common.output_files import check_writable, replacemen
 BLOCK = 1 << 16  # samples that are copied at a time
 
 
-class Parts:
+class FinishedParts:
     def __init__(self, output: Path, fingerprint: str):
         self.folder = output.with_name(f"{output.name}.parts")
         self.fingerprint = fingerprint
@@ -30,18 +30,18 @@ class Parts:
     def check(self, resume: bool) -> None:
         """Raise an error now if --resume cannot work."""
         check_writable(self.folder.with_suffix(""))
-        if resume and self.label.is_file() and not self.are_own():
+        if resume and self.label.is_file() and not self.belong_to_this_run():
             raise ValueError(
                 f"{self.folder} is from another text or other options: give the same again, or leave out --resume"
             )
 
-    def are_own(self) -> bool:
-        """Whether the files in the folder belong to this text and these options."""
+    def belong_to_this_run(self) -> bool:
+        """Whether the files in the folder are from this text and these options."""
         return self.label.is_file() and self.label.read_text() == self.fingerprint
 
     def open(self, resume: bool) -> None:
         """Make the folder. Without --resume, forget what an earlier run has left in it."""
-        if not resume or not self.label.is_file():
+        if not resume:
             self.remove()
         with write_errors(self.folder):
             self.folder.mkdir(exist_ok=True)
@@ -51,30 +51,27 @@ class Parts:
     def path(self, number: int) -> Path:
         return self.folder / f"{number:06}.wav"
 
-    def mark(self, number: int) -> Path:
-        """A file that says that a numbered file is complete."""
-        return self.path(number).with_suffix(".done")
-
     def read(self, number: int) -> Iterator[Chunk]:
         """Samples that `to_int16` turns into those of the file."""
         with soundfile.SoundFile(self.path(number)) as file:
             for block in file.blocks(BLOCK, dtype="int16"):
                 yield block / 32767, file.samplerate
 
-    def samples(self, pause: float) -> int:
-        """An upper bound for all utterances with a pause after each."""
-        parts = [soundfile.info(part) for part in self.folder.glob("[0-9]*.wav")]
-        return sum(part.frames + math.ceil(pause * part.samplerate) for part in parts)
+    def samples(self, numbers: list[int], silence: float, rate: int | None) -> int:
+        """An upper bound for some utterances, with so many seconds between them. rate: another than theirs"""
+        parts = [soundfile.info(self.path(number)) for number in numbers]
+        rate = rate or parts[0].samplerate
+        return sum(math.ceil(part.duration * rate) for part in parts) + math.ceil(silence * rate)
 
-    def finished(self) -> int:
-        """How many utterances are complete."""
-        return len([*self.folder.glob("[0-9]*")]) if self.are_own() else 0
+    def count(self) -> int:
+        """How many there are."""
+        return len([*self.folder.glob("[0-9]*.wav")]) if self.belong_to_this_run() else 0
 
     def remove(self) -> None:
         """Only files that this class has made, those included that a killed process has left unfinished."""
         if not self.label.is_file():
             return
-        for pattern in ("[0-9]*.wav", "[0-9]*.done", ".[0-9]*.wav.*", ".fingerprint.*"):
+        for pattern in ("[0-9]*.wav", ".[0-9]*.wav.*", ".fingerprint.*"):
             for part in self.folder.glob(pattern):
                 part.unlink()
         self.label.unlink()

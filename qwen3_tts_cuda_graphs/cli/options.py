@@ -11,43 +11,48 @@ import dataclasses
 import itertools
 import os
 import sys
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
 from qwen3_tts_cuda_graphs.cli.player import sound_device
 from qwen3_tts_cuda_graphs.cli.text_files import Pipe
+from qwen3_tts_cuda_graphs.cli.voice_options import (
+    DESCRIPTION,
+    OneVoice,
+    Speakers,
+    check_voice_pairs,
+    clones,
+    voices_of,
+)
 from qwen3_tts_cuda_graphs.common.checkpoints import (
     CLONING_MODEL,
-    FRAME_RATE,
-    KINDS,
-    MODELS_OF_KIND,
     PRESET_MODEL,
     REFERENCE_SILENCE,
     check_number,
-    check_speaker_file,
-    language_name,
     languages,
     nearest,
     number_ranges,
     read_config,
 )
-from qwen3_tts_cuda_graphs.common.output_files import check_format, check_writable, is_special
-from qwen3_tts_cuda_graphs.common.published import MODELS, SPEAKERS, model_name, published_config
-from qwen3_tts_cuda_graphs.common.scripts import Parser, check_device_name, install_command
+from qwen3_tts_cuda_graphs.common.command import Parser, check_device_name, install_command
+from qwen3_tts_cuda_graphs.common.formats import RATES, TELEPHONE_RATE, one_of
+from qwen3_tts_cuda_graphs.common.output_files import EXTENSIONS, check_writable, format_and_rate, is_special, suffix_of
+from qwen3_tts_cuda_graphs.common.published import MODELS, MODELS_OF_KIND, model_name, published_config
+from qwen3_tts_cuda_graphs.common.subtitles import SUBTITLE_SUFFIXES
 from qwen3_tts_cuda_graphs.prompts.cut import FRAMES_PER_TOKEN, MIN_FRAME_LIMIT, PAUSE
+from qwen3_tts_cuda_graphs.prompts.lexicon import Lexicon, load_lexicon
+from qwen3_tts_cuda_graphs.prompts.script import Part, read_lines
 
 OUTPUT = Path("speech.wav")
 PLAYED_ONLY = Path(os.devnull)
-RECORDING_SUFFIXES = tuple(".wav .flac .ogg .oga .opus .mp3 .m4a .aac .aif .aiff .webm .mp4 .wma".split())
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
-DESCRIPTION = "a warm, clear narrator"  # for a VoiceDesign model
 EXAMPLES = """examples:
   qwen3-tts speak "Hello!"                                            a preset voice, to speech.wav
   qwen3-tts speak "Hello!" --voice ryan --speed 1.2 --play            another one, faster, heard at once
   qwen3-tts speak --text "Hello!" --ref-audio voice.wav               the voice of a recording
   qwen3-tts speak --text "Hello!" --model 1.7B-VoiceDesign --instruct "an old sailor"
   qwen3-tts speak --text-file book.txt --join --output book.mp3       a text of any length
+  qwen3-tts speak --text-file play.txt --script --join --subtitles play.srt    lines of several voices
   llm | qwen3-tts speak --text - --play                               a text that is still being written
 """
 
@@ -63,26 +68,28 @@ class Job:
     max_seq_len: int
     fused: bool | None
 
-    speaker: str | None  # a file or a name
-    ref_audio: Path | None
-    ref_text: str | None
-    silence: float  # seconds between them and the speech
+    voices: dict[str | None, OneVoice]  # by their names in the script; None: of all that has none
     instruct: str | None
-    voice: tuple | list | dict | None  # samples and rate of the recording, or the voice in the speaker's file
 
-    texts: list[str] | Pipe | None  # None: still to be read from stdin
-    text_file: Path | None
+    lines: list[list[Part]] | Pipe | None  # a list for each file, if they are not joined. None: to be read from stdin
+    inputs: list[str | Path | None]  # files that are read
     paragraphs: bool
+    plain: bool
+    script: bool  # --script: a play, whose lines may begin with a voice's name
+    lexicon: Lexicon
     language: str
     non_streaming_mode: bool | None
 
     output: Path
+    format: str | None  # None: by the file's extension
+    sample_rate: int | None  # None: the model's
+    subtitles: Path | None
     join: bool
     pause: float
     speed: float
     resume: bool
     stream: bool
-    play: bool
+    play: bool  # on the sound device
 
     limit_speech: bool
     retry: int
@@ -92,6 +99,21 @@ class Job:
     @property
     def kind(self) -> str:
         return self.config["tts_model_type"]
+
+    @property
+    def pipe(self) -> Pipe | None:
+        """The text, if it is still being written."""
+        return self.lines if isinstance(self.lines, Pipe) else None
+
+    def check_voice(self, name: str) -> None:
+        """Whether a script may name this voice."""
+        known = [*filter(None, self.voices), *self.config["talker_config"]["spk_id"]]
+        if name.lower() not in map(str.lower, known):
+            choice = f"choose {nearest(name, known)}, or " if known else ""
+            give = f"give it as --voice {name}=FILE" if self.kind == "base" else f"name one: --voice {name}=SPEAKER"
+            if self.kind == "voice_design":
+                give = "this model makes voices from descriptions: use [style: ...], or another --model"
+            raise ValueError(f"there is no voice {name!r}: {choice}{give}")
 
 
 def read_job() -> Job:
@@ -103,27 +125,31 @@ def read_job() -> Job:
         print_lists(asked, model)
         sys.exit()
     check_device_name(asked.device)
-    output = output_of(asked)
+    check_voice_pairs(asked)
+    output, sound_format, sample_rate = output_of(asked)
+    check_subtitles(asked, output)
     stream = asked.stream or asked.play
     join = asked.join or (asked.play and asked.output is None)
     check_text_source(asked, text, stream)
     check_pairs(asked, goes_to_one_file=join or (text == "-" and stream))
-    texts = None if text == "-" else read_texts(text, asked.text_file, asked.paragraphs)
-    if texts:
-        check_number_of_files(texts, join, output)
-
+    numbered = None if text == "-" else read_text_lines(text, asked.text_file, asked.paragraphs)
+    lexicon = load_lexicon(asked.lexicon)
     config = published_config(model) or read_config(model)
     for name in number_ranges(config):
         check_number(config, name, getattr(asked, name))
     if asked.speed != 1 and find_spec("av") is None:
         raise ValueError(f"--speed needs PyAV: run {install_command('av')}, or leave it out")
-    decided = dict(model=model, texts=texts, output=output, join=join, stream=stream, **voice_of(asked, model, config))
+    decided = dict(model=model, config=config, lines=None, lexicon=lexicon, output=output, join=join, stream=stream)
+    decided |= voices_of(asked, model, config)
+    decided |= {"format": sound_format, "sample_rate": sample_rate, "inputs": inputs_of(asked)}
     decided["pause"] = PAUSE if asked.pause is None else asked.pause
-    decided["silence"] = 0.0 if asked.no_append_silence else REFERENCE_SILENCE
     decided["sampling"] = {name: getattr(asked, name) for name in SAMPLING}
-    decided["config"] = read_config(model)  # a published model's own only now: the hub may be slow
     names = {field.name for field in dataclasses.fields(Job)}
-    return Job(**{name: value for name, value in vars(asked).items() if name in names} | decided)
+    job = Job(**{name: value for name, value in vars(asked).items() if name in names} | decided)
+    if numbered:
+        job = dataclasses.replace(job, lines=script_lines(job, numbered))
+        check_number_of_files(job)
+    return dataclasses.replace(job, config=read_config(model))  # only now: the hub may be slow
 
 
 def make_parser() -> Parser:
@@ -142,9 +168,12 @@ def make_parser() -> Parser:
     voice.add_argument(
         "--speaker",
         "--voice",
-        help="Base: a speaker.pt, default: the one in the model's folder; CustomVoice: a name, default: the first of "
-        "--list-speakers",
+        nargs="+",
+        action=Speakers,
+        help="Base: a speaker.pt, default: the one in the model's folder, or several to mix; CustomVoice: a name, "
+        "default: the first of --list-speakers. NAME=FILE, of a speaker.pt or a recording: a voice of the script",
     )
+    voice.add_argument("--weights", type=float, nargs="+", help="of several speaker.pt; default: equal")
     voice.add_argument("--ref-audio", "--ref_audio", type=Path, help="Base: a recording to clone")
     voice.add_argument("--ref-text", "--ref_text", help="its transcript: clones the manner of speaking, too")
     voice.add_argument(
@@ -165,6 +194,9 @@ def make_parser() -> Parser:
     text.add_argument(
         "--paragraphs", action="store_true", help="utterances end at empty lines, as in books with wrapped lines"
     )
+    text.add_argument("--script", action="store_true", help="a play: lines may begin with a voice, as in Aiden: Hello!")
+    text.add_argument("--plain", action="store_true", help="[pause 1] and other tags are words")
+    text.add_argument("--lexicon", type=Path, help="a file of lines word<TAB>how to say it")
     text.add_argument("--language", default="Auto", help="a name or a code like en; default: %(default)s")
     text.add_argument(
         "--non-streaming-mode",
@@ -177,9 +209,19 @@ def make_parser() -> Parser:
         "--output",
         "-o",
         type=Path,
-        help=f"the file to write: .wav, .flac, .ogg, .opus or .mp3; - for stdout; default: {OUTPUT}, or if that is "
-        "there speech-2.wav and so on; with --play none",
+        help="the file to write: .wav, .flac, .ogg, .opus, .mp3, .pcm, .ulaw or .alaw; - for stdout; default: "
+        f"{OUTPUT}, or if that is there speech-2.wav and so on; with --play none",
     )
+    audio.add_argument(
+        "--format",
+        help=f"{', '.join(EXTENSIONS)}, also with a rate as in pcm_16000; default: by the extension of --output",
+    )
+    audio.add_argument(
+        "--sample-rate",
+        type=int,
+        help=f"{one_of(RATES)}; default: the model's 24000, or {TELEPHONE_RATE} for mulaw and alaw",
+    )
+    audio.add_argument("--subtitles", type=Path, help=".srt, .vtt or .json: when each part is heard")
     audio.add_argument("--join", action="store_true", help="several utterances in one file")
     audio.add_argument("--pause", type=float, help=f"seconds between them; default: {PAUSE}")
     audio.add_argument(
@@ -226,14 +268,16 @@ def make_parser() -> Parser:
         help="require or avoid the megakernel; default: use it where it runs",
     )
 
+    parser.set_defaults(voices={}, more_words=[])
     return parser
 
 
 def text_of(asked: argparse.Namespace) -> str | None:
     """--text, or the words without an option."""
-    if not asked.words:
+    words = [*asked.words, *asked.more_words]
+    if not words:
         return asked.text
-    text = " ".join(asked.words)
+    text = " ".join(words)
     if asked.text is not None or asked.text_file is not None:
         raise ValueError(f"{text[:40]!r} is a second text: give one, as --text or without an option")
     if os.path.isfile(text):
@@ -242,25 +286,14 @@ def text_of(asked: argparse.Namespace) -> str | None:
 
 
 def default_model(asked: argparse.Namespace) -> str:
-    """Without a voice to clone, one that has voices of its own."""
-    return CLONING_MODEL if is_file(asked.speaker) or asked.ref_audio or asked.ref_text else PRESET_MODEL
-
-
-def is_file(speaker: str | None) -> bool:
-    """Whether --speaker is a file, or was meant to be one."""
-    return bool(speaker) and (speaker.lower().endswith((".pt", *RECORDING_SUFFIXES)) or os.path.isfile(speaker))
+    """The model where --model names none: one with voices of its own, unless a voice is to be cloned."""
+    return CLONING_MODEL if clones(asked) else PRESET_MODEL
 
 
 def check_pairs(asked: argparse.Namespace, goes_to_one_file: bool) -> None:
     """Options that mean something only beside another one."""
-    if asked.speaker and asked.speaker.lower().endswith(RECORDING_SUFFIXES):
-        raise ValueError(f"{asked.speaker} is a recording, not a speaker: give it as --ref-audio {asked.speaker}")
-    if asked.ref_text is not None and asked.ref_audio is None:
-        raise ValueError("--ref-text is the transcript of --ref-audio: give that recording, too, or leave it out")
-    if asked.ref_text is not None and not asked.ref_text.strip():
-        raise ValueError("--ref-text is empty: give the transcript of --ref-audio, or leave it out")
-    if asked.no_append_silence and asked.ref_text is None:
-        raise ValueError("--no-append-silence is for a recording with its transcript: give --ref-text, or leave it out")
+    if asked.plain and asked.script:
+        raise ValueError("--plain says that names and tags are words, --script that they are not: give one of them")
     if asked.retry and not asked.limit_speech:
         raise ValueError("--retry speaks again what --limit-speech has stopped: leave out --no-limit-speech")
     if asked.pause is not None and not goes_to_one_file:
@@ -279,72 +312,6 @@ def print_lists(asked: argparse.Namespace, model: str) -> None:
         print(*sorted(languages(config)), sep="\n")
 
 
-def voice_of(asked: argparse.Namespace, model: str, config: dict) -> dict:
-    """The voice and language that the options describe, as fields of a Job, if this model can speak with them."""
-    kind, speakers = config["tts_model_type"], config["talker_config"]["spk_id"]
-    speaker, instruct, recording = asked.speaker, asked.instruct, None
-
-    def check_kind(option: str, value, *kinds: str, size: str = "") -> None:
-        if value and kind not in kinds:
-            models = " or ".join(name for other in kinds for name in MODELS_OF_KIND[other] if size in name)
-            raise ValueError(f"{option} is not for {model}, {KINDS[kind]}: use it with --model {models}")
-
-    check_kind("--ref-audio", asked.ref_audio, "base")
-    check_kind("--ref-text", asked.ref_text, "base")
-    check_kind("--instruct", instruct, "custom_voice", "voice_design", size="1.7B")
-    kinds = ["base", "custom_voice"]
-    if str(speaker).lower() not in speakers and (is_file(speaker) or str(speaker).lower() in SPEAKERS):
-        kinds = ["base"] if is_file(speaker) else ["custom_voice"]
-    check_kind(f"--speaker {speaker}", speaker, *kinds)
-    if kind == "base":
-        speaker, recording = cloned_voice(asked, model)
-    elif kind == "custom_voice":
-        speaker = min(speakers, default=None) if speaker is None else speaker
-        check_choice("speaker", speaker, speakers)
-        if instruct and config.get("tts_model_size") == "0b6":
-            raise ValueError(
-                f"--instruct is not for {model}, whose speakers take no instruction: use it with --model "
-                "1.7B-CustomVoice"
-            )
-    else:
-        instruct = instruct or DESCRIPTION
-    language = language_name(asked.language)
-    check_choice("language", language, languages(config))
-    return dict(speaker=speaker, instruct=instruct, voice=recording, language=language)
-
-
-def cloned_voice(asked: argparse.Namespace, model: str) -> tuple[str | None, tuple | None]:
-    """A speaker's file or a recording, which is read here."""
-    speaker, own = asked.speaker, Path(model) / "speaker.pt"
-    if speaker is None and asked.ref_audio is None and asked.ref_text is None and own.is_file():
-        speaker = str(own)
-    if (speaker is None) == (asked.ref_audio is None):
-        raise ValueError(
-            f"{model} clones a voice: give it --ref-audio voice.wav or --speaker speaker.pt (made "
-            "with qwen3-tts clone), one of the two, or use --model 0.6B-CustomVoice, which has voices"
-        )
-    if asked.ref_audio is None:
-        check_speaker_file(speaker)
-        return speaker, None
-    from qwen3_tts_cuda_graphs.common.audio_files import read_audio  # imports numpy
-
-    audio, rate = read_audio(asked.ref_audio)
-    frames = int(len(audio) / rate * FRAME_RATE)
-    if asked.ref_text and frames >= asked.max_seq_len:  # with a transcript it takes one position of the cache per frame
-        raise ValueError(
-            f"{asked.ref_audio} takes {frames} positions, the cache has {asked.max_seq_len}: give a shorter recording, "
-            "or a larger --max-seq-len"
-        )
-    return None, (audio, rate)
-
-
-def check_choice(what: str, word: str | None, known: Iterable[str]) -> None:
-    """Refuse a word that is not known, and offer the nearest."""
-    if str(word).lower() not in {name.lower() for name in known}:
-        found = f"there is no {what} {word!r}" if word else f"no --{what} was given"
-        raise ValueError(f"{found}: choose {nearest(word, known)} (--list-{what}s shows all)")
-
-
 def check_text_source(asked: argparse.Namespace, text: str | None, stream: bool) -> None:
     if (text is None) == (asked.text_file is None):
         raise ValueError("give what to say as --text, --text-file, or --text - for stdin, one of them")
@@ -358,46 +325,91 @@ def check_text_source(asked: argparse.Namespace, text: str | None, stream: bool)
             raise ValueError(f"{name} needs the whole text at once: leave it out, or leave out --stream")
 
 
-def read_texts(text: str | None, file: Path | None, paragraphs: bool) -> list[str]:
-    """The utterances, one per line. text: - for stdin"""
-    source = file or ("stdin" if text == "-" else "--text")
+def read_text_lines(text: str | None, file: Path | None, paragraphs: bool) -> list[tuple[int, str]]:
+    """Lines that are not empty, or paragraphs of them, with their numbers. text: - for stdin"""
+    text = read_text(file or text) if file or text == "-" else checked_text(text, "--text")
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    if paragraphs:
+        blocks = [[*block] for is_text, block in itertools.groupby(lines, key=lambda line: bool(line[1])) if is_text]
+        lines = [(block[0][0], "\n".join(line for _, line in block)) for block in blocks]
+    numbered = [(number, line) for number, line in lines if line]
+    if not numbered:
+        raise ValueError("the text is empty: give something to say")
+    return numbered
+
+
+def read_text(file: Path | str) -> str:
+    """The text of a file or, for -, of stdin."""
     try:
-        if file:
-            text = file.read_text(encoding="utf-8")
-        elif text == "-":
-            text = sys.stdin.read()
-        text.encode()  # bytes on the command line that are not UTF-8 fail here
+        text = sys.stdin.read() if file == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         reason = "it is not UTF-8" if isinstance(error, UnicodeError) else error.strerror
-        raise ValueError(f"cannot read {source}: {reason}: give a text") from None
-    lines = [line.strip() for line in text.removeprefix("\ufeff").splitlines()]  # without a byte order mark
-    if paragraphs:
-        blocks = itertools.groupby(lines, key=bool)
-        lines = [" ".join(block) for is_text, block in blocks if is_text]
-    texts = [line for line in lines if line]
-    if not texts:
-        raise ValueError("the text is empty: give something to say")
-    return texts
+        raise ValueError(f"cannot read {'stdin' if file == '-' else file}: {reason}: give a text") from None
+    return checked_text(text, "stdin" if file == "-" else str(file))
 
 
-def output_of(asked: argparse.Namespace) -> Path:
-    """The file to write, PLAYED_ONLY, or - for stdout."""
+def checked_text(text: str, source: str) -> str:
+    """The text without a byte order mark. Bytes on the command line that are not UTF-8 are refused."""
+    try:
+        text.encode()
+    except UnicodeError:
+        raise ValueError(f"cannot read {source}: it is not UTF-8: give a text") from None
+    return text.removeprefix("\ufeff")
+
+
+def script_lines(job: Job, numbered: list[tuple[int, str]]) -> list[list[Part]]:
+    """The parts of each line that has words. A pause on a line of its own comes before the next one."""
+    if job.plain:
+        return [[Part(line.replace("\n", " "), line=number)] for number, line in numbered]
+    lines, silence = [], []
+    for parts in read_lines(numbered, job.script, job.check_voice):
+        silence += parts
+        if any(part.text for part in parts):
+            lines.append(silence)
+            silence = []
+    if not lines:
+        raise ValueError("the script has no words: give something to say")
+    lines[-1] += silence
+    return lines
+
+
+def output_of(asked: argparse.Namespace) -> tuple[Path, str | None, int | None]:
+    """The file to write, PLAYED_ONLY, or - for stdout; its format, if --format names one, and another rate than the
+    model's."""
     output = asked.output
     if asked.play:
         sound_device()
+        if output is None and (asked.format or asked.sample_rate is not None):
+            raise ValueError("--format and --sample-rate are for a file: give --output, too, or leave them out")
         output = output or PLAYED_ONLY
     if output is None and asked.resume:
         raise ValueError("--resume needs the --output of the run that was interrupted: give it")
     if output is None:
-        output = free_name(OUTPUT)
+        output = free_name(OUTPUT.with_suffix(suffix_of(asked.format)))
     if asked.resume and (asked.stream or asked.play or not goes_to_file(output)):
         raise ValueError("--resume keeps the finished utterances of a file: leave it out with --stream and --output -")
     if str(output) == "-" and sys.stdout is None:
         raise ValueError("--output - writes to stdout, which is closed: pipe it into a player")
-    if str(output) != "-":
-        check_writable(output, asked.ref_audio, asked.speaker, asked.text_file)
-        check_format(output)
-    return output
+    check_writable(output, *inputs_of(asked))
+    return output, *format_and_rate(output, asked.format, asked.sample_rate)
+
+
+def inputs_of(asked: argparse.Namespace) -> list[str | Path | None]:
+    """Files that are read."""
+    return [asked.ref_audio, asked.text_file, asked.lexicon, *(asked.speaker or []), *asked.voices.values()]
+
+
+def check_subtitles(asked: argparse.Namespace, output: Path) -> None:
+    path = asked.subtitles
+    if path is None:
+        return
+    if path.suffix.lower() not in SUBTITLE_SUFFIXES:
+        raise ValueError(
+            f"cannot write {path}: subtitles end in one of {', '.join(SUBTITLE_SUFFIXES)}: choose another name"
+        )
+    if os.path.realpath(path) == os.path.realpath(output):
+        raise ValueError(f"cannot write {path}: it is the --output: choose another --subtitles")
+    check_writable(path, *inputs_of(asked), option="--subtitles")
 
 
 def free_name(path: Path) -> Path:
@@ -410,9 +422,9 @@ def free_name(path: Path) -> Path:
     return next(name for name in names if not is_taken(name))
 
 
-def check_number_of_files(texts: list[str], join: bool, output: Path) -> None:
-    if len(texts) > 1 and not join and not goes_to_file(output):
-        raise ValueError(f"{len(texts)} utterances cannot go to stdout one by one: add --join")
+def check_number_of_files(job: Job) -> None:
+    if len(job.lines) > 1 and not job.join and not goes_to_file(job.output):
+        raise ValueError(f"{len(job.lines)} utterances cannot go to stdout one by one: add --join")
 
 
 def goes_to_file(output: Path) -> bool:

@@ -5,7 +5,7 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator
 
-from qwen3_tts_cuda_graphs.common.scripts import install_command
+from qwen3_tts_cuda_graphs.common.command import install_command
 
 TIMEOUT = 10.0  # seconds that the device may take beyond the length of the audio
 

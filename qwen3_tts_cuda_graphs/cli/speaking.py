@@ -9,99 +9,158 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
 
-from qwen3_tts_cuda_graphs.cli.finished_parts import Parts
-from qwen3_tts_cuda_graphs.cli.options import PLAYED_ONLY, Job, check_number_of_files, goes_to_file, read_texts
+from qwen3_tts_cuda_graphs.cli.finished_parts import FinishedParts
+from qwen3_tts_cuda_graphs.cli.options import (
+    PLAYED_ONLY,
+    Job,
+    check_number_of_files,
+    goes_to_file,
+    read_text_lines,
+    script_lines,
+)
 from qwen3_tts_cuda_graphs.cli.player import Player
-from qwen3_tts_cuda_graphs.cli.text_files import Line, Pipe
-from qwen3_tts_cuda_graphs.common.audio_files import Chunk, write_audio
+from qwen3_tts_cuda_graphs.cli.text_files import Pipe, PipedText
+from qwen3_tts_cuda_graphs.cli.voice_options import OneVoice
+from qwen3_tts_cuda_graphs.common.audio_files import Chunk, at_rate, write_audio
 from qwen3_tts_cuda_graphs.common.checkpoints import FRAME_RATE, REFERENCE_SILENCE, file_errors, local_folder
+from qwen3_tts_cuda_graphs.common.command import show_note, show_progress, show_warning
 from qwen3_tts_cuda_graphs.common.loading import choose_device, load, model_errors
-from qwen3_tts_cuda_graphs.common.output_files import check_writable, is_wav
-from qwen3_tts_cuda_graphs.common.scripts import show_note, show_progress, show_warning
-from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker
-from qwen3_tts_cuda_graphs.prompts.arriving_text import tokens_to_begin
+from qwen3_tts_cuda_graphs.common.output_files import check_writable, format_of, write_bytes
+from qwen3_tts_cuda_graphs.common.subtitles import format_subtitles
+from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speakers
+from qwen3_tts_cuda_graphs.prompts.arriving_text import tokens_in_prompt
 from qwen3_tts_cuda_graphs.prompts.checks import nth_seed
 from qwen3_tts_cuda_graphs.prompts.cut import cut, tokens_that_fit
-from qwen3_tts_cuda_graphs.speech.long_text import speak, with_pauses
+from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, cut_parts, silence_before
+from qwen3_tts_cuda_graphs.speech.long_text import part_arguments, speak, style_warning, takes_style, with_cues
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
-PIPE_TIMEOUT = 600.0  # seconds that a line on stdin may stay unfinished
+PIPE_TIMEOUT = 600.0  # seconds that a part of stdin may stay unfinished
+
+
+@dataclass(frozen=True)
+class Output:
+    """A file, and what is spoken in it."""
+
+    path: Path
+    subtitles: Path | None
+    script: Iterable[Part]
 
 
 def run(job: Job) -> None:
     with model_errors():
         job = prepared(job)
-        parts = parts_of(job)
+        finished = finished_parts(job)
         outputs = plan_outputs(job)
-        progress = Progress(job.texts)
+        progress = Progress([part.text for part in all_parts(job) if part.text])
         try:
             with Player() if job.play else contextlib.nullcontext() as player:
-                speak_all(job, outputs, parts, progress, player)
+                speak_all(job, outputs, finished, progress, player)
         except KeyboardInterrupt as stop:
-            stop.args = (what_is_kept(job, parts, progress.seconds),)
+            stop.args = (what_is_kept(job, finished, progress.seconds),)
             raise
-        if parts:
-            parts.remove()
+        if finished:
+            finished.remove()
 
 
-def speak_all(job: Job, outputs: list, parts: Parts | None, progress: "Progress", player: Player | None) -> None:
+def speak_all(
+    job: Job, outputs: list[Output], finished: FinishedParts | None, progress: "Progress", player: Player | None
+) -> None:
     tts = load(job.model, job.device, job.dtype, max_seq_len=job.max_seq_len, fused=job.fused)
     show_progress("")
-    method, request = voice_request(job, tts)
-    utterance = partial(speak if job.limit_speech else stream, method, **request)
+    speak_numbered = numbered_speech(job, tts, progress)
+    rate = tts.speech.rate
+    path = f"; {tts.speech.path}"
+    progress.begin()
+    warnings.showwarning = progress.show_warning
+    if finished:
+        finished.open(job.resume)
+    numbers = itertools.count()  # of the utterances in all files
+    for output in outputs:
+        start, spoken_before, kept_before = time.perf_counter(), progress.seconds, progress.skipped
+        script, again = itertools.tee(output.script)  # with_cues reads a part of a pipe before its utterance does
+        numbered = ((next(numbers), part) for part in again if part.text)
+        samples = 0
+        if finished:
+            numbered = [*numbered]
+            speak_parts(finished, numbered, speak_numbered, progress)
+            spoken = [finished.read(number) for number, _ in numbered]
+            silence = silence_in(output.script, job.pause)
+            samples = finished.samples([number for number, _ in numbered], silence, job.sample_rate)
+        else:
+            spoken = itertools.starmap(speak_numbered, numbered)
+        cues = []
+        chunks = without_cues(with_cues(script, iter(spoken), rate, job.pause), cues)
+        if player:
+            chunks = player.follow(chunks)
+        if job.sample_rate:
+            chunks = at_rate(chunks, job.sample_rate)
+        first = next(chunks, None)
+        if first is None:
+            raise (job.pipe and job.pipe.error) or ValueError("the text is empty: give something to say")
+        first_ms = (time.perf_counter() - start) * 1e3
+        seconds = write_audio(output.path, itertools.chain([first], chunks), job.stream, samples, job.format)
+        if output.subtitles:
+            suffix = output.subtitles.suffix.lower()
+            subtitles = format_subtitles(suffix, cues, rate, job.language, job.sample_rate)
+            write_bytes(output.subtitles, subtitles.encode(), "--subtitles")
+        show_progress("")
+        wall = time.perf_counter() - start
+        now = progress.seconds - spoken_before  # without pauses and without what --resume has kept
+        summary = f"{'played' if player and output.path == PLAYED_ONLY else output.path}: {seconds:.2f} s of audio"
+        if progress.skipped > kept_before:
+            summary += f", {now:.2f} s of it now"
+        summary += f" in {wall:.2f} s, {now / wall:.2f} x real time"
+        if job.stream and not job.pipe:
+            summary += f", first audio after {first_ms:.0f} ms"
+        print(f"{summary}{path}", file=sys.stderr if str(output.path) == "-" else sys.stdout, flush=True)
+        path = ""  # it is the same for all files
+    if job.pipe and job.pipe.error:  # what came before it is spoken and kept
+        raise job.pipe.error
+
+
+def numbered_speech(job: Job, tts, progress: "Progress") -> Callable[[int, Part], Iterator[Chunk]]:
+    """A function that speaks a part. Its number decides its seed."""
+    method, kwargs, voices = method_and_arguments(job, tts)
+    arguments = functools.cache(partial(part_arguments, method, kwargs, voices))
+    utterance = partial(speak if job.limit_speech else stream, method)
     if job.retry:
         utterance = partial(utterance, retries=job.retry)
     if job.speed != 1:
         utterance = in_tempo(utterance, job.speed)
-    path = f"; {tts.speech.path}"
+    ignored_styles = []
 
-    def numbered_utterance(number: int, text: str | Line) -> Iterator[Chunk]:
-        return progress.follow(utterance(text=text, seed=nth_seed(job.seed, number)), text)
+    def speak_numbered(number: int, part: Part) -> Iterator[Chunk]:
+        if part.style and not takes_style(method):
+            if not ignored_styles:
+                show_warning(style_warning(part.style))
+            ignored_styles.append(part.style)
+        say = job.lexicon.replace if isinstance(part.text, str) else job.lexicon.follow
+        own = arguments(part.voice, part.style) | dict(text=say(part.text), seed=nth_seed(job.seed, number))
+        return progress.follow(utterance(**own), part.text)
 
-    progress.begin()
-    warnings.showwarning = progress.show_warning
-    if parts:
-        parts.open(job.resume)
-    for output, texts in outputs:
-        is_spoken = parts and not job.join and parts.mark(texts[0][0]).is_file()
-        if is_spoken and output.is_file():  # it may have been moved away since
-            progress.skip(texts[0][1])
-            continue
-        start, spoken_before = time.perf_counter(), progress.seconds
-        if parts and job.join:
-            speak_parts(parts, texts, numbered_utterance, progress)
-            spoken = (parts.read(number) for number, _ in texts)
+    return speak_numbered
+
+
+def without_cues(items: Iterable[Chunk | Cue], cues: list[Cue]) -> Iterator[Chunk]:
+    """The chunks. Cues go to the list."""
+    for item in items:
+        if isinstance(item, Cue):
+            cues.append(item)
         else:
-            spoken = itertools.starmap(numbered_utterance, texts)
-        chunks = with_pauses(spoken, job.pause)
-        if player:
-            chunks = player.follow(chunks)
-        first = next(chunks, None)
-        if first is None:
-            raise ValueError("the text is empty: give something to say")
-        first_ms = (time.perf_counter() - start) * 1e3
-        samples = parts.samples(job.pause) if parts and job.join else 0
-        seconds = write_audio(output, itertools.chain([first], chunks), job.stream, samples)
-        show_progress("")
-        wall = time.perf_counter() - start
-        now = progress.seconds - spoken_before  # without pauses and without what --resume has kept
-        summary = f"{'played' if player and output == PLAYED_ONLY else output}: {seconds:.2f} s of audio"
-        if job.join and progress.skipped:
-            summary += f", {now:.2f} s of it now"
-        summary += f" in {wall:.2f} s, {now / wall:.2f} x real time"
-        if job.stream and not isinstance(job.texts, Pipe):
-            summary += f", first audio after {first_ms:.0f} ms"
-        print(f"{summary}{path}", file=sys.stderr if str(output) == "-" else sys.stdout, flush=True)
-        path = ""  # it is the same for all files
-        if parts and not job.join:
-            parts.mark(texts[0][0]).touch()
+            yield item
+
+
+def silence_in(script: list[Part], pause: float) -> float:
+    """Seconds of silence between the parts."""
+    return sum(silence_before(part, previous, pause) for previous, part in zip([None, *script], script))
 
 
 def in_tempo(utterance: Callable, speed: float) -> Callable:
@@ -111,81 +170,112 @@ def in_tempo(utterance: Callable, speed: float) -> Callable:
     return lambda **request: at_speed(utterance(**request), speed)
 
 
-def what_is_kept(job: Job, parts: Parts | None, seconds: float) -> str:
+def what_is_kept(job: Job, finished: FinishedParts | None, seconds: float) -> str:
     """What to tell somebody who has interrupted the command."""
-    kept = parts.finished() if parts else 0
+    kept = finished.count() if finished else 0
     if kept:
+        number = sum(bool(part.text) for part in all_parts(job))
         option = f"--output {job.output} --resume"
-        return f"stopped: {kept} of {len(job.texts)} utterances are kept; the same command with {option} continues"
-    if parts and parts.are_own():
-        parts.remove()
+        return f"stopped: {kept} of {number} utterances are kept; the same command with {option} continues"
+    if finished and finished.belong_to_this_run():
+        finished.remove()
     if not goes_to_file(job.output):
         return "stopped"
-    if job.stream and seconds and is_wav(job.output):
+    if job.stream and seconds and format_of(job.output, job.format)[0] in ("WAV", "RAW"):
         return f"stopped: the first {seconds:.2f} s of audio are kept"
     return "stopped: nothing was written"
 
 
 def prepared(job: Job) -> Job:
-    """The job with what options.py leaves open: the device, the voice in a file, and texts that fit into the cache. A
-    line that is cut stays one file."""
-    job = replace(job, dtype=job.dtype and getattr(torch, job.dtype), device=choose_device(job.device))
-    if job.kind == "base" and job.speaker:
-        job = replace(job, voice=load_speaker(job.speaker, job.config["talker_config"]["hidden_size"]))
-    if job.texts is None and job.stream:
-        return replace(job, texts=Pipe(sys.stdin.buffer))
-    texts = job.texts or read_texts("-", None, job.paragraphs)
-    return replace(job, texts=split_texts(job, texts), join=job.join or len(texts) == 1)
+    """The job with what options.py leaves open: the device, the voices in files, and parts that fit into the cache. A
+    line that is cut stays one file if it is the only one."""
+    size = job.config["talker_config"]["hidden_size"]
+    voices = {name: with_content(voice, size) for name, voice in job.voices.items()}
+    dtype = job.dtype and getattr(torch, job.dtype)
+    job = replace(job, dtype=dtype, device=choose_device(job.device), voices=voices)
+    if job.lines is None and job.stream:
+        return replace(job, lines=Pipe(sys.stdin.buffer, job.script, not job.plain, job.check_voice))
+    if job.lines is None:
+        job = replace(job, lines=script_lines(job, read_text_lines("-", None, job.paragraphs)))
+        check_number_of_files(job)
+    return replace(job, lines=cut_lines(job), join=job.join or len(job.lines) == 1)
 
 
-def voice_request(job: Job, tts) -> tuple[Callable, dict]:
-    """Upstream's method for this voice, and its arguments except the text."""
-    request = {"language": job.language, **job.sampling}
+def with_content(voice: OneVoice, hidden_size: int) -> OneVoice:
+    if not voice.files:
+        return voice
+    return replace(voice, content=load_speakers(voice.files, voice.weights, hidden_size))
+
+
+def method_and_arguments(job: Job, tts) -> tuple[Callable, dict, dict[str, dict]]:
+    """Upstream's method for these voices, its arguments except the text, and those that another voice changes."""
+    arguments = {"language": job.language, **job.sampling}
     if job.non_streaming_mode is not None:
-        request["non_streaming_mode"] = job.non_streaming_mode
-    if isinstance(job.texts, Pipe):
-        request["text_timeout"] = PIPE_TIMEOUT
+        arguments["non_streaming_mode"] = job.non_streaming_mode
+    if job.pipe:
+        arguments["text_timeout"] = PIPE_TIMEOUT
+    if job.kind != "base":
+        arguments["instruct"] = job.instruct
+    voices = {name: voice_arguments(voice, tts) for name, voice in job.voices.items()}
+    arguments |= voices.pop(None)
     if job.kind == "custom_voice":
-        return tts.generate_custom_voice, request | {"speaker": job.speaker, "instruct": job.instruct}
+        return tts.generate_custom_voice, arguments, voices
     if job.kind == "voice_design":
-        return tts.generate_voice_design, request | {"instruct": job.instruct}
-
-    prompt = job.voice
-    if job.ref_audio:
-        prompt = clone_prompt(tts, *job.voice, job.ref_text, job.silence)
-    tokens = tokens_to_begin(tts, prompt)
-    if isinstance(job.texts, Pipe) and tokens > 2:  # in-context
+        return tts.generate_voice_design, arguments, voices
+    tokens = tokens_in_prompt(tts, arguments["voice_clone_prompt"]) + 1  # and the one of the first frame
+    if job.pipe and tokens > 2:  # in-context
         show_note(
             f"with a transcript a line is spoken once it has {tokens} tokens or has ended; without one from its second "
             "token on"
         )
-    return tts.generate_voice_clone, request | {"voice_clone_prompt": prompt}
+    return tts.generate_voice_clone, arguments, voices
 
 
-def speak_parts(parts: Parts, texts: list, speak_numbered: Callable, progress: "Progress") -> None:
-    """Speak what is not there yet, each utterance into a file of its own."""
-    for number, text in texts:
-        part = parts.path(number)
-        if part.is_file():
-            progress.skip(text)
+def voice_arguments(voice: OneVoice, tts) -> dict:
+    if voice.speaker is not None:
+        return {"speaker": voice.speaker}
+    if voice.ref_audio:
+        return {"voice_clone_prompt": clone_prompt(tts, *voice.content, voice.ref_text, voice.silence)}
+    return {"voice_clone_prompt": voice.content} if voice.files else {}
+
+
+def speak_parts(finished: FinishedParts, numbered: list, speak_numbered: Callable, progress: "Progress") -> None:
+    """Speak the parts that are not finished, each into a file of its own."""
+    for number, part in numbered:
+        file = finished.path(number)
+        if file.is_file():
+            progress.skip(part.text)
         else:
-            write_audio(part, speak_numbered(number, text))
+            write_audio(file, speak_numbered(number, part))
 
 
-def split_texts(job: Job, texts: list[str]) -> list[str]:
-    """Cut lines that may not fit into the cache."""
-    reference = 0
-    if job.ref_text:
-        audio, rate = job.voice
-        reference = int((len(audio) / rate + REFERENCE_SILENCE) * FRAME_RATE) + len(job.ref_text.encode())
-    voice = {"instruct": job.instruct, "voice_clone_prompt": None if job.ref_audio else job.voice}
-    try:
-        most = tokens_that_fit(job.max_seq_len, voice, reference=reference)
-    except ValueError:  # short texts have room even so, and speech that is cut off is reported
-        if all(count_tokens(job.model, text) < job.max_seq_len for text in texts):
-            return texts
-        raise
-    return cut(texts, most, partial(count_tokens, job.model), job.language)
+def cut_lines(job: Job) -> list[list[Part]]:
+    """Cut parts that may not fit into the cache. Of several lines, one that is a single part becomes several files."""
+
+    @functools.cache
+    def most_tokens(name: str | None, style: str | None) -> int:
+        voice = job.voices.get(name and name.lower(), OneVoice())
+        reference = 0
+        if voice.ref_text:
+            audio, rate = voice.content
+            reference = int((len(audio) / rate + REFERENCE_SILENCE) * FRAME_RATE) + len(voice.ref_text.encode())
+        arguments = {"instruct": style or job.instruct, "voice_clone_prompt": voice.content if voice.files else None}
+        return tokens_that_fit(job.max_seq_len, arguments, reference=reference)
+
+    def cut_part(part: Part) -> list[str]:
+        try:
+            most = most_tokens(part.voice, part.style)
+        except ValueError:  # a short text has room even so, and speech that is cut off is reported
+            if count_tokens(job.model, job.lexicon.replace(part.text)) < job.max_seq_len:
+                return [part.text]
+            raise
+        return cut([part.text], most, partial(count_tokens, job.model), job.language, job.lexicon.replace)
+
+    lines = []
+    for line in job.lines:
+        parts = cut_parts(line, cut_part)
+        lines += [parts] if len(line) > 1 else [[part] for part in parts]
+    return lines
 
 
 def count_tokens(model: str, text: str) -> int:
@@ -200,46 +290,50 @@ def text_tokenizer(model: str):
         return transformers.Qwen2TokenizerFast.from_pretrained(folder, fix_mistral_regex=False)
 
 
-def parts_of(job: Job) -> Parts | None:
-    """Finished utterances are kept until all are spoken, for --resume."""
-    if isinstance(job.texts, Pipe):
-        return None
-    check_number_of_files(job.texts, job.join, job.output)
-    if len(job.texts) == 1 or job.stream or not goes_to_file(job.output):
-        return None
-    parts = Parts(job.output, fingerprint(job))
-    parts.check(job.resume)
-    return parts
+def all_parts(job: Job) -> list[Part]:
+    """The parts of a complete text. Those of a pipe are not known yet."""
+    return [] if job.pipe else [*itertools.chain(*job.lines)]
 
 
-def plan_outputs(job: Job) -> list[tuple[Path, Iterable[tuple[int, str | Line]]]]:
-    """(file, its numbered utterances): one file, or one for each line. All lines of a pipe go to one file."""
-    output = job.output
-    if isinstance(job.texts, Pipe):
-        return [(output, enumerate(job.texts.lines()))]
-    numbered = [*enumerate(job.texts)]
-    if len(numbered) == 1 or job.join:
-        return [(output, numbered)]
-    outputs = [(output.with_stem(f"{output.stem}-{number + 1:03}"), [(number, text)]) for number, text in numbered]
-    for path, _ in outputs:
-        check_writable(path, job.ref_audio, job.speaker, job.text_file)
+def finished_parts(job: Job) -> FinishedParts | None:
+    """Where finished parts are kept until all are spoken, for --resume."""
+    if sum(bool(part.text) for part in all_parts(job)) == 1 or job.stream or not goes_to_file(job.output):
+        return None
+    finished = FinishedParts(job.output, fingerprint(job))
+    finished.check(job.resume)
+    return finished
+
+
+def plan_outputs(job: Job) -> list[Output]:
+    """One file, or one for each line. All lines of a pipe go to one file."""
+    if job.pipe or job.join:
+        return [Output(job.output, job.subtitles, job.pipe.parts() if job.pipe else all_parts(job))]
+    outputs = []
+    for index, line in enumerate(job.lines, 1):
+        paths = [path and path.with_stem(f"{path.stem}-{index:03}") for path in (job.output, job.subtitles)]
+        outputs.append(Output(*paths, line))
+        for path, option in zip(paths, ("--output", "--subtitles")):
+            if path:
+                check_writable(path, *job.inputs, option=option)
     return outputs
 
 
 def fingerprint(job: Job) -> str:
     """A hash of everything that decides what is spoken."""
-    digest = hashlib.sha256(repr(replace(job, config={}, voice=None, resume=False)).encode())
-    for path in (job.ref_audio, job.speaker):
-        if path and Path(path).is_file():
-            digest.update(Path(path).read_bytes())
+    changes = dict(config={}, inputs=[], lexicon=job.lexicon.entries, resume=False, subtitles=None)
+    changes["lines"] = [[replace(part, line=0) for part in line] for line in job.lines]
+    digest = hashlib.sha256(repr(replace(job, **changes)).encode())
+    for voice in job.voices.values():
+        for path in voice.paths:
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 class Progress:
     """How far the speech is, and how long the rest will take, on a terminal."""
 
-    def __init__(self, texts: list[str] | Pipe):
-        self.texts = [] if isinstance(texts, Pipe) else texts
+    def __init__(self, texts: list[str]):
+        self.texts = texts  # of all utterances, if they are known
         self.seconds = 0.0  # audio so far
         self.spoken = 0  # characters of finished utterances
         self.skipped = 0
@@ -253,7 +347,7 @@ class Progress:
         self.skipped += len(text)
         self.finished += 1
 
-    def follow(self, chunks: Iterable[Chunk], text: str | Line) -> Iterator[Chunk]:
+    def follow(self, chunks: Iterable[Chunk], text: str | PipedText) -> Iterator[Chunk]:
         for audio, rate in chunks:
             self.seconds += len(audio) / rate
             show_progress(self.line())

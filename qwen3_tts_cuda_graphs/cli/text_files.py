@@ -1,19 +1,26 @@
-"""Text from a pipe: one utterance per line, each readable while its line is still being written."""
+"""Text from a pipe: parts of a script, which end at line ends and tags, each readable while it is being written."""
 
 import codecs
 import os
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import BinaryIO
 
+from qwen3_tts_cuda_graphs.prompts.script import WORD, Notation, Part, Tag
 
-class Line:
-    """One line, without whitespace around it: an iterator of its pieces as they come."""
+LINE_END = "\n"
+
+
+class PipedText:
+    """The text of one part, without whitespace around it: an iterator of its pieces as they come."""
 
     def __init__(self, pipe: "Pipe"):
         self.pipe = pipe
         self.has_ended = False
-        self.spaces = ""  # spoken only if something follows them on the line
+        self.spaces = ""  # spoken only if something follows them
+        self.seen = ""
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -21,59 +28,107 @@ class Line:
     def __next__(self) -> str:
         with self.pipe.lock:  # the reader of an utterance that has ended early may still be waiting for text
             while not self.has_ended:
-                piece, self.has_ended = self.pipe.read_piece()
-                text = self.spaces + piece
+                item = self.pipe.peek()
+                if item in (None, LINE_END) or isinstance(item, Tag):
+                    self.has_ended = True
+                    break
+                text = self.spaces + self.pipe.items.popleft()
                 stripped = text.rstrip()
                 self.spaces = text[len(stripped) :]
                 if stripped:
+                    self.seen += stripped
                     return stripped
         raise StopIteration
 
+    def __str__(self) -> str:
+        """What has come."""
+        return self.seen
+
 
 class Pipe:
-    """The lines of a pipe. Empty ones are skipped."""
+    """The parts of a text that is still being written. A mistake in it ends it: `error` is to be raised when all before
+    it was spoken."""
 
-    def __init__(self, file: BinaryIO):
+    def __init__(
+        self,
+        file: BinaryIO,
+        play: bool = False,
+        notation: bool = True,
+        check_voice: Callable[[str], None] | None = None,
+    ):
         self.file = file
         self.decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-        self.text = ""  # read, but not yet given to a line
+        self.notation = Notation(play, check_voice=check_voice) if notation else None
+        self.items = deque()  # read, but not yet given: words, tags, LINE_END
         self.at_end = False
+        self.error = None
         self.lock = threading.Lock()
 
-    def lines(self) -> Iterator[Line]:
-        """Each line is there when its first word is. The one before is read to its end first."""
-        while self.skip_space():
-            line = Line(self)
-            yield line
-            for _ in line:
-                pass
+    def parts(self) -> Iterator[Part]:
+        """Parts as `read_lines` makes them. Each comes with its first word, when the one before is read to its end."""
+        following, words, has_tag = Part(""), "", False
+        is_script = is_spoken = False
+        while (item := self.next_item()) is not None:
+            if isinstance(item, Tag):
+                following, words, has_tag = following.after(item), "", True
+                is_script = True
+                continue
+            words += item
+            is_end = item == LINE_END
+            if WORD.search(words) or (is_end and words.strip() and not has_tag):
+                yield from self.part(following, words, is_end)
+                following, words = replace(following, pause=None), ""
+                is_spoken = True
+            elif is_end:
+                if following.pause is not None:
+                    yield replace(following, text="")
+                following, words, has_tag = replace(following, pause=None), "", False
+        if is_script and not is_spoken:
+            self.error = self.error or ValueError("the script has no words: give something to say")
 
-    def skip_space(self) -> bool:
-        """Read up to the next word. Returns whether there is one."""
+    def part(self, part: Part, words: str, is_end: bool) -> Iterator[Part]:
+        """This part with its text, of which these words have been read."""
         with self.lock:
-            while not self.text.strip() and not self.at_end:
-                self.read()
-            self.text = self.text.lstrip()
-            return bool(self.text)
+            self.items.extendleft([LINE_END] * is_end)
+            self.items.appendleft(words.strip() if is_end else words.lstrip())
+        text = PipedText(self)
+        yield replace(part, text=text)
+        for _ in text:
+            pass
 
-    def read_piece(self) -> tuple[str, bool]:
-        """Text of the current line, and whether the line ends after it."""
-        if not self.text and not self.at_end:
+    def next_item(self) -> str | Tag | None:
+        with self.lock:
+            item = self.peek()
+            return None if item is None else self.items.popleft()
+
+    def peek(self) -> str | Tag | None:
+        """The next item, once it is there. None: there is none."""
+        while not self.items and not self.at_end:
             self.read()
-        if not self.text:
-            return "", self.at_end
-        first, *rest = self.text.splitlines(keepends=True)
-        self.text = "".join(rest)
-        line = first.splitlines()[0]
-        return line, line != first
+        return self.items[0] if self.items else None
 
     def read(self) -> None:
         """Wait for more."""
         try:
             data = os.read(self.file.fileno(), 1 << 16)
             self.at_end = not data
-            self.text += self.decode(data, final=self.at_end)
+            text = self.decode(data, final=self.at_end)
+            for item in self.notation.read(text, self.at_end) if self.notation else [text]:
+                self.add(item)
         except UnicodeDecodeError:
-            raise ValueError("cannot read stdin: it is not UTF-8: give a text") from None
+            self.error = ValueError("cannot read stdin: it is not UTF-8: give a text")
         except OSError as error:
-            raise ValueError(f"cannot read stdin: {error.strerror}: give a text") from None
+            self.error = ValueError(f"cannot read stdin: {error.strerror}: give a text")
+        except ValueError as error:
+            self.error = error
+        self.at_end = self.at_end or self.error is not None
+        if self.at_end:
+            self.items.append(LINE_END)
+
+    def add(self, item: str | Tag) -> None:
+        if isinstance(item, Tag):
+            self.items.append(item)
+            return
+        for line in item.splitlines(keepends=True):
+            words = line.splitlines()[0]
+            self.items.extend([words] * bool(words) + [LINE_END] * (line != words))

@@ -1,16 +1,18 @@
 """Recordings in, speech out: audio files of every kind that soundfile knows, and those of phones, which PyAV reads.
 
-The only formats written by hand are those that soundfile cannot write: a WAV file that can be played while it grows,
-and a WAV on stdout.
+The only formats written by hand are those that soundfile cannot write: a WAV file, or plain samples, that can be
+played while the file grows, and both on stdout.
 """
 
 import contextlib
+import functools
+import io
 import math
 import os
 import re
 import struct
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
@@ -19,9 +21,8 @@ import numpy as np
 import soundfile
 
 from qwen3_tts_cuda_graphs.common.output_files import (
-    FORMATS,
+    format_of,
     is_special,
-    is_wav,
     open_stdout,
     replacement_for,
     write_errors,
@@ -30,6 +31,7 @@ from qwen3_tts_cuda_graphs.common.output_files import (
 Chunk = tuple[np.ndarray, int]  # float samples from -1 to 1, sample rate
 
 WAV_HEADER_BYTES = 36  # those of the 44-byte header that the RIFF size field counts
+CODES = {"PCM_16": (1, 2), "ALAW": (6, 1), "ULAW": (7, 1)}  # subtype -> code in a WAV's header, bytes per sample
 MAX_WAV_BYTES = 0xFFFFFFFF - WAV_HEADER_BYTES  # samples that the header can count
 UNKNOWN_LENGTH = MAX_WAV_BYTES  # in the header of a stream, which cannot be corrected later
 MAX_SECONDS = 600.0  # longest recording that PyAV decodes
@@ -130,68 +132,120 @@ def resample(audio: np.ndarray, rate: int, wanted: int) -> np.ndarray:
     return np.pad(audio, (0, length - len(audio)))
 
 
-def write_audio(path: Path, chunks: Iterable[Chunk], playable: bool = False, samples: int = 0) -> float:
+class Resampler:
+    """One stream of 16-bit samples: `add` them as they come, then `finish`. Joined they are what soxr makes of the
+    whole at once. Up to 72 ms are held back at 8,000 Hz, at most 39 ms at other rates; of a first chunk of 80 ms, 11 to
+    19 ms."""
+
+    def __init__(self, rate: int, wanted: int):
+        import soxr
+
+        self.stream = soxr.ResampleStream(rate, wanted, 1, dtype="float32", quality="HQ")  # int16 would be dithered
+
+    def add(self, samples: np.ndarray, last: bool = False) -> np.ndarray:
+        made = self.stream.resample_chunk(samples.astype(np.float32), last)
+        return np.rint(np.clip(made, -32767, 32767)).astype("<i2")
+
+    def finish(self) -> np.ndarray:
+        return self.add(np.empty(0, np.int16), last=True)
+
+
+def at_rate(chunks: Iterable[Chunk], wanted: int) -> Iterator[Chunk]:
+    """Speech at another rate, as it is made."""
+    for audio, _ in filtered(chunks, lambda rate: Resampler(rate, wanted)):
+        yield audio, wanted
+
+
+def filtered(chunks: Iterable[Chunk], make: Callable) -> Iterator[Chunk]:
+    """Chunks as a Tempo or a Resampler gives them. make: makes one for a rate"""
+    stream = None
+    for audio, rate in chunks:
+        stream = stream or make(rate)
+        yield from as_chunk(stream.add(to_int16(audio)), rate)
+    if stream:
+        yield from as_chunk(stream.finish(), rate)
+
+
+def as_chunk(samples: np.ndarray, rate: int) -> Iterator[Chunk]:
+    if len(samples):
+        yield samples / np.float32(32767), rate
+
+
+def write_audio(
+    path: Path, chunks: Iterable[Chunk], playable: bool = False, samples: int = 0, name: str | None = None
+) -> float:
     """Write chunks as they come, to a file or, for "-", to stdout. Returns the seconds of audio.
 
     playable: a WAV can be played while it grows, and stays as far as it got if the chunks end with an error. Without
     it, or in another format, the file appears under its name only when it is complete.
     samples: how many there will be, if they may be more than fit into a WAV
+    name: of the format; default: by the file's extension
     """
+    container, subtype = format_of(path, name)
     if str(path) == "-":
-        return write_wav(path, chunks if playable else [join(chunks)], length_is_known=not playable)
-    if is_wav(path) and (playable or is_special(path)):
-        return write_wav(path, chunks)
-    return write_file(path, chunks, samples)
+        return write_growing(
+            path, chunks if playable else [join(chunks)], container, subtype, length_is_known=not playable
+        )
+    if container in ("WAV", "RAW") and (playable or is_special(path)):
+        return write_growing(path, chunks, container, subtype)
+    return write_file(path, chunks, container, subtype, samples)
 
 
-def write_file(path: Path, chunks: Iterable[Chunk], samples: int) -> float:
+def write_file(path: Path, chunks: Iterable[Chunk], container: str, subtype: str, samples: int) -> float:
     """A complete file in one of soundfile's formats, written beside `path` and renamed."""
-    sound_format, subtype = FORMATS[path.suffix.lower()]
-    if sound_format == "WAV" and 2 * samples > MAX_WAV_BYTES:
-        sound_format = "RF64"  # a WAV with 64-bit sizes
+    if container == "WAV" and CODES[subtype][1] * samples > MAX_WAV_BYTES:
+        container = "RF64"  # a WAV with 64-bit sizes
     frames = 0
     with replacement_for(path) as beside, contextlib.ExitStack() as files:
         for audio, rate in chunks:
             with write_errors(path):
                 if frames == 0:
-                    file = files.enter_context(soundfile.SoundFile(beside, "w", rate, 1, subtype, format=sound_format))
+                    file = files.enter_context(soundfile.SoundFile(beside, "w", rate, 1, subtype, format=container))
                 file.write(to_int16(audio))
             frames += len(audio)
         with write_errors(path):
             files.close()
-            if soundfile.info(beside).frames < frames:
+            if frames_in(beside, container, subtype) < frames:
                 raise OSError("incomplete")
     return frames / rate
 
 
-def write_wav(path: Path, chunks: Iterable[Chunk], length_is_known: bool = False) -> float:
-    """A 16-bit mono WAV whose header is corrected after every chunk, where that is possible.
+def frames_in(path: Path, container: str, subtype: str) -> int:
+    if container == "RAW":  # nothing in it says how many
+        return path.stat().st_size // CODES[subtype][1]
+    return soundfile.info(path).frames
+
+
+def write_growing(
+    path: Path, chunks: Iterable[Chunk], container: str, subtype: str, length_is_known: bool = False
+) -> float:
+    """Plain samples, in a WAV whose header is corrected after every chunk, where that is possible, or without a header.
 
     The file is opened when there is something to write. With a known length there is one chunk.
     """
-    size = 0
+    size, header = 0, wav_header if container == "WAV" else lambda *_: b""
     with contextlib.ExitStack() as files:
         for audio, rate in chunks:
-            samples = to_int16(audio).tobytes()
+            samples = to_bytes(to_int16(audio), subtype)
             with write_errors(path):
                 if size == 0:
                     to_stdout = str(path) == "-"  # stdout may be a file with something else in front
                     file = open_stdout() if to_stdout else open(path, "wb")
                     files.callback(close_quietly, file)
                     can_correct = file.seekable() and not to_stdout
-                    file.write(wav_header(rate, len(samples) if length_is_known else UNKNOWN_LENGTH))
+                    file.write(header(rate, len(samples) if length_is_known else UNKNOWN_LENGTH, subtype))
                 file.write(samples)
-                if size <= MAX_WAV_BYTES < size + len(samples):
+                if container == "WAV" and size <= MAX_WAV_BYTES < size + len(samples):
                     warnings.warn(
                         f"{path} is larger than a WAV's header can say: some players stop at 4 GiB", stacklevel=2
                     )
                 size += len(samples)
                 if can_correct:
                     file.seek(0)
-                    file.write(wav_header(rate, size))
+                    file.write(header(rate, size, subtype))
                     file.seek(0, os.SEEK_END)
                 file.flush()
-    return size / 2 / rate
+    return size / CODES[subtype][1] / rate
 
 
 def close_quietly(file: BinaryIO) -> None:
@@ -200,13 +254,29 @@ def close_quietly(file: BinaryIO) -> None:
         file.close()
 
 
-def wav_header(rate: int, size: int) -> bytes:
-    """16-bit mono PCM with `size` bytes of samples, or more than the header can say."""
+def wav_header(rate: int, size: int, subtype: str = "PCM_16") -> bytes:
+    """Mono, with `size` bytes of samples, or more than the header can say."""
     size = min(size, MAX_WAV_BYTES)
-    channels, bytes_per_sample, pcm = 1, 2, 1
-    fmt = struct.pack("<HHIIHH", pcm, channels, rate, rate * bytes_per_sample, bytes_per_sample, 8 * bytes_per_sample)
+    code, width = CODES[subtype]
+    channels = 1
+    fmt = struct.pack("<HHIIHH", code, channels, rate, rate * width, width, 8 * width)
     riff = struct.pack("<4sI4s", b"RIFF", WAV_HEADER_BYTES + size, b"WAVE")
     return riff + struct.pack("<4sI", b"fmt ", len(fmt)) + fmt + struct.pack("<4sI", b"data", size)
+
+
+def to_bytes(samples: np.ndarray, subtype: str) -> bytes:
+    """16-bit samples as they are, or in the 8 bits of G.711."""
+    if subtype != "PCM_16":
+        samples = g711_bytes(subtype)[samples.view(np.uint16)]
+    return samples.tobytes()
+
+
+@functools.cache
+def g711_bytes(subtype: str) -> np.ndarray:
+    """The byte of every 16-bit sample, (65536,), as libsndfile writes it."""
+    file = io.BytesIO()
+    soundfile.write(file, np.arange(1 << 16, dtype=np.uint16).view(np.int16), 8000, subtype, format="RAW")
+    return np.frombuffer(file.getvalue(), np.uint8)
 
 
 def to_int16(audio: np.ndarray) -> np.ndarray:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import huggingface_hub
 
-from qwen3_tts_cuda_graphs.common.published import MODELS, SPEAKERS, model_name, published_config
-from qwen3_tts_cuda_graphs.common.scripts import show_progress
+from qwen3_tts_cuda_graphs.common.command import show_progress
+from qwen3_tts_cuda_graphs.common.published import MODELS, MODELS_OF_KIND, SPEAKERS, model_name, published_config
 from qwen3_tts_cuda_graphs.prompts.cut import LANGUAGES
 
 KINDS = {
@@ -25,11 +25,6 @@ KINDS = {
     "voice_design": "a VoiceDesign model, which makes voices from descriptions",
 }
 CLONING_MODEL, PRESET_MODEL = "0.6B", "0.6B-CustomVoice"  # the defaults, with and without a voice to clone
-MODELS_OF_KIND = {
-    "base": ("0.6B", "1.7B"),
-    "custom_voice": ("0.6B-CustomVoice", "1.7B-CustomVoice"),
-    "voice_design": ("1.7B-VoiceDesign",),
-}
 CHECKPOINT_FILES = (  # besides the weights and the vocabulary, which may be stored in two ways
     "config.json",
     "generation_config.json",

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 import huggingface_hub
 import torch
 import transformers
-from tokenizers import Regex
-from tokenizers.pre_tokenizers import Split
 
 from qwen3_tts_cuda_graphs.common.checkpoints import complete_folder
-from qwen3_tts_cuda_graphs.common.scripts import check_device_name
-from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import PRE_TOKENS
+from qwen3_tts_cuda_graphs.common.command import check_device_name
+from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import use_qwens_pre_tokens
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
 from qwen3_tts_cuda_graphs.upstream import Qwen3TTSModel
@@ -24,12 +22,11 @@ def load(model: str, device=None, dtype: torch.dtype | None = None, **options):
 
 def load_upstream(model: str, device=None, dtype: torch.dtype | None = None):
     """Upstream's model. `model` is a folder, a hub id or a short name from MODELS."""
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(device) if device else choose_device()
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     with complete_folder(model) as folder:
         tts = Qwen3TTSModel.from_pretrained(folder, device_map=device, dtype=dtype)
-    # Upstream passes fix_mistral_regex=True, and transformers 4.57 then installs Mistral's: put Qwen's back.
-    tts.processor.tokenizer.backend_tokenizer.pre_tokenizer[0] = Split(Regex(PRE_TOKENS), "isolated")
+    use_qwens_pre_tokens(tts.processor.tokenizer)
     return tts
 
 
@@ -47,7 +44,7 @@ def choose_device(name: str | None = None) -> torch.device:
 
 @contextlib.contextmanager
 def model_errors() -> Iterator[None]:
-    """Inside of cli_errors: what is not a ValueError yet becomes one, with what to do. The libraries are quiet."""
+    """Turn what the libraries raise into a ValueError that says what to do, for cli_errors around it. Quiet them."""
     for library in (transformers.utils, huggingface_hub.utils):
         library.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()  # transformers 5 shows one for each part of the model

@@ -12,17 +12,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-FORMATS = {  # file name extension -> soundfile's format and subtype; none is WAV
-    "": ("WAV", "PCM_16"),
-    ".wav": ("WAV", "PCM_16"),
-    ".flac": ("FLAC", "PCM_16"),
-    ".ogg": ("OGG", "VORBIS"),
-    ".opus": ("OGG", "OPUS"),
-    ".mp3": ("MP3", "MPEG_LAYER_III"),
+from qwen3_tts_cuda_graphs.common.formats import SUBTYPES, one_of, rate_for, read_format
+
+FORMATS = {  # file name extension -> soundfile's format and subtype, and what --format calls it
+    "": ("WAV", "PCM_16", "wav"),
+    ".wav": ("WAV", "PCM_16", "wav"),
+    ".flac": ("FLAC", "PCM_16", "flac"),
+    ".ogg": ("OGG", "VORBIS", None),
+    ".opus": ("OGG", "OPUS", "opus"),
+    ".mp3": ("MP3", "MPEG_LAYER_III", "mp3"),
+    ".pcm": ("RAW", "PCM_16", "pcm"),
+    ".ul": ("RAW", "ULAW", "mulaw"),
+    ".ulaw": ("RAW", "ULAW", "mulaw"),
+    ".al": ("RAW", "ALAW", "alaw"),
+    ".alaw": ("RAW", "ALAW", "alaw"),
 }
+EXTENSIONS = {name: extension for extension, (_, _, name) in FORMATS.items() if name}  # the last of several
 
 
-def check_writable(path: Path, *inputs: str | Path | None) -> None:
+def check_writable(path: Path, *inputs: str | Path | None, option: str = "--output") -> None:
     """Raise an error now rather than after the work. None of the inputs is overwritten."""
     if str(path) == "-":
         return
@@ -39,19 +47,54 @@ def check_writable(path: Path, *inputs: str | Path | None) -> None:
         problem = "permission denied"
     else:
         return
-    raise ValueError(f"cannot write {path}: {problem}: choose another --output")
+    raise ValueError(f"cannot write {path}: {problem}: choose another {option}")
 
 
-def check_format(path: Path) -> None:
-    if path.suffix.lower() not in FORMATS:
+def check_format(path: Path, name: str | None = None) -> None:
+    """name: what --format says"""
+    suffix = path.suffix.lower()
+    if name is not None and name not in EXTENSIONS:
+        raise ValueError(f"--format is {name or repr(name)}, which is not written here: choose {one_of(EXTENSIONS)}")
+    if name is None and suffix not in FORMATS:
         known = ", ".join(extension for extension in FORMATS if extension)
         raise ValueError(f"cannot write {path}: {path.suffix} is not an audio format: choose one of {known}")
-    if is_special(path) and not is_wav(path):
-        raise ValueError(f"cannot write {path}: a pipe or a device takes WAV only: choose another --output")
+    container = format_of(path, name)[0]
+    if suffix in FORMATS and suffix and FORMATS[suffix][0] != container:
+        raise ValueError(
+            f"cannot write {path}: it would not be {suffix} but {name}: call it {path.stem}{EXTENSIONS[name]}"
+        )
+    if (str(path) == "-" or is_special(path)) and container not in ("WAV", "RAW"):
+        raise ValueError(
+            f"cannot write {path}: stdout, a pipe or a device takes wav, pcm, mulaw and alaw only: choose another "
+            "--output"
+        )
 
 
-def is_wav(path: Path) -> bool:
-    return FORMATS[path.suffix.lower()][0] == "WAV"
+def format_of(path: Path, name: str | None = None) -> tuple[str, str]:
+    """soundfile's format and subtype of a file. Plain samples have no header, but in a .wav they are a WAV."""
+    suffix = path.suffix.lower()
+    if suffix == ".wav" and name in SUBTYPES:
+        return "WAV", SUBTYPES[name]
+    return FORMATS[EXTENSIONS[name] if name else suffix][:2]
+
+
+def suffix_of(name: str | None) -> str:
+    """The extension of a file whose name is not given: a WAV, unless --format says what no WAV can have."""
+    kind = read_format(name)[0] if name else "wav"
+    return ".wav" if kind in SUBTYPES else EXTENSIONS.get(kind, ".wav")
+
+
+def format_and_rate(path: Path, name: str | None, rate: int | None) -> tuple[str | None, int | None]:
+    """What --output, --format and --sample-rate mean together: the format, if one was named, and the rate. None: the
+    model's."""
+    named, own_rate, kilobits = (None, None, None) if name is None else read_format(name)
+    if kilobits is not None:
+        raise ValueError(f"--format {name} has a bit rate, which only the server takes: give {named}_{own_rate}")
+    if None not in (own_rate, rate) and own_rate != rate:
+        raise ValueError(f"--format {name} and --sample-rate {rate} are two rates: leave out one of them")
+    check_format(path, named)
+    kind = named or FORMATS[path.suffix.lower()][2]
+    return named, rate_for(kind, own_rate if rate is None else rate, "--sample-rate")
 
 
 def is_special(path: Path) -> bool:
@@ -60,15 +103,15 @@ def is_special(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def replacement_for(path: Path) -> Iterator[Path]:
+def replacement_for(path: Path, option: str = "--output") -> Iterator[Path]:
     """A new file beside `path` that takes its place if all goes well, and is removed if not."""
     target = Path(os.path.realpath(path))  # a symbolic link stays one
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    with write_errors(path):
+    with write_errors(path, option):
         beside.touch(exist_ok=False)
     try:
         yield beside
-        with write_errors(path):
+        with write_errors(path, option):
             if target.exists():
                 beside.chmod(stat.S_IMODE(target.stat().st_mode))
             beside.replace(target)
@@ -76,16 +119,16 @@ def replacement_for(path: Path) -> Iterator[Path]:
         beside.unlink(missing_ok=True)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write to a file or, for "-", to stdout."""
+def write_bytes(path: Path, content: bytes, option: str = "--output") -> None:
+    """Write to a file or, for "-", to stdout. option: the one that names it"""
     if str(path) == "-":
-        with write_errors(path), open_stdout() as file:
+        with write_errors(path, option), open_stdout() as file:
             file.write(content)
     elif is_special(path):
-        with write_errors(path):
+        with write_errors(path, option):
             path.write_bytes(content)
     else:
-        with replacement_for(path) as beside, write_errors(path):
+        with replacement_for(path, option) as beside, write_errors(path, option):
             beside.write_bytes(content)
 
 
@@ -95,7 +138,7 @@ def open_stdout() -> BinaryIO:
 
 
 @contextlib.contextmanager
-def write_errors(path: Path) -> Iterator[None]:
+def write_errors(path: Path, option: str = "--output") -> Iterator[None]:
     """Failed writes as one sentence. soundfile's are a RuntimeError or, on a full disk, an AssertionError."""
     try:
         yield
@@ -103,4 +146,4 @@ def write_errors(path: Path) -> Iterator[None]:
         raise
     except (OSError, RuntimeError, AssertionError) as error:
         reason = getattr(error, "strerror", None) or "the file could not be written completely, is the disk full?"
-        raise ValueError(f"cannot write {path}: {reason}: choose another --output") from None
+        raise ValueError(f"cannot write {path}: {reason}: choose another {option}") from None

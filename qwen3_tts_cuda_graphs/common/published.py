@@ -6,6 +6,9 @@ VARIANTS = ("0.6B-Base", "1.7B-Base", "0.6B-CustomVoice", "1.7B-CustomVoice", "1
 # short name -> hub id; generate.py, which runs without this file, has the same
 MODELS = {name.removesuffix("-Base"): f"Qwen/Qwen3-TTS-12Hz-{name}" for name in VARIANTS}
 KIND_OF = {"Base": "base", "CustomVoice": "custom_voice", "VoiceDesign": "voice_design"}
+MODELS_OF_KIND = {
+    kind: [name for name, hub_id in MODELS.items() if hub_id.endswith(variant)] for variant, kind in KIND_OF.items()
+}
 HIDDEN_SIZES = {"0.6B": 1024, "1.7B": 2048}
 TALKER = dict(vocab_size=3072, max_position_embeddings=32768)
 LANGUAGE_IDS = dict(
@@ -41,8 +44,8 @@ def model_name(word: str) -> str:
     return word
 
 
-def voices_of(kind: str) -> dict:
-    """Speakers and languages in a talker's config."""
+def speakers_and_languages(kind: str) -> dict:
+    """The languages and speakers in a talker's config."""
     speakers = SPEAKERS if kind == "custom_voice" else {}
     return dict(
         codec_language_id=LANGUAGE_IDS | (DIALECT_IDS if speakers else {}),
@@ -60,5 +63,5 @@ def published_config(model: str) -> dict | None:
     return dict(
         tts_model_type=KIND_OF[kind],
         tts_model_size={"0.6B": "0b6", "1.7B": "1b7"}[size],
-        talker_config=TALKER | dict(hidden_size=HIDDEN_SIZES[size]) | voices_of(KIND_OF[kind]),
+        talker_config=TALKER | dict(hidden_size=HIDDEN_SIZES[size]) | speakers_and_languages(KIND_OF[kind]),
     )

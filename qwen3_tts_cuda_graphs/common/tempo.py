@@ -7,7 +7,7 @@ from fractions import Fraction
 import av
 import numpy as np
 
-from qwen3_tts_cuda_graphs.common.audio_files import Chunk, to_int16
+from qwen3_tts_cuda_graphs.common.audio_files import Chunk, filtered
 
 SLOWEST_STEP = 0.5  # the slowest tempo of FFmpeg's atempo: a slower one takes two of them
 
@@ -20,6 +20,7 @@ class Tempo:
         self.speed = speed
         self.samples = 0
         self.taken = 0
+        self.ready = np.empty(0, np.int16)
         self.graph = av.filter.Graph()
         steps = [SLOWEST_STEP, speed / SLOWEST_STEP] if speed < SLOWEST_STEP else [speed]
         self.graph.link_nodes(
@@ -29,23 +30,28 @@ class Tempo:
         ).configure()
 
     def add(self, samples: np.ndarray) -> np.ndarray:
-        self.graph.push(audio_frame(samples, self.rate, self.samples))
+        self.push(samples)
         self.samples += len(samples)
         return self.take()
 
     def finish(self) -> np.ndarray:
         """atempo keeps the last milliseconds to itself, so some silence follows them, and is cut off again."""
-        missing = round(self.samples / self.speed) - self.taken
-        rest = self.add(np.zeros(self.rate // 10, np.int16))
+        self.push(np.zeros(self.rate // 5, np.int16))
         self.graph.push(None)
-        return np.concatenate([rest, self.take()])[: max(missing, 0)]
+        return self.take()
+
+    def push(self, samples: np.ndarray) -> None:
+        self.graph.push(audio_frame(samples, self.rate, self.samples))
 
     def take(self) -> np.ndarray:
-        pieces = [np.empty(0, np.int16)]
+        """What is ready, but no more than the samples so far take at this speed: all of it has exactly that length."""
+        pieces = [self.ready]
         with contextlib.suppress(av.BlockingIOError, av.EOFError):
             while True:
                 pieces.append(self.graph.pull().to_ndarray()[0])
-        samples = np.concatenate(pieces)
+        ready = np.concatenate(pieces)
+        due = round(self.samples / self.speed) - self.taken
+        samples, self.ready = ready[:due], ready[due:]
         self.taken += len(samples)
         return samples
 
@@ -60,14 +66,4 @@ def audio_frame(samples: np.ndarray, rate: int, position: int):
 
 def at_speed(chunks: Iterable[Chunk], speed: float) -> Iterator[Chunk]:
     """An utterance in another tempo, as it is made."""
-    tempo = None
-    for audio, rate in chunks:
-        tempo = tempo or Tempo(rate, speed)
-        yield from as_chunk(tempo.add(to_int16(audio)), rate)
-    if tempo:
-        yield from as_chunk(tempo.finish(), rate)
-
-
-def as_chunk(samples: np.ndarray, rate: int) -> Iterator[Chunk]:
-    if len(samples):
-        yield samples / np.float32(32767), rate
+    return filtered(chunks, lambda rate: Tempo(rate, speed))

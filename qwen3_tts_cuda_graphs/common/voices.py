@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import warnings
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -12,7 +13,8 @@ import torch
 
 from qwen3_tts_cuda_graphs.common.audio_files import resample
 from qwen3_tts_cuda_graphs.common.checkpoints import REFERENCE_SILENCE, check_speaker_file
-from qwen3_tts_cuda_graphs.prompts.clone_prompts import speaker_prompt
+from qwen3_tts_cuda_graphs.common.mixes import normalized_weights
+from qwen3_tts_cuda_graphs.prompts.clone_prompts import prompt_field, speaker_prompt
 from qwen3_tts_cuda_graphs.upstream import VoiceClonePromptItem
 
 
@@ -45,6 +47,12 @@ def load_speaker(file: str | Path | BinaryIO, hidden_size: int, path: str | Path
     return [in_context_item(item, path)] if item and item["icl_mode"] else speaker_prompt(speaker)
 
 
+def load_speakers(files: Iterable[str | Path], weights: Iterable[float], hidden_size: int) -> dict | list:
+    """The voice of a file, or of several, mixed."""
+    prompts = [load_speaker(file, hidden_size) for file in files]
+    return prompts[0] if len(prompts) == 1 else mix_embeddings(prompts, weights)
+
+
 def saved_item(content, path: str | Path) -> dict | None:
     """The voice in a file of upstream's demo, which is {"items": [its fields]}. None: it is another file."""
     if not isinstance(content, dict):
@@ -72,6 +80,17 @@ def in_context_item(item: dict, path: str | Path):
             f"{path} has no recording or no transcript: save the voice again, or make one with qwen3-tts clone"
         )
     return VoiceClonePromptItem(codes.long(), item["ref_spk_embedding"], False, True, transcript)
+
+
+def mix_embeddings(prompts: list[dict | list], weights: Iterable[float] | None = None) -> dict:
+    """A voice between several: the weighted mean of their speaker embeddings, without any transcripts. The first
+    embedding of each voice_clone_prompt counts. weights: any sum above 0; default: equal"""
+    speakers = [prompt_field(prompt, "ref_spk_embedding")[0].detach().cpu().float() for prompt in prompts]
+    sizes = sorted({len(speaker) for speaker in speakers})
+    if len(sizes) > 1:
+        raise ValueError(f"voices of {sizes[0]} and {sizes[1]} numbers cannot be mixed: extract them with one model")
+    shares = torch.tensor(normalized_weights(weights, len(speakers)))
+    return speaker_prompt((shares[:, None] * torch.stack(speakers)).sum(0))
 
 
 def clone_prompt(tts, audio: np.ndarray, rate: int, ref_text: str | None, silence: float = REFERENCE_SILENCE) -> list:

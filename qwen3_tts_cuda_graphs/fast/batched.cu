@@ -17,9 +17,9 @@
 //     kernel                reads                   writes                          blocks, threads of each
 //     -------------------   ---------------------   -----------------------------   -------------------------
 //     (GEMM)                normalized              qkv
-//     attention             qkv, cos, sin, keys,    output; one position of keys    (KV_HEADS * splits, B), 128
+//     attention             qkv, cos, sin, keys,    output; one position of keys    (KV_HEADS * B, splits), 128
 //                           values                  and of values
-//     or short_attention                                                            (KV_HEADS / 4, B), 128
+//     or short_attention                                                            (KV_HEADS / 4 * B, 1), 128
 //     (GEMM)                output                  x
 //     add_and_norm          x, residual             residual, normalized            B, HIDDEN / 8
 //     (GEMM)                normalized              gate_up
@@ -49,7 +49,8 @@ constexpr int HEAD_VECTORS = 16;                      // and lanes of a half-war
 constexpr int QKV_HEADS = HEADS + 2 * KV_HEADS;       // of q, k and v
 constexpr int GROUP = HEADS / KV_HEADS;               // query heads that share a KV head
 constexpr int WARPS = THREADS / 32;                   // of a block
-constexpr int POSITIONS_IN_FLIGHT = 4;                // loaded by a half-warp before it uses the first
+constexpr int WARP_POSITIONS = 16;                    // that a warp attends to at a time
+constexpr int ATTENTION_BLOCKS = 4;                   // on a multiprocessor: as many as registers for all loads allow
 constexpr int SAMPLER_WARPS = SAMPLER_THREADS / 32;
 constexpr int SCORES_PER_THREAD = VOCAB / SAMPLER_THREADS;
 
@@ -232,25 +233,36 @@ __device__ void merge_warps(const Attention &arguments, const Eight (&sum)[GROUP
 //     token at 50      |split 0|                                splits 1, 2, ... exit at once
 //     token at 2,048   |  split 0  |  split 1  |  split 2  | ...
 //
-// So the grid does not depend on the lengths, but the work of a block does. A KV head with its GROUP query heads is
-// shared by all warps of a block, whose number is KV_HEADS * split + KV head. For short caches one warp has it, and
-// there is one split. Half-warp h of the H that share it takes, 4 at a time,
+// So the grid does not depend on the lengths, but the work of a block does. Blocks (i, split) of higher splits come
+// last: if they exit, they do so beside others that work. A KV head with its GROUP query heads is shared by all warps
+// of a block. For short caches one warp has it, and there is one split. A warp takes 16 positions at a time.
 //
-//     positions first + h, first + h + H, first + h + 2 H, first + h + 3 H,   then all of them 4 H later, ...
+// Scores: a tensor core multiplies 16 keys by the queries, 16 dimensions at a time. Of a row of keys lane 4 r + q has 8
+// dimensions in a row, as it loads them; in which order dimensions are summed does not matter.
 //
-// and lane l of 16 the dimensions 8 l .. 8 l + 7. Softmax is online. The last split begins with the token's own
-// position.
+//     lane 4 r + q has     keys of the positions r and r + 8, dimensions 32 c + 8 q .. + 7, c = 0 .. 3
+//                          query head r, the same dimensions; 0 from r = GROUP on
+//                          scores of the positions r and r + 8, query heads 2 q and 2 q + 1
+//
+// Values: half-warp h has the positions 2 i + h, lane l of 16 the dimensions 8 l .. 8 l + 7. Weights come from the lanes
+// that have the scores. Softmax is online. The last split begins with the token's own position.
 template <int SHARING_WARPS>
 __device__ void attend(const Attention &arguments) {
-    constexpr int HALF_WARPS = 2 * SHARING_WARPS;
-    constexpr int LOOP_POSITIONS = HALF_WARPS * POSITIONS_IN_FLIGHT;
+    constexpr int LOOP_POSITIONS = SHARING_WARPS * WARP_POSITIONS;
+    constexpr int HEADS_OF_BLOCK = WARPS / SHARING_WARPS;
+    constexpr int BLOCKS = (KV_HEADS + HEADS_OF_BLOCK - 1) / HEADS_OF_BLOCK;     // of a split of a token
     const QkNormRopeStore &input = arguments.input;
-    const int token = blockIdx.y;
-    const int part = blockIdx.x * (WARPS / SHARING_WARPS) + warp_index() / SHARING_WARPS;
-    const int kv_head = part % KV_HEADS;
-    const int split = part / KV_HEADS;
-    const int half_warp = threadIdx.x / 16 % HALF_WARPS;
+    const int token = blockIdx.x / BLOCKS;
+    const int kv_head = blockIdx.x % BLOCKS * HEADS_OF_BLOCK + warp_index() / SHARING_WARPS;
+    const int split = blockIdx.y;
+    const int warp = warp_index() % SHARING_WARPS;
+    const int half_warp = threadIdx.x / 16 % 2;
     const int lane = threadIdx.x % 16;
+    const int r = lane_index() / 4;
+    const int q = lane_index() % 4;
+    if (kv_head >= KV_HEADS) {
+        return;
+    }
 
     const int own_position = input.positions[token];
     int splits_in_use = 1;
@@ -268,25 +280,37 @@ __device__ void attend(const Attention &arguments) {
     if (split >= splits_in_use) {
         return;
     }
+    first += warp * WARP_POSITIONS;
 
     // Issue all loads before using any of them. Past the end the last position is loaded again, with weight 0.
     const u64 row = input.row_indices[token];
-    const u64 head_in_cache = (row * KV_HEADS + kv_head) * input.cache_length * HEAD_VECTORS + lane;
+    const u64 head_in_cache = (row * KV_HEADS + kv_head) * input.cache_length * HEAD_VECTORS;
     uint4 *keys = input.keys + head_in_cache;
     uint4 *values = input.values + head_in_cache;
-    const auto load = [&](uint4 (&vectors)[POSITIONS_IN_FLIGHT], const uint4 *cache, int next) {
+    const auto load_keys = [&](uint4 (&vectors)[2][HEAD_VECTORS / 4], int next) {
         if (next < end) {
 #pragma unroll
-            for (int i = 0; i < POSITIONS_IN_FLIGHT; ++i) {
-                const int position = min(next + i * HALF_WARPS + half_warp, end - 1);
-                vectors[i] = cache[position * HEAD_VECTORS];
+            for (int i = 0; i < 2; ++i) {
+                const uint4 *key = keys + min(next + 8 * i + r, end - 1) * HEAD_VECTORS + q;
+#pragma unroll
+                for (int c = 0; c < HEAD_VECTORS / 4; ++c) {
+                    vectors[i][c] = key[4 * c];
+                }
             }
         }
     };
-    uint4 k[POSITIONS_IN_FLIGHT];
-    uint4 v[POSITIONS_IN_FLIGHT];
-    load(k, keys, first);
-    load(v, values, first);
+    const auto load_values = [&](uint4 (&vectors)[WARP_POSITIONS / 2], int next) {
+        if (next < end) {
+#pragma unroll
+            for (int i = 0; i < WARP_POSITIONS / 2; ++i) {
+                vectors[i] = values[min(next + 2 * i + half_warp, end - 1) * HEAD_VECTORS + lane];
+            }
+        }
+    };
+    uint4 k[2][HEAD_VECTORS / 4];
+    uint4 v[WARP_POSITIONS / 2];
+    load_keys(k, first);
+    load_values(v, first);
 
     const u64 first_head = (u64)token * HEADS + kv_head * GROUP;            // of all tokens
     const uint4 *of_token = input.qkv + (u64)token * QKV_HEADS * HEAD_VECTORS + lane;
@@ -298,8 +322,8 @@ __device__ void attend(const Attention &arguments) {
         own_query[g] = of_token[(kv_head * GROUP + g) * HEAD_VECTORS];
     }
     if (arguments.is_stored) {
-        own_key = keys[own_position * HEAD_VECTORS];
-        own_value = values[own_position * HEAD_VECTORS];
+        own_key = keys[own_position * HEAD_VECTORS + lane];
+        own_value = values[own_position * HEAD_VECTORS + lane];
     } else {
         const uint4 cos = input.cos[own_position * HEAD_VECTORS + lane];
         const uint4 sin = input.sin[own_position * HEAD_VECTORS + lane];
@@ -312,94 +336,121 @@ __device__ void attend(const Attention &arguments) {
         }
     }
 
-    const bool has_own_position = split == splits_in_use - 1 && half_warp == 0;
-    Eight query[GROUP];
+    // `best` and `weight` are those of the heads 2 q and 2 q + 1, the latter of this lane's positions.
+    const bool has_own_position = split == splits_in_use - 1 && warp == 0;
+    uint4 query[HEAD_VECTORS / 4] = {};
     Eight sum[GROUP] = {};
-    float best[GROUP];
-    float weight[GROUP] = {};
+    float best[2] = {LOWEST_SCORE, LOWEST_SCORE};
+    float weight[2] = {};
 #pragma unroll
     for (int g = 0; g < GROUP; ++g) {
-        query[g] = unpack(own_query[g]);
-        const float product = warp_sum<16>(dot(query[g], unpack(own_key)));
-        best[g] = LOWEST_SCORE;
-        if (has_own_position) {
-            best[g] = product * rsqrtf(HEAD_DIM);
-            weight[g] = 1;
+        const float product = warp_sum<16>(dot(unpack(own_query[g]), unpack(own_key)));
+        if (has_own_position && q == g / 2) {
+            best[g % 2] = product * rsqrtf(HEAD_DIM);
+            weight[g % 2] = r == 0;
+        }
+        if (has_own_position && half_warp == 0) {
             sum[g] = unpack(own_value);
+        }
+#pragma unroll
+        for (int c = 0; c < HEAD_VECTORS / 4; ++c) {
+            const uint4 of_head = from_lane(own_query[g], 4 * c + q);
+            query[c] = r == g ? of_head : query[c];
         }
     }
 
-    if (has_own_position && !arguments.is_stored) {
-        keys[own_position * HEAD_VECTORS] = own_key;
-        values[own_position * HEAD_VECTORS] = own_value;
+    if (has_own_position && half_warp == 0 && !arguments.is_stored) {
+        keys[own_position * HEAD_VECTORS + lane] = own_key;
+        values[own_position * HEAD_VECTORS + lane] = own_value;
     }
 
     for (int next = first; next < end; next += LOOP_POSITIONS) {
-        const auto is_visible = [&](int i) { return next + i * HALF_WARPS + half_warp < end; };
-        float score[GROUP][POSITIONS_IN_FLIGHT];
+        float low[4] = {};
+        float high[4] = {};
 #pragma unroll
-        for (int i = 0; i < POSITIONS_IN_FLIGHT; ++i) {
-            const Eight key = unpack(k[i]);
+        for (int c = 0; c < HEAD_VECTORS / 4; ++c) {
+            mma_m16n8k16(low, k[0][c].x, k[1][c].x, k[0][c].y, k[1][c].y, query[c].x, query[c].y);
+            mma_m16n8k16(high, k[0][c].z, k[1][c].z, k[0][c].w, k[1][c].w, query[c].z, query[c].w);
+        }
+        load_keys(k, next + LOOP_POSITIONS);
+
+        float score[2][2];                            // of the positions r and r + 8
+        float rescale[2];
+        float new_weight[2][2];
 #pragma unroll
-            for (int g = 0; g < GROUP; ++g) {
-                const float product = warp_sum<16>(dot(query[g], key));
-                score[g][i] = is_visible(i) ? product * rsqrtf(HEAD_DIM) : LOWEST_SCORE;
+        for (int head = 0; head < 2; ++head) {
+            float new_best = best[head];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float product = low[2 * i + head] + high[2 * i + head];
+                score[i][head] = next + 8 * i + r < end ? product * rsqrtf(HEAD_DIM) : LOWEST_SCORE;
+                new_best = fmaxf(new_best, score[i][head]);
+            }
+#pragma unroll
+            for (int distance = 4; distance < 32; distance *= 2) {
+                new_best = fmaxf(new_best, __shfl_xor_sync(~0u, new_best, distance));
+            }
+            rescale[head] = expf(best[head] - new_best);
+            best[head] = new_best;
+            weight[head] *= rescale[head];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                new_weight[i][head] = expf(score[i][head] - new_best);       // 0 past the end
+                weight[head] += new_weight[i][head];
             }
         }
-        load(k, keys, next + LOOP_POSITIONS);
 #pragma unroll
         for (int g = 0; g < GROUP; ++g) {
-            float new_best = best[g];
-#pragma unroll
-            for (int i = 0; i < POSITIONS_IN_FLIGHT; ++i) {
-                new_best = fmaxf(new_best, score[g][i]);
-            }
-            const float rescale = expf(best[g] - new_best);
-            best[g] = new_best;
-            weight[g] *= rescale;
+            const float of_head = __shfl_sync(~0u, rescale[g % 2], g / 2);
 #pragma unroll
             for (float &value : sum[g].v) {
-                value *= rescale;
+                value *= of_head;
             }
         }
 #pragma unroll
-        for (int i = 0; i < POSITIONS_IN_FLIGHT; ++i) {
+        for (int i = 0; i < WARP_POSITIONS / 2; ++i) {
             const Eight value = unpack(v[i]);
+            const int row_of_scores = (2 * i + half_warp) % 8;
 #pragma unroll
             for (int g = 0; g < GROUP; ++g) {
-                const float new_weight = is_visible(i) ? expf(score[g][i] - best[g]) : 0;
-                weight[g] += new_weight;
+                const float of_value = __shfl_sync(~0u, new_weight[i / 4][g % 2], 4 * row_of_scores + g / 2);
 #pragma unroll
                 for (int d = 0; d < 8; ++d) {
-                    sum[g].v[d] += new_weight * value.v[d];
+                    sum[g].v[d] += of_value * value.v[d];
                 }
             }
         }
-        load(v, values, next + LOOP_POSITIONS);
+        load_values(v, next + LOOP_POSITIONS);
     }
 
-    // Merge the two half-warps of a warp. Both have the result.
+    // All lanes get the results of all heads.
+    float best_of_head[GROUP];
+    float weight_of_head[GROUP];
+#pragma unroll
+    for (int head = 0; head < 2; ++head) {
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) {
+            best[head] = fmaxf(best[head], __shfl_xor_sync(~0u, best[head], distance));
+            weight[head] += __shfl_xor_sync(~0u, weight[head], distance);
+        }
+    }
 #pragma unroll
     for (int g = 0; g < GROUP; ++g) {
-        const float new_best = fmaxf(best[g], __shfl_xor_sync(~0u, best[g], 16));
-        const float rescale = expf(best[g] - new_best);
-        best[g] = new_best;
-        weight[g] *= rescale;
-        weight[g] += __shfl_xor_sync(~0u, weight[g], 16);
+        best_of_head[g] = __shfl_sync(~0u, best[g % 2], g / 2);
+        weight_of_head[g] = __shfl_sync(~0u, weight[g % 2], g / 2);
 #pragma unroll
         for (float &value : sum[g].v) {
-            value *= rescale;
             value += __shfl_xor_sync(~0u, value, 16);
         }
     }
     if constexpr (SHARING_WARPS > 1) {
-        merge_warps(arguments, sum, best, weight, first_head, split, splits_in_use);
+        merge_warps(arguments, sum, best_of_head, weight_of_head, first_head, split, splits_in_use);
     } else {
 #pragma unroll
         for (int g = 0; g < GROUP; ++g) {
 #pragma unroll
             for (float &value : sum[g].v) {
-                value /= weight[g];
+                value /= weight_of_head[g];
             }
             if (half_warp == g % 2) {
                 *(uint4 *)&arguments.output[(first_head + g) * HEAD_DIM + 8 * lane] = pack(sum[g]);
@@ -408,12 +459,12 @@ __device__ void attend(const Attention &arguments) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) attention(Attention arguments) {
+extern "C" __global__ void __launch_bounds__(THREADS, ATTENTION_BLOCKS) attention(Attention arguments) {
     attend<WARPS>(arguments);
 }
 
 // For caches so short that a warp is enough for a KV head.
-extern "C" __global__ void __launch_bounds__(THREADS) short_attention(ShortAttention arguments) {
+extern "C" __global__ void __launch_bounds__(THREADS, ATTENTION_BLOCKS) short_attention(ShortAttention arguments) {
     attend<1>(arguments);
 }
 

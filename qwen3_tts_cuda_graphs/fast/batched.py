@@ -265,14 +265,14 @@ class BatchedStack(LayerKernels):
             blocks = -(-sizes.kv_heads // (THREADS // WARP))
         else:
             kernel = "attention"
-            blocks = sizes.kv_heads * splits
+            blocks = sizes.kv_heads
         with qkv.device:
             split_best, split_weight = torch.empty(2, count, sizes.heads, splits)
             split_sum = torch.empty(count, sizes.heads, splits, sizes.head_dim)
         output = qkv.new_empty(count, sizes.heads * sizes.head_dim)
         self.launch(
             kernel,
-            (blocks, count),
+            (blocks * count, splits),
             THREADS,
             **self.store_values(qkv, layer, positions, row_indices),
             is_stored=is_stored,

@@ -35,7 +35,7 @@ class KernelDecoder:
         self.state: list[Tensor] = []
 
         def make_state(module: Any) -> Tensor | None:
-            """For the last columns of a causal convolution's input, (rows, P, C). None if it needs none."""
+            """A tensor for the last columns of a causal convolution's input, (rows, P, C). None if it needs none."""
             columns = stored_columns(module)
             if columns == 0:
                 return None

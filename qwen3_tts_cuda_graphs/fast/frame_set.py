@@ -39,7 +39,8 @@ class FrameSet:
         """The smallest frame that has at least this many rows."""
         size = next(size for size in self.sizes if size >= row_count)
         if size not in self.frames:
-            self.frames[size] = frame_without_megakernel(self.talker, self.rows[:size]).capture(self.graphs)
+            frame = frame_without_megakernel(self.talker, self.rows[:size], like=self.frames.get(1))
+            self.frames[size] = frame.capture(self.graphs)
         return self.frames[size]
 
     def reads_masked_positions(self) -> bool:

@@ -11,6 +11,7 @@ overwrites what they write to the cache and to `codes`.
 """
 
 import torch
+import torch.nn.functional as F
 
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import Graphs, TalkerGraph
@@ -48,8 +49,10 @@ class Frame:
 
 
 class KernelFrame(Frame):
-    def __init__(self, talker, rows: SharedRows):
+    def __init__(self, talker, rows: SharedRows, like: "Frame | None" = None):
+        """like: a frame of the same model; the megakernel's has tables of projected embeddings"""
         super().__init__(talker, rows)
+        self.inputs = like.launches[0].inputs if like and like.launches else None
         count = len(rows.token)
         self.talker_stack = BatchedStack(talker.model, rows.keys, rows.values, count)
         self.predictor_stack = BatchedStack(self.predictor.model, rows.code_keys, rows.code_values, 2 * count)
@@ -67,12 +70,18 @@ class KernelFrame(Frame):
         hidden = stack.forward(first, self.code_positions[:2].flatten(), self.first_indices)[len(self.row_indices) :]
         for i, (head, embed) in enumerate(zip(predictor.heads, predictor.embed_code)):
             if i > 0:
-                hidden = stack.forward(predictor.project(embeds[-1]), self.code_positions[i + 1])
+                hidden = stack.forward(self.project(i, codes[-1][:, 0], embeds[-1]), self.code_positions[i + 1])
             codes.append(stack.sample_rows(head(hidden), rows.code_sampling, rows.code_noise[:, i]))
             embeds.append(embed(codes[-1][:, 0]))
         index = self.row_indices, rows.frame[:, 0]
         rows.codes[index] = torch.cat(codes, dim=1)
         rows.embedding.copy_((torch.stack(embeds, dim=1).sum(1) + rows.text[index])[:, None])
+
+    def project(self, i: int, codes: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+        """The predictor's input for code i of each row, (B, H'): looked up where it is not the embedding itself."""
+        if self.inputs is None or embeds.shape[1] == self.inputs[i].shape[1]:
+            return self.predictor.project(embeds)
+        return F.embedding(codes, self.inputs[i])
 
     def step(self) -> None:
         rows = self.rows
@@ -92,7 +101,7 @@ class MegakernelFrame(Frame):
         self.launches = self.predict, self.step
 
 
-def frame_without_megakernel(talker, rows: SharedRows) -> Frame:
-    """With the kernels of batched.cu where they run."""
+def frame_without_megakernel(talker, rows: SharedRows, like: Frame | None = None) -> Frame:
+    """A KernelFrame where the kernels of batched.cu run, else a Frame. `like` as in KernelFrame."""
     has_kernels = not SOURCE.why_not(talker.model, talker.code_predictor.model)
-    return (KernelFrame if has_kernels else Frame)(talker, rows)
+    return KernelFrame(talker, rows, like) if has_kernels else Frame(talker, rows)

@@ -34,7 +34,7 @@ started_lock = threading.Lock()
 
 
 def compile_source(source: str, architecture: str) -> bytes:
-    """As nvrtc.compile_source, with its errors. What `compile_ahead` has started is not compiled again."""
+    """Like nvrtc.compile_source, with its errors. What `compile_ahead` has started is not compiled again."""
     return compile_ahead(source, architecture).result()
 
 
@@ -121,7 +121,7 @@ def load(path: Path, key: bytes) -> bytes | None:
 
 
 def save(path: Path, key: bytes, code: bytes) -> None:
-    """By a rename: other processes see the whole file or none."""
+    """Write a temporary file and rename it: other processes see the whole file or none."""
     descriptor, temporary = tempfile.mkstemp(suffix=".tmp", dir=path.parent)  # for this user only
     try:
         with open(descriptor, "wb") as file:
@@ -138,5 +138,5 @@ def checksum(key: bytes, code: bytes) -> bytes:
 
 @functools.cache
 def warn_once(reason: str) -> None:
-    """Not for each kernel."""
+    """Warn once for each reason, not for each kernel."""
     log.warning("compiled kernels are not kept: %s; $%s can name another folder, or be off", reason, VARIABLE)

@@ -54,6 +54,15 @@ __device__ u32 fma_bf16x2(u32 x, u32 y, u32 z) {
     return result;
 }
 
+// D[16][8] += A[16][16] * B[16][8]. Lane 4 r + q has of A the rows r and r + 8 at k = 2 q, 2 q + 1, 2 q + 8, 2 q + 9; of
+// B column r at the same k; of D the rows r and r + 8 of the columns 2 q and 2 q + 1.
+__device__ void mma_m16n8k16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 #endif
 
 
@@ -167,6 +176,11 @@ __device__ float warp_max(float x) {
         x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
     }
     return x;
+}
+
+// The vector that another lane of the warp has.
+__device__ uint4 from_lane(uint4 x, int lane) {
+    return for_each_pair(x, x, [&](u32 pair, u32) { return __shfl_sync(~0u, pair, lane); });
 }
 
 // Combines a value over the warps of a block. One lane of each warp, for which `writes` is true, passes its

@@ -29,7 +29,7 @@ class LayerKernels:
         self.sizes = sizes
 
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, **values: Tensor | int | None) -> None:
-        """None is a null pointer."""
+        """Launch a kernel with these fields. None is a null pointer."""
         self.kernels.launch(kernel, grid, threads, kernel_arguments(kernel, self.fields[kernel], values))
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ class Stack(NamedTuple):
 
 
 def stacks_of(talker: Any, row_count: int = 1) -> list[Stack]:
-    """Of upstream's talker and of its code predictor."""
+    """The stacks of upstream's talker and of its code predictor."""
     predictor = talker.code_predictor
     hidden_size = talker.config.hidden_size
     return [
@@ -147,7 +147,7 @@ def stacks_of(talker: Any, row_count: int = 1) -> list[Stack]:
 
 
 def kernel_sizes(stack: Stack, gpu: Gpu | None = None) -> Sizes:
-    """For this GPU, by default the stack's own."""
+    """The sizes for a GPU, by default the stack's own."""
     model, heads, talker_hidden, row_count = stack
     gpu = gpu or nvrtc.gpu_properties(model.device)
     config = model.config
@@ -326,8 +326,8 @@ class FusedStep:
         return WAITED_FOR.get(int(self.failed_on_host), "")
 
     def logits(self) -> Tensor:
-        """Of the last step, in the shape of the noise: (rows, heads, vocab). They are the first part of the exchange
-        buffer, as bfloat16 in the lower half of each 32 bits."""
+        """The logits of the last step, in the shape of the noise: (rows, heads, vocab). They are the first part of the
+        exchange buffer, as bfloat16 in the lower half of each 32 bits."""
         return self.values(0, self.noise.numel()).view_as(self.noise)
 
     def exchanged(self) -> dict[str, Tensor]:

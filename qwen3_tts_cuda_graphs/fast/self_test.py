@@ -89,7 +89,7 @@ def restored(rows: SharedRows) -> Iterator[None]:
 
 
 def launch(step: FusedStep) -> None:
-    """Wait for it: a kernel that has stopped would take 2 s in every further launch."""
+    """Launch a step and wait for it: a kernel that has stopped would take 2 s in every further launch."""
     step()
     if step.noise.is_cuda:
         torch.cuda.synchronize(step.noise.device)
@@ -228,7 +228,7 @@ class SelfTest:
         self.check_choices("first codes", torch.stack(wrong))
 
     def logits(self, model: Any, heads: Sequence, cache: Tensor, inputs: Tensor, position: int) -> list[Tensor]:
-        """Of the tokens that heads follow, which are the last: in float32, and rounded as the model's own."""
+        """The logits of the last tokens, which are those with a head: in float32, and rounded as the model's own."""
         logits = []
         for rounded in (unrounded, to_bfloat16):
             hidden = reference.run_layers(model, [*zip(*cache)], inputs.float(), position, rounded)[-len(heads) :]
@@ -245,7 +245,7 @@ class SelfTest:
         self.keep(f"error of the {what}", ratio, limit, sentence)
 
     def keep(self, what: str, figures: Tensor, limit: float, sentence: str) -> None:
-        """The mean, or the largest if it was kept before; a NaN is."""
+        """Keep the mean of these figures, or the one that was kept before, if it is larger; a NaN stays."""
         figure = figures.float().mean()
         if what in self.figures:
             figure = torch.maximum(figure, self.figures[what][0])
@@ -322,7 +322,7 @@ def why_rows_wrong(frame: MegakernelFrame, alone: MegakernelFrame) -> str:
 
 
 def difference(found: Tensor, expected: Tensor, dim: int) -> Tensor:
-    """Of the values behind these dimensions, relative to their size. (B, ...) -> (B, ...)"""
+    """The median difference along the dimensions from `dim` on, relative to the values. (B, ...) -> (B, ...)"""
     found, expected = (tensor.float().flatten(dim) for tensor in (found, expected))
     return (found - expected).abs().median(-1).values / expected.abs().median(-1).values
 

@@ -1,9 +1,11 @@
 """Text and voice in, a request for the runner out. Upstream builds the prompt.
 
-cut.py            a long text in parts, each one utterance; the limits of its speech
+cut.py            cuts a long text into parts, each spoken as one utterance, and limits how long that may be
+script.py         a text with tags, or a play -> its parts; lexicon.py: how to say some words
 request.py        what is asked, made once and not changed
 build.py          builds it; templates.py makes a voice's later prompts from its first one
-text_table.py     the embedding of every text token, on the host, where prompts are built; host.py: what is quick there
+text_table.py     the embedding of every text token, on the host, where prompts are built
+host.py           torch in a single thread there, and copies to the GPU that wait for nothing
 checks.py         what can be wrong with what is asked
 clone_prompts.py  upstream's voice_clone_prompt
 arriving_text.py, incremental_tokenizer.py

@@ -4,29 +4,34 @@ In upstream's streaming layout (`non_streaming_mode=False`) the prompt holds the
 adds one more, then comes an end token, then padding. With an in-context reference, its transcript and the text share
 the prompt with the reference's codes. So frame k can be computed as soon as what it adds is known.
 
-`ArrivingText` has no threads and does no GPU work before `begin`. Its owner calls `take` with each piece of text and
-then with END, and `begin` once `can_begin`. Before frame k it asks `has_text_for(k)` and hands what `take_embeddings`
-returns to the runner. When it waits for text, it asks whether that has `timed_out`. The engine is such an owner;
-`TextReader` is the one of a stream without an engine.
+`ArrivingText` has no threads and does no GPU work before `begin`. Its owner calls `add` with each piece of text and
+then with END, until it `is_over`, and `begin` once `can_begin`. Before frame k it asks `has_text_for(k)` and hands what
+`take_embeddings` returns to the runner. When it waits for text, it asks whether that has `timed_out`. The engine is
+such an owner; `TextReader` is the one of a stream without an engine.
 """
 
 import bisect
 import math
 import queue
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import replace
 from unicodedata import normalize
 
 import torch
 
 from qwen3_tts_cuda_graphs.prompts.build import prepare_request
-from qwen3_tts_cuda_graphs.prompts.checks import check_encodable, check_text, model_of
+from qwen3_tts_cuda_graphs.prompts.checks import check_encodable, check_text, check_text_timeout, model_of
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import is_in_context, with_voice_clone_prompt
+from qwen3_tts_cuda_graphs.prompts.cut import end_after_tokens
 from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import IncrementalTokenizer
-from qwen3_tts_cuda_graphs.prompts.pieces import END, Pieces
+from qwen3_tts_cuda_graphs.prompts.pieces import END, done_future, start_reader
 from qwen3_tts_cuda_graphs.prompts.request import Request
 from qwen3_tts_cuda_graphs.prompts.templates import CLOSING_TOKENS, ROLE_TOKENS, tokenize, transcript_ids
+
+MAX_PIECES_AHEAD = 256  # how many an iterator may have given that the stream has not taken
 
 
 class StreamTimeout(TimeoutError):
@@ -36,9 +41,10 @@ class StreamTimeout(TimeoutError):
 class ArrivingText:
     """One text, and the request that speaks it."""
 
-    def __init__(self, method: Callable, timeout: float = 60.0, **kwargs):
+    def __init__(self, method: Callable, timeout: float = 60.0, max_tokens: float = math.inf, **kwargs):
         """method: a method of upstream's model that generates speech; kwargs: its arguments but the text
         timeout: seconds without new text after which it has `timed_out`
+        max_tokens: where it ends by itself: what follows is not part of it
 
         Mistakes in them raise an error here, before there is any text.
         """
@@ -46,6 +52,7 @@ class ArrivingText:
             raise ValueError(
                 "non_streaming_mode=True puts the whole text into the prompt: text that arrives needs False"
             )
+        check_text_timeout(timeout)
         self.method = method
         self.tts = tts = model_of(method)
         self.kwargs = with_voice_clone_prompt(method, kwargs)
@@ -55,17 +62,17 @@ class ArrivingText:
         self.tokenizer = IncrementalTokenizer(tts.processor.tokenizer, opening)
         self.end_id = tts.model.config.tts_eos_token_id
         self.tokens_in_prompt = tokens_in_prompt(tts, self.kwargs.get("voice_clone_prompt"))
-        self.tokens_to_begin = tokens_to_begin(tts, self.kwargs.get("voice_clone_prompt"))
         self.timeout = timeout
-        self.came_at = time.monotonic()  # the last text
+        self.max_tokens = max_tokens
+        self.came_at = time.monotonic()  # when the last text came
         self.text = ""
         self.ids = []  # known tokens of the text; with the end token once the text is finished
         self.is_finished = False
-        self.taken = 0  # ids that are in the request or have been taken
-        self.embedded = 0  # frames whose text has been embedded
+        self.error = None  # what its iterator or a piece has raised
+        self.taken = 0  # ids that `begin` and `take_embeddings` have handed out
 
-    def take(self, piece: str | BaseException | None) -> None:
-        """The next piece of the text, its end, or the error of its iterator, which is raised."""
+    def add(self, piece: str | BaseException | None) -> None:
+        """Add the next piece of the text, or END. Raises the error of its iterator, which comes in place of a piece."""
         if isinstance(piece, BaseException):
             raise piece
         if piece:
@@ -79,9 +86,26 @@ class ArrivingText:
         if not isinstance(piece, str):
             raise ValueError(f"a piece of the text is a {type(piece).__name__}, it must be a string")
         check_encodable(piece)
+        end = self.end_of_what_fits(piece)
+        piece = piece[:end]
         self.text += piece
         self.tokenizer.push(piece)
         self.ids = self.tokenizer.ids[ROLE_TOKENS:]
+        if end is not None:
+            self.finish()
+
+    def end_of_what_fits(self, piece: str) -> int | None:
+        """How many characters of the next piece belong to this text, which then ends. None: all, and more may come."""
+        seen = len(self.text)
+        settled = max(0, len(self.tokenizer.settled) - ROLE_TOKENS)
+        pending = max(0, seen - len(self.tokenizer.tail))
+
+        def count_tokens(part: str) -> int:
+            return len(tokenize(self.tts, part))
+
+        language = self.kwargs.get("language")
+        end = end_after_tokens(self.text + piece, seen, settled, pending, self.max_tokens, count_tokens, language)
+        return None if end is None else max(0, end - seen)  # where less fits than has come, it ends now
 
     def finish(self) -> None:
         """No more text. Raises an error if there was none."""
@@ -93,23 +117,28 @@ class ArrivingText:
         if self.ids[: len(known)] != known:
             raise RuntimeError(f"the tokens of {self.text[:40]!r}... have changed while it arrived")
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no more of it is wanted."""
+        return self.is_finished or self.error is not None
+
     def seconds_left(self) -> float:
         """How long the next text may take."""
         return max(0.0, self.came_at + self.timeout - time.monotonic())
 
     def timed_out(self) -> StreamTimeout | None:
         """The error for an owner that waits for text, once that has not come for too long."""
-        if self.is_finished or self.seconds_left() > 0:
+        if self.is_over or self.seconds_left() > 0:
             return None
         return StreamTimeout(f"no text has come for {self.timeout:g} s, and it has not ended")
 
     @property
     def can_begin(self) -> bool:
         """Whether there is enough text for the prompt and the first frame."""
-        return self.is_finished or len(self.ids) >= self.tokens_to_begin
+        return self.is_finished or len(self.ids) > max(0, self.tokens_in_prompt)
 
     def begin(self) -> Request:
-        """The request, with the text rows that are known by now."""
+        """The request, with the embeddings of the text that is known by now."""
         prompts = self.tts.prompts
         self.taken = len(self.ids)
         if self.is_finished:
@@ -117,21 +146,21 @@ class ArrivingText:
         closing = [0] * CLOSING_TOKENS  # upstream cuts them off
         request = prompts.build(self.method, self.text, self.kwargs, self.tokenizer.ids + closing)
         inputs = torch.cat([request.inputs[:-2], request.inputs[-1:]])  # without the end
-        self.embedded = len(inputs) - 2
-        return replace(request, inputs=inputs.pin_memory() if prompts.on_gpu and not inputs.is_cuda else inputs)
+        inputs = inputs.pin_memory() if prompts.on_gpu and not inputs.is_cuda else inputs
+        return replace(request, inputs=inputs, frames_with_text=self.frames_with_text)
 
     def has_text_for(self, frame: int) -> bool:
         """After `begin`: whether it is known what this frame adds."""
-        return self.is_finished or frame < self.embedded + len(self.ids) - self.taken
+        return self.is_finished or frame < len(self.ids) - self.tokens_in_prompt
 
     @property
     def frames_with_text(self) -> float:
         """After `begin`: frames whose text has been taken."""
-        return math.inf if self.is_finished else self.embedded
+        return math.inf if self.is_finished else self.taken - self.tokens_in_prompt
 
     def characters_read(self, frames: int) -> int:
-        """Characters of the text that so many frames have read. A frame reads a token, and a speech may end before its
-        frames have come to the end of the text."""
+        """Characters of the text that so many frames have read. A frame reads a token, and an utterance may end before
+        its frames have come to the end of the text."""
         ids = self.ids[:-1] if self.is_finished else self.ids
         read = max(0, self.tokens_in_prompt + frames)
         if self.is_finished and read >= len(ids):
@@ -141,23 +170,17 @@ class ArrivingText:
         return bisect.bisect_right(places, composed, key=lambda end: len(normalize("NFC", self.text[:end]))) - 1
 
     def take_embeddings(self) -> tuple[int, torch.Tensor, float] | None:
-        """After `begin`: the text that has become known since the last call: the first of its frames, what they add
-        (T, H), and how many frames have text then."""
-        first, ids = self.embedded, self.ids[self.taken :]
+        """After `begin`: what has become known since the last call. Returns the first frame that it is for, what this
+        frame and those after it add (T, H), and how many frames have text then."""
+        first, ids = self.taken - self.tokens_in_prompt, self.ids[self.taken :]
         if not ids:  # the middle of a word
             return None
         self.taken += len(ids)
-        self.embedded += len(ids)
         return first, self.tts.prompts.embed_text(ids), self.frames_with_text
 
 
-def tokens_to_begin(tts, voice_clone_prompt) -> int:
-    """Tokens of the text that the prompt and the first frame take."""
-    return max(1, tokens_in_prompt(tts, voice_clone_prompt) + 1)
-
-
 def tokens_in_prompt(tts, voice_clone_prompt) -> int:
-    """Tokens of the text that the prompt takes. Below 0: so many frames go on with the reference's transcript first."""
+    """Tokens of the text that the prompt takes. Below 0: that many frames read the rest of the transcript first."""
     if not is_in_context(voice_clone_prompt):
         return 1
     (item,) = voice_clone_prompt
@@ -166,33 +189,58 @@ def tokens_in_prompt(tts, voice_clone_prompt) -> int:
 
 
 class TextReader:
-    """Takes pieces into an ArrivingText, in the thread that speaks it."""
+    """Hands the pieces of a text over from any thread to the thread that speaks it."""
 
-    def __init__(self, text: ArrivingText, pieces: Pieces):
-        self.text = text
-        self.pieces = pieces
-        self.error = None
+    def __init__(self, iterator: Iterable[str] | None = None):
+        """iterator: of the pieces. None: they are pushed by whoever has them"""
+        self.iterator = iterator
+        self.arriving = None  # ArrivingText
+        self.pieces = queue.SimpleQueue()  # each with a Future that is done when it is taken
+        self.ahead = deque()  # the Futures
+        self.is_closed = False
 
-    def is_ready(self, condition: Callable[[], bool]) -> bool:
-        """Whether the condition holds with the text that has come."""
-        while not condition() and not self.error and not self.pieces.queue.empty():
-            self.take(self.pieces.get())
-        return condition()
+    # ---- For whoever has the pieces
+
+    def push(self, piece: str | BaseException | None) -> Future:
+        """The Future is True when there is room for another one, False when no more is wanted."""
+        taken = Future()
+        taken.set_running_or_notify_cancel()  # whoever stops waiting for it must not cancel it
+        self.ahead.append(taken)
+        self.pieces.put((piece, taken))
+        return self.ahead.popleft() if len(self.ahead) > MAX_PIECES_AHEAD else done_future(not self.is_closed)
+
+    # ---- For the thread that speaks the text
+
+    def start(self) -> None:
+        if self.iterator is not None:
+            start_reader(self.iterator, self.push)
+
+    def take_until(self, condition: Callable[[], bool]) -> None:
+        """Take what has come until the condition holds."""
+        while not condition() and not self.arriving.error and not self.pieces.empty():
+            self.take()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait for text. Raises the error of the iterator, or of its text, once all text before it is used up."""
-        self.text.came_at = time.monotonic()  # it may have come long ago, with enough to say
+        self.arriving.came_at = time.monotonic()  # it may have come long ago, with enough to say
         while not condition():
-            if self.error:
-                raise self.error
+            if self.arriving.error:
+                raise self.arriving.error
             try:
-                self.take(self.pieces.get(timeout=self.text.seconds_left()))
+                self.take(timeout=self.arriving.seconds_left())
             except queue.Empty:
-                if error := self.text.timed_out():
-                    raise error from None
+                self.arriving.error = self.arriving.timed_out()
 
-    def take(self, piece: str | BaseException | None) -> None:
+    def take(self, timeout: float | None = None) -> None:
+        piece, taken = self.pieces.get(timeout=timeout)
+        taken.set_result(not self.is_closed)
         try:
-            self.text.take(piece)
+            self.arriving.add(piece)
         except BaseException as error:
-            self.error = error
+            self.arriving.error = error
+
+    def close(self) -> None:
+        """No more is wanted."""
+        self.is_closed = True
+        while not self.pieces.empty():
+            self.pieces.get()[1].set_result(False)

@@ -79,7 +79,7 @@ class Prompts:
         if not template:
             with contextlib.suppress(ValueError):  # what will be refused is not kept
                 self.check(request)
-                self.templates.add(key, PromptTemplate(self.tts, self.host_talker, request, ids, prompt))
+                self.templates.add(key, PromptTemplate(self, request, ids, prompt))
         return request
 
     def build_by_upstream(self, method: Callable, text: str, kwargs: dict, token_ids: list[int] | None) -> Request:
@@ -87,17 +87,17 @@ class Prompts:
         reference = reference_codes(prompt)
         check_speaker_size(self.talker.config, prompt)
         check_reference(self.talker.config, reference)
-        arguments = build_request(method, text=text, token_ids=token_ids, **kwargs)
+        arguments = talker_arguments(method, text=text, token_ids=token_ids, **kwargs)
         return request_of(arguments, reference, self.on_gpu)
 
     @torch.no_grad()
     def embed_text(self, ids: list[int]) -> torch.Tensor:
         """What frames add for these tokens. -> (T, H)"""
         talker = self.host_talker or self.talker
-        rows = talker.text_projection(
+        embeddings = talker.text_projection(
             talker.get_text_embeddings()(torch.tensor(ids, dtype=torch.long, device=talker.device))
         )
-        return to_device(rows, self.talker.device)
+        return to_device(embeddings, self.talker.device)
 
 
 # ---- Upstream's prompt code
@@ -112,8 +112,8 @@ def raise_arguments(**arguments):
     raise PromptBuilt(arguments)
 
 
-def build_request(method: Callable, *, text: str, token_ids: list[int] | None = None, **kwargs) -> dict:
-    """Let upstream build a prompt and return what it would pass to talker.generate.
+def talker_arguments(method: Callable, *, text: str, token_ids: list[int] | None = None, **kwargs) -> dict:
+    """Let upstream build a prompt. Returns the arguments that it would pass to talker.generate.
 
     The method runs on a shallow copy of the model whose talker.generate raises its arguments, so that other threads
     can use the model meanwhile. On a GPU the copy's talker is on the host, but for prompts with a reference recording,
@@ -138,8 +138,7 @@ def build_request(method: Callable, *, text: str, token_ids: list[int] | None = 
         ids = torch.tensor([token_ids], device=tts.device)
         tts._tokenize_texts = lambda texts: [ids] if texts == [templated] else tokenize_others(texts)
     try:
-        with one_thread() if host_talker else contextlib.nullcontext():
-            getattr(type(tts), method.__name__)(tts, text=text, **kwargs)
+        getattr(type(tts), method.__name__)(tts, text=text, **kwargs)
     except PromptBuilt as built:
         (arguments,) = built.args
         return arguments

@@ -28,7 +28,7 @@ def check_counts(**values) -> None:
 
 
 def check_seed(seed: int | None) -> None:
-    """Whether torch takes it."""
+    """Refuse a seed that torch does not take."""
     if seed is not None and not (isinstance(seed, Integral) and -(2**63) <= seed < 2**64):
         raise ValueError(f"seed is {seed!r}, it must be a whole number from -2**63 to 2**64 - 1")
 
@@ -43,14 +43,14 @@ def check_sampling(do_sample, temperature, top_k, top_p) -> None:
     """Cached: most requests have the same settings, and this makes tensors."""
     if not isinstance(top_k, Integral | None):
         raise ValueError(f"top_k is {top_k}, it must be a whole number, or 0 or None for all")
-    Sampling(vocab_size=1, rows=1).set(do_sample, temperature, top_k, top_p)
+    Sampling(vocab_size=1, row_count=1).set(do_sample, temperature, top_k, top_p)
 
 
 # ---- The text
 
 
 def check_text(text: str | list[str]) -> str:
-    """One text that can be spoken."""
+    """The text, if it is one that can be spoken."""
     if isinstance(text, list | tuple):
         if len(text) != 1:
             raise ValueError(f"stream speaks one text at a time, not {len(text)}")
@@ -71,12 +71,10 @@ def check_encodable(text: str) -> None:
 
 
 def is_arriving(text) -> bool:
-    return hasattr(text, "__iter__") and not isinstance(text, str | bytes | list | tuple | dict | set)
-
-
-def check_not_async(text) -> None:
+    """Whether it is an iterator of pieces. An async one raises an error."""
     if hasattr(text, "__aiter__"):
         raise ValueError("the text is an async iterator: use astream instead of stream")
+    return hasattr(text, "__iter__") and not isinstance(text, str | bytes | list | tuple | dict | set)
 
 
 def check_text_timeout(seconds: float) -> None:

@@ -5,18 +5,18 @@ from collections.abc import Callable
 import torch
 
 
-def speaker_prompt(speaker: torch.Tensor, rows: int = 1) -> dict:
-    """For `rows` texts with one speaker embedding."""
+def speaker_prompt(speaker: torch.Tensor, texts: int = 1) -> dict:
+    """The prompt of one speaker embedding, for this many texts."""
     return {
         "ref_code": None,
-        "ref_spk_embedding": [speaker] * rows,
-        "x_vector_only_mode": [True] * rows,
-        "icl_mode": [False] * rows,
+        "ref_spk_embedding": [speaker] * texts,
+        "x_vector_only_mode": [True] * texts,
+        "icl_mode": [False] * texts,
     }
 
 
 def with_voice_clone_prompt(method: Callable, kwargs: dict) -> dict:
-    """Encode a reference recording here, so that its codes are known."""
+    """The method's arguments, with a voice_clone_prompt in place of a recording: now its codes are known."""
     if kwargs.get("voice_clone_prompt") is not None or kwargs.get("ref_audio") is None:
         return kwargs
     kwargs = dict(kwargs)
@@ -25,7 +25,7 @@ def with_voice_clone_prompt(method: Callable, kwargs: dict) -> dict:
 
 
 def prompt_field(voice_clone_prompt: dict | list | None, name: str) -> list:
-    """One entry for each text."""
+    """This field of each text's prompt."""
     if isinstance(voice_clone_prompt, dict):
         return voice_clone_prompt.get(name) or []
     return [getattr(item, name) for item in voice_clone_prompt or []]

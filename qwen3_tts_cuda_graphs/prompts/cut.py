@@ -84,23 +84,37 @@ def surely_fits(text: str, max_seq_len: int) -> bool:
     return POSITIONS_PER_BYTE * count_bytes(text) <= max_seq_len
 
 
-# ---- A text that is there
+# ---- A complete text
 
 
-def cut(paragraphs: Iterable[str], most: int, count_tokens: TokenCount, language: str | None = None) -> list[str]:
-    """Parts of at most so many tokens: whole paragraphs, or as many of their sentences as fit."""
-    return split_text(paragraphs, lambda part: count_bytes(part) <= most or count_tokens(part) <= most, language)
+def cut(
+    paragraphs: Iterable[str],
+    max_tokens: int,
+    count_tokens: TokenCount,
+    language: str | None = None,
+    say: Callable[[str], str] = str,
+) -> list[str]:
+    """Cut paragraphs into parts of at most `max_tokens`: whole paragraphs, or as many of their sentences as fit.
+
+    say: what is written -> what is said, whose tokens count
+    """
+
+    def fits(part: str) -> bool:
+        said = say(part)
+        return count_bytes(said) <= max_tokens or count_tokens(said) <= max_tokens
+
+    return split_text(paragraphs, fits, language)
 
 
-def cut_by_estimate(text: str, most: int, count_tokens: TokenCount, language: str | None = None) -> list[str]:
-    """Parts of at most so many tokens, with few counts, for which the server's engine has to wait. A part's tokens are
-    estimated by the text's average, with a tenth to spare, and only a part with still too many is cut again."""
+def cut_by_estimate(text: str, max_tokens: int, count_tokens: TokenCount, language: str | None = None) -> list[str]:
+    """`cut` with few counts, for which the server's engine has to wait. A part's tokens are estimated by the text's
+    average, with a tenth to spare, and only a part with still too many is cut again."""
     tokens = count_tokens(text)
-    if tokens <= most:
+    if tokens <= max_tokens:
         return [text]
-    bytes_that_fit = 0.9 * most * count_bytes(text) / tokens
+    bytes_that_fit = 0.9 * max_tokens * count_bytes(text) / tokens
     parts = split_text([text], lambda part: count_bytes(part) <= bytes_that_fit, language)
-    return [smaller for part in parts for smaller in cut_by_estimate(part, most, count_tokens, language)]
+    return [smaller for part in parts for smaller in cut_by_estimate(part, max_tokens, count_tokens, language)]
 
 
 def split_text(paragraphs: Iterable[str], fits: Callable[[str], bool], language: str | None = None) -> list[str]:
@@ -114,7 +128,7 @@ def split_text(paragraphs: Iterable[str], fits: Callable[[str], bool], language:
 
 
 def sentences(text: str, language: str | None) -> list[str]:
-    """With the space after them, so that they join to the text."""
+    """The sentences with the space after them, so that they join to the text."""
     try:
         from sentencex import segment
     except ImportError:
@@ -198,17 +212,17 @@ def end_after_tokens(
     seen: int,
     settled: int,
     pending: int,
-    most: int,
+    max_tokens: int,
     count_tokens: TokenCount,
     language: str | None = None,
 ) -> int | None:
-    """Where a part of at most so many tokens ends, once a new piece of it has come. None: all of it fits.
+    """Where a part of at most `max_tokens` ends, once a new piece of it has come. None: all of it fits.
 
     text: the part with the new piece, which begins at `seen`
     settled: tokens that can no longer change, of the text before `pending`
     """
     for share, end in ARRIVING_ENDS:
-        for found in end.finditer(text, max(0, seen - LONGEST_END)) if settled >= share * most else ():
+        for found in end.finditer(text, max(0, seen - LONGEST_END)) if settled >= share * max_tokens else ():
             if found.end() >= seen and text[: found.end()].strip():
                 return found.end()
     rest = text[pending:]
@@ -216,9 +230,9 @@ def end_after_tokens(
         return None
 
     def fits(part: str) -> bool:
-        return len(part) == 1 or settled + count_tokens(part) <= most
+        return len(part) == 1 or settled + count_tokens(part) <= max_tokens
 
-    if settled + count_bytes(rest) <= most or fits(rest):
+    if settled + count_bytes(rest) <= max_tokens or fits(rest):
         return None
     letters = len("".join(split_text([rest], fits, language)[0].split()))
     places = [place for place, character in enumerate(rest) if not character.isspace()]

@@ -13,18 +13,25 @@ steps, and each has a reason to wait:
 import bisect
 import functools
 import json
+import os
 import unicodedata
 
 import tokenizers
 
 # The pre-tokens that this file relies on: further text makes the last one longer, or splits whitespace differently.
-PRE_TOKENS = (
+QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 LONGEST_TAIL = 256  # characters that are encoded again with each piece
 LONG_PRE_TOKEN = 64  # characters, after which a pre-token is cut inside; words are shorter
+
+
+def use_qwens_pre_tokens(tokenizer) -> None:
+    """Upstream passes fix_mistral_regex=True, and transformers 4.57 then installs Mistral's: put Qwen's back."""
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN_PATTERN), "isolated")
+    tokenizer.backend_tokenizer.pre_tokenizer[0] = split
 
 
 class IncrementalTokenizer:
@@ -34,7 +41,7 @@ class IncrementalTokenizer:
         self.rules = rules_of(tokenizer)
         self.settled = []  # ids of the text before `tail`
         self.tail = ""
-        self.wait_for = 0  # characters of the tail
+        self.wait_for = 0  # characters that the tail must have before it is encoded again
         self.ids = []
         self.push(text)
 
@@ -144,7 +151,7 @@ class Rules:
         for start in range(max(0, len(symbols) - self.longest), len(symbols) + 1):
             if self.begins_token(symbols[start:]):
                 ids = [token.id for token in self.backend.model.tokenize(symbols[:start])]
-                stable = ids if stable is None else common_prefix(stable, ids)
+                stable = ids if stable is None else os.path.commonprefix([stable, ids])  # works for any lists
                 if not stable:
                     break
         return stable
@@ -166,7 +173,7 @@ def check_tokenizer(backend) -> None:
     is_known = (
         normalizer == {"type": "NFC"}
         and [step.get("type") for step in steps] == ["Split", "ByteLevel"]
-        and steps[0]["pattern"] == {"Regex": PRE_TOKENS}
+        and steps[0]["pattern"] == {"Regex": QWEN_PATTERN}
         and isinstance(model, tokenizers.models.BPE)
         and not (model.dropout or model.ignore_merges or model.byte_fallback)
         and all(token.content.rfind("<") == 0 for token in tokens)
@@ -197,12 +204,3 @@ def is_inside_run(text: str, place: int) -> bool:
     alone may join a letter that follows."""
     kinds = [unicodedata.category(character)[0] for character in text[place - 1 : place + 2]]
     return kinds[:2] == ["L", "L"] or (len(kinds) == 3 and set(kinds) <= {"P", "S"})
-
-
-def common_prefix(first: list[int], second: list[int]) -> list[int]:
-    length = 0
-    for one, other in zip(first, second):
-        if one != other:
-            break
-        length += 1
-    return first[:length]

@@ -1,5 +1,6 @@
 """What is asked of the runner: a text in a voice, as embeddings. Made once, and not changed."""
 
+import math
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -16,18 +17,19 @@ EMBEDDINGS = ("inputs_embeds", "trailing_text_hidden", "tts_pad_embed")
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    prefix: torch.Tensor  # of the prompt but for its last position (L, H)
-    prefix_key: bytes | None  # the same as bytes, if requests with other texts have it, too
+    prefix: torch.Tensor  # the prompt without its last position (L, H)
+    prefix_key: bytes | None  # its bytes, if requests with other texts may share it
     inputs: torch.Tensor  # the last position, the text of each frame, and what follows the text (1 + T + 1, H)
     settings: dict  # SETTINGS -> values that can be hashed
     max_new_tokens: int | None
     reference: torch.Tensor | None = None  # codes (T, 16) that precede the speech, for the codec
+    frames_with_text: float = math.inf  # known by now; the others wait for a text that is still arriving
 
     @property
     def prompt_length(self) -> int:
         return len(self.prefix) + 1
 
-    def frame_limit(self, max_seq_len: int) -> int:
+    def max_frames(self, max_seq_len: int) -> int:
         """The most frames that it can have. Raises an error if it cannot have any."""
         used, max_new_tokens = self.prompt_length, self.max_new_tokens
         if used >= max_seq_len:
@@ -49,8 +51,8 @@ class Request:
             raise ValueError("stream decodes up to the model's own end token: another eos_token_id is for whole calls")
         if not isinstance(self.max_new_tokens, Integral | None):
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}, it must be a whole number")
-        self.frame_limit(max_seq_len)
-        # Each frame takes one token of the text that the prompt has not. So text may be too long for any speech.
+        self.max_frames(max_seq_len)
+        # Each frame takes one token of the text that the prompt has not. So text may be too long to be spoken.
         used, frames = self.prompt_length, len(self.inputs) - 2
         is_cut_by_the_caller = self.max_new_tokens is None or self.max_new_tokens - 1 <= max_seq_len - used
         if used + frames > max_seq_len and not is_cut_by_the_caller:
@@ -59,7 +61,7 @@ class Request:
 
 @torch.no_grad()
 def request_of(arguments: dict, reference: torch.Tensor | None = None, on_gpu: bool = False) -> Request:
-    """arguments: of talker.generate, for one text; on_gpu: whether it is spoken there"""
+    """The request that these arguments of talker.generate make, for one text. on_gpu: whether it is spoken there"""
     settings = {name: arguments[name] for name in SETTINGS}
     settings["suppress_tokens"] = tuple(settings["suppress_tokens"])
     prompt, later, pad = (arguments[name][0] for name in EMBEDDINGS)

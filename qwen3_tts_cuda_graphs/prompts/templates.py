@@ -3,7 +3,7 @@
 Upstream takes a millisecond or two of Python for a prompt, and more on a GPU where there is a reference recording. That
 is a large part of the time to the first audio, and most of it when many requests come at once. The layout is simple:
 
-    non_streaming_mode   prompt                                           one row for each later frame
+    non_streaming_mode   prompt                                           added by the later frames
     False                prefix, first tokens + codes                     the other tokens, or pad
     True                 prefix, tokens + codec_pad, pad + codes          pad
 
@@ -26,7 +26,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from qwen3_tts_cuda_graphs.prompts.clone_prompts import is_in_context
+from qwen3_tts_cuda_graphs.prompts.clone_prompts import is_in_context, prompt_field
 from qwen3_tts_cuda_graphs.prompts.request import Request
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
@@ -34,29 +34,26 @@ log = logging.getLogger("qwen3_tts_cuda_graphs")
 ROLE_TOKENS = 3  # before the text: <|im_start|>, assistant, newline
 CLOSING_TOKENS = 5  # after it: <|im_end|>, newline and the next role
 TRANSCRIPT_CLOSING_TOKENS = 2  # after a reference's transcript: <|im_end|>, newline
-MAX_BYTES = (
-    256 << 20
-)  # the most that all templates may take: 64 prompts of 2,048 positions with 1.7B, and thousands of short ones
+MAX_BYTES = 256 << 20  # of all templates: 64 prompts of 2,048 positions with 1.7B, and thousands of short ones
 
 
 class PromptTemplate:
-    def __init__(self, tts, host_talker, request: Request, ids: list[int], voice_clone_prompt):
-        """`request` is what upstream has built for the text with these tokens."""
+    def __init__(self, prompts, request: Request, ids: list[int], voice_clone_prompt):
+        """prompts: the `Prompts` of the model; request: what upstream has built for the text with these tokens"""
         self.nbytes = request.prefix.nbytes + len(request.prefix_key or b"") + request.inputs.nbytes
         if is_in_context(voice_clone_prompt):
             codes = voice_clone_prompt[0].ref_code
             self.nbytes += codes.nbytes + (1 + len(codes)) * request.inputs[0].nbytes  # with `self.codes`
-        self.tts = tts
-        self.host_talker = host_talker
-        self.on_gpu = tts.model.talker.device.type == "cuda"
+        self.prompts = prompts
         self.request = request
         self.ids = ids
         self.voice_clone_prompt = voice_clone_prompt
 
     @functools.cached_property
     def layout(self) -> tuple[torch.Tensor, bool] | None:
-        """The prefix, and whether it is the streaming layout. None: neither gives what upstream has built."""
-        tts, talker = self.tts, self.host_talker
+        """The prefix, and whether it is the streaming layout. None: neither gives what upstream has built. Found at the
+        first use, together with what `fill_layout` reads."""
+        tts, talker = self.prompts.tts, self.prompts.host_talker
         config = tts.model.config
         self.request = replace(self.request, prefix=self.request.prefix.cpu(), inputs=self.request.inputs.cpu())
         self.table = talker.get_text_embeddings().table
@@ -69,9 +66,9 @@ class PromptTemplate:
             self.codes = embed_reference(tts.model, item.ref_code)
             self.transcript = transcript_ids(tts, item)
         tokens = len(self.transcript) + len(self.ids) + len(self.end)
-        for is_streaming, rows_after_prefix in ((True, len(self.codes)), (False, tokens + len(self.codes))):
-            prefix = self.request.prefix[: max(0, self.request.prompt_length - rows_after_prefix)]
-            if self.is_upstreams(self.fill_layout(prefix, is_streaming, self.ids)):
+        for is_streaming, positions_after_prefix in ((True, len(self.codes)), (False, tokens + len(self.codes))):
+            prefix = self.request.prefix[: max(0, self.request.prompt_length - positions_after_prefix)]
+            if self.equals_upstreams(self.fill_layout(prefix, is_streaming, self.ids)):
                 return prefix, is_streaming
         log.info("upstream's prompts have another layout: upstream builds all of them")
         return None
@@ -88,7 +85,7 @@ class PromptTemplate:
         first_code = 0 if is_streaming else len(ids)
         in_prompt = first_code + len(self.codes)
         ids += self.pad * (max(0, in_prompt + 1 - len(ids)) + 1)  # at least one for a frame, and what follows
-        text = self.table.new_empty(len(ids), self.table.shape[1], pin_memory=self.on_gpu)
+        text = self.table.new_empty(len(ids), self.table.shape[1], pin_memory=self.prompts.on_gpu)
         torch.index_select(self.table, 0, torch.from_numpy(np.array(ids)), out=text)  # numpy converts a long list fast
         if not is_streaming:
             text[:first_code].add_(self.codec_pad)
@@ -97,7 +94,7 @@ class PromptTemplate:
             prefix = torch.cat([prefix, text[: in_prompt - 1]])
         return replace(self.request, prefix=prefix, inputs=text[in_prompt - 1 :], reference=reference)
 
-    def is_upstreams(self, filled: Request) -> bool:
+    def equals_upstreams(self, filled: Request) -> bool:
         return all(torch.equal(getattr(filled, name), getattr(self.request, name)) for name in ("prefix", "inputs"))
 
 
@@ -158,25 +155,16 @@ def template_key(method_name: str, kwargs: dict):
     return method_name, *values
 
 
-def voice_key(prompt):
-    """The content of a voice_clone_prompt for one text."""
-    if isinstance(prompt, dict):
-        names = ("ref_spk_embedding", "x_vector_only_mode", "icl_mode")
-        columns = [prompt.get(name) for name in names]
-        if not all(isinstance(column, list) and column for column in columns):
-            return None
-        speaker, x_vector_only, in_context = (column[0] for column in columns)  # the others are for further texts
-        reference = ()
-        if in_context is not False:
-            return None
-    elif isinstance(prompt, list) and len(prompt) == 1:
-        (item,) = prompt
-        speaker, x_vector_only = item.ref_spk_embedding, item.x_vector_only_mode
-        reference = (item.ref_text, *content_of(item.ref_code)) if item.icl_mode else ()
-    else:
+def voice_key(prompt: dict | list | None):
+    """The content of a voice_clone_prompt for one text. None: it is for several, or cannot be compared."""
+    is_dict = isinstance(prompt, dict)  # whose further entries are for further texts
+    first = [prompt_field(prompt, name)[:1] for name in ("ref_spk_embedding", "x_vector_only_mode", "icl_mode")]
+    if not all(first) or not (is_dict or len(prompt) == 1):
         return None
-    if not torch.is_tensor(speaker):
+    (speaker,), (x_vector_only,), (in_context,) = first
+    if not torch.is_tensor(speaker) or (is_dict and in_context is not False):
         return None
+    reference = (prompt[0].ref_text, *content_of(prompt[0].ref_code)) if in_context else ()
     return bool(x_vector_only), reference, *content_of(speaker)
 
 

@@ -22,10 +22,10 @@ class TextTable(nn.Module):
     @torch.no_grad()
     def __init__(self, talker):
         super().__init__()
-        weight = talker.get_text_embeddings().cpu().weight  # off the GPU first: lower peak memory
+        weight = talker.get_text_embeddings().weight
         self.table = torch.empty(len(weight), talker.config.hidden_size, dtype=weight.dtype, device="cpu")
         for rows, embedded in zip(self.table.split(ROWS_AT_ONCE), weight.split(ROWS_AT_ONCE)):
-            rows.copy_(talker.text_projection(embedded.to(talker.device)))
+            rows.copy_(talker.text_projection(embedded))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(token_ids.cpu(), self.table).to(token_ids.device)

@@ -2,14 +2,16 @@
 
 In the server's own process, without torch:
 
-__main__.py       its start: server_options.py has its options; process.py starts, serves and stops
-server.py         HTTP; websocket.py is the WebSocket
-guard.py          who may ask: keys, origins, sizes
-connections.py    uvicorn's limits
+__main__.py       the command; server_options.py has its options; process.py starts, runs and stops the server
+server.py         HTTP; websocket.py is the WebSocket, arriving_script.py the text that arrives over it
+guard.py          who may ask: keys, origins, sizes; signed_addresses.py: speech by a signed URL, without a key
+connections.py    uvicorn's protocols, with limits
 requests.py       the fields of a request
-service.py        the models and their voices, as the server uses them; model.py is one of them
+service.py        the models and their voices: checks requests and answers them; model.py is one of the models
+answer.py         the audio of a script: its parts, the silence between them, and where each part is heard
 engine_process.py a model's worker, seen from the server: calls, and a new process when it has ended
-recordings.py     clients' recordings, decoded in processes of their own; encoders.py: speech, encoded in others
+spare.py          starts workers before they are needed; one that waits runs as spare_worker.py
+helper.py         processes for native code: encoders.py encodes speech, recordings.py decodes clients' recordings
 audio_formats.py, voice_folder.py, errors.py, metrics.py, settings.py
                   as their names say
 page/             the page for a browser
@@ -18,8 +20,8 @@ ray_app.py        the same server as replicas of Ray Serve
 In the process of a model:
 
 worker.py         the process: its socket, its start and its end
-engine_host.py    the model with its engine: what the server asks for becomes streams
+engine_host.py    the model with its engine: answers the server's calls
 memory.py         how many rows fit into the GPU's memory
 
-messages.py       what both say to each other
+messages.py       the messages between the two
 """

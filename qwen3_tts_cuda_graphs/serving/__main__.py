@@ -3,7 +3,7 @@
 import os
 import sys
 
-from qwen3_tts_cuda_graphs.common.scripts import cli_errors
+from qwen3_tts_cuda_graphs.common.command import cli_errors
 
 
 def main() -> None:

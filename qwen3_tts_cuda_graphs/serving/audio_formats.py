@@ -1,32 +1,27 @@
-"""Audio as bytes on the wire: speech encoded for clients, and their recordings decoded with limits.
+"""Speech as bytes on the wire, in the format, tempo and rate that a client wants.
 
-PyAV, which brings FFmpeg's libraries, encodes and changes the tempo while the speech is made. wav and pcm need neither.
+PyAV, which brings FFmpeg's libraries, encodes and changes the tempo while the speech is made; soxr resamples it. Plain
+samples need neither.
 """
 
-import base64
-import binascii
+import asyncio
 import contextlib
 import io
-import re
 import wave
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import numpy as np
-import soundfile
 
 from qwen3_tts_cuda_graphs.common.audio_files import (
-    RECORDINGS,
     UNKNOWN_LENGTH,
-    Chunk,
-    check_recording,
-    decode_with_ffmpeg,
-    demuxer_for,
-    to_int16,
+    Resampler,
+    to_bytes,
     wav_header,
 )
+from qwen3_tts_cuda_graphs.common.formats import SUBTYPES
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.requests import Style
-from qwen3_tts_cuda_graphs.serving.settings import Settings
 
 try:
     import av
@@ -42,10 +37,12 @@ CONTENT_TYPES = {
     "mp3": "audio/mpeg",
     "opus": "audio/ogg",
     "aac": "audio/aac",
+    "mulaw": "audio/ulaw",  # as Twilio's <Play> calls it; audio/basic is not among those that it takes
+    "alaw": "audio/alaw",
 }
-# FFmpeg's container, codec, bits per second, options of the container, and options of the codec, which make it about
-# twice as fast as its defaults. mp3 has frames only, so answers can be joined; a page of Ogg has one packet, as FFmpeg
-# sends a page when the next one is full: the first 80 ms would give no audio otherwise.
+# FFmpeg's container, codec, bits per second, options of the container, and options of the codec, with which it is about
+# twice as fast as with its defaults. mp3 has frames only, so answers can be joined; a page of Ogg has one packet, as
+# FFmpeg sends a page when the next one is full: the first 80 ms would give no audio otherwise.
 COMPRESSED = {
     "flac": ("flac", "flac", None, {}, {}),
     "mp3": ("mp3", "libmp3lame", 96_000, {"write_xing": "0", "id3v2_version": "0"}, {"compression_level": "7"}),
@@ -53,55 +50,60 @@ COMPRESSED = {
     "aac": ("adts", "aac", 96_000, {}, {"aac_coder": "fast"}),
 }
 FLAC_LENGTH = 18, 26  # these bytes end with 36 bits for the number of samples; 0: it is not known
-
-READABLE = {"WAV", "WAVEX", "FLAC", "OGG", "MP3"}  # soundfile's names of the formats that clients may upload
-MAX_CHANNELS = 2
-SAMPLE_RATES = range(8000, 96001)
-NOT_BASE64 = "ref_audio is not base64: send the recording in base64, or as a data URL"
+SAMPLE_RATES = range(8000, 96001)  # of what comes from clients
+NOTHING = np.empty(0, np.int16)
 
 
 def check_encoding(style: Style) -> None:
-    """Whether this server can encode what is asked for."""
+    """Raises if this server lacks what encodes the format or the speed."""
     if av is None and (style.response_format in COMPRESSED or style.speed != 1):
         what = style.response_format if style.response_format in COMPRESSED else "speed"
         raise ApiError(
-            f"{what} needs PyAV, which this server lacks: run pip install av there, or ask for wav or pcm at speed 1",
+            f"{what} needs PyAV, which this server lacks: run pip install av there, or ask for wav, pcm, "
+            "mulaw or alaw at speed 1",
             param="response_format" if what == style.response_format else "speed",
             code="not_installed",
         )
 
 
-async def encode_stream(answer, style: Style, keep: Callable[[int], None] | None = None) -> AsyncIterator[bytes]:
-    """Audio in the format and tempo of `style`, as it is made. Closing this ends the speech, too.
+async def encode_stream(answer, keep: Callable[[int], None] | None = None) -> AsyncIterator[bytes]:
+    """An Answer in its format and tempo, as it is made. Closing this ends the speech, too.
 
-    keep: all of it comes at the end; this is told how many bytes are kept until then, and may raise an error
+    keep: if given, nothing comes before the end, and then the pieces of a whole file. It is called with the size of
+        each piece that is kept until then, and may raise an error
     """
-    stream, pieces = None, []
+    style, stream, pieces = answer.style, None, []
     try:
         async with contextlib.aclosing(aiter(answer)) as chunks:
-            async for samples, rate in chunks:
-                stream = stream or answer.service.encoders.open(style.response_format, rate, style.speed)
-                data = await stream.add(to_int16(samples))
+            async for samples, part in chunks:
+                stream = stream or answer.service.encoders.open(*encoder_arguments(style, answer.rate))
+                data = await stream.add(samples, part)
                 if keep:
                     keep(len(data))
                     pieces.append(data)
                 elif data:
                     yield data
         if stream:
-            rest = await stream.finish()
+            data = await stream.finish()
             if keep:
-                keep(len(rest))
-            data = b"".join([*pieces, rest])
-            pieces.clear()  # a whole file may be long, and take long to send
-            data = stream.whole(data) if keep else data
-            if data:
+                keep(len(data))
+                rate = style.sample_rate or answer.rate
+                for piece in with_length(style.response_format, rate, stream.samples, [*pieces, data]):
+                    yield piece
+                    await asyncio.sleep(0)  # a file may be long, and others want their turn
+            elif data:
                 yield data
     finally:
         if stream:
             stream.close()
 
 
-def convert(wav: bytes, name: str) -> bytes:
+def encoder_arguments(style: Style, rate: int) -> tuple:
+    """rate: of the speech"""
+    return style.response_format, rate, style.speed, style.sample_rate or rate, style.bit_rate
+
+
+def convert(wav: bytes, style: Style) -> bytes:
     """A WAV file, as the page makes them, in another format."""
     try:
         with wave.open(io.BytesIO(wav)) as file:
@@ -114,51 +116,81 @@ def convert(wav: bytes, name: str) -> bytes:
     except Exception:  # wave has others, too
         raise ValueError("the body is not a WAV file of 16 bits and one channel, or has no samples: send one") from None
     try:
-        encoder = Encoder(name, rate)
-        return with_length(name, rate, len(samples), encoder.add(samples) + encoder.finish())
+        encoder = Encoder(*encoder_arguments(style, rate))
+        pieces = [encoder.add(samples), encoder.finish()]
+        return b"".join(with_length(style.response_format, encoder.rate, encoder.samples, pieces))
     except av.FFmpegError:
-        raise ValueError(f"{name} cannot have {rate} Hz: send a WAV file of 24,000 Hz") from None
+        raise ValueError(f"{style.response_format} cannot have {rate} Hz: send a WAV file of 24,000 Hz") from None
 
 
 class Encoder:
     """One stream: `add` its samples as they come, then `finish`. An encoder that is not finished is just dropped."""
 
-    def __init__(self, name: str, rate: int, speed: float = 1.0):
+    def __init__(
+        self,
+        name: str,
+        rate: int,
+        speed: float = 1.0,
+        sample_rate: int | None = None,
+        bit_rate: int | None = None,
+    ):
+        """rate: of the samples that are added. sample_rate: of what is made. bit_rate: in kbit/s"""
         self.name = name
-        self.rate = rate
-        self.tempo = None if speed == 1 else Tempo(rate, speed)
-        self.file = CompressedFile(rate, *COMPRESSED[name]) if name in COMPRESSED else None
-        self.header = wav_header(rate, UNKNOWN_LENGTH) if name == "wav" else b""
+        self.rate = sample_rate or rate
+        self.part = 0
+        self.new_tempo = partial(Tempo, rate, speed) if speed != 1 else lambda: None
+        self.tempo = self.new_tempo()
+        self.resampler = Resampler(rate, self.rate) if self.rate != rate else None
+        self.file = CompressedFile(name, self.rate, bit_rate) if name in COMPRESSED else None
+        self.header = wav_header(self.rate, UNKNOWN_LENGTH) if name == "wav" else b""
 
     @property
     def samples(self) -> int:
-        """That were encoded, after a change of the tempo. Plain samples are not counted."""
+        """How many were encoded, at the tempo and rate that were asked for. Only of compressed formats."""
         return self.file.samples if self.file else 0
 
-    def add(self, samples: np.ndarray) -> bytes:
-        return self.encode(self.tempo.add(samples) if self.tempo else samples)
+    def add(self, samples: np.ndarray, part: int | None = 0) -> bytes:
+        """part: its number, or None for silence, which keeps its length. Each part has a Tempo of its own, so that the
+        next one begins where it should."""
+        rest = NOTHING
+        if part != self.part:
+            rest = self.rest_of_part()
+            self.part, self.tempo = part, None if part is None else self.new_tempo()
+        if self.tempo and len(samples):
+            samples = self.tempo.add(samples)
+        return self.encode(np.concatenate([rest, samples]) if len(rest) else samples)
+
+    def rest_of_part(self) -> np.ndarray:
+        return self.tempo.finish() if self.tempo else NOTHING
 
     def encode(self, samples: np.ndarray) -> bytes:
+        return self.write(self.resampler.add(samples) if self.resampler and len(samples) else samples)
+
+    def write(self, samples: np.ndarray) -> bytes:
         if self.file:
             return self.file.add(samples)
         header, self.header = self.header, b""
-        return header + samples.tobytes()
+        return header + to_bytes(samples, SUBTYPES.get(self.name, "PCM_16"))
 
     def finish(self) -> bytes:
-        rest = self.encode(self.tempo.finish()) if self.tempo else b""
-        return rest + (self.file.finish() if self.file else b"")
+        data = self.encode(self.rest_of_part())
+        if self.resampler:
+            data += self.write(self.resampler.finish())
+        return data + (self.file.finish() if self.file else b"")
 
 
-def with_length(name: str, rate: int, samples: int, data: bytes) -> bytes:
-    """All of a stream as a file: the header of a WAV or FLAC could not know its length when it was written."""
+def with_length(name: str, rate: int, samples: int, pieces: list[bytes]) -> list[bytes]:
+    """All pieces of a stream, with its length in the header of a WAV or FLAC, which was written before it was known.
+    They are not joined: that may take long."""
+    first, *others = [piece for piece in pieces if piece] or [b""]
     if name == "wav":
         size = len(wav_header(0, 0))
-        return wav_header(rate, len(data) - size) + data[size:]
+        first = wav_header(rate, sum(map(len, pieces)) - size) + first[size:]
     if name == "flac":
         start, stop = FLAC_LENGTH
-        field = int.from_bytes(data[start:stop], "big") | samples
-        return data[:start] + field.to_bytes(stop - start, "big") + data[stop:]
-    return data
+        field = int.from_bytes(first[start:stop], "big") | samples
+        first = first[:start] + field.to_bytes(stop - start, "big") + first[stop:]
+    return [first, *others]
 
 
 class Written(list):
@@ -170,15 +202,19 @@ class Written(list):
 
 
 class CompressedFile:
-    def __init__(self, rate: int, container: str, codec: str, bit_rate: int | None, options: dict, speed: dict):
+    def __init__(self, name: str, rate: int, kilobits: int | None):
+        """kilobits: per second; None: as COMPRESSED says"""
+        container, codec, bit_rate, container_options, codec_options = COMPRESSED[name]
         self.written = Written()
         self.rate = rate
         self.samples = 0
-        self.container = av.open(self.written, "w", format=container, options={"flush_packets": "1", **options})
+        self.container = av.open(
+            self.written, "w", format=container, options={"flush_packets": "1", **container_options}
+        )
         self.stream = self.container.add_stream(codec, rate=rate, layout="mono")
-        self.stream.codec_context.options = speed
+        self.stream.codec_context.options = codec_options
         if bit_rate:
-            self.stream.bit_rate = bit_rate
+            self.stream.bit_rate = 1000 * kilobits if kilobits else bit_rate
         self.container.start_encoding()  # now: it opens the codec, which takes a millisecond
 
     def __del__(self):
@@ -190,72 +226,14 @@ class CompressedFile:
         if len(samples):
             self.container.mux(self.stream.encode(audio_frame(samples, self.rate, self.samples)))
             self.samples += len(samples)
-        return self.take()
+        return self.take_written()
 
     def finish(self) -> bytes:
         self.container.mux(self.stream.encode(None))
         self.container.close()
-        return self.take()
+        return self.take_written()
 
-    def take(self) -> bytes:
+    def take_written(self) -> bytes:
         data = b"".join(self.written)
         self.written.clear()
         return data
-
-
-def check_base64(text: str) -> None:
-    """A quick look. One character of another kind would have Python keep four bytes for each."""
-    if not text.isascii():
-        raise ApiError(NOT_BASE64, param="ref_audio")
-
-
-def decode_base64(text: str) -> bytes:
-    """The bytes of a data URL or of plain base64. Addresses and file names are refused."""
-    if re.match(r"\s*(https?|file|ftp|s3):", text[:20], re.IGNORECASE):
-        problem = "ref_audio is an address, and this server fetches nothing: send the recording in base64"
-        raise ApiError(problem, param="ref_audio")
-    if text[:5].lower() == "data:":
-        header, comma, text = text.partition(",")
-        if not comma or not header.lower().endswith(";base64"):
-            raise ApiError("ref_audio is a data URL without base64: give data:audio/wav;base64,...", param="ref_audio")
-    try:
-        plain = text.encode("ascii").translate(None, b" \t\r\n\f\v")  # line breaks are usual
-        return base64.b64decode(plain, validate=True)
-    except (binascii.Error, ValueError):
-        raise ApiError(NOT_BASE64, param="ref_audio") from None
-
-
-def decode_recording(data: bytes, settings: Settings, name: str) -> Chunk:
-    """A client's recording as mono samples. No more is decoded than the limits allow, whatever its header says."""
-    if len(data) > settings.max_upload:
-        problem = f"{name} has {len(data)} bytes, at most {settings.max_upload} are possible: give a shorter one"
-        raise ApiError(problem, 413, param=name)
-    if not data:
-        raise ValueError(f"{name} is empty: give {RECORDINGS}")
-    try:
-        if demuxer := demuxer_for(data[:12]):
-            audio, rate, channels = decode_with_ffmpeg(io.BytesIO(data), demuxer, settings.max_reference_seconds)
-            check_layout(rate, channels, name)
-        else:
-            with soundfile.SoundFile(io.BytesIO(data)) as file:
-                rate = file.samplerate
-                if file.format not in READABLE:
-                    raise ValueError
-                check_layout(rate, file.channels, name)
-                audio = file.read(int(settings.max_reference_seconds * rate) + 1, dtype="float32", always_2d=True)
-    except (soundfile.LibsndfileError, ValueError, OSError, MemoryError, RuntimeError):
-        raise ValueError(f"{name} is not audio that can be read: give {RECORDINGS}") from None
-    if len(audio) == 0:
-        raise ValueError(f"{name} has no samples: give a recording of the voice")
-    if len(audio) > int(settings.max_reference_seconds * rate):
-        raise ValueError(f"{name} is longer than {settings.max_reference_seconds:g} s: give a shorter recording")
-    with np.errstate(over="ignore"):  # what is infinite is refused
-        audio = audio.mean(axis=1)
-    check_recording(audio, rate, name)
-    return audio / max(1.0, np.abs(audio).max()), rate  # floats may be beyond full scale
-
-
-def check_layout(rate: int, channels: int, name: str) -> None:
-    if rate not in SAMPLE_RATES or not 1 <= channels <= MAX_CHANNELS:
-        have = f"{channels} channels at {rate} Hz"
-        raise ApiError(f"{name} has {have}: give 1 or 2 channels at 8,000 to 96,000 Hz", param=name)

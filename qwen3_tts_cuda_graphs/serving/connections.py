@@ -1,15 +1,18 @@
-"""uvicorn with the server's limits, and with those that it lacks: on a request's head, on unread audio, and on what
-one client may send at once.
+"""uvicorn with the server's limits, and with limits that uvicorn lacks: on a request's head, on unread audio, and on
+what one client may send at once.
 
 The number of connections is limited in guard.py: uvicorn's own limit answers in plain text, /health too.
 """
 
 import asyncio
+import fcntl
 import logging
 import math
 import re
 import socket
 import struct
+import sys
+import termios
 from typing import Any
 
 import uvicorn
@@ -30,7 +33,7 @@ SECONDS_BETWEEN_WARNINGS = 60.0  # that there are no files left
 FRAMES_PER_SECOND = 1000
 BURST = 5000
 MAX_FRAGMENTS = 1 << 13  # of a WebSocket's message; each takes memory, however short it is
-MAX_UNSENT = 1 << 20  # bytes to a WebSocket; audio waits for its client before
+MAX_UNSENT = 1 << 20  # bytes of small messages to a WebSocket; audio waits for its client long before
 OTHER_UPGRADE = re.compile(rb"\r\nupgrade:(?![ \t]*websocket)[^\r\n]*(?=\r\n)", re.IGNORECASE)  # a whole line
 NO_HANDSHAKE = (
     b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: text/plain\r\n\r\n"
@@ -39,9 +42,9 @@ NO_HANDSHAKE = (
 SECONDS_TO_CLOSE = 5  # for connections to close when the server ends
 
 
-def spare_connections(most: int) -> int:
-    """Beyond the limit, which get a 503 rather than nothing."""
-    return max(most // 4, 1)
+def connections_to_refuse(max_connections: int) -> int:
+    """How many connections beyond the limit are accepted, to get a 503 rather than nothing."""
+    return max(max_connections // 4, 1)
 
 
 def uvicorn_config(app: Starlette, settings: Settings) -> uvicorn.Config:
@@ -61,14 +64,13 @@ def uvicorn_config(app: Starlette, settings: Settings) -> uvicorn.Config:
     )
     config.settings = settings
     config.unfinished = 0  # bytes of messages whose end has not arrived, of all WebSockets
-    logging.getLogger("uvicorn.error").addFilter(is_news)
+    logging.getLogger("uvicorn.error").addFilter(is_no_client_mistake)
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it warns of forms that cannot be parsed
     return config
 
 
-def is_news(record: logging.LogRecord) -> bool:
-    """uvicorn logs each WebSocket that is refused with an HTTP response, and each request that cannot be parsed: the
-    client's mistakes."""
+def is_no_client_mistake(record: logging.LogRecord) -> bool:
+    """uvicorn logs each WebSocket that is refused with an HTTP response, and each request that cannot be parsed."""
     return record.msg not in (
         "ASGI callable returned without completing handshake.",
         "Invalid HTTP request received.",
@@ -90,11 +92,12 @@ class AcceptErrors:
             log.warning("new connections wait: %s: raise ulimit -n, or lower --max-connections", context["exception"])
 
 
-class Bounded(asyncio.BufferedProtocol):
+class BoundedProtocol(asyncio.BufferedProtocol):
     """Reads little at a time, as the parsers handle all of it at once: others get their turn in between.
 
     Aborts a connection whose client does not read: asyncio's close() would wait for it without a limit. Writing is
-    paused whenever something is unsent, so one timer, which runs only then, covers all of it.
+    paused whenever something is unsent, so one timer, which runs only then, covers all of it. A slow client may read
+    for longer than that before the system takes more.
     """
 
     buffer = None  # of a read
@@ -106,7 +109,7 @@ class Bounded(asyncio.BufferedProtocol):
         super().connection_made(transport)
 
     def get_buffer(self, sizehint: int) -> bytearray:
-        self.buffer = bytearray(self.most_at_once())
+        self.buffer = bytearray(self.read_size())
         return self.buffer
 
     def buffer_updated(self, size: int) -> None:
@@ -115,7 +118,25 @@ class Bounded(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.unread_timer = self.loop.call_later(self.config.settings.send_seconds, self.abort)
+        self.wait_for_client()
+
+    def wait_for_client(self) -> None:
+        unread = self.unread()
+        self.unread_timer = self.loop.call_later(self.config.settings.send_seconds, self.check_client, unread)
+
+    def check_client(self, before: int) -> None:
+        if self.transport.get_protocol() is not self:  # it is another one after an upgrade to a WebSocket
+            return
+        if self.unread() < before:
+            self.wait_for_client()
+        else:
+            log.warning("a client has not read for %g s: its connection was closed", self.config.settings.send_seconds)
+            self.transport.abort()
+
+    def unread(self) -> int:
+        """Bytes that the client's system has not received."""
+        in_socket = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        return self.transport.get_write_buffer_size() + int.from_bytes(in_socket, sys.byteorder)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -130,54 +151,49 @@ class Bounded(asyncio.BufferedProtocol):
             self.unread_timer.cancel()
             self.unread_timer = None
 
-    def abort(self) -> None:
-        if self.transport.get_protocol() is self:  # it is another one after an upgrade to a WebSocket
-            log.warning("a client has not read for %g s: its connection was closed", self.config.settings.send_seconds)
-            self.transport.abort()
-
 
 def without_upgrade(data: bytes) -> bytes:
-    """A head without an offer of anything but a WebSocket, as Java's client makes with each request (h2c): the parser
-    would take what follows, the body, for that protocol."""
+    """A request's head without its Upgrade headers, except to a WebSocket. Java's client offers h2c with each request,
+    and the parser would take the body that follows for that protocol."""
     head, end, rest = data.partition(b"\r\n\r\n")
     return OTHER_UPGRADE.sub(b"", head + end) + rest
 
 
-class TimedWebSocketProtocol(Bounded, WebSocketsSansIOProtocol):
-    """Also slows a client down that sends many frames, and gives one up that sends pings and reads no answers, or
-    messages without an end."""
+class TimedWebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
+    """Also slows down a client that sends many frames, and closes the connection of one that sends messages without an
+    end, or pings whose answers it does not read."""
 
     unfinished = 0  # bytes of a message whose end has not arrived
-    paid_until = -math.inf  # when the frames so far would have come at FRAMES_PER_SECOND
+    paid_until = -math.inf  # when the last frame would have come at FRAMES_PER_SECOND, as in a leaky bucket
     is_slowed = False
-    heartbeat = -math.inf  # when the client has last sent a ping, or a pong that nobody asked for
+    heartbeat = -math.inf  # when the client last sent a ping, or a pong that nobody asked for
 
-    def most_at_once(self) -> int:
+    def read_size(self) -> int:
         return FRAME_BYTES
 
     def data_received(self, data: bytes) -> None:
-        """The first data is the handshake: what is wrong with it, websockets leaves unsaid."""
+        """The first data is the handshake. If it is wrong, websockets sends no response."""
         super().data_received(data)
         if not self.handshake_initiated:
             self.transport.write(NO_HANDSHAKE)
             self.transport.close()
-        self.count(len(self.conn.reader.buffer) + (self.conn.current_size or 0))
-        if self.transport.get_write_buffer_size() > MAX_UNSENT or self.is_too_much():
+        self.set_unfinished(len(self.conn.reader.buffer) + (self.conn.current_size or 0))
+        if self.transport.get_write_buffer_size() > MAX_UNSENT or self.holds_too_much():
             log.warning("a WebSocket sends more than the server holds: its connection was closed")
             self.transport.abort()
 
-    def count(self, unfinished: int) -> None:
+    def set_unfinished(self, unfinished: int) -> None:
         self.config.unfinished += unfinished - self.unfinished
         self.unfinished = unfinished
 
-    def is_too_much(self) -> bool:
-        """Whether this message is large, and all of them together are more than the server holds."""
+    def holds_too_much(self) -> bool:
+        """Whether its unfinished message has too many fragments, or is large while all of them fill the memory."""
         if len(self.frames) > MAX_FRAGMENTS:
             return True
         return self.unfinished >= MAX_HEAD_BYTES and self.config.unfinished > self.config.settings.max_held
 
     def connection_lost(self, error) -> None:
-        self.count(0)
+        self.set_unfinished(0)
         super().connection_lost(error)
 
     def handle_events(self) -> None:
@@ -192,7 +208,7 @@ class TimedWebSocketProtocol(Bounded, WebSocketsSansIOProtocol):
 
     def end_slowing(self) -> None:
         self.is_slowed = False
-        self.read_on()
+        self.resume_reading()
 
     async def receive(self) -> dict:
         """As uvicorn's, but others get their turn before each message."""
@@ -200,10 +216,10 @@ class TimedWebSocketProtocol(Bounded, WebSocketsSansIOProtocol):
         message = await self.queue.get()
         if self.queue.empty():
             self.read_paused = False
-            self.read_on()
+            self.resume_reading()
         return message
 
-    def read_on(self) -> None:
+    def resume_reading(self) -> None:
         if not self.read_paused and not self.is_slowed:
             self.transport.resume_reading()
 
@@ -226,7 +242,7 @@ class TimedWebSocketProtocol(Bounded, WebSocketsSansIOProtocol):
         self.last_ping_rtt = 0.0
 
 
-class TimedHttpProtocol(Bounded, HttpToolsProtocol):
+class TimedHttpProtocol(BoundedProtocol, HttpToolsProtocol):
     """Also closes a connection on which the head of a request does not arrive in time, or is too long, and one with
     trailers or chunk extensions without an end, which uvicorn and its parser would take.
 
@@ -234,44 +250,44 @@ class TimedHttpProtocol(Bounded, HttpToolsProtocol):
     answer. uvicorn would keep any number of them, and no longer notice that the client of the running one has left.
     """
 
-    is_deaf = False
-    timer = None
+    ignores_input = False
+    head_timer = None
     bare_bytes = 0  # received since the last byte of a body: of a head, of trailers, of chunk extensions
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
-        self.heard = self.loop.time()
+        self.active_at = self.loop.time()
         if not self.make_room():
             transport.abort()
             return
-        self.watch()
+        self.update_head_timer()
 
     def make_room(self) -> bool:
-        """The connections that have waited longest for a request give way. Returns whether there is room for this."""
+        """Close the connections that have been idle for longest. Returns whether there is room for this one."""
         most = self.config.settings.max_connections
         if len(self.connections) <= most:
             return True
         open_ones = [other for other in self.connections if not other.transport.is_closing()]
-        waiting = [other for other in open_ones if isinstance(other, TimedHttpProtocol) and other.has_waited()]
-        waiting.sort(key=lambda other: other.heard)
-        giving_way = waiting[: len(open_ones) - most]
+        idle = [other for other in open_ones if isinstance(other, TimedHttpProtocol) and other.is_idle()]
+        idle.sort(key=lambda other: other.active_at)
+        giving_way = idle[: len(open_ones) - most]
         for other in giving_way:
             other.transport.close()
-        return len(open_ones) - len(giving_way) <= most + spare_connections(most)
+        return len(open_ones) - len(giving_way) <= most + connections_to_refuse(most)
 
-    def has_waited(self) -> bool:
-        return self.is_waiting() and self.loop.time() - self.heard > SECONDS_TO_BEGIN
+    def is_idle(self) -> bool:
+        return self.is_waiting() and self.loop.time() - self.active_at > SECONDS_TO_BEGIN
 
-    def most_at_once(self) -> int:
-        """Little of a body, whose chunks may have a byte each. What comes with a head is read if possible: what is left
-        unread when a connection is closed would reset it, and the client lose its answer."""
-        return HEAD_BYTES if self.is_deaf or self.is_waiting() else BODY_BYTES
+    def read_size(self) -> int:
+        """Little of a body, whose chunks may have a byte each. With a head, as much as possible: data that is unread
+        when the connection is closed would reset it, and the client would lose its answer."""
+        return HEAD_BYTES if self.ignores_input or self.is_waiting() else BODY_BYTES
 
-    def has_body(self) -> bool:
-        """Whether all of the present request has arrived."""
+    def has_whole_request(self) -> bool:
+        """Whether the body of the present request has arrived to its end."""
         return not self.cycle.more_body
 
-    def send_plain(self, is_over: bool = False) -> None:
+    def send_unchunked(self, is_over: bool = False) -> None:
         """Send a response without a length as HTTP/1.0 has it, which knows no chunks: it ends with the connection.
         uvicorn would send chunks."""
         self.cycle.chunked_encoding = False
@@ -287,10 +303,11 @@ class TimedHttpProtocol(Bounded, HttpToolsProtocol):
         self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        if self.is_deaf:
+        if self.ignores_input:
             return
-        is_head = self.is_waiting() and (self.cycle is None or self.has_body())  # not a body that nobody has read
-        self.heard = self.loop.time()
+        is_unread_body = self.cycle is not None and not self.has_whole_request()
+        is_head = self.is_waiting() and not is_unread_body
+        self.active_at = self.loop.time()
         self.bare_bytes += len(data)
         super().data_received(without_upgrade(data) if is_head else data)
         if self.bare_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -298,12 +315,12 @@ class TimedHttpProtocol(Bounded, HttpToolsProtocol):
                 self.send_400_response("The head of the request is too long.")
             else:
                 self.transport.abort()
-        self.watch()
+        self.update_head_timer()
 
     def on_message_begin(self) -> None:
         if self.cycle and not self.cycle.response_complete:
             self.cycle.keep_alive = False
-            self.is_deaf = True
+            self.ignores_input = True
             raise ValueError("pipelined")  # ends the parser
         super().on_message_begin()
 
@@ -322,34 +339,34 @@ class TimedHttpProtocol(Bounded, HttpToolsProtocol):
             self.cycle.more_body = False  # also of a body that nobody has read
 
     def on_response_complete(self) -> None:
-        self.heard = self.loop.time()
+        self.active_at = self.loop.time()
         super().on_response_complete()
 
     def send_400_response(self, message: str) -> None:
-        if not self.is_deaf:
+        if not self.ignores_input:
             super().send_400_response(message)
 
     def connection_lost(self, error) -> None:
         super().connection_lost(error)
-        self.stop()
+        self.stop_head_timer()
 
     def is_waiting(self) -> bool:
-        """For a head, or for the rest of it."""
+        """Whether it waits for a request's head, or for the rest of one."""
         is_open = self in self.connections and not self.transport.is_closing()  # not after an upgrade to a WebSocket
         return is_open and (self.cycle is None or self.cycle.response_complete)
 
-    def watch(self) -> None:
+    def update_head_timer(self) -> None:
         if not self.is_waiting():
-            self.stop()
-        elif self.timer is None:
-            self.timer = self.loop.call_later(self.config.settings.body_seconds, self.give_up)
+            self.stop_head_timer()
+        elif self.head_timer is None:
+            self.head_timer = self.loop.call_later(self.config.settings.body_seconds, self.close_if_waiting)
 
-    def stop(self) -> None:
-        if self.timer:
-            self.timer.cancel()
-            self.timer = None
+    def stop_head_timer(self) -> None:
+        if self.head_timer:
+            self.head_timer.cancel()
+            self.head_timer = None
 
-    def give_up(self) -> None:
-        self.timer = None
+    def close_if_waiting(self) -> None:
+        self.head_timer = None
         if self.is_waiting():
             self.transport.close()

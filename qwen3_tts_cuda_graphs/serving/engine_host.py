@@ -1,4 +1,4 @@
-"""A model with its engine and its voices, in the worker: what the server asks for becomes streams of the engine."""
+"""A model with its engine and its voices, in the worker: answers the server's calls with streams of the engine."""
 
 import base64
 import contextlib
@@ -14,14 +14,22 @@ import torch
 from qwen3_tts_cuda_graphs.common import checkpoints
 from qwen3_tts_cuda_graphs.common.audio_files import to_int16
 from qwen3_tts_cuda_graphs.common.loading import choose_device, load_upstream
-from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker, speaker_prompt
-from qwen3_tts_cuda_graphs.prompts.cut import USUAL_FRAMES_PER_TOKEN, cut_by_estimate, tokens_that_fit
+from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker, mix_embeddings, speaker_prompt
+from qwen3_tts_cuda_graphs.prompts.cut import (
+    MIN_FRAME_LIMIT,
+    USUAL_FRAMES_PER_TOKEN,
+    cut,
+    cut_by_estimate,
+    tokens_that_fit,
+)
+from qwen3_tts_cuda_graphs.prompts.lexicon import Lexicon
 from qwen3_tts_cuda_graphs.prompts.templates import tokenize
 from qwen3_tts_cuda_graphs.serving import memory
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, engine_failed, for_clients, log
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.engine import Engine
 from qwen3_tts_cuda_graphs.speech.listener import Listener, StreamTimeout
+from qwen3_tts_cuda_graphs.speech.long_text import frame_limit
 from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
 from qwen3_tts_cuda_graphs.speech.utterance import CutOff
 from qwen3_tts_cuda_graphs.speech.warm_up import some_voice
@@ -45,23 +53,21 @@ class EngineHost:
         self.config = checkpoints.read_config(spec["model"])
         self.clones = self.config["tts_model_type"] == "base"
         width = self.config["talker_config"]["hidden_size"]
-        self.files = {}
+        self.file_voices = {}  # name -> content of its speaker.pt
         for name, content in spec["speakers"].items():
-            self.files[name] = load_speaker(io.BytesIO(base64.b64decode(content)), width, f"{name}.pt")
-        self.kept = {}  # key -> prompt of a recording
-        self.wanted = set()  # ids of the calls that wait for a voice, or for the parts of a text
+            self.file_voices[name] = load_speaker(io.BytesIO(base64.b64decode(content)), width, f"{name}.pt")
+        self.prompts = {}  # key of a voice -> prompt of its recording
+        self.pending = set()  # ids of the calls that wait for a thread of `recordings` or `long_texts`
         dtype = spec["dtype"] and getattr(torch, spec["dtype"])
         self.tts = load_upstream(spec["model"], self.device, dtype)
         self.engine = None
         self.listeners = {}  # id of a call -> its Listener
-        self.is_draining = self.has_failed = False
-        self.stays = False  # the server ends this worker, SIGTERM does not
-        self.unfinished = set()  # ids of calls that have spoken a part of a text, and another part follows
+        self.has_failed = False
         self.recordings = ThreadPoolExecutor(RECORDING_THREADS, "recordings")
         self.long_texts = ThreadPoolExecutor(1, "long texts")
 
-    def begin(self, rows: int | None, models: int) -> None:
-        """Capture all graphs and speak once, so that the first client need not wait.
+    def begin(self, rows: int | None, models: int) -> dict:
+        """Capture all graphs and speak once, so that the first client need not wait. Returns what the server is told.
 
         rows: None for as many as fit beside those of the other `models` - 1 models
         """
@@ -77,6 +83,7 @@ class EngineHost:
         with contextlib.suppress(CutOff):
             for _ in self.engine.stream(self.method, text="Warm up.", max_new_tokens=5, **voice):
                 pass
+        return {"device": str(self.device), "rows": rows, "rate": self.engine.rate}
 
     def rows_that_fit(self, models: int) -> int:
         if self.device.type != "cuda":
@@ -87,10 +94,6 @@ class EngineHost:
         per_row = memory.bytes_per_row(self.config["talker_config"], self.spec["max_seq_len"], element_size)
         return memory.rows_that_fit(free, per_row, models)
 
-    def card(self) -> dict:
-        runner = self.tts.speech.runner
-        return {"device": str(self.device), "rows": runner.row_count, "rate": self.engine.rate}
-
     def close(self) -> None:
         if self.engine:
             self.engine.close()
@@ -98,53 +101,56 @@ class EngineHost:
             threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- What the server asks for, as messages.py lists it, in the reader's thread. Each call gets an answer, whatever
-    # is raised: a panic of a library in Rust is no Exception.
+    # is raised: a panic of a library in Rust is a BaseException.
 
-    def take(self, header: dict, payload: bytes) -> None:
+    def handle(self, header: dict, payload: bytes) -> None:
         try:
             getattr(self, f"on_{header['op']}")(header, payload)
         except BaseException as error:
             self.fail(header.get("id"), error)
 
-    def answer_in(self, threads: ThreadPoolExecutor, number: int, work: Callable[[], dict]) -> None:
-        """Have a call answered by one of these threads. work: returns the fields of the answer"""
-        self.wanted.add(number)
-        threads.submit(self.answer, number, work)
+    def answer_in(self, threads: ThreadPoolExecutor, call_id: int, work: Callable[[], dict]) -> None:
+        """Answer a call from one of these threads. work: returns the fields of the answer"""
+        self.pending.add(call_id)
+        threads.submit(self.answer, call_id, work)
 
-    def answer(self, number: int, work: Callable[[], dict]) -> None:
-        if number not in self.wanted:  # it was cancelled while it waited for its turn
+    def answer(self, call_id: int, work: Callable[[], dict]) -> None:
+        if call_id not in self.pending:  # it was cancelled while it waited for its turn
             return
         try:
-            self.connection.send(type="end", id=number, **work())
+            self.connection.send(type="end", id=call_id, **work())
         except BaseException as error:
-            self.fail(number, error)
-        self.wanted.discard(number)
+            self.fail(call_id, error)
+        self.pending.discard(call_id)
 
     def on_speak(self, header: dict, payload: bytes) -> None:
-        if self.is_draining and header["after"] is None:
-            raise ApiError("the engine is shutting down: try again in a moment", 503, code="shutting_down")
-        self.unfinished.discard(header["after"])
-        number, options = header["id"], header["options"]
-        put = functools.partial(self.put, number, options["max_new_tokens"], header["is_last"])
+        call_id, options = header["id"], header["options"]
         arguments = self.voice_arguments(header["voice"], payload)
-        is_cut = header["text"] is None and options["max_new_tokens"] is None
-        most = self.tokens_that_fit(arguments) if is_cut else math.inf
-        listener = self.listeners[number] = Listener(self.engine, put, max_text_tokens=most)
+        must_fit = header["text"] is None and options["max_new_tokens"] is None
+        max_tokens = self.tokens_that_fit(arguments, header["limit_speech"]) if must_fit else math.inf
+        put = functools.partial(self.put, header)
+        listener = self.listeners[call_id] = Listener(self.engine, put, max_text_tokens=max_tokens)
         listener.ask(self.method, header["text"], header["seed"], options | arguments)
 
     def voice_arguments(self, voice: dict, payload: bytes) -> dict:
         """The arguments of upstream's method for this voice."""
         if not self.clones:
             return voice
-        if "file" in voice:
-            return {"voice_clone_prompt": self.files[voice["file"]]}
-        if "key" in voice:
-            if voice["key"] not in self.kept:
-                raise ApiError("this voice was removed meanwhile: choose another one", 404, "voice", "unknown_voice")
-            return {"voice_clone_prompt": self.kept[voice["key"]]}
+        if "mix" in voice:
+            voices, shares = zip(*voice["mix"])
+            return {"voice_clone_prompt": mix_embeddings([*map(self.stored_voice, voices)], shares)}
+        if voice:
+            return {"voice_clone_prompt": self.stored_voice(voice)}
         embedding = torch.frombuffer(bytearray(payload), dtype=torch.float32)
         self.check_embedding("speaker_embedding", embedding)
         return {"voice_clone_prompt": speaker_prompt(embedding)}
+
+    def stored_voice(self, voice: dict) -> dict | list:
+        if "file" in voice:
+            return self.file_voices[voice["file"]]
+        if voice["key"] not in self.prompts:
+            raise ApiError("this voice was removed meanwhile: choose another one", 404, "voice", "unknown_voice")
+        return self.prompts[voice["key"]]
 
     def check_embedding(self, name: str, embedding: torch.Tensor) -> None:
         if not embedding.to(self.tts.model.talker.dtype).isfinite().all():
@@ -159,12 +165,8 @@ class EngineHost:
             listener.read(header["chunks"])
 
     def on_cancel(self, header: dict, payload: bytes) -> None:
-        for ids in (self.wanted, self.unfinished):
-            ids.discard(header["id"])
+        self.pending.discard(header["id"])
         self.cancel(header["id"])
-
-    def on_stay(self, header: dict, payload: bytes) -> None:
-        self.stays, self.is_draining = True, False
 
     def on_voice(self, header: dict, payload: bytes) -> None:
         samples = np.frombuffer(bytearray(payload), np.float32)  # writable
@@ -173,10 +175,10 @@ class EngineHost:
     def make_voice(self, header: dict, samples: np.ndarray) -> dict:
         prompt = clone_prompt(self.tts, samples, header["rate"], header["ref_text"])
         self.check_embedding(header["name"], prompt[0].ref_spk_embedding)
-        self.kept[header["key"]] = prompt
-        size = sum(map(voice_bytes, [*self.kept.values()]))
-        if header["id"] not in self.wanted or size > MAX_VOICE_BYTES:  # it was cancelled meanwhile, or is too much
-            self.kept.pop(header["key"], None)
+        self.prompts[header["key"]] = prompt
+        size = sum(map(voice_bytes, [*self.prompts.values()]))
+        if header["id"] not in self.pending or size > MAX_VOICE_BYTES:  # it was cancelled meanwhile, or is too much
+            self.prompts.pop(header["key"], None)
         if size > MAX_VOICE_BYTES:
             problem = f"the voices in use take {size >> 20} MB, too much: remove some, or use shorter recordings"
             raise ApiError(problem, 503, header["name"], "out_of_memory")
@@ -184,7 +186,7 @@ class EngineHost:
 
     def on_forget(self, header: dict, payload: bytes) -> None:
         for key in header["keys"]:
-            self.kept.pop(key, None)
+            self.prompts.pop(key, None)
 
     def on_count(self, header: dict, payload: bytes) -> None:
         self.connection.send(type="end", id=header["id"], tokens=self.count_tokens(header["text"]))
@@ -193,62 +195,87 @@ class EngineHost:
         return len(tokenize(self.tts, text))
 
     def on_split(self, header: dict, payload: bytes) -> None:
-        """A text that is too long for one utterance, in parts. Few are, and one utterance sounds best."""
+        """Cut texts that are too long for one utterance into parts. Few are, and one utterance sounds best."""
         self.answer_in(self.long_texts, header["id"], lambda: self.split(header, payload))
 
     def split(self, header: dict, payload: bytes) -> dict:
-        most = self.tokens_that_fit(self.voice_arguments(header["voice"], payload))
-        return {"texts": cut_by_estimate(header["text"], most, self.count_tokens, header["language"])}
+        texts, language, say = header["texts"], header["language"], Lexicon(header["lexicon"]).replace
+        max_tokens = self.tokens_that_fit(self.voice_arguments(header["voice"], payload), header["leaves_room"])
+        if header["leaves_room"]:  # as stream_script cuts them
+            return {"texts": [cut(text.splitlines(), max_tokens, self.count_tokens, language, say) for text in texts]}
 
-    def tokens_that_fit(self, voice: dict) -> int:
+        def count_said(text: str) -> int:
+            return self.count_tokens(say(text))
+
+        return {"texts": [cut_by_estimate(text, max_tokens, count_said, language) for text in texts]}
+
+    def tokens_that_fit(self, voice: dict, leaves_room: bool) -> int:
+        """leaves_room: whether speech of any length up to limit_speech must fit, not only usual speech"""
+        if leaves_room:
+            return tokens_that_fit(self.spec["max_seq_len"], voice)
         return tokens_that_fit(self.spec["max_seq_len"], voice, USUAL_FRAMES_PER_TOKEN, self.count_tokens)
 
-    # ---- What it gets, from any thread
+    # ---- What the server gets, from any thread
 
-    def put(self, number: int, max_new_tokens: int | None, is_last: bool, item) -> None:
-        """Audio of a stream, its end, or an error.
-
-        max_new_tokens: what the client asked for. A speech that ends there is complete.
-        is_last: whether no other part of the same text follows
-        """
-        listener = self.listeners.get(number)
+    def put(self, header: dict, item) -> None:
+        """Send audio of a stream, its end, or an error. header: of the call"""
+        call_id = header["id"]
+        listener = self.listeners.get(call_id)
         if listener is None:
             return
+        if isinstance(item, BaseException):
+            self.fail(call_id, item)
+            return
         if isinstance(item, np.ndarray):
-            self.connection.add(to_int16(item).tobytes(), type="audio", id=number)
-        elif isinstance(item, BaseException):
-            self.fail(number, item)
+            surplus = self.frames_beyond_limit(header, listener)
+            if surplus:
+                item = item[: len(item) - surplus * self.tts.model.speech_tokenizer.get_decode_upsample_rate()]
+            if len(item):
+                self.connection.add(to_int16(item).tobytes(), type="audio", id=call_id)
+            if surplus:
+                self.end(header, listener, was_stopped=True)
         else:
-            try:
-                if listener.max_frames + 1 != max_new_tokens:
-                    listener.warn_if_cut_off(is_error=True)
-            except CutOff as error:
-                self.fail(number, error)
-                return
-            if not is_last:
-                self.unfinished.add(number)
-            read = listener.characters_read()
-            if read == 0:
-                problem = (
-                    "the speech has ended before its text began: ref_text says more than the recording, correct it"
-                )
-                self.fail(number, ApiError(problem, param="ref_text", code="cut_off"))
-                return
-            self.connection.add(type="end", id=number, characters_read=read)
-            self.cancel(number)
+            self.end(header, listener)
 
-    def fail(self, number: int, error: BaseException) -> None:
+    def frames_beyond_limit(self, header: dict, listener: Listener) -> int:
+        """How many frames beyond limit_speech have been delivered. For a text that still arrives the limit grows."""
+        if not header["limit_speech"] or listener.delivered <= MIN_FRAME_LIMIT:
+            return 0
+        text = listener.arriving.text if header["text"] is None else header["text"]
+        return max(0, listener.delivered - frame_limit(self.count_tokens(text)))
+
+    def end(self, header: dict, listener: Listener, was_stopped: bool = False) -> None:
+        """was_stopped: by limit_speech. With it, speech that fills the cache counts as stopped, not as failed."""
+        call_id = header["id"]
+        is_wanted_length = listener.max_frames + 1 == header["options"]["max_new_tokens"]
+        is_cut_off = listener.was_cut_off and not is_wanted_length
+        if is_cut_off and not header["limit_speech"]:
+            try:
+                listener.warn_if_cut_off(is_error=True)
+            except CutOff as error:
+                self.fail(call_id, error)
+                return
+        read = listener.characters_read()
+        if read == 0:
+            problem = "the speech has ended before its text began: ref_text says more than the recording, correct it"
+            self.fail(call_id, ApiError(problem, param="ref_text", code="cut_off"))
+            return
+        stopped = {"stopped": True} if was_stopped or is_cut_off else {}
+        self.connection.add(type="end", id=call_id, characters_read=read, **stopped)
+        self.cancel(call_id)
+
+    def fail(self, call_id: int, error: BaseException) -> None:
         if not self.engine.is_running or is_fatal(error):
             if not self.has_failed:  # once, not for each listener
                 log.error("the engine cannot go on", exc_info=error)
             self.has_failed = True
             self.stop(f"{type(error).__name__}: {error}")
             error = engine_failed()
-        self.connection.send(type="error", id=number, error=vars(as_told(error)))
-        self.cancel(number)
+        self.connection.send(type="error", id=call_id, error=vars(for_client(error)))
+        self.cancel(call_id)
 
-    def cancel(self, number: int) -> None:
-        if listener := self.listeners.pop(number, None):
+    def cancel(self, call_id: int) -> None:
+        if listener := self.listeners.pop(call_id, None):
             listener.cancel()
 
     def look_after_engine(self) -> None:
@@ -270,7 +297,7 @@ def is_fatal(error: BaseException) -> bool:
     return isinstance(error, MegakernelStopped) or "CUDA error" in str(error)
 
 
-def as_told(error: BaseException) -> ApiError:
+def for_client(error: BaseException) -> ApiError:
     """What a client is told about the engine's errors."""
     if isinstance(error, CutOff):
         return ApiError(for_clients(str(error)), code="cut_off")

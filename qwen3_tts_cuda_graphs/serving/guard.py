@@ -1,4 +1,4 @@
-"""What stands before every route: the key, the host, the origin of web pages, the size and the number of requests.
+"""The middleware before every route: checks the key, the host, the origin of web pages, and limits what requests take.
 
 Plain ASGI rather than BaseHTTPMiddleware, which would put a queue between the speech and the client.
 """
@@ -18,9 +18,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.page import page_response
 from qwen3_tts_cuda_graphs.serving.settings import Settings
+from qwen3_tts_cuda_graphs.serving.signed_addresses import PATH, is_address, is_signed
 
 OPEN_TO_ALL = "/health", "/livez", "/docs", "/page.css", "/page.js"
 LISTS = {"/v1/models", "/v1/audio/models", "/v1/audio/voices", "/v1/test"}
+BROWSERS = "Mozilla/", "AppleCoreMedia/"  # how the User-Agent of every browser begins, and of Safari's player
 SUBPROTOCOL = "speech"  # of WebSockets that send their key as a second subprotocol, "bearer." + base64url(KEY)
 
 
@@ -29,7 +31,7 @@ class Guard:
         self.app = app
         self.settings = settings
         self.key = settings.api_key and settings.api_key.strip().encode()  # as `key_of` reads it
-        self.is_known = lru_cache(maxsize=256)(self.is_known)  # most requests name the same host
+        self.is_our_host = lru_cache(maxsize=256)(self.is_our_host)  # most requests name the same host
         self.open = 0  # requests and WebSockets
         self.held = 0  # bytes of what they have sent, and of whole files that are sent to them
 
@@ -45,19 +47,20 @@ class Guard:
             await self.refusal(scope, error)(scope, receive, send)
             return
         self.open += 1
-        received = scope["received"] = Received(self, receive)
+        memory = scope["memory"] = Memory(self, receive)
         try:
-            await self.app(scope, received.http if scope["type"] == "http" else received.websocket, send)
+            await self.app(scope, memory.receive_http if scope["type"] == "http" else memory.receive_websocket, send)
         finally:
             self.open -= 1
-            self.held -= received.size
+            self.held -= memory.size
 
     def check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         if scope["path"] not in OPEN_TO_ALL:
             self.check_host(headers)
-            self.check_origin(headers)
-            self.check_key(scope, headers)
+            if not is_signed(scope, self.settings):
+                self.check_origin(scope, headers)
+                self.check_key(scope, headers)
             connection = connection_of(scope)
             others = len(connection.connections) - 1 if connection else self.open
             if others >= self.settings.max_connections:
@@ -67,9 +70,9 @@ class Guard:
             raise self.too_large()
 
     def check_host(self, headers: Headers) -> None:
-        """A web page whose host's name is made to lead to this machine (DNS rebinding) would count as our own page."""
+        """Against DNS rebinding: a web page whose host's name is made to lead here would count as our own page."""
         host = headers.get("host", "localhost")
-        if (self.settings.only_this_machine or self.settings.hosts) and not self.is_known(host):
+        if (self.settings.only_this_machine or self.settings.hosts) and not self.is_our_host(host):
             other = " or --api-key" if self.settings.only_this_machine and not self.settings.hosts else ""
             raise ApiError(
                 f"the host is {host[:100]!r}, by which this server is not known: ask localhost, or start it with "
@@ -78,7 +81,7 @@ class Guard:
                 code="host",
             )
 
-    def is_known(self, host: str) -> bool:
+    def is_our_host(self, host: str) -> bool:
         """Whether a Host header names this machine, with any port: localhost, a loopback address or an allowed name."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
@@ -86,9 +89,9 @@ class Guard:
         except ValueError:
             return False
 
-    def check_origin(self, headers: Headers) -> None:
+    def check_origin(self, scope: Scope, headers: Headers) -> None:
         """Browsers let any web page send requests to this server and open WebSockets, so look where it came from."""
-        origin = headers.get("origin")
+        origin = origin_of_page(headers) if is_address(scope) else headers.get("origin")
         if origin is None or origin in self.settings.cors_origins or "*" in self.settings.cors_origins:
             return
         try:
@@ -96,9 +99,10 @@ class Guard:
         except ValueError:
             is_own_page = False
         if not is_own_page:
+            signed = f", or ask POST {PATH}/url for an address" if is_address(scope) else ""
             raise ApiError(
                 f"web pages of {origin[:100]!r} may not use this server: start it with --cors-origin, or let the "
-                "proxy in front of it keep the Host header",
+                f"proxy in front of it keep the Host header{signed}",
                 403,
                 code="origin",
             )
@@ -130,38 +134,41 @@ class Guard:
         )
 
 
-class Received:
-    """What a client sends, counted while it arrives: a body may have no Content-Length. Its answer counts, too, where
-    it is sent as a whole."""
+class Memory:
+    """What one request or WebSocket holds in memory, limited together with all others by max_held.
+
+    What its client sends is counted while it arrives, as a body may have no Content-Length. An answer that is sent as a
+    whole counts, too.
+    """
 
     def __init__(self, guard: Guard, receive: Receive):
         self.guard = guard
         self.receive = receive
         self.size = 0
-        self.kept = 0  # bytes of a WebSocket's earlier messages
+        self.kept = 0  # bytes of earlier messages that a WebSocket's session still has
 
-    async def http(self) -> Message:
+    async def receive_http(self) -> Message:
         message = await self.receive()
         if arrived := len(message.get("body", b"")):
-            self.hold_more(arrived)
+            self.add(arrived)
             if self.size > self.guard.settings.max_body:
                 raise self.guard.too_large()
         return message
 
-    async def websocket(self) -> Message:
+    async def receive_websocket(self) -> Message:
         message = await self.receive()
-        self.hold(self.kept + len(message.get("text") or ""))
+        self.resize(self.kept + len(message.get("text") or ""))
         return message
 
     def keep(self, size: int) -> None:
-        """What a WebSocket's session still has of its messages."""
+        """size: of what a WebSocket's session still has of its messages"""
         self.kept = size
-        self.hold(size)
+        self.resize(size)
 
-    def hold_more(self, size: int) -> None:
-        self.hold(self.size + size)
+    def add(self, size: int) -> None:
+        self.resize(self.size + size)
 
-    def hold(self, size: int) -> None:
+    def resize(self, size: int) -> None:
         guard = self.guard
         if size > self.size and guard.held + size - self.size > guard.settings.max_held:
             raise ApiError("the server holds too many large requests: try again later", 503, code="too_many")
@@ -187,6 +194,20 @@ def with_request_id(scope: Scope, send: Send) -> Send:
         await send(message)
 
     return send_with_id
+
+
+def origin_of_page(headers: Headers) -> str | None:
+    """The origin of the web page that loads an address; None if no page does, or our own.
+
+    Browsers send no Origin with what a tag like <audio> loads. A page can have them send no Referer, but not change it.
+    They send Sec-Fetch-Site only to https and to this machine.
+    """
+    site = headers.get("sec-fetch-site")
+    is_browser = site is not None or headers.get("user-agent", "").startswith(BROWSERS)
+    if "origin" in headers or not is_browser or site in ("same-origin", "none"):
+        return headers.get("origin")
+    scheme, _, rest = headers.get("referer", "").partition("://")
+    return f"{scheme}://{rest.partition('/')[0]}" if rest else "null"
 
 
 def key_of(authorization: str) -> bytes:

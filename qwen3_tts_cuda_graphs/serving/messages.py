@@ -3,19 +3,19 @@
     4 bytes: length of the header | 4 bytes: length of the payload | header | payload
 
     server -> worker                                        worker -> server
-    load      the model; voices from files come with it     loaded    the weights are there
-    begin     with how many rows                            ready     device, rows, sample rate
-    speak     a text, or its first words, in a voice        audio     samples as int16
-    text      more of it; null: there is no more            end       of a call: all of it was sent
-    read      so many chunks have been read                 error     of a call: as a client is told
-    voice     keep the voice of a recording                 beat      it is alive; its memory
-    forget    voices that were removed                      draining  it was sent SIGTERM
-    count     the tokens of a text                          stopped   why it ends itself
-    split     a text into parts that fit into a row
+    wake      to a spare: the GPU may be used               imported  its imports are done
+    load      the model, with voices from files             loaded    the weights are there
+    begin     capture the graphs for so many rows           ready     device, rows, sample rate
+    speak     a text in a voice; null: it still arrives     audio     samples as int16
+    text      a piece of an arriving text; null: its end    end       of a call: nothing more follows
+    read      the client has read so many chunks            error     of a call: an ApiError for the client
+    voice     make a voice from a recording, and keep it    beat      it is alive
+    forget    delete voices                                 draining  it was sent SIGTERM
+    count     how many tokens a text has                    stopped   why it ends itself
+    split     cut texts into parts that fit into a row
     cancel    nobody listens any more
-    stay      the server drains: go on, whoever sends SIGTERM
 
-Everything but `load`, `begin`, `forget` and `stay` has the `id` of its call, and so has what answers it.
+Everything but `wake`, `load`, `begin` and `forget` has the `id` of its call, and so has what answers it.
 """
 
 import json
@@ -23,7 +23,7 @@ import struct
 from collections.abc import Iterator
 
 LENGTHS = struct.Struct("<II")
-MAX_BYTES = 1 << 28  # of a part; the largest is a recording of a client
+MAX_BYTES = 1 << 28  # of a header or payload; the largest is a client's recording
 
 Message = tuple[dict, bytes]
 
@@ -43,13 +43,13 @@ class Unpacker:
         self.data += data
         start = 0
         while len(self.data) - start >= LENGTHS.size:
-            head, payload = LENGTHS.unpack_from(self.data, start)
-            if max(head, payload) > MAX_BYTES:
-                raise ValueError(f"a message of {head} + {payload} bytes")
-            middle = start + LENGTHS.size + head
-            if len(self.data) < middle + payload:
+            header_size, payload_size = LENGTHS.unpack_from(self.data, start)
+            if max(header_size, payload_size) > MAX_BYTES:
+                raise ValueError(f"a message of {header_size} + {payload_size} bytes")
+            middle = start + LENGTHS.size + header_size
+            if len(self.data) < middle + payload_size:
                 break
             header = json.loads(self.data[start + LENGTHS.size : middle])
-            start = middle + payload
+            start = middle + payload_size
             yield header, bytes(self.data[middle:start])
         del self.data[:start]

@@ -11,7 +11,7 @@ FRAME_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.008, 0.012, 0.02, 0.03, 0.05, 0.0
 
 
 class Metrics:
-    """A registry of its own, so that several servers fit into one process."""
+    """They have a registry of their own, so that several servers fit into one process."""
 
     def __init__(self, models: list):
         """models: serving.model.Model"""
@@ -28,13 +28,14 @@ class Metrics:
             Histogram, "frame_seconds", "Time per frame of a stream after the first", buckets=FRAME_BUCKETS
         )
         self.underruns = add(Counter, "underruns", "Chunks later than a player that began with the first one needed")
+        self.stopped = add(Counter, "stopped", "Utterances that limit_speech has stopped")
         self.audio = add(Counter, "audio_seconds", "Audio made")
 
         def total(name, text, value) -> None:
             add(Gauge, name, text).set_function(lambda: sum(map(value, models)))
 
-        total("streams_active", "Streams that share the GPU", attrgetter("active"))
-        total("streams_waiting", "Requests that wait for a place", attrgetter("waiting"))
+        total("streams_active", "Streams that share the GPU", attrgetter("engine.active"))
+        total("streams_waiting", "Requests that wait for a place", attrgetter("engine.waiting"))
         total("worker_restarts", "Workers started in place of one that had ended", attrgetter("engine.restarts"))
         total("worker_memory_bytes", "Resident memory of the workers", attrgetter("engine.memory"))
         add(Gauge, "tasks", "Tasks of the event loop").set_function(lambda: len(asyncio.all_tasks()))

@@ -4,26 +4,30 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from qwen3_tts_cuda_graphs.common import checkpoints
+from qwen3_tts_cuda_graphs.common.mixes import normalized_weights, read_mix
 from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess
-from qwen3_tts_cuda_graphs.serving.errors import ApiError
+from qwen3_tts_cuda_graphs.serving.errors import ApiError, mistakes_in
 from qwen3_tts_cuda_graphs.serving.requests import Style
 
-# Names that OpenAI's clients send, whatever the server has.
-# And `default`, which programs send to servers that are not OpenAI's.
+# Names that OpenAI's clients send, whatever the server has; `default` is what some send to other servers.
 OPENAI_VOICES = "alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse default".split()
 DESIGNED_VOICES = {"narrator": "a warm and clear narrator"}  # for a VoiceDesign model without `instructions`
 MAX_PARTS = 10  # of a path in a model's name
+MAX_MIXED = 8  # voices in a mix
 NUMBERS = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")
 
 
-def wanted_voice(name: str | None) -> str:
-    """A voice as it is looked up. None stands for any, as OpenAI's names do."""
+def normalized(name: str | None) -> str:
+    """The name of a voice as it is looked up. Without one, any voice is meant, as with OpenAI's names."""
     return (name or OPENAI_VOICES[0]).strip().lower()
 
 
 def named_models(models: Iterable[str]) -> dict[str, str]:
-    """The name that clients use -> folder, hub id or short name. A model may be given as name=folder. Folders of the
-    same name get as much of their path as tells them apart: upstream's finetuning calls all of them the same."""
+    """The name that clients use -> folder, hub id or short name.
+
+    A model may be given as name=folder. Folders of the same name get as much of their path as tells them apart:
+    upstream's finetuning calls all of them the same.
+    """
     models = [checkpoints.split_name(model) for model in models]
     names = [name or checkpoints.display_name(model) for name, model in models]
     for depth in range(2, MAX_PARTS):
@@ -38,12 +42,12 @@ def named_models(models: Iterable[str]) -> dict[str, str]:
 
 
 class Model:
-    def __init__(self, id: str, name: str, engine: EngineProcess, speakers: Iterable[str] = ()):
-        """id: what clients call it; name: folder, hub id or short name; speakers: of voices from --speaker files"""
+    def __init__(self, id: str, source: str, engine: EngineProcess, file_voices: Iterable[str] = ()):
+        """id: what clients call it; source: folder, hub id or short name; file_voices: names from --speaker files"""
         self.id = id
-        self.name = name
+        self.source = source
         self.engine = engine
-        self.config = checkpoints.read_config(name)
+        self.config = checkpoints.read_config(source)
         self.kind = self.config["tts_model_type"]
         self.clones = self.kind == "base"
         is_small = self.kind == "custom_voice" and self.config.get("tts_model_size") == "0b6"
@@ -56,28 +60,20 @@ class Model:
             self.presets = sorted(map(str.lower, self.config["talker_config"]["spk_id"]))
         if self.kind == "voice_design":
             self.presets = list(DESIGNED_VOICES)
-        self.speakers = list(speakers)
-        self.in_flight = 0  # utterances that have a place or wait for one
+        self.file_voices = list(file_voices)
 
     def is_named(self, name: str) -> bool:
-        known = {self.id, self.name, checkpoints.hub_name(self.name), checkpoints.hub_name(self.name).split("/")[-1]}
+        hub_name = checkpoints.hub_name(self.source)
+        known = {self.id, self.source, hub_name, hub_name.split("/")[-1]}
         return name.strip().lower() in {name.lower() for name in known}
-
-    @property
-    def active(self) -> int:
-        return min(self.in_flight, self.engine.rows or 0)
-
-    @property
-    def waiting(self) -> int:
-        return self.in_flight - self.active
 
     # ---- Voices; `registered` are the names of those in the folder, oldest first
 
     def voice_names(self, registered: Iterable[str]) -> list[str]:
-        return [*self.presets, *self.speakers, *(registered if self.clones else ())]
+        return [*self.presets, *self.file_voices, *(registered if self.clones else ())]
 
     def can_do(self, style: Style, registered: Iterable[str]) -> bool:
-        """Whether it has the voice, and takes what else describes it. For a request that names no model."""
+        """Whether it can speak in the voice and the style of a request that names no model."""
         if style.has_reference:
             return self.clones
         if style.instructions and not self.takes_instructions:
@@ -85,17 +81,21 @@ class Model:
         return self.knows_voice(style.voice, registered)
 
     def knows_voice(self, name: str | None, registered: Iterable[str]) -> bool:
-        """Whether it can speak in a voice of this name, or in one that stands in for it."""
-        stands_for_any = wanted_voice(name) in OPENAI_VOICES
-        return bool(self.voice_names(registered)) if stands_for_any else self.has_voice(name, registered)
+        """Whether it can speak in a voice of this name, in one that stands in for it, or in a mix of such voices."""
+        mixed = [one for one, _ in read_mix(name or "")] if self.clones else []
+        return all(self.knows_single_voice(one, registered) for one in mixed or [name])
+
+    def knows_single_voice(self, name: str | None, registered: Iterable[str]) -> bool:
+        is_any = normalized(name) in OPENAI_VOICES
+        return bool(self.voice_names(registered)) if is_any else self.has_voice(name, registered)
 
     def has_voice(self, name: str | None, registered: Iterable[str] = ()) -> bool:
-        """By this very name. Another one may stand in for OpenAI's."""
-        return wanted_voice(name) in self.voice_names(registered)
+        """Whether it has a voice of this very name, not one that stands in for OpenAI's."""
+        return normalized(name) in self.voice_names(registered)
 
     def resolve_voice(self, name: str | None, registered: Iterable[str]) -> str:
         """The voice for a name. Without one, and for OpenAI's names, one that exists, the same each time."""
-        wanted = wanted_voice(name)
+        wanted = normalized(name)
         names = self.voice_names(registered)
         if wanted in names:
             return wanted
@@ -104,6 +104,21 @@ class Model:
         if wanted in OPENAI_VOICES and names:
             return names[0]  # the oldest: it stays the same when voices are added
         raise unknown_voice(name, names)
+
+    def resolve_mix(self, name: str | None, registered: Iterable[str]) -> list[tuple[str, float]]:
+        """The voices that are mixed, and their shares. Empty for a single voice."""
+        mix = [] if self.has_voice(name, registered) else read_mix(name or "")
+        if not mix:
+            return []
+        if not self.clones:
+            problem = f"the voice {name[:80]!r} is a mix of embeddings, not for {checkpoints.KINDS[self.kind]}"
+            raise ApiError(f"{problem}: choose one of its voices", param="voice")
+        with mistakes_in("voice"):
+            if len(mix) > MAX_MIXED:
+                raise ValueError(f"the voice {name[:80]!r} is a mix of {len(mix)}: give at most {MAX_MIXED}")
+            names, weights = zip(*mix)
+            shares = normalized_weights(weights, len(names))
+        return [(self.resolve_voice(one, registered), share) for one, share in zip(names, shares)]
 
     # ---- Checks
 
@@ -129,7 +144,8 @@ class Model:
         if style.ref_audio is None:
             check_no_reference(style)
         if not style.has_reference:
-            self.resolve_voice(style.voice, registered)
+            if not self.resolve_mix(style.voice, registered):
+                self.resolve_voice(style.voice, registered)
             return
         self.check_cloning("ref_audio" if style.ref_audio is not None else "speaker_embedding")
         has_text = bool(style.ref_text and style.ref_text.strip())
@@ -165,7 +181,9 @@ class Model:
 
 def unknown_voice(name: str | None, names: Sequence[str]) -> ApiError:
     if names:
-        problem = f"there is no voice {name!r}: choose {checkpoints.nearest(wanted_voice(name), names)}"
+        problem = f"there is no voice {name!r}: choose {checkpoints.nearest(normalized(name), names)}"
+        if ":" in (name or ""):
+            problem += "; a mix is written as aiden:0.7,vivian:0.3"
     else:
         problem = (
             "this model clones voices and none is registered: POST a recording to /v1/audio/voices, or send "

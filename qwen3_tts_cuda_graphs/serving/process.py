@@ -16,6 +16,7 @@ from qwen3_tts_cuda_graphs.serving.errors import log_to_stderr
 from qwen3_tts_cuda_graphs.serving.server import create_app
 from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import MAX_PENDING, Settings
+from qwen3_tts_cuda_graphs.serving.spare import Spare
 
 # A full garbage collection takes 0.1 s with 1,000 WebSockets, so Python's own is off. `on_tick` runs one after this
 # many collections of younger objects.
@@ -24,15 +25,15 @@ COLLECTIONS_WHILE_SPEAKING = 1000
 NEVER = 2**30
 
 
-def serve(args: argparse.Namespace, settings: Settings, listening: socket.socket) -> None:
-    """Serve until a signal comes. `args` are the options of serving/options.py."""
+def serve(args: argparse.Namespace, settings: Settings, listening: socket.socket, spare: Spare) -> None:
+    """Serve until a signal comes. `args` are the options of serving/server_options.py."""
     log_to_stderr()
-    speech = Service(args.model, args.device, args.dtype, settings, read_speakers(args.speaker))
+    service = Service(args.model, args.device, args.dtype, settings, read_speakers(args.speaker), spare=spare)
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # wildcards: print an address that a client can use
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     print(f"listening on {address}, loading {', '.join(args.model)}", flush=True)
-    server = Server(speech, address)
+    server = Server(service, address)
     server.run(sockets=[listening])
     if server.failure:
         raise server.failure
@@ -41,10 +42,10 @@ def serve(args: argparse.Namespace, settings: Settings, listening: socket.socket
 class Server(uvicorn.Server):
     """uvicorn with workers. SIGTERM first drains: new requests get 503 until the streams in flight have ended."""
 
-    def __init__(self, speech: Service, address: str | None = None):
-        """address: for the greeting; without it, `speech` has been started and is closed by others"""
-        super().__init__(uvicorn_config(create_app(speech), speech.settings))
-        self.speech = speech
+    def __init__(self, service: Service, address: str | None = None):
+        """address: for the greeting; without it, `service` has been started and is closed by others"""
+        super().__init__(uvicorn_config(create_app(service), service.settings))
+        self.service = service
         self.address = address
         self.starting = None  # a task
         self.failure = None  # why a model could not be loaded, or the exit status after an engine was given up
@@ -61,14 +62,14 @@ class Server(uvicorn.Server):
     async def start(self) -> None:
         """Beside the server, so that /health can be asked meanwhile."""
         try:
-            await self.speech.start()
+            await self.service.start()
         except Exception as error:
             self.failure = error
             self.should_exit = True
         else:
             gc.freeze()  # all that is loaded stays
             gc.set_threshold(*gc.get_threshold()[:2], NEVER)  # on_tick does it
-            print(greeting(self.speech, self.address), flush=True)
+            print(greeting(self.service, self.address), flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
@@ -76,43 +77,42 @@ class Server(uvicorn.Server):
             self.starting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self.starting
-            await self.speech.close()
+            await self.service.close()
 
     def handle_exit(self, sig: int, frame) -> None:
-        if self.speech.is_draining or sig == signal.SIGINT:
+        if self.service.is_draining or sig == signal.SIGINT:
             self.should_exit = True  # the second signal, or Ctrl-C
             return
         self.drain()
 
     def drain(self) -> None:
-        self.speech.is_draining = True
-        self.drain_until = time.monotonic() + self.speech.settings.drain_seconds
-        streams = self.speech.in_flight
+        self.service.is_draining = True
+        self.drain_until = time.monotonic() + self.service.settings.drain_seconds
+        for model in self.service.models:
+            model.engine.speak_to_the_end()
+        streams = self.service.in_flight
         print(f"shutting down{f' when {streams} streams have ended' if streams else ''}", file=sys.stderr, flush=True)
 
     async def on_tick(self, counter: int) -> bool:
-        if self.drain_until:
-            for model in self.speech.models:
-                model.engine.stay()
-        elif self.speech.settings.exit_when_failed and not self.failure and self.speech.has_given_up:
+        if self.service.settings.exit_when_failed and not self.drain_until and self.service.has_given_up:
             self.failure = SystemExit(1)  # the log says why
             self.drain()
-        is_done = not self.speech.in_flight and not self.speech.responses
+        is_done = not self.service.in_flight and not self.service.responses
         if self.drain_until and (is_done or time.monotonic() > self.drain_until):
             self.should_exit = True
-        if gc.get_count()[2] > (COLLECTIONS_WHILE_SPEAKING if self.speech.in_flight else COLLECTIONS):
+        if gc.get_count()[2] > (COLLECTIONS_WHILE_SPEAKING if self.service.in_flight else COLLECTIONS):
             gc.collect()
         return await super().on_tick(counter)
 
 
-def greeting(speech: Service, address: str) -> str:
+def greeting(service: Service, address: str) -> str:
     """What there is, and a line to try it with."""
-    voices = speech.voice_names()
-    key = ' -H "Authorization: Bearer KEY"' if speech.settings.api_key else ""
+    voices = service.voice_names()
+    key = ' -H "Authorization: Bearer KEY"' if service.settings.api_key else ""
     instead = ", with your API key instead of KEY" if key else ""
     lines = [
-        f"ready: {model.name} on {model.engine.device}, up to {model.engine.rows} listeners at once"
-        for model in speech.models
+        f"ready: {model.source} on {model.engine.device}, up to {model.engine.rows} listeners at once"
+        for model in service.models
     ]
     if voices:
         lines.append(f"voices: {', '.join(voices)}")

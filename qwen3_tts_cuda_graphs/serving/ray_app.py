@@ -115,17 +115,17 @@ class Replica:
     """The models on one GPU. Ray sends requests when the constructor has returned."""
 
     async def __init__(self, models: list[str], device: str, dtype: str | None, settings: Settings, speakers: dict):
-        self.speech = Service(models, device, dtype, settings, speakers)
-        await self.speech.start()
+        self.service = Service(models, device, dtype, settings, speakers)
+        await self.service.start()
         gc.freeze()  # as in process.py
-        self.publishing = asyncio.create_task(publish(self.speech.metrics.registry))
+        self.publishing = asyncio.create_task(publish(self.service.metrics.registry))
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        return create_app(self.speech)
+        return create_app(self.service)
 
     def check_health(self) -> None:
         """Raises while an engine is not ready. After three times Ray replaces the replica, if it has not healed."""
-        self.speech.check_all_ready()
+        self.service.check_all_ready()
 
 
 async def publish(registry: CollectorRegistry) -> None:

@@ -1,120 +1,155 @@
-"""Clients' recordings are decoded in processes of their own: a native decoder that crashes, hangs, or writes to stderr
-over somebody's file harms nobody else. Run as a module, this is such a process; messages.py has its messages."""
+"""Decodes clients' recordings in helper processes, with limits: a native decoder that crashes, hangs, or writes to
+stderr harms nothing else. Run as a module, this is such a helper.
+"""
 
-import contextlib
-import os
+import base64
+import binascii
+import io
+import re
 import resource
 import signal
 import subprocess
-import sys
-import threading
-from collections.abc import Callable
-from typing import BinaryIO
+from collections.abc import Awaitable, Callable, Iterator
 
 import numpy as np
+import soundfile
 
-from qwen3_tts_cuda_graphs.common.audio_files import RECORDINGS, Chunk
-from qwen3_tts_cuda_graphs.serving.audio_formats import decode_recording
-from qwen3_tts_cuda_graphs.serving.engine_process import start_python
+from qwen3_tts_cuda_graphs.common.audio_files import (
+    RECORDINGS,
+    Chunk,
+    check_recording,
+    decode_with_ffmpeg,
+    demuxer_for,
+)
+from qwen3_tts_cuda_graphs.serving.audio_formats import SAMPLE_RATES
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error
-from qwen3_tts_cuda_graphs.serving.messages import LENGTHS, Message, Unpacker, pack
+from qwen3_tts_cuda_graphs.serving.helper import Helper, HelperEnded, answer_questions, start_helper
+from qwen3_tts_cuda_graphs.serving.messages import pack
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 
-SECONDS = 30  # for a recording, and for the start of a process
+SECONDS_TO_DECODE = 30  # also for the start of a helper
 MAX_MEMORY = 1 << 30  # bytes of address space; the libraries take a quarter, and a file may ask for any amount
+READABLE = {"WAV", "WAVEX", "FLAC", "OGG", "MP3"}  # soundfile's names of the formats that clients may upload
+MAX_CHANNELS = 2
+NOT_BASE64 = "ref_audio is not base64: send the recording in base64, or as a data URL"
+
+
+async def start_decoder(seconds: float = SECONDS_TO_DECODE) -> Helper:
+    return await start_helper("recordings", seconds, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 class Decoders:
-    """Processes that decode, for several threads. One that is idle is kept for the next recording."""
+    """Helpers, each of which decodes one recording at a time. An idle one is kept for the next recording."""
 
-    def __init__(self):
+    def __init__(self, start: Callable[[], Awaitable[Helper]] = start_decoder):
+        self.start = start
         self.idle = []
-        self.is_closed = False
 
-    def decode(self, data: bytes, settings: Settings, name: str) -> Chunk:
-        """A client's recording as mono samples. Blocks. name: the field that a mistake is in"""
-        process = self.take()
+    async def decode(self, data: bytes, settings: Settings, name: str) -> Chunk:
+        """A client's recording as mono samples. name: the field that a mistake is in"""
+        helper = await self.take()
         limits = dict(max_upload=settings.max_upload, max_reference_seconds=settings.max_reference_seconds)
-        killer = threading.Timer(SECONDS, process.kill)
-        killer.start()
         try:
-            process.stdin.write(pack(dict(name=name, limits=limits), data))
-            process.stdin.flush()
-            header, samples = read_message(process.stdout.read)
-        except (OSError, EOFError):
-            end(process)
+            answer, samples = await helper.ask(dict(name=name, limits=limits), data)
+        except HelperEnded:
             problem = f"{name} cannot be decoded: give another recording, {RECORDINGS}"
             raise ApiError(problem, param=name) from None
-        finally:
-            killer.cancel()
-        self.idle.append(process)
-        if self.is_closed:
-            self.close()
-        if "error" in header:
-            raise ApiError(header["error"], header["status"], name)
-        return np.frombuffer(samples, np.float32), header["rate"]
+        except BaseException:  # nobody waits for it any more
+            helper.close()
+            raise
+        self.idle.append(helper)
+        if "error" in answer:
+            raise ApiError(answer["error"], answer["status"], name)
+        return np.frombuffer(samples, np.float32), answer["rate"]
 
-    def take(self) -> subprocess.Popen:
-        with contextlib.suppress(IndexError):
-            while True:
-                process = self.idle.pop()
-                if process.poll() is None:
-                    return process
-                end(process)  # somebody has killed it
+    async def take(self) -> Helper:
+        while self.idle:
+            helper = self.idle.pop()
+            if not helper.is_over:
+                return helper
         try:
-            return start_decoder()
+            return await self.start()
         except OSError:  # without files or memory
             raise ApiError("no recording can be decoded now: try again later", 503, code="too_many") from None
 
     def close(self) -> None:
-        self.is_closed = True
-        while self.idle:
-            end(self.idle.pop())
+        for helper in self.idle:
+            helper.close()
 
 
-def start_decoder() -> subprocess.Popen:
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    return start_python(f"{__package__}.recordings", **pipes)
+def check_base64(text: str) -> None:
+    """A quick look. One character of another kind would have Python keep four bytes for each."""
+    if not text.isascii():
+        raise ApiError(NOT_BASE64, param="ref_audio")
 
 
-def end(process: subprocess.Popen) -> None:
-    process.kill()
-    with contextlib.suppress(OSError), process:  # closes its pipes
-        pass
+def decode_base64(text: str) -> bytes:
+    """The bytes of a data URL or of plain base64. Addresses and file names are refused."""
+    if re.match(r"\s*(https?|file|ftp|s3):", text[:20], re.IGNORECASE):
+        problem = "ref_audio is an address, and this server fetches nothing: send the recording in base64"
+        raise ApiError(problem, param="ref_audio")
+    if text[:5].lower() == "data:":
+        header, comma, text = text.partition(",")
+        if not comma or not header.lower().endswith(";base64"):
+            raise ApiError("ref_audio is a data URL without base64: give data:audio/wav;base64,...", param="ref_audio")
+    try:
+        plain = text.encode("ascii").translate(None, b" \t\r\n\f\v")  # line breaks are usual
+        return base64.b64decode(plain, validate=True)
+    except (binascii.Error, ValueError):
+        raise ApiError(NOT_BASE64, param="ref_audio") from None
 
 
-def read_message(read: Callable[[int], bytes]) -> Message:
-    unpacker = Unpacker()
-    lengths = read(LENGTHS.size)
-    if len(lengths) == LENGTHS.size:
-        for message in unpacker.feed(lengths + read(sum(LENGTHS.unpack(lengths)))):
-            return message
-    raise EOFError
+def decode_recording(data: bytes, settings: Settings, name: str) -> Chunk:
+    """A client's recording as mono samples. No more is decoded than the limits allow, whatever its header says."""
+    if len(data) > settings.max_upload:
+        problem = f"{name} has {len(data)} bytes, at most {settings.max_upload} are possible: give a shorter one"
+        raise ApiError(problem, 413, param=name)
+    if not data:
+        raise ValueError(f"{name} is empty: give {RECORDINGS}")
+    try:
+        if demuxer := demuxer_for(data[:12]):
+            audio, rate, channels = decode_with_ffmpeg(io.BytesIO(data), demuxer, settings.max_reference_seconds)
+            check_layout(rate, channels, name)
+        else:
+            with soundfile.SoundFile(io.BytesIO(data)) as file:
+                rate = file.samplerate
+                if file.format not in READABLE:
+                    raise ValueError
+                check_layout(rate, file.channels, name)
+                audio = file.read(int(settings.max_reference_seconds * rate) + 1, dtype="float32", always_2d=True)
+    except (soundfile.LibsndfileError, ValueError, OSError, MemoryError, RuntimeError):
+        raise ValueError(f"{name} is not audio that can be read: give {RECORDINGS}") from None
+    if len(audio) == 0:
+        raise ValueError(f"{name} has no samples: give a recording of the voice")
+    if len(audio) > int(settings.max_reference_seconds * rate):
+        raise ValueError(f"{name} is longer than {settings.max_reference_seconds:g} s: give a shorter recording")
+    with np.errstate(over="ignore"):  # what is infinite is refused
+        audio = audio.mean(axis=1)
+    check_recording(audio, rate, name)
+    return audio / max(1.0, np.abs(audio).max()), rate  # floats may be beyond full scale
 
 
-def main(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Until the server has closed the pipe, or is gone."""
-    while True:
-        try:
-            header, data = read_message(requests.read)
-        except EOFError:
-            return
-        signal.alarm(SECONDS)  # ends this process, whatever native code it is in
-        try:
-            samples, rate = decode_recording(data, Settings(**header["limits"]), header["name"])
-            answer = pack(dict(rate=rate), samples.astype(np.float32).tobytes())
-        except (ApiError, ValueError) as problem:  # any other ends this process
-            error = as_api_error(problem)
-            answer = pack(dict(error=error.message, status=error.status))
-        signal.alarm(0)
-        answers.write(answer)
-        answers.flush()
+def check_layout(rate: int, channels: int, name: str) -> None:
+    if rate not in SAMPLE_RATES or not 1 <= channels <= MAX_CHANNELS:
+        have = f"{channels} channels at {rate} Hz"
+        raise ApiError(f"{name} has {have}: give 1 or 2 channels at 8,000 to 96,000 Hz", param=name)
+
+
+# ---- The helper
+
+
+def answers_to(header: dict, data: bytes) -> Iterator[bytes]:
+    signal.alarm(SECONDS_TO_DECODE)  # ends this process, whatever native code it is in
+    try:
+        samples, rate = decode_recording(data, Settings(**header["limits"]), header["name"])
+        yield pack(dict(rate=rate), samples.astype(np.float32).tobytes())
+    except (ApiError, ValueError) as problem:  # any other ends this process
+        error = as_api_error(problem)
+        yield pack(dict(error=error.message, status=error.status))
+    signal.alarm(0)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes the pipe
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is not an answer
-    main(sys.stdin.buffer, answers)
+    answer_questions(answers_to)

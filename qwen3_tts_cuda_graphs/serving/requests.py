@@ -1,4 +1,4 @@
-"""What a client may ask for: the fields of OpenAI's speech requests and ours, with their types."""
+"""What a client may ask for: the fields of OpenAI's speech requests, and fields of our own."""
 
 import difflib
 import json
@@ -6,18 +6,28 @@ import re
 from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from qwen3_tts_cuda_graphs.common.checkpoints import language_name
+from qwen3_tts_cuda_graphs.common.formats import check_bit_rate, rate_for, read_format
+from qwen3_tts_cuda_graphs.prompts.lexicon import check_entries
+from qwen3_tts_cuda_graphs.prompts.script import Part
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 
 MAX_VALUES = 50_000  # in a JSON object
 MAX_DIGITS = 1000
-MAX_UNKNOWN = 20  # fields that are named to the client
-MEANT = {"text": "input", "prompt": "input", "format": "response_format"}  # what other servers call a field -> ours
+MAX_UNKNOWN = 20  # unknown fields that are listed for the client
+MAX_OWN_ENTRIES = 1000  # of a lexicon in a request
+OTHER_NAMES = {  # what other servers call a field -> our name
+    "text": "input",
+    "prompt": "input",
+    "format": "response_format",
+    "output_format": "response_format",
+}
 
-Format = Literal["wav", "pcm", "flac", "mp3", "opus", "aac"]
+Format = Literal["wav", "pcm", "flac", "mp3", "opus", "aac", "mulaw", "alaw"]
 SLOWEST, FASTEST = 0.25, 4.0  # OpenAI's limits
+SWITCHES = "notation", "script", "limit_speech", "timestamps"
 
 
 class Style(BaseModel):
@@ -29,8 +39,16 @@ class Style(BaseModel):
     voice: str | None = None  # or `speaker`
     instructions: str | None = None
     language: str | None = None
-    response_format: Format = "wav"
+    response_format: Format = "wav"  # also by other names, with a rate: see common/formats.py
+    sample_rate: int | None = Field(None, validate_default=True)  # None: the model's
+    bit_rate: int | None = None  # kbit/s
     speed: float = 1.0
+
+    # How the text is read: prompts/script.py
+    notation: bool = True  # False: brackets are words
+    script: bool = False  # True: a play, whose lines begin with a voice's name
+    lexicon: dict[str, str] | None = None  # word -> how to say it
+    limit_speech: bool = False  # stop an utterance that does not end
 
     # Cloning within the request
     ref_audio: str | None = None  # base64 or a data URL
@@ -47,7 +65,7 @@ class Style(BaseModel):
     max_new_tokens: int | None = None
     non_streaming_mode: bool | None = None
 
-    _unknown: tuple[str, ...] = ()  # fields that were sent and are none of these
+    _unknown: tuple[str, ...] = ()  # names of other fields that were sent
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -58,11 +76,42 @@ class Style(BaseModel):
         """Whether the request itself has a voice to clone."""
         return self.ref_audio is not None or self.speaker_embedding is not None
 
+    def for_part(self, part: Part) -> "Style":
+        """The same with the voice and the style of a part of a script."""
+        changes = {}
+        if part.voice is not None:
+            changes = dict.fromkeys(("ref_audio", "ref_text", "x_vector_only_mode", "speaker_embedding"))
+            changes["voice"] = part.voice
+        if part.style is not None:
+            changes["instructions"] = part.style
+        return self.model_copy(update=changes) if changes else self
+
+    def seed_of_part(self, number: int) -> int | None:
+        """Each part of a script has a seed of its own."""
+        return None if self.seed is None else (self.seed + number) % 2**64
+
     @model_validator(mode="before")
     @classmethod
     def speaker_is_voice(cls, content: dict) -> dict:
         has_voice = content.get("voice") not in (None, "")
         return content if has_voice else content | {"voice": content.get("speaker")}
+
+    @model_validator(mode="before")
+    @classmethod
+    def numbers_in_the_format(cls, content: dict) -> dict:
+        """mp3_44100_128 is mp3, 44100 Hz and 128 kbit/s."""
+        name = content.get("response_format")
+        if not isinstance(name, str):
+            return content
+        kind, *numbers = read_format(name)
+        for field, number in zip(("sample_rate", "bit_rate"), numbers):
+            given = content.get(field)
+            if number is None:
+                continue
+            if given is not None and given != number:
+                raise ValueError(f"response_format is {name[:40]} and {field} {describe(given)}: leave out one of them")
+            content = content | {field: number}
+        return content | {"response_format": kind}
 
     @field_validator("voice", mode="before")
     @classmethod
@@ -75,12 +124,27 @@ class Style(BaseModel):
     def name_of_language(cls, value: str | None) -> str | None:
         return value and language_name(value.strip())
 
-    @field_validator("response_format", "speed", "stream_format", mode="before", check_fields=False)
+    @field_validator("response_format", "speed", "stream_format", *SWITCHES, mode="before", check_fields=False)
     @classmethod
     def default_for_null(cls, value: Any, info: ValidationInfo) -> Any:
-        """Clients may send null or an empty string, and "WAV"."""
+        """Clients may send null or an empty string for the default, and "WAV" for "wav"."""
         value = value.strip().lower() if isinstance(value, str) else value
         return cls.model_fields[info.field_name].default if value in (None, "") else value
+
+    @field_validator("lexicon")
+    @classmethod
+    def possible_lexicon(cls, value: dict[str, str] | None) -> dict[str, str] | None:
+        return value and check_entries(value, MAX_OWN_ENTRIES)
+
+    @field_validator("sample_rate")
+    @classmethod
+    def possible_rate(cls, value: int | None, info: ValidationInfo) -> int | None:
+        return rate_for(info.data.get("response_format"), value)
+
+    @field_validator("bit_rate")
+    @classmethod
+    def possible_bit_rate(cls, value: int | None, info: ValidationInfo) -> int | None:
+        return check_bit_rate(info.data.get("response_format"), value)
 
     @field_validator("speed")
     @classmethod
@@ -97,6 +161,7 @@ class SpeechRequest(Style):
     response_format: Format = "mp3"  # OpenAI's default, which some programs rely on
     stream: bool | None = None
     stream_format: Literal["audio", "sse"] | None = None
+    timestamps: bool = False  # True: JSON with the audio and where its parts are heard
 
 
 Fields = TypeVar("Fields", bound=BaseModel)
@@ -127,6 +192,14 @@ def read_integer(digits: str) -> int:
     return int(digits)
 
 
+def read_constant(text: str) -> Any:
+    """A parameter of a URL that is JSON, as its value; other texts as they are, and None for an empty one."""
+    try:
+        return json.loads(text or "null", parse_constant=str, parse_int=read_integer)
+    except (ValueError, RecursionError):
+        return text
+
+
 def parse(kind: type[Fields], content: dict) -> Fields:
     unknown = unknown_fields(kind, content)
     try:
@@ -138,7 +211,7 @@ def parse(kind: type[Fields], content: dict) -> Fields:
 
 
 def unknown_fields(kind: type[Fields], content: dict) -> tuple[str, ...]:
-    """Those that have a value, as they can be sent in a header, each with the field that may be meant."""
+    """Unknown fields that have a value, fit to be sent in a header, each with the known field that may be meant."""
     known = {*kind.model_fields, "speaker"} | ({"type"} if kind is Style else set())  # a session.config has one
     names = [name for name, value in content.items() if name not in known and value is not None]
     named = [re.sub(r"[^\w.-]", "?", name[:40], flags=re.ASCII) + hint(name, known) for name in names[:MAX_UNKNOWN]]
@@ -151,12 +224,12 @@ def unknown_fields(kind: type[Fields], content: dict) -> tuple[str, ...]:
 
 def hint(name: str, known: Iterable[str]) -> str:
     name = name[:40].lower()
-    meant = [MEANT[name]] if MEANT.get(name) in known else difflib.get_close_matches(name, known, 1, 0.7)
+    meant = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else difflib.get_close_matches(name, known, 1, 0.7)
     return f" (did you mean {meant[0]}?)" if meant else ""
 
 
 def explain(problem: dict, unknown: Iterable[str] = ()) -> ApiError:
-    """One sentence from the first problem that pydantic found. A field that is missing may have another name."""
+    """One sentence about the problem that pydantic found. unknown: one may be a missing field under another name"""
     param = str(problem["loc"][0]) if problem["loc"] else None
     message = problem["msg"]
     if problem["type"] == "missing":

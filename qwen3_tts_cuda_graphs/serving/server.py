@@ -11,13 +11,14 @@ first chunk of audio decides the status: whatever fails before it gets an error 
 import asyncio
 import base64
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 
 import anyio
 import prometheus_client
 from python_multipart.multipart import parse_options_header
 from starlette.applications import Starlette
-from starlette.datastructures import UploadFile
+from starlette.datastructures import Headers, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.middleware import Middleware
@@ -28,14 +29,17 @@ from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from qwen3_tts_cuda_graphs.prompts.script import Part
+from qwen3_tts_cuda_graphs.serving.answer import Answer
 from qwen3_tts_cuda_graphs.serving.audio_formats import CONTENT_TYPES, check_encoding, convert, encode_stream
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, log, to_json
 from qwen3_tts_cuda_graphs.serving.guard import Guard, connection_of
 from qwen3_tts_cuda_graphs.serving.page import FILES as PAGES
 from qwen3_tts_cuda_graphs.serving.page import page_response
 from qwen3_tts_cuda_graphs.serving.requests import SpeechRequest, Style, parse, parse_json
-from qwen3_tts_cuda_graphs.serving.service import Answer, Service
+from qwen3_tts_cuda_graphs.serving.service import Service
 from qwen3_tts_cuda_graphs.serving.settings import Settings
+from qwen3_tts_cuda_graphs.serving.signed_addresses import AddressRequest, read_address, signed_address
 from qwen3_tts_cuda_graphs.serving.websocket import Session
 
 MAX_WRITE = 1 << 16  # bytes at a time: a client that reads them in time may take long for a whole file
@@ -45,9 +49,10 @@ MAX_REGISTRATIONS = 16  # voices that are being made or wait for a thread, each 
 
 class App(Starlette):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Keep the server's own `send`. Each middleware has one around it, for the start of a response only.
+        """Keep uvicorn's own `send` in the scope: each middleware wraps another around it, which only the start of a
+        response needs.
 
-        A slash too many changes nothing: some programs put their route behind an address that ends with one.
+        Ignore doubled slashes: some programs add their route to an address that ends with a slash.
         """
         scope["send"] = send
         if "path" in scope:
@@ -58,7 +63,7 @@ class App(Starlette):
 def create_app(service: Service) -> Starlette:
     """The application. Until `service.start` has returned, requests get 503."""
     settings = service.settings
-    registrations = 0
+    registering = asyncio.Semaphore(MAX_REGISTRATIONS)
     routes = [WebSocketRoute("/v1/audio/speech/stream", lambda websocket: Session(websocket, service).run())]
 
     def route(method: str, path: str) -> Callable:
@@ -68,37 +73,49 @@ def create_app(service: Service) -> Starlette:
 
         return add
 
+    async def read_speech_request(kind: type[SpeechRequest], content: dict) -> tuple[SpeechRequest, list[Part]]:
+        """Parse and check it, and read its text as a script."""
+        speech_request = parse(kind, content)
+        await service.refresh_if_unknown(speech_request.voice)
+        service.check(speech_request)
+        check_encoding(speech_request)
+        return speech_request, await service.read_parts(speech_request)
+
+    @route("GET", "/v1/audio/speech")
     @route("POST", "/v1/audio/speech")
     async def create_speech(request: Request) -> Response:
         try:
             service.check_ready()
-            wanted = parse(SpeechRequest, await read_json(request, settings))
-            await service.look_for(wanted.voice)
-            service.check(wanted)
-            check_encoding(wanted)
-            text = service.check_text(wanted.input)
+            is_post = request.method == "POST"
+            content = await read_json(request, settings) if is_post else read_address(request.scope)
+            speech_request, parts = await read_speech_request(SpeechRequest, content)
         except ApiError as error:
             service.metrics.requests.labels(error.outcome).inc()
             raise
-        return SpeechResponse(service.say(wanted, text), wanted, settings, service.ignored(wanted))
+        ignored = service.ignored(speech_request, parts)
+        return SpeechResponse(service.answer(speech_request, parts), ignored)
+
+    @route("POST", "/v1/audio/speech/url")
+    async def sign_address(request: Request) -> Response:
+        """An address for whoever is to hear the speech without having the key."""
+        service.check_ready()
+        content = await read_json(request, settings)
+        speech_request, _ = await read_speech_request(AddressRequest, content)
+        return JSONResponse(signed_address(speech_request, settings))
 
     @route("GET", "/v1/audio/voices")
     async def list_voices(_: Request) -> Response:
-        await service.refresh()
+        await service.refresh_voices()
         return JSONResponse({"voices": service.voices()})
 
     @route("POST", "/v1/audio/voices")
     async def register_voice(request: Request) -> Response:
-        nonlocal registrations
         service.check_ready()
-        if registrations >= MAX_REGISTRATIONS:
-            raise ApiError(f"{registrations} voices are being registered already: try again later", 429)
-        registrations += 1
-        try:
+        if registering.locked():
+            raise ApiError(f"{MAX_REGISTRATIONS} voices are being registered already: try again later", 429)
+        async with registering:
             name, data, ref_text = await read_voice(request, settings)
             return JSONResponse(await service.register(name, data, ref_text))
-        finally:
-            registrations -= 1
 
     @route("DELETE", "/v1/audio/voices/{name}")
     async def remove_voice(request: Request) -> Response:
@@ -108,18 +125,18 @@ def create_app(service: Service) -> Starlette:
 
     @route("POST", "/v1/audio/convert")
     async def convert_speech(request: Request) -> Response:
-        """For the page, which saves what was spoken."""
+        """Encode a WAV file: the page saves as mp3 what it has played."""
         style = parse(Style, {"response_format": request.query_params.get("response_format") or "mp3"})
         check_encoding(style)
         with time_limit(request, settings):
             wav = await request.body()
-        data = await service.run(convert, wav, style.response_format)
-        request.scope["received"].hold_more(len(data))
+        data = await service.in_thread(convert, wav, style)
+        request.scope["memory"].add(len(data))
         length = {"content-length": str(len(data))}
-        return StreamingResponse(in_slices(data), headers=length, media_type=CONTENT_TYPES[style.response_format])
+        return StreamingResponse(stream_slices(data), headers=length, media_type=CONTENT_TYPES[style.response_format])
 
     async def describe_models() -> list[dict]:
-        await service.refresh()
+        await service.refresh_voices()
         limits = dict(max_text=settings.max_text, max_reference_seconds=settings.max_reference_seconds)  # for the page
         return [model.describe(service.registered) | limits for model in service.models]
 
@@ -146,13 +163,9 @@ def create_app(service: Service) -> Starlette:
         return JSONResponse({"status": "ok"})
 
     @route("GET", "/livez")
+    @route("GET", "/v1/test")  # wyoming-openai asks this to learn whether it may list our voices
     async def live(_: Request) -> Response:
         """Whether this process serves, whatever its engines do."""
-        return JSONResponse({"status": "ok"})
-
-    @route("GET", "/v1/test")
-    async def test(_: Request) -> Response:
-        """wyoming-openai asks this to learn whether it may list our voices."""
         return JSONResponse({"status": "ok"})
 
     @route("GET", "/metrics")
@@ -172,7 +185,7 @@ def create_app(service: Service) -> Starlette:
     async def refuse(_: Request, error: Exception) -> Response:
         return as_api_error(error).response()
 
-    async def nobody_is_there(_: Request, error: Exception) -> Response:
+    async def client_has_left(_: Request, error: Exception) -> Response:
         return Response(status_code=400)
 
     async def not_found(request: Request, error: HTTPException) -> Response:
@@ -203,7 +216,7 @@ def create_app(service: Service) -> Starlette:
         )
         middleware.insert(0, cors)
     handlers = {ApiError: refuse, ValueError: refuse, HTTPException: not_found, Exception: fail}
-    handlers[ClientDisconnect] = nobody_is_there
+    handlers[ClientDisconnect] = client_has_left
     routes.append(WebSocketRoute("/{path:path}", no_such_websocket))
     app = App(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False
@@ -211,7 +224,7 @@ def create_app(service: Service) -> Starlette:
 
 
 async def read_json(request: Request, settings: Settings) -> dict:
-    """Web pages of other hosts can send every content type but JSON without asking first."""
+    """Only JSON: web pages of other hosts can send any other content type without asking the server first."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(f"the content type is {content_type[:80]!r}, it must be application/json", 415)
@@ -250,9 +263,9 @@ async def read_voice(request: Request, settings: Settings) -> tuple[str, bytes, 
 
 @contextlib.contextmanager
 def time_limit(request: Request, settings: Settings):
-    """Limit the time for the body. Most are small and come with the head."""
+    """Limit the time for the body. Most bodies are small and come with the head."""
     connection = connection_of(request.scope)
-    if connection and connection.has_body():
+    if connection and connection.has_whole_request():
         yield
         return
     try:
@@ -265,17 +278,25 @@ def time_limit(request: Request, settings: Settings):
 class SpeechResponse(Response):
     """Speech that is sent while it is made. It stops when the client goes away."""
 
-    def __init__(self, answer: Answer, wanted: SpeechRequest, settings: Settings, ignored: tuple[str, ...] = ()):
+    def __init__(self, answer: Answer, ignored: tuple[str, ...] = ()):
+        """ignored: fields that this model cannot use"""
         self.answer = answer
-        self.wanted = wanted
-        self.settings = settings
-        self.ignored = ignored  # fields that this model cannot use
-        self.is_sse = wanted.stream_format == "sse"
-        self.is_whole = wanted.stream is False and not self.is_sse
+        self.ignored = ignored
+        self.settings = answer.service.settings
+        self.speech_request = speech_request = answer.style
+        self.is_sse = speech_request.stream_format == "sse"
+        self.is_json = speech_request.timestamps and not self.is_sse
+        self.is_whole = self.is_json or (speech_request.stream is False and not self.is_sse)
+        self.size = 0  # bytes of a response that is sent as a whole
+        self.described_parts = 0  # events have described so many
         self.task = None  # the task that speaks
-        self.was_stopped, self.error = False, None
+        self.why_stopped = None  # an error; ClientDisconnect: there is nobody to tell
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("method") == "HEAD":  # nothing is to be spoken yet
+            await send(self.start_message(None))
+            await send(body(b"", more=False))
+            return
         self.task = asyncio.current_task()
         limit = asyncio.get_running_loop().call_later(self.settings.request_seconds, self.stop, TimeoutError())
         watcher = asyncio.create_task(self.watch(receive))
@@ -295,57 +316,55 @@ class SpeechResponse(Response):
         try:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            self.stop(None)
+            self.stop(ClientDisconnect())
         except Exception as error:
             self.stop(error)
 
-    def stop(self, error: Exception | None) -> None:
-        """Stop speaking, and tell the client about the error. None: there is nobody to tell."""
+    def stop(self, why: Exception) -> None:
         if self.task:
-            self.was_stopped, self.error = True, error
+            self.why_stopped = why
             self.task.cancel()
 
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Returns whether the response is complete, or nobody waits for it."""
+        """Send the response. Returns whether it is complete, or the client has left."""
         has_begun = False
         connection = connection_of(scope)
-        is_plain = connection and scope["http_version"] == "1.0" and not self.is_whole
+        is_unchunked = connection and scope["http_version"] == "1.0" and not self.is_whole
         try:
-            keep = scope["received"].hold_more if self.is_whole else None
-            pieces = encode_stream(self.answer, self.wanted, keep)
+            pieces = encode_stream(self.answer, partial(self.keep, scope) if self.is_whole else None)
+            if self.is_json:
+                pieces = self.with_times(pieces)
             async with contextlib.aclosing(pieces):
                 async for data in pieces:
-                    if self.was_stopped:  # asyncio.wait_for may lose a cancellation, before Python 3.12
+                    if self.why_stopped:  # asyncio.wait_for may lose a cancellation, before Python 3.12
                         raise asyncio.CancelledError
                     if not has_begun:
-                        if is_plain:
-                            connection.send_plain()
-                        await send(self.start(len(data) if self.is_whole else None))
+                        if is_unchunked:
+                            connection.send_unchunked()
+                        await send(self.start_message(self.size if self.is_whole else None))
                         has_begun = True
                         send = scope.get("send", send)
-                    size = MAX_EVENT if self.is_sse else MAX_WRITE
-                    for start in range(0, len(data), size):
-                        piece = data[start : start + size]
-                        await send(body(self.delta(piece) if self.is_sse else piece))
+                    for piece in self.delta_events(data) if self.is_sse else slices(data, MAX_WRITE):
+                        await send(body(piece))
             if not has_begun:
                 raise ApiError("the model said nothing: change the text or the seed", 500)
             if self.is_sse:
-                await send(body(await self.done()))
-            if is_plain:
-                connection.send_plain(is_over=True)
+                await send(body(await self.done_event()))
+            if is_unchunked:
+                connection.send_unchunked(is_over=True)
             await send(body(b"", more=False))
             return True
         except asyncio.CancelledError:
-            if not self.was_stopped:  # the server ends
+            if not self.why_stopped:  # the server ends
                 if has_begun and connection:
                     connection.break_off()
                 raise
-            error = self.error
+            error = self.why_stopped
         except Exception as failure:
             error = failure
         finally:
             self.task = None  # what follows ends by itself
-        if error is None:
+        if isinstance(error, ClientDisconnect):
             return True
         error = as_api_error(error, scope["request_id"])
         if not has_begun:
@@ -360,33 +379,76 @@ class SpeechResponse(Response):
                 await asyncio.wait_for(send(body(event_of_error)), self.settings.send_seconds)
         return False
 
-    def start(self, length: int | None) -> dict:
-        content_type = "text/event-stream" if self.is_sse else CONTENT_TYPES[self.wanted.response_format]
+    def start_message(self, length: int | None) -> dict:
+        content_type = "text/event-stream" if self.is_sse else CONTENT_TYPES[self.speech_request.response_format]
+        content_type = "application/json" if self.is_json else content_type
         headers = {
             "content-type": content_type,
             "cache-control": "no-store",
             "x-accel-buffering": "no",  # nginx must not collect the stream
-            "x-sample-rate": str(self.answer.rate),
+            "x-sample-rate": str(self.speech_request.sample_rate or self.answer.rate),
         }
         if length is not None:
             headers["content-length"] = str(length)
         if self.ignored:
             headers["x-ignored"] = ", ".join(self.ignored)
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        return {"type": "http.response.start", "status": 200, "headers": raw}
+        return {"type": "http.response.start", "status": 200, "headers": Headers(headers).raw}
 
-    def delta(self, data: bytes) -> bytes:
-        return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
+    def delta_events(self, data: bytes) -> Iterator[bytes]:
+        """Events with the audio. The first event of a part describes it; it has no audio while the encoder still holds
+        that part's."""
+        new = [self.answer.describe_part(number) for number in range(self.described_parts, len(self.answer.cues))]
+        self.described_parts += len(new)
+        audio = [b""] * (len(new) - 1) + [*slices(data, MAX_EVENT)]
+        for number, piece in enumerate(audio):
+            about = {"part": new[number]} if number < len(new) else {}
+            yield event({"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode(), **about})
 
-    async def done(self) -> bytes:
+    async def done_event(self) -> bytes:
         text, audio = await self.answer.text_tokens(), self.answer.frames
         usage = {"input_tokens": text, "output_tokens": audio, "total_tokens": text + audio}
-        return event({"type": "speech.audio.done", "usage": usage})
+        parts = [self.answer.times_of_part(number) for number in range(len(self.answer.cues))]
+        return event({"type": "speech.audio.done", "usage": usage, "parts": parts})
+
+    def keep(self, scope: Scope, size: int) -> None:
+        """Count the memory of audio that is kept to be sent as a whole."""
+        self.size += size
+        scope["memory"].add(size)
+
+    async def with_times(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """JSON with the audio in base64, in pieces, as all of it at once may take seconds."""
+        before, after = b'{"audio": "', b""
+        rest = b""  # of the audio: base64 takes three bytes at a time
+        async with contextlib.aclosing(pieces):
+            async for data in pieces:
+                if not after:  # now all of it was made
+                    after = b'", ' + to_json(self.times()).encode().removeprefix(b"{")
+                    self.size = len(before) + (self.size + 2) // 3 * 4 + len(after)
+                    yield before
+                data = rest + data
+                rest = data[len(data) // 3 * 3 :]
+                yield base64.b64encode(data[: len(data) - len(rest)])
+        if after:
+            yield base64.b64encode(rest) + after
+
+    def times(self) -> dict:
+        answer = self.answer
+        numbers = range(len(answer.cues))
+        return {
+            "format": self.speech_request.response_format,
+            "sample_rate": self.speech_request.sample_rate or answer.rate,
+            "duration_seconds": answer.in_seconds(answer.samples),
+            "parts": [answer.describe_part(number) | answer.times_of_part(number) for number in numbers],
+        }
 
 
-async def in_slices(data: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(data), MAX_WRITE):
-        yield data[start : start + MAX_WRITE]
+def slices(data: bytes, size: int) -> Iterator[bytes]:
+    return (data[start : start + size] for start in range(0, len(data), size))
+
+
+async def stream_slices(data: bytes) -> AsyncIterator[bytes]:
+    for piece in slices(data, MAX_WRITE):
+        yield piece
 
 
 async def no_such_websocket(websocket: WebSocket) -> None:

@@ -9,7 +9,7 @@ import resource
 import socket
 import tempfile
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from qwen3_tts_cuda_graphs.common.checkpoints import (
     read_config,
     split_name,
 )
+from qwen3_tts_cuda_graphs.common.command import Parser, check_device_name, install_command
 from qwen3_tts_cuda_graphs.common.published import MODELS, model_name, published_config
-from qwen3_tts_cuda_graphs.common.scripts import Parser, check_device_name, install_command
 from qwen3_tts_cuda_graphs.serving.settings import (
     API_KEY_VARIABLE,
     LIMITS,
@@ -31,10 +31,11 @@ from qwen3_tts_cuda_graphs.serving.settings import (
     check_host,
     check_origin,
 )
+from qwen3_tts_cuda_graphs.serving.spare import Spare
 
 PACKAGES = "starlette", "uvicorn", "httptools", "websockets", "pydantic", "prometheus_client", "python_multipart"
 PRIORITY = -10  # a nice value
-OTHER_FILES = 40  # open files besides connections: the workers' sockets, pipes, voices
+OTHER_FILES = 42  # open files besides connections: the workers' sockets, pipes, voices
 
 
 def run() -> None:
@@ -51,37 +52,20 @@ def run() -> None:
         check_number(published_config(name) or read_config(name), "max_seq_len", settings.max_seq_len)
     with listen(args.host, args.port) as listening:
         settings = keep_to_this_machine(listening, settings)
-        from qwen3_tts_cuda_graphs.serving.process import serve
-
         raise_priority()
-        raise_file_limit()
-        serve(args, keep_to_file_limit(settings), listening)
+        settings = keep_to_file_limit(settings)
+        spare = Spare()
+        spare.start(args.device or "cuda")
+        try:
+            from qwen3_tts_cuda_graphs.serving.process import serve
+
+            serve(args, settings, listening, spare)
+        finally:
+            spare.close()
 
 
-def raise_priority() -> None:
-    """Run before other programs: listeners run dry after milliseconds. The workers inherit it."""
-    with contextlib.suppress(OSError):  # only root may
-        os.setpriority(os.PRIO_PROCESS, 0, min(PRIORITY, os.getpriority(os.PRIO_PROCESS, 0)))
-
-
-def raise_file_limit() -> None:
-    """Raise it to what is allowed: each connection is a file, and a worker cannot be started without one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # some systems refuse their own maximum
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def keep_to_file_limit(settings: Settings) -> Settings:
-    """Without a file left, a connection cannot even be refused."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = max((files - OTHER_FILES) * 4 // 5, 1)  # a quarter more are taken, and get a 503
-    if files == resource.RLIM_INFINITY or settings.max_connections <= room:
-        return settings
-    warnings.warn(f"ulimit -n is {files}: --max-connections is {room}, not {settings.max_connections}", stacklevel=2)
-    return replace(settings, max_connections=room)
-
-
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """words: default: those of the command line"""
     description = "Serve speech over HTTP and WebSocket."
     parser = Parser(prog="qwen3-tts serve", description=description, allow_abbrev=False)  # --voice is not --voices
     parser.add_argument(
@@ -113,6 +97,7 @@ def parse_arguments() -> argparse.Namespace:
         "--exit-when-failed", action="store_true", help="end with status 1 when an engine is given up, to be restarted"
     )
     parser.add_argument("--voices", type=Path, default=Settings.voices, help="folder of the registered voices")
+    parser.add_argument("--lexicon", type=Path, help="a file of lines: a word, a tab, and how to say it")
     parser.add_argument(
         "--speaker",
         type=Path,
@@ -127,7 +112,7 @@ def parse_arguments() -> argparse.Namespace:
         if item.default is not None:
             kind, help_text = type(item.default), f"{help_text} ({item.default:.12g})"
         limits.add_argument(option, type=kind, default=item.default, help=help_text)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     args.model = args.model or [CLONING_MODEL if args.speaker else PRESET_MODEL]
     check_device_name(args.device)
     if not 0 <= args.port < 65536:
@@ -136,12 +121,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_settings(args: argparse.Namespace) -> Settings:
-    limits = {item.name: getattr(args, item.name) for item in LIMITS}
-    api_key = os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key
-    origins = tuple(map(check_origin, args.cors_origin))
-    hosts = tuple(map(check_host, args.allow_host))
-    flags = dict(open_lists=args.open_lists, exit_when_failed=args.exit_when_failed)
-    return Settings(api_key, origins, hosts=hosts, voices=args.voices, **flags, **limits)
+    """Most options have the name of their field."""
+    given = {item.name: getattr(args, item.name) for item in fields(Settings) if item.name in args}
+    given["api_key"] = os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key
+    given["cors_origins"] = tuple(map(check_origin, args.cors_origin))
+    given["hosts"] = tuple(map(check_host, args.allow_host))
+    return Settings(**given)
 
 
 def check_folder(folder: Path) -> None:
@@ -183,3 +168,28 @@ def listen(host: str, port: int) -> socket.socket:
         reason = getattr(error, "strerror", None) or "it is not the name of a host"
         raise ValueError(f"cannot listen on {host}:{port}: {reason}: choose another --host or --port") from None
     return listening
+
+
+def raise_priority() -> None:
+    """Run before other programs: listeners run dry after milliseconds. The workers inherit it."""
+    with contextlib.suppress(OSError):  # only root may
+        os.setpriority(os.PRIO_PROCESS, 0, min(PRIORITY, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files to what is allowed."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # some systems refuse their own maximum
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def keep_to_file_limit(settings: Settings) -> Settings:
+    """Each connection is a file, and without one left it cannot even be refused, nor a worker be started. Take fewer
+    connections if the limit is too low even when raised."""
+    raise_file_limit()
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = max((files - OTHER_FILES) * 4 // 5, 1)  # a quarter more are taken, and get a 503
+    if files == resource.RLIM_INFINITY or settings.max_connections <= room:
+        return settings
+    warnings.warn(f"ulimit -n is {files}: --max-connections is {room}, not {settings.max_connections}", stacklevel=2)
+    return replace(settings, max_connections=room)

@@ -21,9 +21,10 @@ class Settings:
     api_key: str | None = None
     cors_origins: tuple[str, ...] = ()  # origins of web pages on other hosts that may call this server
     only_this_machine: bool = False  # refuse requests whose Host header names another
-    hosts: tuple[str, ...] = ()  # names by which this machine is asked besides localhost, in lower case: no others then
+    hosts: tuple[str, ...] = ()  # if any, only these Host headers and localhost's are allowed; in lower case
     open_lists: bool = False  # the lists of voices and models need no key
     voices: Path = Path("voices")  # folder of the registered voices
+    lexicon: Path | None = None  # a file with how to say some words
     exit_when_failed: bool = False  # end the server when an engine has been given up
 
     # How much at once

@@ -3,13 +3,15 @@
     reader          what the server asks for             -> the engine
     engine's own    prompts, frames, delivery            -> the socket
     writer          what the socket does not take at once
-    main            loads; then every BEAT seconds: is the engine alive; a sign of life
+    main            imports; loads; then every BEAT seconds: is the engine alive; a sign of life
 
 It ends when the socket is closed, also while it loads: the server is gone. It ends itself when the engine has stopped,
-or after an error that leaves CUDA unusable, and the server starts another one. SIGTERM drains it, unless the server
-was sent SIGTERM, too, as systemd does: then the server drains, and the worker stays as long as it is needed.
+or after an error that leaves CUDA unusable, and the server starts another one. If it is sent SIGTERM it tells the
+server, which closes the socket when all that it speaks has ended.
 """
 
+import contextlib
+import ctypes
 import os
 import queue
 import signal
@@ -18,12 +20,11 @@ import sys
 import threading
 from collections.abc import Callable
 
-from qwen3_tts_cuda_graphs.common.scripts import cli_errors, heavy_imports
+from qwen3_tts_cuda_graphs.common.command import cli_errors, heavy_imports, start_cuda
 from qwen3_tts_cuda_graphs.serving.errors import log, log_to_stderr
 from qwen3_tts_cuda_graphs.serving.messages import Unpacker, pack
 
 BEAT = 0.25  # seconds
-BEATS_PER_SIGN = 4
 SECONDS_TO_SAY_WHY = 2.0
 
 
@@ -34,7 +35,7 @@ class ServerConnection:
         self.socket = socket
         self.on_close = on_close
         self.inbox = queue.SimpleQueue()
-        self.take = lambda *message: self.inbox.put(message)  # until the model is loaded
+        self.on_message = lambda *message: self.inbox.put(message)  # until the model is loaded
         self.outbox = []  # packed messages
         self.backlog = bytearray()  # what the socket has not taken
         self.changed = threading.Condition()
@@ -49,7 +50,7 @@ class ServerConnection:
         try:
             while data := self.socket.recv(1 << 16):
                 for message in unpacker.feed(data):
-                    self.take(*message)
+                    self.on_message(*message)
         except OSError:
             pass
         except BaseException:
@@ -61,7 +62,7 @@ class ServerConnection:
         self.flush()
 
     def add(self, payload: bytes = b"", **header) -> None:
-        """Keep it for the next `flush`: the audio of all streams that one pass has made goes into one write."""
+        """Keep a message for the next `flush`: the audio of all streams that one pass has made goes into one write."""
         message = pack(header, payload)
         with self.changed:
             self.outbox.append(message)
@@ -102,16 +103,17 @@ class ServerConnection:
             self.is_closing = True
             self.changed.notify()
         self.writer.join(SECONDS_TO_SAY_WHY)
-        try:
+        with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self.socket.close()
 
 
 class Worker:
-    def __init__(self, socket: socket.socket, on_close: Callable[[], None] | None = None):
-        """on_close: called when the server has gone; without it, `run` returns"""
+    def __init__(self, socket: socket.socket, on_close: Callable[[], None] | None = None, device: str = "cpu"):
+        """on_close: called when the server has gone; None: `run` returns then
+        device: where CUDA may start while this imports torch; a spare leaves the GPU alone
+        """
+        self.device = device
         self.host = None
         self.over = threading.Event()
         self.why = ""  # the reason why it has stopped
@@ -133,30 +135,37 @@ class Worker:
             self.connection.close()
 
     def load(self) -> None:
-        spec, _ = self.next_message("load")
-        with heavy_imports(spec["device"]):
+        with heavy_imports(self.device):
             from qwen3_tts_cuda_graphs.common.loading import model_errors
             from qwen3_tts_cuda_graphs.serving.engine_host import EngineHost
+        self.connection.send(type="imported")
+        spec = self.next_message("load")
+        self.is_draining = False  # a spare has nothing to speak to its end
+        show_as_worker()
         with model_errors():
             host = EngineHost(spec, self.connection, self.stop)
             self.connection.send(type="loaded")
-            begin, _ = self.next_message("begin")
-            host.begin(begin["rows"], begin["models"])
+            begin = self.next_message("begin")
+            ready = host.begin(begin["rows"], begin["models"])
         self.host = host
-        self.beats = 0
-        self.connection.take = host.take
-        self.connection.send(type="ready", **host.card())
+        self.connection.on_message = host.handle
+        self.connection.send(type="ready", **ready)
 
-    def next_message(self, op: str) -> tuple[dict, bytes]:
-        """While nothing is loaded, the server sends messages in a known order."""
+    def start_device(self, name: str | None) -> None:
+        """The worker before this one is ending: CUDA can start meanwhile."""
+        import torch
+
+        if not (name or "").startswith("cpu"):
+            threading.Thread(target=start_cuda, args=[torch, name or "cuda"], daemon=True).start()
+
+    def next_message(self, op: str) -> dict:
+        """While nothing is loaded, the server sends messages in a known order; a spare may be woken before them."""
         while not self.over.is_set():
-            try:
-                message = self.connection.inbox.get(timeout=1)
-            except queue.Empty:
-                continue
-            if message[0]["op"] != op:
-                raise ValueError(f"{op} should have come, not {message[0]['op']}")
-            return message
+            with contextlib.suppress(queue.Empty):
+                header, _ = self.connection.inbox.get(timeout=1)
+                if header["op"] == op:
+                    return header
+                self.start_device(header["device"])
         raise OSError("the server has gone")
 
     def stop(self, why: str) -> None:
@@ -166,27 +175,25 @@ class Worker:
 
     def beat(self) -> None:
         self.host.look_after_engine()
-        if self.is_draining and not self.host.stays:
-            if not self.host.is_draining:
-                self.host.is_draining = True
-                self.connection.send(type="draining")
-            elif not (self.host.listeners or self.host.unfinished):
-                self.over.set()
-        if self.beats % BEATS_PER_SIGN == 0:
-            self.connection.send(type="beat", memory=resident_bytes())
-        self.beats += 1
+        self.connection.send(type="beat")
+        if self.is_draining:
+            self.connection.send(type="draining")
 
     def drain(self, *_) -> None:
+        """As a signal's handler: what takes a lock waits for the next beat."""
         self.is_draining = True
 
 
-def resident_bytes() -> int:
-    """Memory of this process, 0 where /proc is missing."""
+def show_as_worker() -> None:
+    """In `ps`, which reads the memory that this process has its arguments in. A spare has another name."""
     try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
+        with open("/proc/self/stat") as file:
+            begin, end = map(int, file.read().rpartition(")")[2].split()[45:47])
+    except (OSError, ValueError):
+        return
+    before = ctypes.string_at(begin, end - begin)
+    after = before.replace(b".spare_worker\0", b".worker\0").ljust(len(before), b"\0")
+    ctypes.memmove(begin, after, len(before))
 
 
 def main() -> None:
@@ -195,7 +202,7 @@ def main() -> None:
     inherited.set_inheritable(False)  # not to a compiler: it must not stay open
     with cli_errors():
         log_to_stderr()
-        worker = Worker(inherited, on_close=lambda: os._exit(0))
+        worker = Worker(inherited, lambda: os._exit(0), *sys.argv[2:])
         signal.signal(signal.SIGTERM, worker.drain)
         worker.run()
     sys.stderr.flush()

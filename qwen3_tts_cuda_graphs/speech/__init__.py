@@ -12,15 +12,12 @@ intake.py       prompts and texts of the listeners, in another thread
 warm_up.py      two requests when a model is loaded onto a GPU, so that a user's first is as fast as the others
 """
 
-from tokenizers import Regex
-from tokenizers.pre_tokenizers import Split
-
 from qwen3_tts_cuda_graphs.fast import batched, codec_kernels, megakernel
 from qwen3_tts_cuda_graphs.fast.layers import bypass_config_getattr, replace_layers
 from qwen3_tts_cuda_graphs.fast.paths import check_torch
 from qwen3_tts_cuda_graphs.prompts.build import Prompts
 from qwen3_tts_cuda_graphs.prompts.checks import check_counts
-from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import PRE_TOKENS
+from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import use_qwens_pre_tokens
 from qwen3_tts_cuda_graphs.prompts.text_table import use_text_table
 from qwen3_tts_cuda_graphs.speech.accelerated import Accelerated
 from qwen3_tts_cuda_graphs.speech.runner import Runner
@@ -43,15 +40,14 @@ def accelerate(tts, max_seq_len: int = 2048, rows: int = 1, fused: bool | None =
         megakernel.SOURCE.compile_ahead(*megakernel.stacks_of(talker))
     bypass_config_getattr(tts.model.config, talker.config)
     complete_speakers(talker.config)
-    # load_upstream does the same; this is for a model that upstream has loaded, from a folder.
-    tts.processor.tokenizer.backend_tokenizer.pre_tokenizer[0] = Split(Regex(PRE_TOKENS), "isolated")
+    use_qwens_pre_tokens(tts.processor.tokenizer)  # of a model that upstream has loaded
     tts._tokenize_texts([""])  # sets the tokenizer's padding, which must not change while another thread tokenizes
     host_talker = use_text_table(talker) if on_gpu else None  # first: it frees what the rest then takes
     keepalive = replace_layers(talker, max_seq_len)
     batched.SOURCE.compile_ahead(talker.model)  # also where the megakernel makes all frames: prefills need it
     runner = Runner(talker, tts.model.speech_tokenizer, rows, max_seq_len, fused, keepalive)
     tts.prompts = Prompts(tts, max_seq_len, host_talker)
-    tts.speech = Accelerated(tts, runner, max_seq_len)
+    tts.speech = Accelerated(tts, runner)
     tts.speech.take_over()
     if on_gpu:
         warm_up(tts)

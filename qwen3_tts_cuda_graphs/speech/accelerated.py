@@ -1,4 +1,4 @@
-"""What `accelerate` stores as `tts.speech`: the runner, what prompts are built with, and whose turn it is.
+"""What `accelerate` stores as `tts.speech`: the runner, whose turn it is, and upstream's methods on the runner's rows.
 
 On a GPU upstream's three methods speak with the runner's rows: a list of texts is spoken as many at a time as there are
 rows, and the next text joins when a row is free. On a CPU the methods stay upstream's and call `generate`, which
@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES, CHUNK_SIZES, PendingAudio
+from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES, CHUNK_SIZES
 from qwen3_tts_cuda_graphs.prompts.checks import check_finite
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.prompts.request import Request, request_of
@@ -34,13 +34,12 @@ MAX_PENDING = 8  # chunks of a list that are on their way to the host
 
 
 class Accelerated:
-    def __init__(self, tts, runner: Runner, max_seq_len: int):
+    def __init__(self, tts, runner: Runner):
         codec = tts.model.speech_tokenizer
         self.tts = tts
         self.talker = tts.model.talker
         self.device = self.talker.device
         self.on_gpu = self.device.type == "cuda"
-        self.max_seq_len = max_seq_len
         self.turns = Turns()
         self.generator_lock = threading.Lock()
         self.runner = runner
@@ -64,16 +63,11 @@ class Accelerated:
     def utterance(
         self, request: Request, chunk_sizes: Iterator[int] | None = None, seed: int | None = None
     ) -> Utterance:
-        """A request for the runner."""
+        """A request as an utterance, which the runner can admit."""
         utterance = Utterance(chunk_sizes)
         utterance.generator = self.seeded_generator(seed)
-        self.load(utterance, request)
+        utterance.load(request, self.runner)
         return utterance
-
-    def load(self, utterance: Utterance, request: Request) -> None:
-        if request.inputs.is_cuda:  # with a reference recording
-            utterance.prompt_ready = self.runner.record_event()
-        utterance.load(request, self.runner.settings.row(request.settings), request.frame_limit(self.max_seq_len))
 
     def seeded_generator(self, seed: int | None = None) -> torch.Generator:
         """A generator for one request: seeded, or in the present state of torch's own.
@@ -110,7 +104,14 @@ class Accelerated:
         runner.enter()
         runner.require_row()
         try:
-            while active := active + self.admit(runner, waiting):
+            while True:
+                most = min(len(runner.free), MAX_PROMPTS_PER_FRAME) if self.on_gpu else len(runner.free)
+                new = [*itertools.islice(waiting, most)]
+                active += new
+                if not active:
+                    return
+                for _, error in runner.admit(new):
+                    raise error
                 before_frame(active)
                 runner.step(active, hand_over, None if self.on_gpu else active, together=True)
                 complete = [utterance for utterance in active if utterance.is_complete()]
@@ -124,39 +125,27 @@ class Accelerated:
             for utterance in active:
                 runner.release(utterance)
 
-    def admit(self, runner: Runner, waiting: Iterator[Utterance]) -> list[Utterance]:
-        most = min(len(runner.free), MAX_PROMPTS_PER_FRAME) if self.on_gpu else len(runner.free)
-        new = [*itertools.islice(waiting, most)]
-        if failed := runner.admit(new):
-            for utterance in new:
-                runner.release(utterance)
-            raise failed[0][1]
-        return new
-
     def runner_for(self, texts: int) -> Runner:
-        """On a CPU all texts of a list are decoded together, in the first rows: upstream draws their random numbers
-        together. The runner of the last such list is kept."""
+        """The runner for a list of so many texts. On a CPU all are decoded together, in the first rows: upstream draws
+        their random numbers together. The runner of the last such list is kept."""
         if self.on_gpu or (texts <= self.runner.row_count and not self.runner.active):
             return self.runner
         if self.list_runner is None or self.list_runner.row_count != texts:
             self.list_runner = None  # free its memory first
-            options = dict(row_count=texts, max_seq_len=self.max_seq_len, fused=False, keepalive=self.runner.keepalive)
-            self.list_runner = Runner(self.talker, self.tts.model.speech_tokenizer, **options)
+            codec, length = self.tts.model.speech_tokenizer, self.runner.max_seq_len
+            self.list_runner = Runner(self.talker, codec, texts, length, fused=False, keepalive=self.runner.keepalive)
         return self.list_runner
 
     def speak(self, utterances: Iterable[Utterance]) -> list[np.ndarray]:
         """The samples of each, in order. Warns of those that were cut off."""
         audio: dict[Utterance, bytearray] = {}  # float32; they grow without being copied
-        pending = collections.deque()
+        pending = collections.deque()  # (utterances, their PendingAudio)
 
-        def hand_over(of: list[Utterance], chunk: PendingAudio) -> None:
-            pending.append((of, chunk))
-
-        def receive(most: int) -> None:
-            """Take what is there, and wait for what is more than `most`."""
-            while len(pending) > most or (pending and pending[0][1].is_ready()):
-                of, chunk = pending.popleft()
-                for utterance, samples in zip(of, chunk.views()):
+        def receive(max_pending: int) -> None:
+            """Take what is there, and wait until no more than `max_pending` chunks are on their way."""
+            while len(pending) > max_pending or (pending and pending[0][1].is_ready()):
+                owners, chunk = pending.popleft()
+                for utterance, samples in zip(owners, chunk.views()):
                     audio[utterance] += samples.data
 
         def before_frame(active: list[Utterance]) -> None:
@@ -165,16 +154,16 @@ class Accelerated:
             receive(MAX_PENDING)
 
         with self.turns.take():
-            for utterance in self.run(self.runner, utterances, hand_over, before_frame):
+            for utterance in self.run(self.runner, utterances, pending.append, before_frame):
                 utterance.warn_if_cut_off()
         receive(0)
         return [np.frombuffer(samples, np.float32) for samples in audio.values()]
 
-    def generate(self, **request):
+    def generate(self, **arguments):
         """Stands in for talker.generate: codes and hidden states, without audio."""
-        check_finite(request["inputs_embeds"])
-        utterances = [self.utterance(request_of(own, on_gpu=self.on_gpu)) for own in single_texts(request)]
-        codes, hiddens = {}, collections.defaultdict(list)
+        check_finite(arguments["inputs_embeds"])
+        utterances = [self.utterance(request_of(own, on_gpu=self.on_gpu)) for own in single_texts(arguments)]
+        spoken, hiddens = {}, collections.defaultdict(list)
 
         def keep_hidden(active: list[Utterance]) -> None:
             for utterance in active:
@@ -185,13 +174,11 @@ class Accelerated:
             runner = self.runner_for(len(utterances))
             for utterance in self.run(runner, utterances, hand_over=None, before_frame=keep_hidden):
                 # On a CPU a finished text has the other texts' frames, too, as upstream returns them.
-                frames = utterance.valid if self.on_gpu else len(hiddens[utterance])
-                codes[utterance] = runner.rows.codes[utterance.row, :frames].clone()
+                frames = utterance.valid_frames if self.on_gpu else len(hiddens[utterance])
+                codes = runner.rows.codes[utterance.row, :frames].clone()
+                spoken[utterance] = codes, torch.stack(hiddens[utterance][:frames])
                 utterance.warn_if_cut_off()
-        frames = [
-            (codes[utterance], torch.stack(hiddens[utterance][: len(codes[utterance])])) for utterance in utterances
-        ]
-        return as_upstream(*zip(*frames), end=self.talker.config.codec_eos_token_id)
+        return as_upstream(*zip(*map(spoken.get, utterances)), end=self.talker.config.codec_eos_token_id)
 
     @torch.no_grad()
     def decode(self, encoded) -> tuple[list[np.ndarray], int]:
@@ -219,11 +206,10 @@ def whole_call(name: str, model_class: type) -> Callable:
 
     @functools.wraps(upstream)
     def speak(tts, *args, **kwargs) -> tuple[list[np.ndarray], int]:
-        given = signature.bind(tts, *args, **kwargs).arguments
-        arguments = {**given, **given.get("kwargs", {})}
+        arguments = signature.bind(tts, *args, **kwargs).arguments
+        arguments |= arguments.pop("kwargs", {})
+        del arguments["self"]
         text = arguments.pop("text")
-        for other in ("self", "kwargs"):
-            arguments.pop(other, None)
         method = getattr(tts, name)
         texts = text if isinstance(text, list) else [text]
         arguments = with_voice_clone_prompt(method, arguments)
@@ -261,12 +247,12 @@ def as_upstream(codes: tuple, hiddens: tuple, end: int) -> transformers.generati
     return transformers.generation.GenerateDecoderOnlyOutput(sequences=codes[..., 0], hidden_states=hidden_states)
 
 
-def single_texts(request: dict) -> Iterator[dict]:
+def single_texts(arguments: dict) -> Iterator[dict]:
     """The arguments of talker.generate for each text of a list. Upstream pads prompts on the left."""
-    for row, mask in enumerate(request["attention_mask"]):
+    for row, mask in enumerate(arguments["attention_mask"]):
         length = int(mask.sum())
-        yield request | dict(
-            inputs_embeds=request["inputs_embeds"][row : row + 1, -length:],
+        yield arguments | dict(
+            inputs_embeds=arguments["inputs_embeds"][row : row + 1, -length:],
             attention_mask=mask[None, -length:],
-            trailing_text_hidden=request["trailing_text_hidden"][row : row + 1],
+            trailing_text_hidden=arguments["trailing_text_hidden"][row : row + 1],
         )

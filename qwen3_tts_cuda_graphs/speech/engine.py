@@ -20,6 +20,7 @@ import contextlib
 import gc
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
@@ -30,19 +31,12 @@ import numpy as np
 import torch
 
 from qwen3_tts_cuda_graphs.fast.codec import PendingAudio
-from qwen3_tts_cuda_graphs.prompts.checks import (
-    check_counts,
-    check_not_async,
-    check_seed,
-    check_text,
-    is_arriving,
-    nth_seed,
-)
+from qwen3_tts_cuda_graphs.prompts.checks import check_counts, check_seed, check_text, is_arriving, nth_seed
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.prompts.pieces import END, aread_pieces, start_reader
 from qwen3_tts_cuda_graphs.speech.accelerated import value_for
 from qwen3_tts_cuda_graphs.speech.intake import Intake
-from qwen3_tts_cuda_graphs.speech.listener import Listener, ListenerChunks, QueueFull, State, StreamTimeout
+from qwen3_tts_cuda_graphs.speech.listener import Listener, ListenerChunks, StreamTimeout
 from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
 from qwen3_tts_cuda_graphs.speech.schedule import Situation, admissions, can_decode_together, evictions, holds_back
 from qwen3_tts_cuda_graphs.speech.streaming import Chunk
@@ -50,7 +44,7 @@ from qwen3_tts_cuda_graphs.speech.streaming import Chunk
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 MAX_BATCHES_IN_CODEC = 8  # the engine waits for the codec before it hands over more
-SECONDS_BETWEEN_LOOKS = 0.1  # so often the delivery thread looks for texts that do not come
+TEXT_CHECK_INTERVAL = 0.1  # seconds after which the delivery thread checks arriving texts for a timeout
 
 
 class Engine:
@@ -70,7 +64,7 @@ class Engine:
         max_unread: chunks that a listener may leave unread before its stream pauses
         max_waiting: requests that may wait for a row, beyond those that will find one free
         patience: seconds after which a paused stream loses its row to a waiting one
-        cut_off_is_error: raise CutOff after the last chunk of a speech that ended at a limit, instead of warning
+        cut_off_is_error: raise CutOff after the last chunk of an utterance that ended at a limit, instead of warning
         after_delivery: called when all streams that were decoded together have their audio
         """
         check_counts(max_unread=max_unread)
@@ -84,13 +78,14 @@ class Engine:
         self.cut_off_is_error = cut_off_is_error
         self.after_delivery = after_delivery
         self.listeners = set()  # all that have asked and not been cancelled
-        self.seen = {}  # "frame" or "prompt" -> the last one that was seen, and when
+        self.last_progress = {}  # "frame" or "prompt" -> a figure that each of them changes, and when it was first seen
         self.active = []  # listeners that have a row
+        self.why_closed = ""  # empty while it runs
         self.pass_seconds = 0.0  # a maximum that decays by a tenth with each pass
         self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (listeners, their audio or what each ends with), in order
-        self.next_look = 0.0  # time of the next look for them
+        self.next_text_check = math.inf  # time at which the delivery thread checks arriving texts
         self.changed = threading.Condition()
-        self.intake = Intake(self.speech, self.changed)
+        self.intake = Intake(self)
         if self.speech.on_gpu:
             device = self.speech.device
             self.cuda_stream = torch.cuda.Stream(device)
@@ -125,12 +120,11 @@ class Engine:
 
         Chunks have 1, 1, 2, 4, 8, 8, ... frames. The request is queued at this call, and mistakes raise here.
         """
-        check_not_async(text)
+        arrives = is_arriving(text)
         self.check_model(method)
         kwargs = with_voice_clone_prompt(method, kwargs)
         items = queue.SimpleQueue()
         listener = Listener(self, items.put, text_timeout)
-        arrives = is_arriving(text)
         try:
             listener.ask(method, None if arrives else check_text(text), seed, kwargs).result()
         except BaseException:
@@ -219,41 +213,30 @@ class Engine:
         return [*map(np.concatenate, audio)], self.rate
 
     @property
-    def why_closed(self) -> str:
-        """Empty while it runs."""
-        return self.intake.why_closed
-
-    @property
     def is_running(self) -> bool:
         """False once it has been closed, or has stopped with an error."""
         return not self.why_closed
+
+    def check_running(self) -> None:
+        if self.why_closed:
+            raise RuntimeError(self.why_closed)
 
     def counts(self) -> tuple[int, int]:
         """How many streams are active, and how many wait for a row."""
         return len(self.active), len(self.intake.waiting)
 
     def stands_still(self, seconds: float) -> str | None:
-        """What it has had work for and finished none of for so long: "frame", "prompt", or None. Whoever asks, asks
-        every now and then. Each pass of the engine sets pass_seconds."""
+        """What it has had to make for so many seconds without making one: "frame" or "prompt". None: it makes progress.
+        To be called every now and then. Each pass of the engine sets pass_seconds."""
         now = time.monotonic()
         has_frames = (self.active or self.intake.waiting) and self.has_work()
         kinds = ("frame", has_frames, self.pass_seconds), ("prompt", self.intake.preparing, self.intake.prepared)
         for what, has_work, last in kinds:
-            if not has_work or self.seen.get(what, (None,))[0] != last:
-                self.seen[what] = last, now
-            elif now - self.seen[what][1] > seconds:
+            if not has_work or self.last_progress.get(what, (None,))[0] != last:
+                self.last_progress[what] = last, now
+            elif now - self.last_progress[what][1] > seconds:
                 return what
         return None
-
-    def submit(self, listener: Listener, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
-        with self.changed:
-            free = self.runner.row_count - len(self.active)
-            waiting = len(self.intake.waiting) + self.intake.preparing - free
-            if waiting >= self.max_waiting:
-                raise QueueFull(f"{waiting} requests are waiting already: try again later")
-            future = self.intake.submit(listener, method, text, seed, kwargs)
-            self.listeners.add(listener)
-        return future
 
     def check_model(self, method: Callable) -> None:
         if getattr(method, "__self__", None) is not self.tts:
@@ -266,7 +249,7 @@ class Engine:
             self.serve()
         except BaseException as error:
             log.exception("the engine has stopped")
-            self.fail(error)
+            self.stop(f"the engine has stopped: {error}")
         for listener in self.active:  # the next call that uses the runner frees their rows
             listener.is_abandoned = True
         if self.speech.on_gpu:
@@ -275,37 +258,29 @@ class Engine:
                 self.runner.codec.wait()
         self.decoding.put(None)
 
-    def fail(self, error: BaseException) -> None:
-        self.intake.close(f"the engine has stopped: {error}")  # it refuses requests from here on
-
     def serve(self) -> None:
         if self.speech.on_gpu:
             torch.cuda.set_device(self.speech.device)
             torch.cuda.set_stream(self.cuda_stream)
-        while True:
-            with self.changed:
-                self.changed.wait_for(lambda: not self.is_running or self.intake.waiting or self.active)
+        while self.is_running:
+            with self.changed:  # the timeout is for `patience`
+                self.changed.wait_for(self.has_work, timeout=0.1 if self.active else None)
             with self.speech.turns.take(give_up=lambda: not self.is_running) as turn:  # other calls on this model wait
                 if turn:
                     self.run_until_idle()
-            if not self.is_running:
-                return
-            with self.changed:  # the timeout is for `patience`
-                self.changed.wait_for(self.has_work, timeout=0.1)
 
     def run_until_idle(self) -> None:
         """Run frames until no stream can advance."""
         self.runner.enter(sleeps=True)
         while self.is_running:
             began = time.monotonic()
-            self.drop_ended()
-            now = self.situation()
-            self.drop_overdue(now)
-            has_admitted = self.admit(admissions(now))
-            is_held_back = not has_admitted and holds_back(now)
+            situation = self.current_situation()
+            self.drop_overdue(situation)
+            has_admitted = self.admit(admissions(situation))
+            is_held_back = not has_admitted and holds_back(situation)
             advancing = [] if is_held_back else [s for s in self.active if s.may_advance() and s.paused_at is None]
             try:
-                self.runner.step(self.active, self.hand_over, advancing, together=can_decode_together(now))
+                self.runner.step(self.active, self.decoding.put, advancing, together=can_decode_together(situation))
             except MegakernelStopped as stopped:
                 for listener in stopped.utterances:
                     listener.end(MegakernelStopped(stopped.reason))  # a new one for each thread
@@ -316,18 +291,20 @@ class Engine:
             elif not advancing:
                 return
 
-    def situation(self) -> Situation:
+    def current_situation(self) -> Situation:
         """What the schedule decides by."""
         now = time.monotonic()
         for listener in self.active:
             is_paused = listener.unread >= self.max_unread
             listener.paused_at = (listener.paused_at or now) if is_paused else None
+        with self.changed:  # a listener who leaves meanwhile takes itself out of the queue
+            waiting = [*self.intake.waiting]
         return Situation(
             listeners=[listener.row_status(now, self.speech.seconds_per_frame) for listener in self.active],
             rows=len(self.active) + len(self.runner.free),
             preparing=self.intake.preparing,
-            waiting=len(self.intake.waiting),
-            longest_wait=now - self.intake.waiting[0].queued_at if self.intake.waiting else 0.0,
+            waiting=len(waiting),
+            longest_wait=now - waiting[0].queued_at if waiting else 0.0,
             pass_seconds=self.pass_seconds,
         )
 
@@ -335,37 +312,30 @@ class Engine:
         """Let streams without first audio have the GPU, and the prompt thread the GIL."""
         with self.changed:
             self.changed.wait_for(
-                lambda: self.intake.waiting or not self.is_running or not self.situation().has_newcomers, timeout=0.002
+                lambda: self.intake.waiting or not self.is_running or not self.current_situation().has_newcomers,
+                timeout=0.002,
             )
 
     def has_work(self) -> bool:
+        can_admit = self.intake.waiting and (self.runner.free or not self.active)
         can_advance = any(
             one.has_ended or (one.unread < self.max_unread and one.may_advance()) or one.text_has_failed()
             for one in self.active
         )
-        return bool(not self.is_running or not self.active or (self.intake.waiting and self.runner.free) or can_advance)
+        return bool(not self.is_running or can_admit or can_advance)
 
-    def drop_ended(self) -> None:
-        """Drop waiting requests whose listeners have gone."""
-        with self.changed:
-            for listener in [listener for listener in self.intake.waiting if listener.has_ended]:
-                self.intake.waiting.remove(listener)
-
-    def drop_overdue(self, now: Situation) -> None:
-        """Drop streams that lose their row."""
-        for i in evictions(now, self.patience):
-            reason = "its text came too slowly" if now.listeners[i].lacks_text else "nobody has read it"
+    def drop_overdue(self, situation: Situation) -> None:
+        """End the streams whose rows go to waiting requests."""
+        for i in evictions(situation, self.patience):
+            reason = "its text came too slowly" if situation.listeners[i].lacks_text else "nobody has read it"
             message = f"others were waiting and {reason} for {self.patience:g} s: its place was given away"
             self.active[i].end(StreamTimeout(message))
         self.release_finished()
 
     def admit(self, count: int) -> bool:
-        """Returns whether there is somebody new."""
+        """Move waiting requests into rows. Returns whether there was one."""
         with self.changed:
             admitted = [self.intake.waiting.popleft() for _ in range(min(count, len(self.intake.waiting)))]
-            for listener in admitted:
-                if not listener.has_ended:
-                    listener.state = State.SPEAKING
         for listener, error in self.runner.admit(admitted):
             log.error("a request failed", exc_info=error)
             admitted.remove(listener)
@@ -373,28 +343,19 @@ class Engine:
         self.active += admitted
         return bool(admitted)
 
-    def hand_over(self, listeners: list[Listener], audio: PendingAudio) -> None:
-        self.decoding.put((listeners, audio))
-
     def release_finished(self) -> None:
         """Free the rows of streams that are complete, have failed or have lost their listener. Attributes are looked at
         before methods are called: there may be hundreds of streams, in every frame."""
         for listener in self.active:
-            if listener.text_error and listener.text_has_failed():
+            if listener.arriving and listener.text_has_failed():
                 listener.finished = True
         over = [s for s in self.active if s.has_ended or (s.finished and s.is_complete())]
-        if not over:
-            return
         for listener in over:
             self.active.remove(listener)
             self.runner.release(listener)
-        with self.changed:
-            over = [listener for listener in over if not listener.has_ended]
-            for listener in over:
-                listener.state = State.DELIVERING
         # After their rows are free: whoever has seen the end can rely on a free one.
-        if over:
-            self.decoding.put((over, [listener.text_error or END for listener in over]))
+        if over := [listener for listener in over if not listener.has_ended]:
+            self.decoding.put((over, [(listener.arriving and listener.arriving.error) or END for listener in over]))
 
     # ---- The delivery thread
 
@@ -413,24 +374,33 @@ class Engine:
                 self.after_delivery()
             except BaseException as error:
                 log.exception("the engine has stopped")
-                self.fail(error)
+                self.stop(f"the engine has stopped: {error}")
                 for listener in listeners:  # an END must not follow: their audio is not complete
                     listener.end(RuntimeError(self.why_closed))
         self.end_all()  # after the audio that there is
 
     def next_batch(self) -> tuple | None:
-        """What comes next out of the codec. This thread never waits for a listener or a turn, so it also ends those
-        whose text does not come."""
+        """The next batch of the codec. This thread never waits for a listener or a turn, so it also ends the streams
+        whose text does not come. It wakes up for that only while a text is arriving."""
         while True:
-            if (now := time.monotonic()) >= self.next_look:
-                self.next_look = now + SECONDS_BETWEEN_LOOKS
+            if time.monotonic() >= self.next_text_check:
+                self.next_text_check = math.inf  # first: `wake_delivery` may be called meanwhile
                 with self.changed:
-                    listeners = [*self.listeners]
-                for listener in listeners:
+                    arriving = [listener for listener in self.listeners if listener.awaits_text]
+                if arriving:
+                    self.next_text_check = time.monotonic() + TEXT_CHECK_INTERVAL
+                for listener in arriving:
                     if error := listener.text_timed_out():
                         self.intake.fail_text(listener, error)
+            timeout = None if self.next_text_check == math.inf else TEXT_CHECK_INTERVAL
             with contextlib.suppress(queue.Empty):
-                return self.decoding.get(timeout=SECONDS_BETWEEN_LOOKS)
+                return self.decoding.get(timeout=timeout)
+
+    def wake_delivery(self, _: Future) -> None:
+        """Have the delivery thread check the arriving texts now. If its queue is full it is awake."""
+        self.next_text_check = 0.0
+        with contextlib.suppress(queue.Full):
+            self.decoding.put_nowait(((), ()))
 
     def end_all(self) -> None:
         with self.changed:
@@ -453,9 +423,15 @@ class Engine:
 
     # ---- Lifetime
 
+    def stop(self, reason: str) -> None:
+        """Refuse requests, and let the engine's thread end."""
+        with self.changed:
+            self.why_closed = self.why_closed or reason
+            self.changed.notify_all()
+
     def close(self) -> None:
         """End all streams with an error and stop. Does not wait for other calls on the model."""
-        self.intake.close("the engine has been closed")
+        self.stop("the engine has been closed")
         self.intake.thread.shutdown()  # what is queued there ends at once
         self.thread.join()
         self.delivery.join()

@@ -9,7 +9,7 @@
 `Engine.stream`, `astream`, `generate` and the server differ in what they do with the items, and in who pushes the text.
 """
 
-import enum
+import contextlib
 import math
 import queue
 from collections.abc import Callable, Iterator
@@ -17,7 +17,6 @@ from concurrent.futures import Future
 
 from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES
 from qwen3_tts_cuda_graphs.prompts.arriving_text import StreamTimeout
-from qwen3_tts_cuda_graphs.prompts.checks import check_text_timeout
 from qwen3_tts_cuda_graphs.prompts.pieces import END
 from qwen3_tts_cuda_graphs.speech.schedule import RowStatus
 from qwen3_tts_cuda_graphs.speech.streaming import Chunk
@@ -28,35 +27,25 @@ class QueueFull(RuntimeError):
     """Too many requests are waiting: try again later."""
 
 
-class State(enum.Enum):
-    PREPARING = "its prompt is being built, or waits for text"
-    WAITING = "for a row"
-    SPEAKING = "it has a row"
-    DELIVERING = "all of its audio is on its way"
-    ENDED = "its listener has all of it, or an error, or has gone"
-
-
 class Listener(Utterance):
     def __init__(self, engine, put: Callable, text_timeout: float = 60.0, max_text_tokens: float = math.inf):
         """text_timeout: seconds without new text after which it ends with a StreamTimeout
         max_text_tokens: where a text that is still to come ends: what follows is not part of this utterance
         """
-        check_text_timeout(text_timeout)
         super().__init__(growing_chunks())  # the same for every stream, so that a seed reproduces
         self.engine = engine
         self.put = put
-        self.state = State.PREPARING
-        self.queued_at = None  # time
+        self.queued_at = None  # time; None while its prompt is being built or waits for text
+        self.has_ended = False  # it has got an error, or has gone: nothing more is delivered
         # a text that is still arriving
-        self.text = None  # ArrivingText
+        self.arriving = None  # ArrivingText
         self.max_text_tokens = max_text_tokens
         self.text_timeout = text_timeout
-        self.text_error = None
         # its audio
-        self.delivered = 0  # frames whose audio the listener has, or could have
+        self.delivered = 0  # frames whose audio it has, or could have
         self.first_delivered_at = None  # time
-        self.unread = 0  # chunks that the listener has not taken yet
-        self.paused_at = None  # time at which it began to wait for its listener
+        self.unread = 0  # chunks that it has not taken yet
+        self.paused_at = None  # time since which it has left too much unread
 
     # ---- For whoever listens, in any thread
 
@@ -67,7 +56,7 @@ class Listener(Utterance):
         text: None if it is still to come
         arguments: the method's other arguments
         """
-        return self.engine.submit(self, method, text, seed, arguments)
+        return self.engine.intake.submit(self, method, text, seed, arguments)
 
     def push(self, piece: str | BaseException | None) -> Future:
         """Take the next piece of its text, END, or the iterator's error. The Future says whether more is wanted."""
@@ -86,6 +75,8 @@ class Listener(Utterance):
         with self.engine.changed:
             self.end()
             self.engine.listeners.discard(self)
+            with contextlib.suppress(ValueError):  # it does not wait for a row
+                self.engine.intake.waiting.remove(self)
             self.engine.changed.notify_all()
 
     def take(self, item):
@@ -100,17 +91,13 @@ class Listener(Utterance):
 
     def characters_read(self) -> int | None:
         """How much of a text that came in pieces has been spoken, after its end. None: it came as a whole."""
-        return self.text and self.text.characters_read(self.valid)
+        return self.arriving and self.arriving.characters_read(self.valid_frames)
 
     # ---- For the engine
 
-    @property
-    def has_ended(self) -> bool:
-        return self.state is State.ENDED
-
     def end(self, last=None) -> None:
-        """Nothing more is to be delivered but `last`, an error."""
-        self.state = State.ENDED
+        """Deliver nothing more but `last`, an error."""
+        self.has_ended = True
         if last is not None:
             self.put(last)
 
@@ -133,13 +120,17 @@ class Listener(Utterance):
 
     def text_has_failed(self) -> bool:
         """Whether all there was before an error of the text has been spoken, and the error comes next."""
-        return self.text_error is not None and self.lacks_text() and self.checked == self.launched
+        return bool(self.arriving and self.arriving.error and self.lacks_text() and self.checked == self.launched)
+
+    @property
+    def awaits_text(self) -> bool:
+        """Whether more of its text is to come, needed by now or not."""
+        return bool(self.arriving and not (self.arriving.is_over or self.has_ended))
 
     def text_timed_out(self) -> StreamTimeout | None:
-        """The error of a stream that waits for its text, and has done so for too long."""
-        if self.text is None or self.text_error or not (self.state is State.PREPARING or self.lacks_text()):
-            return None
-        return self.text.timed_out()
+        """The error of a stream that needs text, and has waited for it for too long."""
+        needs_text = self.queued_at is None or self.lacks_text()
+        return self.arriving.timed_out() if self.awaits_text and needs_text else None
 
 
 class ListenerChunks(Iterator):

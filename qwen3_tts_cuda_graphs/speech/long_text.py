@@ -1,12 +1,13 @@
-"""Long texts, and speech that does not end.
+"""Scripts and long texts, and speech that does not end.
 
-A long text is cut into parts that are spoken one after another with the same voice.
+A script has parts that are spoken one after another; a part that is too long for the cache is cut into several.
 
 The model sometimes misses its end and goes on with silence, noise or repetitions until the cache is full: in 0.3 to 0.5
 percent of all runs, as users of several implementations report. So an utterance is stopped after a number of frames in
 proportion to its text.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -16,29 +17,53 @@ import numpy as np
 from qwen3_tts_cuda_graphs.prompts.checks import check_seed, check_text, is_arriving, model_of, nth_seed
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.prompts.cut import FRAMES_PER_TOKEN, MIN_FRAME_LIMIT, PAUSE, cut, tokens_that_fit
+from qwen3_tts_cuda_graphs.prompts.lexicon import Lexicon
+from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, cut_parts, read_script, silence_before
 from qwen3_tts_cuda_graphs.prompts.templates import tokenize
 from qwen3_tts_cuda_graphs.speech.streaming import Chunk, stream
 from qwen3_tts_cuda_graphs.speech.utterance import warn_each_time
 
+REFERENCE = "voice_clone_prompt", "ref_audio", "ref_text", "x_vector_only_mode"  # arguments that say whose voice it is
 
-def stream_long(
+
+def stream_long(method: Callable, *, text: str, **kwargs) -> Iterator[Chunk]:
+    """`stream` for a text of any length, which has no tags. Paragraphs end at line ends.
+
+    kwargs: as for `stream_script`
+
+    Mistakes raise an error here, before the first chunk.
+    """
+    items = stream_script(method, text=text, notation=False, **kwargs)
+    return (item for item in items if not isinstance(item, Cue))
+
+
+def stream_script(
     method: Callable,
     *,
     text: str,
+    voices: dict[str, dict] | None = None,
+    play: bool = False,
+    notation: bool = True,
+    lexicon: Lexicon | dict[str, str] | None = None,
     language: str | None = None,
     pause: float = PAUSE,
     retries: int = 0,
     seed: int | None = None,
     max_tokens: int | None = None,
     **kwargs,
-) -> Iterator[Chunk]:
-    """`stream` for a text of any length. Paragraphs end at line ends.
+) -> Iterator[Chunk | Cue]:
+    """Speak a script of any length, whose notation prompts/script.py describes. Yields a Cue, which says where its part
+    is heard, before the chunks of that part.
 
-    pause: seconds of silence between two parts
+    voices: name -> arguments of `method` for this voice, such as {"voice_clone_prompt": ...}. The speakers of a
+        CustomVoice model need none.
+    play: lines may begin with a voice's name and a colon
+    lexicon: word -> how to say it
+    pause: seconds of silence between two parts where no tag says another
     retries: how often a part that does not end is spoken again, with another seed
     seed: each part has a seed of its own, derived from this one
     max_tokens: tokens of one part. Default: what surely fits into the cache.
-    kwargs: as for `stream`
+    kwargs: as for `stream`; the voice and style of parts without their own
 
     Mistakes raise an error here, before the first chunk.
     """
@@ -47,17 +72,83 @@ def stream_long(
     if not 0 <= pause < math.inf:
         raise ValueError(f"pause is {pause}, it must be at least 0 and finite, in seconds")
     tts = model_of(method)
-    kwargs = with_voice_clone_prompt(method, kwargs)  # once for all parts
-    if max_tokens is None:
-        max_tokens = tokens_that_fit(tts.prompts.max_seq_len, kwargs)
-    parts = cut(text.splitlines(), max_tokens, lambda part: len(tokenize(tts, part)), language)
+    lexicon = lexicon if isinstance(lexicon, Lexicon) else Lexicon(lexicon or {})
+    voices = {name.lower(): voice for name, voice in (voices or {}).items()}
+    arguments = functools.cache(lambda voice, style: part_arguments(method, kwargs, voices, voice, style))
 
-    def utterance(number: int) -> Iterator[Chunk]:
-        own = dict(text=parts[number], seed=nth_seed(seed, number))
-        return speak(method, language=language, retries=retries, **own, **kwargs)
+    def cut_part(part: Part) -> list[str]:
+        voice = arguments(part.voice, part.style)
+        most = max_tokens or tokens_that_fit(tts.prompts.max_seq_len, voice)
+        paragraphs = part.text.splitlines()
+        return cut(paragraphs, most, lambda said: len(tokenize(tts, said)), language, lexicon.replace)
 
-    first = utterance(0)
-    return with_pauses(itertools.chain([first], map(utterance, range(1, len(parts)))), pause)
+    parts = read_script(text, play, notation, functools.partial(check_voice, method, voices))
+    styles = [part.style for part in parts if part.style]
+    if styles and not takes_style(method):
+        warn_each_time(style_warning(styles[0]))
+    parts = cut_parts(parts, cut_part)
+    numbers = itertools.count()
+
+    def utterance(part: Part) -> Iterator[Chunk]:
+        own = dict(text=lexicon.replace(part.text), seed=nth_seed(seed, next(numbers)))
+        return speak(method, language=language, retries=retries, **own, **arguments(part.voice, part.style))
+
+    utterances = (utterance(part) for part in parts if part.text)
+    first = next(utterances)
+    return with_cues(parts, itertools.chain([first], utterances), tts.speech.rate, pause)
+
+
+def part_arguments(method: Callable, kwargs: dict, voices: dict, voice: str | None, style: str | None) -> dict:
+    """The arguments of upstream's method for a part, but its text. voice, style: None for those of the script
+
+    A style is ignored where the model takes none.
+    """
+    if voice is not None:
+        kwargs = {name: value for name, value in kwargs.items() if name not in REFERENCE}
+        kwargs |= voices.get(voice.lower()) or {"speaker": voice}
+    if style is not None and takes_style(method):
+        kwargs = kwargs | {"instruct": style}
+    return with_voice_clone_prompt(method, kwargs)
+
+
+def check_voice(method: Callable, voices: dict, name: str) -> None:
+    known = [*voices, *(method.__self__.get_supported_speakers() or [])]
+    if name.lower() not in map(str.lower, known):
+        remedy = f"there are {', '.join(known)}" if known else "give it as voices={name: arguments}"
+        raise ValueError(f"there is no voice {name!r}: {remedy}")
+
+
+def takes_style(method: Callable) -> bool:
+    """Whether the model follows an instruction: 1.7B-CustomVoice and VoiceDesign."""
+    model = method.__self__.model
+    return model.tts_model_type == "voice_design" or (
+        model.tts_model_type == "custom_voice" and model.tts_model_size != "0b6"
+    )
+
+
+def style_warning(style: str) -> str:
+    return f"the style {style!r} is ignored: this model takes no instructions"
+
+
+def with_cues(
+    parts: Iterable[Part], utterances: Iterator[Iterable[Chunk]], rate: int, pause: float
+) -> Iterator[Chunk | Cue]:
+    """Parts one after another: the silence before each, its cue, and the chunks of its utterance."""
+    samples, previous = 0, None
+    for part in parts:
+        silence = np.zeros(round(silence_before(part, previous, pause) * rate), dtype=np.float32)
+        previous = part
+        samples += len(silence)
+        if len(silence):
+            yield silence, rate
+        if not part.text:
+            continue
+        cue = Cue(part, samples)
+        yield cue
+        for audio, _ in next(utterances):
+            samples += len(audio)
+            yield audio, rate
+        cue.end = samples
 
 
 def speak(
@@ -69,23 +160,34 @@ def speak(
         Its audio then comes when it is complete.
     """
     check_seed(seed)
-    seen = Recorded(text) if is_arriving(text) else text
-    if retries and seen is not text:
+    seen = []  # the pieces of the text that have come
+    if not is_arriving(text):
+        seen.append(check_text(text))
+    elif retries:
         raise ValueError("text that is still arriving cannot be spoken again: leave out retries")
+    else:
+        text = recorded(text, seen)
 
     def attempt(number: int) -> Iterator[Chunk]:
-        return stream(method, text=seen, seed=nth_seed(seed, number << 32), warn=number == retries, **kwargs)
+        return stream(method, text=text, seed=nth_seed(seed, number << 32), warn=number == retries, **kwargs)
 
     first = attempt(0)
     attempts = itertools.chain([first], map(attempt, range(1, retries + 1)))
     return speak_until_it_ends(method.__self__, seen, attempts, bool(retries))
 
 
+def recorded(pieces: Iterable[str], seen: list[str]) -> Iterator[str]:
+    for piece in pieces:
+        seen.append(piece)
+        yield piece
+
+
 def speak_until_it_ends(
-    tts, text: "str | Recorded", attempts: Iterable[Iterator[Chunk]], is_kept_back: bool
+    tts, seen: list[str], attempts: Iterable[Iterator[Chunk]], is_kept_back: bool
 ) -> Iterator[Chunk]:
     """The first attempt that ends by itself, or the last.
 
+    seen: the text, or the pieces of it that have come
     is_kept_back: whether to yield audio only when its attempt is over
     """
     samples_per_frame = tts.model.speech_tokenizer.get_decode_upsample_rate()
@@ -101,8 +203,10 @@ def speak_until_it_ends(
                 break
             limit = MIN_FRAME_LIMIT * samples_per_frame
             if samples + len(audio) > limit:
-                limit = frame_limit(len(tokenize(tts, str(text)))) * samples_per_frame
+                limit = frame_limit(len(tokenize(tts, "".join(seen)))) * samples_per_frame
             was_stopped = samples + len(audio) > limit
+            if samples == limit:
+                break  # an empty chunk would be no audio
             chunk = audio[: limit - samples], rate
             samples += len(chunk[0])
             if is_kept_back:
@@ -114,38 +218,9 @@ def speak_until_it_ends(
             break
     yield from heard
     if was_stopped:
-        warn_each_time(f"the speech of {str(text)[:30]!r} did not end: stopped after {samples / rate:.0f} s")
+        warn_each_time(f"the speech of {''.join(seen)[:30]!r} did not end: stopped after {samples / rate:.0f} s")
 
 
 def frame_limit(tokens: int) -> int:
     """Frames after which an utterance is taken for one that does not end."""
     return max(MIN_FRAME_LIMIT, FRAMES_PER_TOKEN * tokens)
-
-
-class Recorded:
-    """An iterator of strings that remembers what it gave."""
-
-    def __init__(self, pieces: Iterable[str]):
-        self.pieces = iter(pieces)
-        self.seen = []
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        piece = next(self.pieces)
-        self.seen.append(piece)
-        return piece
-
-    def __str__(self) -> str:
-        return "".join(self.seen)
-
-
-def with_pauses(utterances: Iterable[Iterable[Chunk]], pause: float) -> Iterator[Chunk]:
-    """The utterances one after another, with silence between them."""
-    rate = None
-    for utterance in utterances:
-        if rate and pause:
-            yield np.zeros(round(pause * rate), dtype=np.float32), rate
-        for audio, rate in utterance:
-            yield audio, rate

@@ -6,7 +6,7 @@ prefix depends on voice, language and style, but not on the text. So it is kept 
 """
 
 import collections
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,24 +24,6 @@ PREFILL_ROWS = (1, 4, 32)  # prompts per captured prefill
 PREFILL_LENGTHS = (32, 64, 96, 128, 192, 256, 320, *(size << i for i in range(12) for size in (384, 512)))
 MAX_PREFILL_POSITIONS = 4096  # of all prompts together, where there are several
 SHORTEST_FOR_SDPA = 128  # positions; for shorter prompts the kernels' attention is faster
-
-
-class HostSettings:
-    """Settings of requests as tensors on the host. Most requests have the same ones, so they are kept."""
-
-    def __init__(self, config, on_gpu: bool):
-        self.config = config
-        self.on_gpu = on_gpu
-        self.cached_row = lru_cache(maxsize=64, typed=True)(self.make_row)
-
-    def row(self, settings: dict) -> list[torch.Tensor]:
-        """In the order of `SharedRows.settings` and shaped like one row of them."""
-        return self.cached_row(**settings)
-
-    def make_row(self, **settings) -> list[torch.Tensor]:
-        row = SharedRows(self.config, 1, 1, torch.float32, torch.device("cpu"))
-        row.configure(**settings)
-        return [tensor[0].pin_memory() if self.on_gpu else tensor[0] for tensor in row.settings()]
 
 
 class PrefillGraph:
@@ -90,7 +72,7 @@ class PromptCache(Cache):
 
 
 class PromptStack(BatchedStack):
-    """The same with SDPA's attention, for tokens that are all positions of one prompt after another."""
+    """A BatchedStack with SDPA's attention, for tokens that are all positions of one prompt after another."""
 
     def __init__(self, prompts: int, *args):
         """prompts: how many; then what a BatchedStack takes"""
@@ -110,7 +92,7 @@ class Prefills:
     def __init__(self, talker, rows: SharedRows, row_count: int, graphs: Graphs, with_kernels: bool):
         """rows: `row_count` of them and, where there are several, one more that padding is read into"""
         self.rows = rows
-        self.kept = KeptPrefixes(rows)
+        self.prefix_cache = PrefixCache(rows)
         longest = rows.text.shape[1]
         lengths = [*(length for length in PREFILL_LENGTHS if length < longest), longest]
         most = min(row_count, max(PREFILL_ROWS))
@@ -125,13 +107,13 @@ class Prefills:
 
     def read(self, utterances: list[Utterance]) -> None:
         """Write the keys and values of all prompts but for their last positions."""
-        utterances = self.kept.copy(utterances)
+        utterances = self.prefix_cache.copy(utterances)
         while utterances:
             count = self.count_that_fit([len(utterance.request.prefix) for utterance in utterances])
             together, utterances = utterances[:count], utterances[count:]
             self.load([one.row for one in together], [one.request.prefix for one in together]).replay()
             if count == 1:  # in a batch its last bits could be others, and a seed would not reproduce
-                self.kept.keep(together[0])
+                self.prefix_cache.keep(together[0])
 
     def graph_for(self, lengths: list[int]) -> PrefillGraph | None:
         """The smallest graph for prefixes of these lengths. None: they are too many to be read together."""
@@ -155,7 +137,7 @@ class Prefills:
         return graph
 
 
-class KeptPrefixes:
+class PrefixCache:
     """Keys and values of the prefixes that were used last, by the content of their embeddings."""
 
     def __init__(self, rows: SharedRows):

@@ -7,11 +7,12 @@
 No threads and no locks: one caller at a time (turns.py). Whole calls, lists of texts, streams and the engine differ in
 which utterances they let advance, and in what they do with the audio.
 
-On a GPU the host runs one frame behind, so that the GPU never waits for it: that a speech has ended is known when the
-frame after its last one is running, which is then dropped.
+On a GPU the host runs one frame behind, so that the GPU never waits for it: that an utterance has ended is known when
+the frame after its last one is running, which is then dropped.
 """
 
 import collections
+import functools
 import heapq
 import logging
 from collections.abc import Callable, Iterable
@@ -25,14 +26,15 @@ from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES, MAX_BATCH, Codec
 from qwen3_tts_cuda_graphs.fast.frame_set import FrameSet
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows, copy_row, draw_seeded
 from qwen3_tts_cuda_graphs.prompts.host import to_device
-from qwen3_tts_cuda_graphs.speech.prefill import HostSettings, Prefills, copy_to_device
+from qwen3_tts_cuda_graphs.speech.prefill import Prefills, copy_to_device
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 FULL_CHUNK = max(BATCH_CHUNK_SIZES)
+MAX_MOVES = 8  # utterances that change their row between two frames; each takes the host 0.4 ms
 
-HandOver = Callable[[list[Utterance], PendingAudio], None]
+HandOver = Callable[[tuple[list[Utterance], PendingAudio]], None]  # whose chunks were decoded together, and the audio
 
 
 class MegakernelStopped(RuntimeError):
@@ -65,8 +67,9 @@ class Runner:
         self.device = talker.device
         self.on_gpu = self.device.type == "cuda"
         self.row_count = row_count
+        self.max_seq_len = max_seq_len
         self.keepalive = keepalive
-        self.settings = HostSettings(talker.config, self.on_gpu)
+        self.settings_on_host = functools.lru_cache(64, typed=True)(functools.partial(settings_on_host, talker))
         has_spare = row_count > 1  # padding of a prefill is read into a row that belongs to no request
         self.rows = SharedRows(talker.config, row_count + has_spare, round_up(max_seq_len), talker.dtype, self.device)
         self.rows.advance.fill_(False)
@@ -83,9 +86,9 @@ class Runner:
 
         self.active = []  # admitted utterances, each in its row
         self.beat = 0  # frames launched since the runner was idle, to decode chunks together
-        self.free = list(range(row_count))  # a heap
-        self.launched = collections.deque()  # frames whose `ended` flags the host has not read yet
-        self.mask = None  # host copy of rows.advance
+        self.free = list(range(row_count))  # rows that belong to no utterance: a heap
+        self.in_flight = collections.deque()  # frames whose `ended` flags the host has not read yet
+        self.advance_on_host = None  # host copy of rows.advance
         self.last_stream = None  # the CUDA stream of the last caller
         self.sleeps = False
         self.shared_generator = torch.Generator(self.device)  # of all utterances without a generator of their own
@@ -111,10 +114,10 @@ class Runner:
             stream.wait_stream(self.last_stream or stream)
             self.last_stream = stream
 
-    # ---- In and out
+    # ---- Admission and release
 
     def require_row(self) -> int:
-        """A free row."""
+        """A free row. Raises an error if there is none."""
         if not self.free:
             raise RuntimeError(
                 f"all {self.row_count} rows of this model are taken by paused streams: "
@@ -134,11 +137,11 @@ class Runner:
         try:
             for utterance in utterances:
                 self.wait_for_prompt(utterance)
-                if utterance.reference is not None:  # prime the codec with it and discard that audio
+                if utterance.request.reference is not None:  # prime the codec with it and discard that audio
                     self.codec.reset(utterance.row)
-                    self.codec.feed([utterance.row], utterance.reference[None])
+                    self.codec.feed([utterance.row], utterance.request.reference[None])
             self.read_prompts(utterances)
-            if indices := [utterance.row for utterance in utterances if utterance.reference is None]:
+            if indices := [one.row for one in utterances if one.request.reference is None]:
                 self.codec.reset(*indices)  # after the prompts, which take the GPU longer
         except BaseException as error:
             for utterance, state in zip(utterances, states):
@@ -163,43 +166,46 @@ class Runner:
                 self.views[utterance.row].whole_cache.zero_()
         self.prefills.read(utterances)
         lengths = [0] * len(self.new_lengths)
+        self.load_rows(utterances)
         for utterance in utterances:
-            self.load_row(utterance)
             lengths[utterance.row] = utterance.prompt_length
         copy_to_device(torch.tensor(lengths), self.new_lengths)
         self.draw(self.rows.noise, [utterance for utterance in utterances if utterance.samples_token])
         frame = self.frames.of(1 + max(utterance.row for utterance in utterances))
-        self.mask = [length > 0 for length in lengths]
+        self.advance_on_host = [length > 0 for length in lengths]
         self.begin()
         frame.step()
         self.load_text(utterances)  # the step does not need it
 
-    def load_row(self, utterance: Utterance) -> None:
-        """Write the prompt's last position and the settings. Most requests have the same, which are in the row."""
-        row, view = utterance.row, self.views[utterance.row]
-        if self.row_settings[row] is not utterance.settings:
-            self.row_settings[row] = None
-            for target, value in zip(view.settings(), utterance.settings):
-                target.copy_(value, non_blocking=True)
-            self.row_settings[row] = utterance.settings
-        view.embedding.copy_(utterance.request.inputs[:1], non_blocking=True)
-
-    def load_text(self, utterances: list[Utterance]) -> None:
-        """What the frames add to their embeddings: the text, then the padding, which is the same for all.
+    def load_rows(self, utterances: list[Utterance]) -> None:
+        """Write the prompts' last positions and the settings. Most requests have the same, which are in the row.
 
         In few calls, as in `gather_codes`: after each call of torch another thread may have the interpreter for 5 ms.
         """
+        targets = [self.views[utterance.row].embedding for utterance in utterances]
+        values = [utterance.request.inputs[:1] for utterance in utterances]
+        for utterance in utterances:
+            if self.row_settings[utterance.row] is not utterance.settings:
+                self.row_settings[utterance.row] = None
+                targets += self.views[utterance.row].settings()
+                values += utterance.settings
+        torch._foreach_copy_(targets, values, non_blocking=True)
+        for utterance in utterances:
+            self.row_settings[utterance.row] = utterance.settings
+
+    def load_text(self, utterances: list[Utterance]) -> None:
+        """Write what the frames add to their embeddings: the text, then the padding, which is the same for all. In few
+        calls, as in `load_rows`."""
         padding = utterances[0].request.inputs[-1:].to(self.device, non_blocking=True)
         if len(utterances) == 1:
             self.views[utterances[0].row].text.copy_(padding)
         else:
             indices = torch.tensor([utterance.row for utterance in utterances])
             self.rows.text[to_device(indices, self.device)] = padding
-        for utterance in utterances:
-            text = self.views[utterance.row].text
-            inputs = utterance.request.inputs
-            words = min(len(inputs) - 2, len(text))
-            text[:words].copy_(inputs[1 : 1 + words], non_blocking=True)
+        most = self.rows.text.shape[1]
+        texts = [utterance.request.inputs[1:-1][:most] for utterance in utterances]
+        targets = [self.views[utterance.row].text[: len(text)] for utterance, text in zip(utterances, texts)]
+        torch._foreach_copy_(targets, texts, non_blocking=True)
 
     def wait_for_prompt(self, utterance: Utterance) -> None:
         """Order this CUDA stream behind the one that the prompt was built on."""
@@ -233,8 +239,8 @@ class Runner:
             advancing = [utterance for utterance in utterances if utterance.may_advance()]
         if advancing:
             self.launch(advancing, hand_over)
-        self.check(keep=1 if advancing and self.on_gpu else 0)
-        self.decode(utterances, hand_over, together)
+        self.read_ended(keep=1 if advancing and self.on_gpu else 0)
+        self.decode_chunks(utterances, hand_over, together)
 
     def launch(self, utterances: list[Utterance], hand_over: HandOver) -> None:
         for utterance in utterances:
@@ -246,9 +252,9 @@ class Runner:
         mask = [False] * len(self.rows.advance)
         for row in indices:
             mask[row] = True
-        if mask != self.mask:
+        if mask != self.advance_on_host:
             copy_to_device(torch.tensor(mask), self.rows.advance)
-            self.mask = mask
+            self.advance_on_host = mask
 
         self.draw(self.rows.code_noise, [utterance for utterance in utterances if utterance.samples_codes])
         frame.predict()
@@ -256,7 +262,7 @@ class Runner:
         for utterance in utterances:
             utterance.launched += 1
         if without_sound := [utterance for utterance in utterances if utterance.decoded == 0]:
-            self.decode(without_sound, hand_over)  # the first sound: its codes are complete
+            self.decode_chunks(without_sound, hand_over)  # the first sound: its codes are complete
             if frame.launches and self.on_gpu:  # the megakernel would take all multiprocessors from the codec
                 torch.cuda.current_stream(self.device).wait_stream(self.codec.stream)
         self.draw(self.rows.noise, [utterance for utterance in utterances if utterance.samples_token])
@@ -264,7 +270,7 @@ class Runner:
 
         ended = torch.empty(len(frame.rows.ended), dtype=torch.bool, pin_memory=self.on_gpu)
         ended.copy_(frame.rows.ended, non_blocking=True)
-        self.launched.append((self.record_event(self.sleeps), ended, [*zip(utterances, indices)]))
+        self.in_flight.append((self.record_event(self.sleeps), ended, [*zip(utterances, indices)]))
 
     def draw(self, noise: torch.Tensor, utterances: list[Utterance]) -> None:
         """Noise (B, N, V) of the next choices. Utterances that share a generator share one draw."""
@@ -287,26 +293,27 @@ class Runner:
             text[first : first + len(embeddings)] = embeddings
 
     def close_gaps(self) -> None:
-        """Move utterances to lower rows where a smaller frame is enough for them."""
+        """Move utterances to lower rows where a smaller frame is enough for them: a few at a time, or all wait for
+        dozens of moves when half of a crowd has ended."""
         enough = next(size for size in self.frames.sizes if size >= len(self.active))
-        for utterance in self.active:
-            if utterance.row >= enough:
-                row = heapq.heappushpop(self.free, utterance.row)
-                clear = self.frames.reads_masked_positions()
-                copy_row(self.views[utterance.row], self.views[row], utterance.length, clear)
-                self.codec.move(utterance.row, row)
-                self.row_settings[row] = self.row_settings[utterance.row]
-                utterance.row = row
+        to_move = [utterance for utterance in self.active if utterance.row >= enough]
+        for utterance in to_move[:MAX_MOVES]:
+            row = heapq.heappushpop(self.free, utterance.row)
+            clear = self.frames.reads_masked_positions()
+            copy_row(self.views[utterance.row], self.views[row], utterance.length, clear)
+            self.codec.move(utterance.row, row)
+            self.row_settings[row] = self.row_settings[utterance.row]
+            utterance.row = row
 
-    def check(self, keep: int = 0) -> None:
+    def read_ended(self, keep: int = 0) -> None:
         """Learn which utterances have ended after the frames launched so far. The last `keep` may still be running."""
-        while len(self.launched) > keep:
-            event, ended, utterances = self.launched.popleft()
+        while len(self.in_flight) > keep:
+            event, ended, utterances = self.in_flight.popleft()
             if event:
                 event.synchronize()
             if reason := self.frames.why_stopped():  # the state of all who have taken part in a frame since is lost
-                later = [pair for _, _, pairs in self.launched for pair in pairs]
-                self.launched.clear()
+                later = [pair for _, _, pairs in self.in_flight for pair in pairs]
+                self.in_flight.clear()
                 lost = {utterance for utterance, _ in [*utterances, *later] if utterance in self.active}
                 if lost:
                     raise MegakernelStopped(reason, lost)
@@ -315,9 +322,11 @@ class Runner:
             for utterance, row in utterances:
                 utterance.learn(ended[row])
 
-    def decode(self, utterances: list[Utterance], hand_over: HandOver, together: bool = False) -> None:
+    def decode_chunks(self, utterances: list[Utterance], hand_over: HandOver, together: bool = False) -> None:
         """Hand complete chunks to the codec: one of each utterance at a time, as they must be decoded in order."""
-        utterances = [one for one in utterances if one.may_have_chunk() and not (together and self.waits(one))]
+        utterances = [
+            one for one in utterances if one.may_have_chunk() and not (together and self.waits_for_others(one))
+        ]
         while utterances:
             by_size = collections.defaultdict(list)
             for utterance in utterances:
@@ -329,7 +338,7 @@ class Runner:
                     self.decode_chunk(ready[first : first + MAX_BATCH], size, hand_over)
             utterances = [utterance for ready in by_size.values() for utterance in ready]  # they may have more
 
-    def waits(self, utterance: Utterance) -> bool:
+    def waits_for_others(self, utterance: Utterance) -> bool:
         """Whether a full chunk waits for others. Every 64 rows are decoded together, in every 8th frame."""
         if utterance.chunk_size < FULL_CHUNK or utterance.finished or utterance.lacks_text():
             return False
@@ -340,7 +349,7 @@ class Runner:
         audio = self.codec.feed([utterance.row for utterance in utterances], codes)
         for utterance in utterances:
             utterance.take_chunk(size)
-        hand_over(utterances, audio)
+        hand_over((utterances, audio))
 
     def gather_codes(self, utterances: list[Utterance], size: int) -> torch.Tensor:
         """The next codes of each, (B, size, 16)."""
@@ -350,3 +359,10 @@ class Runner:
         first = np.array([utterance.row * self.rows.codes.shape[1] + utterance.decoded for utterance in utterances])
         places = torch.from_numpy(first[:, None] + np.arange(size))
         return self.rows.codes.flatten(0, 1)[to_device(places, self.device)]
+
+
+def settings_on_host(talker, **settings) -> list[torch.Tensor]:
+    """The tensors of `SharedRows.settings` for one row. They are cached: most requests have the same settings."""
+    row = SharedRows(talker.config, 1, 1, torch.float32, torch.device("cpu"))
+    row.configure(**settings)
+    return [tensor[0].pin_memory() if talker.device.type == "cuda" else tensor[0] for tensor in row.settings()]

@@ -52,35 +52,35 @@ class Situation(NamedTuple):
         return 2 * self.pass_seconds
 
 
-def admissions(now: Situation) -> int:
+def admissions(situation: Situation) -> int:
     """How many requests to admit: none if a listener would run dry meanwhile, unless the first has waited long."""
     would_run_dry = any(
-        0 < listener.lead < now.lead_to_admit
-        for listener in now.listeners
+        0 < listener.lead < situation.lead_to_admit
+        for listener in situation.listeners
         if listener.has_heard and listener.may_advance and listener.paused_for is None
     )
-    if would_run_dry and now.longest_wait <= LONGEST_HOLD:
+    if would_run_dry and situation.longest_wait <= LONGEST_HOLD:
         return 0
-    return max(0, min(now.waiting, now.rows - len(now.listeners), MAX_ADMISSIONS))
+    return max(0, min(situation.waiting, situation.rows - len(situation.listeners), MAX_ADMISSIONS))
 
 
-def holds_back(now: Situation) -> bool:
+def holds_back(situation: Situation) -> bool:
     """Whether to skip this frame, so that newcomers hear something sooner: only if everyone has enough audio ahead."""
-    advancing = [listener for listener in now.listeners if listener.may_advance and listener.paused_for is None]
-    if not advancing or not now.has_newcomers:
+    advancing = [listener for listener in situation.listeners if listener.may_advance and listener.paused_for is None]
+    if not advancing or not situation.has_newcomers:
         return False
-    lead_to_keep = LEAD_TO_KEEP + now.lead_to_admit
+    lead_to_keep = LEAD_TO_KEEP + situation.lead_to_admit
     return all(listener.has_sound and listener.lead > lead_to_keep for listener in advancing)
 
 
-def can_decode_together(now: Situation) -> bool:
+def can_decode_together(situation: Situation) -> bool:
     """Whether full chunks can wait for those of others without a listener running dry."""
-    return FRAMES_BETWEEN_CHUNKS * now.pass_seconds < LEAD_AFTER_START
+    return FRAMES_BETWEEN_CHUNKS * situation.pass_seconds < LEAD_AFTER_START
 
 
-def evictions(now: Situation, patience: float) -> list[int]:
+def evictions(situation: Situation, patience: float) -> list[int]:
     """Which listeners lose their row to waiting requests: those idle for longer than `patience`, longest first."""
-    if len(now.listeners) < now.rows:
+    if len(situation.listeners) < situation.rows:
         return []
-    idle = sorted(((listener.idle_for, i) for i, listener in enumerate(now.listeners)), reverse=True)
-    return [i for idle_for, i in idle if idle_for > patience][: now.waiting]
+    idle = sorted(((listener.idle_for, i) for i, listener in enumerate(situation.listeners)), reverse=True)
+    return [i for idle_for, i in idle if idle_for > patience][: situation.waiting]

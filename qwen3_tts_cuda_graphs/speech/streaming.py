@@ -13,18 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from qwen3_tts_cuda_graphs.fast.codec import PendingAudio
 from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText, TextReader
 from qwen3_tts_cuda_graphs.prompts.build import prepare_request
-from qwen3_tts_cuda_graphs.prompts.checks import (
-    check_counts,
-    check_not_async,
-    check_seed,
-    check_text_timeout,
-    is_arriving,
-    model_of,
-)
-from qwen3_tts_cuda_graphs.prompts.pieces import Pieces, aread_pieces, start_reader
+from qwen3_tts_cuda_graphs.prompts.checks import check_counts, check_seed, is_arriving, model_of
+from qwen3_tts_cuda_graphs.prompts.pieces import aread_pieces
 from qwen3_tts_cuda_graphs.prompts.request import Request
 from qwen3_tts_cuda_graphs.speech.runner import Runner
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance, growing_chunks
@@ -60,13 +52,11 @@ def stream(
     check_seed(seed)
     speech = model_of(method).speech
     speech.turns.check_process()
-    check_not_async(text)
     sizes = itertools.repeat(chunk_frames) if chunk_frames else growing_chunks()
-    if is_arriving(text) or isinstance(text, Pieces):
-        check_text_timeout(text_timeout)
-        pieces = text
-        text = ArrivingText(method, text_timeout, **kwargs)
-        return arriving_audio_chunks(speech, text, pieces, sizes, seed, warn)
+    if isinstance(text, TextReader) or is_arriving(text):
+        reader = text if isinstance(text, TextReader) else TextReader(text)
+        reader.arriving = ArrivingText(method, text_timeout, **kwargs)
+        return arriving_audio_chunks(speech, reader, sizes, seed, warn)
     return audio_chunks(speech, prepare_request(method, text, **kwargs), sizes, seed, warn)
 
 
@@ -77,38 +67,34 @@ async def astream(
 
     Mistakes raise an error at the first iteration.
     """
-    pieces = Pieces() if hasattr(text, "__aiter__") else None
-    reader = None
+    reader = TextReader() if hasattr(text, "__aiter__") else None
+    reading = None
     thread = ThreadPoolExecutor(1, "speech")  # only one: `close` comes after a `next` whose caller was cancelled
     run = asyncio.get_running_loop().run_in_executor
     try:
-        chunks = await run(thread, lambda: stream(method, text=pieces or text, **kwargs))
-        if pieces:
-            reader = asyncio.create_task(aread_pieces(text, pieces.push))
+        chunks = await run(thread, lambda: stream(method, text=reader or text, **kwargs))
+        if reader:
+            reading = asyncio.create_task(aread_pieces(text, reader.push))
         try:
             while (chunk := await run(thread, next, chunks, None)) is not None:
                 yield chunk
         finally:
             thread.submit(chunks.close)
     finally:
-        if reader:
-            reader.cancel()
-            pieces.push(asyncio.CancelledError())  # the thread may be waiting for text
+        if reading:
+            reading.cancel()
+            reader.push(asyncio.CancelledError())  # the thread may be waiting for text
         thread.shutdown(wait=False)
 
 
-def arriving_audio_chunks(
-    speech, text: ArrivingText, pieces: Pieces | Iterable[str], *options
-) -> Generator[Chunk, None, bool]:
+def arriving_audio_chunks(speech, reader: TextReader, *options) -> Generator[Chunk, None, bool]:
     """`audio_chunks` of a text that is still arriving. The model is not locked before there is enough of it."""
-    reader = TextReader(text, pieces if isinstance(pieces, Pieces) else Pieces())
-    if reader.pieces is not pieces:
-        start_reader(pieces, reader.pieces.push)
+    reader.start()
     try:
-        reader.wait_until(lambda: text.can_begin)
-        return (yield from audio_chunks(speech, text.begin(), *options, reader))
+        reader.wait_until(lambda: reader.arriving.can_begin)
+        return (yield from audio_chunks(speech, reader.arriving.begin(), *options, reader))
     finally:
-        reader.pieces.close()
+        reader.close()
 
 
 def audio_chunks(
@@ -119,16 +105,14 @@ def audio_chunks(
     warn: bool = True,
     reader: TextReader | None = None,
 ) -> Generator[Chunk, None, bool]:
-    """Returns whether the speech has ended by itself, and not at a limit. `sizes` are the frames of each chunk."""
+    """Speak a request chunk by chunk. Returns whether it has ended by itself, and not at a limit.
+
+    sizes: the frames of each chunk
+    """
     runner = speech.runner
     utterance = speech.utterance(request, sizes, seed)
-    if reader:
-        utterance.frames_with_text = reader.text.frames_with_text
-    pending = collections.deque()
+    pending = collections.deque()  # ([utterance], PendingAudio)
     is_first = True
-
-    def hand_over(_, audio: PendingAudio) -> None:
-        pending.append(audio)
 
     with speech.turns.take(on_lost=lambda: runner.release(utterance)) as turn:
         runner.enter()
@@ -139,20 +123,20 @@ def audio_chunks(
             while not utterance.is_complete():
                 if reader:
                     read_text(reader, runner, utterance)
-                before_frame = len(pending)
-                runner.step([utterance], hand_over)
+                older_chunks = len(pending)
+                runner.step([utterance], pending.append)
                 is_late = utterance.lacks_text() and not utterance.finished
-                while pending and (is_first or is_late or before_frame > 0 or pending[0].is_ready()):
+                while pending and (is_first or is_late or older_chunks > 0 or pending[0][1].is_ready()):
                     is_first = False
-                    before_frame -= 1
+                    older_chunks -= 1
                     with turn.paused():
-                        yield pending.popleft().wait()[0], speech.rate
+                        yield pending.popleft()[1].wait()[0], speech.rate
                 if is_late:  # this keeps its turn: `text_timeout` is the limit
-                    reader.wait_until(lambda: reader.text.has_text_for(utterance.launched))
+                    reader.wait_until(lambda: reader.arriving.has_text_for(utterance.launched))
         finally:
             if turn.is_current():
                 runner.release(utterance)
-    for audio in pending:
+    for _, audio in pending:
         yield audio.wait()[0], speech.rate
     if warn:
         utterance.warn_if_cut_off()
@@ -160,7 +144,9 @@ def audio_chunks(
 
 
 def read_text(reader: TextReader, runner: Runner, utterance: Utterance) -> None:
-    """Hand text that has come to the utterance, as far as its next frame needs it."""
-    text = reader.text
-    if reader.is_ready(lambda: text.has_text_for(utterance.launched)) and (embeddings := text.take_embeddings()):
+    """Hand text that has come to the utterance: that of the next frame and, if it is there, of the one after it. Else
+    the utterance would lack text after each frame, and have chunks of one."""
+    arriving = reader.arriving
+    reader.take_until(lambda: arriving.has_text_for(utterance.launched + 1))
+    if embeddings := arriving.take_embeddings():
         utterance.new_text.append((*embeddings, runner.record_event()))

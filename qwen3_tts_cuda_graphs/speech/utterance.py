@@ -6,8 +6,6 @@ import math
 import warnings
 from collections.abc import Iterator
 
-import torch
-
 from qwen3_tts_cuda_graphs.prompts.request import Request
 
 
@@ -35,11 +33,10 @@ class Utterance:
         self.max_frames = 0
         self.max_new_tokens = 0
         self.samples_token = self.samples_codes = True  # False: the best is chosen
-        self.reference = None  # codes that precede the speech, for the codec
         self.generator = None  # None: an unseeded stream of an engine, which shares `Runner.shared_generator`
         self.row = None
         # a text that is still arriving
-        self.new_text = collections.deque()  # (first frame, rows (T, H), frames with text then, CUDA event)
+        self.new_text = collections.deque()  # (first frame, embeddings (T, H), frames with text then, CUDA event)
         self.frames_with_text = math.inf  # frames whose text is known
         # how far it is, in frames
         self.launched = 0  # frames launched on the GPU
@@ -51,15 +48,18 @@ class Utterance:
         self.chunk_sizes = chunk_sizes
         self.chunk_size = next(chunk_sizes) if chunk_sizes else 0
 
-    def load(self, request: Request, settings: list[torch.Tensor], max_frames: int) -> None:
+    def load(self, request: Request, runner) -> None:
+        """Take over what a request is to speak, in a row of that runner."""
+        if request.inputs.is_cuda:  # with a reference recording
+            self.prompt_ready = runner.record_event()
         self.request = request
-        self.settings = settings
+        self.settings = runner.settings_on_host(**request.settings)
         self.prompt_length = request.prompt_length
-        self.max_frames = max_frames
-        self.max_new_tokens = request.max_new_tokens or 0  # None: see Request.frame_limit
+        self.max_frames = request.max_frames(runner.max_seq_len)
+        self.max_new_tokens = request.max_new_tokens or 0  # None: see Request.max_frames
         self.samples_token = request.settings["do_sample"]
         self.samples_codes = request.settings["subtalker_dosample"]
-        self.reference = request.reference
+        self.frames_with_text = request.frames_with_text
 
     @property
     def length(self) -> int:
@@ -67,7 +67,7 @@ class Utterance:
         return self.prompt_length + self.launched
 
     @property
-    def valid(self) -> int:
+    def valid_frames(self) -> int:
         """Frames known to belong to the speech. The flag after frame k tells whether there is a frame k + 1."""
         return self.checked if self.finished else min(self.launched, self.checked + 1)
 
@@ -79,7 +79,7 @@ class Utterance:
 
     def is_complete(self) -> bool:
         """Whether all of it has been decoded."""
-        return self.finished and (self.chunk_sizes is None or self.decoded >= self.valid)
+        return self.finished and (self.chunk_sizes is None or self.decoded >= self.valid_frames)
 
     def may_have_chunk(self) -> bool:
         """False where `next_chunk` is 0 for sure: a quick look, for hundreds of utterances in every frame."""
@@ -89,7 +89,7 @@ class Utterance:
 
     def next_chunk(self) -> int:
         """Frames of the chunk to decode next, 0 if it is not complete."""
-        available = self.valid - self.decoded
+        available = self.valid_frames - self.decoded
         if self.chunk_sizes is None or available <= 0:
             return 0
         if self.finished or self.lacks_text():
@@ -102,14 +102,14 @@ class Utterance:
             self.chunk_size = next(self.chunk_sizes)
 
     def learn(self, has_ended: bool) -> None:
-        """The `ended` flag after the next frame."""
+        """Take note of the `ended` flag after the next frame."""
         if not self.finished:
             self.checked += 1
             self.was_cut_off = self.checked >= self.max_frames and not has_ended
             self.finished = has_ended or self.was_cut_off
 
     def warn_if_cut_off(self, is_error: bool = False) -> None:
-        """Tell the listener of a speech that ended at a limit, by a warning or an error."""
+        """Tell the listener of an utterance that ended at a limit, by a warning or an error."""
         if not self.was_cut_off:
             return
         name = "max_seq_len" if self.max_frames + 1 < self.max_new_tokens else "max_new_tokens"

@@ -13,14 +13,14 @@ const IDLE_CLOSE = 20_000;    // milliseconds until an unused WebSocket is close
 
 /* ---- Messages */
 
-/** Fields of the server's interface that have another name here. */
-const FIELDS = { input: "text", audio_sample: "file", name: "voice-name", ref_text: "transcript" };
-const WORDS = { input: "the text", audio_sample: "this file", ref_text: "the transcript" };
+/** Names of the server's fields -> where the page has another id for them, and what its messages call them. */
+const FIELD_IDS = { input: "text", audio_sample: "file", name: "voice-name", ref_text: "transcript" };
+const FIELD_WORDS = { input: "the text", audio_sample: "this file", ref_text: "the transcript" };
 
-/** Next to the field that it is about, else next to what was used, else above all. */
+/** Show it next to the field that it is about, else next to what was used, else above all. */
 function showError(error, used) {
   clearError();
-  const field = $(FIELDS[error.param] ?? error.param);
+  const field = $(FIELD_IDS[error.param] ?? error.param);
   const isField = field?.matches("input, select, textarea") && !field.closest("[hidden]");
   const place = isField || used ? element("p", { id: "mistake", className: "mistake", role: "alert" }) : $("error");
   if (isField) {
@@ -34,7 +34,7 @@ function showError(error, used) {
   } else {
     used?.after(place);
   }
-  place.textContent = sentence(error.message.replace(/^\w+/, (name) => WORDS[name] ?? name));
+  place.textContent = asSentence(error.message.replace(/^\w+/, (name) => FIELD_WORDS[name] ?? name));
 }
 
 function clearError() {
@@ -45,7 +45,7 @@ function clearError() {
   $("mistake")?.remove();
 }
 
-/** A mistake in a field, which has the server's name. */
+/** An Error about a field. param: the server's name for it */
 function mistake(message, param) {
   return Object.assign(new Error(message), { param });
 }
@@ -61,7 +61,7 @@ function showStatus(text, id = "status") {
 }
 
 /** The server's messages begin in lower case and end without a full stop. */
-function sentence(text) {
+function asSentence(text) {
   text = text.trim();
   return text.charAt(0).toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
 }
@@ -112,7 +112,7 @@ async function call(path, { headers, ...options } = {}) {
   throw Object.assign(new Error(message), { status: response.status, param: error?.param });
 }
 
-/** A WebSocket of a browser has no headers of its own, so the key travels as a subprotocol. */
+/** In a browser, a WebSocket cannot send an Authorization header, so the key travels as a subprotocol. */
 function openWebSocket(path) {
   const key = btoa(apiKey()).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
   return new WebSocket(BASE.replace(/^http/, "ws") + path, key ? ["speech", `bearer.${key}`] : []);
@@ -121,30 +121,16 @@ function openWebSocket(path) {
 
 /* ---- Samples */
 
-/** Network chunks -> samples. A chunk may end within a sample. */
-class SampleReader {
-  rest = new Uint8Array(0);
-
-  read(chunk) {
-    const bytes = new Uint8Array(this.rest.length + chunk.length);
-    bytes.set(this.rest);
-    bytes.set(chunk, this.rest.length);
-    const whole = bytes.length & ~1;
-    this.rest = bytes.slice(whole);
-    return new Int16Array(bytes.buffer, 0, whole / 2);
-  }
-}
-
 /** Mono 16-bit samples, in one piece or several, as a WAV file. */
 function wavFile(pieces) {
-  const size = pieces.reduce((sum, piece) => sum + piece.byteLength, 0);
+  const data = new Blob(pieces);
   return new Blob([
-    "RIFF", Uint32Array.of(36 + size), "WAVE",
+    "RIFF", Uint32Array.of(36 + data.size), "WAVE",
     "fmt ", Uint32Array.of(16),
     Uint16Array.of(1, 1),            // PCM, one channel
     Uint32Array.of(RATE, 2 * RATE),  // samples and bytes per second
     Uint16Array.of(2, 16),           // bytes and bits per sample
-    "data", Uint32Array.of(size), ...pieces,
+    "data", Uint32Array.of(data.size), data,
   ], { type: "audio/wav" });
 }
 
@@ -160,34 +146,49 @@ class Player {
   /** Browsers allow sound after a click or key only, so call this from one. */
   prepare() {
     this.context ??= new AudioContext({ sampleRate: RATE });  // no resampling, so no clicks between chunks
+    this.gaps = 0;
+    this.restart();
+  }
+
+  restart() {
+    document.querySelectorAll("audio").forEach((other) => other.pause());  // one sound at a time
     this.context.resume();
     this.silence();
     this.output = this.context.createGain();
     this.output.connect(this.context.destination);
     this.lead = 0.05;  // seconds between the arrival of the first chunk and its sound
-    this.endTime = this.seconds = this.heard = this.gaps = 0;
+    this.endTime = this.seconds = this.heard = 0;
   }
 
-  /** mayPause: a silence before it may be that of somebody who types. */
-  add(samples, mayPause) {
+  /** Play again from a place on. samples: all that have come after it */
+  seek(seconds, samples) {
+    this.restart();
+    this.add(samples);
+    this.seconds += seconds;
+    this.heard = seconds;
+  }
+
+  /** isAfterPause: whether a gap before it may come from a pause in somebody's typing. */
+  add(samples, isAfterPause) {
     const buffer = this.context.createBuffer(1, samples.length, RATE);
-    buffer.copyToChannel(Float32Array.from(samples, (sample) => sample / 32767), 0);
+    const channel = buffer.getChannelData(0);
+    samples.forEach((sample, i) => { channel[i] = sample / 32767; });
     const source = this.context.createBufferSource();
     source.buffer = buffer;
     source.connect(this.output);
-    this.makeRoom(mayPause);
+    this.makeRoom(isAfterPause);
     source.start(this.endTime);
     this.endTime += buffer.duration;
     this.seconds += buffer.duration;
   }
 
   /** If everything before was already played, start a little later: the next chunk may be late, too. */
-  makeRoom(mayPause) {
+  makeRoom(isAfterPause) {
     const now = this.context.currentTime;
     if (this.endTime >= now && this.seconds > 0) {
       return;
     }
-    if (this.seconds > 0 && !mayPause) {
+    if (this.seconds > 0 && !isAfterPause) {
       this.gaps += 1;
       this.lead = Math.min(1, this.lead * 2);
     }
@@ -290,23 +291,27 @@ class Waveform {
 const speech = {
   player: new Player(),
   waveform: new Waveform($("waveform")),
-  pieces: [],         // all samples, to be kept
+  pieces: [],         // all samples
+  parts: [],          // what they say: text, start, end (once it is known), in seconds; and its button
+  inHistory: {},      // how many pieces, parts and seconds are in the history already
   about: {},          // what is being spoken: text, voice, seed
   hasNewText: false,  // since the last chunk
   asked: 0,           // when the request was sent
   lastChunk: 0,       // when the last chunk came
   isArriving: false,
-  isDrawn: false,     // again and again, until all has been heard
-  hasSpeed: true,     // not where the speed depends on how fast somebody types
+  isDrawing: false,   // again and again, until all has been heard
+  hasSpeed: true,     // false where the speed depends on how fast somebody types
 
-  /** From a click or key. */
+  /** Call this from a click or key, as Player.prepare. */
   begin(about, { hasSpeed = true } = {}) {
     this.about = about;
     this.hasNewText = false;
     this.player.prepare();
     this.waveform.clear();
     this.pieces = [];
-    this.reader = new SampleReader();
+    this.parts = [];
+    this.inHistory = { pieces: 0, parts: 0, seconds: 0 };
+    $("parts").replaceChildren();
     this.asked = performance.now();
     this.firstAudio = null;
     this.hasSpeed = hasSpeed;
@@ -317,18 +322,16 @@ const speech = {
     this.show("Waiting for the first audio.");
   },
 
-  /** More follows what is still being played. */
+  /** Add more to what is still being played. */
   resume(about) {
     this.about = this.isArriving ? this.about : about;
     this.isArriving = true;
     this.show("Speaking.");
   },
 
+  /** chunk: an ArrayBuffer; the server's messages have whole samples */
   add(chunk) {
-    const samples = this.reader.read(chunk);
-    if (samples.length === 0) {
-      return;
-    }
+    const samples = new Int16Array(chunk);
     this.lastChunk = performance.now();
     if (this.firstAudio === null) {
       this.firstAudio = this.lastChunk - this.asked;
@@ -341,21 +344,74 @@ const speech = {
     this.showFigures();
   },
 
+  /** Call this before its audio is added. */
+  addPart(text, start) {
+    const button = element("button", { type: "button", onclick: () => this.playFrom(start) },
+      element("small", { ariaHidden: "true" }, clock(start)), text);
+    $("parts").append(element("li", {}, button));
+    this.parts.push({ text, start, end: null, button });
+  },
+
+  /** Complete the last part. Until now its text may have been arriving. */
+  endPart(text, end) {
+    const part = this.parts.at(-1);
+    part.button.lastChild.textContent = text;
+    Object.assign(part, { text, end });
+  },
+
+  playFrom(seconds) {
+    if (this.pieces.length === 0) {
+      return;  // its audio follows
+    }
+    const samples = new Int16Array(this.waveform.length);
+    let place = 0;
+    for (const piece of this.pieces) {
+      samples.set(piece, place);
+      place += piece.length;
+    }
+    const first = Math.min(Math.round(seconds * RATE), samples.length - 1);
+    this.player.seek(first / RATE, samples.subarray(first));
+    this.show(this.isArriving ? "Speaking." : this.summary());
+  },
+
+  /** Mark the part that is being heard, up to the beginning of the next. */
+  showHeard(position) {
+    const heard = isActive() ? this.parts.findLast(({ start }) => start < position)?.button : null;
+    const shown = $("parts").querySelector("[aria-current]");
+    if (heard !== shown) {
+      shown?.removeAttribute("aria-current");
+      heard?.setAttribute("aria-current", "true");
+      $("parts").scrollTop = heard ? heard.offsetTop - $("parts").clientHeight / 2 : $("parts").scrollTop;
+    }
+  },
+
   /** No more will arrive; what has arrived is still played. */
   end() {
     this.isArriving = false;
-    if (this.pieces.length) {
-      spoken.add(this.about, wavFile(this.pieces.splice(0)));
-    }
+    this.addToHistory();
     $("waveform").setAttribute("aria-label", `Waveform of ${this.player.seconds.toFixed(1)} seconds of speech`);
     showStatus(this.player.seconds ? this.summary() : "No audio came.");
+  },
+
+  /** Only what has come since the last time. */
+  addToHistory() {
+    const { pieces, parts, seconds } = this.inHistory;
+    this.inHistory = { pieces: this.pieces.length, parts: this.parts.length, seconds: this.player.seconds };
+    if (this.pieces.length === pieces) {
+      return;
+    }
+    const cues = this.parts.slice(parts).map(({ text, start, end }, i) => {
+      const next = this.parts[parts + i + 1]?.start ?? this.player.seconds;  // where an end was not told: it was stopped
+      return { text, start: start - seconds, end: (end ?? next) - seconds };
+    });
+    spoken.add({ ...this.about, parts: cues }, wavFile(this.pieces.slice(pieces)));
   },
 
   stop(reason) {
     this.player.silence();
     this.end();
     showStatus(reason);
-    setActive(false);
+    showButton(false);
   },
 
   summary() {
@@ -384,8 +440,8 @@ const speech = {
 
   show(status) {
     showStatus(status);
-    setActive(true);
-    if (!this.isDrawn) {
+    showButton(true);
+    if (!this.isDrawing) {
       this.draw();
     }
   },
@@ -398,11 +454,13 @@ const speech = {
   },
 
   draw() {
-    this.waveform.draw(this.player.position());
+    const position = this.player.position();
+    this.waveform.draw(position);
+    this.showHeard(position);
     this.showProgress();
-    this.isDrawn = isActive();
-    if (!this.isDrawn) {
-      setActive(false);
+    this.isDrawing = isActive();
+    if (!this.isDrawing) {
+      showButton(false);
     } else if (reducedMotion.matches) {
       setTimeout(() => this.draw(), 500);
     } else {
@@ -415,8 +473,8 @@ const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 const isActive = () => speech.isArriving || speech.player.isPlaying();
 
 /** The main button speaks, or stops what is spoken. */
-function setActive(isActive) {
-  const [name, shown, keys] = isActive ? ["Stop", "Esc", "Escape"] : ["Speak", "Ctrl Enter", "Control+Enter"];
+function showButton(stops) {
+  const [name, shown, keys] = stops ? ["Stop", "Esc", "Escape"] : ["Speak", "Ctrl Enter", "Control+Enter"];
   $("speak").replaceChildren(name, element("kbd", { ariaHidden: "true" }, shown));
   $("speak").ariaKeyShortcuts = keys;
 }
@@ -437,14 +495,13 @@ const spoken = {
   database: null,
 
   async load() {
-    this.database = await new Promise((resolve) => {
+    this.database = await new Promise((resolve, reject) => {
       const opening = indexedDB.open("qwen3-tts", 1);
       opening.onupgradeneeded = () => opening.result.createObjectStore("spoken", { keyPath: "id", autoIncrement: true });
       opening.onsuccess = () => resolve(opening.result);
-      opening.onerror = () => resolve(null);  // a private window: kept until it is closed
+      opening.onerror = reject;
     });
-    const entries = this.database ? await this.access("readonly", (store) => store.getAll()) : [];
-    entries.forEach((entry) => this.show(entry));
+    (await this.access("readonly", (store) => store.getAll())).forEach((entry) => this.show(entry));
   },
 
   access(mode, step) {
@@ -470,15 +527,17 @@ const spoken = {
 
   show(entry) {
     const named = (name) => `${name}: ${entry.text.slice(0, 60)}`;
-    const button = (name, action) => element("button",
-      { type: "button", ariaLabel: named(name), onclick: () => action().catch((error) => showError(error)) }, name);
+    const button = (name, action, shown = name) => element("button",
+      { type: "button", ariaLabel: named(name), onclick: () => action().catch((error) => showError(error)) }, shown);
+    const saveSrt = async () => save(subtitles(entry.parts), "speech.srt");
     const item = element("li", { entry },
       element("p", {}, entry.text),
       element("p", { className: "hint" }, `${entry.voice ? `voice ${entry.voice}, ` : ""}seed ${entry.seed}`),
       element("audio", { controls: true, src: URL.createObjectURL(entry.wav), ariaLabel: named("Speech") }),
       element("div", { className: "actions" },
         button("Save WAV", async () => save(entry.wav, "speech.wav")),
-        button("Save MP3", async () => save(await toMp3(entry.wav), "speech.mp3")),
+        button("Save MP3", async () => save(await toMp3(entry.wav), "speech.mp3"), "MP3"),
+        ...(entry.parts?.length ? [button("Save SRT", saveSrt, "SRT")] : []),
         button("Forget", () => this.remove(item))));
     $("spoken").prepend(item);
     return item;
@@ -499,7 +558,19 @@ function save(blob, name) {
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }
 
-/** Browsers have no encoder for it. */
+/** Seconds as 3:05; with milliseconds as subtitles have them, 00:03:05,250. */
+function clock(seconds, isExact = false) {
+  const time = new Date(Math.round(1000 * seconds)).toISOString();
+  return isExact ? time.slice(11, 23).replace(".", ",") : time.slice(11, 19).replace(/^[0:]{1,4}/, "");
+}
+
+function subtitles(parts) {
+  const cues = parts.map(({ text, start, end }, i) =>
+    `${i + 1}\n${clock(start, true)} --> ${clock(end, true)}\n${text.trim().replace(/\s*\n\s*/g, "\n")}\n\n`);
+  return new Blob(cues, { type: "application/x-subrip" });
+}
+
+/** On the server: browsers have no encoder for mp3. */
 async function toMp3(wav) {
   const response = await call("v1/audio/convert?response_format=mp3", { method: "POST", body: wav });
   return response.blob();
@@ -508,7 +579,7 @@ async function toMp3(wav) {
 
 /* ---- Speak: one text over HTTP */
 
-let request = new AbortController();  // of the last one
+let lastRequest = new AbortController();  // its controller
 
 async function speak() {
   stopAll("");
@@ -516,41 +587,68 @@ async function speak() {
   if (!$("voice").value && server.models.length) {
     throw mistake("There is no voice yet: record one, or choose a file", "voice");
   }
-  const own = request = new AbortController();
-  const fields = { ...speechFields(), seed: seed() };
+  const request = lastRequest = new AbortController();
+  const fields = { ...speechFields(), ...fieldsWithSeed() };
   speech.begin({ text: fields.input, voice: fields.voice, seed: fields.seed });
   try {
     const response = await call("v1/audio/speech", {
       method: "POST",
       headers: { "Content-Type": "application/json" },
-      body: JSON.stringify({ ...fields, response_format: "pcm" }),
-      signal: own.signal,
+      body: JSON.stringify({ ...fields, response_format: "pcm", stream_format: "sse" }),
+      signal: request.signal,
     });
-    const reader = response.body.getReader();
-    const read = () => reader.read().catch(() => {
-      throw new Error("The server broke off this speech: its log says why");
-    });
-    for (let piece = await read(); !piece.done; piece = await read()) {
-      own.signal.throwIfAborted();
-      speech.add(piece.value);
+    for await (const { audio, part, parts, error } of eventsOf(response)) {
+      request.signal.throwIfAborted();
+      if (error) {
+        throw mistake(error.message, error.param);
+      }
+      if (part) {
+        speech.addPart(part.text, part.start_seconds);
+      }
+      if (audio) {  // none: of a part that an encoder still has
+        speech.add(Uint8Array.from(atob(audio), (byte) => byte.charCodeAt(0)).buffer);
+      }
+      parts?.forEach(({ end_seconds }, i) => { speech.parts[i].end = end_seconds; });
     }
     speech.end();
   } catch (error) {
-    if (!own.signal.aborted) {
-      speech.stop("Stopped by an error.");
-      showError(error);
+    if (!request.signal.aborted) {
+      fail(error);
     }
+  }
+}
+
+/** Server-sent events. The network may cut them anywhere. The last one has the times of all parts. */
+async function* eventsOf(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const read = () => reader.read().catch(() => ({ done: true }));
+  let [rest, isComplete] = ["", false];
+  for (let piece = await read(); !piece.done; piece = await read()) {
+    const events = (rest + piece.value).split("\n\n");
+    rest = events.pop();
+    for (const event of events.map((text) => JSON.parse(text.slice("data: ".length)))) {
+      isComplete = event.type === "speech.audio.done";
+      yield event;
+    }
+  }
+  if (!isComplete) {
+    throw new Error("The server broke off the speech: its log says why");
   }
 }
 
 /** Stop the sound now, and whatever is making more of it. */
 function stopAll(reason) {
   const wasBusy = isActive();
-  request.abort();
+  lastRequest.abort();
   live.close();
   if (wasBusy) {
     speech.stop(reason);
   }
+}
+
+function fail(error) {
+  stopAll("Stopped by an error.");
+  showError(error);
 }
 
 
@@ -561,15 +659,16 @@ const live = {
   opened: null,      // a Promise: messages wait for it
   isWriting: false,  // whether an utterance has begun and not ended
   unspoken: 0,       // utterances whose audio is not complete
+  start: 0,          // seconds of sound before the utterance that the server is speaking
   timer: 0,
 
-  /** Words that are complete: up to the last space, or character of a script that writes none. */
-  typed(text) {
+  /** Send the complete words: up to the last space, or character of a script without spaces. Returns the rest. */
+  sendWords(text) {
     const words = text.match(/^[^]*[\s\u3000-\u30ff\u3400-\u9fff\uff00-\uffef]/)?.[0] ?? "";
     if (words.trim()) {
       this.write(words);
     }
-    this.wait(TYPING_PAUSE, () => this.finish());
+    this.restartTimer(TYPING_PAUSE, () => this.finish());
     return text.slice(words.length);
   },
 
@@ -585,19 +684,19 @@ const live = {
 
   begin() {
     clearError();
-    const fields = { ...styleFields(), seed: seed() };
+    const fields = fieldsWithSeed();
     const about = { text: "", voice: fields.voice, seed: fields.seed };
     if (!speech.hasSpeed && isActive()) {
       speech.resume(about);  // the next sentence follows the last
     } else {
-      request.abort();
+      lastRequest.abort();
       speech.begin(about, { hasSpeed: false });
       $("said").textContent = "";
     }
     this.connect();
     this.isWriting = true;
     this.unspoken += 1;
-    this.send({ type: "session.config", model: chosenModel().id, ...fields, response_format: "pcm" });
+    this.send({ type: "session.config", ...fields, response_format: "pcm" });
   },
 
   finish() {
@@ -611,7 +710,7 @@ const live = {
       this.send({ type: "input.done" });
       $("said").textContent += "\n";
     }
-    this.wait(IDLE_CLOSE, () => this.unspoken === 0 && this.close());
+    this.restartTimer(IDLE_CLOSE, () => this.unspoken === 0 && this.close());
   },
 
   connect() {
@@ -623,8 +722,8 @@ const live = {
     socket.binaryType = "arraybuffer";
     this.opened = new Promise((resolve) => { socket.onopen = resolve; });
     this.opened.then(() => { wasOpen = true; });
-    socket.onmessage = ({ data }) => typeof data === "string" ? this.hear(JSON.parse(data)) : speech.add(new Uint8Array(data));
-    socket.onclose = () => this.lost(wasOpen);
+    socket.onmessage = ({ data }) => typeof data === "string" ? this.receive(JSON.parse(data)) : speech.add(data);
+    socket.onclose = () => this.connectionLost(wasOpen);
   },
 
   send(message) {
@@ -633,9 +732,16 @@ const live = {
     this.opened.then(() => socket.send(JSON.stringify(message)));
   },
 
-  hear(message) {
+  receive(message) {
     if (message.type === "error") {
-      this.fail(mistake(message.message, message.param === "input" ? "live" : message.param));
+      fail(mistake(message.message, message.param === "input" ? "live" : message.param));
+    } else if (message.type === "audio.start") {
+      this.start = message.sentence_index === 0 ? speech.player.seconds : this.start;
+      if (message.sentence_text.trim()) {  // else it is a pause
+        speech.addPart(`${message.sentence_text.trim()} \u2026`, this.start + message.start_seconds);
+      }
+    } else if (message.type === "audio.done" && message.sentence_text.trim()) {
+      speech.endPart(message.sentence_text, this.start + message.end_seconds);
     } else if (message.type === "session.done") {
       this.unspoken -= 1;
       if (this.unspoken === 0) {
@@ -649,20 +755,13 @@ const live = {
   },
 
   /** The server closed the connection, or never opened it. A browser does not say why, so ask over HTTP. */
-  async lost(wasOpen) {
+  async connectionLost(wasOpen) {
     const wasBusy = this.unspoken > 0;
     this.close();
-    if (!wasBusy) {
-      return;
+    if (wasBusy) {
+      const reason = wasOpen ? null : await call("v1/models").then(() => null, (error) => error);
+      fail(reason ?? new Error("The connection was closed before the speech was complete"));
     }
-    const reason = wasOpen ? null : await call("v1/models").then(() => null, (error) => error);
-    this.fail(reason ?? new Error("The connection was closed before the speech was complete"));
-  },
-
-  fail(error) {
-    this.close();
-    speech.stop("Stopped by an error.");
-    showError(error);
   },
 
   /** Forget everything. The server frees the place when the connection closes. */
@@ -677,7 +776,7 @@ const live = {
     this.unspoken = 0;
   },
 
-  wait(milliseconds, then) {
+  restartTimer(milliseconds, then) {
     clearTimeout(this.timer);
     this.timer = setTimeout(then, milliseconds);
   },
@@ -686,6 +785,7 @@ const live = {
 /* ---- What is asked for */
 
 const NUMBERS = ["speed", "seed", "temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens"];
+const SWITCHES = { script: true, notation: false, limit_speech: true };  // what each sends when it is on
 
 /** All fields but the text. What was left empty is left out, and is then the model's own. */
 function styleFields() {
@@ -697,7 +797,19 @@ function styleFields() {
       fields[name] = NUMBERS.includes(name) ? toNumber(text) : text;
     }
   }
-  return fields;
+  for (const [name, value] of Object.entries(SWITCHES)) {
+    if ($(name).checked) {
+      fields[name] = value;
+    }
+  }
+  const lexicon = readLexicon();
+  return lexicon.length ? { ...fields, lexicon: Object.fromEntries(lexicon) } : fields;
+}
+
+/** Lines as in the server's own: a word, a tab and how to say it. Here also =, as keyboards write no tab. */
+function readLexicon() {
+  const lines = $("lexicon").value.split("\n").filter((line) => line.trim() && !line.trim().startsWith("#"));
+  return lines.map((line) => line.match(/^([^\t=]*)[\t=]?([^]*)$/).slice(1).map((text) => text.trim()));
 }
 
 /** What is not a number is sent as it is: the server's answer says what it should be. */
@@ -707,13 +819,18 @@ function toNumber(text) {
   return isExact ? value : text;
 }
 
-/** One to remember, if none is wanted: with it the same can be spoken again. */
-function seed() {
-  return styleFields().seed ?? Math.floor(Math.random() * 2 ** 32);
+/** With a random seed if none was given: the history has it, so that the same can be spoken again. */
+function fieldsWithSeed() {
+  const wrong = readLexicon().find(([word, said]) => !word || !said);
+  if (wrong) {
+    throw mistake(`the lexicon has ${wrong.join(" = ")}: write word = how to say it`, "lexicon");
+  }
+  return { seed: Math.floor(Math.random() * 2 ** 32), ...styleFields() };
 }
 
+/** No model is named: each voice of a script finds its own. */
 function speechFields() {
-  return { model: chosenModel()?.id, input: $("text").value, ...styleFields() };
+  return { input: $("text").value, ...styleFields() };
 }
 
 
@@ -744,11 +861,14 @@ function asCurl(fields) {
   return lines.join(" \\\n");
 }
 
-/** Strings and numbers of JSON are also Python's. */
-function asPython({ model, input, voice, instructions, speed, ...others }) {
+/** Strings, numbers and objects of them are also Python's. */
+const asLiteral = (value) => typeof value === "boolean" ? (value ? "True" : "False") : JSON.stringify(value);
+
+function asPython({ input, voice, instructions, speed, ...others }) {
+  const model = "tts-1";  // any: the client wants one
   const known = { model, voice: voice ?? "alloy", input, instructions, speed, response_format: "wav" };
   const given = Object.entries(known).filter(([, value]) => value !== undefined);
-  const extra = Object.entries(others).map(([name, value]) => `        "${name}": ${JSON.stringify(value)},`);
+  const extra = Object.entries(others).map(([name, value]) => `        "${name}": ${asLiteral(value)},`);
   const lines = [
     ...(server.needsKey ? ["import os", ""] : []),
     "from openai import OpenAI",
@@ -984,7 +1104,7 @@ async function waitUntilReady() {
       if (error.status !== 503) {
         throw error;
       }
-      showStatus(sentence(error.message));
+      showStatus(asSentence(error.message));
     }
     await new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
   }
@@ -1001,7 +1121,7 @@ async function connect() {
   }
 }
 
-/** What an event starts may fail: show it there. */
+/** addEventListener. An error of the handler is shown next to the element. */
 function on(id, event, handler) {
   $(id).addEventListener(event, async (details) => {
     try {
@@ -1012,26 +1132,21 @@ function on(id, event, handler) {
   });
 }
 
-function onSubmit(id, handler) {
-  on(id, "submit", (event) => {
-    event.preventDefault();
-    return handler();
-  });
-}
-
-onSubmit("speak-form", () => isActive() ? stopAll("Stopped.") : speak());
-onSubmit("live-form", () => live.finish());
-onSubmit("voice-form", () => addVoice().catch((error) => {
+document.addEventListener("submit", (event) => event.preventDefault());  // the forms are sent by this script
+on("speak-form", "submit", () => isActive() ? stopAll("Stopped.") : speak());
+on("live-form", "submit", () => live.finish());
+on("voice-form", "submit", () => addVoice().catch((error) => {
   showStatus("Not added.", "voice-status");
   throw error;
 }));
-onSubmit("key-form", () => {
+on("key-form", "submit", () => {
   remember("key", $("key").value.trim(), "sessionStorage");
   $("key").value = "";
   return connect();
 });
 
-const KEPT = ["text", "speed", "instructions", "language"];  // and the voice
+const SETTINGS = ["instructions", "lexicon", ...Object.keys(SWITCHES)];
+const REMEMBERED = ["text", "speed", "language", ...SETTINGS];  // and the voice
 
 on("copy", "click", copyRequest);
 on("voice-name", "input", showName);
@@ -1041,10 +1156,10 @@ on("record", "click", record);
 on("file", "change", () => takeFile($("file").files[0] ?? null));
 on("live", "input", (event) => {
   if (!event.isComposing) {
-    $("live").value = live.typed($("live").value);
+    $("live").value = live.sendWords($("live").value);
   }
 });
-on("live", "compositionend", () => { $("live").value = live.typed($("live").value); });
+on("live", "compositionend", () => { $("live").value = live.sendWords($("live").value); });
 on("text", "keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
     event.preventDefault();
@@ -1062,8 +1177,8 @@ document.addEventListener("play", ({ target }) => {  // one sound at a time
   document.querySelectorAll("audio").forEach((other) => other === target || other.pause());
 }, true);
 document.addEventListener("input", ({ target }) => {
-  if (KEPT.includes(target.id)) {
-    remember(target.id, target.value);
+  if (REMEMBERED.includes(target.id)) {
+    remember(target.id, target.type !== "checkbox" ? target.value : target.checked ? "on" : "");
   }
   if (target.matches("[aria-invalid]")) {
     clearError();
@@ -1073,12 +1188,15 @@ document.addEventListener("input", ({ target }) => {
 document.addEventListener("change", showRequest);
 document.addEventListener("click", ({ target }) => target.closest("button") && clearError(), true);  // of an earlier step
 
-for (const id of ["text", "speed", "instructions"]) {
+for (const id of ["text", "speed", "instructions", "lexicon"]) {
   $(id).value = recall(id) || $(id).value;
 }
-$("settings").open = recall("instructions") !== "";
-setActive(false);
+for (const id of Object.keys(SWITCHES)) {
+  $(id).checked = recall(id) === "on";
+}
+$("settings").open = SETTINGS.some((id) => recall(id) !== "");
+showButton(false);
 showName();
 showRequest();
-spoken.load().catch(() => {});
+spoken.load().catch(() => {});  // a private window, say: kept until it is closed
 connect();

@@ -19,14 +19,15 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-CUDA_TIMEOUT = 60.0  # seconds to wait for CUDA's start
+from qwen3_tts_cuda_graphs.common.skipped_imports import skipping_unused
 
-# Packages that take long to import where they are installed, for parts of transformers that nobody calls here.
-UNUSED = ("jax", "sklearn", "tensorflow")
+CUDA_TIMEOUT = 60.0  # seconds to wait for CUDA's start
 
 OTHER_NAMES = {  # option -> what other speech programs call it
     "--speaker": "voice voice-name voice-id speaker-id speaker-idx speaker-name spk v",
-    "--output": "out-path out-file output-file output-path write-media save format response-format w o",
+    "--output": "out-path out-file output-file output-path write-media save w o",
+    "--format": "response-format output-format codec encoding",
+    "--sample-rate": "samplerate sampling-rate output-sample-rate sr hz",
     "--text": "input gen-text sentence message t",
     "--text-file": "file input-file gen-file f i",
     "--speed": "rate tempo speaking-rate length-scale r",
@@ -125,7 +126,7 @@ def heavy_imports(device: str | None) -> Iterator[None]:
     gc.disable()  # imports make many objects and little garbage
     cuda = None
     try:
-        with not_installed(*UNUSED):
+        with skipping_unused():
             import torch
 
             if not (device or "").startswith("cpu"):
@@ -140,18 +141,6 @@ def heavy_imports(device: str | None) -> Iterator[None]:
         gc.enable()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def not_installed(*names: str) -> Iterator[None]:
-    """Imports inside find that these packages are not installed."""
-    names = [name for name in names if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(names))
-    try:
-        yield
-    finally:
-        for name in names:
-            del sys.modules[name]
 
 
 def start_cuda(torch, device: str) -> None:

@@ -1,0 +1,74 @@
+"""Rows of figures, each printed and written when it is measured: a table for each model, and one JSON file."""
+
+import json
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+WIDTH = 100  # of what is printed
+COLUMNS = {  # key of a row -> its title in the table, and digits
+    "ms_per_frame": ("ms/frame", 2),
+    "x_real_time": ("x real time", 2),
+    "audio_seconds_per_second": ("audio s/s", 1),
+    "first_audio_ms": ("first ms", 1),
+    "first_audio_p95_ms": ("p95 ms", 1),
+    "first_audio_p99_ms": ("p99 ms", 1),
+    "late_chunks": ("late", 0),
+    "underruns": ("underruns", 0),
+    "peak_gib": ("peak GiB", 2),
+    "seconds_to_capture": ("capture s", 1),
+    "word_errors_percent": ("word errors %", 1),
+    "word_errors_low": ("from", 1),
+    "word_errors_high": ("to", 1),
+    "change_low": ("change from", 1),
+    "change_high": ("to", 1),
+    "similarity": ("similarity", 3),
+    "seconds": ("seconds", 1),
+    "runaways": ("runaways", 0),
+}
+
+
+def report(rows: Iterable[tuple[str, str, dict]], columns: list[str], results: dict, path: Path | None) -> None:
+    """rows: a model's name, the row's name, and the row
+
+    columns: of the table; a row without any of them is a line of words
+    results: the content of the file; its `models` gets the rows
+    """
+    for model, name, row in rows:
+        if model not in results["models"]:
+            print()
+            print_table_line(model, columns, [COLUMNS[key][0] for key in columns])
+        results["models"].setdefault(model, {})[name] = row
+        print_row(name, row, columns)
+        if row.get("errors"):
+            print_wrapped(f"    {len(row['errors'])} errors: {row['errors'][0]}")
+        if path:
+            path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def print_row(name: str, row: dict, columns: list[str]) -> None:
+    if not row.keys() & columns:
+        print_wrapped(f"{name}: {in_words(row)}")
+        return
+    figures = [(row.get(key), COLUMNS[key][1]) for key in columns]
+    print_table_line(name, columns, ["" if value is None else f"{value:.{digits}f}" for value, digits in figures])
+
+
+def print_table_line(name: str, columns: list[str], cells: list[str]) -> None:
+    """Cells at the right, each as wide as its title. A long name may take the place of empty cells."""
+    line = "".join(f"{cell:>{len(COLUMNS[key][0]) + 2}}" for cell, key in zip(cells, columns)).rjust(WIDTH)
+    print((name + line[len(name) :]).rstrip(), flush=True)
+
+
+def in_words(row: dict) -> str:
+    words = []
+    for key, value in row.items():
+        if isinstance(value, dict):
+            words.append(f"{key} ({in_words(value)})")
+        else:
+            words.append(f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}")
+    return ", ".join(words)
+
+
+def print_wrapped(text: str) -> None:
+    print(textwrap.fill(text, WIDTH, subsequent_indent="    "), flush=True)

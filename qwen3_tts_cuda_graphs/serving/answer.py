@@ -1,0 +1,299 @@
+"""The audio of a script: its parts are spoken one after another, each by the model that has its voice."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+
+import numpy as np
+
+from qwen3_tts_cuda_graphs.common import checkpoints
+from qwen3_tts_cuda_graphs.prompts.cut import surely_fits
+from qwen3_tts_cuda_graphs.prompts.lexicon import lower
+from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, cut_parts, silence_before
+from qwen3_tts_cuda_graphs.serving.engine_process import Call
+from qwen3_tts_cuda_graphs.serving.errors import ApiError, log
+from qwen3_tts_cuda_graphs.serving.model import Model, sampling
+from qwen3_tts_cuda_graphs.serving.requests import Style
+
+
+class Place:
+    """A place among the requests that a model speaks or that wait for a row, from an answer's beginning to its end."""
+
+    def __init__(self, model: Model, max_waiting: int):
+        model.engine.check_ready()
+        if model.engine.in_flight >= model.engine.rows + max_waiting:
+            problem = f"{model.engine.in_flight} requests are in flight already: try again later"
+            raise ApiError(problem, 429, code="queue_full")
+        self.model = model
+        self.connection = model.engine.connection
+        self.own_keys = []  # of voices that were made for this answer only
+        model.engine.in_flight += 1
+
+    def release(self) -> None:
+        self.model.engine.in_flight -= 1
+        if self.own_keys:
+            self.connection.send(op="forget", keys=self.own_keys)
+
+
+class PartSpeaker:
+    """What speaks the parts of one voice and style."""
+
+    def __init__(self, style: Style, place: Place):
+        self.style = style
+        self.place = place
+        self.voice, self.payload = {}, b""  # what `speak` sends to the worker, see `Answer.voice_for`
+
+
+class Answer:
+    """A script that is being spoken: `async for samples, part in answer`. `part` is the number of the part, or None for
+    silence. The attributes say what was sent so far.
+    """
+
+    def __init__(self, service, style: Style, parts: list[Part], pieces: AsyncIterator[str] | None = None):
+        """pieces: the text of the only part, if it is still arriving; its words are replaced already"""
+        self.service = service
+        self.style = style
+        self.model = service.model_for(style)
+        self.parts = parts
+        self.pieces = pieces
+        self.lexicon = service.lexicon
+        self.said = {}  # text -> the same after the lexicon
+        self.silence_due = 0  # samples, before the next part or the end
+        self.cues = []  # a Cue for each part whose sound has begun
+        self.stopped = set()  # numbers of the parts that limit_speech has stopped
+        self.asked_at = time.perf_counter()
+        self.samples = 0  # sent so far, at the speed that is asked for
+        self.spoken = 0  # samples of speech, at the model's own speed, in parts that are complete
+        self.blocked = 0.0  # seconds of waiting for the client to read
+        self.characters_read = None  # how much of an arriving text was spoken, once the speech has ended
+
+    @property
+    def rate(self) -> int:
+        return self.model.engine.rate
+
+    @property
+    def seconds(self) -> float:
+        return self.samples / self.rate
+
+    async def __aiter__(self) -> AsyncIterator[tuple[np.ndarray, int | None]]:
+        """One generator, not several nested ones: each costs time with every chunk of every listener."""
+        outcome, self.places = "failed", {}
+        try:
+            speakers = self.take_places()
+            for speaker in speakers.values():
+                speaker.voice, speaker.payload = await self.voice_for(speaker)
+            parts = await self.prepare(speakers) if self.pieces is None else self.parts
+            previous = None
+            for part in parts:
+                self.silence_due += round(silence_before(part, previous) * self.rate)
+                previous = part
+                if not self.is_spoken(part):
+                    continue
+                if self.cues:  # before the call: a stream whose audio is unread for long loses its row
+                    for chunk in self.silence():
+                        yield chunk
+                        await asyncio.sleep(0)  # others want their turn, and the client may leave
+                speaker = speakers[voice_and_style(part)]
+                request = dict(
+                    text=self.said[part.text] if self.pieces is None else None,
+                    voice=speaker.voice,
+                    options=sampling(self.style),
+                    limit_speech=self.style.limit_speech,
+                    seed=self.style.seed_of_part(len(self.cues)),
+                )
+                with speaker.place.connection.call("speak", speaker.payload, **request) as call:
+                    writer = asyncio.create_task(self.send_pieces(call)) if self.pieces is not None else None
+                    try:
+                        header, payload = await call.receive()  # before a silence at the beginning: may be an error
+                        for chunk in self.silence():
+                            yield chunk
+                            await asyncio.sleep(0)
+                        number, spoken, cue = len(self.cues), 0, Cue(part, self.samples)
+                        self.cues.append(cue)
+                        while header["type"] == "audio":
+                            samples = np.frombuffer(payload, "<i2")
+                            self.measure(len(samples))
+                            spoken += len(samples)
+                            self.samples = cue.start + round(spoken / self.style.speed)
+                            yield samples, number
+                            self.blocked += time.perf_counter() - self.last_chunk
+                            header, payload = await call.receive()
+                        cue.end = self.samples
+                        self.spoken += spoken
+                    finally:
+                        if writer:
+                            writer.cancel()
+                self.characters_read = header.get("characters_read")
+                if header.get("stopped"):
+                    self.note_stop(number, spoken)
+            for chunk in self.silence():
+                yield chunk
+                await asyncio.sleep(0)
+            outcome = "complete"
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = "cancelled"
+            raise
+        except ValueError:
+            outcome = "invalid"
+            raise
+        except ApiError as error:
+            outcome = error.outcome
+            raise
+        finally:
+            for place in self.places.values():
+                place.release()
+            self.service.metrics.requests.labels(outcome).inc()
+
+    # ---- Before the first part
+
+    def is_spoken(self, part: Part) -> bool:
+        return bool(part.text) or self.pieces is not None
+
+    def take_places(self) -> dict[tuple, PartSpeaker]:
+        """Take a place in each model that is needed, before the first part: no later one may find a full queue."""
+        speakers = {}
+        for part in filter(self.is_spoken, self.parts):
+            if voice_and_style(part) not in speakers:
+                style = self.style.for_part(part)
+                model = self.service.model_for(style)
+                if model not in self.places:
+                    self.places[model] = Place(model, self.service.settings.max_waiting)
+                speakers[voice_and_style(part)] = PartSpeaker(style, self.places[model])
+        return speakers
+
+    async def voice_for(self, speaker: PartSpeaker) -> tuple[dict, bytes]:
+        """`voice` and payload of the message `speak`."""
+        service, style, place = self.service, speaker.style, speaker.place
+        model = place.model
+        if not model.clones:
+            return model.preset_voice(style), b""
+        if style.speaker_embedding is not None:
+            with np.errstate(over="ignore"):  # the worker refuses what is infinite
+                return {}, np.array(style.speaker_embedding, np.float32).tobytes()
+        if style.ref_audio is not None:
+            key = await service.request_voice_key(place.connection, style)
+            place.own_keys.append(key)
+            return {"key": key}, b""
+        if self.pieces is not None:  # the session has checked the voice long ago
+            await service.refresh_if_unknown(style.voice)
+        if mix := model.resolve_mix(style.voice, service.registered):
+            return {"mix": [(await self.stored_voice(place, name), share) for name, share in mix]}, b""
+        return await self.stored_voice(place, model.resolve_voice(style.voice, service.registered)), b""
+
+    async def stored_voice(self, place: Place, name: str) -> dict:
+        if name in place.model.file_voices:
+            return {"file": name}
+        return {"key": await self.service.registered_voice_key(place.connection, name)}
+
+    async def prepare(self, speakers: dict[tuple, PartSpeaker]) -> list[Part]:
+        """Apply the lexicon, and cut the parts that do not fit into a row. Those of a script with tags are cut as the
+        library cuts them, with room for limit_speech; a plain text is cut as seldom as possible, as one utterance
+        sounds best."""
+        self.lexicon = await self.service.lexicon_for(self.style)
+        await self.apply_lexicon(self.parts)
+        if self.style.max_new_tokens is not None:
+            return self.parts
+        leaves_room = self.style.limit_speech or self.parts != [Part(self.parts[0].text)]
+        positions = self.service.settings.max_seq_len // (2 if leaves_room else 1)
+        long_texts, smaller = {}, {}
+        for part in self.parts:
+            if not surely_fits(self.said[part.text], positions):
+                long_texts.setdefault(voice_and_style(part), []).append(part.text)
+        for key, texts in long_texts.items():
+            speaker = speakers[key]
+            request = dict(voice=speaker.voice, texts=texts, language=self.style.language, leaves_room=leaves_room)
+            answer = await speaker.place.connection.ask(
+                "split", speaker.payload, **request, lexicon=self.entries_in(texts)
+            )
+            smaller |= {(key, text): parts for text, parts in zip(texts, answer["texts"])}
+        parts = cut_parts(self.parts, lambda part: smaller.get((voice_and_style(part), part.text), [part.text]))
+        await self.apply_lexicon(parts)
+        return parts
+
+    async def apply_lexicon(self, parts: Iterable[Part]) -> None:
+        texts = {part.text for part in parts} - self.said.keys()
+        if self.lexicon.entries and texts:  # in a thread: a large lexicon takes a while
+            self.said |= await asyncio.to_thread(lambda: {text: self.lexicon.replace(text) for text in texts})
+        else:
+            self.said |= {text: text for text in texts}
+
+    def entries_in(self, texts: list[str]) -> dict[str, str]:
+        if not self.lexicon.entries:
+            return {}
+        together = lower("\n".join(texts))
+        return {word: said for word, said in self.lexicon.entries.items() if lower(word) in together}
+
+    # ---- While it is spoken
+
+    async def send_pieces(self, call: Call) -> None:
+        try:
+            async for piece in self.pieces:
+                call.send("text", text=piece)
+            call.send("text", text=None)  # the end
+        except Exception as error:
+            call.put(error)
+
+    def silence(self) -> Iterator[tuple[np.ndarray, None]]:
+        """The silence that is due, in pieces of at most a second."""
+        while self.silence_due:
+            size = min(self.rate, self.silence_due)
+            self.silence_due -= size
+            self.measure(size, is_speech=False)
+            self.samples += size
+            yield np.zeros(size, "<i2"), None
+            self.blocked += time.perf_counter() - self.last_chunk
+
+    def measure(self, samples: int, is_speech: bool = True) -> None:
+        """Record a chunk of audio: when it came, and whether a player had to wait for it."""
+        metrics, now, seconds = self.service.metrics, time.perf_counter(), samples / self.rate
+        made = now - self.blocked  # on a clock that is stopped while the client reads
+        if self.samples == 0:
+            metrics.first_audio.observe(now - self.asked_at)
+            self.playback_began = made
+        elif is_speech:
+            metrics.frame.observe((made - self.last_made) / (seconds * checkpoints.FRAME_RATE))
+            if made > self.playback_began + self.seconds:
+                metrics.underruns.inc()
+        self.last_chunk, self.last_made = now, made
+        metrics.audio.inc(seconds)
+
+    def note_stop(self, number: int, spoken: int) -> None:
+        self.stopped.add(number)
+        self.service.metrics.stopped.inc()
+        log.warning("the speech of a part did not end: stopped after %.0f s", spoken / self.rate)
+
+    # ---- What the client is told about it
+
+    def in_seconds(self, samples: int) -> float:
+        return round(samples / self.rate, 6)
+
+    def describe_part(self, number: int) -> dict:
+        cue = self.cues[number]
+        style = self.style.for_part(cue.part)
+        words = dict(index=number, text=cue.part.text, voice=style.voice, style=style.instructions)
+        return words | {"start_seconds": self.in_seconds(cue.start)}
+
+    def times_of_part(self, number: int) -> dict:
+        """Its end is known once all of it was made."""
+        cue = self.cues[number]
+        times = dict(index=number, start_seconds=self.in_seconds(cue.start), end_seconds=self.in_seconds(cue.end))
+        return times | ({"stopped": True} if number in self.stopped else {})
+
+    @property
+    def frames(self) -> int:
+        """How many frames of speech the complete parts have."""
+        return round(self.spoken / self.rate * checkpoints.FRAME_RATE)
+
+    async def text_tokens(self) -> int:
+        connection = next(iter(self.places.values())).connection
+        texts = [self.said[part.text] for part in self.parts if part.text]
+        return (await connection.ask("count", text="\n".join(texts)))["tokens"]
+
+    def hit_max_new_tokens(self) -> bool:
+        """Whether the client's own max_new_tokens has ended the speech."""
+        return self.style.max_new_tokens is not None and self.frames == self.style.max_new_tokens - 1
+
+
+def voice_and_style(part: Part) -> tuple:
+    """Parts with the same ones have one PartSpeaker."""
+    return part.voice, part.style

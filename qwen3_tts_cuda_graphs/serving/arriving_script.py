@@ -1,0 +1,210 @@
+"""A script whose text is still arriving: what the WebSocket calls an utterance."""
+
+import asyncio
+import bisect
+import itertools
+import re
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, replace
+
+import anyio
+
+from qwen3_tts_cuda_graphs.prompts.cut import end_after_bytes
+from qwen3_tts_cuda_graphs.prompts.lexicon import Lexicon, LexiconReader
+from qwen3_tts_cuda_graphs.prompts.script import ENDS, Notation, Part, Tag
+from qwen3_tts_cuda_graphs.serving.errors import ApiError
+from qwen3_tts_cuda_graphs.serving.requests import Style
+
+LAST_WORD = re.compile(r"\w+$")
+
+
+@dataclass
+class SpokenSentence:
+    """Text that was spoken, and when, in seconds of the utterance's sound."""
+
+    text: str
+    start: float
+    end: float | None = None  # once all of it was sent
+
+
+class ArrivingPart:
+    """A part whose text is still arriving. `written` is the client's text, `said` the same after its lexicon."""
+
+    def __init__(self, part: Part, lexicon: Lexicon, is_stripped: bool = False):
+        """is_stripped: whether spaces around the text are removed, as they are beside a tag"""
+        self.part = part
+        self.reader = LexiconReader(lexicon)
+        self.is_stripped = is_stripped
+        self.spaces = ""  # spoken only if something follows them
+        self.said = ""
+        self.written = ""
+        self.ends = [(0, 0)]  # where each piece ends: in `said`, in `written`
+        self.taken = 0  # characters of `said` that have been given to the model
+        self.is_complete = False
+        self.hit_max_new_tokens = False  # the client's own, before the text was complete
+
+    def add(self, text: str, is_end: bool = False) -> None:
+        text = self.spaces + text
+        text = text.lstrip() if self.is_stripped and not (self.written or self.reader.text) else text
+        self.spaces = text[len(text.rstrip()) :] if self.is_stripped or not is_end else ""
+        text = text.removesuffix(self.spaces)
+        for said, written in self.reader.read_pairs(text, is_end):
+            self.said += said
+            self.written += written
+            self.ends.append((len(self.said), len(self.written)))
+        self.is_complete = is_end
+
+    def written_until(self, position: int) -> int:
+        """The position in `written` for one in `said`. Within a word that was replaced: the end of that word."""
+        start = end = self.ends[-1]  # of the piece in which it is
+        index = bisect.bisect_left(self.ends, (position, 0))
+        if index < len(self.ends):
+            start, end = self.ends[max(index - 1, 0)], self.ends[index]
+        (said_start, written_start), (said_end, written_end) = start, end
+        is_replaced = said_end - said_start != written_end - written_start
+        return written_end if is_replaced else min(written_start + position - said_start, written_end)
+
+    @property
+    def rest(self) -> str:
+        return self.said[self.taken :]
+
+    def has_words(self) -> bool:
+        return any(map(str.isalnum, self.rest))
+
+
+class ArrivingScript:
+    """One utterance of the WebSocket, from its first text to input.done or input.cancel."""
+
+    def __init__(self, index: int, style: Style, lexicon: Lexicon):
+        self.index = index
+        self.style = style
+        self.lexicon = lexicon
+        self.notation = Notation(style.script) if style.notation or style.script else None
+        self.text = ""  # all that has arrived
+        self.half = ""  # the first half of a surrogate pair: the other comes with the next text
+        self.parts = [ArrivingPart(Part(""), lexicon)]
+        self.mistake = None  # about a wrong tag; the parts end before it
+        self.sentences = []  # each SpokenSentence so far
+        self.sent = 0.0  # seconds of sound
+        self.is_complete = False
+        self.early_end = {}  # {"cancelled": True} or {"error": True}: nothing more of it is spoken
+        self.played = None  # seconds that were heard when input.cancel came
+        self.changed = asyncio.Event()
+        self.speaking = anyio.CancelScope()  # around the sentence that is being spoken
+
+    @property
+    def ended_early(self) -> bool:
+        return bool(self.early_end)
+
+    # ---- Written
+
+    def add(self, text: str, is_end: bool = False) -> None:
+        self.text += text
+        try:
+            if self.mistake is None:
+                for item in self.notation.read(text, is_end) if self.notation else [text]:
+                    self.add_item(item)
+        except ValueError as error:
+            self.mistake = ApiError(str(error), param="input", code="invalid_value")
+            self.parts[-1].is_stripped = True
+        if is_end or self.mistake:
+            self.parts[-1].add("", is_end=True)
+        self.is_complete = is_end
+        self.changed.set()
+
+    def add_item(self, item: str | Tag) -> None:
+        last = self.parts[-1]
+        if isinstance(item, str):
+            last.add(item)
+            if not (self.style.script and item[-1] in ENDS):
+                return
+        last.is_stripped = True
+        last.add("", is_end=True)
+        if last.has_words() or last.taken:
+            part = replace(last.part, pause=None)
+        else:  # tags before the first word of a part add up
+            part = self.parts.pop().part
+        part = replace(part.after(item), line=item.line) if isinstance(item, Tag) else part
+        self.parts.append(ArrivingPart(part, self.lexicon, is_stripped=True))
+
+    def finish(self) -> None:
+        self.add("", is_end=True)
+
+    def stop(self, reason: str) -> None:
+        """Speak nothing more of it. reason: cancelled or error"""
+        self.early_end[reason] = True
+        self.speaking.cancel()
+        self.changed.set()
+
+    def cancel(self) -> None:
+        self.stop("cancelled")
+        self.finish()
+
+    # ---- Spoken
+
+    async def wait_until(self, condition: Callable[..., bool], *arguments) -> None:
+        while not condition(*arguments):
+            self.changed.clear()
+            await self.changed.wait()
+
+    async def parts_to_speak(self) -> AsyncIterator[ArrivingPart]:
+        """Each part once it has a word or is complete."""
+        for number in itertools.count():
+            await self.wait_until(self.is_settled, number)
+            if self.ended_early or number == len(self.parts):
+                return
+            yield self.parts[number]
+
+    def is_settled(self, number: int) -> bool:
+        """Whether the part of this number can begin to be spoken, or it is clear that there is none."""
+        if self.ended_early or number == len(self.parts):
+            return self.ended_early or self.is_complete or self.mistake is not None
+        return self.parts[number].is_complete or self.parts[number].has_words()
+
+    async def has_more(self, part: ArrivingPart) -> bool:
+        """Whether there is something to speak. Waits for text until the part is complete. Marks without a word are
+        spoken only where they are the whole text."""
+
+        def is_known() -> bool:
+            return part.is_complete or part.has_words() or part.hit_max_new_tokens or self.ended_early
+
+        await self.wait_until(is_known)
+        is_marks_alone = len(self.parts) == 1 and part.taken == 0 and bool(part.rest.strip())
+        return (part.has_words() or is_marks_alone) and not (part.hit_max_new_tokens or self.ended_early)
+
+    async def pieces(self, part: ArrivingPart, max_bytes: int | None = None) -> AsyncIterator[str]:
+        """What is said, as it arrives, until it is complete. With max_bytes, until the end of a sentence near it."""
+        start, end = part.taken, None
+        while end is None and not (part.is_complete and not part.rest):
+            await self.wait_until(lambda: part.is_complete or part.rest)
+            end = max_bytes and end_after_bytes(part.said, start, max_bytes)
+            piece = part.said[part.taken : end]
+            part.taken += len(piece)
+            if piece:
+                yield piece
+
+    def unspoken_characters(self) -> int:
+        """How many characters the client's own max_new_tokens has left unspoken."""
+        return sum(len(part.rest) for part in self.parts if part.hit_max_new_tokens and part.has_words())
+
+    def report(self) -> dict:
+        """What was sent before an interruption, and what was heard if the listener has said how far."""
+        told = {"sent_seconds": round(self.sent, 3), "sent_text": joined(it.text for it in self.sentences)}
+        return told if self.played is None else told | {"heard_text": heard_text(self.sentences, self.played)}
+
+
+def heard_text(sentences: list[SpokenSentence], played: float) -> str:
+    """The text up to a time: exact between sentences, and within one by its share of the sound, in whole words."""
+    heard = []
+    for sentence in sentences:
+        if sentence.end is not None and sentence.end <= played:
+            heard.append(sentence.text)
+        elif sentence.end is not None and sentence.start < played:
+            share = (played - sentence.start) / (sentence.end - sentence.start)
+            begun = sentence.text[: int(share * len(sentence.text))]
+            heard.append(LAST_WORD.sub("", begun) if begun.isascii() else begun)
+    return joined(heard)
+
+
+def joined(texts: Iterable[str]) -> str:
+    return " ".join(filter(None, map(str.strip, texts)))

@@ -1,0 +1,155 @@
+"""Ready, and healed: what is not imported, workers that are started before they are needed."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from helpers import ROOT
+from serving_helpers import LIMIT, is_running, wait_until
+
+from qwen3_tts_cuda_graphs.serving import spare
+from qwen3_tts_cuda_graphs.serving.spare import Spare
+
+
+def run_python(program: str, *path: str) -> str:
+    """In a process of its own: this one has imported everything."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *path])}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_nobody_calls_is_not_imported(tmp_path, checkpoint):
+    """Half of the modules, and seconds of each start. A package may be installed that needs what is left out; and what
+    is left out must not change what the model hears."""
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("from torch._dynamo.utils import is_compile_supported\n1 / 0")
+    program = f"""
+        import sys
+        import numpy as np
+        from qwen3_tts_cuda_graphs.common.command import heavy_imports
+
+        with heavy_imports("cpu"):
+            import torch
+            from qwen3_tts_cuda_graphs.common.loading import load
+            from qwen3_tts_cuda_graphs.common.voices import clone_prompt
+
+        tts = load({str(checkpoint())!r}, rows=2)
+        noise = np.random.default_rng(0).normal(0, 0.1, 24000).astype(np.float32)
+
+        def voice():
+            (item,) = clone_prompt(tts, noise, 24000, "Hello.")
+            return item.ref_spk_embedding, item.ref_code
+
+        def masks():
+            from transformers import PretrainedConfig, masking_utils
+
+            config = PretrainedConfig(attn_implementation="sdpa", sliding_window=3)
+            padding = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+            where = dict(cache_position=torch.arange(6), past_key_values=None)
+            make = masking_utils.create_causal_mask, masking_utils.create_sliding_window_causal_mask
+            return [one(config, torch.zeros(2, 6, 4), padding, **where) for one in make]
+
+        before = [*voice(), *masks()]
+        speaker = clone_prompt(tts, noise, 24000, None)
+        tts.generate_voice_clone(["Hi.", "Hello there."], voice_clone_prompt=speaker * 2, max_new_tokens=4)
+        unused = ("torch._dynamo", "torch.distributed.tensor", "numba", "scipy.signal", "scipy.optimize", "torchvision")
+        print([name for name in unused if name in sys.modules])
+
+        import librosa.filters, numba, scipy.signal  # the real ones
+        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+        from transformers import masking_utils
+        from qwen_tts.core.models import modeling_qwen3_tts
+
+        for name in [name for name in sys.modules if name.startswith("librosa")]:
+            del sys.modules[name]
+        import librosa.filters
+
+        assert masking_utils.TransformGetItemToIndex is not TransformGetItemToIndex
+        assert modeling_qwen3_tts.librosa_mel_fn is not librosa.filters.mel
+        masking_utils.TransformGetItemToIndex = TransformGetItemToIndex
+        modeling_qwen3_tts.librosa_mel_fn = librosa.filters.mel
+        print(all(map(torch.equal, before, [*voice(), *masks()])), numba.njit(lambda x: x + 1)(1))
+    """
+    assert run_python(program, str(tmp_path)).splitlines() == ["[]", "True 2"]
+
+
+# ---- A spare
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    """A spare whose process does what `program` does with its socket."""
+    spares = []
+
+    def start(program: str) -> Spare:
+        def start_worker(theirs, *arguments, module="worker"):
+            code = f"import socket, sys, time; s = socket.socket(fileno={theirs.fileno()}); {program}"
+            return subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()])
+
+        monkeypatch.setattr(spare, "start_worker", start_worker)
+        spares.append(Spare())
+        spares[-1].prepare()
+        return spares[-1]
+
+    yield start
+    for one in spares:
+        one.close()
+
+
+IMPORTED = "s.send(b'x'); s.recv(1)"
+IMPORTS = "s.recv(1)"
+
+
+def test_a_spare_is_taken_once(waiting):
+    one = waiting(IMPORTED)
+    process = one.process
+    one.prepare()
+    assert one.process is process  # one is enough
+    ours, taken = one.take()
+    assert taken is process and one.take() is None
+    ours.close()  # whoever has taken it ends it by that
+    taken.wait(LIMIT)
+
+
+@pytest.mark.parametrize("what", ["has ended", "is stopped", "is stuck", "still imports"])
+def test_a_spare_that_cannot_be_used_is_not(waiting, monkeypatch, what):
+    """Whatever has become of it, the next worker must not wait for it."""
+    one = waiting({"has ended": "pass"}.get(what, IMPORTS))
+    process = one.process
+    if what == "has ended":
+        process.wait(LIMIT)
+    if what == "is stopped":
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: spare.is_stopped(process))
+    if what == "is stuck":
+        monkeypatch.setattr(spare, "SECONDS_TO_IMPORT", 0.0)
+    if what == "still imports":
+        ours, taken = one.take()
+        ours.close()
+        taken.wait(LIMIT)
+    else:
+        assert one.take() is None and one.process is None
+        assert not is_running(process.pid)
+
+
+def test_no_spare_where_memory_is_short(waiting, monkeypatch):
+    monkeypatch.setattr(spare, "MIN_MEMORY", 1 << 60)
+    one = waiting(IMPORTED)
+    assert one.process is None and one.take() is None
+
+
+@pytest.mark.parametrize("module", ["worker", "spare_worker"])
+def test_a_worker_ends_with_its_server_also_while_it_imports(module):
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = spare.start_worker(theirs, module=module)
+    ours.close()
+    with contextlib.closing(ours):
+        assert process.wait(LIMIT) == 0
