@@ -159,6 +159,18 @@ def test_from_too_early_to_a_reload(open_page, checkpoint, tmp_path):
         assert {name: page.input_value(f"#{name}") for name in wanted | chosen} == wanted | chosen
 
 
+def test_who_speaks_before_the_page_is_ready_reads_of_the_speech(page):
+    """The answer of /health came after the speech, and "Ready." replaced what was said of it."""
+    held = []
+    page.route("**/health", lambda route: held.append(route))
+    page.reload()
+    speak(page, max_new_tokens=3)
+    with page.expect_response("**/health"):
+        held[0].continue_()
+    page.wait_for_timeout(100)  # it has been read
+    status(page).to_have_text(re.compile("s of speech"))
+
+
 def test_without_storage_it_works(open_page):
     """Browsers throw at the mere mention of it where cookies are forbidden."""
     page = open_page(is_ready=False)

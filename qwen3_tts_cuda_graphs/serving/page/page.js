@@ -1093,18 +1093,24 @@ function showLevel(stream) {
 
 /* ---- Start */
 
-/** The page can be open before the model is loaded. */
+/** The page can be open before the model is loaded. Who speaks meanwhile reads the status of the speech. */
 async function waitUntilReady() {
+  let shown = $("status").textContent;
+  const show = (text) => {
+    if ($("status").textContent === shown) {
+      showStatus(shown = text);
+    }
+  };
   for (let seconds = 1; ; seconds = Math.min(10, 2 * seconds)) {
     try {
       await call("health");
-      showStatus("Ready.");
+      show("Ready.");
       return;
     } catch (error) {
       if (error.status !== 503) {
         throw error;
       }
-      showStatus(asSentence(error.message));
+      show(asSentence(error.message));
     }
     await new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
   }
