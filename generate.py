@@ -60,9 +60,7 @@ def load_upstream(model: str, device=None, dtype: torch.dtype | None = None):
 def accelerate(tts, max_seq_len: int = 2048):
     """Make a model's methods fast, in place. No other thread may use the GPU during it. `max_seq_len` positions are
     for prompt and speech together, one per frame (12.5 per second)."""
-    decoder = Decoder(tts.model.talker, max_seq_len)
-    tts.model.talker.generate = decoder.generate
-    decoder.graphs_for(1)
+    tts.model.talker.generate = Decoder(tts.model.talker, max_seq_len).generate
     return tts
 
 
@@ -89,7 +87,7 @@ class Decoder:
     def __init__(self, talker, max_seq_len: int):
         self.talker = talker
         self.max_seq_len = max_seq_len
-        self.graphs = None  # of the last request
+        self.graphs = FrameGraphs(talker, 1, round_up(max_seq_len))  # of the last request
 
     def graphs_for(self, row_count: int) -> FrameGraphs:
         if self.graphs is None or len(self.graphs.rows.token) != row_count:
@@ -178,6 +176,8 @@ def import_upstream():
     if not transformers.__version__.startswith(("5.15.", "5.16.") if suffix else "4.57."):
         pairs = "transformers==4.57.3 with qwen-tts==0.1.1, or transformers==5.16.1 with qwen-tts-hf==0.1.1.post1"
         raise ImportError(f"transformers {transformers.__version__} is not for qwen-tts{suffix}: install {pairs}")
+    if hasattr(torch.backends, "python_native"):  # torch 2.13 would compile RoPE's product, with a C compiler
+        torch.backends.python_native.triton.enabled = False
     try:
         import librosa.filters  # noqa: F401
     except RuntimeError:  # numba can write compiled functions neither beside librosa nor into the home

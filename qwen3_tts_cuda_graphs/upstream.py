@@ -29,6 +29,8 @@ def import_upstream():
     if not transformers.__version__.startswith(("5.15.", "5.16.") if suffix else "4.57."):
         pairs = "transformers==4.57.3 with qwen-tts==0.1.1, or transformers==5.16.1 with qwen-tts-hf==0.1.1.post1"
         raise ImportError(f"transformers {transformers.__version__} is not for qwen-tts{suffix}: install {pairs}")
+    if hasattr(torch.backends, "python_native"):  # torch 2.13 would compile RoPE's product, with a C compiler
+        torch.backends.python_native.triton.enabled = False
     try:
         import librosa.filters  # noqa: F401
     except RuntimeError:  # numba can write compiled functions neither beside librosa nor into the home

@@ -241,9 +241,11 @@ def test_importing_and_loading_are_silent(checkpoint, tmp_path):
 
     None of the 25 Hz tokenizer's packages is loaded, which may be broken: pip installs a torchaudio for another torch.
     No module stands in their place afterwards. The engine is for programs that have none of the server's packages.
+    Nothing needs a compiler, also if the program has imported torch before.
     """
     write_packages(tmp_path, BROKEN)
     program = f"""
+        import no_compiler
         import gc, logging, sys
         sys.modules.update(dict.fromkeys({SERVER_PACKAGES!r}))  # cannot be imported
         frozen = gc.get_freeze_count()
@@ -265,7 +267,7 @@ def test_importing_and_loading_are_silent(checkpoint, tmp_path):
         load({str(checkpoint())!r}, "cpu", max_seq_len=64)
         assert any("captur" in record.getMessage() for record in records)
     """
-    run = run_program(program, tmp_path, ROOT)
+    run = run_program(program, tmp_path, ROOT, ROOT / "tests")
     ours = [line for line in run.stderr.splitlines() if line and "Loading weights:" not in line]  # transformers 5's
     assert (run.returncode, run.stdout, ours) == (0, "", [])
 
