@@ -116,7 +116,8 @@ def small_talker(length: int, hidden: int = 1024, **sizes: int) -> Any:
     """Upstream's talker and predictor: a layer each, three codes per frame, random weights, the published widths.
     `sizes`: what both have instead."""
     sizes = dict(num_hidden_layers=1, num_code_groups=3) | sizes
-    talker = TALKER | CODEC_IDS | dict(hidden_size=hidden, text_vocab_size=64, text_hidden_size=64) | sizes
+    widths = dict(hidden_size=hidden, intermediate_size=3 * hidden, text_vocab_size=64, text_hidden_size=64)
+    talker = TALKER | CODEC_IDS | widths | sizes
     torch.manual_seed(0)
     with torch.no_grad():
         config = Qwen3TTSTalkerConfig(**talker, code_predictor_config=PREDICTOR | sizes)

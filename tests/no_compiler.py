@@ -1,5 +1,5 @@
-"""Imported first, it makes this CPU like a GPU without a C compiler from torch 2.13 on: Triton is to compile the product
-of a column and a row, as in RoPE, and fails."""
+"""Imported first, it makes this CPU like a GPU without a C compiler from torch 2.13 on: Triton is to compile the
+product of a column and a row, as in RoPE, and fails."""
 
 import warnings
 

@@ -246,9 +246,11 @@ def test_it_heals_after_an_illegal_address(checkpoint, tmp_path):
     with Server(tmp_path, *options, PYTHONPATH=path) as server, ThreadPoolExecutor(16) as pool:
         ended = []  # when each listener's speech ended, and how
 
+        request = dict(input="Hi.", max_new_tokens=1500, response_format="pcm")
+
         def hear() -> None:
             try:
-                listen(partial(speak, f"http://127.0.0.1:{server.port}", input="Hi.", max_new_tokens=1500))
+                listen(partial(speak, f"http://127.0.0.1:{server.port}", **request))
                 ended.append((time.monotonic(), "complete"))
             except OSError as error:
                 ended.append((time.monotonic(), str(error)))

@@ -64,6 +64,9 @@ class Speaker:
         speaker = torch.load(folder / "speaker.pt", weights_only=True)
         in_context = self.tts.create_voice_clone_prompt(recording, "what it says")
         self.prompts = [lambda rows: speaker_prompt(speaker, rows), lambda rows: in_context * rows]
+        # The prefix of a voice is kept when it is first read alone. In a list, a GPU gives it other last bits.
+        alone = dict(text="a", non_streaming_mode=False, language="English", max_new_tokens=3)
+        joined(stream(self.tts.generate_voice_clone, voice_clone_prompt=speaker_prompt(speaker), **alone))
 
     def speak(self, number: int) -> list[np.ndarray]:
         """Whole or streamed, alone or in a list."""

@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -131,7 +132,7 @@ class FakeWorker:
         self.socket.shutdown(socket.SHUT_RDWR)
 
 
-def run_with_engine(check, *lives, **timeouts):
+def run_with_engine(check, *lives, spare=None, **timeouts):
     """`check` gets an engine whose workers do what `lives` say, one after the other. None: it cannot be started."""
     lives = iter(lives)
 
@@ -142,7 +143,8 @@ def run_with_engine(check, *lives, **timeouts):
         return FakeWorker(theirs, life)
 
     async def main():
-        engine = EngineProcess(dict(model="x"), 1, spawn, timeouts=Timeouts(**dict(restart_delay=0.02) | timeouts))
+        limits = Timeouts(**dict(restart_delay=0.02) | timeouts)
+        engine = EngineProcess(dict(model="x", device="cpu"), 1, spawn, spare, limits)
         await engine.load()
         await engine.begin()
         await check(engine)
@@ -178,6 +180,9 @@ async def wait_for_state(engine, state) -> None:
 
 
 def test_after_three_deaths_it_gives_up_and_says_why(caplog):
+    """The spare is woken for a worker that replaces another, not after the last: it would keep the GPU's memory."""
+    spare = mock.Mock(take=lambda: None)
+
     async def check(engine):
         await wait_for_state(engine, "gave up")
         problem = r"stopped 3 times \(it exited with status 1\): restart the server"
@@ -185,8 +190,8 @@ def test_after_three_deaths_it_gives_up_and_says_why(caplog):
             engine.check_ready()
         assert (refused.value.status, refused.value.code, engine.restarts) == (503, "stopped", 2)
 
-    run_with_engine(check, end, end, end, live)
-    assert "is not started again" in caplog.text
+    run_with_engine(check, end, end, end, live, spare=spare)
+    assert "is not started again" in caplog.text and spare.wake.call_count == 2
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ runs in float32, and the audio must be upstream's.
 """
 
 import copy
+import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -49,22 +50,24 @@ def check(checkpoint: Checkpoint, frames: int) -> Iterator[Result]:
     request = {name: value.to(tts.device) if torch.is_tensor(value) else value for name, value in request.items()}
     vocabulary = tts.model.talker.config.code_predictor_config.vocab_size
     tokens = torch.randint(vocabulary, (frames, tts.model.talker.config.num_code_groups), device=tts.device)
-    paths = {}
-    for name, row_count, kind in checked_frames(tts):
-        paths[name] = TeacherForced(tts.model.talker, LENGTH, row_count, kind).logits(tokens, **request)
+    paths = {
+        name: TeacherForced(tts.model.talker, LENGTH, row_count, make_frame).logits(tokens, **request)
+        for name, row_count, make_frame in checked_frames(tts)
+    }
     del tts  # its GPU memory is needed for float32
     gc.collect()
     torch.cuda.empty_cache()
     yield from check_logits(checkpoint.model, paths, tokens, request)
 
 
-def checked_frames(tts) -> Iterator[tuple[str, int, type[Frame]]]:
-    """What is checked on a GPU: its name, number of rows, and the frame."""
+def checked_frames(tts) -> Iterator[tuple[str, int, Callable[..., Frame]]]:
+    """What is checked on a GPU: its name, number of rows, and what makes the frame."""
     yield "upstream's modules with layers.py", 1, Frame
+    kernel_frame = functools.partial(KernelFrame, like=tts.speech.runner.frames.of(1))  # as an engine makes it
     has_kernels = isinstance(frame_without_megakernel(tts.model.talker, tts.speech.runner.rows[:1]), KernelFrame)
     for count in batch_sizes(MAX_ROWS):
         if has_kernels:
-            yield f"batch of {count}", count, KernelFrame
+            yield f"batch of {count}", count, kernel_frame
         if count in MEGAKERNEL_ROWS and tts.speech.path == MEGAKERNEL:
             yield f"megakernel for {count} {'row' if count == 1 else 'rows'}", count, MegakernelFrame
 

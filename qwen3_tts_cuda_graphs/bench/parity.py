@@ -9,7 +9,7 @@ Shapes: T frames, 16 codes per frame, V vocabulary of the talker, V' of the pred
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -28,10 +28,10 @@ class TeacherForced:
     """A frame of some rows over a cache of its own. The noise forces the tokens on it."""
 
     @torch.no_grad()
-    def __init__(self, talker, length: int, row_count: int = 1, kind: type[Frame] = Frame):
+    def __init__(self, talker, length: int, row_count: int = 1, make_frame: Callable[..., Frame] = Frame):
         self.talker = talker
         self.rows = SharedRows(talker.config, row_count, round_up(length), talker.dtype, talker.device)
-        self.frame = kind(talker, self.rows)
+        self.frame = make_frame(talker, self.rows)
         self.launches = self.frame.launches
         self.heads = [*talker.code_predictor.lm_head, talker.codec_head]
         self.head_outputs = [head.weight.new_zeros(len(head.weight)) for head in self.heads]  # of the last row

@@ -207,13 +207,11 @@ class EngineProcess:
             except OSError as error:  # not the engine's fault: it is tried again and again
                 self.why = f"no process can be started: {error}"
                 pause = self.timeouts.exit
-            if not self.started.is_set():  # a mistake of the user, or of the machine: they are told
-                break
-            log.warning("the engine of %s has ended: %s", self.spec["model"], self.why)
-            if self.is_server_draining:
-                break
+            if self.started.is_set():  # else it is a mistake of the user, or of the machine: they are told
+                log.warning("the engine of %s has ended: %s", self.spec["model"], self.why)
             if self.deaths >= MAX_DEATHS:
                 log.error("the engine of %s is not started again: restart the server", self.spec["model"])
+            if not self.is_replaced:
                 break
             self.restarts += 1
             await asyncio.sleep(pause or self.timeouts.restart_delay * self.deaths)
@@ -248,19 +246,24 @@ class EngineProcess:
                     break
         finally:
             self.connection.transport.abort()  # a worker that still lives ends by that
-            if self.spare and self.started.is_set():
+            served = time.monotonic() - self.ready_at if self.ready_at else 0.0
+            self.deaths = 1 if served > self.timeouts.recovery else self.deaths + 1
+            if self.spare and self.is_replaced:
                 self.spare.wake(self.spec["device"])
             self.state = "restarting" if self.started.is_set() else self.state
             status = await asyncio.shield(asyncio.to_thread(end_process, process, self.timeouts.exit))
         ended = f"killed by {SIGNALS.get(-status, -status)}" if status < 0 else f"it exited with status {status}"
         self.why = self.why or ended
-        served = time.monotonic() - self.ready_at if self.ready_at else 0.0
-        self.deaths = 1 if served > self.timeouts.recovery else self.deaths + 1
 
     def spawn_worker(self) -> tuple:
         ours, theirs = socket.socketpair()
         with theirs:
             return ours, self.spawn(theirs)
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another worker follows this one when it has ended."""
+        return self.started.is_set() and not self.is_server_draining and self.deaths < MAX_DEATHS
 
     def is_hanging(self) -> bool:
         """Whether the worker's process hangs; an engine that hangs is noticed by the worker itself. Time is counted in
