@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import select
 import signal
+import socket
+import subprocess
 
 import numpy as np
 import pytest
@@ -12,6 +15,8 @@ pytest.importorskip("av")
 from qwen3_tts_cuda_graphs.serving.audio_formats import with_length
 from qwen3_tts_cuda_graphs.serving.encoders import MAX_READY, Encoders, LocalStream, RemoteStream, answers_to
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
+from qwen3_tts_cuda_graphs.serving.messages import pack
+from qwen3_tts_cuda_graphs.serving.spare import start_python
 
 SIZES = 1920, 1920, 3840, 7680, 15360, 1000  # samples of each chunk
 LIMIT = 60.0
@@ -110,3 +115,15 @@ def test_an_error_of_a_library_is_an_answer():
             assert len(await encoded(encoders.open("mp3", 24000, 1.0), "mp3")) > 1000
 
     asyncio.run(check())
+
+
+def test_a_process_whose_server_is_gone_ends_silently():
+    """A server that was killed leaves answers that it has not read: each of its helpers wrote a traceback."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        module, options = "qwen3_tts_cuda_graphs.serving.encoders", dict(pass_fds=[theirs.fileno()])
+        helper = start_python(module, str(theirs.fileno()), stderr=subprocess.PIPE, **options)
+    ours.sendall(pack(dict(op="finish", id=0, kind=("wav", 24000, 1.0))))
+    select.select([ours], [], [], LIMIT)
+    ours.close()
+    assert helper.communicate(timeout=LIMIT)[1] == b"" and helper.returncode == 0

@@ -5,6 +5,7 @@ socket is closed, for whatever reason the server has ended.
 
 import asyncio
 import collections
+import contextlib
 import signal
 import socket
 import sys
@@ -82,7 +83,8 @@ def answer_questions(answers_to: Callable[[dict, bytes], Iterator[bytes]]) -> No
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
     server = socket.socket(fileno=int(sys.argv[1]))
     unpacker = Unpacker()
-    while data := server.recv(1 << 18):
-        for header, payload in unpacker.feed(data):
-            for answer in answers_to(header, payload):
-                server.sendall(answer)
+    with contextlib.suppress(ConnectionError):  # the server has gone, and has not read the last answer
+        while data := server.recv(1 << 18):
+            for header, payload in unpacker.feed(data):
+                for answer in answers_to(header, payload):
+                    server.sendall(answer)
