@@ -22,7 +22,7 @@ PAIRS = "transformers==4.57.3 with qwen-tts==0.1.1, or transformers==5.16.1 with
 def test_a_wrong_pair_is_named(version, package, tmp_path):
     """A TypeError in a decorator or a missing attribute of a config, deep in qwen_tts, tells nobody what to install."""
     (tmp_path / "transformers.py").write_text(f"__version__ = {version!r}")
-    (tmp_path / "torch.py").touch()
+    (tmp_path / "torch.py").write_text("backends = None")
     (tmp_path / "qwen_tts").mkdir()
     for name in ("__init__.py", *(["_transformers_compat.py"] if package == "qwen-tts-hf" else [])):
         (tmp_path / "qwen_tts" / name).touch()
@@ -33,7 +33,7 @@ def test_a_wrong_pair_is_named(version, package, tmp_path):
 
 def test_without_qwen_tts_its_absence_is_the_error(tmp_path):
     (tmp_path / "transformers.py").write_text("__version__ = '4.57.3'")
-    (tmp_path / "torch.py").touch()
+    (tmp_path / "torch.py").write_text("backends = None")
     (tmp_path / "librosa").mkdir()
     (tmp_path / "librosa" / "filters.py").touch()
     program = "sys.path = [path for path in sys.path if 'site-packages' not in path]\n"
