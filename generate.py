@@ -177,7 +177,7 @@ def import_upstream():
         pairs = "transformers==4.57.3 with qwen-tts==0.1.1, or transformers==5.16.1 with qwen-tts-hf==0.1.1.post1"
         raise ImportError(f"transformers {transformers.__version__} is not for qwen-tts{suffix}: install {pairs}")
     if hasattr(torch.backends, "python_native"):  # torch 2.13 would compile RoPE's product, with a C compiler
-        torch.backends.python_native.triton.enabled = False
+        torch.backends.python_native.disable_operations("bmm")
     try:
         import librosa.filters  # noqa: F401
     except RuntimeError:  # numba can write compiled functions neither beside librosa nor into the home

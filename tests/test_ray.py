@@ -102,12 +102,27 @@ class RayServer(Client):
                     found.append(process)
         return found
 
-    def kill_the_busy_one(self) -> None:
-        """SIGKILL to the replica whose worker is speaking."""
+    def seconds_used_now(self) -> dict[psutil.Process, float]:
+        """By each replica within half a second."""
         before = {process: seconds_used(process) for process in self.replicas()}
         time.sleep(0.5)
-        busy = max(before, key=lambda process: seconds_used(process) - before[process])
-        os.kill(busy.pid, signal.SIGKILL)
+        return {process: seconds_used(process) - seconds for process, seconds in before.items()}
+
+    def wait_until_idle(self) -> None:
+        """Until nothing speaks and nothing starts: a spare worker imports for seconds."""
+
+        def is_idle() -> bool:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                used = self.seconds_used_now()
+                return len(used) == 2 and max(used.values()) < 0.1
+            return False
+
+        wait_until(is_idle)
+
+    def kill_the_busy_one(self) -> None:
+        """SIGKILL to the replica whose worker is speaking."""
+        used = self.seconds_used_now()
+        os.kill(max(used, key=used.get).pid, signal.SIGKILL)
 
     def wait_for_a_new_one(self, old: set) -> None:
         wait_until(lambda: set(self.replicas()) - old)
@@ -170,6 +185,7 @@ def test_a_replica_that_dies_is_replaced_and_its_clients_see_an_error(server):
     """Killed in mid-speech: the client must not wait for ever, nor take what it has for the whole."""
     old = set(server.replicas())
     assert len(old) == 2
+    server.wait_until_idle()
     with server.speaking(LONG) as response:
         assert response.read1(FRAME)
         server.kill_the_busy_one()
@@ -181,6 +197,7 @@ def test_a_replica_that_dies_is_replaced_and_its_clients_see_an_error(server):
 
 
 def test_a_websocket_of_a_dead_replica_is_closed_with_an_error(server):
+    server.wait_until_idle()
     with server.talk(CONFIG | {"max_new_tokens": LONG + 1}) as session:
         session.write("Hello there.")
         session.until("audio.start")
