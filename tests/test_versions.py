@@ -2,14 +2,17 @@
 
 import re
 import shutil
+import warnings
 from importlib.metadata import distributions
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 from helpers import ROOT, run_program
 from packaging.specifiers import SpecifierSet
 
+from qwen3_tts_cuda_graphs.common import loading
 from qwen3_tts_cuda_graphs.fast.paths import check_torch
 
 PAIRS = "transformers==4.57.3 with qwen-tts==0.1.1, or transformers==5.16.1 with qwen-tts-hf==0.1.1.post1"
@@ -105,3 +108,21 @@ def test_a_torch_without_enable_gqa_gives_the_same_tokens(checkpoint, tmp_path):
     """
     result = run_program(program, tmp_path, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch, tmp_path):
+    """pip's torch has no CUDA on Windows and Jetson, and a container may lack --gpus: the CPU spoke, without a word."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(loading, "SIGNS_OF_A_GPU", [tmp_path])
+    with pytest.warns(UserWarning, match="cannot use this machine's GPU, so the CPU speaks"):
+        assert loading.choose_device().type == "cpu"
+
+    with warnings.catch_warnings(action="error"):  # it was asked for, or hidden, or there is none
+        loading.choose_device("cpu")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        loading.choose_device()
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        monkeypatch.setattr(loading, "SIGNS_OF_A_GPU", [tmp_path / "none"])
+        monkeypatch.setattr(loading.shutil, "which", lambda name: None)
+        loading.choose_device()

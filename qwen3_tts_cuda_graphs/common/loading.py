@@ -1,7 +1,11 @@
 """Loading: upstream's model, accelerated; and around it the device, and what loading and running it can raise."""
 
 import contextlib
+import os
+import shutil
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import huggingface_hub
 import torch
@@ -13,6 +17,9 @@ from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import use_qwens_pre_to
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
 from qwen3_tts_cuda_graphs.upstream import Qwen3TTSModel
+
+# Where NVIDIA's driver says that it is there; the second is Jetson's.
+SIGNS_OF_A_GPU = Path("/proc/driver/nvidia/version"), Path("/etc/nv_tegra_release")
 
 
 def load(model: str, device=None, dtype: torch.dtype | None = None, **options):
@@ -34,12 +41,24 @@ def choose_device(name: str | None = None) -> torch.device:
     """The device of that name; without one, CUDA where there is CUDA, else the CPU."""
     check_device_name(name)
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if not name and device.type == "cpu" and has_unused_gpu():
+        warnings.warn(
+            f"torch {torch.__version__} cannot use this machine's GPU, so the CPU speaks, many times slower: install a "
+            "CUDA build of torch that fits the driver (in a container: --gpus all), or choose the device cpu",
+            stacklevel=2,
+        )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"this torch finds {torch.cuda.device_count()} CUDA devices, not {name}: choose another device, for "
             "example cpu, or install a CUDA build of torch"
         )
     return device
+
+
+def has_unused_gpu() -> bool:
+    """Whether there seems to be an NVIDIA GPU that nobody has hidden on purpose."""
+    is_there = shutil.which("nvidia-smi") or any(path.exists() for path in SIGNS_OF_A_GPU)
+    return bool(is_there) and "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 @contextlib.contextmanager
