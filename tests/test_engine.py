@@ -127,6 +127,18 @@ def test_streams_that_join_and_leave_are_as_alone(voices, name):
             assert_same(audio, expected_audio)
 
 
+def test_a_seed_holds_beside_streams_without_one(endless):
+    """Those share a generator and a draw, which begins at row 0: it replaced the noise of the seeded stream there."""
+    request = dict(text="Hello there.", max_new_tokens=24, **endless.arguments)
+    expected = alone(endless, seed=7, **request)
+    with engine_for(endless, 3) as engine:
+        with engine.speech.turns.take():  # the engine waits for it
+            streams = [engine.ask(seed=seed, **request) for seed in (7, None, None)]
+        audios = [joined(stream) for stream in streams]
+    assert_same(audios[0], expected)
+    assert len({audio.tobytes() for audio in audios}) == 3
+
+
 def test_prompts_that_wait_together_are_prefilled_together(voice):
     """Prompts of different lengths in one batch, then gaps between the rows: no padding may leak."""
     requests = requests_of(voice, 7)

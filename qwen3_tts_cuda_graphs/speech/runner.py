@@ -277,7 +277,8 @@ class Runner:
         indices_of = collections.defaultdict(list)
         for utterance in utterances:
             indices_of[utterance.generator].append(utterance.row)
-        for generator, indices in indices_of.items():
+        # The widest draw first: it begins at row 0, and must not replace what rows with a generator of their own have.
+        for generator, indices in sorted(indices_of.items(), key=lambda item: len(item[1]), reverse=True):
             first = indices[0] if len(indices) == 1 else 0
             draw_seeded(noise[first : max(indices) + 1], generator or self.shared_generator)
 
