@@ -31,6 +31,7 @@ from serving_helpers import (
 
 from qwen3_tts_cuda_graphs.prompts.script import Part
 from qwen3_tts_cuda_graphs.serving import engine_host, engine_process, memory, worker
+from qwen3_tts_cuda_graphs.serving.answer import Answer
 from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess, Timeouts
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.messages import LENGTHS, Unpacker, pack
@@ -391,13 +392,13 @@ def test_a_slow_listener_does_not_stop_others(speech):
     """Its stream pauses, and only its own. What it reads later is complete."""
 
     async def main():
-        slow = aiter(speech.answer(Style(max_new_tokens=49, seed=1), [Part("Hello there.")]))
+        slow = aiter(Answer(speech, Style(max_new_tokens=49, seed=1), [Part("Hello there.")]))
         chunks = [await anext(slow)]
         while not any(stream.unread >= 4 for stream in speech.engine.active):
             await asyncio.sleep(0.01)
         (stream,) = speech.engine.active
         delivered = stream.delivered
-        others = [chunk async for chunk in speech.answer(Style(**SHORT), [Part("Hello there.")])]
+        others = [chunk async for chunk in Answer(speech, Style(**SHORT), [Part("Hello there.")])]
         assert sum(len(samples) for samples, _ in others) == 5 * FRAME // 2
         assert stream.delivered == delivered < 40  # it waited meanwhile
         chunks += [chunk async for chunk in slow]

@@ -36,9 +36,8 @@ from qwen3_tts_cuda_graphs.common.output_files import check_writable, format_of,
 from qwen3_tts_cuda_graphs.common.subtitles import format_subtitles
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speakers
 from qwen3_tts_cuda_graphs.prompts.arriving_text import tokens_in_prompt
-from qwen3_tts_cuda_graphs.prompts.checks import nth_seed
 from qwen3_tts_cuda_graphs.prompts.cut import cut, tokens_that_fit
-from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, cut_parts, silence_before
+from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, cut_parts, nth_seed, silence_before
 from qwen3_tts_cuda_graphs.speech.long_text import part_arguments, speak, style_warning, takes_style, with_cues
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 

@@ -20,6 +20,7 @@ from qwen3_tts_cuda_graphs.common.checkpoints import (
 from qwen3_tts_cuda_graphs.common.command import Once
 from qwen3_tts_cuda_graphs.common.mixes import normalized_weights, read_mix
 from qwen3_tts_cuda_graphs.common.published import MODELS_OF_KIND, SPEAKERS
+from qwen3_tts_cuda_graphs.prompts.script import takes_instructions
 
 RECORDING_SUFFIXES = tuple(".wav .flac .ogg .oga .opus .mp3 .m4a .aac .aif .aiff .webm .mp4 .wma".split())
 DESCRIPTION = "a warm, clear narrator"  # for a VoiceDesign model
@@ -136,7 +137,7 @@ def voices_of(asked: argparse.Namespace, model: str, config: dict) -> dict:
     elif kind == "custom_voice":
         speaker = min(speakers, default=None) if speaker is None else speaker
         check_choice("speaker", speaker, speakers)
-        if instruct and config.get("tts_model_size") == "0b6":
+        if instruct and not takes_instructions(kind, config.get("tts_model_size")):
             raise ValueError(
                 f"--instruct is not for {model}, whose speakers take no instruction: use it with --model "
                 "1.7B-CustomVoice"

@@ -9,6 +9,7 @@ import torch
 
 from cudagraph_talker import Sampling
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import prompt_field
+from qwen3_tts_cuda_graphs.prompts.script import check_encodable
 
 
 def model_of(method: Callable):
@@ -31,11 +32,6 @@ def check_seed(seed: int | None) -> None:
     """Refuse a seed that torch does not take."""
     if seed is not None and not (isinstance(seed, Integral) and -(2**63) <= seed < 2**64):
         raise ValueError(f"seed is {seed!r}, it must be a whole number from -2**63 to 2**64 - 1")
-
-
-def nth_seed(seed: int | None, number: int) -> int | None:
-    """Each of several texts or attempts has a seed of its own, whichever were spoken before it."""
-    return None if seed is None else (seed + number) % 2**64
 
 
 @lru_cache(maxsize=256, typed=True)
@@ -61,13 +57,6 @@ def check_text(text: str | list[str]) -> str:
         raise ValueError("the text is empty: give something to say")
     check_encodable(text)
     return text
-
-
-def check_encodable(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the text has a character that UTF-8 cannot encode: {text[error.start]!r}") from None
 
 
 def is_arriving(text) -> bool:

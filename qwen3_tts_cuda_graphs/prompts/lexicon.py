@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
+from qwen3_tts_cuda_graphs.prompts.script import check_encodable
+
 MAX_ENTRIES = 10_000
 MAX_WORD = 100  # characters
 MAX_REPLACEMENT = 500
@@ -121,10 +123,7 @@ def check_entry(what: str, text: str, max_length: int) -> str:
     text = text.strip()
     if not text:
         raise ValueError(f"a {what} is empty")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a {what} has a character that UTF-8 cannot encode: {text[error.start]!r}") from None
+    check_encodable(text, f"a {what}")
     if len(text) > max_length:
         raise ValueError(f"the {what} {text[:20]!r}... has {len(text)} characters, at most {max_length} are possible")
     return text

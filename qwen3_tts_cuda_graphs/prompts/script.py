@@ -50,6 +50,23 @@ START_OR_LINE = re.compile(rf"[\[<]|(?<=[{ENDS}])")
 LINE_END = re.compile(rf"(?!(?<=\r)\n)[{ENDS}]")
 
 
+def check_encodable(text: str, what: str = "the text") -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} has a character that UTF-8 cannot encode: {text[error.start]!r}") from None
+
+
+def nth_seed(seed: int | None, number: int) -> int | None:
+    """Each of several texts or attempts has a seed of its own, whichever were spoken before it."""
+    return None if seed is None else (seed + number) % 2**64
+
+
+def takes_instructions(kind: str, size: str | None) -> bool:
+    """Whether a model follows instructions: 1.7B-CustomVoice and VoiceDesign. kind, size: of its config"""
+    return kind == "voice_design" or (kind == "custom_voice" and size != "0b6")
+
+
 @dataclass(frozen=True)
 class Part:
     text: str  # without tags; empty: only the silence

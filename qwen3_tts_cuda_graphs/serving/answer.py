@@ -9,7 +9,7 @@ import numpy as np
 from qwen3_tts_cuda_graphs.common import checkpoints
 from qwen3_tts_cuda_graphs.prompts.cut import surely_fits
 from qwen3_tts_cuda_graphs.prompts.lexicon import lower
-from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, cut_parts, silence_before
+from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, cut_parts, nth_seed, silence_before
 from qwen3_tts_cuda_graphs.serving.engine_process import Call
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, log
 from qwen3_tts_cuda_graphs.serving.model import Model, sampling
@@ -99,7 +99,7 @@ class Answer:
                     voice=speaker.voice,
                     options=sampling(self.style),
                     limit_speech=self.style.limit_speech,
-                    seed=self.style.seed_of_part(len(self.cues)),
+                    seed=nth_seed(self.style.seed, len(self.cues)),
                 )
                 with speaker.place.connection.call("speak", speaker.payload, **request) as call:
                     writer = asyncio.create_task(self.send_pieces(call)) if self.pieces is not None else None

@@ -79,7 +79,8 @@ async def start_helper(module: str, seconds: float, **options) -> Helper:
 
 
 def answer_questions(answers_to: Callable[[dict, bytes], Iterator[bytes]]) -> None:
-    """The main loop of a helper's process, until the server closes the socket or is gone."""
+    """The main loop of a helper's process, until the server closes the socket or is gone. `answers_to` is a generator:
+    what follows its yield runs after the answer was sent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
     server = socket.socket(fileno=int(sys.argv[1]))
     unpacker = Unpacker()

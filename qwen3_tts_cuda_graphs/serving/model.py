@@ -5,6 +5,7 @@ from pathlib import Path
 
 from qwen3_tts_cuda_graphs.common import checkpoints
 from qwen3_tts_cuda_graphs.common.mixes import normalized_weights, read_mix
+from qwen3_tts_cuda_graphs.prompts.script import takes_instructions
 from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, mistakes_in
 from qwen3_tts_cuda_graphs.serving.requests import Style
@@ -50,8 +51,7 @@ class Model:
         self.config = checkpoints.read_config(source)
         self.kind = self.config["tts_model_type"]
         self.clones = self.kind == "base"
-        is_small = self.kind == "custom_voice" and self.config.get("tts_model_size") == "0b6"
-        self.takes_instructions = not (self.clones or is_small)
+        self.takes_instructions = takes_instructions(self.kind, self.config.get("tts_model_size"))
         self.ranges = checkpoints.number_ranges(self.config)
         positions = self.config["talker_config"]["max_position_embeddings"]
         self.ranges["max_new_tokens"] = (lambda x: 2 <= x <= positions, f"from 2 to {positions}")

@@ -86,10 +86,6 @@ class Style(BaseModel):
             changes["instructions"] = part.style
         return self.model_copy(update=changes) if changes else self
 
-    def seed_of_part(self, number: int) -> int | None:
-        """Each part of a script has a seed of its own."""
-        return None if self.seed is None else (self.seed + number) % 2**64
-
     @model_validator(mode="before")
     @classmethod
     def speaker_is_voice(cls, content: dict) -> dict:

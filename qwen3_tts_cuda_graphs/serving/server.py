@@ -93,7 +93,7 @@ def create_app(service: Service) -> Starlette:
             service.metrics.requests.labels(error.outcome).inc()
             raise
         ignored = service.ignored(speech_request, parts)
-        return SpeechResponse(service.answer(speech_request, parts), ignored)
+        return SpeechResponse(Answer(service, speech_request, parts), ignored)
 
     @route("POST", "/v1/audio/speech/url")
     async def sign_address(request: Request) -> Response:

@@ -8,7 +8,7 @@ import asyncio
 import base64
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,8 @@ from qwen3_tts_cuda_graphs.common.audio_files import Chunk
 from qwen3_tts_cuda_graphs.common.command import check_device_name
 from qwen3_tts_cuda_graphs.common.mixes import read_mix
 from qwen3_tts_cuda_graphs.prompts.lexicon import MAX_ENTRIES, Lexicon, load_lexicon
-from qwen3_tts_cuda_graphs.prompts.script import Part, read_script
-from qwen3_tts_cuda_graphs.serving.answer import Answer, voice_and_style
+from qwen3_tts_cuda_graphs.prompts.script import Part, check_encodable, read_script
+from qwen3_tts_cuda_graphs.serving.answer import voice_and_style
 from qwen3_tts_cuda_graphs.serving.audio_formats import Encoder, av
 from qwen3_tts_cuda_graphs.serving.encoders import Encoders
 from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess, WorkerConnection
@@ -314,20 +314,15 @@ class Service:
                 code="too_long",
             )
         try:
-            (text or "").encode()
-        except UnicodeEncodeError as error:
-            problem = f"{name} has a character that UTF-8 cannot encode: {text[error.start]!r}"
-            raise ApiError(problem, param=name, code="invalid_value") from None
+            check_encodable(text or "", name)
+        except ValueError as error:
+            raise ApiError(str(error), param=name, code="invalid_value") from None
 
     def check_text(self, text: str) -> str:
         self.check_field("input", text)
         if not text.strip():
             raise ApiError("the text is empty: give something to say", param="input", code="invalid_value")
         return text
-
-    def answer(self, style: Style, parts: list[Part], pieces: AsyncIterator[str] | None = None) -> Answer:
-        """The audio of a script, made while it is read. pieces: the text of the only part, if it is still arriving"""
-        return Answer(self, style, parts, pieces)
 
 
 async def finish_imports() -> None:

@@ -24,7 +24,7 @@ import anyio
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from qwen3_tts_cuda_graphs.prompts.cut import arriving_bytes
-from qwen3_tts_cuda_graphs.prompts.script import Part, silence_before
+from qwen3_tts_cuda_graphs.prompts.script import Part, nth_seed, silence_before
 from qwen3_tts_cuda_graphs.serving.answer import Answer
 from qwen3_tts_cuda_graphs.serving.arriving_script import ArrivingPart, ArrivingScript, SpokenSentence
 from qwen3_tts_cuda_graphs.serving.audio_formats import check_encoding, encode_stream
@@ -348,7 +348,7 @@ class Session:
         """Speaks the text of a part as it arrives, after its pause; or only the pause, if no text is left."""
         has_text = not part.is_complete or part.rest.strip()
         pieces = script.pieces(part, self.max_bytes(style)) if has_text else None
-        return self.service.answer(style, [Part("", pause=pause)], pieces)
+        return Answer(self.service, style, [Part("", pause=pause)], pieces)
 
     async def style_of(self, script: ArrivingScript, part: ArrivingPart) -> Style:
         """The voice and the style of a part."""
@@ -357,7 +357,7 @@ class Session:
             await self.service.refresh_if_unknown(style.voice)
             self.service.check_part(style, part.part)
         number = sum(spoken.taken > 0 for spoken in script.parts[: script.parts.index(part)])
-        return style.model_copy(update={"seed": style.seed_of_part(number)})
+        return style.model_copy(update={"seed": nth_seed(style.seed, number)})
 
     def max_bytes(self, style: Style) -> int | None:
         """How much text one row can speak. None: the length is the client's own choice."""

@@ -31,9 +31,10 @@ import numpy as np
 import torch
 
 from qwen3_tts_cuda_graphs.fast.codec import PendingAudio
-from qwen3_tts_cuda_graphs.prompts.checks import check_counts, check_seed, check_text, is_arriving, nth_seed
+from qwen3_tts_cuda_graphs.prompts.checks import check_counts, check_seed, check_text, is_arriving
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.prompts.pieces import END, aread_pieces, start_reader
+from qwen3_tts_cuda_graphs.prompts.script import nth_seed
 from qwen3_tts_cuda_graphs.speech.accelerated import value_for
 from qwen3_tts_cuda_graphs.speech.intake import Intake
 from qwen3_tts_cuda_graphs.speech.listener import Listener, ListenerChunks, StreamTimeout

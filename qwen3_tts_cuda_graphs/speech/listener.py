@@ -134,7 +134,10 @@ class Listener(Utterance):
 
 
 class ListenerChunks(Iterator):
-    """What a listener hears. To close it, or to drop it, cancels the request."""
+    """What a listener hears. To close it, or to drop it, cancels the request.
+
+    Not a generator: one that was never started runs no `finally`, and none can be closed while a thread waits in it.
+    """
 
     def __init__(self, listener: Listener, items: queue.SimpleQueue):
         self.listener = listener

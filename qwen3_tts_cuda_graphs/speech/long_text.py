@@ -14,11 +14,19 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from qwen3_tts_cuda_graphs.prompts.checks import check_seed, check_text, is_arriving, model_of, nth_seed
+from qwen3_tts_cuda_graphs.prompts.checks import check_seed, check_text, is_arriving, model_of
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.prompts.cut import FRAMES_PER_TOKEN, MIN_FRAME_LIMIT, PAUSE, cut, tokens_that_fit
 from qwen3_tts_cuda_graphs.prompts.lexicon import Lexicon
-from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, cut_parts, read_script, silence_before
+from qwen3_tts_cuda_graphs.prompts.script import (
+    Cue,
+    Part,
+    cut_parts,
+    nth_seed,
+    read_script,
+    silence_before,
+    takes_instructions,
+)
 from qwen3_tts_cuda_graphs.prompts.templates import tokenize
 from qwen3_tts_cuda_graphs.speech.streaming import Chunk, stream
 from qwen3_tts_cuda_graphs.speech.utterance import warn_each_time
@@ -119,11 +127,8 @@ def check_voice(method: Callable, voices: dict, name: str) -> None:
 
 
 def takes_style(method: Callable) -> bool:
-    """Whether the model follows an instruction: 1.7B-CustomVoice and VoiceDesign."""
     model = method.__self__.model
-    return model.tts_model_type == "voice_design" or (
-        model.tts_model_type == "custom_voice" and model.tts_model_size != "0b6"
-    )
+    return takes_instructions(model.tts_model_type, model.tts_model_size)
 
 
 def style_warning(style: str) -> str:
