@@ -27,7 +27,7 @@ from qwen3_tts_cuda_graphs.prompts.cut import PAUSE
 from qwen3_tts_cuda_graphs.prompts.script import Cue, Part
 from qwen3_tts_cuda_graphs.serving.answer import Answer
 from qwen3_tts_cuda_graphs.serving.audio_formats import encode_stream
-from qwen3_tts_cuda_graphs.serving.requests import Style
+from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
 from qwen3_tts_cuda_graphs.serving.service import read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 from qwen3_tts_cuda_graphs.speech.long_text import stream_script
@@ -263,8 +263,8 @@ def test_speech_that_does_not_end_is_stopped_where_it_is_wanted(server, speech, 
             yield piece
 
     async def arriving():
-        style = Style(model=model, limit_speech=True, seed=1)
-        answer = Answer(speech, style, [Part("", pause=0.5)], pieces())
+        options = SpeechOptions(model=model, limit_speech=True, seed=1)
+        answer = Answer(speech, options, [Part("", pause=0.5)], pieces())
         chunks = [samples async for samples, _ in answer]
         return answer, np.concatenate(chunks)
 
@@ -289,7 +289,7 @@ def test_a_whole_file_is_sent_in_pieces(server, speech, format):
     """To join minutes of sound, or to have them in base64 at once, would take the event loop for seconds."""
 
     async def pieces():
-        answer = Answer(speech, Style(response_format=format), [Part("", pause=60), Part("", pause=40)])
+        answer = Answer(speech, SpeechOptions(response_format=format), [Part("", pause=60), Part("", pause=40)])
         return [piece async for piece in encode_stream(answer, lambda size: None)]
 
     whole = speech.submit(pieces()).result(LIMIT)

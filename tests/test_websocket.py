@@ -26,7 +26,7 @@ from qwen3_tts_cuda_graphs.serving import connections, engine_host
 from qwen3_tts_cuda_graphs.serving.answer import Answer
 from qwen3_tts_cuda_graphs.serving.arriving_script import ArrivingScript
 from qwen3_tts_cuda_graphs.serving.model import sampling
-from qwen3_tts_cuda_graphs.serving.requests import Style
+from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
 
 CONFIG = {"voice": "speaker", "response_format": "pcm", **SHORT}
 LONG = CONFIG | {"max_new_tokens": 450}
@@ -454,7 +454,7 @@ def test_a_long_utterance_is_spoken_in_sentences(size):
     text = "".join(parts)
 
     async def spoken(room: int | None) -> list[str]:
-        script, sentences = ArrivingScript(0, Style(), Lexicon({})), []
+        script, sentences = ArrivingScript(0, SpeechOptions(), Lexicon({})), []
         (part,) = script.parts
 
         async def write() -> None:

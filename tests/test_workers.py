@@ -36,7 +36,7 @@ from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess, Timeouts
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.messages import LENGTHS, Unpacker, pack
 from qwen3_tts_cuda_graphs.serving.process import Server
-from qwen3_tts_cuda_graphs.serving.requests import Style
+from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
 from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 from qwen3_tts_cuda_graphs.speech.engine import Engine
@@ -392,13 +392,13 @@ def test_a_slow_listener_does_not_stop_others(speech):
     """Its stream pauses, and only its own. What it reads later is complete."""
 
     async def main():
-        slow = aiter(Answer(speech, Style(max_new_tokens=49, seed=1), [Part("Hello there.")]))
+        slow = aiter(Answer(speech, SpeechOptions(max_new_tokens=49, seed=1), [Part("Hello there.")]))
         chunks = [await anext(slow)]
         while not any(stream.unread >= 4 for stream in speech.engine.active):
             await asyncio.sleep(0.01)
         (stream,) = speech.engine.active
         delivered = stream.delivered
-        others = [chunk async for chunk in Answer(speech, Style(**SHORT), [Part("Hello there.")])]
+        others = [chunk async for chunk in Answer(speech, SpeechOptions(**SHORT), [Part("Hello there.")])]
         assert sum(len(samples) for samples, _ in others) == 5 * FRAME // 2
         assert stream.delivered == delivered < 40  # it waited meanwhile
         chunks += [chunk async for chunk in slow]
@@ -476,10 +476,10 @@ def test_instructions_that_no_model_with_the_voice_can_use(checkpoint, tmp_path,
     folders = [f"base={checkpoint()}", f"small={small}"][::order]
     speakers = read_speakers([checkpoint() / "speaker.pt"])
     speech = Service(folders, "cpu", settings=Settings(voices=tmp_path), speakers=speakers)
-    style = Style(voice=voice, instructions="Speak calmly.")
-    speech.check(style)
-    assert speech.ignored(style) == ("instructions",)
-    model = speech.model_for(style)
+    options = SpeechOptions(voice=voice, instructions="Speak calmly.")
+    speech.check(options)
+    assert speech.ignored(options) == ("instructions",)
+    model = speech.model_for(options)
     assert model.id == chosen and model.resolve_voice(voice, ())
 
 
@@ -546,7 +546,7 @@ def test_names_of_models(given, listed, checkpoint, tmp_path):
     speech = Service(given, settings=settings)
     names = [model.describe({})["id"] for model in speech.models]
     assert names == listed.split()
-    assert [speech.models_named(Style(model=name))[0] for name in names] == speech.models
+    assert [speech.models_named(SpeechOptions(model=name))[0] for name in names] == speech.models
 
 
 # ---- Memory

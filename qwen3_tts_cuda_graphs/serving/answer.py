@@ -13,7 +13,7 @@ from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, cut_parts, nth_seed,
 from qwen3_tts_cuda_graphs.serving.engine_process import Call
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, log
 from qwen3_tts_cuda_graphs.serving.model import Model, sampling
-from qwen3_tts_cuda_graphs.serving.requests import Style
+from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
 
 
 class Place:
@@ -35,11 +35,11 @@ class Place:
             self.connection.send(op="forget", keys=self.own_keys)
 
 
-class PartSpeaker:
-    """What speaks the parts of one voice and style."""
+class PreparedVoice:
+    """What the parts of one voice and style share: a place in a model, and the voice as its worker takes it."""
 
-    def __init__(self, style: Style, place: Place):
-        self.style = style
+    def __init__(self, options: SpeechOptions, place: Place):
+        self.options = options
         self.place = place
         self.voice, self.payload = {}, b""  # what `speak` sends to the worker, see `Answer.voice_for`
 
@@ -49,11 +49,11 @@ class Answer:
     silence. The attributes say what was sent so far.
     """
 
-    def __init__(self, service, style: Style, parts: list[Part], pieces: AsyncIterator[str] | None = None):
+    def __init__(self, service, options: SpeechOptions, parts: list[Part], pieces: AsyncIterator[str] | None = None):
         """pieces: the text of the only part, if it is still arriving; its words are replaced already"""
         self.service = service
-        self.style = style
-        self.model = service.model_for(style)
+        self.options = options
+        self.model = service.model_for(options)
         self.parts = parts
         self.pieces = pieces
         self.lexicon = service.lexicon
@@ -97,9 +97,9 @@ class Answer:
                 request = dict(
                     text=self.said[part.text] if self.pieces is None else None,
                     voice=speaker.voice,
-                    options=sampling(self.style),
-                    limit_speech=self.style.limit_speech,
-                    seed=nth_seed(self.style.seed, len(self.cues)),
+                    options=sampling(self.options),
+                    limit_speech=self.options.limit_speech,
+                    seed=nth_seed(self.options.seed, len(self.cues)),
                 )
                 with speaker.place.connection.call("speak", speaker.payload, **request) as call:
                     writer = asyncio.create_task(self.send_pieces(call)) if self.pieces is not None else None
@@ -114,7 +114,7 @@ class Answer:
                             samples = np.frombuffer(payload, "<i2")
                             self.measure(len(samples))
                             spoken += len(samples)
-                            self.samples = cue.start + round(spoken / self.style.speed)
+                            self.samples = cue.start + round(spoken / self.options.speed)
                             yield samples, number
                             self.blocked += time.perf_counter() - self.last_chunk
                             header, payload = await call.receive()
@@ -149,51 +149,51 @@ class Answer:
     def is_spoken(self, part: Part) -> bool:
         return bool(part.text) or self.pieces is not None
 
-    def take_places(self) -> dict[tuple, PartSpeaker]:
+    def take_places(self) -> dict[tuple, PreparedVoice]:
         """Take a place in each model that is needed, before the first part: no later one may find a full queue."""
         speakers = {}
         for part in filter(self.is_spoken, self.parts):
             if voice_and_style(part) not in speakers:
-                style = self.style.for_part(part)
-                model = self.service.model_for(style)
+                options = self.options.for_part(part)
+                model = self.service.model_for(options)
                 if model not in self.places:
                     self.places[model] = Place(model, self.service.settings.max_waiting)
-                speakers[voice_and_style(part)] = PartSpeaker(style, self.places[model])
+                speakers[voice_and_style(part)] = PreparedVoice(options, self.places[model])
         return speakers
 
-    async def voice_for(self, speaker: PartSpeaker) -> tuple[dict, bytes]:
+    async def voice_for(self, speaker: PreparedVoice) -> tuple[dict, bytes]:
         """`voice` and payload of the message `speak`."""
-        service, style, place = self.service, speaker.style, speaker.place
+        service, options, place = self.service, speaker.options, speaker.place
         model = place.model
         if not model.clones:
-            return model.preset_voice(style), b""
-        if style.speaker_embedding is not None:
+            return model.preset_voice(options), b""
+        if options.speaker_embedding is not None:
             with np.errstate(over="ignore"):  # the worker refuses what is infinite
-                return {}, np.array(style.speaker_embedding, np.float32).tobytes()
-        if style.ref_audio is not None:
-            key = await service.request_voice_key(place.connection, style)
+                return {}, np.array(options.speaker_embedding, np.float32).tobytes()
+        if options.ref_audio is not None:
+            key = await service.request_voice_key(place.connection, options)
             place.own_keys.append(key)
             return {"key": key}, b""
         if self.pieces is not None:  # the session has checked the voice long ago
-            await service.refresh_if_unknown(style.voice)
-        if mix := model.resolve_mix(style.voice, service.registered):
+            await service.refresh_if_unknown(options.voice)
+        if mix := model.resolve_mix(options.voice, service.registered):
             return {"mix": [(await self.stored_voice(place, name), share) for name, share in mix]}, b""
-        return await self.stored_voice(place, model.resolve_voice(style.voice, service.registered)), b""
+        return await self.stored_voice(place, model.resolve_voice(options.voice, service.registered)), b""
 
     async def stored_voice(self, place: Place, name: str) -> dict:
         if name in place.model.file_voices:
             return {"file": name}
         return {"key": await self.service.registered_voice_key(place.connection, name)}
 
-    async def prepare(self, speakers: dict[tuple, PartSpeaker]) -> list[Part]:
+    async def prepare(self, speakers: dict[tuple, PreparedVoice]) -> list[Part]:
         """Apply the lexicon, and cut the parts that do not fit into a row. Those of a script with tags are cut as the
         library cuts them, with room for limit_speech; a plain text is cut as seldom as possible, as one utterance
         sounds best."""
-        self.lexicon = await self.service.lexicon_for(self.style)
+        self.lexicon = await self.service.lexicon_for(self.options)
         await self.apply_lexicon(self.parts)
-        if self.style.max_new_tokens is not None:
+        if self.options.max_new_tokens is not None:
             return self.parts
-        leaves_room = self.style.limit_speech or self.parts != [Part(self.parts[0].text)]
+        leaves_room = self.options.limit_speech or self.parts != [Part(self.parts[0].text)]
         positions = self.service.settings.max_seq_len // (2 if leaves_room else 1)
         long_texts, smaller = {}, {}
         for part in self.parts:
@@ -201,7 +201,7 @@ class Answer:
                 long_texts.setdefault(voice_and_style(part), []).append(part.text)
         for key, texts in long_texts.items():
             speaker = speakers[key]
-            request = dict(voice=speaker.voice, texts=texts, language=self.style.language, leaves_room=leaves_room)
+            request = dict(voice=speaker.voice, texts=texts, language=self.options.language, leaves_room=leaves_room)
             answer = await speaker.place.connection.ask(
                 "split", speaker.payload, **request, lexicon=self.entries_in(texts)
             )
@@ -269,8 +269,8 @@ class Answer:
 
     def describe_part(self, number: int) -> dict:
         cue = self.cues[number]
-        style = self.style.for_part(cue.part)
-        words = dict(index=number, text=cue.part.text, voice=style.voice, style=style.instructions)
+        options = self.options.for_part(cue.part)
+        words = dict(index=number, text=cue.part.text, voice=options.voice, style=options.instructions)
         return words | {"start_seconds": self.in_seconds(cue.start)}
 
     def times_of_part(self, number: int) -> dict:
@@ -291,9 +291,9 @@ class Answer:
 
     def hit_max_new_tokens(self) -> bool:
         """Whether the client's own max_new_tokens has ended the speech."""
-        return self.style.max_new_tokens is not None and self.frames == self.style.max_new_tokens - 1
+        return self.options.max_new_tokens is not None and self.frames == self.options.max_new_tokens - 1
 
 
 def voice_and_style(part: Part) -> tuple:
-    """Parts with the same ones have one PartSpeaker."""
+    """Parts with the same ones have one PreparedVoice."""
     return part.voice, part.style

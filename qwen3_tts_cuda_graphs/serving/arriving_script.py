@@ -13,7 +13,7 @@ from qwen3_tts_cuda_graphs.prompts.cut import end_after_bytes
 from qwen3_tts_cuda_graphs.prompts.lexicon import Lexicon, LexiconReader
 from qwen3_tts_cuda_graphs.prompts.script import ENDS, Notation, Part, Tag
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
-from qwen3_tts_cuda_graphs.serving.requests import Style
+from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
 
 LAST_WORD = re.compile(r"\w+$")
 
@@ -75,11 +75,11 @@ class ArrivingPart:
 class ArrivingScript:
     """One utterance of the WebSocket, from its first text to input.done or input.cancel."""
 
-    def __init__(self, index: int, style: Style, lexicon: Lexicon):
+    def __init__(self, index: int, options: SpeechOptions, lexicon: Lexicon):
         self.index = index
-        self.style = style
+        self.options = options
         self.lexicon = lexicon
-        self.notation = Notation(style.script) if style.notation or style.script else None
+        self.notation = Notation(options.script) if options.notation or options.script else None
         self.text = ""  # all that has arrived
         self.half = ""  # the first half of a surrogate pair: the other comes with the next text
         self.parts = [ArrivingPart(Part(""), lexicon)]
@@ -116,7 +116,7 @@ class ArrivingScript:
         last = self.parts[-1]
         if isinstance(item, str):
             last.add(item)
-            if not (self.style.script and item[-1] in ENDS):
+            if not (self.options.script and item[-1] in ENDS):
                 return
         last.is_stripped = True
         last.add("", is_end=True)

@@ -21,7 +21,7 @@ from qwen3_tts_cuda_graphs.common.audio_files import (
 )
 from qwen3_tts_cuda_graphs.common.formats import SUBTYPES
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
-from qwen3_tts_cuda_graphs.serving.requests import Style
+from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
 
 try:
     import av
@@ -54,14 +54,14 @@ SAMPLE_RATES = range(8000, 96001)  # of what comes from clients
 NOTHING = np.empty(0, np.int16)
 
 
-def check_encoding(style: Style) -> None:
+def check_encoding(options: SpeechOptions) -> None:
     """Raises if this server lacks what encodes the format or the speed."""
-    if av is None and (style.response_format in COMPRESSED or style.speed != 1):
-        what = style.response_format if style.response_format in COMPRESSED else "speed"
+    if av is None and (options.response_format in COMPRESSED or options.speed != 1):
+        what = options.response_format if options.response_format in COMPRESSED else "speed"
         raise ApiError(
             f"{what} needs PyAV, which this server lacks: run pip install av there, or ask for wav, pcm, "
             "mulaw or alaw at speed 1",
-            param="response_format" if what == style.response_format else "speed",
+            param="response_format" if what == options.response_format else "speed",
             code="not_installed",
         )
 
@@ -72,11 +72,11 @@ async def encode_stream(answer, keep: Callable[[int], None] | None = None) -> As
     keep: if given, nothing comes before the end, and then the pieces of a whole file. It is called with the size of
         each piece that is kept until then, and may raise an error
     """
-    style, stream, pieces = answer.style, None, []
+    options, stream, pieces = answer.options, None, []
     try:
         async with contextlib.aclosing(aiter(answer)) as chunks:
             async for samples, part in chunks:
-                stream = stream or answer.service.encoders.open(*encoder_arguments(style, answer.rate))
+                stream = stream or answer.service.encoders.open(*encoder_arguments(options, answer.rate))
                 data = await stream.add(samples, part)
                 if keep:
                     keep(len(data))
@@ -87,8 +87,8 @@ async def encode_stream(answer, keep: Callable[[int], None] | None = None) -> As
             data = await stream.finish()
             if keep:
                 keep(len(data))
-                rate = style.sample_rate or answer.rate
-                for piece in with_length(style.response_format, rate, stream.samples, [*pieces, data]):
+                rate = options.sample_rate or answer.rate
+                for piece in with_length(options.response_format, rate, stream.samples, [*pieces, data]):
                     yield piece
                     await asyncio.sleep(0)  # a file may be long, and others want their turn
             elif data:
@@ -98,12 +98,12 @@ async def encode_stream(answer, keep: Callable[[int], None] | None = None) -> As
             stream.close()
 
 
-def encoder_arguments(style: Style, rate: int) -> tuple:
+def encoder_arguments(options: SpeechOptions, rate: int) -> tuple:
     """rate: of the speech"""
-    return style.response_format, rate, style.speed, style.sample_rate or rate, style.bit_rate
+    return options.response_format, rate, options.speed, options.sample_rate or rate, options.bit_rate
 
 
-def convert(wav: bytes, style: Style) -> bytes:
+def convert(wav: bytes, options: SpeechOptions) -> bytes:
     """A WAV file, as the page makes them, in another format."""
     try:
         with wave.open(io.BytesIO(wav)) as file:
@@ -116,11 +116,11 @@ def convert(wav: bytes, style: Style) -> bytes:
     except Exception:  # wave has others, too
         raise ValueError("the body is not a WAV file of 16 bits and one channel, or has no samples: send one") from None
     try:
-        encoder = Encoder(*encoder_arguments(style, rate))
+        encoder = Encoder(*encoder_arguments(options, rate))
         pieces = [encoder.add(samples), encoder.finish()]
-        return b"".join(with_length(style.response_format, encoder.rate, encoder.samples, pieces))
+        return b"".join(with_length(options.response_format, encoder.rate, encoder.samples, pieces))
     except av.FFmpegError:
-        raise ValueError(f"{style.response_format} cannot have {rate} Hz: send a WAV file of 24,000 Hz") from None
+        raise ValueError(f"{options.response_format} cannot have {rate} Hz: send a WAV file of 24,000 Hz") from None
 
 
 class Encoder:

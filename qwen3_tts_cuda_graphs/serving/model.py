@@ -8,7 +8,7 @@ from qwen3_tts_cuda_graphs.common.mixes import normalized_weights, read_mix
 from qwen3_tts_cuda_graphs.prompts.script import takes_instructions
 from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, mistakes_in
-from qwen3_tts_cuda_graphs.serving.requests import Style
+from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
 
 # Names that OpenAI's clients send, whatever the server has; `default` is what some send to other servers.
 OPENAI_VOICES = "alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse default".split()
@@ -72,13 +72,13 @@ class Model:
     def voice_names(self, registered: Iterable[str]) -> list[str]:
         return [*self.presets, *self.file_voices, *(registered if self.clones else ())]
 
-    def can_do(self, style: Style, registered: Iterable[str]) -> bool:
+    def can_do(self, options: SpeechOptions, registered: Iterable[str]) -> bool:
         """Whether it can speak in the voice and the style of a request that names no model."""
-        if style.has_reference:
+        if options.has_reference:
             return self.clones
-        if style.instructions and not self.takes_instructions:
+        if options.instructions and not self.takes_instructions:
             return False
-        return self.knows_voice(style.voice, registered)
+        return self.knows_voice(options.voice, registered)
 
     def knows_voice(self, name: str | None, registered: Iterable[str]) -> bool:
         """Whether it can speak in a voice of this name, in one that stands in for it, or in a mix of such voices."""
@@ -122,39 +122,39 @@ class Model:
 
     # ---- Checks
 
-    def check(self, style: Style, registered: Iterable[str]) -> None:
+    def check(self, options: SpeechOptions, registered: Iterable[str]) -> None:
         """Refuse what this model cannot do, before any work starts."""
         for name in (*NUMBERS, "seed"):
-            self.check_number(name, getattr(style, name))
+            self.check_number(name, getattr(options, name))
         languages = checkpoints.languages(self.config)
-        if style.language and style.language.lower() not in languages:
-            nearest = checkpoints.nearest(style.language, languages)
-            raise ApiError(f"there is no language {style.language!r}: choose {nearest}", param="language")
-        self.check_reference(style, registered)
+        if options.language and options.language.lower() not in languages:
+            nearest = checkpoints.nearest(options.language, languages)
+            raise ApiError(f"there is no language {options.language!r}: choose {nearest}", param="language")
+        self.check_reference(options, registered)
 
     def check_number(self, name: str, value: float | None) -> None:
         is_good, wanted = self.ranges[name]
         if value is not None and not is_good(value):
             raise ApiError(f"{name} is {value}, it must be {wanted}", param=name, code="invalid_value")
 
-    def check_reference(self, style: Style, registered: Iterable[str]) -> None:
+    def check_reference(self, options: SpeechOptions, registered: Iterable[str]) -> None:
         """Whether the fields describe one voice."""
-        if style.ref_audio is not None and style.speaker_embedding is not None:
+        if options.ref_audio is not None and options.speaker_embedding is not None:
             raise ApiError("ref_audio and speaker_embedding are two voices: give one of them", param="ref_audio")
-        if style.ref_audio is None:
-            check_no_reference(style)
-        if not style.has_reference:
-            if not self.resolve_mix(style.voice, registered):
-                self.resolve_voice(style.voice, registered)
+        if options.ref_audio is None:
+            check_no_reference(options)
+        if not options.has_reference:
+            if not self.resolve_mix(options.voice, registered):
+                self.resolve_voice(options.voice, registered)
             return
-        self.check_cloning("ref_audio" if style.ref_audio is not None else "speaker_embedding")
-        has_text = bool(style.ref_text and style.ref_text.strip())
-        if style.x_vector_only_mode is False and style.ref_audio is not None and not has_text:
+        self.check_cloning("ref_audio" if options.ref_audio is not None else "speaker_embedding")
+        has_text = bool(options.ref_text and options.ref_text.strip())
+        if options.x_vector_only_mode is False and options.ref_audio is not None and not has_text:
             raise ApiError("ref_text is missing: give what the recording says", param="ref_text")
         width = self.config["talker_config"]["hidden_size"]
-        if style.speaker_embedding is not None and len(style.speaker_embedding) != width:
+        if options.speaker_embedding is not None and len(options.speaker_embedding) != width:
             raise ApiError(
-                f"speaker_embedding has {len(style.speaker_embedding)} numbers, this model takes {width}: extract it "
+                f"speaker_embedding has {len(options.speaker_embedding)} numbers, this model takes {width}: extract it "
                 "with the model you speak with",
                 param="speaker_embedding",
             )
@@ -165,11 +165,11 @@ class Model:
 
     # ---- Arguments of upstream's method
 
-    def preset_voice(self, style: Style) -> dict:
-        name = self.resolve_voice(style.voice, ())
+    def preset_voice(self, options: SpeechOptions) -> dict:
+        name = self.resolve_voice(options.voice, ())
         if self.kind == "custom_voice":
-            return {"speaker": name, "instruct": style.instructions if self.takes_instructions else None}
-        return {"instruct": style.instructions or DESIGNED_VOICES[name]}
+            return {"speaker": name, "instruct": options.instructions if self.takes_instructions else None}
+        return {"instruct": options.instructions or DESIGNED_VOICES[name]}
 
     def describe(self, registered: Iterable[str]) -> dict:
         """As /v1/models lists it."""
@@ -192,20 +192,20 @@ def unknown_voice(name: str | None, names: Sequence[str]) -> ApiError:
     return ApiError(problem, param="voice", code="unknown_voice")
 
 
-def sampling(style: Style) -> dict:
+def sampling(options: SpeechOptions) -> dict:
     """Settings as upstream's arguments; what was not given is the model's own."""
-    arguments = {name: getattr(style, name) for name in NUMBERS}
-    arguments["language"] = style.language or "Auto"
-    if style.non_streaming_mode is not None:
-        arguments["non_streaming_mode"] = style.non_streaming_mode
+    arguments = {name: getattr(options, name) for name in NUMBERS}
+    arguments["language"] = options.language or "Auto"
+    if options.non_streaming_mode is not None:
+        arguments["non_streaming_mode"] = options.non_streaming_mode
     return arguments
 
 
-def check_no_reference(style: Style) -> None:
+def check_no_reference(options: SpeechOptions) -> None:
     """A registered voice has its own transcript."""
-    if style.ref_text:
+    if options.ref_text:
         name, meaning = "ref_text", "what ref_audio says"
-    elif style.x_vector_only_mode and style.speaker_embedding is None:
+    elif options.x_vector_only_mode and options.speaker_embedding is None:
         name, meaning = "x_vector_only_mode", "how ref_audio is used"
     else:
         return

@@ -30,7 +30,7 @@ SLOWEST, FASTEST = 0.25, 4.0  # OpenAI's limits
 SWITCHES = "notation", "script", "limit_speech", "timestamps"
 
 
-class Style(BaseModel):
+class SpeechOptions(BaseModel):
     """Voice, sampling and format: all but the text. A WebSocket's session.config has these fields."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
@@ -76,7 +76,7 @@ class Style(BaseModel):
         """Whether the request itself has a voice to clone."""
         return self.ref_audio is not None or self.speaker_embedding is not None
 
-    def for_part(self, part: Part) -> "Style":
+    def for_part(self, part: Part) -> "SpeechOptions":
         """The same with the voice and the style of a part of a script."""
         changes = {}
         if part.voice is not None:
@@ -150,7 +150,7 @@ class Style(BaseModel):
         return value
 
 
-class SpeechRequest(Style):
+class SpeechRequest(SpeechOptions):
     """The body of POST /v1/audio/speech."""
 
     input: str
@@ -208,7 +208,7 @@ def parse(kind: type[Fields], content: dict) -> Fields:
 
 def unknown_fields(kind: type[Fields], content: dict) -> tuple[str, ...]:
     """Unknown fields that have a value, fit to be sent in a header, each with the known field that may be meant."""
-    known = {*kind.model_fields, "speaker"} | ({"type"} if kind is Style else set())  # a session.config has one
+    known = {*kind.model_fields, "speaker"} | ({"type"} if kind is SpeechOptions else set())  # a session.config has one
     names = [name for name, value in content.items() if name not in known and value is not None]
     named = [re.sub(r"[^\w.-]", "?", name[:40], flags=re.ASCII) + hint(name, known) for name in names[:MAX_UNKNOWN]]
     if content.get("voice") and content.get("speaker"):

@@ -36,7 +36,7 @@ from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, log, to
 from qwen3_tts_cuda_graphs.serving.guard import Guard, connection_of
 from qwen3_tts_cuda_graphs.serving.page import FILES as PAGES
 from qwen3_tts_cuda_graphs.serving.page import page_response
-from qwen3_tts_cuda_graphs.serving.requests import SpeechRequest, Style, parse, parse_json
+from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions, SpeechRequest, parse, parse_json
 from qwen3_tts_cuda_graphs.serving.service import Service
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 from qwen3_tts_cuda_graphs.serving.signed_addresses import AddressRequest, read_address, signed_address
@@ -126,14 +126,14 @@ def create_app(service: Service) -> Starlette:
     @route("POST", "/v1/audio/convert")
     async def convert_speech(request: Request) -> Response:
         """Encode a WAV file: the page saves as mp3 what it has played."""
-        style = parse(Style, {"response_format": request.query_params.get("response_format") or "mp3"})
-        check_encoding(style)
+        options = parse(SpeechOptions, {"response_format": request.query_params.get("response_format") or "mp3"})
+        check_encoding(options)
         with time_limit(request, settings):
             wav = await request.body()
-        data = await service.in_thread(convert, wav, style)
+        data = await service.in_thread(convert, wav, options)
         request.scope["memory"].add(len(data))
         length = {"content-length": str(len(data))}
-        return StreamingResponse(stream_slices(data), headers=length, media_type=CONTENT_TYPES[style.response_format])
+        return StreamingResponse(stream_slices(data), headers=length, media_type=CONTENT_TYPES[options.response_format])
 
     async def describe_models() -> list[dict]:
         await service.refresh_voices()
@@ -283,7 +283,7 @@ class SpeechResponse(Response):
         self.answer = answer
         self.ignored = ignored
         self.settings = answer.service.settings
-        self.speech_request = speech_request = answer.style
+        self.speech_request = speech_request = answer.options
         self.is_sse = speech_request.stream_format == "sse"
         self.is_json = speech_request.timestamps and not self.is_sse
         self.is_whole = self.is_json or (speech_request.stream is False and not self.is_sse)

@@ -30,7 +30,7 @@ from qwen3_tts_cuda_graphs.serving.errors import ApiError, mistakes_in
 from qwen3_tts_cuda_graphs.serving.metrics import Metrics
 from qwen3_tts_cuda_graphs.serving.model import Model, named_models, unknown_voice
 from qwen3_tts_cuda_graphs.serving.recordings import Decoders, check_base64, decode_base64
-from qwen3_tts_cuda_graphs.serving.requests import MAX_OWN_ENTRIES, SpeechRequest, Style
+from qwen3_tts_cuda_graphs.serving.requests import MAX_OWN_ENTRIES, SpeechOptions, SpeechRequest
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 from qwen3_tts_cuda_graphs.serving.spare import Spare, start_worker
 from qwen3_tts_cuda_graphs.serving.voice_folder import RegisteredVoice, VoiceFolder, as_stored, check_name
@@ -207,11 +207,11 @@ class Service:
         voice, recording = await self.on_disk(self.folder.read, name)
         return await make_voice(connection, "voice", recording, voice.ref_text)
 
-    async def request_voice_key(self, connection: WorkerConnection, style: Style) -> str:
+    async def request_voice_key(self, connection: WorkerConnection, options: SpeechOptions) -> str:
         """The key of a voice that comes with a request."""
-        ref_text = None if style.x_vector_only_mode else (style.ref_text or "").strip()
+        ref_text = None if options.x_vector_only_mode else (options.ref_text or "").strip()
         async with self.recording_slots:
-            data = await self.in_thread(decode_base64, style.ref_audio)
+            data = await self.in_thread(decode_base64, options.ref_audio)
             recording = await self.decoders.decode(data, self.settings, "ref_audio")
             return await make_voice(connection, "ref_audio", recording, ref_text or None)
 
@@ -244,17 +244,17 @@ class Service:
 
     # ---- Requests
 
-    def model_for(self, style: Style) -> Model:
+    def model_for(self, options: SpeechOptions) -> Model:
         """The model with the request's name; for other names the first that can do what is asked."""
         if len(self.models) == 1:
             return self.models[0]
-        named = self.models_named(style)
-        able = [model for model in self.models if model.can_do(style, self.registered)]
-        with_voice = [model for model in able if model.has_voice(style.voice, self.registered)]
-        return [*named, *with_voice, *able, *self.models_with_voice(style.voice), *self.models][0]
+        named = self.models_named(options)
+        able = [model for model in self.models if model.can_do(options, self.registered)]
+        with_voice = [model for model in able if model.has_voice(options.voice, self.registered)]
+        return [*named, *with_voice, *able, *self.models_with_voice(options.voice), *self.models][0]
 
-    def models_named(self, style: Style) -> list[Model]:
-        name = (style.model or "").strip().lower()
+    def models_named(self, options: SpeechOptions) -> list[Model]:
+        name = (options.model or "").strip().lower()
         found = [model for model in self.models if name and model.is_named(name)]
         return sorted(found, key=lambda model: model.id.lower() != name)  # a folder may have the name of another model
 
@@ -262,18 +262,18 @@ class Service:
         """The models that can speak in this voice."""
         return [model for model in self.models if model.knows_voice(voice, self.registered)]
 
-    def check(self, style: Style) -> None:
+    def check(self, options: SpeechOptions) -> None:
         """Refuse what cannot be done, before any work starts. `refresh_if_unknown` its voice before."""
         for name in ("model", "instructions", "ref_text", "voice", "language"):
-            self.check_field(name, getattr(style, name))
-        check_base64(style.ref_audio or "")
-        if style.script and not style.notation:
+            self.check_field(name, getattr(options, name))
+        check_base64(options.ref_audio or "")
+        if options.script and not options.notation:
             raise ApiError("script is true and notation false: leave out one of them", param="script")
-        if style.voice and not (style.has_reference or self.models_named(style)):
-            for name in [name for name, _ in read_mix(style.voice)] or [style.voice]:
-                if not (self.models_with_voice(name) or self.models_with_voice(style.voice)):
+        if options.voice and not (options.has_reference or self.models_named(options)):
+            for name in [name for name, _ in read_mix(options.voice)] or [options.voice]:
+                if not (self.models_with_voice(name) or self.models_with_voice(options.voice)):
                     raise unknown_voice(name, self.voice_names())
-        self.model_for(style).check(style, self.registered)
+        self.model_for(options).check(options, self.registered)
 
     async def read_parts(self, speech_request: SpeechRequest) -> list[Part]:
         """The text of a request as a script. Tags and voices are checked, before any work starts."""
@@ -285,24 +285,24 @@ class Service:
             self.check_part(speech_request.for_part(part), part)
         return parts
 
-    def check_part(self, style: Style, part: Part) -> None:
-        """style: that of the part"""
+    def check_part(self, options: SpeechOptions, part: Part) -> None:
+        """options: those of the part"""
         try:
-            self.check(style)
+            self.check(options)
         except ApiError as error:
             raise ApiError(f"line {part.line}: {error.message}", error.status, "input", error.code) from None
 
-    async def lexicon_for(self, style: Style) -> Lexicon:
+    async def lexicon_for(self, options: SpeechOptions) -> Lexicon:
         """The server's entries and the request's, which come first. In a thread: a large lexicon takes a while."""
-        if not style.lexicon:
+        if not options.lexicon:
             return self.lexicon
-        return await asyncio.to_thread(Lexicon, self.lexicon.entries | style.lexicon, MAX_ENTRIES + MAX_OWN_ENTRIES)
+        return await asyncio.to_thread(Lexicon, self.lexicon.entries | options.lexicon, MAX_ENTRIES + MAX_OWN_ENTRIES)
 
-    def ignored(self, style: Style, parts: Iterable[Part] = ()) -> tuple[str, ...]:
+    def ignored(self, options: SpeechOptions, parts: Iterable[Part] = ()) -> tuple[str, ...]:
         """Fields of a request that have no effect: unknown ones, and those its model cannot use."""
-        styles = {voice_and_style(part): style.for_part(part) for part in parts} or {None: style}
-        is_unused = any(own.instructions and not self.model_for(own).takes_instructions for own in styles.values())
-        return (("instructions",) if is_unused else ()) + style.unknown
+        each = {voice_and_style(part): options.for_part(part) for part in parts} or {None: options}
+        is_unused = any(own.instructions and not self.model_for(own).takes_instructions for own in each.values())
+        return (("instructions",) if is_unused else ()) + options.unknown
 
     def check_field(self, name: str, text: str | None) -> None:
         """Raises if a field is too long, or cannot be tokenized."""

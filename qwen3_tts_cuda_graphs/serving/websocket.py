@@ -30,7 +30,7 @@ from qwen3_tts_cuda_graphs.serving.arriving_script import ArrivingPart, Arriving
 from qwen3_tts_cuda_graphs.serving.audio_formats import check_encoding, encode_stream
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, to_json
 from qwen3_tts_cuda_graphs.serving.guard import SUBPROTOCOL, connection_of
-from qwen3_tts_cuda_graphs.serving.requests import Style, describe, parse, parse_json
+from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions, describe, parse, parse_json
 from qwen3_tts_cuda_graphs.serving.service import Service
 
 MAX_WAITING = 8  # utterances of one connection
@@ -59,7 +59,7 @@ class Session:
         self.websocket = websocket
         self.service = service
         self.settings = service.settings
-        self.style = None  # the last session.config
+        self.options = None  # the last session.config
         self.contexts = {}  # name -> Context with something to speak; messages without a context_id have the name None
         self.spoken = collections.deque(maxlen=MAX_WAITING)  # the last ones: (name of the context, ArrivingScript)
         self.is_closing = False
@@ -81,9 +81,9 @@ class Session:
         except ApiError as refused:
             error = refused
         finally:
-            self.style = None
+            self.options = None
             for script in self.unspoken:  # they are garbage that is collected later, their recordings are freed now
-                script.style = None
+                script.options = None
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the client may be gone
             if error:
                 await self.send_error(error)
@@ -101,21 +101,21 @@ class Session:
                 if self.is_closing:
                     continue
                 context = self.context_of(message)
-                if self.style is None and message["type"] not in ("session.config", "session.close"):
+                if self.options is None and message["type"] not in ("session.config", "session.close"):
                     raise ApiError(f"{message['type']} came first: begin with session.config", code="not_configured")
                 await self.HANDLERS[message["type"]](self, message, context)
             except WebSocketDisconnect:
                 return None
             except ApiError as error:
                 mistakes += 1
-                if error.code == "timeout" or self.style is None or mistakes == MAX_MISTAKES:
+                if error.code == "timeout" or self.options is None or mistakes == MAX_MISTAKES:
                     return error
                 with contextlib.suppress(WebSocketDisconnect):  # the next read notices, too
                     await self.send_error(error, **context.ids)
 
     async def read(self) -> dict:
         """The next message."""
-        seconds = self.settings.config_seconds if self.style is None else self.settings.idle_seconds
+        seconds = self.settings.config_seconds if self.options is None else self.settings.idle_seconds
         wait = seconds
         while True:
             try:
@@ -143,7 +143,7 @@ class Session:
         if self.unspoken and not any(context.writing for context in self.contexts.values()):
             return seconds
         connection = connection_of(self.websocket.scope)
-        if self.style is None or connection is None:
+        if self.options is None or connection is None:
             return 0.0
         return connection.heartbeat + seconds - asyncio.get_running_loop().time()
 
@@ -158,18 +158,18 @@ class Session:
     async def configure(self, message: dict, context: Context) -> None:
         if None in self.contexts and self.contexts[None].writing:
             raise ApiError("session.config came within an utterance: send input.done or input.cancel first")
-        style = parse(Style, message)
-        await self.service.refresh_if_unknown(style.voice)
-        self.service.check(style)
-        check_encoding(style)
-        self.lexicon = await self.service.lexicon_for(style)
-        self.style = style
+        options = parse(SpeechOptions, message)
+        await self.service.refresh_if_unknown(options.voice)
+        self.service.check(options)
+        check_encoding(options)
+        self.lexicon = await self.service.lexicon_for(options)
+        self.options = options
         self.count_recordings()
 
     def count_recordings(self) -> None:
         """Each utterance keeps the configuration that it began with; all else that a session keeps is small."""
-        styles = {id(style): style for style in [self.style, *(script.style for script in self.unspoken)]}
-        size = sum(len(style.ref_audio or "") for style in styles.values())
+        in_use = {id(options): options for options in [self.options, *(script.options for script in self.unspoken)]}
+        size = sum(len(options.ref_audio or "") for options in in_use.values())
         self.websocket.scope["memory"].keep(size)
 
     async def add_text(self, message: dict, context: Context) -> None:
@@ -202,7 +202,7 @@ class Session:
     def begin(self, context: Context) -> None:
         if context.writing is not None:
             return
-        context.writing = ArrivingScript(self.utterances, self.style, self.lexicon)
+        context.writing = ArrivingScript(self.utterances, self.options, self.lexicon)
         self.utterances += 1
         context.unspoken.append(context.writing)
         if len(context.unspoken) == 1:  # nobody speaks for it
@@ -274,7 +274,7 @@ class Session:
                 self.service.responses -= 1
             context.unspoken.remove(script)
             self.count_recordings()
-            script.style = None
+            script.options = None
             self.spoken.append((context.name, script))
         del self.contexts[context.name]
         self.end_if_closing()
@@ -313,15 +313,17 @@ class Session:
         with anyio.CancelScope() as script.speaking:
             try:
                 with anyio.fail_after(self.settings.request_seconds):
-                    style = await self.style_of(script, part)
-                    answer = self.answer_for(script, part, style, pause)
+                    options = await self.options_of(script, part)
+                    answer = self.answer_for(script, part, options, pause)
                     pieces = encode_stream(answer)
                     async with contextlib.aclosing(pieces):
                         async for data in pieces:
                             if total_bytes == 0:
                                 script.sentences.append(sentence)
-                                about = dict(format=style.response_format, sample_rate=style.sample_rate or answer.rate)
-                                if ignored := self.service.ignored(style):
+                                about = dict(
+                                    format=options.response_format, sample_rate=options.sample_rate or answer.rate
+                                )
+                                if ignored := self.service.ignored(options):
                                     about["ignored"] = ignored
                                 about |= dict(sentence_text=written(), start_seconds=round(sentence.start, 4))
                                 await self.send(type="audio.start", **ids, **about)
@@ -344,24 +346,24 @@ class Session:
             about |= dict(total_bytes=total_bytes, sentence_text=sentence.text) | script.early_end
             await self.send(type="audio.done", **ids, **about)
 
-    def answer_for(self, script: ArrivingScript, part: ArrivingPart, style: Style, pause: float) -> Answer:
+    def answer_for(self, script: ArrivingScript, part: ArrivingPart, options: SpeechOptions, pause: float) -> Answer:
         """Speaks the text of a part as it arrives, after its pause; or only the pause, if no text is left."""
         has_text = not part.is_complete or part.rest.strip()
-        pieces = script.pieces(part, self.max_bytes(style)) if has_text else None
-        return Answer(self.service, style, [Part("", pause=pause)], pieces)
+        pieces = script.pieces(part, self.max_bytes(options)) if has_text else None
+        return Answer(self.service, options, [Part("", pause=pause)], pieces)
 
-    async def style_of(self, script: ArrivingScript, part: ArrivingPart) -> Style:
-        """The voice and the style of a part."""
-        style = script.style.for_part(part.part)
-        if style is not script.style:
-            await self.service.refresh_if_unknown(style.voice)
-            self.service.check_part(style, part.part)
+    async def options_of(self, script: ArrivingScript, part: ArrivingPart) -> SpeechOptions:
+        """The options of a part, with its voice and style."""
+        options = script.options.for_part(part.part)
+        if options is not script.options:
+            await self.service.refresh_if_unknown(options.voice)
+            self.service.check_part(options, part.part)
         number = sum(spoken.taken > 0 for spoken in script.parts[: script.parts.index(part)])
-        return style.model_copy(update={"seed": nth_seed(style.seed, number)})
+        return options.model_copy(update={"seed": nth_seed(options.seed, number)})
 
-    def max_bytes(self, style: Style) -> int | None:
+    def max_bytes(self, options: SpeechOptions) -> int | None:
         """How much text one row can speak. None: the length is the client's own choice."""
-        return arriving_bytes(self.settings.max_seq_len) if style.max_new_tokens is None else None
+        return arriving_bytes(self.settings.max_seq_len) if options.max_new_tokens is None else None
 
     async def send_error(self, error: ApiError, **about) -> None:
         await self.send(type="error", message=error.message, code=error.code, param=error.param, **about)
