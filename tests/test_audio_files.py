@@ -5,6 +5,7 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import wave
@@ -248,6 +249,27 @@ def test_the_mode_of_a_file_is_kept(tmp_path):
     os.umask(mask)
     write_audio(tmp_path / "new.wav", tone(2))
     assert stat.S_IMODE((tmp_path / "new.wav").stat().st_mode) == 0o666 & ~mask
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's file")
+def test_a_file_that_cannot_be_replaced():
+    """One that is mounted, as into a container, or another user's in /tmp: it is written to."""
+    program = """
+        import os
+        from pathlib import Path
+        from qwen3_tts_cuda_graphs.common.output_files import write_bytes
+        os.setgid(65534)
+        os.setuid(65534)
+        write_bytes(Path("speaker.pt"), b"content")
+    """
+    with tempfile.TemporaryDirectory() as name:  # tmp_path is in a folder that only root may enter
+        folder = Path(name)
+        folder.chmod(0o1777)
+        (folder / "speaker.pt").write_bytes(bytes(100))
+        (folder / "speaker.pt").chmod(0o666)
+        result = run(program, cwd=folder)
+        assert result.returncode == 0, result.stderr
+        assert [(file.name, file.read_bytes()) for file in folder.iterdir()] == [("speaker.pt", b"content")]
 
 
 def test_a_named_pipe_stays_one(tmp_path):

@@ -124,7 +124,7 @@ def test_every_voice_reaches_the_model(speak, requests, checkpoint, recording_fi
 def test_several_lines(speak, requests):
     """One file per line, or one for all; from a file or from stdin the same; the first is what it would be alone. A
     byte order mark, which editors on Windows write in front of the text, is a token, and must not be spoken."""
-    Path("lines.txt").write_text("One.\n\n  Two, zwei, \u4e8c.\n", encoding="utf-8-sig")
+    Path("lines.txt").write_text("\ufeffOne.\n\n  \ufeffTwo, zwei, \u4e8c.\n", encoding="utf-8")  # two files, joined
     _, stdout, _ = speak("custom_voice", "--text-file", "lines.txt")
     assert [*map(str, sorted(Path().glob("*.wav")))] == ["out-001.wav", "out-002.wav"]
     assert stdout.count("out-00") == 2 and stdout.count("on the CPU") == 1  # the path is said once
@@ -420,10 +420,13 @@ def wrong_files(tmp_path_factory, checkpoint):
     (folder / "text.pt").write_text("not a tensor")
     (folder / "text.wav").write_text("not audio")
     (folder / "binary.txt").write_bytes(bytes(range(128, 256)))
+    (folder / "utf16.txt").write_text("Hello!", encoding="utf-16-le")
     (folder / "empty.txt").write_text(" \n\n")
     soundfile.write(folder / "short.wav", np.ones(1000) / 2, 16000)
     soundfile.write(folder / "long.wav", np.ones(25 * 8000) / 2, 8000)
     soundfile.write(folder / "silent.wav", np.zeros(32000), 16000)
+    soundfile.write(folder / "loud.wav", np.full(48000, 3e38), 24000, subtype="FLOAT")
+    soundfile.write(folder / "slow.wav", np.ones(4000) / 2, 1000)
     for name, change in {
         "voiceless": lambda copy: (copy / "speaker.pt").unlink(),
         "lacks": lambda copy: (copy / "speech_tokenizer/config.json").unlink(),
@@ -471,6 +474,7 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(speaker=None, ref_audio="text.wav"), "not audio"),
     (dict(speaker=None, ref_audio="short.wav"), "0.06 s"),
     (dict(speaker=None, ref_audio="silent.wav"), "silent"),
+    (dict(speaker=None, ref_audio="slow.wav"), "slow.wav has 1000 Hz: give a recording with 4000 to 192000"),
     (dict(instruct="whisper"), "use it with --model 1.7B-CustomVoice or 1.7B-VoiceDesign"),
     (dict(model="custom_voice", speaker="aidan"), "choose aiden"),
     ({"model": "custom_voice", "speaker": None, "speaker=": ""}, "no --speaker was given: choose aiden"),
@@ -486,6 +490,7 @@ MISTAKES = [  # options that differ from a good call (None: left out), words of 
     (dict(text=None, text_file="missing.txt"), "cannot read missing.txt"),
     (dict(text=None, text_file="binary.txt"), "not UTF-8"),
     (dict(text="caf\udce9"), "cannot read --text: it is not UTF-8"),
+    (dict(text=None, text_file="utf16.txt"), "utf16.txt: it has NUL characters, as UTF-16 has: give a text in UTF-8"),
     (dict(output="nowhere/out.wav"), "no folder nowhere"),
     (dict(output="."), "it is a folder"),
     (dict(text=None, text_file="text.wav", output="text.wav"), "cannot write text.wav: it is what is read"),
@@ -729,6 +734,24 @@ def test_closed_streams(mistaken, closed, words):
     assert result.returncode == 2 and words in result.stderr and result.stderr.count("\n") == 1
 
 
+def test_lines_where_they_belong():
+    """Notes never get into audio on stdout, and a terminal that cannot show a file's name shows its code."""
+    program = """
+        from pathlib import Path
+        from qwen3_tts_cuda_graphs.common.command import cli_errors, show_note
+        from qwen3_tts_cuda_graphs.common.output_files import is_stdout
+        with cli_errors():
+            stderr, sys.stderr = sys.stderr, None
+            show_note("a note")
+            sys.stderr = stderr
+            print("\\xfc", [is_stdout(Path(name)) for name in ("-", "/dev/stdout", "/dev/null")])
+            raise MemoryError
+    """
+    result = run_program(program, ROOT, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert (result.returncode, result.stdout) == (2, "\\xfc [True, True, False]\n"), result.stderr
+    assert result.stderr == "error: the memory is full: free some, or give less at once\n"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_starts_beside_the_imports():
@@ -806,6 +829,10 @@ def test_extract_speaker_mistakes(call, checkpoint, wrong_files):
     ):
         with contextlib.chdir(wrong_files):
             assert_refused(call(clone.main, "--ref_audio", *arguments), words)
+    loud = wrong_files / "loud.wav"
+    code, _, stderr = call(clone.main, "--ref_audio", loud, "--model", checkpoint(), "--device", "cpu")
+    assert code == 2 and stderr.splitlines()[-1].endswith("they may be too loud: give others")
+    assert not Path("speaker.pt").exists()
 
 
 def test_extract_speaker(call, checkpoint, recording_at_another_rate, recording_file):

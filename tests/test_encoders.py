@@ -117,6 +117,13 @@ def test_an_error_of_a_library_is_an_answer():
     asyncio.run(check())
 
 
+def test_answers_that_nobody_takes():
+    """Closed before its end, the generator answered with an error once more, which Python does not allow."""
+    answers = answers_to({}, {}, dict(op="add", id=0, kind=("wav", 24000, 1.0)), b"")
+    next(answers)
+    answers.close()
+
+
 def test_a_process_whose_server_is_gone_ends_silently():
     """A server that was killed leaves answers that it has not read: each of its helpers wrote a traceback."""
     ours, theirs = socket.socketpair()

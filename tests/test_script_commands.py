@@ -15,6 +15,8 @@ import torch
 from helpers import ROOT, assert_refused, frame_limits, slow, watched
 
 from qwen3_tts_cuda_graphs.cli import speaking
+from qwen3_tts_cuda_graphs.cli.finished_parts import FinishedParts
+from qwen3_tts_cuda_graphs.common.audio_files import write_audio
 from qwen3_tts_cuda_graphs.common.output_files import write_bytes
 from qwen3_tts_cuda_graphs.common.subtitles import format_subtitles
 from qwen3_tts_cuda_graphs.common.voices import load_speaker, mix_embeddings
@@ -343,6 +345,19 @@ def test_resume(speak, speakers, tmp_path, join):
         found = re.search(r"([\d.]+) s of audio, ([\d.]+) s of it now in ([\d.]+) s, ([\d.]+) x real time", line)
         all_of_it, now, wall, speed = map(float, found.groups())
         assert 0 < now < all_of_it and speed == pytest.approx(now / wall, rel=0.2)
+
+
+def test_parts_of_a_machine_that_lost_power(tmp_path):
+    """An empty file is no finished part. Names and options need not be UTF-8."""
+    finished = FinishedParts(tmp_path / os.fsdecode(b"caf\xe9.wav"), "caf\xe9\r\n")
+    finished.open(resume=False)
+    assert finished.belong_to_this_run() and not finished.has(1)
+    finished.path(1).touch()
+    assert not finished.has(1)
+    write_audio(finished.path(1), [(np.full(100, 0.5), RATE)])
+    ((samples, rate),) = finished.read(1)
+    assert finished.has(1) and (len(samples), rate) == (100, RATE)
+    assert finished.samples([1], silence=0.1, rate=None) == 2500
 
 
 def test_paragraphs_and_pauses(spoken, tmp_path):

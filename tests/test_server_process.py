@@ -4,6 +4,7 @@ import asyncio
 import collections
 import contextlib
 import http.client
+import io
 import json
 import math
 import os
@@ -358,6 +359,19 @@ def test_recordings_fit_into_a_message():
     with pytest.raises(ValueError, match="--max-reference-seconds is above 600"):
         Settings(max_reference_seconds=601)
     assert 4 * 96_000 * 600 < messages.MAX_BYTES
+
+
+def test_a_server_whose_terminal_is_gone(checkpoint, tmp_path):
+    """SIGTERM's handler raised an error somewhere in the event loop, and a closed stdout was a traceback."""
+
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    with contextlib.redirect_stdout(None), contextlib.redirect_stderr(Gone()):
+        server = process.Server(Service(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path)))
+        server.handle_exit(signal.SIGTERM, None)
+    assert server.service.is_draining and not server.should_exit
 
 
 def test_garbage_is_collected_between_streams(checkpoint, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from qwen3_tts_cuda_graphs.common.command import Parser, check_device_name, cli_errors, heavy_imports, show_progress
-from qwen3_tts_cuda_graphs.common.output_files import check_writable, write_bytes
+from qwen3_tts_cuda_graphs.common.output_files import check_writable, is_stdout, write_bytes
 
 
 def main() -> None:
@@ -61,13 +61,15 @@ def main() -> None:
             for audio, rate in recordings:
                 speakers.append(model.extract_speaker_embedding(resample(audio, rate, wanted), wanted))
         speaker = torch.stack(speakers).float().mean(0).bfloat16().cpu()
+        if not speaker.isfinite().all():
+            raise ValueError("the recordings give NaN or infinite numbers, they may be too loud: give others")
 
         content = io.BytesIO()
         torch.save(speaker, content)
         write_bytes(args.output, content.getvalue())
         seconds = sum(len(audio) / rate for audio, rate in recordings)
         message = f"{args.output}: {len(speaker)} numbers from {seconds:.1f} s of audio"
-        print(message, file=sys.stderr if str(args.output) == "-" else sys.stdout)
+        print(message, file=sys.stderr if is_stdout(args.output) else sys.stdout)
 
 
 if __name__ == "__main__":

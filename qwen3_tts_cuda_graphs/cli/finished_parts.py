@@ -12,7 +12,7 @@ from pathlib import Path
 
 import soundfile
 
-from qwen3_tts_cuda_graphs.common.audio_files import Chunk
+from qwen3_tts_cuda_graphs.common.audio_files import Chunk, for_soundfile
 from qwen3_tts_cuda_graphs.common.output_files import replacement_for, write_errors
 
 BLOCK = 1 << 16  # samples that are copied at a time
@@ -36,7 +36,7 @@ class FinishedParts:
 
     def belong_to_this_run(self) -> bool:
         """Whether the files in the folder are from this text and these options."""
-        return self.label.is_file() and self.label.read_text() == self.fingerprint
+        return self.label.is_file() and self.label.read_bytes() == self.fingerprint.encode()
 
     def open(self, resume: bool) -> None:
         """Make the folder. Without --resume, forget what an earlier run has left in it."""
@@ -50,15 +50,22 @@ class FinishedParts:
     def path(self, number: int) -> Path:
         return self.folder / f"{number:06}.wav"
 
+    def has(self, number: int) -> bool:
+        """Whether it is there and can be read: a machine that loses power may leave an empty file."""
+        try:
+            return soundfile.info(for_soundfile(self.path(number))).frames > 0
+        except soundfile.LibsndfileError:
+            return False
+
     def read(self, number: int) -> Iterator[Chunk]:
         """Samples that `to_int16` turns into those of the file."""
-        with soundfile.SoundFile(self.path(number)) as file:
+        with soundfile.SoundFile(for_soundfile(self.path(number))) as file:
             for block in file.blocks(BLOCK, dtype="int16"):
                 yield block / 32767, file.samplerate
 
     def samples(self, numbers: list[int], silence: float, rate: int | None) -> int:
         """An upper bound for some utterances, with so many seconds between them. rate: another than theirs"""
-        parts = [soundfile.info(self.path(number)) for number in numbers]
+        parts = [soundfile.info(for_soundfile(self.path(number))) for number in numbers]
         rate = rate or parts[0].samplerate
         return sum(math.ceil(part.duration * rate) for part in parts) + math.ceil(silence * rate)
 

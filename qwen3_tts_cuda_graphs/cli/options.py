@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from qwen3_tts_cuda_graphs.cli.player import sound_device
-from qwen3_tts_cuda_graphs.cli.text_files import Pipe
+from qwen3_tts_cuda_graphs.cli.text_files import Pipe, read_text_lines
 from qwen3_tts_cuda_graphs.cli.voice_options import (
     DESCRIPTION,
     OneVoice,
@@ -323,38 +323,6 @@ def check_text_source(asked: argparse.Namespace, text: str | None, stream: bool)
         if text == "-" and stream and getattr(asked, option):
             name = "--" + option.replace("_", "-")
             raise ValueError(f"{name} needs the whole text at once: leave it out, or leave out --stream")
-
-
-def read_text_lines(text: str | None, file: Path | None, paragraphs: bool) -> list[tuple[int, str]]:
-    """Lines that are not empty, or paragraphs of them, with their numbers. text: - for stdin"""
-    text = read_text(file or text) if file or text == "-" else checked_text(text, "--text")
-    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
-    if paragraphs:
-        blocks = [[*block] for is_text, block in itertools.groupby(lines, key=lambda line: bool(line[1])) if is_text]
-        lines = [(block[0][0], "\n".join(line for _, line in block)) for block in blocks]
-    numbered = [(number, line) for number, line in lines if line]
-    if not numbered:
-        raise ValueError("the text is empty: give something to say")
-    return numbered
-
-
-def read_text(file: Path | str) -> str:
-    """The text of a file or, for -, of stdin."""
-    try:
-        text = sys.stdin.read() if file == "-" else file.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        reason = "it is not UTF-8" if isinstance(error, UnicodeError) else error.strerror
-        raise ValueError(f"cannot read {'stdin' if file == '-' else file}: {reason}: give a text") from None
-    return checked_text(text, "stdin" if file == "-" else str(file))
-
-
-def checked_text(text: str, source: str) -> str:
-    """The text without a byte order mark. Bytes on the command line that are not UTF-8 are refused."""
-    try:
-        text.encode()
-    except UnicodeError:
-        raise ValueError(f"cannot read {source}: it is not UTF-8: give a text") from None
-    return text.removeprefix("\ufeff")
 
 
 def script_lines(job: Job, numbered: list[tuple[int, str]]) -> list[list[Part]]:

@@ -22,17 +22,16 @@ from qwen3_tts_cuda_graphs.cli.options import (
     Job,
     check_number_of_files,
     goes_to_file,
-    read_text_lines,
     script_lines,
 )
 from qwen3_tts_cuda_graphs.cli.player import Player
-from qwen3_tts_cuda_graphs.cli.text_files import Pipe, PipedText
+from qwen3_tts_cuda_graphs.cli.text_files import Pipe, PipedText, read_text_lines
 from qwen3_tts_cuda_graphs.cli.voice_options import OneVoice
 from qwen3_tts_cuda_graphs.common.audio_files import Chunk, at_rate, write_audio
 from qwen3_tts_cuda_graphs.common.checkpoints import FRAME_RATE, REFERENCE_SILENCE, file_errors, local_folder
 from qwen3_tts_cuda_graphs.common.command import show_note, show_progress, show_warning
 from qwen3_tts_cuda_graphs.common.loading import choose_device, load, model_errors
-from qwen3_tts_cuda_graphs.common.output_files import check_writable, format_of, write_bytes
+from qwen3_tts_cuda_graphs.common.output_files import check_writable, format_of, is_stdout, write_bytes
 from qwen3_tts_cuda_graphs.common.subtitles import format_subtitles
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speakers
 from qwen3_tts_cuda_graphs.prompts.arriving_text import tokens_in_prompt
@@ -119,7 +118,7 @@ def speak_all(
         summary += f" in {wall:.2f} s, {now / wall:.2f} x real time"
         if job.stream and not job.pipe:
             summary += f", first audio after {first_ms:.0f} ms"
-        print(f"{summary}{path}", file=sys.stderr if str(output.path) == "-" else sys.stdout, flush=True)
+        print(f"{summary}{path}", file=sys.stderr if is_stdout(output.path) else sys.stdout, flush=True)
         path = ""  # it is the same for all files
     if job.pipe and job.pipe.error:  # what came before it is spoken and kept
         raise job.pipe.error
@@ -241,11 +240,10 @@ def voice_arguments(voice: OneVoice, tts) -> dict:
 def speak_parts(finished: FinishedParts, numbered: list, speak_numbered: Callable, progress: "Progress") -> None:
     """Speak the parts that are not finished, each into a file of its own."""
     for number, part in numbered:
-        file = finished.path(number)
-        if file.is_file():
+        if finished.has(number):
             progress.skip(part.text)
         else:
-            write_audio(file, speak_numbered(number, part))
+            write_audio(finished.path(number), speak_numbered(number, part))
 
 
 def cut_lines(job: Job) -> list[list[Part]]:

@@ -1,16 +1,53 @@
-"""Text from a pipe: parts of a script, which end at line ends and tags, each readable while it is being written."""
+"""What to say: the lines of an option, of a file or of stdin, or the parts of a pipe that is still being written to."""
 
 import codecs
+import itertools
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import BinaryIO
 
 from qwen3_tts_cuda_graphs.prompts.script import WORD, Notation, Part, Tag
 
 LINE_END = "\n"
+
+
+def read_text_lines(text: str | None, file: Path | None, paragraphs: bool) -> list[tuple[int, str]]:
+    """Lines that are not empty, or paragraphs of them, with their numbers. text: - for stdin"""
+    text = read_text(file or text) if file or text == "-" else checked_text(text, "--text")
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    if paragraphs:
+        blocks = [[*block] for is_text, block in itertools.groupby(lines, key=lambda line: bool(line[1])) if is_text]
+        lines = [(block[0][0], "\n".join(line for _, line in block)) for block in blocks]
+    numbered = [(number, line) for number, line in lines if line]
+    if not numbered:
+        raise ValueError("the text is empty: give something to say")
+    return numbered
+
+
+def read_text(file: Path | str) -> str:
+    """The text of a file or, for -, of stdin."""
+    try:
+        text = sys.stdin.buffer.read().decode() if file == "-" else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        reason = "it is not UTF-8" if isinstance(error, UnicodeError) else error.strerror
+        raise ValueError(f"cannot read {'stdin' if file == '-' else file}: {reason}: give a text") from None
+    return checked_text(text, "stdin" if file == "-" else str(file))
+
+
+def checked_text(text: str, source: str) -> str:
+    """The text without byte order marks: files that were joined have several. Bytes that are not UTF-8 are refused."""
+    try:
+        text.encode()
+    except UnicodeError:
+        raise ValueError(f"cannot read {source}: it is not UTF-8: give a text") from None
+    if "\0" in text:
+        raise ValueError(f"cannot read {source}: it has NUL characters, as UTF-16 has: give a text in UTF-8")
+    return text.replace("\ufeff", "")
 
 
 class PipedText:
@@ -57,7 +94,7 @@ class Pipe:
         check_voice: Callable[[str], None] | None = None,
     ):
         self.file = file
-        self.decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+        self.decode = codecs.getincrementaldecoder("utf-8")().decode
         self.notation = Notation(play, check_voice=check_voice) if notation else None
         self.items = deque()  # read, but not yet given: words, tags, LINE_END
         self.at_end = False
@@ -112,7 +149,7 @@ class Pipe:
         try:
             data = os.read(self.file.fileno(), 1 << 16)
             self.at_end = not data
-            text = self.decode(data, final=self.at_end)
+            text = checked_text(self.decode(data, final=self.at_end), "stdin")
             for item in self.notation.read(text, self.at_end) if self.notation else [text]:
                 self.add(item)
         except UnicodeDecodeError:

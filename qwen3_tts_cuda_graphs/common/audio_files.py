@@ -35,7 +35,7 @@ CODES = {"PCM_16": (1, 2), "ALAW": (6, 1), "ULAW": (7, 1)}  # subtype -> code in
 MAX_WAV_BYTES = 0xFFFFFFFF - WAV_HEADER_BYTES  # samples that the header can count
 UNKNOWN_LENGTH = MAX_WAV_BYTES  # in the header of a stream, which cannot be corrected later
 MAX_SECONDS = 600.0  # longest recording that PyAV decodes
-MAX_RATE = 192_000  # Hz
+MIN_RATE, MAX_RATE = 4_000, 192_000  # Hz
 CODECS = {"aac", "alac", "flac", "mp3", "opus", "pcm_s16le", "vorbis"}  # the only ones that PyAV decodes
 RECORDINGS = "a WAV, FLAC, OGG, MP3, M4A, AAC or WebM file"  # what can be read
 if find_spec("av") is None:
@@ -60,6 +60,8 @@ def read_audio(path: Path) -> Chunk:
         raise ValueError(f"{path} is not audio that can be read: give {RECORDINGS}") from None
     if demuxer and len(audio) > MAX_SECONDS * rate:
         raise ValueError(f"{path} is longer than {MAX_SECONDS:g} s: give a shorter recording")
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise ValueError(f"{path} has {rate} Hz: give a recording with {MIN_RATE} to {MAX_RATE}")
     audio = audio.mean(axis=1)
     seconds = check_recording(audio, rate, str(path))
     if not 3 <= seconds <= 30:
@@ -200,7 +202,8 @@ def write_file(path: Path, chunks: Iterable[Chunk], container: str, subtype: str
         for audio, rate in chunks:
             with write_errors(path):
                 if frames == 0:
-                    file = files.enter_context(soundfile.SoundFile(beside, "w", rate, 1, subtype, format=container))
+                    name = for_soundfile(beside)
+                    file = files.enter_context(soundfile.SoundFile(name, "w", rate, 1, subtype, format=container))
                 file.write(to_int16(audio))
             frames += len(audio)
         with write_errors(path):
@@ -210,10 +213,15 @@ def write_file(path: Path, chunks: Iterable[Chunk], container: str, subtype: str
     return frames / rate
 
 
+def for_soundfile(path: Path) -> str | bytes:
+    """A file's name, which may be no UTF-8: soundfile refuses a str then. On Windows it wants one."""
+    return str(path) if os.name == "nt" else os.fsencode(path)
+
+
 def frames_in(path: Path, container: str, subtype: str) -> int:
     if container == "RAW":  # nothing in it says how many
         return path.stat().st_size // CODES[subtype][1]
-    return soundfile.info(path).frames
+    return soundfile.info(for_soundfile(path)).frames
 
 
 def write_growing(

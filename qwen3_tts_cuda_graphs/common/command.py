@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import difflib
 import gc
+import io
 import logging
 import os
 import re
@@ -162,8 +163,9 @@ def show_warning(message: Warning | str, *_) -> None:
 
 
 def show_note(line: str) -> None:
-    show_progress("")
-    print(line, file=sys.stderr)
+    if sys.stderr:  # else print would take stdout, where audio may go
+        show_progress("")
+        print(line, file=sys.stderr)
 
 
 def with_option_names(message: str) -> str:
@@ -175,6 +177,8 @@ def with_option_names(message: str) -> str:
 def cli_errors() -> Iterator[None]:
     """Around a script's main: a user's mistake is one line and exit code 2, a warning is one line."""
     warnings.showwarning = show_warning
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files that the terminal cannot show
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when huggingface_hub is imported
     log = logging.getLogger("qwen3_tts_cuda_graphs")
     log.setLevel(logging.INFO)
@@ -194,6 +198,8 @@ def cli_errors() -> Iterator[None]:
         name = str(error.name).partition(".")[0]
         remedy = "in a checkout run ./setup.sh none and use .venv/bin/python, else install the package again"
         end(2, f"error: {name} is not installed in this Python: {remedy}")
+    except MemoryError:
+        end(2, "error: the memory is full: free some, or give less at once")
     except (ValueError, OSError, ImportError) as error:
         end(2, f"error: {with_option_names(' '.join(str(error).split()))}")
     finally:

@@ -4,8 +4,10 @@ Imports nothing that takes time: a mistake in --output is answered at once.
 """
 
 import contextlib
+import errno
 import os
 import secrets
+import shutil
 import stat
 import sys
 from collections.abc import Iterator
@@ -102,6 +104,15 @@ def is_special(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
+def is_stdout(path: Path) -> bool:
+    """Whether the program's own lines would get into what is written there: `-`, /dev/stdout."""
+    if str(path) == "-":
+        return True
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stdout may be closed, or none at all
+        return is_special(path) and os.path.samestat(path.stat(), os.fstat(sys.stdout.fileno()))
+    return False
+
+
 @contextlib.contextmanager
 def replacement_for(path: Path, option: str = "--output") -> Iterator[Path]:
     """A new file beside `path` that takes its place if all goes well, and is removed if not."""
@@ -114,7 +125,14 @@ def replacement_for(path: Path, option: str = "--output") -> Iterator[Path]:
         with write_errors(path, option):
             if target.exists():
                 beside.chmod(stat.S_IMODE(target.stat().st_mode))
-            beside.replace(target)
+            try:
+                beside.replace(target)
+            except OSError as error:  # a file that is mounted, or another user's in a folder like /tmp
+                if error.errno not in (errno.EBUSY, errno.EPERM) or not target.exists():
+                    raise
+                with open(beside, "rb") as source, open(target, "r+b") as file:
+                    shutil.copyfileobj(source, file)
+                    file.truncate()
     finally:
         beside.unlink(missing_ok=True)
 

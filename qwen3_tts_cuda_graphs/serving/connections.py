@@ -59,6 +59,7 @@ def uvicorn_config(app: Starlette, settings: Settings) -> uvicorn.Config:
         ws_ping_timeout=None,  # the answer to a ping waits behind unread audio, and that has a limit of its own
         timeout_graceful_shutdown=SECONDS_TO_CLOSE,
         log_level="warning",
+        use_colors=False,  # else it asks stdout, which may be closed
         server_header=False,
         proxy_headers=False,  # nothing here asks for the client's address
     )

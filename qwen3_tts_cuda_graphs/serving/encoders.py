@@ -157,9 +157,10 @@ def answers_to(encoders: dict, ready: dict, header: dict, payload: bytes) -> Ite
         encoder = encoders[stream]
         is_end = header["op"] == "finish"
         data = encoder.finish() if is_end else encoder.add(np.frombuffer(payload, np.int16), header["part"])
-        yield pack(dict(samples=encoder.samples), data)
+        answer = dict(samples=encoder.samples), data
     except BaseException as error:  # a library in C may raise anything
-        yield pack(dict(error=f"{type(error).__name__}: {error}"))
+        answer = dict(error=f"{type(error).__name__}: {error}"), b""
+    yield pack(*answer)
     if is_new:
         with contextlib.suppress(Exception):
             ready[kind] = Encoder(*kind)

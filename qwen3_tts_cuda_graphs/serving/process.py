@@ -91,7 +91,9 @@ class Server(uvicorn.Server):
         for model in self.service.models:
             model.engine.speak_to_the_end()
         streams = self.service.in_flight
-        print(f"shutting down{f' when {streams} streams have ended' if streams else ''}", file=sys.stderr, flush=True)
+        until = f" when {streams} streams have ended" if streams else ""
+        with contextlib.suppress(OSError):  # in a signal's handler: it would be raised anywhere in the event loop
+            print(f"shutting down{until}", file=sys.stderr, flush=True)
 
     async def on_tick(self, counter: int) -> bool:
         if self.service.settings.exit_when_failed and not self.drain_until and self.service.has_given_up:
