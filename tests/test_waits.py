@@ -33,7 +33,7 @@ LENGTH = 300  # of the cache
 
 PUBLISHES = "store_relaxed((char *)destination + replica * sizeof(Exchange), epoch << 16 | bits);"
 TWO_SECONDS = "WAIT_LIMIT_NS = 2'000'000'000"
-SHORT_LIMIT = "WAIT_LIMIT_NS = 40'000'000"  # for a CPU, where it is counted in turns of all threads
+SHORT_LIMIT = "WAIT_LIMIT_NS = 10'000'000"  # for a CPU, where it is counted in turns of all threads
 FILLS = "fill(cursor, producer, source, bytes_per_slice, policy);"
 
 
