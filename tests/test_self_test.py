@@ -161,7 +161,7 @@ def test_faults_of_several_rows_on_a_cpu(count, fault, talker, tmp_path):
     *change, found_by = (ROW_FAULTS if count == 2 else ROW_FAULTS_OF_8).get(fault, [""])
     rows = rows_of(talker, LENGTH, count)
     before = state_of(rows)
-    with compile_with(cpu_kernel_for(tmp_path)):
+    with compile_with(cpu_kernel_for(tmp_path, grid=8)):
         alone = MegakernelFrame(talker, rows[:1])
     source = changed_source(megakernel, change) if fault else None
     with compile_with(cpu_kernel_for(tmp_path, source, grid=max(16, 4 * count))):
