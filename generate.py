@@ -27,7 +27,7 @@ from huggingface_hub import snapshot_download
 from tokenizers import Regex, pre_tokenizers
 
 from cudagraph_predictor import PredictorGraph
-from cudagraph_talker import Graphs, Rows, TalkerGraph, draw_noise, round_up, static_cache
+from cudagraph_talker import GraphPool, Rows, TalkerGraph, draw_noise, round_up, static_cache
 
 VARIANTS = "0.6B-Base", "1.7B-Base", "0.6B-CustomVoice", "1.7B-CustomVoice", "1.7B-VoiceDesign"
 MODELS = {name.removesuffix("-Base"): f"Qwen/Qwen3-TTS-12Hz-{name}" for name in VARIANTS}  # -> hub id
@@ -76,9 +76,9 @@ class FrameGraphs:
         code_cache = static_cache(config.code_predictor_config, row_count, round_up(config.num_code_groups), *kind)
         self.predictor = PredictorGraph(talker, self.rows, *code_cache)
         self.talker = TalkerGraph(talker, self.rows, *static_cache(config, row_count, length, *kind))
-        graphs = Graphs(talker.device)
-        self.predict = graphs.capture(self.predictor.step)
-        self.step = graphs.capture(self.talker.step)
+        pool = GraphPool(talker.device)
+        self.predict = pool.capture(self.predictor.step)
+        self.step = pool.capture(self.talker.step)
 
 
 class Decoder:

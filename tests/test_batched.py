@@ -26,7 +26,7 @@ from gpu_on_cpu import (
 from helpers import ExactProducts, on_gpu
 from torch import Tensor
 
-from cudagraph_talker import Graphs, RowCache, Rows, Sampling, additive_mask, round_up, sample, static_cache
+from cudagraph_talker import GraphPool, RowCache, Rows, Sampling, additive_mask, round_up, sample, static_cache
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import PREDICTOR, TALKER
 from qwen3_tts_cuda_graphs.fast import batched
 from qwen3_tts_cuda_graphs.fast import batched_reference as reference
@@ -734,7 +734,7 @@ def test_a_captured_position_equals_its_launches(fused_on_gpu, gpu):
     embeds = torch.randn(8, 1024).bfloat16()
     positions = torch.zeros(8, dtype=torch.long)
     hidden = torch.empty_like(embeds)
-    replay = Graphs(gpu).capture(lambda: hidden.copy_(stack.forward(embeds, positions)))
+    replay = GraphPool(gpu).capture(lambda: hidden.copy_(stack.forward(embeds, positions)))
     for _ in range(3):
         embeds.normal_()
         positions.copy_(torch.randint(LENGTH, (8,)))

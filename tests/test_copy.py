@@ -30,8 +30,8 @@ warnings.filterwarnings("ignore", message="the speech was cut off")
 captured = []  # every function that was captured, and how often it was replayed
 
 
-def counting_capture(graphs, fn):
-    replay, entry = capture(graphs, fn), [fn, 0]
+def counting_capture(pool, fn):
+    replay, entry = capture(pool, fn), [fn, 0]
     captured.append(entry)
 
     def counted():
@@ -41,8 +41,8 @@ def counting_capture(graphs, fn):
     return counted
 
 
-capture = generate.Graphs.capture
-generate.Graphs.capture = counting_capture
+capture = generate.GraphPool.capture
+generate.GraphPool.capture = counting_capture
 folder, recording = sys.argv[1:]
 tts = generate.accelerate(generate.load_upstream(folder, "cpu"), max_seq_len=256)
 model, decoder = tts.model, tts.model.talker.generate.__self__

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from cudagraph_talker import Graphs, TalkerGraph, round_up
+from cudagraph_talker import GraphPool, TalkerGraph, round_up
 from qwen3_tts_cuda_graphs.fast.frames import Frame, MegakernelFrame
 from qwen3_tts_cuda_graphs.fast.layers import replace_layers
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
@@ -36,7 +36,7 @@ class TeacherForced:
         self.heads = [*talker.code_predictor.lm_head, talker.codec_head]
         self.head_outputs = [head.weight.new_zeros(len(head.weight)) for head in self.heads]  # of the last row
         with self.keep_head_outputs():
-            self.frame.capture(Graphs(talker.device))
+            self.frame.capture(GraphPool(talker.device))
 
     @contextlib.contextmanager
     def keep_head_outputs(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cudagraph_talker import Graphs, additive_mask, round_up
+from cudagraph_talker import GraphPool, additive_mask, round_up
 from qwen3_tts_cuda_graphs.fast import codec_kernels
 from qwen3_tts_cuda_graphs.fast.codec_decoder import KernelDecoder
 
@@ -63,11 +63,11 @@ class Codec:
                 self.use_modules(model, row_count)
             else:
                 self.use_kernels(model, row_count)
-        graphs = Graphs(self.device)
+        pool = GraphPool(self.device)
         position, *others = self.state
         self.row_states = [(position[row], [state[row] for state in others]) for row in range(row_count)]
         self.graphs = {
-            (batch, size): self.capture(batch, size, graphs)
+            (batch, size): self.capture(batch, size, pool)
             for batch in reversed(self.batches)  # the largest first: the others fit into its memory
             for size in (CHUNK_SIZES if batch == 1 else BATCH_CHUNK_SIZES)
         }
@@ -90,14 +90,14 @@ class Codec:
         precompute_constants(self.decoder)
         self.decoder.pre_transformer.forward = self.transformer
 
-    def capture(self, batch: int, size: int, graphs: Graphs) -> Callable[[], None]:
+    def capture(self, batch: int, size: int, pool: GraphPool) -> Callable[[], None]:
         """Decode the next `size` frames of `batch` rows."""
 
         def step() -> None:
             self.row_indices = self.indices[batch]
             self.step(size)
 
-        return graphs.capture(step)
+        return pool.capture(step)
 
     def keep_input(self, module: nn.Module, row_count: int, dtype: torch.dtype) -> None:
         """Give a causal convolution a static tensor for the end of its input."""

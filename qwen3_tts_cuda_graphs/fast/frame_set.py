@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from cudagraph_talker import Graphs
+from cudagraph_talker import GraphPool
 from qwen3_tts_cuda_graphs.fast.codec import batch_sizes
 from qwen3_tts_cuda_graphs.fast.frames import Frame, KernelFrame, MegakernelFrame, frame_without_megakernel
 from qwen3_tts_cuda_graphs.fast.kernels import one_line
@@ -23,7 +23,7 @@ class FrameSet:
         """fused: True requires the megakernel, False avoids it, None uses it where it runs"""
         self.talker = talker
         self.rows = rows
-        self.graphs = Graphs(talker.device)
+        self.pool = GraphPool(talker.device)
         self.sizes = batch_sizes(row_count)
         self.frames: dict[int, Frame] = {}
         uses_megakernel, self.path = choose_path(talker, fused)  # what makes a frame of one row, in words
@@ -32,7 +32,7 @@ class FrameSet:
         for size in reversed(self.sizes):  # the largest first: the others fit into its memory
             log.info("capturing frames of %d %s", size, "row" if size == 1 else "rows")
             if size in self.frames:
-                self.frames[size].capture(self.graphs)
+                self.frames[size].capture(self.pool)
             self.of(size)
 
     def of(self, row_count: int) -> Frame:
@@ -40,7 +40,7 @@ class FrameSet:
         size = next(size for size in self.sizes if size >= row_count)
         if size not in self.frames:
             frame = frame_without_megakernel(self.talker, self.rows[:size], like=self.frames.get(1))
-            self.frames[size] = frame.capture(self.graphs)
+            self.frames[size] = frame.capture(self.pool)
         return self.frames[size]
 
     def reads_masked_positions(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from cudagraph_predictor import PredictorGraph
-from cudagraph_talker import Graphs, TalkerGraph
+from cudagraph_talker import GraphPool, TalkerGraph
 from qwen3_tts_cuda_graphs.fast.batched import SOURCE, BatchedStack
 from qwen3_tts_cuda_graphs.fast.megakernel import PredictorStep, TalkerStep
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
@@ -28,9 +28,9 @@ class Frame:
         self.talker = TalkerGraph(talker, rows, rows.keys, rows.values)
         self.launches = ()  # of the megakernel, which may stop
 
-    def capture(self, graphs: Graphs) -> "Frame":
-        self.predict = graphs.capture(self.predict)
-        self.step = graphs.capture(self.step)
+    def capture(self, pool: GraphPool) -> "Frame":
+        self.predict = pool.capture(self.predict)
+        self.step = pool.capture(self.step)
         return self
 
     def predict(self) -> None:

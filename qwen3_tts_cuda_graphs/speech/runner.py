@@ -79,9 +79,9 @@ class Runner:
         self.frames = FrameSet(talker, self.rows, row_count, fused)
         log.info("capturing prefills")
         with_kernels = not (self.frames.reads_masked_positions() or batched.SOURCE.why_not(talker.model))
-        self.prefills = Prefills(talker, self.rows, row_count, self.frames.graphs, with_kernels)
+        self.prefills = Prefills(talker, self.rows, row_count, self.frames.pool, with_kernels)
         self.new_lengths = torch.zeros(row_count + has_spare, dtype=torch.long, device=self.device)
-        self.begin = self.frames.graphs.capture(lambda: self.rows.begin(self.new_lengths))
+        self.begin = self.frames.pool.capture(lambda: self.rows.begin(self.new_lengths))
         self.row_settings = [None] * row_count  # the settings that each row has
 
         self.active = []  # admitted utterances, each in its row
