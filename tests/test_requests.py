@@ -64,7 +64,7 @@ def test_after_an_abandoned_stream(voice, assert_as_fresh):
 
 def test_after_an_exception(voice, assert_as_fresh):
     """An error in the middle of a request must not leave its turn, its row or its state behind."""
-    with mock.patch.object(voice.fast.speech.runner.frames.of(1), "step", side_effect=ZeroDivisionError):
+    with mock.patch.object(voice.fast.speech.runner.graphs.of(1), "step", side_effect=ZeroDivisionError):
         for speak in (voice.fast_method, lambda **request: joined(stream(voice.fast_method, **request))):
             with pytest.raises(ZeroDivisionError):
                 speak(text="Never mind.", **voice.arguments)

@@ -50,7 +50,7 @@ class Accelerated:
     @property
     def path(self) -> str:
         """What makes a frame, in words."""
-        return self.runner.frames.path
+        return self.runner.graphs.path
 
     def take_over(self) -> None:
         """Replace what upstream calls, and on a GPU its methods."""

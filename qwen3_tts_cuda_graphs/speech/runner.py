@@ -23,7 +23,7 @@ import torch
 from cudagraph_talker import round_up
 from qwen3_tts_cuda_graphs.fast import batched
 from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES, MAX_BATCH, Codec, PendingAudio
-from qwen3_tts_cuda_graphs.fast.frame_set import FrameSet
+from qwen3_tts_cuda_graphs.fast.graph_set import GraphSet
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows, copy_row, draw_seeded
 from qwen3_tts_cuda_graphs.prompts.host import to_device
 from qwen3_tts_cuda_graphs.speech.prefill import Prefills, copy_to_device
@@ -76,12 +76,12 @@ class Runner:
         self.views = [self.rows[row] for row in range(row_count)]
         log.info("capturing the codec")
         self.codec = Codec(speech_tokenizer, row_count)
-        self.frames = FrameSet(talker, self.rows, row_count, fused)
+        self.graphs = GraphSet(talker, self.rows, row_count, fused)
         log.info("capturing prefills")
-        with_kernels = not (self.frames.reads_masked_positions() or batched.SOURCE.why_not(talker.model))
-        self.prefills = Prefills(talker, self.rows, row_count, self.frames.pool, with_kernels)
+        with_kernels = not (self.graphs.reads_masked_positions() or batched.SOURCE.why_not(talker.model))
+        self.prefills = Prefills(talker, self.rows, row_count, self.graphs.pool, with_kernels)
         self.new_lengths = torch.zeros(row_count + has_spare, dtype=torch.long, device=self.device)
-        self.begin = self.frames.pool.capture(lambda: self.rows.begin(self.new_lengths))
+        self.begin = self.graphs.pool.capture(lambda: self.rows.begin(self.new_lengths))
         self.row_settings = [None] * row_count  # the settings that each row has
 
         self.active = []  # admitted utterances, each in its row
@@ -161,7 +161,7 @@ class Runner:
     @torch.no_grad()
     def read_prompts(self, utterances: list[Utterance]) -> None:
         """Read all positions but the last, then the last of all prompts together: a step chooses their first tokens."""
-        if self.frames.reads_masked_positions():
+        if self.graphs.reads_masked_positions():
             for utterance in utterances:
                 self.views[utterance.row].whole_cache.zero_()
         self.prefills.read(utterances)
@@ -171,10 +171,10 @@ class Runner:
             lengths[utterance.row] = utterance.prompt_length
         copy_to_device(torch.tensor(lengths), self.new_lengths)
         self.draw(self.rows.noise, [utterance for utterance in utterances if utterance.samples_token])
-        frame = self.frames.of(1 + max(utterance.row for utterance in utterances))
+        graphs = self.graphs.of(1 + max(utterance.row for utterance in utterances))
         self.advance_on_host = [length > 0 for length in lengths]
         self.begin()
-        frame.step()
+        graphs.step()
         self.load_text(utterances)  # the step does not need it
 
     def load_rows(self, utterances: list[Utterance]) -> None:
@@ -247,7 +247,7 @@ class Runner:
             if utterance.new_text:
                 self.write_text(utterance)
         self.close_gaps()
-        frame = self.frames.of(1 + max(utterance.row for utterance in self.active))
+        graphs = self.graphs.of(1 + max(utterance.row for utterance in self.active))
         indices = [utterance.row for utterance in utterances]
         mask = [False] * len(self.rows.advance)
         for row in indices:
@@ -257,19 +257,19 @@ class Runner:
             self.advance_on_host = mask
 
         self.draw(self.rows.code_noise, [utterance for utterance in utterances if utterance.samples_codes])
-        frame.predict()
+        graphs.predict()
         self.beat += 1
         for utterance in utterances:
             utterance.launched += 1
         if without_sound := [utterance for utterance in utterances if utterance.decoded == 0]:
             self.decode_chunks(without_sound, hand_over)  # the first sound: its codes are complete
-            if frame.launches and self.on_gpu:  # the megakernel would take all multiprocessors from the codec
+            if graphs.launches and self.on_gpu:  # the megakernel would take all multiprocessors from the codec
                 torch.cuda.current_stream(self.device).wait_stream(self.codec.stream)
         self.draw(self.rows.noise, [utterance for utterance in utterances if utterance.samples_token])
-        frame.step()
+        graphs.step()
 
-        ended = torch.empty(len(frame.rows.ended), dtype=torch.bool, pin_memory=self.on_gpu)
-        ended.copy_(frame.rows.ended, non_blocking=True)
+        ended = torch.empty(len(graphs.rows.ended), dtype=torch.bool, pin_memory=self.on_gpu)
+        ended.copy_(graphs.rows.ended, non_blocking=True)
         self.in_flight.append((self.record_event(self.sleeps), ended, [*zip(utterances, indices)]))
 
     def draw(self, noise: torch.Tensor, utterances: list[Utterance]) -> None:
@@ -296,11 +296,11 @@ class Runner:
     def close_gaps(self) -> None:
         """Move utterances to lower rows where a smaller frame is enough for them: a few at a time, or all wait for
         dozens of moves when half of a crowd has ended."""
-        enough = next(size for size in self.frames.sizes if size >= len(self.active))
+        enough = next(size for size in self.graphs.sizes if size >= len(self.active))
         to_move = [utterance for utterance in self.active if utterance.row >= enough]
         for utterance in to_move[:MAX_MOVES]:
             row = heapq.heappushpop(self.free, utterance.row)
-            clear = self.frames.reads_masked_positions()
+            clear = self.graphs.reads_masked_positions()
             copy_row(self.views[utterance.row], self.views[row], utterance.length, clear)
             self.codec.move(utterance.row, row)
             self.row_settings[row] = self.row_settings[utterance.row]
@@ -312,7 +312,7 @@ class Runner:
             event, ended, utterances = self.in_flight.popleft()
             if event:
                 event.synchronize()
-            if reason := self.frames.why_stopped():  # the state of all who have taken part in a frame since is lost
+            if reason := self.graphs.why_stopped():  # the state of all who have taken part in a frame since is lost
                 later = [pair for _, _, pairs in self.in_flight for pair in pairs]
                 self.in_flight.clear()
                 lost = {utterance for utterance, _ in [*utterances, *later] if utterance in self.active}
