@@ -73,7 +73,7 @@ def codes(tts, text, seed=0, frames=24, **settings):
     )
     if seed is not None:
         torch.manual_seed(seed)
-    _, *steps = tts.speech.generate(**request).hidden_states  # the first is the prompt
+    _, *steps = tts.model.talker.generate(**request).hidden_states  # the first is the prompt
     return torch.stack([codes for _, codes in steps], dim=1).cpu()
 
 

@@ -3,7 +3,8 @@
 utterance.py    one request in the runner: what to decode, and how far it is
 runner.py       rows of one model: admit, advance, hand over sound, release; prefill.py reads prompts into rows
 turns.py        one caller of the runner at a time, also when a stream is paused
-accelerated.py  what `accelerate` builds: the runner, and upstream's methods on its rows
+speech.py       what `accelerate` stores as tts.speech: the runner, and whose turn it is
+whole_calls.py  upstream's methods on the runner's rows
 streaming.py    one text, with its audio while it is generated
 long_text.py    texts of any length, and speech that does not end
 engine.py       many listeners: the runner in a thread of its own; schedule.py decides who is next
@@ -19,9 +20,10 @@ from qwen3_tts_cuda_graphs.prompts.build import Prompts
 from qwen3_tts_cuda_graphs.prompts.checks import check_counts
 from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import use_qwens_pre_tokens
 from qwen3_tts_cuda_graphs.prompts.text_table import use_text_table
-from qwen3_tts_cuda_graphs.speech.accelerated import Accelerated
 from qwen3_tts_cuda_graphs.speech.runner import Runner
+from qwen3_tts_cuda_graphs.speech.speech import Speech
 from qwen3_tts_cuda_graphs.speech.warm_up import warm_up
+from qwen3_tts_cuda_graphs.speech.whole_calls import take_over
 
 
 def accelerate(tts, max_seq_len: int = 2048, rows: int = 1, fused: bool | None = None):
@@ -47,8 +49,8 @@ def accelerate(tts, max_seq_len: int = 2048, rows: int = 1, fused: bool | None =
     batched.SOURCE.compile_ahead(talker.model)  # also where the megakernel makes all frames: prefills need it
     runner = Runner(talker, tts.model.speech_tokenizer, rows, max_seq_len, fused, keepalive)
     tts.prompts = Prompts(tts, max_seq_len, host_talker)
-    tts.speech = Accelerated(tts, runner)
-    tts.speech.take_over()
+    tts.speech = Speech(tts, runner)
+    take_over(tts)
     if on_gpu:
         warm_up(tts)
     return tts

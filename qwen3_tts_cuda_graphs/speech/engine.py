@@ -35,12 +35,12 @@ from qwen3_tts_cuda_graphs.prompts.checks import check_counts, check_seed, check
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.prompts.pieces import END, aread_pieces, start_reader
 from qwen3_tts_cuda_graphs.prompts.script import nth_seed
-from qwen3_tts_cuda_graphs.speech.accelerated import value_for
 from qwen3_tts_cuda_graphs.speech.intake import Intake
 from qwen3_tts_cuda_graphs.speech.listener import Listener, ListenerChunks, StreamTimeout
 from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
 from qwen3_tts_cuda_graphs.speech.schedule import Situation, admissions, can_decode_together, evictions, holds_back
 from qwen3_tts_cuda_graphs.speech.streaming import Chunk
+from qwen3_tts_cuda_graphs.speech.whole_calls import value_for
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 

@@ -19,6 +19,7 @@ from qwen3_tts_cuda_graphs.prompts.checks import check_counts, check_seed, is_ar
 from qwen3_tts_cuda_graphs.prompts.pieces import aread_pieces
 from qwen3_tts_cuda_graphs.prompts.request import Request
 from qwen3_tts_cuda_graphs.speech.runner import Runner
+from qwen3_tts_cuda_graphs.speech.speech import Speech
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance, growing_chunks
 
 Chunk = tuple[np.ndarray, int]
@@ -87,7 +88,7 @@ async def astream(
         thread.shutdown(wait=False)
 
 
-def arriving_audio_chunks(speech, reader: TextReader, *options) -> Generator[Chunk, None, bool]:
+def arriving_audio_chunks(speech: Speech, reader: TextReader, *options) -> Generator[Chunk, None, bool]:
     """`audio_chunks` of a text that is still arriving. The model is not locked before there is enough of it."""
     reader.start()
     try:
@@ -98,7 +99,7 @@ def arriving_audio_chunks(speech, reader: TextReader, *options) -> Generator[Chu
 
 
 def audio_chunks(
-    speech,
+    speech: Speech,
     request: Request,
     sizes: Iterator[int],
     seed: int | None = None,
