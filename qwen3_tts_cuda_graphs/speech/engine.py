@@ -83,7 +83,7 @@ class Engine:
         self.active = []  # listeners that have a row
         self.why_closed = ""  # empty while it runs
         self.pass_seconds = 0.0  # a maximum that decays by a tenth with each pass
-        self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (listeners, their audio or what each ends with), in order
+        self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # Batch, or (listeners, what each ends with), in order
         self.next_text_check = math.inf  # time at which the delivery thread checks arriving texts
         self.changed = threading.Condition()
         self.intake = Intake(self)
@@ -167,7 +167,7 @@ class Engine:
                 reader = asyncio.create_task(aread_pieces(text, listener.push))
             elif arrives:
                 start_reader(text, listener.push)
-            while (audio := listener.take(await items.get())) is not END:
+            while (audio := listener.receive(await items.get())) is not END:
                 yield audio, self.rate
         finally:
             listener.cancel()
@@ -202,7 +202,7 @@ class Engine:
                 ask(number)
             while listeners:
                 number, item = items.get()
-                if listeners[number].take(item) is not END:
+                if listeners[number].receive(item) is not END:
                     audio[number].append(item)
                     continue
                 listeners.pop(number).cancel()

@@ -17,6 +17,7 @@ from qwen3_tts_cuda_graphs.prompts.clone_prompts import is_on_gpu
 from qwen3_tts_cuda_graphs.prompts.pieces import done_future
 from qwen3_tts_cuda_graphs.prompts.request import Request
 from qwen3_tts_cuda_graphs.speech.listener import Listener, QueueFull
+from qwen3_tts_cuda_graphs.speech.utterance import NewText
 
 
 class Intake:
@@ -76,7 +77,7 @@ class Intake:
 
     def push(self, listener: Listener, piece: str | BaseException | None) -> Future:
         try:
-            return self.thread.submit(self.take_piece, listener, piece)
+            return self.thread.submit(self.add_piece, listener, piece)
         except RuntimeError:  # the engine has been closed
             return done_future(False)
 
@@ -117,7 +118,7 @@ class Intake:
             self.changed.notify_all()
 
     @torch.no_grad()
-    def take_piece(self, listener: Listener, piece: str | BaseException | None) -> bool:
+    def add_piece(self, listener: Listener, piece: str | BaseException | None) -> bool:
         """Add the next piece of a text that is still arriving, its end, or the error of its iterator. Returns whether
         more is wanted."""
         arriving = listener.arriving
@@ -130,10 +131,10 @@ class Intake:
             if listener.queued_at is None:
                 if arriving.can_begin:
                     self.enqueue(listener, arriving.begin())
-            elif embeddings := arriving.take_embeddings():
-                ready = self.speech.runner.record_event()
+            elif new := arriving.take_embeddings():
+                new = NewText(*new, self.speech.runner.record_event())
                 with self.changed:
-                    listener.new_text.append((*embeddings, ready))
+                    listener.new_text.append(new)
                     self.changed.notify_all()
         except BaseException as error:
             self.fail_text(listener, error)

@@ -79,8 +79,8 @@ class Listener(Utterance):
                 self.engine.intake.waiting.remove(self)
             self.engine.changed.notify_all()
 
-    def take(self, item):
-        """An item that `put` got: audio, which counts as read, or END. Raises it if it is an error."""
+    def receive(self, item):
+        """An item that `put` got: audio, which counts as read from now on, or END. Raises it if it is an error."""
         if isinstance(item, BaseException):
             raise item
         if item is END:
@@ -146,7 +146,7 @@ class ListenerChunks(Iterator):
 
     def __next__(self) -> Chunk:
         try:
-            if not self.is_closed and (audio := self.listener.take(self.items.get())) is not END:
+            if not self.is_closed and (audio := self.listener.receive(self.items.get())) is not END:
                 return audio, self.listener.engine.rate
         except BaseException:
             self.close()

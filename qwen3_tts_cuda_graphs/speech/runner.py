@@ -14,8 +14,10 @@ the frame after its last one is running, which is then dropped.
 import collections
 import functools
 import heapq
+import itertools
 import logging
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +36,23 @@ log = logging.getLogger("qwen3_tts_cuda_graphs")
 FULL_CHUNK = max(BATCH_CHUNK_SIZES)
 MAX_MOVES = 8  # utterances that change their row between two frames; each takes the host 0.4 ms
 
-HandOver = Callable[[tuple[list[Utterance], PendingAudio]], None]  # whose chunks were decoded together, and the audio
+
+class Batch(NamedTuple):
+    """Chunks that the codec decodes together."""
+
+    utterances: list[Utterance]  # whose they are
+    audio: PendingAudio
+
+
+HandOver = Callable[[Batch], None]
+
+
+class FrameInFlight(NamedTuple):
+    """A frame whose `ended` flags the host has not read yet."""
+
+    done: torch.cuda.Event | None
+    ended: torch.Tensor  # (B), on the host once `done` has come
+    rows: dict[Utterance, int]  # the row that each had then: `close_gaps` moves them
 
 
 class MegakernelStopped(RuntimeError):
@@ -87,7 +105,7 @@ class Runner:
         self.active = []  # admitted utterances, each in its row
         self.beat = 0  # frames launched since the runner was idle, to decode chunks together
         self.free = list(range(row_count))  # rows that belong to no utterance: a heap
-        self.in_flight = collections.deque()  # frames whose `ended` flags the host has not read yet
+        self.in_flight = collections.deque()  # FrameInFlight, in order
         self.advance_on_host = None  # host copy of rows.advance
         self.last_stream = None  # the CUDA stream of the last caller
         self.sleeps = False
@@ -270,7 +288,7 @@ class Runner:
 
         ended = torch.empty(len(graphs.rows.ended), dtype=torch.bool, pin_memory=self.on_gpu)
         ended.copy_(graphs.rows.ended, non_blocking=True)
-        self.in_flight.append((self.record_event(self.sleeps), ended, [*zip(utterances, indices)]))
+        self.in_flight.append(FrameInFlight(self.record_event(self.sleeps), ended, dict(zip(utterances, indices))))
 
     def draw(self, noise: torch.Tensor, utterances: list[Utterance]) -> None:
         """Noise (B, N, V) of the next choices. Utterances that share a generator share one draw."""
@@ -286,12 +304,13 @@ class Runner:
         """Put text that has arrived where the frames read it. There may be more of it than they can reach."""
         text = self.rows.text[utterance.row]
         while utterance.new_text:
-            first, embeddings, utterance.frames_with_text, ready = utterance.new_text.popleft()
-            if ready:
-                ready.wait()
-                embeddings.record_stream(torch.cuda.current_stream(self.device))
-            embeddings = embeddings[: max(0, len(text) - first)]
-            text[first : first + len(embeddings)] = embeddings
+            new = utterance.new_text.popleft()
+            utterance.frames_with_text = new.frames_with_text
+            if new.ready:
+                new.ready.wait()
+                new.embeddings.record_stream(torch.cuda.current_stream(self.device))
+            embeddings = new.embeddings[: max(0, len(text) - new.first_frame)]
+            text[new.first_frame : new.first_frame + len(embeddings)] = embeddings
 
     def close_gaps(self) -> None:
         """Move utterances to lower rows where a smaller frame is enough for them: a few at a time, or all wait for
@@ -309,19 +328,19 @@ class Runner:
     def read_ended(self, keep: int = 0) -> None:
         """Learn which utterances have ended after the frames launched so far. The last `keep` may still be running."""
         while len(self.in_flight) > keep:
-            event, ended, utterances = self.in_flight.popleft()
-            if event:
-                event.synchronize()
+            frame = self.in_flight.popleft()
+            if frame.done:
+                frame.done.synchronize()
             if reason := self.graphs.why_stopped():  # the state of all who have taken part in a frame since is lost
-                later = [pair for _, _, pairs in self.in_flight for pair in pairs]
+                took_part = itertools.chain(frame.rows, *(later.rows for later in self.in_flight))
+                lost = {utterance for utterance in took_part if utterance in self.active}
                 self.in_flight.clear()
-                lost = {utterance for utterance, _ in [*utterances, *later] if utterance in self.active}
                 if lost:
                     raise MegakernelStopped(reason, lost)
                 return
-            ended = ended.tolist()
-            for utterance, row in utterances:
-                utterance.learn(ended[row])
+            ended = frame.ended.tolist()
+            for utterance, row in frame.rows.items():
+                utterance.note_ended(ended[row])
 
     def decode_chunks(self, utterances: list[Utterance], hand_over: HandOver, together: bool = False) -> None:
         """Hand complete chunks to the codec: one of each utterance at a time, as they must be decoded in order."""
@@ -349,8 +368,8 @@ class Runner:
         codes = self.gather_codes(utterances, size)
         audio = self.codec.feed([utterance.row for utterance in utterances], codes)
         for utterance in utterances:
-            utterance.take_chunk(size)
-        hand_over((utterances, audio))
+            utterance.note_decoded(size)
+        hand_over(Batch(utterances, audio))
 
     def gather_codes(self, utterances: list[Utterance], size: int) -> torch.Tensor:
         """The next codes of each, (B, size, 16)."""

@@ -85,13 +85,13 @@ def value_for(number: int, texts: int, name: str, value):
 def speak_all(speech: Speech, utterances: Iterable[Utterance]) -> list[np.ndarray]:
     """The samples of each, in order. Warns of those that were cut off."""
     audio: dict[Utterance, bytearray] = {}  # float32; they grow without being copied
-    pending = collections.deque()  # (utterances, their PendingAudio)
+    pending = collections.deque()  # Batch, in order
 
     def collect(max_pending: int) -> None:
         """Collect what is there, and wait until no more than `max_pending` chunks are on their way."""
-        while len(pending) > max_pending or (pending and pending[0][1].is_ready()):
-            owners, chunk = pending.popleft()
-            for utterance, samples in zip(owners, chunk.views()):
+        while len(pending) > max_pending or (pending and pending[0].audio.is_ready()):
+            batch = pending.popleft()
+            for utterance, samples in zip(batch.utterances, batch.audio.views()):
                 audio[utterance] += samples.data
 
     def before_frame(active: list[Utterance]) -> None:
