@@ -16,7 +16,6 @@ from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
 from qwen3_tts_cuda_graphs.bench.parity import TeacherForced, error, one_pass, verdict
 from qwen3_tts_cuda_graphs.bench.timing import speech_arguments
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
-from qwen3_tts_cuda_graphs.fast.codec import batch_sizes
 from qwen3_tts_cuda_graphs.fast.frame_graphs import (
     KernelGraphs,
     MegakernelGraphs,
@@ -25,6 +24,7 @@ from qwen3_tts_cuda_graphs.fast.frame_graphs import (
 )
 from qwen3_tts_cuda_graphs.fast.graph_set import MEGAKERNEL_ROWS
 from qwen3_tts_cuda_graphs.fast.paths import MEGAKERNEL
+from qwen3_tts_cuda_graphs.fast.rows import batch_sizes
 from qwen3_tts_cuda_graphs.prompts.build import talker_arguments
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.streaming import stream

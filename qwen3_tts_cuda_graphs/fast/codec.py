@@ -22,6 +22,7 @@ from torch import nn
 from cudagraph_talker import GraphPool, additive_mask, round_up
 from qwen3_tts_cuda_graphs.fast import codec_kernels
 from qwen3_tts_cuda_graphs.fast.codec_decoder import KernelDecoder
+from qwen3_tts_cuda_graphs.fast.rows import batch_sizes
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
@@ -200,11 +201,6 @@ class Codec:
                     first += size
             done = self.stream.record_event() if self.stream else None
         return PendingAudio(audio, done)
-
-
-def batch_sizes(most: int) -> list[int]:
-    """Powers of two, and the largest."""
-    return [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
 
 
 class PendingAudio:

@@ -5,7 +5,6 @@ import logging
 import torch
 
 from cudagraph_talker import GraphPool
-from qwen3_tts_cuda_graphs.fast.codec import batch_sizes
 from qwen3_tts_cuda_graphs.fast.frame_graphs import (
     KernelGraphs,
     MegakernelGraphs,
@@ -15,7 +14,7 @@ from qwen3_tts_cuda_graphs.fast.frame_graphs import (
 from qwen3_tts_cuda_graphs.fast.kernels import one_line
 from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
 from qwen3_tts_cuda_graphs.fast.paths import choose_path, describe
-from qwen3_tts_cuda_graphs.fast.rows import SharedRows
+from qwen3_tts_cuda_graphs.fast.rows import SharedRows, batch_sizes
 from qwen3_tts_cuda_graphs.fast.self_test import run_test, why_rows_wrong
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
@@ -36,7 +35,7 @@ class GraphSet:
             self.use_megakernel(fused)
         for size in reversed(self.sizes):  # the largest first: the others fit into its memory
             log.info("capturing frames of %d %s", size, "row" if size == 1 else "rows")
-            if size in self.by_size:
+            if size in self.by_size:  # the megakernel's, which were tested without being captured
                 self.by_size[size].capture(self.pool)
             self.of(size)
 
