@@ -284,7 +284,7 @@ class Engine:
                 self.runner.step(self.active, self.decoding.put, advancing, together=can_decode_together(situation))
             except MegakernelStopped as stopped:
                 for listener in stopped.utterances:
-                    listener.end(MegakernelStopped(stopped.reason))  # a new one for each thread
+                    listener.close(MegakernelStopped(stopped.reason))  # a new one for each thread
             self.release_finished()
             self.pass_seconds = max(time.monotonic() - began, 0.9 * self.pass_seconds)
             if is_held_back:
@@ -320,7 +320,7 @@ class Engine:
     def has_work(self) -> bool:
         can_admit = self.intake.waiting and (self.runner.free or not self.active)
         can_advance = any(
-            one.has_ended or (one.unread < self.max_unread and one.may_advance()) or one.text_has_failed()
+            one.is_closed or (one.unread < self.max_unread and one.may_advance()) or one.text_has_failed()
             for one in self.active
         )
         return bool(not self.is_running or can_admit or can_advance)
@@ -330,7 +330,7 @@ class Engine:
         for i in evictions(situation, self.patience):
             reason = "its text came too slowly" if situation.listeners[i].lacks_text else "nobody has read it"
             message = f"others were waiting and {reason} for {self.patience:g} s: its place was given away"
-            self.active[i].end(StreamTimeout(message))
+            self.active[i].close(StreamTimeout(message))
         self.release_finished()
 
     def admit(self, count: int) -> bool:
@@ -340,7 +340,7 @@ class Engine:
         for listener, error in self.runner.admit(admitted):
             log.error("a request failed", exc_info=error)
             admitted.remove(listener)
-            listener.end(error)
+            listener.close(error)
         self.active += admitted
         return bool(admitted)
 
@@ -350,12 +350,12 @@ class Engine:
         for listener in self.active:
             if listener.arriving and listener.text_has_failed():
                 listener.finished = True
-        over = [s for s in self.active if s.has_ended or (s.finished and s.is_complete())]
+        over = [s for s in self.active if s.is_closed or (s.finished and s.is_complete())]
         for listener in over:
             self.active.remove(listener)
             self.runner.release(listener)
         # After their rows are free: whoever has seen the end can rely on a free one.
-        if over := [listener for listener in over if not listener.has_ended]:
+        if over := [listener for listener in over if not listener.is_closed]:
             self.decoding.put((over, [(listener.arriving and listener.arriving.error) or END for listener in over]))
 
     # ---- The delivery thread
@@ -370,14 +370,14 @@ class Engine:
                     items = audio.wait()
                     self.count_delivered(listeners, samples=len(items[0]))
                 for listener, item in zip(listeners, items):
-                    if not listener.has_ended:
+                    if not listener.is_closed:
                         listener.put(item)
                 self.after_delivery()
             except BaseException as error:
                 log.exception("the engine has stopped")
                 self.stop(f"the engine has stopped: {error}")
                 for listener in listeners:  # an END must not follow: their audio is not complete
-                    listener.end(RuntimeError(self.why_closed))
+                    listener.close(RuntimeError(self.why_closed))
         self.end_all()  # after the audio that there is
 
     def next_batch(self) -> tuple | None:
@@ -405,7 +405,7 @@ class Engine:
 
     def end_all(self) -> None:
         with self.changed:
-            listeners = [listener for listener in [*self.listeners] if not listener.has_ended]
+            listeners = [listener for listener in [*self.listeners] if not listener.is_closed]
             self.active.clear()
             self.intake.waiting.clear()
         for listener in listeners:

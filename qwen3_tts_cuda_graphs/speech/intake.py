@@ -91,7 +91,7 @@ class Intake:
         kwargs: dict,
         inputs_ready: torch.cuda.Event | None,
     ) -> None:
-        if listener.has_ended:
+        if listener.is_closed:
             return
         try:
             self.engine.check_running()
@@ -104,7 +104,7 @@ class Intake:
             else:
                 self.enqueue(listener, self.prompts.build(method, text, kwargs))
         except BaseException as error:
-            listener.end(error)
+            listener.close(error)
             raise
 
     def enqueue(self, listener: Listener, request: Request) -> None:
@@ -113,7 +113,7 @@ class Intake:
         with self.changed:
             self.engine.check_running()
             listener.queued_at = time.monotonic()
-            if not listener.has_ended:
+            if not listener.is_closed:
                 self.waiting.append(listener)
             self.changed.notify_all()
 
@@ -122,7 +122,7 @@ class Intake:
         """Add the next piece of a text that is still arriving, its end, or the error of its iterator. Returns whether
         more is wanted."""
         arriving = listener.arriving
-        if listener.has_ended or arriving.is_over or not self.engine.is_running:
+        if listener.is_closed or arriving.is_over or not self.engine.is_running:
             return False
         try:
             if isinstance(piece, str):
@@ -147,4 +147,4 @@ class Intake:
             has_begun = listener.queued_at is not None  # the engine's thread knows it
             self.changed.notify_all()
         if not has_begun:
-            listener.end(error)
+            listener.close(error)

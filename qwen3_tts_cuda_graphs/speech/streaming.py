@@ -88,12 +88,14 @@ async def astream(
         thread.shutdown(wait=False)
 
 
-def arriving_audio_chunks(speech: Speech, reader: TextReader, *options) -> Generator[Chunk, None, bool]:
+def arriving_audio_chunks(
+    speech: Speech, reader: TextReader, sizes: Iterator[int], seed: int | None, warn: bool
+) -> Generator[Chunk, None, bool]:
     """`audio_chunks` of a text that is still arriving. The model is not locked before there is enough of it."""
     reader.start()
     try:
         reader.wait_until(lambda: reader.arriving.can_begin)
-        return (yield from audio_chunks(speech, reader.arriving.begin(), *options, reader))
+        return (yield from audio_chunks(speech, reader.arriving.begin(), sizes, seed, warn, reader))
     finally:
         reader.close()
 

@@ -36,6 +36,13 @@ class NewText(NamedTuple):
 
 
 class Utterance:
+    """Three counts of frames say how far it is:
+
+    launched   the GPU has got them: one more than there are, where the host learns late of the end
+    checked    the host has read, after each of them, whether it is the last
+    decoded    the codec has got them: at most `valid_frames`, which surely belong to the speech
+    """
+
     def __init__(self, chunk_sizes: Iterator[int] | None = None):
         """chunk_sizes: frames of each chunk of audio; None: only codes are wanted"""
         self.request = None  # dropped when it is admitted: its embeddings take memory, and the rest is copied below
@@ -51,9 +58,9 @@ class Utterance:
         self.new_text = collections.deque()  # NewText that the runner has not written yet
         self.frames_with_text = math.inf  # frames whose text is known
         # how far it is, in frames
-        self.launched = 0  # frames launched on the GPU
-        self.checked = 0  # frames whose `ended` flag the host has read
-        self.decoded = 0  # frames handed to the codec
+        self.launched = 0
+        self.checked = 0
+        self.decoded = 0
         self.finished = False  # no further frame will be launched
         self.was_cut_off = False
         self.is_abandoned = False  # whoever drives the runner next is to release it
