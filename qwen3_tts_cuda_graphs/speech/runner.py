@@ -4,8 +4,8 @@
     runner.step(utterances, hand_over)    a frame of each; full chunks go to the codec, and their audio to `hand_over`
     runner.release(utterance)             also before its end
 
-No threads and no locks: one caller at a time (turns.py). Whole calls, lists of texts, streams and the engine differ in
-which utterances they let advance, and in what they do with the audio.
+No threads and no locks: one caller at a time (turns.py). Whole calls, streams and the engine differ in which utterances
+they let advance, and in what they do with the audio.
 
 On a GPU the host runs one frame behind, so that the GPU never waits for it: that an utterance has ended is known when
 the frame after its last one is running, which is then dropped.

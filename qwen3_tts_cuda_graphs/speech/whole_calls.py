@@ -112,9 +112,10 @@ def run(
     hand_over: HandOver | None,
     before_frame: Callable[[list[Utterance]], None],
 ) -> Iterator[Utterance]:
-    """Decode all of them, as many at a time as there are free rows. Yields each when it is complete.
+    """Decode all of them, as many at a time as there are free rows. Yields each when it is complete, still in its row.
 
-    On a CPU finished texts keep decoding until all have ended: upstream's random numbers depend on it."""
+    On a CPU finished texts keep decoding until all have ended: upstream's random numbers depend on it.
+    """
     waiting = iter(utterances)
     active = []
     runner.enter()
@@ -129,7 +130,8 @@ def run(
             for _, error in runner.admit(new):
                 raise error
             before_frame(active)
-            runner.step(active, hand_over, None if runner.on_gpu else active, together=True)
+            advancing = None if runner.on_gpu else active  # None: those that may advance
+            runner.step(active, hand_over, advancing, together=True)
             complete = [utterance for utterance in active if utterance.is_complete()]
             if not runner.on_gpu and len(complete) < len(active):
                 continue
