@@ -79,9 +79,10 @@ class Engine:
         self.cut_off_is_error = cut_off_is_error
         self.after_delivery = after_delivery
         self.listeners = set()  # all that have asked and not been cancelled
-        self.last_progress = {}  # "frame" or "prompt" -> a figure that each of them changes, and when it was first seen
+        self.last_progress = {}  # "frame" or "prompt" -> how many were made, and when that was first seen
         self.active = []  # listeners that have a row
         self.why_closed = ""  # empty while it runs
+        self.passes = 0  # of run_until_idle's loop
         self.pass_seconds = 0.0  # a maximum that decays by a tenth with each pass
         self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # Batch, or (listeners, what each ends with), in order
         self.next_text_check = math.inf  # time at which the delivery thread checks arriving texts
@@ -228,14 +229,15 @@ class Engine:
 
     def stands_still(self, seconds: float) -> str | None:
         """What it has had to make for so many seconds without making one: "frame" or "prompt". None: it makes progress.
-        To be called every now and then. Each pass of the engine sets pass_seconds."""
+        To be called every now and then."""
         now = time.monotonic()
         has_frames = (self.active or self.intake.waiting) and self.has_work()
-        kinds = ("frame", has_frames, self.pass_seconds), ("prompt", self.intake.preparing, self.intake.prepared)
-        for what, has_work, last in kinds:
-            if not has_work or self.last_progress.get(what, (None,))[0] != last:
-                self.last_progress[what] = last, now
-            elif now - self.last_progress[what][1] > seconds:
+        kinds = ("frame", has_frames, self.passes), ("prompt", self.intake.preparing, self.intake.prepared)
+        for what, has_work, made in kinds:
+            made_before, since = self.last_progress.get(what, (None, now))
+            if not has_work or made != made_before:
+                self.last_progress[what] = made, now
+            elif now - since > seconds:
                 return what
         return None
 
@@ -286,6 +288,7 @@ class Engine:
                 for listener in stopped.utterances:
                     listener.close(MegakernelStopped(stopped.reason))  # a new one for each thread
             self.release_finished()
+            self.passes += 1
             self.pass_seconds = max(time.monotonic() - began, 0.9 * self.pass_seconds)
             if is_held_back:
                 self.wait_for_newcomers()
