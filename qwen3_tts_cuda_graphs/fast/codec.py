@@ -47,16 +47,17 @@ class Codec:
         self.device = model.device
         self.samples_per_frame = tokenizer.get_decode_upsample_rate()
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.unused = row_count  # padding of a batch reads and writes this row
         self.batches = batch_sizes(min(row_count, MAX_BATCH))
-        row_count += row_count > 1
+        if row_count > 1:
+            row_count += 1  # one that belongs to no utterance: padding of a batch reads and writes it
+        self.padding_row = row_count - 1
 
         with self.device:
             self.codes = torch.zeros(self.batches[-1], config.num_quantizers, max(CHUNK_SIZES), dtype=torch.long)
             self.samples = torch.zeros(self.batches[-1], max(CHUNK_SIZES) * self.samples_per_frame, dtype=torch.float32)
             self.position = torch.zeros(row_count, dtype=torch.long)
             self.state = [self.position]
-            self.indices = {batch: torch.full((batch,), row_count - 1) for batch in self.batches}  # rows of a batch
+            self.indices = {batch: torch.full((batch,), self.padding_row) for batch in self.batches}  # rows of a batch
             self.row_indices = self.indices[1]  # those of the step that runs or is being captured
             reason = codec_kernels.SOURCE.why_not(model)
             if reason:
@@ -185,7 +186,7 @@ class Codec:
         samples = codes.shape[1] * self.samples_per_frame
         count = len(row_indices)
         audio = torch.empty(count, samples, dtype=torch.float32, device="cpu", pin_memory=self.stream is not None)
-        index = torch.tensor([*row_indices, *[self.unused] * (batch - count)], pin_memory=self.stream is not None)
+        index = torch.tensor([*row_indices, *[self.padding_row] * (batch - count)], pin_memory=self.stream is not None)
         with self.on_own_stream():
             codes = codes.to(self.device).transpose(1, 2)
             if self.stream:

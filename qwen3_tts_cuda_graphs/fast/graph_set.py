@@ -40,7 +40,7 @@ class GraphSet:
             self.of(size)
 
     def of(self, row_count: int) -> PlainGraphs:
-        """Those for the fewest rows that are at least so many."""
+        """Those of the smallest size with room for so many rows. After `why_stopped` they may be captured now."""
         size = next(size for size in self.sizes if size >= row_count)
         if size not in self.by_size:
             graphs = graphs_without_megakernel(self.talker, self.rows[:size], like=self.by_size.get(1))
