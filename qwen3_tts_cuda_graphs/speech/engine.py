@@ -207,8 +207,9 @@ class Engine:
                     audio[number].append(item)
                     continue
                 listeners.pop(number).cancel()
-                for number in itertools.islice(numbers, 1):
-                    ask(number)
+                following = next(numbers, None)
+                if following is not None:
+                    ask(following)
         finally:
             for listener in listeners.values():
                 listener.cancel()
@@ -281,7 +282,9 @@ class Engine:
             self.drop_overdue(situation)
             has_admitted = self.admit(admissions(situation))
             is_held_back = not has_admitted and holds_back(situation)
-            advancing = [] if is_held_back else [s for s in self.active if s.may_advance() and s.paused_at is None]
+            advancing = []
+            if not is_held_back:
+                advancing = [one for one in self.active if one.may_advance() and one.paused_at is None]
             try:
                 self.runner.step(self.active, self.decoding.put, advancing, together=can_decode_together(situation))
             except MegakernelStopped as stopped:
@@ -353,13 +356,13 @@ class Engine:
         for listener in self.active:
             if listener.arriving and listener.text_has_failed():
                 listener.finished = True
-        over = [s for s in self.active if s.is_closed or (s.finished and s.is_complete())]
+        over = [one for one in self.active if one.is_closed or (one.finished and one.is_complete())]
         for listener in over:
             self.active.remove(listener)
             self.runner.release(listener)
         # After their rows are free: whoever has seen the end can rely on a free one.
         if over := [listener for listener in over if not listener.is_closed]:
-            self.decoding.put((over, [(listener.arriving and listener.arriving.error) or END for listener in over]))
+            self.decoding.put((over, [listener.last_item() for listener in over]))
 
     # ---- The delivery thread
 

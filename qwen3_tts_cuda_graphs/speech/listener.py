@@ -122,6 +122,10 @@ class Listener(Utterance):
         """Whether all there was before an error of the text has been spoken, and the error comes next."""
         return bool(self.arriving and self.arriving.error and self.lacks_text() and self.checked == self.launched)
 
+    def last_item(self) -> BaseException | None:
+        """What follows its audio: END, or the error of its text."""
+        return (self.arriving and self.arriving.error) or END
+
     @property
     def awaits_text(self) -> bool:
         """Whether more of its text is to come, needed by now or not."""
