@@ -14,8 +14,8 @@ import torch
 from transformers import Cache, StaticCache
 
 
-class Graphs:
-    """CUDA graphs that never run at the same time, so they share their memory and the stream they are captured on."""
+class GraphPool:
+    """CUDA graphs that never run at the same time share memory, and the stream that they are captured on."""
 
     def __init__(self, device: torch.device):
         self.device = device

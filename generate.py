@@ -2,7 +2,7 @@
 """Qwen3-TTS with every frame captured as CUDA graphs: `tts = load("0.6B")` is upstream's model, accelerated.
 
 Upstream builds every prompt, calls `talker.generate` once and decodes the codes to audio. `accelerate` puts
-`Decoder.generate` in its place, whose loop is `Decoder.frames`. The package qwen3_tts_cuda_graphs adds faster
+`FrameLoop.generate` in its place, whose loop is `FrameLoop.frames`. The package qwen3_tts_cuda_graphs adds faster
 kernels, streams and a server; where it can be imported, `python generate.py` is its command line.
 """
 
@@ -27,7 +27,7 @@ from huggingface_hub import snapshot_download
 from tokenizers import Regex, pre_tokenizers
 
 from cudagraph_predictor import PredictorGraph
-from cudagraph_talker import Graphs, Rows, TalkerGraph, draw_noise, round_up, static_cache
+from cudagraph_talker import GraphPool, Rows, TalkerGraph, draw_noise, round_up, static_cache
 
 VARIANTS = "0.6B-Base", "1.7B-Base", "0.6B-CustomVoice", "1.7B-CustomVoice", "1.7B-VoiceDesign"
 MODELS = {name.removesuffix("-Base"): f"Qwen/Qwen3-TTS-12Hz-{name}" for name in VARIANTS}  # -> hub id
@@ -60,7 +60,7 @@ def load_upstream(model: str, device=None, dtype: torch.dtype | None = None):
 def accelerate(tts, max_seq_len: int = 2048):
     """Make a model's methods fast, in place. No other thread may use the GPU during it. `max_seq_len` positions are
     for prompt and speech together, one per frame (12.5 per second)."""
-    tts.model.talker.generate = Decoder(tts.model.talker, max_seq_len).generate
+    tts.model.talker.generate = FrameLoop(tts.model.talker, max_seq_len).generate
     return tts
 
 
@@ -76,12 +76,12 @@ class FrameGraphs:
         code_cache = static_cache(config.code_predictor_config, row_count, round_up(config.num_code_groups), *kind)
         self.predictor = PredictorGraph(talker, self.rows, *code_cache)
         self.talker = TalkerGraph(talker, self.rows, *static_cache(config, row_count, length, *kind))
-        graphs = Graphs(talker.device)
-        self.predict = graphs.capture(self.predictor.step)
-        self.step = graphs.capture(self.talker.step)
+        pool = GraphPool(talker.device)
+        self.predict = pool.capture(self.predictor.step)
+        self.step = pool.capture(self.talker.step)
 
 
-class Decoder:
+class FrameLoop:
     """Stands in for talker.generate: prompts in, codes and hidden states out. Call it from one thread at a time."""
 
     def __init__(self, talker, max_seq_len: int):

@@ -21,7 +21,7 @@ from gpu_on_cpu import changed_source
 from megakernel_cases import PLAIN_COPIES, compile_with, gpu_kernel_for, rows_of, small_talker
 
 from qwen3_tts_cuda_graphs.fast import megakernel
-from qwen3_tts_cuda_graphs.fast.frames import MegakernelFrame
+from qwen3_tts_cuda_graphs.fast.frame_graphs import MegakernelGraphs
 from qwen3_tts_cuda_graphs.fast.self_test import fill_with_random_states
 
 LENGTH = 80
@@ -32,14 +32,14 @@ KV_HEADS = 8
 def run(talker, count: int) -> None:
     """A frame of rows at different positions, and one at the last position of the cache."""
     rows = rows_of(talker, LENGTH, count)
-    frame = MegakernelFrame(talker, rows)
+    graphs = MegakernelGraphs(talker, rows)
     fill_with_random_states(rows)
     for _ in range(2):
-        frame.predict()
-        frame.step()
+        graphs.predict()
+        graphs.step()
         rows.prompt_length.copy_(LENGTH - 1 - rows.frame)
     torch.cuda.synchronize()
-    assert not any(launch.why_failed() for launch in frame.launches)
+    assert not any(launch.why_failed() for launch in graphs.launches)
     assert torch.isfinite(rows.embedding).all()
     assert rows.token.max() < rows.sampling.vocab_size and rows.codes[..., 1:].max() < rows.code_sampling.vocab_size
     print(f"hidden size {talker.config.hidden_size}, {count} rows: the talker chose {rows.token.flatten().tolist()}")

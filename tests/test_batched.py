@@ -26,13 +26,13 @@ from gpu_on_cpu import (
 from helpers import ExactProducts, on_gpu
 from torch import Tensor
 
-from cudagraph_talker import Graphs, RowCache, Rows, Sampling, additive_mask, round_up, sample, static_cache
+from cudagraph_talker import GraphPool, RowCache, Rows, Sampling, additive_mask, round_up, sample, static_cache
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import PREDICTOR, TALKER
 from qwen3_tts_cuda_graphs.fast import batched
 from qwen3_tts_cuda_graphs.fast import batched_reference as reference
 from qwen3_tts_cuda_graphs.fast import layer_kernels_reference as layer_reference
 from qwen3_tts_cuda_graphs.fast.batched import SOURCE, BatchedStack, kernel_sizes, product
-from qwen3_tts_cuda_graphs.fast.frames import Frame, KernelFrame
+from qwen3_tts_cuda_graphs.fast.frame_graphs import KernelGraphs, PlainGraphs
 from qwen3_tts_cuda_graphs.fast.layers import replace_layers
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows, view_of
 from qwen3_tts_cuda_graphs.speech.prefill import PrefillGraph, PromptStack
@@ -734,7 +734,7 @@ def test_a_captured_position_equals_its_launches(fused_on_gpu, gpu):
     embeds = torch.randn(8, 1024).bfloat16()
     positions = torch.zeros(8, dtype=torch.long)
     hidden = torch.empty_like(embeds)
-    replay = Graphs(gpu).capture(lambda: hidden.copy_(stack.forward(embeds, positions)))
+    replay = GraphPool(gpu).capture(lambda: hidden.copy_(stack.forward(embeds, positions)))
     for _ in range(3):
         embeds.normal_()
         positions.copy_(torch.randint(LENGTH, (8,)))
@@ -755,13 +755,13 @@ def test_projected_embeddings_are_those_of_the_codes():
     talker = Qwen3TTSTalkerForConditionalGeneration(config).eval()
     rows = SharedRows(config, 3, 16, torch.float32, torch.device("cpu"))
     rows.hidden.normal_()
-    frame = KernelFrame.__new__(KernelFrame)
-    Frame.__init__(frame, talker, rows)
-    predictor = frame.predictor
+    graphs = KernelGraphs.__new__(KernelGraphs)
+    PlainGraphs.__init__(graphs, talker, rows)
+    predictor = graphs.predictor
     weights = [predictor.embed_token.weight, *(embed.weight for embed in predictor.embed_code)]
-    frame.row_indices = torch.arange(3)
-    frame.code_positions = torch.arange(5)[:, None].repeat(1, 3)
-    frame.first_indices = torch.arange(3).repeat(2)
+    graphs.row_indices = torch.arange(3)
+    graphs.code_positions = torch.arange(5)[:, None].repeat(1, 3)
+    graphs.first_indices = torch.arange(3).repeat(2)
     given = []
 
     def forward(x: Tensor, positions: Tensor, row_indices: Tensor | None = None) -> Tensor:
@@ -770,10 +770,10 @@ def test_projected_embeddings_are_those_of_the_codes():
 
     tables = [predictor.project(weight) for weight in weights]
     codes = iter(torch.arange(100, 112).view(4, 3, 1).repeat(2, 1, 1))
-    frame.predictor_stack = SimpleNamespace(forward=forward, sample_rows=lambda *_: next(codes))
-    for frame.inputs in (None, tables):
+    graphs.predictor_stack = SimpleNamespace(forward=forward, sample_rows=lambda *_: next(codes))
+    for graphs.inputs in (None, tables):
         given.append([])
-        frame.predict()
+        graphs.predict()
         assert rows.codes[:, 0, 1:].flatten().tolist() == torch.arange(100, 112).view(4, 3).T.flatten().tolist()
     projected, looked_up = given
     assert len(projected) == len(looked_up) == 4

@@ -30,8 +30,8 @@ warnings.filterwarnings("ignore", message="the speech was cut off")
 captured = []  # every function that was captured, and how often it was replayed
 
 
-def counting_capture(graphs, fn):
-    replay, entry = capture(graphs, fn), [fn, 0]
+def counting_capture(pool, fn):
+    replay, entry = capture(pool, fn), [fn, 0]
     captured.append(entry)
 
     def counted():
@@ -41,11 +41,11 @@ def counting_capture(graphs, fn):
     return counted
 
 
-capture = generate.Graphs.capture
-generate.Graphs.capture = counting_capture
+capture = generate.GraphPool.capture
+generate.GraphPool.capture = counting_capture
 folder, recording = sys.argv[1:]
 tts = generate.accelerate(generate.load_upstream(folder, "cpu"), max_seq_len=256)
-model, decoder = tts.model, tts.model.talker.generate.__self__
+model, loop = tts.model, tts.model.talker.generate.__self__
 for method, arguments, seed, expected, after in torch.load("requests.pt", weights_only=True):
     results = []
     model.generate = lambda **kwargs: results.append(type(model).generate(model, **kwargs)) or results[0]
@@ -57,7 +57,7 @@ for method, arguments, seed, expected, after in torch.load("requests.pt", weight
     assert torch.equal(torch.rand(1), after)
     for number, (row, expected_row) in enumerate(zip(results[0][0], expected, strict=True)):
         assert torch.equal(row, expected_row), arguments
-        assert torch.equal(decoder.graphs.rows.codes[number, : len(row)], row)
+        assert torch.equal(loop.graphs.rows.codes[number, : len(row)], row)
     # Every frame went through the captured steps: they were replayed once per frame.
     frames = max(map(len, expected))
     replays = {type(fn.__self__).__name__: count for fn, count in captured if count}

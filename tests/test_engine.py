@@ -104,7 +104,7 @@ def test_the_audio_is_that_of_its_own_codes(checkpoint):
 
     with engine_of(tts, 3) as engine, ThreadPoolExecutor(8) as threads, watched(runner, "decode_chunk", keep_codes):
         spoken = [*threads.map(speak, (5, 9, 13, 17, 22, 27, 31, 36))]
-    expected = [tts.speech.decode([torch.cat(chunks)])[0][0] for chunks in codes.values()]
+    expected = [tts.model.speech_tokenizer.decode([torch.cat(chunks)])[0][0] for chunks in codes.values()]
     for audio in spoken:
         same_length = [other for other in expected if len(other) == len(audio)]
         assert min(np.abs(audio - other).max() for other in same_length) < 0.02

@@ -52,7 +52,7 @@ def no_capture(monkeypatch):
     """no_capture() -> from now on, accelerate runs what it would capture."""
 
     def patch():
-        monkeypatch.setattr("cudagraph_talker.Graphs.capture", lambda graphs, fn: fn)
+        monkeypatch.setattr("cudagraph_talker.GraphPool.capture", lambda pool, fn: fn)
 
     return patch
 
@@ -73,7 +73,7 @@ def codes(tts, text, seed=0, frames=24, **settings):
     )
     if seed is not None:
         torch.manual_seed(seed)
-    _, *steps = tts.speech.generate(**request).hidden_states  # the first is the prompt
+    _, *steps = tts.model.talker.generate(**request).hidden_states  # the first is the prompt
     return torch.stack([codes for _, codes in steps], dim=1).cpu()
 
 
@@ -183,7 +183,7 @@ def test_requests_capture_nothing(tts, monkeypatch, fused, rows):
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", refuse)
     with torch.cuda.stream(torch.cuda.current_stream()), pytest.raises(AssertionError, match="captures a graph"):
-        cudagraph_talker.Graphs(tts.model.talker.device).capture(lambda: None)  # the patch works
+        cudagraph_talker.GraphPool(tts.model.talker.device).capture(lambda: None)  # the patch works
     for texts in (TEXTS[0], TEXTS[:2], TEXTS, TEXTS * 3):
         assert len(whole(tts, texts)) > 0
     assert len(streamed(tts, TEXTS[0])) == 20 * 1920
@@ -344,7 +344,7 @@ def test_graphs_of_a_pool_share_one_workspace():
     right = torch.randn(8192, 64, device=device, dtype=torch.bfloat16)  # long sums: split over blocks, in the workspace
     out = torch.zeros(64, 64, device=device, dtype=torch.bfloat16)
     expected = left @ right
-    graphs = cudagraph_talker.Graphs(device)
+    pool = cudagraph_talker.GraphPool(device)
     gc.collect()  # what other tests have left must not be freed between two looks at the memory
 
     def multiply():
@@ -356,10 +356,10 @@ def test_graphs_of_a_pool_share_one_workspace():
 
     torch._C._cuda_clearCublasWorkspaces()
     before = used()
-    replays = [graphs.capture(multiply)]
+    replays = [pool.capture(multiply)]
     assert used() - before < 1 << 20  # a graph has small tensors of its own
     before = used()
-    replays += [graphs.capture(multiply) for _ in range(4)]
+    replays += [pool.capture(multiply) for _ in range(4)]
     assert used() == before
 
     del replays[1:]

@@ -14,7 +14,7 @@ from helpers import slow
 from megakernel_cases import PLAIN_COPIES, compile_with, config, cpu_kernel_for, gpu_of, rows_of, small_talker
 
 from qwen3_tts_cuda_graphs.fast import megakernel, self_test
-from qwen3_tts_cuda_graphs.fast.frames import MegakernelFrame
+from qwen3_tts_cuda_graphs.fast.frame_graphs import MegakernelGraphs
 from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Sizes, Stack, kernel_sizes
 
 pytestmark = needs_compiler
@@ -47,10 +47,10 @@ def test_the_kernel_computes_what_the_reference_says(hidden, options, tmp_path):
     talker = small_talker(LENGTH, hidden)
     rows = rows_of(talker, LENGTH)
     with compile_with(cpu_kernel_for(tmp_path, **options)):
-        frame = MegakernelFrame(talker, rows)
-    assert self_test.run_test(frame, prompt, frames=1, choices=3)[0] == ""
+        graphs = MegakernelGraphs(talker, rows)
+    assert self_test.run_test(graphs, prompt, frames=1, choices=3)[0] == ""
 
-    _, step = frame.launches
+    _, step = graphs.launches
     rows.advance.fill_(True)
     rows.min_tokens.zero_()
     rows.noise.exponential_()

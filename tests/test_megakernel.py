@@ -100,13 +100,13 @@ def test_logits_and_cache_with_forced_tokens(routes):
     code_caches = [[] for _ in routes]
 
     def logits_of(route: TeacherForced, kept: list[Tensor]) -> tuple[Tensor, Tensor]:
-        step = route.frame.step
+        step = route.graphs.step
 
         def step_and_keep() -> None:
             step()
             kept.append(cached(route.rows.code_keys, route.rows.code_values, slice(16)))
 
-        with mock.patch.object(route.frame, "step", step_and_keep):
+        with mock.patch.object(route.graphs, "step", step_and_keep):
             return route.logits(tokens, **request)
 
     logits = [*map(logits_of, routes, code_caches)]
@@ -141,7 +141,7 @@ def test_positions(routes):
             rows.prompt_length.fill_(position)
             rows.frame.zero_()
             rows.embedding.copy_(embedding)
-            route.frame.step()
+            route.graphs.step()
         hidden.append(torch.stack([route.rows.hidden.float().flatten() for route in routes]))
         new.append(torch.stack([talker_cache(route, slice(position, position + 1)) for route in routes]))
         changed = (talker_cache(fused, slice(None)) != before).view(-1, LENGTH, 128).any(-1).any(0)
@@ -167,7 +167,7 @@ def test_the_same_choice_with_the_same_noise(fused):
                     rows.hidden.normal_()
                     rows.token.random_(2048)
                     rows.code_noise.exponential_()
-                    fused.frame.predict()
+                    fused.graphs.predict()
                     (scores,) = fused.launches[0].logits()
                     expected = reference_choice(scores, rows.code_sampling, rows.code_noise[0])
                     assert torch.equal(rows.codes[0, 0, 1:], expected), (top_k, top_p, temperature)
@@ -198,7 +198,7 @@ def test_the_talkers_choice_and_rules(fused):
         rows.seen.bernoulli_(0.3)
         rows.noise.exponential_()
         seen = rows.seen.clone()
-        fused.frame.step()
+        fused.graphs.step()
         forbidden = END_TOKEN if early else None
         scores = talker_scores(fused.launches[1].logits()[0], seen, rows.suppressed, penalty, forbidden)
         assert torch.equal(rows.token[0], reference_choice(scores, rows.sampling, rows.noise[0]))

@@ -112,8 +112,8 @@ def test_a_profile_is_the_same_model(profile, case):
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(20):
-        fused.frame.predict()
-        fused.frame.step()
+        fused.graphs.predict()
+        fused.graphs.step()
     end.record()
     end.synchronize()
     grids = [launch.sizes.grid for launch in fused.launches]

@@ -18,8 +18,8 @@ from helpers import GREEDY, assert_the_same_together, joined, slow, use_rows, wa
 from qwen3_tts_cuda_graphs.common.loading import load, load_upstream
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import speaker_prompt
 from qwen3_tts_cuda_graphs.speech import accelerate
-from qwen3_tts_cuda_graphs.speech.accelerated import whole_call
 from qwen3_tts_cuda_graphs.speech.streaming import stream
+from qwen3_tts_cuda_graphs.speech.whole_calls import whole_call
 
 TEXT = "Hello there."
 cut_off_on_purpose = pytest.mark.filterwarnings("ignore:the speech was cut off")
@@ -64,7 +64,7 @@ def test_after_an_abandoned_stream(voice, assert_as_fresh):
 
 def test_after_an_exception(voice, assert_as_fresh):
     """An error in the middle of a request must not leave its turn, its row or its state behind."""
-    with mock.patch.object(voice.fast.speech.runner.frames.of(1), "step", side_effect=ZeroDivisionError):
+    with mock.patch.object(voice.fast.speech.runner.graphs.of(1), "step", side_effect=ZeroDivisionError):
         for speak in (voice.fast_method, lambda **request: joined(stream(voice.fast_method, **request))):
             with pytest.raises(ZeroDivisionError):
                 speak(text="Never mind.", **voice.arguments)
@@ -230,7 +230,7 @@ def test_graphs_of_the_last_size_are_kept(voice):
 
     def runner_after(*texts, **settings):
         voice.codes(tts, text=[*texts], language="English", max_new_tokens=3, **settings)
-        return tts.speech.list_runner
+        return tts.model.talker.generate.__self__.list_runner
 
     two = runner_after("a", "b")
     assert runner_after("c", "d", temperature=0.5) is two

@@ -23,7 +23,7 @@ from megakernel_cases import (
 
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
 from qwen3_tts_cuda_graphs.fast import kernel_cache, megakernel, nvrtc, self_test
-from qwen3_tts_cuda_graphs.fast.frames import Frame, MegakernelFrame
+from qwen3_tts_cuda_graphs.fast.frame_graphs import MegakernelGraphs, PlainGraphs
 from qwen3_tts_cuda_graphs.fast.layers import replace_layers
 from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, Stack, kernel_sizes, stacks_of
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
@@ -68,12 +68,12 @@ def test_faults_on_a_cpu(fault, choices, talker, tmp_path):
     right = cpu_kernel_for(tmp_path, grid=8 if fault else 28)
     wrong = cpu_kernel_for(tmp_path, fault and faulty_source(fault), grid=8)
     with compile_with(with_fault(fault, right, wrong)):
-        frame = MegakernelFrame(talker, rows_of(talker, LENGTH))
-    before = state_of(frame.rows)
-    reason, _ = self_test.run_test(frame, PROMPT, frames=1, choices=choices)
+        graphs = MegakernelGraphs(talker, rows_of(talker, LENGTH))
+    before = state_of(graphs.rows)
+    reason, _ = self_test.run_test(graphs, PROMPT, frames=1, choices=choices)
     print(f"{fault}: {reason}")
     assert FAULTS[fault].found_by in reason if fault else reason == ""
-    assert_same_state(frame.rows, before)
+    assert_same_state(graphs.rows, before)
 
 
 def state_of(rows: SharedRows) -> list[torch.Tensor]:
@@ -96,15 +96,15 @@ class NoKernel:
         raise self.error
 
 
-def frame_without_kernel(talker: Any, error: type[Exception] = RuntimeError) -> Any:
-    frame = Frame(talker, rows_of(talker, LENGTH))
-    frame.launches = NoKernel(error), NoKernel(error)
-    return frame
+def graphs_without_kernel(talker: Any, error: type[Exception] = RuntimeError) -> Any:
+    graphs = PlainGraphs(talker, rows_of(talker, LENGTH))
+    graphs.launches = NoKernel(error), NoKernel(error)
+    return graphs
 
 
 def test_logits_far_from_float32_are_found(talker):
     """Whatever the layers between the first and the last do wrong shows only there."""
-    test = self_test.SelfTest(frame_without_kernel(talker), PROMPT, frames=2)
+    test = self_test.SelfTest(graphs_without_kernel(talker), PROMPT, frames=2)
     exact = torch.randn(30, 1024, generator=torch.Generator().manual_seed(1))
     own, fused = (exact + 0.01 * torch.randn(30, 1024, generator=torch.Generator().manual_seed(i)) for i in (2, 3))
     test.check_logits("codes", fused, own, exact)
@@ -117,14 +117,14 @@ def test_logits_far_from_float32_are_found(talker):
 @torch.no_grad()
 def test_the_frame_can_be_captured_after_a_test_that_failed(error, talker):
     """The test's `prompt_length` was left behind: capturing then read past its end, and loading failed."""
-    frame = frame_without_kernel(talker, error)
-    before = state_of(frame.rows)
+    graphs = graphs_without_kernel(talker, error)
+    before = state_of(graphs.rows)
     if error is torch.OutOfMemoryError:
         with pytest.raises(error):
-            self_test.run_test(frame, PROMPT)
+            self_test.run_test(graphs, PROMPT)
     else:
-        assert self_test.run_test(frame, PROMPT)[0] == error.__name__
-    assert_same_state(frame.rows, before)
+        assert self_test.run_test(graphs, PROMPT)[0] == error.__name__
+    assert_same_state(graphs.rows, before)
 
 
 # ---- Several rows
@@ -162,10 +162,10 @@ def test_faults_of_several_rows_on_a_cpu(count, fault, talker, tmp_path):
     rows = rows_of(talker, LENGTH, count)
     before = state_of(rows)
     with compile_with(cpu_kernel_for(tmp_path, grid=8)):
-        alone = MegakernelFrame(talker, rows[:1])
+        alone = MegakernelGraphs(talker, rows[:1])
     source = changed_source(megakernel, change) if fault else None
     with compile_with(cpu_kernel_for(tmp_path, source, grid=max(16, 4 * count))):
-        several = MegakernelFrame(talker, rows, alone)
+        several = MegakernelGraphs(talker, rows, alone)
     reason = self_test.why_rows_wrong(several, alone)
     print(f"{fault}: {reason}")
     assert bool(reason) == bool(fault) and found_by in reason
@@ -217,7 +217,7 @@ def compiled_ahead(gpu_talker) -> None:
 def test_faults_on_a_gpu(fault, gpu_talker, compiled_ahead, reasons):
     """As on a CPU, with all layers of a published size."""
     with compile_with(with_fault(fault, gpu_kernel_for(), gpu_kernel_for(fault and faulty_source(fault)))):
-        reason, _ = self_test.run_test(MegakernelFrame(gpu_talker, rows_of(gpu_talker, 512)))
+        reason, _ = self_test.run_test(MegakernelGraphs(gpu_talker, rows_of(gpu_talker, 512)))
     reasons[fault] = reason
     assert FAULTS[fault].found_by in reason if fault else reason == ""
 

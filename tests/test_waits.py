@@ -21,7 +21,7 @@ from qwen3_tts_cuda_graphs.common.command import cli_errors
 from qwen3_tts_cuda_graphs.common.loading import load, load_upstream, model_errors
 from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
 from qwen3_tts_cuda_graphs.fast import megakernel, nvrtc
-from qwen3_tts_cuda_graphs.fast.frames import Frame
+from qwen3_tts_cuda_graphs.fast.frame_graphs import PlainGraphs
 from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.engine import Engine
@@ -67,13 +67,13 @@ def test_a_wait_that_is_never_over_ends_on_a_cpu(source, reason, tmp_path):
     assert it.step.failed == it.step.failed_on_host
 
 
-class StoppingFrame:
-    """Takes the place of a frame: it gives up in one frame and leaves NaN behind, as a megakernel may."""
+class StoppingGraphs:
+    """Takes the place of the graphs of a frame: it gives up in one and leaves NaN behind, as a megakernel may."""
 
-    def __init__(self, frame: Frame, stops_in: int) -> None:
-        self.frame = frame
-        self.rows = frame.rows
-        self.step = frame.step
+    def __init__(self, graphs: PlainGraphs, stops_in: int) -> None:
+        self.graphs = graphs
+        self.rows = graphs.rows
+        self.step = graphs.step
         self.stops_in = stops_in
         self.launches = (self,)
         self.count = 0
@@ -85,7 +85,7 @@ class StoppingFrame:
         return "a thread block has waited for another one for 2 s" if self.has_failed else ""
 
     def predict(self) -> None:
-        self.frame.predict()
+        self.graphs.predict()
         self.count += 1
         if self.count == self.stops_in:
             self.stops.set()
@@ -107,11 +107,11 @@ class Stopping:
         voice = speaker_prompt(torch.load(folder / "speaker.pt", weights_only=True))
         self.request = dict(text="Hello!", language="English", voice_clone_prompt=voice, max_new_tokens=12)
         self.expected = self.speak_alone()
-        self.frames = self.tts.speech.runner.frames
+        self.graphs = self.tts.speech.runner.graphs
 
-    def stop_in(self, rows: int) -> StoppingFrame:
-        self.frames.frames[rows] = StoppingFrame(self.frames.frames[rows], 5)
-        return self.frames.frames[rows]
+    def stop_in(self, rows: int) -> StoppingGraphs:
+        self.graphs.by_size[rows] = StoppingGraphs(self.graphs.by_size[rows], 5)
+        return self.graphs.by_size[rows]
 
     def speak_alone(self) -> np.ndarray:
         torch.manual_seed(3)
@@ -121,10 +121,10 @@ class Stopping:
         return joined(engine.stream(self.method, seed=3, **self.request))
 
     def check_that_it_is_left(self, engine: Engine) -> None:
-        """The engine's next request and the next call outside are right, without the frame that has stopped."""
+        """The engine's next request and the next call outside are right, without the graphs that have stopped."""
         np.testing.assert_allclose(self.speak_in(engine), self.expected, rtol=0, atol=1e-5)
         np.testing.assert_allclose(self.speak_alone(), self.expected, rtol=0, atol=1e-5)
-        assert not any(frame.launches for frame in self.frames.frames.values())
+        assert not any(graphs.launches for graphs in self.graphs.by_size.values())
         assert self.tts.speech.path.startswith("separate kernels, no megakernel: the megakernel has stopped")
 
 
@@ -136,8 +136,8 @@ def stopping(checkpoint) -> Stopping:
 @pytest.mark.filterwarnings("ignore:the speech was cut off")
 @pytest.mark.parametrize("rows", [1, 2])
 def test_in_the_engine_the_requests_fail_and_the_next_ones_run(stopping, rows):
-    frame = stopping.stop_in(rows)
-    frame.may_go_on.set()
+    graphs = stopping.stop_in(rows)
+    graphs.may_go_on.set()
     with engine_of(stopping.tts, 2) as engine, ThreadPoolExecutor(2) as threads:
         with stopping.tts.speech.turns.take():  # so that they are admitted together
             streams = [engine.stream(stopping.method, seed=3, **stopping.request) for _ in range(rows)]
@@ -150,12 +150,12 @@ def test_in_the_engine_the_requests_fail_and_the_next_ones_run(stopping, rows):
 @pytest.mark.filterwarnings("ignore:the speech was cut off")
 def test_a_stream_that_joins_in_that_moment_is_right(stopping):
     """Only the one that took part in the stopped frame fails."""
-    frame = stopping.stop_in(1)
+    graphs = stopping.stop_in(1)
     with engine_of(stopping.tts, 2) as engine:
         first = engine.stream(stopping.method, seed=3, **stopping.request)
-        assert frame.stops.wait(LIMIT)
+        assert graphs.stops.wait(LIMIT)
         second = engine.stream(stopping.method, seed=3, **stopping.request)
-        frame.may_go_on.set()
+        graphs.may_go_on.set()
         np.testing.assert_allclose(joined(second), stopping.expected, rtol=0, atol=1e-5)
         with pytest.raises(MegakernelStopped):
             joined(first)
@@ -322,7 +322,7 @@ def test_rows_on_the_megakernel(size, width, checkpoint):
     prompt = speaker_prompt(torch.randn(width, generator=torch.Generator().manual_seed(0)))
     request = dict(text="Hello there.", language="English", voice_clone_prompt=prompt)
     with Engine(tts) as engine, ThreadPoolExecutor(4) as threads:
-        assert all(frame.launches for frame in tts.speech.runner.frames.frames.values())
+        assert all(graphs.launches for graphs in tts.speech.runner.graphs.by_size.values())
 
         def speak(number: int) -> np.ndarray:
             chunks = engine.stream(tts.generate_voice_clone, seed=number, max_new_tokens=40 + number, **request)

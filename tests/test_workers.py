@@ -301,12 +301,12 @@ def test_a_question_has_a_deadline(op):
 def test_an_engine_that_stands_still_is_noticed():
     """A kernel that never ends keeps the engine's thread, and no other."""
     intake = SimpleNamespace(waiting=[], preparing=0, prepared=0)
-    engine = SimpleNamespace(active=[], pass_seconds=0.1, intake=intake, has_work=lambda: True, last_progress={})
-    for active, duration, preparing, prepared, what in (
-        *(([], 0.1, 0, 0, None), ([1], 0.1, 0, 0, "frame"), ([1], 0.2, 0, 0, None), ([1], 0.2, 0, 0, "frame")),
-        *(([1], 0.3, 1, 0, "prompt"), ([1], 0.4, 1, 1, None), ([], 0.4, 2, 1, "prompt"), ([], 0.4, 0, 1, None)),
+    engine = SimpleNamespace(active=[], passes=1, intake=intake, has_work=lambda: True, last_progress={})
+    for active, passes, preparing, prepared, what in (
+        *(([], 1, 0, 0, None), ([1], 1, 0, 0, "frame"), ([1], 2, 0, 0, None), ([1], 2, 0, 0, "frame")),
+        *(([1], 3, 1, 0, "prompt"), ([1], 4, 1, 1, None), ([], 4, 2, 1, "prompt"), ([], 4, 0, 1, None)),
     ):
-        engine.active, engine.pass_seconds, intake.preparing, intake.prepared = active, duration, preparing, prepared
+        engine.active, engine.passes, intake.preparing, intake.prepared = active, passes, preparing, prepared
         time.sleep(0.02)
         assert Engine.stands_still(engine, 0.01) == what
     assert Engine.stands_still(engine, 60) is None

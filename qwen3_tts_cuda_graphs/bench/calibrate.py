@@ -51,7 +51,7 @@ def one_run(models: list, paths: list, seed: int, gain: float, frames: int) -> d
             copied.copy_(weight)
     own_path, megakernel = paths
     megakernel.refresh()
-    reason, self_test_figures = run_test(megakernel.frame)
+    reason, self_test_figures = run_test(megakernel.graphs)
     if reason:
         print(f"run {seed}: the self-test says that {reason}")
     if not frames:

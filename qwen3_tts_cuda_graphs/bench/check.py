@@ -16,10 +16,15 @@ from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
 from qwen3_tts_cuda_graphs.bench.parity import TeacherForced, error, one_pass, verdict
 from qwen3_tts_cuda_graphs.bench.timing import speech_arguments
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
-from qwen3_tts_cuda_graphs.fast.codec import batch_sizes
-from qwen3_tts_cuda_graphs.fast.frame_set import MEGAKERNEL_ROWS
-from qwen3_tts_cuda_graphs.fast.frames import Frame, KernelFrame, MegakernelFrame, frame_without_megakernel
+from qwen3_tts_cuda_graphs.fast.frame_graphs import (
+    KernelGraphs,
+    MegakernelGraphs,
+    PlainGraphs,
+    graphs_without_megakernel,
+)
+from qwen3_tts_cuda_graphs.fast.graph_set import MEGAKERNEL_ROWS
 from qwen3_tts_cuda_graphs.fast.paths import MEGAKERNEL
+from qwen3_tts_cuda_graphs.fast.rows import batch_sizes
 from qwen3_tts_cuda_graphs.prompts.build import talker_arguments
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.streaming import stream
@@ -51,8 +56,8 @@ def check(checkpoint: Checkpoint, frames: int) -> Iterator[Result]:
     vocabulary = tts.model.talker.config.code_predictor_config.vocab_size
     tokens = torch.randint(vocabulary, (frames, tts.model.talker.config.num_code_groups), device=tts.device)
     paths = {
-        name: TeacherForced(tts.model.talker, LENGTH, row_count, make_frame).logits(tokens, **request)
-        for name, row_count, make_frame in checked_frames(tts)
+        name: TeacherForced(tts.model.talker, LENGTH, row_count, make_graphs).logits(tokens, **request)
+        for name, row_count, make_graphs in checked_graphs(tts)
     }
     del tts  # its GPU memory is needed for float32
     gc.collect()
@@ -60,16 +65,16 @@ def check(checkpoint: Checkpoint, frames: int) -> Iterator[Result]:
     yield from check_logits(checkpoint.model, paths, tokens, request)
 
 
-def checked_frames(tts) -> Iterator[tuple[str, int, Callable[..., Frame]]]:
+def checked_graphs(tts) -> Iterator[tuple[str, int, Callable[..., PlainGraphs]]]:
     """What is checked on a GPU: its name, number of rows, and what makes the frame."""
-    yield "upstream's modules with layers.py", 1, Frame
-    kernel_frame = functools.partial(KernelFrame, like=tts.speech.runner.frames.of(1))  # as an engine makes it
-    has_kernels = isinstance(frame_without_megakernel(tts.model.talker, tts.speech.runner.rows[:1]), KernelFrame)
+    yield "upstream's modules with layers.py", 1, PlainGraphs
+    kernel_graphs = functools.partial(KernelGraphs, like=tts.speech.runner.graphs.of(1))  # as an engine makes it
+    has_kernels = isinstance(graphs_without_megakernel(tts.model.talker, tts.speech.runner.rows[:1]), KernelGraphs)
     for count in batch_sizes(MAX_ROWS):
         if has_kernels:
-            yield f"batch of {count}", count, kernel_frame
+            yield f"batch of {count}", count, kernel_graphs
         if count in MEGAKERNEL_ROWS and tts.speech.path == MEGAKERNEL:
-            yield f"megakernel for {count} {'row' if count == 1 else 'rows'}", count, MegakernelFrame
+            yield f"megakernel for {count} {'row' if count == 1 else 'rows'}", count, MegakernelGraphs
 
 
 def speak_seeded(tts, arguments: dict) -> np.ndarray:

@@ -21,15 +21,15 @@ def frame_parts(tts, arguments: dict) -> Row:
     runner = tts.speech.runner
     chunks = stream(tts.generate_voice_clone, **arguments)
     next(chunks)  # the request is in row 0
-    rows, frame = runner.views[0], runner.frames.of(1)
+    rows, graphs = runner.views[0], runner.graphs.of(1)
 
     def predict() -> None:
         draw_noise(rows.code_noise)
-        frame.predict()
+        graphs.predict()
 
     def step() -> None:
         draw_noise(rows.noise)
-        frame.step()
+        graphs.step()
 
     def both() -> None:
         predict()
@@ -64,7 +64,7 @@ def first_audio_parts(tts, arguments: dict, runs: int) -> Row:
     parts = {
         "tokenize and prompt": make_utterance,
         "prefill": lambda: runner.read_prompts([utterance]),
-        "first codes": runner.frames.of(1).predict,
+        "first codes": runner.graphs.of(1).predict,
         "codec and copy": lambda: runner.codec.feed([0], runner.rows.codes[:1, :1]).wait(),
     }
     return {name: median_ms(part, runs) for name, part in parts.items()}

@@ -14,8 +14,8 @@ from functools import partial
 
 import torch
 
-from cudagraph_talker import Graphs, TalkerGraph, round_up
-from qwen3_tts_cuda_graphs.fast.frames import Frame, MegakernelFrame
+from cudagraph_talker import GraphPool, TalkerGraph, round_up
+from qwen3_tts_cuda_graphs.fast.frame_graphs import MegakernelGraphs, PlainGraphs
 from qwen3_tts_cuda_graphs.fast.layers import replace_layers
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 
@@ -28,15 +28,15 @@ class TeacherForced:
     """A frame of some rows over a cache of its own. The noise forces the tokens on it."""
 
     @torch.no_grad()
-    def __init__(self, talker, length: int, row_count: int = 1, make_frame: Callable[..., Frame] = Frame):
+    def __init__(self, talker, length: int, row_count: int = 1, make_graphs: Callable[..., PlainGraphs] = PlainGraphs):
         self.talker = talker
         self.rows = SharedRows(talker.config, row_count, round_up(length), talker.dtype, talker.device)
-        self.frame = make_frame(talker, self.rows)
-        self.launches = self.frame.launches
+        self.graphs = make_graphs(talker, self.rows)
+        self.launches = self.graphs.launches
         self.heads = [*talker.code_predictor.lm_head, talker.codec_head]
         self.head_outputs = [head.weight.new_zeros(len(head.weight)) for head in self.heads]  # of the last row
         with self.keep_head_outputs():
-            self.frame.capture(Graphs(talker.device))
+            self.graphs.capture(GraphPool(talker.device))
 
     @contextlib.contextmanager
     def keep_head_outputs(self) -> Iterator[None]:
@@ -85,8 +85,8 @@ class TeacherForced:
             rows.token.copy_(codes[:, :1])
             rows.code_noise.fill_(1e30).scatter_(-1, codes[:, 1:, None], 1e-30)  # the sampler chooses these
             with self.keep_head_outputs():
-                self.frame.predict()
-                self.frame.step()
+                self.graphs.predict()
+                self.graphs.step()
             if self.launches:
                 of_codes, of_token = (launch.logits()[-1] for launch in self.launches)
             else:
@@ -102,7 +102,7 @@ class Megakernel(TeacherForced):
 
     def __init__(self, talker, length: int, row_count: int = 1):
         self.keepalive = replace_layers(talker, length)
-        super().__init__(talker, length, row_count, MegakernelFrame)
+        super().__init__(talker, length, row_count, MegakernelGraphs)
 
     def refresh(self) -> None:
         """Compute again what was computed from the weights."""

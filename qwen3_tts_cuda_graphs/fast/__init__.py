@@ -1,8 +1,8 @@
 """The same model, faster. Everything here works on upstream's weights and on the tensors of the three files.
 
 rows.py         rows that come and go, each at a position of its own
-frames.py       a frame of 1 to N rows, computed in one of three ways
-frame_set.py    the captured frames of a model, each in the fastest way that runs here
+frame_graphs.py the two graphs of a frame of 1 to N rows, which compute it in one of three ways
+graph_set.py    those of a model, for each number of rows, each in the fastest way that runs here
 layers.py       upstream's layers from fewer kernels
 megakernel.py   all layers, heads and the sampling of one step in a single launch, where the GPU can
                 (megakernel.cu; megakernel_reference.py is the same step in torch)

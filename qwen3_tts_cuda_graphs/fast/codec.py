@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cudagraph_talker import Graphs, additive_mask, round_up
+from cudagraph_talker import GraphPool, additive_mask, round_up
 from qwen3_tts_cuda_graphs.fast import codec_kernels
 from qwen3_tts_cuda_graphs.fast.codec_decoder import KernelDecoder
+from qwen3_tts_cuda_graphs.fast.rows import batch_sizes
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
@@ -46,16 +47,17 @@ class Codec:
         self.device = model.device
         self.samples_per_frame = tokenizer.get_decode_upsample_rate()
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.unused = row_count  # padding of a batch reads and writes this row
         self.batches = batch_sizes(min(row_count, MAX_BATCH))
-        row_count += row_count > 1
+        if row_count > 1:
+            row_count += 1  # one that belongs to no utterance: padding of a batch reads and writes it
+        self.padding_row = row_count - 1
 
         with self.device:
             self.codes = torch.zeros(self.batches[-1], config.num_quantizers, max(CHUNK_SIZES), dtype=torch.long)
             self.samples = torch.zeros(self.batches[-1], max(CHUNK_SIZES) * self.samples_per_frame, dtype=torch.float32)
             self.position = torch.zeros(row_count, dtype=torch.long)
             self.state = [self.position]
-            self.indices = {batch: torch.full((batch,), row_count - 1) for batch in self.batches}  # rows of a batch
+            self.indices = {batch: torch.full((batch,), self.padding_row) for batch in self.batches}  # rows of a batch
             self.row_indices = self.indices[1]  # those of the step that runs or is being captured
             reason = codec_kernels.SOURCE.why_not(model)
             if reason:
@@ -63,11 +65,11 @@ class Codec:
                 self.use_modules(model, row_count)
             else:
                 self.use_kernels(model, row_count)
-        graphs = Graphs(self.device)
+        pool = GraphPool(self.device)
         position, *others = self.state
         self.row_states = [(position[row], [state[row] for state in others]) for row in range(row_count)]
         self.graphs = {
-            (batch, size): self.capture(batch, size, graphs)
+            (batch, size): self.capture(batch, size, pool)
             for batch in reversed(self.batches)  # the largest first: the others fit into its memory
             for size in (CHUNK_SIZES if batch == 1 else BATCH_CHUNK_SIZES)
         }
@@ -90,14 +92,14 @@ class Codec:
         precompute_constants(self.decoder)
         self.decoder.pre_transformer.forward = self.transformer
 
-    def capture(self, batch: int, size: int, graphs: Graphs) -> Callable[[], None]:
+    def capture(self, batch: int, size: int, pool: GraphPool) -> Callable[[], None]:
         """Decode the next `size` frames of `batch` rows."""
 
         def step() -> None:
             self.row_indices = self.indices[batch]
             self.step(size)
 
-        return graphs.capture(step)
+        return pool.capture(step)
 
     def keep_input(self, module: nn.Module, row_count: int, dtype: torch.dtype) -> None:
         """Give a causal convolution a static tensor for the end of its input."""
@@ -184,7 +186,7 @@ class Codec:
         samples = codes.shape[1] * self.samples_per_frame
         count = len(row_indices)
         audio = torch.empty(count, samples, dtype=torch.float32, device="cpu", pin_memory=self.stream is not None)
-        index = torch.tensor([*row_indices, *[self.unused] * (batch - count)], pin_memory=self.stream is not None)
+        index = torch.tensor([*row_indices, *[self.padding_row] * (batch - count)], pin_memory=self.stream is not None)
         with self.on_own_stream():
             codes = codes.to(self.device).transpose(1, 2)
             if self.stream:
@@ -200,11 +202,6 @@ class Codec:
                     first += size
             done = self.stream.record_event() if self.stream else None
         return PendingAudio(audio, done)
-
-
-def batch_sizes(most: int) -> list[int]:
-    """Powers of two, and the largest."""
-    return [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
 
 
 class PendingAudio:

@@ -60,6 +60,11 @@ class SharedRows(Rows):
         return [*self.keys, *self.values]
 
 
+def batch_sizes(most: int) -> list[int]:
+    """Numbers of rows that graphs are captured for: powers of two, and the largest."""
+    return [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
+
+
 def new_cache(config, row_count: int, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Keys and values of all layers in one tensor, so that a prefix is one copy: (2, layers, B, KV, S, D)"""
     shape = (2, config.num_hidden_layers, row_count, config.num_key_value_heads, length, config.head_dim)

@@ -9,7 +9,7 @@ The megakernel generates FRAMES frames after a prompt of random codes. Compared 
     choices       with the reference, given the kernel's own logits and noise
     logits        their error against float32, relative to that of the reference that rounds: all layers together
 
-A frame of several rows is compared with what the frame of one row computes for each of them. The host reads all
+A frame of several rows is compared with what the graphs of one row compute for each of them. The host reads all
 figures at once, in the end.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from cudagraph_talker import Sampling, apply_rules, round_up, sample
 from qwen3_tts_cuda_graphs.fast import megakernel_reference as reference
-from qwen3_tts_cuda_graphs.fast.frames import MegakernelFrame
+from qwen3_tts_cuda_graphs.fast.frame_graphs import MegakernelGraphs
 from qwen3_tts_cuda_graphs.fast.kernels import one_line
 from qwen3_tts_cuda_graphs.fast.layer_kernels_reference import exact as unrounded
 from qwen3_tts_cuda_graphs.fast.layer_kernels_reference import norm, to_bfloat16
@@ -56,12 +56,12 @@ MAX_ROW_DIFFERENCE = 0.2  # of their median
 
 @torch.no_grad()
 def run_test(
-    frame: MegakernelFrame, prompt: int = PROMPT, frames: int = FRAMES, choices: int = TALKER_CHOICES
+    graphs: MegakernelGraphs, prompt: int = PROMPT, frames: int = FRAMES, choices: int = TALKER_CHOICES
 ) -> tuple[str, dict[str, tuple[float, float]]]:
-    """What is wrong with a frame of one row, empty if nothing is; and the figures that were measured, with limits."""
-    with restored(frame.rows):
+    """What is wrong with the graphs of one row, empty if nothing is; and the measured figures, with their limits."""
+    with restored(graphs.rows):
         try:
-            test = SelfTest(frame, prompt, frames)
+            test = SelfTest(graphs, prompt, frames)
             test.run(choices)
             reason, figures = test.verdict()
         except torch.OutOfMemoryError:
@@ -98,10 +98,10 @@ def launch(step: FusedStep) -> None:
 
 
 class SelfTest:
-    def __init__(self, frame: MegakernelFrame, prompt: int, frames: int) -> None:
-        rows, predictor, talker = frame.rows, frame.predictor, frame.talker
+    def __init__(self, graphs: MegakernelGraphs, prompt: int, frames: int) -> None:
+        rows, predictor, talker = graphs.rows, graphs.predictor, graphs.talker
         self.rows, self.predictor, self.talker = rows, predictor, talker
-        self.predict, self.step = frame.launches
+        self.predict, self.step = graphs.launches
         self.prompt = max(1, min(prompt, rows.text.shape[1] - frames))
         self.frames = frames
         self.figures: dict[str, tuple[Tensor, float, str]] = {}  # each with its limit, and what to say beyond it
@@ -263,15 +263,15 @@ class SelfTest:
 
 
 @torch.no_grad()
-def why_rows_wrong(frame: MegakernelFrame, alone: MegakernelFrame) -> str:
-    """What is wrong with a frame of several rows; empty if nothing is.
+def why_rows_wrong(graphs: MegakernelGraphs, alone: MegakernelGraphs) -> str:
+    """What is wrong with the graphs of several rows; empty if nothing is.
 
-    A frame of rows in random states is compared with what the frame of one row, which has had a test of its own,
-    computes for each of them. The two sum in another order, so a code that is nearly as good may be chosen instead.
+    A frame of rows in random states is compared with what the graphs of one row, which have had a test of their own,
+    compute for each of them. The two sum in another order, so a code that is nearly as good may be chosen instead.
     Therefore the talker reads the same embeddings in both. `alone` has the first of the same rows.
     """
-    rows = frame.rows
-    predict, step = frame.launches
+    rows = graphs.rows
+    predict, step = graphs.launches
     count = len(rows.token)
     index = torch.arange(count, device=rows.token.device)
     with restored(rows):
@@ -358,8 +358,8 @@ def fill_with_random_states(rows: SharedRows) -> list[int]:
     return [prompt + i for i, prompt in enumerate(prompts)]
 
 
-def run_alone(alone: MegakernelFrame, frame: int, position: int, projected: Tensor, embedding: Tensor) -> tuple:
-    """The next frame of row 0 by the frame of one row. Its talker reads this embedding."""
+def run_alone(alone: MegakernelGraphs, frame: int, position: int, projected: Tensor, embedding: Tensor) -> tuple:
+    """The next frame of row 0 by the graphs of one row. Its talker reads this embedding."""
     rows = alone.rows
     predict, step = alone.launches
     predict.first_input.copy_(projected)

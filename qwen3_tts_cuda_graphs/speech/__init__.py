@@ -1,14 +1,31 @@
 """Requests in, sound out.
 
+A runner has the rows of a model, and does nothing by itself. Three callers drive it, one at a time, in the same way:
+`admit` requests, `step` for each frame, `release` what is complete.
+
+    one text, a stream      streaming.py, audio_chunks       a step or more for each chunk that is asked for
+    a list of texts         whole_calls.py, run              until all are complete; a text joins when a row is free
+    listeners               engine.py, run_until_idle        in the engine's thread, while any of them can advance
+
+Who has what:
+
+    Runner        tensors, graphs and codec; which utterance is in which row; frames that the GPU has not finished
+    Speech        the runner of a model, and whose turn it is
+    Utterance     how far a request is, and new text that is not in its row yet
+    Listener      an utterance that also has how much of its audio was delivered and read
+    Intake        a thread that builds prompts, and the listeners that wait for a row
+    Engine        two more threads, the listeners that have a row, and `changed`, the lock for what the threads share
+
 utterance.py    one request in the runner: what to decode, and how far it is
 runner.py       rows of one model: admit, advance, hand over sound, release; prefill.py reads prompts into rows
 turns.py        one caller of the runner at a time, also when a stream is paused
-accelerated.py  what `accelerate` builds: the runner, and upstream's methods on its rows
+speech.py       what `accelerate` stores as tts.speech: the runner, and whose turn it is
+whole_calls.py  upstream's methods on the runner's rows
 streaming.py    one text, with its audio while it is generated
 long_text.py    texts of any length, and speech that does not end
 engine.py       many listeners: the runner in a thread of its own; schedule.py decides who is next
 listener.py     the engine's port: ask, push text, say what was read, cancel
-intake.py       prompts and texts of the listeners, in another thread
+intake.py       what listeners ask, until they have a row: prompts and texts, in a thread
 warm_up.py      two requests when a model is loaded onto a GPU, so that a user's first is as fast as the others
 """
 
@@ -19,9 +36,10 @@ from qwen3_tts_cuda_graphs.prompts.build import Prompts
 from qwen3_tts_cuda_graphs.prompts.checks import check_counts
 from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import use_qwens_pre_tokens
 from qwen3_tts_cuda_graphs.prompts.text_table import use_text_table
-from qwen3_tts_cuda_graphs.speech.accelerated import Accelerated
 from qwen3_tts_cuda_graphs.speech.runner import Runner
+from qwen3_tts_cuda_graphs.speech.speech import Speech
 from qwen3_tts_cuda_graphs.speech.warm_up import warm_up
+from qwen3_tts_cuda_graphs.speech.whole_calls import take_over
 
 
 def accelerate(tts, max_seq_len: int = 2048, rows: int = 1, fused: bool | None = None):
@@ -47,8 +65,8 @@ def accelerate(tts, max_seq_len: int = 2048, rows: int = 1, fused: bool | None =
     batched.SOURCE.compile_ahead(talker.model)  # also where the megakernel makes all frames: prefills need it
     runner = Runner(talker, tts.model.speech_tokenizer, rows, max_seq_len, fused, keepalive)
     tts.prompts = Prompts(tts, max_seq_len, host_talker)
-    tts.speech = Accelerated(tts, runner)
-    tts.speech.take_over()
+    tts.speech = Speech(tts, runner)
+    take_over(tts)
     if on_gpu:
         warm_up(tts)
     return tts

@@ -35,12 +35,12 @@ from qwen3_tts_cuda_graphs.prompts.checks import check_counts, check_seed, check
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.prompts.pieces import END, aread_pieces, start_reader
 from qwen3_tts_cuda_graphs.prompts.script import nth_seed
-from qwen3_tts_cuda_graphs.speech.accelerated import value_for
 from qwen3_tts_cuda_graphs.speech.intake import Intake
 from qwen3_tts_cuda_graphs.speech.listener import Listener, ListenerChunks, StreamTimeout
 from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
 from qwen3_tts_cuda_graphs.speech.schedule import Situation, admissions, can_decode_together, evictions, holds_back
 from qwen3_tts_cuda_graphs.speech.streaming import Chunk
+from qwen3_tts_cuda_graphs.speech.whole_calls import value_for
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
@@ -79,11 +79,12 @@ class Engine:
         self.cut_off_is_error = cut_off_is_error
         self.after_delivery = after_delivery
         self.listeners = set()  # all that have asked and not been cancelled
-        self.last_progress = {}  # "frame" or "prompt" -> a figure that each of them changes, and when it was first seen
+        self.last_progress = {}  # "frame" or "prompt" -> how many were made, and when that was first seen
         self.active = []  # listeners that have a row
         self.why_closed = ""  # empty while it runs
+        self.passes = 0  # of run_until_idle's loop
         self.pass_seconds = 0.0  # a maximum that decays by a tenth with each pass
-        self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # (listeners, their audio or what each ends with), in order
+        self.decoding = queue.Queue(MAX_BATCHES_IN_CODEC)  # Batch, or (listeners, what each ends with), in order
         self.next_text_check = math.inf  # time at which the delivery thread checks arriving texts
         self.changed = threading.Condition()
         self.intake = Intake(self)
@@ -167,7 +168,7 @@ class Engine:
                 reader = asyncio.create_task(aread_pieces(text, listener.push))
             elif arrives:
                 start_reader(text, listener.push)
-            while (audio := listener.take(await items.get())) is not END:
+            while (audio := listener.receive(await items.get())) is not END:
                 yield audio, self.rate
         finally:
             listener.cancel()
@@ -202,12 +203,13 @@ class Engine:
                 ask(number)
             while listeners:
                 number, item = items.get()
-                if listeners[number].take(item) is not END:
+                if listeners[number].receive(item) is not END:
                     audio[number].append(item)
                     continue
                 listeners.pop(number).cancel()
-                for number in itertools.islice(numbers, 1):
-                    ask(number)
+                following = next(numbers, None)
+                if following is not None:
+                    ask(following)
         finally:
             for listener in listeners.values():
                 listener.cancel()
@@ -228,14 +230,15 @@ class Engine:
 
     def stands_still(self, seconds: float) -> str | None:
         """What it has had to make for so many seconds without making one: "frame" or "prompt". None: it makes progress.
-        To be called every now and then. Each pass of the engine sets pass_seconds."""
+        To be called every now and then."""
         now = time.monotonic()
         has_frames = (self.active or self.intake.waiting) and self.has_work()
-        kinds = ("frame", has_frames, self.pass_seconds), ("prompt", self.intake.preparing, self.intake.prepared)
-        for what, has_work, last in kinds:
-            if not has_work or self.last_progress.get(what, (None,))[0] != last:
-                self.last_progress[what] = last, now
-            elif now - self.last_progress[what][1] > seconds:
+        kinds = ("frame", has_frames, self.passes), ("prompt", self.intake.preparing, self.intake.prepared)
+        for what, has_work, made in kinds:
+            made_before, since = self.last_progress.get(what, (None, now))
+            if not has_work or made != made_before:
+                self.last_progress[what] = made, now
+            elif now - since > seconds:
                 return what
         return None
 
@@ -279,13 +282,16 @@ class Engine:
             self.drop_overdue(situation)
             has_admitted = self.admit(admissions(situation))
             is_held_back = not has_admitted and holds_back(situation)
-            advancing = [] if is_held_back else [s for s in self.active if s.may_advance() and s.paused_at is None]
+            advancing = []
+            if not is_held_back:
+                advancing = [one for one in self.active if one.may_advance() and one.paused_at is None]
             try:
                 self.runner.step(self.active, self.decoding.put, advancing, together=can_decode_together(situation))
             except MegakernelStopped as stopped:
                 for listener in stopped.utterances:
-                    listener.end(MegakernelStopped(stopped.reason))  # a new one for each thread
+                    listener.close(MegakernelStopped(stopped.reason))  # a new one for each thread
             self.release_finished()
+            self.passes += 1
             self.pass_seconds = max(time.monotonic() - began, 0.9 * self.pass_seconds)
             if is_held_back:
                 self.wait_for_newcomers()
@@ -320,7 +326,7 @@ class Engine:
     def has_work(self) -> bool:
         can_admit = self.intake.waiting and (self.runner.free or not self.active)
         can_advance = any(
-            one.has_ended or (one.unread < self.max_unread and one.may_advance()) or one.text_has_failed()
+            one.is_closed or (one.unread < self.max_unread and one.may_advance()) or one.text_has_failed()
             for one in self.active
         )
         return bool(not self.is_running or can_admit or can_advance)
@@ -330,7 +336,7 @@ class Engine:
         for i in evictions(situation, self.patience):
             reason = "its text came too slowly" if situation.listeners[i].lacks_text else "nobody has read it"
             message = f"others were waiting and {reason} for {self.patience:g} s: its place was given away"
-            self.active[i].end(StreamTimeout(message))
+            self.active[i].close(StreamTimeout(message))
         self.release_finished()
 
     def admit(self, count: int) -> bool:
@@ -340,7 +346,7 @@ class Engine:
         for listener, error in self.runner.admit(admitted):
             log.error("a request failed", exc_info=error)
             admitted.remove(listener)
-            listener.end(error)
+            listener.close(error)
         self.active += admitted
         return bool(admitted)
 
@@ -350,13 +356,13 @@ class Engine:
         for listener in self.active:
             if listener.arriving and listener.text_has_failed():
                 listener.finished = True
-        over = [s for s in self.active if s.has_ended or (s.finished and s.is_complete())]
+        over = [one for one in self.active if one.is_closed or (one.finished and one.is_complete())]
         for listener in over:
             self.active.remove(listener)
             self.runner.release(listener)
         # After their rows are free: whoever has seen the end can rely on a free one.
-        if over := [listener for listener in over if not listener.has_ended]:
-            self.decoding.put((over, [(listener.arriving and listener.arriving.error) or END for listener in over]))
+        if over := [listener for listener in over if not listener.is_closed]:
+            self.decoding.put((over, [listener.last_item() for listener in over]))
 
     # ---- The delivery thread
 
@@ -370,14 +376,14 @@ class Engine:
                     items = audio.wait()
                     self.count_delivered(listeners, samples=len(items[0]))
                 for listener, item in zip(listeners, items):
-                    if not listener.has_ended:
+                    if not listener.is_closed:
                         listener.put(item)
                 self.after_delivery()
             except BaseException as error:
                 log.exception("the engine has stopped")
                 self.stop(f"the engine has stopped: {error}")
                 for listener in listeners:  # an END must not follow: their audio is not complete
-                    listener.end(RuntimeError(self.why_closed))
+                    listener.close(RuntimeError(self.why_closed))
         self.end_all()  # after the audio that there is
 
     def next_batch(self) -> tuple | None:
@@ -405,7 +411,7 @@ class Engine:
 
     def end_all(self) -> None:
         with self.changed:
-            listeners = [listener for listener in [*self.listeners] if not listener.has_ended]
+            listeners = [listener for listener in [*self.listeners] if not listener.is_closed]
             self.active.clear()
             self.intake.waiting.clear()
         for listener in listeners:

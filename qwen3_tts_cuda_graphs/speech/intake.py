@@ -17,6 +17,7 @@ from qwen3_tts_cuda_graphs.prompts.clone_prompts import is_on_gpu
 from qwen3_tts_cuda_graphs.prompts.pieces import done_future
 from qwen3_tts_cuda_graphs.prompts.request import Request
 from qwen3_tts_cuda_graphs.speech.listener import Listener, QueueFull
+from qwen3_tts_cuda_graphs.speech.utterance import NewText
 
 
 class Intake:
@@ -76,7 +77,7 @@ class Intake:
 
     def push(self, listener: Listener, piece: str | BaseException | None) -> Future:
         try:
-            return self.thread.submit(self.take_piece, listener, piece)
+            return self.thread.submit(self.add_piece, listener, piece)
         except RuntimeError:  # the engine has been closed
             return done_future(False)
 
@@ -90,7 +91,7 @@ class Intake:
         kwargs: dict,
         inputs_ready: torch.cuda.Event | None,
     ) -> None:
-        if listener.has_ended:
+        if listener.is_closed:
             return
         try:
             self.engine.check_running()
@@ -103,7 +104,7 @@ class Intake:
             else:
                 self.enqueue(listener, self.prompts.build(method, text, kwargs))
         except BaseException as error:
-            listener.end(error)
+            listener.close(error)
             raise
 
     def enqueue(self, listener: Listener, request: Request) -> None:
@@ -112,16 +113,16 @@ class Intake:
         with self.changed:
             self.engine.check_running()
             listener.queued_at = time.monotonic()
-            if not listener.has_ended:
+            if not listener.is_closed:
                 self.waiting.append(listener)
             self.changed.notify_all()
 
     @torch.no_grad()
-    def take_piece(self, listener: Listener, piece: str | BaseException | None) -> bool:
+    def add_piece(self, listener: Listener, piece: str | BaseException | None) -> bool:
         """Add the next piece of a text that is still arriving, its end, or the error of its iterator. Returns whether
         more is wanted."""
         arriving = listener.arriving
-        if listener.has_ended or arriving.is_over or not self.engine.is_running:
+        if listener.is_closed or arriving.is_over or not self.engine.is_running:
             return False
         try:
             if isinstance(piece, str):
@@ -130,10 +131,10 @@ class Intake:
             if listener.queued_at is None:
                 if arriving.can_begin:
                     self.enqueue(listener, arriving.begin())
-            elif embeddings := arriving.take_embeddings():
-                ready = self.speech.runner.record_event()
+            elif new := arriving.take_embeddings():
+                new = NewText(*new, self.speech.runner.record_event())
                 with self.changed:
-                    listener.new_text.append((*embeddings, ready))
+                    listener.new_text.append(new)
                     self.changed.notify_all()
         except BaseException as error:
             self.fail_text(listener, error)
@@ -146,4 +147,4 @@ class Intake:
             has_begun = listener.queued_at is not None  # the engine's thread knows it
             self.changed.notify_all()
         if not has_begun:
-            listener.end(error)
+            listener.close(error)

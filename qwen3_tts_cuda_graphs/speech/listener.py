@@ -36,7 +36,7 @@ class Listener(Utterance):
         self.engine = engine
         self.put = put
         self.queued_at = None  # time; None while its prompt is being built or waits for text
-        self.has_ended = False  # it has got an error, or has gone: nothing more is delivered
+        self.is_closed = False  # it has got an error or was cancelled: nothing more is delivered
         # a text that is still arriving
         self.arriving = None  # ArrivingText
         self.max_text_tokens = max_text_tokens
@@ -73,14 +73,14 @@ class Listener(Utterance):
 
     def cancel(self) -> None:
         with self.engine.changed:
-            self.end()
+            self.close()
             self.engine.listeners.discard(self)
             with contextlib.suppress(ValueError):  # it does not wait for a row
                 self.engine.intake.waiting.remove(self)
             self.engine.changed.notify_all()
 
-    def take(self, item):
-        """An item that `put` got: audio, which counts as read, or END. Raises it if it is an error."""
+    def receive(self, item):
+        """An item that `put` got: audio, which counts as read from now on, or END. Raises it if it is an error."""
         if isinstance(item, BaseException):
             raise item
         if item is END:
@@ -95,15 +95,15 @@ class Listener(Utterance):
 
     # ---- For the engine
 
-    def end(self, last=None) -> None:
-        """Deliver nothing more but `last`, an error."""
-        self.has_ended = True
-        if last is not None:
-            self.put(last)
+    def close(self, error: BaseException | None = None) -> None:
+        """Deliver nothing more but this error."""
+        self.is_closed = True
+        if error is not None:
+            self.put(error)
 
     def next_chunk(self) -> int:
         """Frames of the chunk to decode next, in a size that the codec decodes for several streams at once."""
-        available = 0 if self.has_ended else super().next_chunk()
+        available = 0 if self.is_closed else super().next_chunk()
         return next((size for size in BATCH_CHUNK_SIZES if size <= available), 0)
 
     def row_status(self, now: float, seconds_per_frame: float) -> RowStatus:
@@ -122,10 +122,14 @@ class Listener(Utterance):
         """Whether all there was before an error of the text has been spoken, and the error comes next."""
         return bool(self.arriving and self.arriving.error and self.lacks_text() and self.checked == self.launched)
 
+    def last_item(self) -> BaseException | None:
+        """What follows its audio: END, or the error of its text."""
+        return (self.arriving and self.arriving.error) or END
+
     @property
     def awaits_text(self) -> bool:
         """Whether more of its text is to come, needed by now or not."""
-        return bool(self.arriving and not (self.arriving.is_over or self.has_ended))
+        return bool(self.arriving and not (self.arriving.is_over or self.is_closed))
 
     def text_timed_out(self) -> StreamTimeout | None:
         """The error of a stream that needs text, and has waited for it for too long."""
@@ -146,7 +150,7 @@ class ListenerChunks(Iterator):
 
     def __next__(self) -> Chunk:
         try:
-            if not self.is_closed and (audio := self.listener.take(self.items.get())) is not END:
+            if not self.is_closed and (audio := self.listener.receive(self.items.get())) is not END:
                 return audio, self.listener.engine.rate
         except BaseException:
             self.close()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Cache
 
-from cudagraph_talker import Graphs, TalkerGraph
+from cudagraph_talker import GraphPool, TalkerGraph
 from qwen3_tts_cuda_graphs.fast.batched import BatchedStack
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 from qwen3_tts_cuda_graphs.prompts.host import to_device
@@ -42,8 +42,8 @@ class PrefillGraph:
             stack = partial(PromptStack, count) if length >= SHORTEST_FOR_SDPA else BatchedStack
             self.kernels = stack(talker.model, rows.keys, rows.values, count * length)
 
-    def capture(self, graphs: Graphs) -> None:
-        self.replay = graphs.capture(self.step)
+    def capture(self, pool: GraphPool) -> None:
+        self.replay = pool.capture(self.step)
 
     def step(self) -> None:
         count, length, _ = self.prefixes.shape
@@ -89,7 +89,7 @@ class PromptStack(BatchedStack):
 
 
 class Prefills:
-    def __init__(self, talker, rows: SharedRows, row_count: int, graphs: Graphs, with_kernels: bool):
+    def __init__(self, talker, rows: SharedRows, row_count: int, pool: GraphPool, with_kernels: bool):
         """rows: `row_count` of them and, where there are several, one more that padding is read into"""
         self.rows = rows
         self.prefix_cache = PrefixCache(rows)
@@ -103,7 +103,7 @@ class Prefills:
             if count == 1 or count * length <= MAX_PREFILL_POSITIONS
         }
         for graph in reversed(self.graphs.values()):  # the largest first: the others fit into its memory
-            graph.capture(graphs)
+            graph.capture(pool)
 
     def read(self, utterances: list[Utterance]) -> None:
         """Write the keys and values of all prompts but for their last positions."""

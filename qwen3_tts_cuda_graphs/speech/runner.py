@@ -4,8 +4,8 @@
     runner.step(utterances, hand_over)    a frame of each; full chunks go to the codec, and their audio to `hand_over`
     runner.release(utterance)             also before its end
 
-No threads and no locks: one caller at a time (turns.py). Whole calls, lists of texts, streams and the engine differ in
-which utterances they let advance, and in what they do with the audio.
+No threads and no locks: one caller at a time (turns.py). Whole calls, streams and the engine differ in which utterances
+they let advance, and in what they do with the audio.
 
 On a GPU the host runs one frame behind, so that the GPU never waits for it: that an utterance has ended is known when
 the frame after its last one is running, which is then dropped.
@@ -14,8 +14,10 @@ the frame after its last one is running, which is then dropped.
 import collections
 import functools
 import heapq
+import itertools
 import logging
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ import torch
 from cudagraph_talker import round_up
 from qwen3_tts_cuda_graphs.fast import batched
 from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES, MAX_BATCH, Codec, PendingAudio
-from qwen3_tts_cuda_graphs.fast.frame_set import FrameSet
+from qwen3_tts_cuda_graphs.fast.graph_set import GraphSet
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows, copy_row, draw_seeded
 from qwen3_tts_cuda_graphs.prompts.host import to_device
 from qwen3_tts_cuda_graphs.speech.prefill import Prefills, copy_to_device
@@ -34,7 +36,23 @@ log = logging.getLogger("qwen3_tts_cuda_graphs")
 FULL_CHUNK = max(BATCH_CHUNK_SIZES)
 MAX_MOVES = 8  # utterances that change their row between two frames; each takes the host 0.4 ms
 
-HandOver = Callable[[tuple[list[Utterance], PendingAudio]], None]  # whose chunks were decoded together, and the audio
+
+class Batch(NamedTuple):
+    """Chunks that the codec decodes together."""
+
+    utterances: list[Utterance]  # whose they are
+    audio: PendingAudio
+
+
+HandOver = Callable[[Batch], None]
+
+
+class FrameInFlight(NamedTuple):
+    """A frame whose `ended` flags the host has not read yet."""
+
+    done: torch.cuda.Event | None
+    ended: torch.Tensor  # (B), on the host once `done` has come
+    rows: dict[Utterance, int]  # the row that each had then: `close_gaps` moves them
 
 
 class MegakernelStopped(RuntimeError):
@@ -76,18 +94,18 @@ class Runner:
         self.views = [self.rows[row] for row in range(row_count)]
         log.info("capturing the codec")
         self.codec = Codec(speech_tokenizer, row_count)
-        self.frames = FrameSet(talker, self.rows, row_count, fused)
+        self.graphs = GraphSet(talker, self.rows, row_count, fused)
         log.info("capturing prefills")
-        with_kernels = not (self.frames.reads_masked_positions() or batched.SOURCE.why_not(talker.model))
-        self.prefills = Prefills(talker, self.rows, row_count, self.frames.graphs, with_kernels)
+        with_kernels = not (self.graphs.reads_masked_positions() or batched.SOURCE.why_not(talker.model))
+        self.prefills = Prefills(talker, self.rows, row_count, self.graphs.pool, with_kernels)
         self.new_lengths = torch.zeros(row_count + has_spare, dtype=torch.long, device=self.device)
-        self.begin = self.frames.graphs.capture(lambda: self.rows.begin(self.new_lengths))
+        self.begin = self.graphs.pool.capture(lambda: self.rows.begin(self.new_lengths))
         self.row_settings = [None] * row_count  # the settings that each row has
 
         self.active = []  # admitted utterances, each in its row
         self.beat = 0  # frames launched since the runner was idle, to decode chunks together
         self.free = list(range(row_count))  # rows that belong to no utterance: a heap
-        self.in_flight = collections.deque()  # frames whose `ended` flags the host has not read yet
+        self.in_flight = collections.deque()  # FrameInFlight, in order
         self.advance_on_host = None  # host copy of rows.advance
         self.last_stream = None  # the CUDA stream of the last caller
         self.sleeps = False
@@ -161,7 +179,7 @@ class Runner:
     @torch.no_grad()
     def read_prompts(self, utterances: list[Utterance]) -> None:
         """Read all positions but the last, then the last of all prompts together: a step chooses their first tokens."""
-        if self.frames.reads_masked_positions():
+        if self.graphs.reads_masked_positions():
             for utterance in utterances:
                 self.views[utterance.row].whole_cache.zero_()
         self.prefills.read(utterances)
@@ -171,10 +189,10 @@ class Runner:
             lengths[utterance.row] = utterance.prompt_length
         copy_to_device(torch.tensor(lengths), self.new_lengths)
         self.draw(self.rows.noise, [utterance for utterance in utterances if utterance.samples_token])
-        frame = self.frames.of(1 + max(utterance.row for utterance in utterances))
+        graphs = self.graphs.of(1 + max(utterance.row for utterance in utterances))
         self.advance_on_host = [length > 0 for length in lengths]
         self.begin()
-        frame.step()
+        graphs.step()
         self.load_text(utterances)  # the step does not need it
 
     def load_rows(self, utterances: list[Utterance]) -> None:
@@ -247,7 +265,7 @@ class Runner:
             if utterance.new_text:
                 self.write_text(utterance)
         self.close_gaps()
-        frame = self.frames.of(1 + max(utterance.row for utterance in self.active))
+        graphs = self.graphs.of(1 + max(utterance.row for utterance in self.active))
         indices = [utterance.row for utterance in utterances]
         mask = [False] * len(self.rows.advance)
         for row in indices:
@@ -257,20 +275,20 @@ class Runner:
             self.advance_on_host = mask
 
         self.draw(self.rows.code_noise, [utterance for utterance in utterances if utterance.samples_codes])
-        frame.predict()
+        graphs.predict()
         self.beat += 1
         for utterance in utterances:
             utterance.launched += 1
         if without_sound := [utterance for utterance in utterances if utterance.decoded == 0]:
             self.decode_chunks(without_sound, hand_over)  # the first sound: its codes are complete
-            if frame.launches and self.on_gpu:  # the megakernel would take all multiprocessors from the codec
+            if graphs.launches and self.on_gpu:  # the megakernel would take all multiprocessors from the codec
                 torch.cuda.current_stream(self.device).wait_stream(self.codec.stream)
         self.draw(self.rows.noise, [utterance for utterance in utterances if utterance.samples_token])
-        frame.step()
+        graphs.step()
 
-        ended = torch.empty(len(frame.rows.ended), dtype=torch.bool, pin_memory=self.on_gpu)
-        ended.copy_(frame.rows.ended, non_blocking=True)
-        self.in_flight.append((self.record_event(self.sleeps), ended, [*zip(utterances, indices)]))
+        ended = torch.empty(len(graphs.rows.ended), dtype=torch.bool, pin_memory=self.on_gpu)
+        ended.copy_(graphs.rows.ended, non_blocking=True)
+        self.in_flight.append(FrameInFlight(self.record_event(self.sleeps), ended, dict(zip(utterances, indices))))
 
     def draw(self, noise: torch.Tensor, utterances: list[Utterance]) -> None:
         """Noise (B, N, V) of the next choices. Utterances that share a generator share one draw."""
@@ -286,21 +304,22 @@ class Runner:
         """Put text that has arrived where the frames read it. There may be more of it than they can reach."""
         text = self.rows.text[utterance.row]
         while utterance.new_text:
-            first, embeddings, utterance.frames_with_text, ready = utterance.new_text.popleft()
-            if ready:
-                ready.wait()
-                embeddings.record_stream(torch.cuda.current_stream(self.device))
-            embeddings = embeddings[: max(0, len(text) - first)]
-            text[first : first + len(embeddings)] = embeddings
+            new = utterance.new_text.popleft()
+            utterance.frames_with_text = new.frames_with_text
+            if new.ready:
+                new.ready.wait()
+                new.embeddings.record_stream(torch.cuda.current_stream(self.device))
+            embeddings = new.embeddings[: max(0, len(text) - new.first_frame)]
+            text[new.first_frame : new.first_frame + len(embeddings)] = embeddings
 
     def close_gaps(self) -> None:
         """Move utterances to lower rows where a smaller frame is enough for them: a few at a time, or all wait for
         dozens of moves when half of a crowd has ended."""
-        enough = next(size for size in self.frames.sizes if size >= len(self.active))
+        enough = next(size for size in self.graphs.sizes if size >= len(self.active))
         to_move = [utterance for utterance in self.active if utterance.row >= enough]
         for utterance in to_move[:MAX_MOVES]:
             row = heapq.heappushpop(self.free, utterance.row)
-            clear = self.frames.reads_masked_positions()
+            clear = self.graphs.reads_masked_positions()
             copy_row(self.views[utterance.row], self.views[row], utterance.length, clear)
             self.codec.move(utterance.row, row)
             self.row_settings[row] = self.row_settings[utterance.row]
@@ -309,19 +328,19 @@ class Runner:
     def read_ended(self, keep: int = 0) -> None:
         """Learn which utterances have ended after the frames launched so far. The last `keep` may still be running."""
         while len(self.in_flight) > keep:
-            event, ended, utterances = self.in_flight.popleft()
-            if event:
-                event.synchronize()
-            if reason := self.frames.why_stopped():  # the state of all who have taken part in a frame since is lost
-                later = [pair for _, _, pairs in self.in_flight for pair in pairs]
+            frame = self.in_flight.popleft()
+            if frame.done:
+                frame.done.synchronize()
+            if reason := self.graphs.why_stopped():  # the state of all who have taken part in a frame since is lost
+                took_part = itertools.chain(frame.rows, *(later.rows for later in self.in_flight))
+                lost = {utterance for utterance in took_part if utterance in self.active}
                 self.in_flight.clear()
-                lost = {utterance for utterance, _ in [*utterances, *later] if utterance in self.active}
                 if lost:
                     raise MegakernelStopped(reason, lost)
                 return
-            ended = ended.tolist()
-            for utterance, row in utterances:
-                utterance.learn(ended[row])
+            ended = frame.ended.tolist()
+            for utterance, row in frame.rows.items():
+                utterance.note_ended(ended[row])
 
     def decode_chunks(self, utterances: list[Utterance], hand_over: HandOver, together: bool = False) -> None:
         """Hand complete chunks to the codec: one of each utterance at a time, as they must be decoded in order."""
@@ -349,8 +368,8 @@ class Runner:
         codes = self.gather_codes(utterances, size)
         audio = self.codec.feed([utterance.row for utterance in utterances], codes)
         for utterance in utterances:
-            utterance.take_chunk(size)
-        hand_over((utterances, audio))
+            utterance.note_decoded(size)
+        hand_over(Batch(utterances, audio))
 
     def gather_codes(self, utterances: list[Utterance], size: int) -> torch.Tensor:
         """The next codes of each, (B, size, 16)."""

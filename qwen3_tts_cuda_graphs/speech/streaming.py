@@ -19,7 +19,8 @@ from qwen3_tts_cuda_graphs.prompts.checks import check_counts, check_seed, is_ar
 from qwen3_tts_cuda_graphs.prompts.pieces import aread_pieces
 from qwen3_tts_cuda_graphs.prompts.request import Request
 from qwen3_tts_cuda_graphs.speech.runner import Runner
-from qwen3_tts_cuda_graphs.speech.utterance import Utterance, growing_chunks
+from qwen3_tts_cuda_graphs.speech.speech import Speech
+from qwen3_tts_cuda_graphs.speech.utterance import NewText, Utterance, growing_chunks
 
 Chunk = tuple[np.ndarray, int]
 
@@ -87,18 +88,20 @@ async def astream(
         thread.shutdown(wait=False)
 
 
-def arriving_audio_chunks(speech, reader: TextReader, *options) -> Generator[Chunk, None, bool]:
+def arriving_audio_chunks(
+    speech: Speech, reader: TextReader, sizes: Iterator[int], seed: int | None, warn: bool
+) -> Generator[Chunk, None, bool]:
     """`audio_chunks` of a text that is still arriving. The model is not locked before there is enough of it."""
     reader.start()
     try:
         reader.wait_until(lambda: reader.arriving.can_begin)
-        return (yield from audio_chunks(speech, reader.arriving.begin(), *options, reader))
+        return (yield from audio_chunks(speech, reader.arriving.begin(), sizes, seed, warn, reader))
     finally:
         reader.close()
 
 
 def audio_chunks(
-    speech,
+    speech: Speech,
     request: Request,
     sizes: Iterator[int],
     seed: int | None = None,
@@ -111,7 +114,7 @@ def audio_chunks(
     """
     runner = speech.runner
     utterance = speech.utterance(request, sizes, seed)
-    pending = collections.deque()  # ([utterance], PendingAudio)
+    pending = collections.deque()  # Batch, each of one chunk
     is_first = True
 
     with speech.turns.take(on_lost=lambda: runner.release(utterance)) as turn:
@@ -126,18 +129,18 @@ def audio_chunks(
                 older_chunks = len(pending)
                 runner.step([utterance], pending.append)
                 is_late = utterance.lacks_text() and not utterance.finished
-                while pending and (is_first or is_late or older_chunks > 0 or pending[0][1].is_ready()):
+                while pending and (is_first or is_late or older_chunks > 0 or pending[0].audio.is_ready()):
                     is_first = False
                     older_chunks -= 1
                     with turn.paused():
-                        yield pending.popleft()[1].wait()[0], speech.rate
+                        yield pending.popleft().audio.wait()[0], speech.rate
                 if is_late:  # this keeps its turn: `text_timeout` is the limit
                     reader.wait_until(lambda: reader.arriving.has_text_for(utterance.launched))
         finally:
             if turn.is_current():
                 runner.release(utterance)
-    for _, audio in pending:
-        yield audio.wait()[0], speech.rate
+    for batch in pending:
+        yield batch.audio.wait()[0], speech.rate
     if warn:
         utterance.warn_if_cut_off()
     return not utterance.was_cut_off
@@ -148,5 +151,5 @@ def read_text(reader: TextReader, runner: Runner, utterance: Utterance) -> None:
     the utterance would lack text after each frame, and have chunks of one."""
     arriving = reader.arriving
     reader.take_until(lambda: arriving.has_text_for(utterance.launched + 1))
-    if embeddings := arriving.take_embeddings():
-        utterance.new_text.append((*embeddings, runner.record_event()))
+    if new := arriving.take_embeddings():
+        utterance.new_text.append(NewText(*new, runner.record_event()))

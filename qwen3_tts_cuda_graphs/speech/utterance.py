@@ -5,6 +5,9 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
 
 from qwen3_tts_cuda_graphs.prompts.request import Request
 
@@ -23,7 +26,23 @@ def warn_each_time(warning: str | Warning) -> None:
     warnings.warn_explicit(warning, UserWarning, __file__, 1)
 
 
+class NewText(NamedTuple):
+    """Text that has come after the request was made."""
+
+    first_frame: int  # the first that it is for
+    embeddings: torch.Tensor  # what this frame and those after it add (T, H)
+    frames_with_text: float  # how many have text then
+    ready: torch.cuda.Event | None  # after the kernels that made the embeddings
+
+
 class Utterance:
+    """Three counts of frames say how far it is:
+
+    launched   the GPU has got them: one more than there are, where the host learns late of the end
+    checked    the host has read, after each of them, whether it is the last
+    decoded    the codec has got them: at most `valid_frames`, which surely belong to the speech
+    """
+
     def __init__(self, chunk_sizes: Iterator[int] | None = None):
         """chunk_sizes: frames of each chunk of audio; None: only codes are wanted"""
         self.request = None  # dropped when it is admitted: its embeddings take memory, and the rest is copied below
@@ -36,12 +55,12 @@ class Utterance:
         self.generator = None  # None: an unseeded stream of an engine, which shares `Runner.shared_generator`
         self.row = None
         # a text that is still arriving
-        self.new_text = collections.deque()  # (first frame, embeddings (T, H), frames with text then, CUDA event)
+        self.new_text = collections.deque()  # NewText that the runner has not written yet
         self.frames_with_text = math.inf  # frames whose text is known
         # how far it is, in frames
-        self.launched = 0  # frames launched on the GPU
-        self.checked = 0  # frames whose `ended` flag the host has read
-        self.decoded = 0  # frames handed to the codec
+        self.launched = 0
+        self.checked = 0
+        self.decoded = 0
         self.finished = False  # no further frame will be launched
         self.was_cut_off = False
         self.is_abandoned = False  # whoever drives the runner next is to release it
@@ -96,13 +115,14 @@ class Utterance:
             return min(available, self.chunk_size)
         return self.chunk_size if self.chunk_size <= available else 0
 
-    def take_chunk(self, size: int) -> None:
+    def note_decoded(self, size: int) -> None:
+        """The codec has got the next chunk, of so many frames."""
         self.decoded += size
         if not self.finished:
             self.chunk_size = next(self.chunk_sizes)
 
-    def learn(self, has_ended: bool) -> None:
-        """Take note of the `ended` flag after the next frame."""
+    def note_ended(self, has_ended: bool) -> None:
+        """The host has read the `ended` flag after the next frame."""
         if not self.finished:
             self.checked += 1
             self.was_cut_off = self.checked >= self.max_frames and not has_ended

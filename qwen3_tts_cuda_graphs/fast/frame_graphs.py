@@ -1,10 +1,11 @@
-"""A frame of 1 to N rows, in two steps that are captured apart: the codes of the current frame, then the next token.
+"""The two graphs of a frame, for 1 to N rows: `predict` computes the codes of the current frame, `step` the next token.
 
-Three ways to compute the same thing, from the one that runs everywhere to the fastest:
+They are what FrameGraphs of generate.py has, over rows that are given. Three ways to compute the same thing, from the
+one that runs everywhere to the fastest:
 
-    Frame            upstream's model, with the layers of layers.py, in any dtype, on a CPU too
-    KernelFrame      the kernels of batched.cu around the matrix products; bfloat16
-    MegakernelFrame  two launches of megakernel.cu; bfloat16, 1, 2, 4, 8 or 16 rows
+    PlainGraphs       upstream's model, with the layers of layers.py, in any dtype, on a CPU too
+    KernelGraphs      the kernels of batched.cu around the matrix products; bfloat16
+    MegakernelGraphs  two launches of megakernel.cu; bfloat16, 1, 2, 4, 8 or 16 rows
 
 Rows that must wait (`advance` is False) are computed with the others and keep their state. Their next frame
 overwrites what they write to the cache and to `codes`.
@@ -14,23 +15,23 @@ import torch
 import torch.nn.functional as F
 
 from cudagraph_predictor import PredictorGraph
-from cudagraph_talker import Graphs, TalkerGraph
+from cudagraph_talker import GraphPool, TalkerGraph
 from qwen3_tts_cuda_graphs.fast.batched import SOURCE, BatchedStack
 from qwen3_tts_cuda_graphs.fast.megakernel import PredictorStep, TalkerStep
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 
 
-class Frame:
+class PlainGraphs:
     def __init__(self, talker, rows: SharedRows):
         self.rows = rows
         self.device = talker.device
         self.predictor = PredictorGraph(talker, rows, rows.code_keys, rows.code_values)
         self.talker = TalkerGraph(talker, rows, rows.keys, rows.values)
-        self.launches = ()  # of the megakernel, which may stop
+        self.launches = ()  # steps that are launches of the megakernel, which may stop
 
-    def capture(self, graphs: Graphs) -> "Frame":
-        self.predict = graphs.capture(self.predict)
-        self.step = graphs.capture(self.step)
+    def capture(self, pool: GraphPool) -> "PlainGraphs":
+        self.predict = pool.capture(self.predict)
+        self.step = pool.capture(self.step)
         return self
 
     def predict(self) -> None:
@@ -48,9 +49,9 @@ class Frame:
             tensor.copy_(torch.where(advance, tensor, old))
 
 
-class KernelFrame(Frame):
-    def __init__(self, talker, rows: SharedRows, like: "Frame | None" = None):
-        """like: a frame of the same model; the megakernel's has tables of projected embeddings"""
+class KernelGraphs(PlainGraphs):
+    def __init__(self, talker, rows: SharedRows, like: PlainGraphs | None = None):
+        """like: graphs of the same model; the megakernel's have tables of projected embeddings"""
         super().__init__(talker, rows)
         self.inputs = like.launches[0].inputs if like and like.launches else None
         count = len(rows.token)
@@ -92,16 +93,16 @@ class KernelFrame(Frame):
         self.talker_stack.choose_rows(self.talker.head(hidden), rows, rows.sampling, rows.noise[:, 0])
 
 
-class MegakernelFrame(Frame):
-    def __init__(self, talker, rows: SharedRows, like: "MegakernelFrame | None" = None):
-        """like: a frame of the same model, whose tables of projected embeddings to use"""
+class MegakernelGraphs(PlainGraphs):
+    def __init__(self, talker, rows: SharedRows, like: "MegakernelGraphs | None" = None):
+        """like: graphs of the same model, whose tables of projected embeddings to use"""
         super().__init__(talker, rows)
         self.predict = PredictorStep(self.predictor, like and like.launches[0])
         self.step = TalkerStep(talker, rows)
         self.launches = self.predict, self.step
 
 
-def frame_without_megakernel(talker, rows: SharedRows, like: Frame | None = None) -> Frame:
-    """A KernelFrame where the kernels of batched.cu run, else a Frame. `like` as in KernelFrame."""
+def graphs_without_megakernel(talker, rows: SharedRows, like: PlainGraphs | None = None) -> PlainGraphs:
+    """KernelGraphs where the kernels of batched.cu run, else PlainGraphs. `like` as in KernelGraphs."""
     has_kernels = not SOURCE.why_not(talker.model, talker.code_predictor.model)
-    return KernelFrame(talker, rows, like) if has_kernels else Frame(talker, rows)
+    return KernelGraphs(talker, rows, like) if has_kernels else PlainGraphs(talker, rows)

@@ -1,16 +1,20 @@
-"""The captured frames of a model, one for each number of rows, each computed in the fastest way that runs here."""
+"""The captured graphs of a model's frames, a pair for each number of rows, each in the fastest way that runs here."""
 
 import logging
 
 import torch
 
-from cudagraph_talker import Graphs
-from qwen3_tts_cuda_graphs.fast.codec import batch_sizes
-from qwen3_tts_cuda_graphs.fast.frames import Frame, KernelFrame, MegakernelFrame, frame_without_megakernel
+from cudagraph_talker import GraphPool
+from qwen3_tts_cuda_graphs.fast.frame_graphs import (
+    KernelGraphs,
+    MegakernelGraphs,
+    PlainGraphs,
+    graphs_without_megakernel,
+)
 from qwen3_tts_cuda_graphs.fast.kernels import one_line
 from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
 from qwen3_tts_cuda_graphs.fast.paths import choose_path, describe
-from qwen3_tts_cuda_graphs.fast.rows import SharedRows
+from qwen3_tts_cuda_graphs.fast.rows import SharedRows, batch_sizes
 from qwen3_tts_cuda_graphs.fast.self_test import run_test, why_rows_wrong
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
@@ -18,42 +22,42 @@ log = logging.getLogger("qwen3_tts_cuda_graphs")
 MEGAKERNEL_ROWS = (1, 2, 4, 8, 16)
 
 
-class FrameSet:
+class GraphSet:
     def __init__(self, talker, rows: SharedRows, row_count: int, fused: bool | None):
         """fused: True requires the megakernel, False avoids it, None uses it where it runs"""
         self.talker = talker
         self.rows = rows
-        self.graphs = Graphs(talker.device)
+        self.pool = GraphPool(talker.device)
         self.sizes = batch_sizes(row_count)
-        self.frames: dict[int, Frame] = {}
+        self.by_size: dict[int, PlainGraphs] = {}
         uses_megakernel, self.path = choose_path(talker, fused)  # what makes a frame of one row, in words
         if uses_megakernel:
             self.use_megakernel(fused)
         for size in reversed(self.sizes):  # the largest first: the others fit into its memory
             log.info("capturing frames of %d %s", size, "row" if size == 1 else "rows")
-            if size in self.frames:
-                self.frames[size].capture(self.graphs)
+            if size in self.by_size:  # the megakernel's, which were tested without being captured
+                self.by_size[size].capture(self.pool)
             self.of(size)
 
-    def of(self, row_count: int) -> Frame:
-        """The smallest frame that has at least this many rows."""
+    def of(self, row_count: int) -> PlainGraphs:
+        """Those of the smallest size with room for so many rows. After `why_stopped` they may be captured now."""
         size = next(size for size in self.sizes if size >= row_count)
-        if size not in self.frames:
-            frame = frame_without_megakernel(self.talker, self.rows[:size], like=self.frames.get(1))
-            self.frames[size] = frame.capture(self.graphs)
-        return self.frames[size]
+        if size not in self.by_size:
+            graphs = graphs_without_megakernel(self.talker, self.rows[:size], like=self.by_size.get(1))
+            self.by_size[size] = graphs.capture(self.pool)
+        return self.by_size[size]
 
     def reads_masked_positions(self) -> bool:
-        """Whether a frame runs SDPA over the whole cache: positions that are masked must then be finite."""
-        return not all(isinstance(self.frames.get(size), KernelFrame | MegakernelFrame) for size in self.sizes)
+        """Whether any of them runs SDPA over the whole cache: positions that are masked must then be finite."""
+        return not all(isinstance(self.by_size.get(size), KernelGraphs | MegakernelGraphs) for size in self.sizes)
 
     def use_megakernel(self, fused: bool | None) -> None:
-        """Make the megakernel's frames, if it passes its test on this machine."""
+        """Make the megakernel's graphs, if it passes its test on this machine."""
         sizes = [size for size in self.sizes if size in MEGAKERNEL_ROWS]
         for size in sizes:
             SOURCE.compile_ahead(*stacks_of(self.talker, size))
         log.info("testing the megakernel")
-        alone = MegakernelFrame(self.talker, self.rows[:1])
+        alone = MegakernelGraphs(self.talker, self.rows[:1])
         reason, _ = run_test(alone)
         if reason:
             if fused:
@@ -61,11 +65,11 @@ class FrameSet:
             log.warning("the megakernel failed its test on this machine and is not used: %s", reason)
             self.path = describe(f"it failed its test on this machine: {reason}")
             return
-        self.frames[1] = alone
+        self.by_size[1] = alone
         for size in sizes[1:]:
             try:
-                frame = MegakernelFrame(self.talker, self.rows[:size], like=alone)
-                reason = why_rows_wrong(frame, alone)
+                graphs = MegakernelGraphs(self.talker, self.rows[:size], like=alone)
+                reason = why_rows_wrong(graphs, alone)
             except torch.OutOfMemoryError:
                 raise
             except (OSError, RuntimeError) as error:  # too few multiprocessors for this many rows, for instance
@@ -74,16 +78,16 @@ class FrameSet:
             if reason:
                 log.warning("the megakernel for %d rows failed its test and is not used: %s", size, reason)
             else:
-                self.frames[size] = frame
+                self.by_size[size] = graphs
 
     def why_stopped(self) -> str:
         """Why the megakernel gave up in a step that has ended; empty if it did not. If it did, all further frames run
         on separate kernels."""
-        launches = [launch for frame in self.frames.values() for launch in frame.launches]
+        launches = [launch for graphs in self.by_size.values() for launch in graphs.launches]
         reason = next(filter(None, (launch.why_failed() for launch in launches)), "")
         if reason:
             reason = f"the megakernel has stopped: {reason}"
             log.warning("%s", reason)
             self.path = describe(reason)
-            self.frames = {size: frame for size, frame in self.frames.items() if not frame.launches}
+            self.by_size = {size: graphs for size, graphs in self.by_size.items() if not graphs.launches}
         return reason
