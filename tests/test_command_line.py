@@ -29,12 +29,14 @@ from qwen3_tts_cuda_graphs.bench import random_checkpoint
 from qwen3_tts_cuda_graphs.cli import clone
 from qwen3_tts_cuda_graphs.cli import options as cli_options
 from qwen3_tts_cuda_graphs.cli.__main__ import main
-from qwen3_tts_cuda_graphs.common import checkpoints
+from qwen3_tts_cuda_graphs.common import model_config
 from qwen3_tts_cuda_graphs.common.audio_files import read_audio
 from qwen3_tts_cuda_graphs.common.command import install_command
 from qwen3_tts_cuda_graphs.common.loading import load
-from qwen3_tts_cuda_graphs.common.published import KIND_OF, LANGUAGE_IDS, SPEAKERS, model_name, published_config
+from qwen3_tts_cuda_graphs.common.model_names import model_name
+from qwen3_tts_cuda_graphs.common.published import KIND_OF, LANGUAGE_IDS, SPEAKERS, published_config
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker
+from qwen3_tts_cuda_graphs.prompts.cut import LANGUAGES
 
 
 def options(folder, **change):
@@ -355,7 +357,7 @@ def test_lists(call, checkpoint):
     assert code == 0 and speakers.split() == sorted(speakers.split()) and "ono_anna" in speakers.split()
     code, languages, _ = call(main, "--model", checkpoint("base"), "--list-languages")
     assert code == 0 and "auto" in languages.split() and "beijing_dialect" not in languages
-    assert {checkpoints.language_name(code) for code in checkpoints.LANGUAGES} <= {*languages.split()}
+    assert {model_config.language_name(code) for code in LANGUAGES} <= {*languages.split()}
 
 
 @pytest.fixture
@@ -398,7 +400,7 @@ def test_published_models_are_known_without_a_hub(call, tmp_path, no_hub):
 def test_codes_of_languages(speak, requests):
     """As other services name them: --language en was "there is no language"."""
     assert speak("base", "Hello!", "--language", "de")[0] == 0 and requests[0]["language"] == "german"
-    names = {word: checkpoints.language_name(word) for word in ("EN-us", "zh_CN", "Auto", "xx")}
+    names = {word: model_config.language_name(word) for word in ("EN-us", "zh_CN", "Auto", "xx")}
     assert names == {"EN-us": "english", "zh_CN": "chinese", "Auto": "Auto", "xx": "xx"}
 
 

@@ -34,9 +34,9 @@ from qwen3_tts_cuda_graphs.bench.listeners import TEXT, Hearing, StartStream, li
 from qwen3_tts_cuda_graphs.bench.processes import rows_of
 from qwen3_tts_cuda_graphs.bench.report import report
 from qwen3_tts_cuda_graphs.common.command import Parser, cli_errors
+from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
 
 BYTES_PER_SECOND = 2 * 24000  # of audio as pcm
-FRAME_RATE = 12.5
 LIMIT = 120.0  # seconds to wait for an answer of a server, or for its end
 LIMIT_TO_SPEAK = 300.0  # seconds until a server speaks
 SECONDS_BETWEEN_REQUESTS = 0.02  # while it does not

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from qwen3_tts_cuda_graphs.bench.listeners import listen
-from qwen3_tts_cuda_graphs.common.checkpoints import FRAME_RATE
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
+from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
 from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 

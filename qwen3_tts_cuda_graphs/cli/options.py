@@ -24,21 +24,16 @@ from qwen3_tts_cuda_graphs.cli.voice_options import (
     clones,
     voices_of,
 )
-from qwen3_tts_cuda_graphs.common.checkpoints import (
-    CLONING_MODEL,
-    PRESET_MODEL,
-    REFERENCE_SILENCE,
-    check_number,
-    languages,
-    nearest,
-    number_ranges,
-    read_config,
-)
+from qwen3_tts_cuda_graphs.common.choices import nearest, one_of
 from qwen3_tts_cuda_graphs.common.command import Parser, check_device_name, install_command
-from qwen3_tts_cuda_graphs.common.formats import RATES, TELEPHONE_RATE, one_of
+from qwen3_tts_cuda_graphs.common.formats import RATES, TELEPHONE_RATE
+from qwen3_tts_cuda_graphs.common.model_config import languages, quick_config, read_config
+from qwen3_tts_cuda_graphs.common.model_names import model_name
 from qwen3_tts_cuda_graphs.common.output_files import EXTENSIONS, check_writable, format_and_rate, is_special, suffix_of
-from qwen3_tts_cuda_graphs.common.published import MODELS, MODELS_OF_KIND, model_name, published_config
+from qwen3_tts_cuda_graphs.common.published import CLONING_MODEL, MODELS, MODELS_OF_KIND, PRESET_MODEL
 from qwen3_tts_cuda_graphs.common.subtitles import SUBTITLE_SUFFIXES
+from qwen3_tts_cuda_graphs.common.voice_files import REFERENCE_SILENCE
+from qwen3_tts_cuda_graphs.prompts.checks import check_number, number_ranges
 from qwen3_tts_cuda_graphs.prompts.cut import FRAMES_PER_TOKEN, MIN_FRAME_LIMIT, PAUSE
 from qwen3_tts_cuda_graphs.prompts.lexicon import Lexicon, load_lexicon
 from qwen3_tts_cuda_graphs.prompts.script import Part, read_lines
@@ -134,7 +129,7 @@ def read_job() -> Job:
     check_pairs(asked, goes_to_one_file=join or (text == "-" and stream))
     numbered = None if text == "-" else read_text_lines(text, asked.text_file, asked.paragraphs)
     lexicon = load_lexicon(asked.lexicon)
-    config = published_config(model) or read_config(model)
+    config = quick_config(model)
     for name in number_ranges(config):
         check_number(config, name, getattr(asked, name))
     if asked.speed != 1 and find_spec("av") is None:
@@ -301,7 +296,7 @@ def check_pairs(asked: argparse.Namespace, goes_to_one_file: bool) -> None:
 
 
 def print_lists(asked: argparse.Namespace, model: str) -> None:
-    config = published_config(model) or read_config(model)
+    config = quick_config(model)
     speakers = config["talker_config"]["spk_id"]
     if asked.list_speakers and not speakers:
         models = " or ".join(MODELS_OF_KIND["custom_voice"])

@@ -28,11 +28,14 @@ from qwen3_tts_cuda_graphs.cli.player import Player
 from qwen3_tts_cuda_graphs.cli.text_files import Pipe, PipedText, read_text_lines
 from qwen3_tts_cuda_graphs.cli.voice_options import OneVoice
 from qwen3_tts_cuda_graphs.common.audio_files import Chunk, at_rate, write_audio
-from qwen3_tts_cuda_graphs.common.checkpoints import FRAME_RATE, REFERENCE_SILENCE, file_errors, local_folder
+from qwen3_tts_cuda_graphs.common.checkpoint_files import file_errors
 from qwen3_tts_cuda_graphs.common.command import show_note, show_progress, show_warning
+from qwen3_tts_cuda_graphs.common.hub import local_folder
 from qwen3_tts_cuda_graphs.common.loading import choose_device, load, model_errors
 from qwen3_tts_cuda_graphs.common.output_files import check_writable, format_of, is_stdout, write_bytes
+from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
 from qwen3_tts_cuda_graphs.common.subtitles import format_subtitles
+from qwen3_tts_cuda_graphs.common.voice_files import REFERENCE_SILENCE
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speakers
 from qwen3_tts_cuda_graphs.prompts.arriving_text import tokens_in_prompt
 from qwen3_tts_cuda_graphs.prompts.cut import cut, tokens_that_fit

@@ -1,10 +1,15 @@
 """What the command lines, the server, the benchmarks and compat.py share.
 
 published.py    the published models, as far as they are known without a download
-checkpoints.py  what a config.json says, downloads, checks of numbers and speaker files
-voices.py       speaker embeddings and recordings as arguments of upstream's methods
-mixes.py        mixed voices and their weights, as a user writes them
+model_names.py  names of models, as users write them
+hub.py          the folder of a model, which may have to be downloaded
+checkpoint_files.py
+                which files it must have, and whether they are whole
+model_config.py what its config.json says
 loading.py      the device, and what can go wrong while a model is loaded
+voice_files.py  speaker files and mixes of them, checked without torch
+voices.py       speaker embeddings and recordings as arguments of upstream's methods
+choices.py      the names that a message offers to choose from
 command.py      one-line errors, progress, a quick start; skipped_imports.py: what it leaves out
 audio_files.py, output_files.py
                 recordings in, speech out

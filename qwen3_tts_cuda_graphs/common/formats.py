@@ -4,7 +4,8 @@ Imports nothing that takes time: a mistake in --format is answered at once.
 """
 
 import re
-from collections.abc import Iterable
+
+from qwen3_tts_cuda_graphs.common.choices import one_of
 
 RATES = 8000, 16000, 22050, 24000, 44100, 48000  # Hz
 RATES_OF = {"opus": (8000, 16000, 24000, 48000)}  # for formats that take fewer
@@ -54,8 +55,3 @@ def check_bit_rate(name: str | None, kilobits: int | None) -> int | None:
     if kilobits not in BIT_RATES:
         raise ValueError(f"bit_rate is {kilobits}, it must be from {BIT_RATES[0]} to {BIT_RATES[-1]} (kbit/s)")
     return kilobits
-
-
-def one_of(names: Iterable) -> str:
-    *names, last = map(str, names)
-    return f"{', '.join(names)} or {last}"

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from qwen3_tts_cuda_graphs.common.formats import SUBTYPES, one_of, rate_for, read_format
+from qwen3_tts_cuda_graphs.common.choices import one_of
+from qwen3_tts_cuda_graphs.common.formats import SUBTYPES, rate_for, read_format
 
 FORMATS = {  # file name extension -> soundfile's format and subtype, and what --format calls it
     "": ("WAV", "PCM_16", "wav"),

@@ -6,8 +6,8 @@ request.py        what is asked, made once and not changed
 build.py          builds it; templates.py makes a voice's later prompts from its first one
 text_table.py     the embedding of every text token, on the host, where prompts are built
 host.py           torch in a single thread there, and copies to the GPU that wait for nothing
-checks.py         what can be wrong with what is asked
-clone_prompts.py  upstream's voice_clone_prompt
+checks.py         what can be wrong with numbers and texts
+clone_prompts.py  upstream's voice_clone_prompt, and what can be wrong with it
 arriving_text.py, incremental_tokenizer.py
                   a request whose text is still being written, and its tokens that can no longer change
 pieces.py         reads such a text from an iterator

@@ -23,13 +23,12 @@ from unicodedata import normalize
 import torch
 
 from qwen3_tts_cuda_graphs.prompts.build import prepare_request
-from qwen3_tts_cuda_graphs.prompts.checks import check_text, check_text_timeout, model_of
+from qwen3_tts_cuda_graphs.prompts.checks import check_encodable, check_text, check_text_timeout, model_of
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import is_in_context, with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.prompts.cut import end_after_tokens
 from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import IncrementalTokenizer
 from qwen3_tts_cuda_graphs.prompts.pieces import END, done_future, start_reader
 from qwen3_tts_cuda_graphs.prompts.request import Request
-from qwen3_tts_cuda_graphs.prompts.script import check_encodable
 from qwen3_tts_cuda_graphs.prompts.templates import CLOSING_TOKENS, ROLE_TOKENS, tokenize, transcript_ids
 
 MAX_PIECES_AHEAD = 256  # how many an iterator may have given that the stream has not taken

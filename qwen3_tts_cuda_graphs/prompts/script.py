@@ -50,13 +50,6 @@ START_OR_LINE = re.compile(rf"[\[<]|(?<=[{ENDS}])")
 LINE_END = re.compile(rf"(?!(?<=\r)\n)[{ENDS}]")
 
 
-def check_encodable(text: str, what: str = "the text") -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{what} has a character that UTF-8 cannot encode: {text[error.start]!r}") from None
-
-
 def nth_seed(seed: int | None, number: int) -> int | None:
     """Each of several texts or attempts has a seed of its own, whichever were spoken before it."""
     return None if seed is None else (seed + number) % 2**64
