@@ -8,11 +8,10 @@ import pytest
 
 from qwen3_tts_cuda_graphs.prompts.cut import PAUSE, cut
 from qwen3_tts_cuda_graphs.prompts.lexicon import Lexicon, LexiconReader, read_lexicon
+from qwen3_tts_cuda_graphs.prompts.notation import Notation, Tag
 from qwen3_tts_cuda_graphs.prompts.script import (
     Cue,
-    Notation,
     Part,
-    Tag,
     cut_parts,
     read_lines,
     read_script,

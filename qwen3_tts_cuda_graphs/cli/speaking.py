@@ -25,7 +25,7 @@ from qwen3_tts_cuda_graphs.cli.options import (
     script_lines,
 )
 from qwen3_tts_cuda_graphs.cli.player import Player
-from qwen3_tts_cuda_graphs.cli.text_files import Pipe, PipedText, read_text_lines
+from qwen3_tts_cuda_graphs.cli.text_files import Pipe, read_text_lines
 from qwen3_tts_cuda_graphs.cli.voice_options import OneVoice
 from qwen3_tts_cuda_graphs.common.audio_files import Chunk, at_rate, write_audio
 from qwen3_tts_cuda_graphs.common.checkpoint_files import file_errors
@@ -39,7 +39,7 @@ from qwen3_tts_cuda_graphs.common.voice_files import REFERENCE_SILENCE
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speakers
 from qwen3_tts_cuda_graphs.prompts.arriving_text import tokens_in_prompt
 from qwen3_tts_cuda_graphs.prompts.cut import cut, tokens_that_fit
-from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, cut_parts, nth_seed, silence_before
+from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, PartText, cut_parts, nth_seed, silence_before
 from qwen3_tts_cuda_graphs.speech.long_text import part_arguments, speak, style_warning, takes_style, with_cues
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
@@ -347,7 +347,7 @@ class Progress:
         self.skipped += len(text)
         self.finished += 1
 
-    def follow(self, chunks: Iterable[Chunk], text: str | PipedText) -> Iterator[Chunk]:
+    def follow(self, chunks: Iterable[Chunk], text: str | PartText) -> Iterator[Chunk]:
         for audio, rate in chunks:
             self.seconds += len(audio) / rate
             show_progress(self.line())

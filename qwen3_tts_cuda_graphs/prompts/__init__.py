@@ -1,7 +1,8 @@
 """Text and voice in, a request for the runner out. Upstream builds the prompt.
 
 cut.py            cuts a long text into parts, each spoken as one utterance, and limits how long that may be
-script.py         a text with tags, or a play -> its parts; lexicon.py: how to say some words
+notation.py       tags in a text, and the names of a play; script.py: the parts that they make of it
+lexicon.py        how to say some words
 request.py        what is asked, made once and not changed
 build.py          builds it; templates.py makes a voice's later prompts from its first one
 text_table.py     the embedding of every text token, on the host, where prompts are built
