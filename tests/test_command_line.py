@@ -30,11 +30,11 @@ from qwen3_tts_cuda_graphs.cli import clone
 from qwen3_tts_cuda_graphs.cli import options as cli_options
 from qwen3_tts_cuda_graphs.cli.__main__ import main
 from qwen3_tts_cuda_graphs.common import model_config
-from qwen3_tts_cuda_graphs.common.audio_files import read_audio
 from qwen3_tts_cuda_graphs.common.command import install_command
 from qwen3_tts_cuda_graphs.common.loading import load
 from qwen3_tts_cuda_graphs.common.model_names import model_name
 from qwen3_tts_cuda_graphs.common.published import KIND_OF, LANGUAGE_IDS, SPEAKERS, published_config
+from qwen3_tts_cuda_graphs.common.recording_files import read_audio
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker
 from qwen3_tts_cuda_graphs.prompts.cut import LANGUAGES
 

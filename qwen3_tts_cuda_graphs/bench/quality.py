@@ -18,8 +18,8 @@ import torch
 
 from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
 from qwen3_tts_cuda_graphs.bench.timing import MEGAKERNEL, ON_GPU, Effort, NamedRows, Row, load_alone, paths_of
-from qwen3_tts_cuda_graphs.common.audio_files import join, resample
 from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
+from qwen3_tts_cuda_graphs.common.samples import join, resample
 from qwen3_tts_cuda_graphs.prompts.templates import tokenize
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.engine import Engine

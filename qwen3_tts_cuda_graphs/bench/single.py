@@ -16,7 +16,7 @@ from qwen3_tts_cuda_graphs.bench.listeners import listen
 from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
 from qwen3_tts_cuda_graphs.bench.peer import PEER, run_peer
 from qwen3_tts_cuda_graphs.bench.timing import MEGAKERNEL, SEPARATE, Effort, NamedRows, Row, clock, load_alone
-from qwen3_tts_cuda_graphs.common.audio_files import write_audio
+from qwen3_tts_cuda_graphs.common.speech_files import write_audio
 from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.streaming import stream

@@ -15,9 +15,10 @@ from qwen3_tts_cuda_graphs.common.output_files import check_writable, is_stdout,
 
 def main() -> None:
     with cli_errors():  # also of imports: this may be a Python without the packages
-        from qwen3_tts_cuda_graphs.common.audio_files import read_audio, resample
         from qwen3_tts_cuda_graphs.common.model_config import base_config
         from qwen3_tts_cuda_graphs.common.model_names import model_name
+        from qwen3_tts_cuda_graphs.common.recording_files import read_audio
+        from qwen3_tts_cuda_graphs.common.samples import resample
 
         parser = Parser(prog="qwen3-tts clone", description=__doc__.splitlines()[0])
         parser.add_argument(

@@ -27,13 +27,15 @@ from qwen3_tts_cuda_graphs.cli.options import (
 from qwen3_tts_cuda_graphs.cli.player import Player
 from qwen3_tts_cuda_graphs.cli.text_files import Pipe, read_text_lines
 from qwen3_tts_cuda_graphs.cli.voice_options import OneVoice
-from qwen3_tts_cuda_graphs.common.audio_files import Chunk, at_rate, write_audio
 from qwen3_tts_cuda_graphs.common.checkpoint_files import file_errors
 from qwen3_tts_cuda_graphs.common.command import show_note, show_progress, show_warning
+from qwen3_tts_cuda_graphs.common.formats import format_of
 from qwen3_tts_cuda_graphs.common.hub import local_folder
 from qwen3_tts_cuda_graphs.common.loading import choose_device, load, model_errors
-from qwen3_tts_cuda_graphs.common.output_files import check_writable, format_of, is_stdout, write_bytes
+from qwen3_tts_cuda_graphs.common.output_files import check_writable, is_stdout, write_bytes
 from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
+from qwen3_tts_cuda_graphs.common.samples import Chunk, at_rate
+from qwen3_tts_cuda_graphs.common.speech_files import write_audio
 from qwen3_tts_cuda_graphs.common.subtitles import format_subtitles
 from qwen3_tts_cuda_graphs.common.voice_files import REFERENCE_SILENCE
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speakers

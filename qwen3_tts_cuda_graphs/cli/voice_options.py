@@ -187,7 +187,7 @@ def mixed_voice(files: Iterable[str], weights: Iterable[float]) -> OneVoice:
 
 
 def read_recording(path: Path) -> tuple:
-    from qwen3_tts_cuda_graphs.common.audio_files import read_audio  # imports numpy
+    from qwen3_tts_cuda_graphs.common.recording_files import read_audio  # imports numpy
 
     return read_audio(path)
 

@@ -11,9 +11,11 @@ voice_files.py  speaker files and mixes of them, checked without torch
 voices.py       speaker embeddings and recordings as arguments of upstream's methods
 choices.py      the names that a message offers to choose from
 command.py      one-line errors, progress, a quick start; skipped_imports.py: what it leaves out
-audio_files.py, output_files.py
+recording_files.py, speech_files.py
                 recordings in, speech out
-formats.py      the names of audio formats, and the rates that they take
+samples.py      speech as chunks of samples: at another rate, as 16 bits
+output_files.py files that are written whole or not at all
+formats.py      audio formats: their names, their rates, and which one a file has
 tempo.py        speech faster or slower
 subtitles.py    when each part of a script is heard
 """

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from qwen3_tts_cuda_graphs.common import model_config
-from qwen3_tts_cuda_graphs.common.audio_files import to_int16
 from qwen3_tts_cuda_graphs.common.loading import choose_device, load_upstream
+from qwen3_tts_cuda_graphs.common.samples import to_int16
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker, mix_embeddings, speaker_prompt
 from qwen3_tts_cuda_graphs.prompts.cut import (
     MIN_FRAME_LIMIT,

@@ -17,8 +17,8 @@ import anyio
 import numpy as np
 
 from qwen3_tts_cuda_graphs.common import model_config
-from qwen3_tts_cuda_graphs.common.audio_files import Chunk
 from qwen3_tts_cuda_graphs.common.command import check_device_name
+from qwen3_tts_cuda_graphs.common.samples import Chunk
 from qwen3_tts_cuda_graphs.common.voice_files import check_speaker_file, read_mix
 from qwen3_tts_cuda_graphs.prompts.checks import check_encodable, check_number
 from qwen3_tts_cuda_graphs.prompts.lexicon import MAX_ENTRIES, Lexicon, load_lexicon
