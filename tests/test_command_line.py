@@ -712,7 +712,7 @@ def test_what_nobody_calls_is_not_imported(tmp_path):
     look = f"from importlib.util import find_spec\nprint([*map(find_spec, {names})])"
     (tmp_path / "torch.py").write_text(look)
     program = """
-        from qwen3_tts_cuda_graphs.common.command import heavy_imports
+        from qwen3_tts_cuda_graphs.common.quick_start import heavy_imports
         with heavy_imports("cpu"):
             import torch
         import sklearn
@@ -759,7 +759,7 @@ def test_lines_where_they_belong():
 def test_cuda_starts_beside_the_imports():
     """start_cuda hides its errors: one that always fails would go unnoticed."""
     program = """
-        from qwen3_tts_cuda_graphs.common.command import heavy_imports
+        from qwen3_tts_cuda_graphs.common.quick_start import heavy_imports
         with heavy_imports(None):
             import torch
         print(torch.cuda.is_initialized(), torch.cuda.memory_stats()["allocation.all.allocated"] >= 2)

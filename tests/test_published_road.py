@@ -22,7 +22,7 @@ from serving_helpers import FRAME, SHORT, serving
 from generate import MODELS
 from qwen3_tts_cuda_graphs import FasterQwen3TTS
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
-from qwen3_tts_cuda_graphs.cli.speaking import count_tokens, text_tokenizer
+from qwen3_tts_cuda_graphs.cli.long_lines import count_tokens, text_tokenizer
 from qwen3_tts_cuda_graphs.common.checkpoint_files import missing_files
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
 from qwen3_tts_cuda_graphs.common.model_config import read_config

@@ -33,7 +33,8 @@ from pathlib import Path
 from qwen3_tts_cuda_graphs.bench.listeners import TEXT, Hearing, StartStream, listen_at, poisson_arrivals, summary
 from qwen3_tts_cuda_graphs.bench.processes import rows_of
 from qwen3_tts_cuda_graphs.bench.report import report
-from qwen3_tts_cuda_graphs.common.command import Parser, cli_errors
+from qwen3_tts_cuda_graphs.common.command import cli_errors
+from qwen3_tts_cuda_graphs.common.parser import Parser
 from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
 
 BYTES_PER_SECOND = 2 * 24000  # of audio as pcm

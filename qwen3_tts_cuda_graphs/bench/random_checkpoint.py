@@ -20,8 +20,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import EncodecFeatureExtractor, Qwen2TokenizerFast
 
 from qwen3_tts_cuda_graphs.common import published
-from qwen3_tts_cuda_graphs.common.command import Parser, cli_errors
+from qwen3_tts_cuda_graphs.common.command import cli_errors
 from qwen3_tts_cuda_graphs.common.loading import model_errors
+from qwen3_tts_cuda_graphs.common.parser import Parser
 from qwen3_tts_cuda_graphs.upstream import (
     Qwen3TTSConfig,
     Qwen3TTSForConditionalGeneration,

@@ -6,7 +6,9 @@ voice_options.py
                 those that say whose voice it is
 clone.py        recording -> speaker.pt
 speaking.py     does the Job: the checks that need torch or the tokenizer, then load, speak and write
-text_files.py   a script from a pipe, while it is written
+text_files.py   the lines of a text, or a pipe that is still being written to
+long_lines.py   cuts lines that may not fit into the cache
+progress.py     how far it is
 player.py       --play
 finished_parts.py
                 finished parts of a long text, for --resume

@@ -1,6 +1,7 @@
 """`python generate.py` is `qwen3-tts speak`: check the options, import torch and the rest, speak."""
 
-from qwen3_tts_cuda_graphs.common.command import cli_errors, heavy_imports, show_progress
+from qwen3_tts_cuda_graphs.common.command import cli_errors, show_progress
+from qwen3_tts_cuda_graphs.common.quick_start import heavy_imports
 
 
 def main() -> None:

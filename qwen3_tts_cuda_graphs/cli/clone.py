@@ -9,8 +9,10 @@ import io
 import sys
 from pathlib import Path
 
-from qwen3_tts_cuda_graphs.common.command import Parser, check_device_name, cli_errors, heavy_imports, show_progress
+from qwen3_tts_cuda_graphs.common.command import check_device_name, cli_errors, show_progress
 from qwen3_tts_cuda_graphs.common.output_files import check_writable, is_stdout, write_bytes
+from qwen3_tts_cuda_graphs.common.parser import Parser
+from qwen3_tts_cuda_graphs.common.quick_start import heavy_imports
 
 
 def main() -> None:

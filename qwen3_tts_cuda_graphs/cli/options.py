@@ -25,11 +25,12 @@ from qwen3_tts_cuda_graphs.cli.voice_options import (
     voices_of,
 )
 from qwen3_tts_cuda_graphs.common.choices import nearest, one_of
-from qwen3_tts_cuda_graphs.common.command import Parser, check_device_name, install_command
+from qwen3_tts_cuda_graphs.common.command import check_device_name, install_command
 from qwen3_tts_cuda_graphs.common.formats import EXTENSIONS, RATES, TELEPHONE_RATE, format_and_rate, suffix_of
 from qwen3_tts_cuda_graphs.common.model_config import languages, quick_config, read_config
 from qwen3_tts_cuda_graphs.common.model_names import model_name
 from qwen3_tts_cuda_graphs.common.output_files import check_writable, is_special
+from qwen3_tts_cuda_graphs.common.parser import Parser
 from qwen3_tts_cuda_graphs.common.published import CLONING_MODEL, MODELS, MODELS_OF_KIND, PRESET_MODEL
 from qwen3_tts_cuda_graphs.common.subtitles import SUBTITLE_SUFFIXES
 from qwen3_tts_cuda_graphs.common.voice_files import REFERENCE_SILENCE

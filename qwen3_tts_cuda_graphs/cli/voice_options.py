@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qwen3_tts_cuda_graphs.common.choices import nearest
-from qwen3_tts_cuda_graphs.common.command import Once
 from qwen3_tts_cuda_graphs.common.model_config import KINDS, language_name, languages
 from qwen3_tts_cuda_graphs.common.model_names import split_name
+from qwen3_tts_cuda_graphs.common.parser import Once
 from qwen3_tts_cuda_graphs.common.published import FRAME_RATE, MODELS_OF_KIND, SPEAKERS
 from qwen3_tts_cuda_graphs.common.voice_files import REFERENCE_SILENCE, check_speaker_file, normalized_weights, read_mix
 from qwen3_tts_cuda_graphs.prompts.script import takes_instructions

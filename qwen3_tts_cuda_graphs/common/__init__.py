@@ -10,7 +10,9 @@ loading.py      the device, and what can go wrong while a model is loaded
 voice_files.py  speaker files and mixes of them, checked without torch
 voices.py       speaker embeddings and recordings as arguments of upstream's methods
 choices.py      the names that a message offers to choose from
-command.py      one-line errors, progress, a quick start; skipped_imports.py: what it leaves out
+command.py      one-line errors, progress
+parser.py       options of a command, and what a mistyped one may stand for
+quick_start.py  imports of torch and the rest, while CUDA starts; skipped_imports.py: what they leave out
 recording_files.py, speech_files.py
                 recordings in, speech out
 samples.py      speech as chunks of samples: at another rate, as 16 bits

@@ -11,5 +11,5 @@ checks.py         what can be wrong with numbers and texts
 clone_prompts.py  upstream's voice_clone_prompt, and what can be wrong with it
 arriving_text.py, incremental_tokenizer.py
                   a request whose text is still being written, and its tokens that can no longer change
-pieces.py         reads such a text from an iterator
+pieces.py         reads such a text from an iterator, for the thread that speaks it
 """

@@ -13,9 +13,10 @@ from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from qwen3_tts_cuda_graphs.common.command import Parser, check_device_name, install_command
+from qwen3_tts_cuda_graphs.common.command import check_device_name, install_command
 from qwen3_tts_cuda_graphs.common.model_config import quick_config
 from qwen3_tts_cuda_graphs.common.model_names import model_name, split_name
+from qwen3_tts_cuda_graphs.common.parser import Parser
 from qwen3_tts_cuda_graphs.common.published import CLONING_MODEL, MODELS, PRESET_MODEL
 from qwen3_tts_cuda_graphs.common.voice_files import check_speaker_file
 from qwen3_tts_cuda_graphs.prompts.checks import check_number
