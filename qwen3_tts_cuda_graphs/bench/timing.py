@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from qwen3_tts_cuda_graphs.bench import MEGAKERNEL, SEPARATE
 from qwen3_tts_cuda_graphs.bench.listeners import listen
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
 from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
@@ -27,7 +28,6 @@ TEXT = (
 )
 
 PUBLISHED_TOKENS = 63  # of TEXT. The tokenizer of random checkpoints makes one of each byte.
-SEPARATE, MEGAKERNEL = "separate kernels", "megakernel"
 
 Row = dict[str, Any]
 NamedRows = Iterator[tuple[str, Row]]
