@@ -1,7 +1,8 @@
 """The commands `qwen3-tts speak`, which is also `python generate.py`, and `qwen3-tts clone`.
 
 __main__.py     checks the options, then imports what takes time, then speaks
-options.py      its options, checked as far as nothing slow must be imported: a Job
+options.py      its options, and --help
+job.py          the options checked, as far as nothing slow must be imported: a Job
 voice_options.py
                 those that say whose voice it is
 clone.py        recording -> speaker.pt

@@ -5,7 +5,7 @@ from functools import partial
 
 import transformers
 
-from qwen3_tts_cuda_graphs.cli.options import Job
+from qwen3_tts_cuda_graphs.cli.job import Job
 from qwen3_tts_cuda_graphs.cli.voice_options import OneVoice
 from qwen3_tts_cuda_graphs.common.checkpoint_files import file_errors
 from qwen3_tts_cuda_graphs.common.hub import local_folder

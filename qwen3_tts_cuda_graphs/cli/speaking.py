@@ -15,14 +15,8 @@ from pathlib import Path
 import torch
 
 from qwen3_tts_cuda_graphs.cli.finished_parts import FinishedParts
+from qwen3_tts_cuda_graphs.cli.job import PLAYED_ONLY, Job, goes_to_file, with_lines
 from qwen3_tts_cuda_graphs.cli.long_lines import cut_lines
-from qwen3_tts_cuda_graphs.cli.options import (
-    PLAYED_ONLY,
-    Job,
-    check_number_of_files,
-    goes_to_file,
-    script_lines,
-)
 from qwen3_tts_cuda_graphs.cli.player import Player
 from qwen3_tts_cuda_graphs.cli.progress import Progress
 from qwen3_tts_cuda_graphs.cli.text_files import Pipe, read_text_lines
@@ -185,7 +179,7 @@ def what_is_kept(job: Job, finished: FinishedParts | None, seconds: float) -> st
 
 
 def prepared(job: Job) -> Job:
-    """The job with what options.py leaves open: the device, the voices in files, and parts that fit into the cache. A
+    """The job with what job.py leaves open: the device, the voices in files, and parts that fit into the cache. A
     line that is cut stays one file if it is the only one."""
     size = job.config["talker_config"]["hidden_size"]
     voices = {name: with_content(voice, size) for name, voice in job.voices.items()}
@@ -194,8 +188,7 @@ def prepared(job: Job) -> Job:
     if job.lines is None and job.stream:
         return replace(job, lines=Pipe(sys.stdin.buffer, job.script, not job.plain, job.check_voice))
     if job.lines is None:
-        job = replace(job, lines=script_lines(job, read_text_lines("-", None, job.paragraphs)))
-        check_number_of_files(job)
+        job = with_lines(job, read_text_lines("-", None, job.paragraphs))
     return replace(job, lines=cut_lines(job), join=job.join or len(job.lines) == 1)
 
 
