@@ -16,11 +16,11 @@ from pathlib import Path
 from qwen3_tts_cuda_graphs.cli.options import OUTPUT, make_parser
 from qwen3_tts_cuda_graphs.cli.player import sound_device
 from qwen3_tts_cuda_graphs.cli.text_files import Pipe, read_text_lines
-from qwen3_tts_cuda_graphs.cli.voice_options import OneVoice, check_voice_pairs, clones, voices_of
+from qwen3_tts_cuda_graphs.cli.voice_options import OneVoice, check_choice, check_voice_pairs, clones, voices_of
 from qwen3_tts_cuda_graphs.common.choices import nearest
 from qwen3_tts_cuda_graphs.common.command import check_device_name, install_command
 from qwen3_tts_cuda_graphs.common.formats import format_and_rate, suffix_of
-from qwen3_tts_cuda_graphs.common.model_config import languages, quick_config, read_config
+from qwen3_tts_cuda_graphs.common.model_config import language_name, languages, quick_config, read_config
 from qwen3_tts_cuda_graphs.common.output_files import check_writable, is_special
 from qwen3_tts_cuda_graphs.common.published import CLONING_MODEL, MODELS_OF_KIND, PRESET_MODEL
 from qwen3_tts_cuda_graphs.common.subtitles import SUBTITLE_SUFFIXES
@@ -96,7 +96,9 @@ def read_job() -> Job:
     """The command line's job. Cheap checks come first."""
     asked = make_parser().parse_args()
     text = text_of(asked)
-    model = default_model(asked) if asked.model is None else asked.model
+    model = asked.model
+    if model is None:  # one with voices of its own, unless a voice is to be cloned
+        model = CLONING_MODEL if clones(asked) else PRESET_MODEL
     if asked.list_speakers or asked.list_languages:
         print_lists(asked, model)
         sys.exit()
@@ -117,6 +119,8 @@ def read_job() -> Job:
         raise ValueError(f"--speed needs PyAV: run {install_command('av')}, or leave it out")
     decided = dict(model=model, config=config, lines=None, lexicon=lexicon, output=output, join=join, stream=stream)
     decided |= voices_of(asked, model, config)
+    decided["language"] = language_name(asked.language)
+    check_choice("language", decided["language"], languages(config))
     decided |= {"format": sound_format, "sample_rate": sample_rate, "inputs": inputs_of(asked)}
     decided["pause"] = PAUSE if asked.pause is None else asked.pause
     decided["sampling"] = {name: getattr(asked, name) for name in SAMPLING}
@@ -138,11 +142,6 @@ def text_of(asked: argparse.Namespace) -> str | None:
     if os.path.isfile(text):
         raise ValueError(f"{text} is a file: give it as --text-file {text}, or as --text to speak its name")
     return text
-
-
-def default_model(asked: argparse.Namespace) -> str:
-    """The model where --model names none: one with voices of its own, unless a voice is to be cloned."""
-    return CLONING_MODEL if clones(asked) else PRESET_MODEL
 
 
 def check_pairs(asked: argparse.Namespace, goes_to_one_file: bool) -> None:
