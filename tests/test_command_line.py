@@ -376,7 +376,7 @@ def test_published_models_are_known_without_a_hub(call, tmp_path, no_hub):
     tokenizer = random_checkpoint.text_tokenizer(tmp_path, 0)
     for name, hub_id in MODELS.items():
         size, kind = hub_id.split("-")[-2:]
-        written = random_checkpoint.model_config(size, KIND_OF[kind], tokenizer)
+        written = random_checkpoint.main_config(size, KIND_OF[kind], tokenizer)
         for spelling in (name, name.lower(), f"{size}-{kind}".upper(), hub_id, hub_id.lower(), hub_id.split("/")[1]):
             config = published_config(model_name(spelling))
             talker = config.pop("talker_config")

@@ -147,8 +147,8 @@ def read_lines(
         notation = Notation(play, number, check_voice)
         parts = []
         for part in reader.read(notation.read(text, is_end=True)):
-            part = replace(part, line=notation.line)
-            parts.append(replace(part, text="".join(part.text).replace("\n", " ")))
+            line = notation.line  # where its first word is: the text is read only now
+            parts.append(replace(part, text="".join(part.text).replace("\n", " "), line=line))
         yield parts
 
 
