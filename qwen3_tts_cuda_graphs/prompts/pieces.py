@@ -13,6 +13,7 @@ from collections.abc import AsyncIterable, Callable, Iterable
 from concurrent.futures import Future
 
 END = None
+MAX_PIECES_AHEAD = 256  # how many an iterator may have given that the stream has not taken
 
 Push = Callable[[str | BaseException | None], Future]  # a piece, END or an error -> whether another one is wanted
 
@@ -53,9 +54,6 @@ def done_future(result: bool) -> Future:
     future = Future()
     future.set_result(result)
     return future
-
-
-MAX_PIECES_AHEAD = 256  # how many an iterator may have given that the stream has not taken
 
 
 class TextReader:
