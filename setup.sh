@@ -145,7 +145,7 @@ step "environment ready: $venv"
 # The weights.
 for model in $models; do
   step "downloading the weights of $model, if they are not there yet (gigabytes)"
-  if ! $venv/bin/python -m qwen3_tts_cuda_graphs.common.checkpoints "$model"; then
+  if ! $venv/bin/python -m qwen3_tts_cuda_graphs.common.hub "$model"; then
     echo "The environment is complete. For the weights, try again later with" >&2
     echo "    ./setup.sh $model$options" >&2
     echo "or try it without them, on random ones: ./setup.sh demo" >&2

@@ -5,7 +5,8 @@ import sys
 from importlib import import_module
 from importlib.metadata import version
 
-from qwen3_tts_cuda_graphs.common.command import Parser, cli_errors
+from qwen3_tts_cuda_graphs.common.command import cli_errors
+from qwen3_tts_cuda_graphs.common.parser import Parser
 
 COMMAND = "qwen3-tts"
 SUBCOMMANDS = {  # -> the module whose `main` it calls, and what that does

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from qwen3_tts_cuda_graphs.common.audio_files import read_audio
-from qwen3_tts_cuda_graphs.common.checkpoints import REFERENCE_SILENCE
 from qwen3_tts_cuda_graphs.common.loading import choose_device, load
+from qwen3_tts_cuda_graphs.common.recording_files import read_audio
+from qwen3_tts_cuda_graphs.common.voice_files import REFERENCE_SILENCE
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt
 from qwen3_tts_cuda_graphs.prompts.build import prepare_request
 from qwen3_tts_cuda_graphs.prompts.checks import check_counts

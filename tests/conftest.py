@@ -136,7 +136,7 @@ def recording_at_another_rate():
 @pytest.fixture(scope="session")
 def recording(recording_at_another_rate):
     """The same at the models' own rate: librosa, which upstream resamples with, first compiles for half a minute."""
-    from qwen3_tts_cuda_graphs.common.audio_files import resample
+    from qwen3_tts_cuda_graphs.common.samples import resample
 
     return resample(*recording_at_another_rate, 24000), 24000
 

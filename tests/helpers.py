@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from qwen3_tts_cuda_graphs.cli import speaking
-from qwen3_tts_cuda_graphs.common.checkpoints import read_config
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
+from qwen3_tts_cuda_graphs.common.model_config import read_config
 from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
 from qwen3_tts_cuda_graphs.speech import accelerate, long_text, schedule
 from qwen3_tts_cuda_graphs.speech.engine import Engine

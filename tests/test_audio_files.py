@@ -16,9 +16,12 @@ import pytest
 import soundfile
 from helpers import ROOT, phone_recording
 
-from qwen3_tts_cuda_graphs.common import audio_files
-from qwen3_tts_cuda_graphs.common.audio_files import read_audio, resample, write_audio
-from qwen3_tts_cuda_graphs.common.output_files import check_format, write_bytes
+from qwen3_tts_cuda_graphs.common import recording_files, speech_files
+from qwen3_tts_cuda_graphs.common.formats import check_format
+from qwen3_tts_cuda_graphs.common.output_files import write_bytes
+from qwen3_tts_cuda_graphs.common.recording_files import read_audio
+from qwen3_tts_cuda_graphs.common.samples import resample
+from qwen3_tts_cuda_graphs.common.speech_files import write_audio
 
 RATE = 24000
 FRAME = 1920
@@ -60,7 +63,7 @@ def test_the_extension_chooses_the_format(tmp_path, extension, playable):
 
 def test_more_than_4_gib(tmp_path, monkeypatch):
     """The sizes in a WAV's header have 32 bits: a day of speech failed after all the work."""
-    monkeypatch.setattr(audio_files, "MAX_WAV_BYTES", 3 * FRAME)
+    monkeypatch.setattr(speech_files, "MAX_WAV_BYTES", 3 * FRAME)
     write_audio(tmp_path / "whole.wav", tone(4), samples=4 * FRAME)
     assert soundfile.info(tmp_path / "whole.wav").format == "RF64"
     with pytest.warns(UserWarning, match="4 GiB") as warned:
@@ -68,7 +71,7 @@ def test_more_than_4_gib(tmp_path, monkeypatch):
     assert len(warned) == 1
     whole, _ = soundfile.read(tmp_path / "whole.wav", dtype="int16")
     assert (tmp_path / "streamed.wav").read_bytes()[44:] == whole.tobytes()
-    assert audio_files.wav_header(RATE, 2**40) == audio_files.wav_header(RATE, 3 * FRAME)
+    assert speech_files.wav_header(RATE, 2**40) == speech_files.wav_header(RATE, 3 * FRAME)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,7 @@ def test_a_terminated_process_leaves_nothing_unfinished(tmp_path):
         from pathlib import Path
         import time
         import numpy as np
-        from qwen3_tts_cuda_graphs.common.audio_files import write_audio
+        from qwen3_tts_cuda_graphs.common.speech_files import write_audio
         from qwen3_tts_cuda_graphs.common.command import cli_errors
         def chunks():
             yield np.zeros(1920), 24000
@@ -143,7 +146,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
     program = """
         from pathlib import Path
         import numpy as np
-        from qwen3_tts_cuda_graphs.common.audio_files import write_audio
+        from qwen3_tts_cuda_graphs.common.speech_files import write_audio
         from qwen3_tts_cuda_graphs.common.output_files import write_bytes
         noise = np.random.default_rng(0).normal(scale=0.3, size=(200, 1920))
         chunks = [(chunk, 24000) for chunk in noise]
@@ -180,7 +183,7 @@ def test_a_read_only_folder_is_refused_before_the_work(tmp_path):
         import os
         from pathlib import Path
         import numpy as np
-        from qwen3_tts_cuda_graphs.common.audio_files import write_audio
+        from qwen3_tts_cuda_graphs.common.speech_files import write_audio
         from qwen3_tts_cuda_graphs.common.output_files import check_writable
         if os.geteuid() == 0:  # root may write everywhere: become nobody
             os.setgid(65534)
@@ -211,7 +214,7 @@ def test_a_player_that_was_closed(tmp_path, playable, unbuffered):
     program = f"""
         from pathlib import Path
         import numpy as np
-        from qwen3_tts_cuda_graphs.common.audio_files import write_audio
+        from qwen3_tts_cuda_graphs.common.speech_files import write_audio
         from qwen3_tts_cuda_graphs.common.command import cli_errors
         with cli_errors():
             write_audio(Path("-"), iter([(np.zeros(1920), 24000)] * 1000), {playable})
@@ -375,7 +378,7 @@ def test_a_phones_recording_that_is_broken(tmp_path, what):
 
 
 def test_a_phones_recording_is_not_read_for_hours(tmp_path, monkeypatch):
-    monkeypatch.setattr(audio_files, "MAX_SECONDS", 2.0)
+    monkeypatch.setattr(recording_files, "MAX_SECONDS", 2.0)
     (tmp_path / "memo.m4a").write_bytes(phone_recording(sine(24000), 24000, "ipod", "aac"))
     with pytest.raises(ValueError, match="memo.m4a is longer than 2 s: give a shorter recording"):
         read_audio(tmp_path / "memo.m4a")
@@ -386,7 +389,7 @@ def test_without_pyav_a_phones_recording_says_what_to_install(tmp_path):
     program = """
         sys.modules["av"] = None
         from pathlib import Path
-        from qwen3_tts_cuda_graphs.common.audio_files import read_audio
+        from qwen3_tts_cuda_graphs.common.recording_files import read_audio
         try:
             read_audio(Path("memo.m4a"))
         except ValueError as error:

@@ -16,7 +16,7 @@ import transformers
 from helpers import ROOT
 
 from cudagraph_talker import Rows
-from qwen3_tts_cuda_graphs.bench import check, listeners, load_test, plot, quality, single, timing
+from qwen3_tts_cuda_graphs.bench import check, listeners, load_test, over_http, plot, quality, single, timing
 from qwen3_tts_cuda_graphs.bench.__main__ import main
 from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
 from qwen3_tts_cuda_graphs.bench.parity import TeacherForced, one_pass
@@ -181,7 +181,7 @@ def test_the_load_script_counts_what_fails():
     streams = iter(range(5))
 
     def speak():
-        yield bytes(4800), load_test.BYTES_PER_SECOND
+        yield bytes(4800), over_http.BYTES_PER_SECOND
         if next(streams) % 2:
             raise OSError("the connection was closed")
 
@@ -189,7 +189,7 @@ def test_the_load_script_counts_what_fails():
     ((name, row),) = load_test.measure(args, partial(load_test.drive_here, speak))
     assert (name, row["errors"], row["listeners"]) == ("4 one by one", ["the connection was closed"] * 2, 4)
     with pytest.raises(OSError, match="refused"):
-        next(load_test.measure(args, partial(load_test.drive_here, partial(load_test.speak, "http://127.0.0.1:9"))))
+        next(load_test.measure(args, partial(load_test.drive_here, partial(over_http.speak, "http://127.0.0.1:9"))))
 
 
 @pytest.mark.slow

@@ -29,12 +29,14 @@ from qwen3_tts_cuda_graphs.bench import random_checkpoint
 from qwen3_tts_cuda_graphs.cli import clone
 from qwen3_tts_cuda_graphs.cli import options as cli_options
 from qwen3_tts_cuda_graphs.cli.__main__ import main
-from qwen3_tts_cuda_graphs.common import checkpoints
-from qwen3_tts_cuda_graphs.common.audio_files import read_audio
+from qwen3_tts_cuda_graphs.common import model_config
 from qwen3_tts_cuda_graphs.common.command import install_command
 from qwen3_tts_cuda_graphs.common.loading import load
-from qwen3_tts_cuda_graphs.common.published import KIND_OF, LANGUAGE_IDS, SPEAKERS, model_name, published_config
+from qwen3_tts_cuda_graphs.common.model_names import model_name
+from qwen3_tts_cuda_graphs.common.published import KIND_OF, LANGUAGE_IDS, SPEAKERS, published_config
+from qwen3_tts_cuda_graphs.common.recording_files import read_audio
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker
+from qwen3_tts_cuda_graphs.prompts.cut import LANGUAGES
 
 
 def options(folder, **change):
@@ -355,7 +357,7 @@ def test_lists(call, checkpoint):
     assert code == 0 and speakers.split() == sorted(speakers.split()) and "ono_anna" in speakers.split()
     code, languages, _ = call(main, "--model", checkpoint("base"), "--list-languages")
     assert code == 0 and "auto" in languages.split() and "beijing_dialect" not in languages
-    assert {checkpoints.language_name(code) for code in checkpoints.LANGUAGES} <= {*languages.split()}
+    assert {model_config.language_name(code) for code in LANGUAGES} <= {*languages.split()}
 
 
 @pytest.fixture
@@ -374,7 +376,7 @@ def test_published_models_are_known_without_a_hub(call, tmp_path, no_hub):
     tokenizer = random_checkpoint.text_tokenizer(tmp_path, 0)
     for name, hub_id in MODELS.items():
         size, kind = hub_id.split("-")[-2:]
-        written = random_checkpoint.model_config(size, KIND_OF[kind], tokenizer)
+        written = random_checkpoint.main_config(size, KIND_OF[kind], tokenizer)
         for spelling in (name, name.lower(), f"{size}-{kind}".upper(), hub_id, hub_id.lower(), hub_id.split("/")[1]):
             config = published_config(model_name(spelling))
             talker = config.pop("talker_config")
@@ -398,7 +400,7 @@ def test_published_models_are_known_without_a_hub(call, tmp_path, no_hub):
 def test_codes_of_languages(speak, requests):
     """As other services name them: --language en was "there is no language"."""
     assert speak("base", "Hello!", "--language", "de")[0] == 0 and requests[0]["language"] == "german"
-    names = {word: checkpoints.language_name(word) for word in ("EN-us", "zh_CN", "Auto", "xx")}
+    names = {word: model_config.language_name(word) for word in ("EN-us", "zh_CN", "Auto", "xx")}
     assert names == {"EN-us": "english", "zh_CN": "chinese", "Auto": "Auto", "xx": "xx"}
 
 
@@ -710,7 +712,7 @@ def test_what_nobody_calls_is_not_imported(tmp_path):
     look = f"from importlib.util import find_spec\nprint([*map(find_spec, {names})])"
     (tmp_path / "torch.py").write_text(look)
     program = """
-        from qwen3_tts_cuda_graphs.common.command import heavy_imports
+        from qwen3_tts_cuda_graphs.common.quick_start import heavy_imports
         with heavy_imports("cpu"):
             import torch
         import sklearn
@@ -757,7 +759,7 @@ def test_lines_where_they_belong():
 def test_cuda_starts_beside_the_imports():
     """start_cuda hides its errors: one that always fails would go unnoticed."""
     program = """
-        from qwen3_tts_cuda_graphs.common.command import heavy_imports
+        from qwen3_tts_cuda_graphs.common.quick_start import heavy_imports
         with heavy_imports(None):
             import torch
         print(torch.cuda.is_initialized(), torch.cuda.memory_stats()["allocation.all.allocated"] >= 2)

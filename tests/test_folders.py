@@ -20,8 +20,8 @@ from serving_helpers import SHORT, RunningServer, load_speech
 
 from qwen3_tts_cuda_graphs.cli import clone
 from qwen3_tts_cuda_graphs.cli.__main__ import main
-from qwen3_tts_cuda_graphs.common.checkpoints import read_config
 from qwen3_tts_cuda_graphs.common.loading import load
+from qwen3_tts_cuda_graphs.common.model_config import read_config
 from qwen3_tts_cuda_graphs.serving.service import read_speakers
 from qwen3_tts_cuda_graphs.upstream import VoiceClonePromptItem
 
@@ -224,7 +224,7 @@ def test_configs_are_utf8_in_every_locale(folder):
     """They were read in the locale's encoding."""
     folder.update("config.json", note=NOT_ASCII)
     program = f"""
-        from qwen3_tts_cuda_graphs.common.checkpoints import read_config
+        from qwen3_tts_cuda_graphs.common.model_config import read_config
         print(ascii(read_config({str(folder.path)!r})["note"]))
     """
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

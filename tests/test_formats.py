@@ -12,9 +12,9 @@ from helpers import ROOT
 from serving_helpers import SHORT
 
 from qwen3_tts_cuda_graphs.cli.__main__ import main
-from qwen3_tts_cuda_graphs.common.audio_files import Resampler, at_rate, to_bytes, write_audio
-from qwen3_tts_cuda_graphs.common.formats import RATES, read_format
-from qwen3_tts_cuda_graphs.common.output_files import format_and_rate
+from qwen3_tts_cuda_graphs.common.formats import RATES, format_and_rate, read_format
+from qwen3_tts_cuda_graphs.common.samples import Resampler, at_rate
+from qwen3_tts_cuda_graphs.common.speech_files import to_bytes, write_audio
 from qwen3_tts_cuda_graphs.serving.audio_formats import Encoder
 
 av = pytest.importorskip("av")

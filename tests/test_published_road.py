@@ -19,14 +19,14 @@ from helpers import GREEDY, Voice, engine_of, joined, slow
 from safetensors.torch import load_file, save_file
 from serving_helpers import FRAME, SHORT, serving
 
-from generate import MODELS, QWEN_PATTERN
+from generate import MODELS
 from qwen3_tts_cuda_graphs import FasterQwen3TTS
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
-from qwen3_tts_cuda_graphs.cli.speaking import count_tokens, text_tokenizer
-from qwen3_tts_cuda_graphs.common import checkpoints
-from qwen3_tts_cuda_graphs.common.checkpoints import display_name, missing_files, read_config
+from qwen3_tts_cuda_graphs.cli.long_lines import count_tokens, text_tokenizer
+from qwen3_tts_cuda_graphs.common.checkpoint_files import missing_files
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
-from qwen3_tts_cuda_graphs.prompts import incremental_tokenizer
+from qwen3_tts_cuda_graphs.common.model_config import read_config
+from qwen3_tts_cuda_graphs.common.model_names import display_name
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.long_text import stream_long
 from qwen3_tts_cuda_graphs.speech.streaming import stream
@@ -135,11 +135,6 @@ def in_pieces(text):
 
 
 # ---- One tokenization
-
-
-def test_both_places_have_the_same_pattern_and_models():
-    """generate.py stands alone and speech/ does not import it, so each has a copy."""
-    assert QWEN_PATTERN == incremental_tokenizer.QWEN_PATTERN and checkpoints.MODELS == MODELS
 
 
 def test_the_pattern_is_the_one_of_training(published):

@@ -33,7 +33,7 @@ def test_what_nobody_calls_is_not_imported(tmp_path, checkpoint):
     program = f"""
         import sys
         import numpy as np
-        from qwen3_tts_cuda_graphs.common.command import heavy_imports
+        from qwen3_tts_cuda_graphs.common.quick_start import heavy_imports
 
         with heavy_imports("cpu"):
             import torch

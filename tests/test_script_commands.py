@@ -16,8 +16,8 @@ from helpers import ROOT, assert_refused, frame_limits, slow, watched
 
 from qwen3_tts_cuda_graphs.cli import speaking
 from qwen3_tts_cuda_graphs.cli.finished_parts import FinishedParts
-from qwen3_tts_cuda_graphs.common.audio_files import write_audio
 from qwen3_tts_cuda_graphs.common.output_files import write_bytes
+from qwen3_tts_cuda_graphs.common.speech_files import write_audio
 from qwen3_tts_cuda_graphs.common.subtitles import format_subtitles
 from qwen3_tts_cuda_graphs.common.voices import load_speaker, mix_embeddings
 from qwen3_tts_cuda_graphs.prompts.script import Cue, Part

@@ -21,7 +21,7 @@ from serving_helpers import (
     wait_until_free,
 )
 
-from qwen3_tts_cuda_graphs.common.audio_files import to_int16
+from qwen3_tts_cuda_graphs.common.samples import to_int16
 from qwen3_tts_cuda_graphs.common.tempo import Tempo
 from qwen3_tts_cuda_graphs.prompts.cut import PAUSE
 from qwen3_tts_cuda_graphs.prompts.script import Cue, Part

@@ -8,16 +8,8 @@ import pytest
 
 from qwen3_tts_cuda_graphs.prompts.cut import PAUSE, cut
 from qwen3_tts_cuda_graphs.prompts.lexicon import Lexicon, LexiconReader, read_lexicon
-from qwen3_tts_cuda_graphs.prompts.script import (
-    Cue,
-    Notation,
-    Part,
-    Tag,
-    cut_parts,
-    read_lines,
-    read_script,
-    silence_before,
-)
+from qwen3_tts_cuda_graphs.prompts.notation import Notation, Tag
+from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, cut_parts, read_lines, read_script, silence_before
 from qwen3_tts_cuda_graphs.speech.long_text import stream_script
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 

@@ -51,8 +51,8 @@ from serving_helpers import (
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from qwen3_tts_cuda_graphs.common.audio_files import to_int16
 from qwen3_tts_cuda_graphs.common.formats import SUBTYPES
+from qwen3_tts_cuda_graphs.common.samples import to_int16
 from qwen3_tts_cuda_graphs.serving import engine_host, voice_folder
 from qwen3_tts_cuda_graphs.serving.audio_formats import COMPRESSED, CONTENT_TYPES, Encoder
 from qwen3_tts_cuda_graphs.serving.connections import SECONDS_TO_BEGIN

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from serving_helpers import FRAME, LIMIT, Client, is_running, read_answer, request_bytes, wait_until, worker_of
 
 from qwen3_tts_cuda_graphs.bench.listeners import listen
-from qwen3_tts_cuda_graphs.bench.load_test import speak
+from qwen3_tts_cuda_graphs.bench.over_http import speak
 from qwen3_tts_cuda_graphs.serving import messages, process
 from qwen3_tts_cuda_graphs.serving.__main__ import main
 from qwen3_tts_cuda_graphs.serving.process import greeting

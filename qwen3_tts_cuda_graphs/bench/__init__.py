@@ -18,7 +18,7 @@ plot.py         the figures
 
 Programs of their own, `python -m qwen3_tts_cuda_graphs.bench.load_test --help`:
 
-load_test.py    drives a server (engine_alone.py: what it is compared with)
+load_test.py    drives a server (over_http.py), or compares it with the engine (engine_alone.py)
 calibrate.py    how the figures of a correct megakernel vary
 random_checkpoint.py
                 writes a model with random weights
@@ -28,3 +28,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]  # of a checkout
 SIZES = ("0.6B", "1.7B")
+# Rows of the results, also of those in results/
+UPSTREAM, PEER, THREE_FILES = "upstream", "faster-qwen3-tts", "the three files alone"
+SEPARATE, MEGAKERNEL = "separate kernels", "megakernel"

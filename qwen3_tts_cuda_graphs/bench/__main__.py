@@ -27,10 +27,11 @@ from pathlib import Path
 from qwen3_tts_cuda_graphs.bench import ROOT, SIZES
 from qwen3_tts_cuda_graphs.bench.plot import plot
 from qwen3_tts_cuda_graphs.bench.report import print_wrapped, report
-from qwen3_tts_cuda_graphs.common.checkpoints import check_speaker_file
-from qwen3_tts_cuda_graphs.common.command import Parser, cli_errors
+from qwen3_tts_cuda_graphs.common.command import cli_errors
+from qwen3_tts_cuda_graphs.common.model_names import model_name
 from qwen3_tts_cuda_graphs.common.output_files import check_writable
-from qwen3_tts_cuda_graphs.common.published import model_name
+from qwen3_tts_cuda_graphs.common.parser import Parser
+from qwen3_tts_cuda_graphs.common.voice_files import check_speaker_file
 
 MODES = {  # option -> what it does, what yields its rows, and the columns of its table
     "": (

@@ -29,8 +29,9 @@ from qwen3_tts_cuda_graphs.bench.parity import (
     random_request,
 )
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import randomize, write_checkpoint
-from qwen3_tts_cuda_graphs.common.command import Parser, cli_errors
+from qwen3_tts_cuda_graphs.common.command import cli_errors
 from qwen3_tts_cuda_graphs.common.loading import load_upstream, model_errors
+from qwen3_tts_cuda_graphs.common.parser import Parser
 from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
 from qwen3_tts_cuda_graphs.fast.self_test import run_test
 

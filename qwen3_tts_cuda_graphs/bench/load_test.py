@@ -15,15 +15,11 @@ formats, with listeners in several processes, beside idle WebSockets, and while 
 
 import argparse
 import contextlib
-import http.client
 import json
 import os
-import re
 import subprocess
 import sys
-import tempfile
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -31,63 +27,19 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from qwen3_tts_cuda_graphs.bench.listeners import TEXT, Hearing, StartStream, listen_at, poisson_arrivals, summary
+from qwen3_tts_cuda_graphs.bench.over_http import in_format, running_server, until_it_speaks
 from qwen3_tts_cuda_graphs.bench.processes import rows_of
 from qwen3_tts_cuda_graphs.bench.report import report
-from qwen3_tts_cuda_graphs.common.command import Parser, cli_errors
+from qwen3_tts_cuda_graphs.common.command import cli_errors
+from qwen3_tts_cuda_graphs.common.parser import Parser
+from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
 
-BYTES_PER_SECOND = 2 * 24000  # of audio as pcm
-FRAME_RATE = 12.5
-LIMIT = 120.0  # seconds to wait for an answer of a server, or for its end
-LIMIT_TO_SPEAK = 300.0  # seconds until a server speaks
-SECONDS_BETWEEN_REQUESTS = 0.02  # while it does not
 SHORT = 10.0  # seconds of requests, for what is measured beside --rate
 SECONDS_TO_START = 1.0  # of the processes of listeners
 COLUMNS = "first_audio_ms first_audio_p95_ms first_audio_p99_ms audio_seconds_per_second underruns".split()
 
 Drive = Callable[[list[float], bool], tuple[list[Hearing], list[str], float]]
 # takes when listeners come, and whether each waits for the one before; returns them, their errors, and the seconds
-
-
-# ---- One listener
-
-
-def speak(
-    url: str, api_key: str | None = None, bytes_per_second: float = BYTES_PER_SECOND, **request
-) -> Iterator[tuple[bytes, float]]:
-    """Audio as a server sends it, and how many bytes make a second. Raises OSError for all that can go wrong."""
-    address = urllib.parse.urlsplit(url)
-    if not address.hostname:
-        raise OSError(f"{url} is no address: give one like http://127.0.0.1:8000")
-    headers = {"Content-Type": "application/json", "Connection": "close"}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
-    kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
-    connection = kind(address.hostname, address.port, timeout=LIMIT)
-    try:
-        connection.request("POST", "/v1/audio/speech", json.dumps(request), headers)
-        with connection.getresponse() as response:
-            if response.status != 200:
-                raise OSError(f"{response.status}: {json.load(response)['error']['message']}")
-            while piece := response.read1(65536):
-                yield piece, bytes_per_second
-    except http.client.IncompleteRead:
-        raise OSError("the connection was closed in the middle of the audio") from None
-    except (http.client.HTTPException, ValueError, KeyError, TypeError) as error:
-        raise OSError(f"{url} does not answer as this project's server does: {error}") from None
-    finally:
-        connection.close()
-
-
-def in_format(url: str, api_key: str | None, name: str, request: dict) -> StartStream:
-    """Listeners who ask for this format. One answer, whose length is known, tells how many bytes make a second."""
-    start = partial(speak, url, api_key, **request | dict(response_format=name))
-    if name == "pcm":
-        return start
-    frames = request["max_new_tokens"] - 1
-    return partial(start, bytes_per_second=sum(len(piece) for piece, _ in start()) * FRAME_RATE / frames)
-
-
-# ---- Many
 
 
 def measure(args: argparse.Namespace, drive: Drive, is_short: bool = False) -> Iterator[tuple[str, dict]]:
@@ -183,34 +135,6 @@ def beside_engine(args: argparse.Namespace, request: dict) -> Iterator[tuple[str
             with condition:
                 for row in measure(args, partial(drive_processes, start, clients), is_short=True):
                     yield f"{name}, {which}", *row
-
-
-@contextlib.contextmanager
-def running_server(*options, environment: dict | None = None) -> Iterator[tuple[subprocess.Popen, str]]:
-    """A server on a free port, and its address. It is still loading its model."""
-    with tempfile.TemporaryDirectory() as voices:
-        program = ["-m", "qwen3_tts_cuda_graphs", "serve", "--port", "0", "--voices", voices, *map(str, options)]
-        server = subprocess.Popen([sys.executable, *program], stdout=subprocess.PIPE, text=True, env=environment)
-        try:
-            listening = re.match(r"listening on (\S+),", server.stdout.readline())
-            if not listening:
-                raise ValueError("the server did not start: it says why above")
-            yield server, listening[1]
-        finally:
-            server.terminate()
-            server.communicate(timeout=LIMIT)
-
-
-def until_it_speaks(server: subprocess.Popen, url: str) -> None:
-    """Ask again and again, until the first audio comes."""
-    deadline = time.monotonic() + LIMIT_TO_SPEAK
-    while True:
-        with contextlib.suppress(OSError):  # it is starting, or its engine is
-            next(speak(url, input=TEXT, response_format="pcm", max_new_tokens=40))
-            return
-        if server.poll() is not None or time.monotonic() > deadline:
-            raise ValueError("the server has ended or does not speak: it says why above")
-        time.sleep(SECONDS_BETWEEN_REQUESTS)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import torch
 
 from qwen3_tts_cuda_graphs.bench import ROOT
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
-from qwen3_tts_cuda_graphs.common.checkpoints import base_config
+from qwen3_tts_cuda_graphs.common.model_config import base_config
 from qwen3_tts_cuda_graphs.common.voices import load_speaker
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import prompt_field, speaker_prompt
 

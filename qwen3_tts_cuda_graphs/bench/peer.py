@@ -13,13 +13,11 @@ from pathlib import Path
 import torch
 import transformers
 
-from qwen3_tts_cuda_graphs.bench import ROOT
+from qwen3_tts_cuda_graphs.bench import PEER, ROOT
 from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
 from qwen3_tts_cuda_graphs.bench.processes import print_rows, rows_of
 from qwen3_tts_cuda_graphs.bench.timing import ON_GPU, TEXT, Effort, NamedRows, time_stream, time_whole_calls
-from qwen3_tts_cuda_graphs.common.checkpoints import hub_name
-
-PEER = "faster-qwen3-tts"
+from qwen3_tts_cuda_graphs.common.model_names import hub_name
 
 
 def run_peer(checkpoint: Checkpoint, python: Path = ROOT / ".venv5" / "bin" / "python") -> NamedRows:

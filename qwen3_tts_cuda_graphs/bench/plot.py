@@ -9,16 +9,18 @@ import re
 from functools import partial
 from pathlib import Path
 
+from qwen3_tts_cuda_graphs.bench import MEGAKERNEL, PEER, SEPARATE, THREE_FILES, UPSTREAM
+
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "qwen3-tts", "font.size": 12}  # text stays text, ids stay the same
 GRAY = "#767c84"  # readable on a light and on a dark page
 WIDTH = 5.2  # inches: 500 pixels
 LINE = 0.27  # inches from one bar to the next
 BARS = {  # a row of the results -> its label and color
-    "upstream": ("upstream qwen-tts", "#9aa0a6"),
-    "faster-qwen3-tts": ("faster-qwen3-tts", "#c58a2b"),
-    "the three files alone": ("the three files alone*", "#8e6bbf"),
-    "separate kernels": ("separate kernels*", "#4f8fd0"),
-    "megakernel": ("megakernel*", "#2f9e62"),
+    UPSTREAM: ("upstream qwen-tts", "#9aa0a6"),
+    PEER: ("faster-qwen3-tts", "#c58a2b"),
+    THREE_FILES: ("the three files alone*", "#8e6bbf"),
+    SEPARATE: ("separate kernels*", "#4f8fd0"),
+    MEGAKERNEL: ("megakernel*", "#2f9e62"),
 }
 SIZE_COLORS = ("#2f9e62", "#4f8fd0", "#8e6bbf", "#9aa0a6")  # in the order of the models
 PUBLISHED = {  # by others, under their own conditions: audio seconds per second
@@ -38,7 +40,7 @@ def plot(folder: Path) -> list[Path]:
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     drawn = []
     for parts_of, name, row, note in (
-        (speed, "speed.svg", "upstream", "* this project; in brackets: ms per frame"),
+        (speed, "speed.svg", UPSTREAM, "* this project; in brackets: ms per frame"),
         (listeners, "listeners.svg", "1 stream alone", ""),
         (server, "server.svg", "40 requests per second for 10 s", ""),
     ):
@@ -77,7 +79,7 @@ def speed(models: Models) -> dict[str, Groups]:
 
     def times_as_fast(rows: dict, name: str) -> tuple[float, str]:
         ms = rows[name]["ms_per_frame"]
-        ratio = rows["upstream"]["ms_per_frame"] / ms
+        ratio = rows[UPSTREAM]["ms_per_frame"] / ms
         return ratio, f"{short(ratio)} x ({short(ms)} ms)"
 
     def first_audio(rows: dict, name: str) -> tuple[float, str]:

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from qwen3_tts_cuda_graphs.bench import MEGAKERNEL, UPSTREAM
 from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
-from qwen3_tts_cuda_graphs.bench.timing import MEGAKERNEL, ON_GPU, Effort, NamedRows, Row, load_alone, paths_of
-from qwen3_tts_cuda_graphs.common.audio_files import join, resample
-from qwen3_tts_cuda_graphs.common.checkpoints import FRAME_RATE
+from qwen3_tts_cuda_graphs.bench.timing import ON_GPU, Effort, NamedRows, Row, load_alone, paths_of
+from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
+from qwen3_tts_cuda_graphs.common.samples import join, resample
 from qwen3_tts_cuda_graphs.prompts.templates import tokenize
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.engine import Engine
@@ -66,7 +67,7 @@ def measure_quality(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
 def spoken_by(model: str) -> Iterator[tuple[str, object, Speak]]:
     """Each path: its name, its model and what speaks a list of requests."""
     tts = load_alone(model)
-    yield "upstream", tts, partial(one_by_one, partial(whole, tts))
+    yield UPSTREAM, tts, partial(one_by_one, partial(whole, tts))
     paths = paths_of(tts)
     del tts
     for path in paths:

@@ -20,8 +20,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import EncodecFeatureExtractor, Qwen2TokenizerFast
 
 from qwen3_tts_cuda_graphs.common import published
-from qwen3_tts_cuda_graphs.common.command import Parser, cli_errors
+from qwen3_tts_cuda_graphs.common.command import cli_errors
 from qwen3_tts_cuda_graphs.common.loading import model_errors
+from qwen3_tts_cuda_graphs.common.parser import Parser
 from qwen3_tts_cuda_graphs.upstream import (
     Qwen3TTSConfig,
     Qwen3TTSForConditionalGeneration,
@@ -137,7 +138,7 @@ def write_checkpoint(
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     tokenizer = text_tokenizer(out, merges)
-    config = model_config(size, kind, tokenizer, talker, predictor)
+    config = main_config(size, kind, tokenizer, talker, predictor)
     codec_settings = codec_config(size, config["talker_config"]["num_code_groups"])
 
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -194,7 +195,7 @@ def talker_config(size: str, kind: str, sizes: dict | None = None, predictor_siz
     return talker | dict(code_predictor_config=predictor | dict(num_code_groups=talker["num_code_groups"]))
 
 
-def model_config(size: str, kind: str, tokenizer: Qwen2TokenizerFast, *sizes: dict | None) -> dict:
+def main_config(size: str, kind: str, tokenizer: Qwen2TokenizerFast, *sizes: dict | None) -> dict:
     """The config.json of talker, code predictor and, for a Base model, speaker encoder."""
     talker = talker_config(size, kind, *sizes)
     talker["text_vocab_size"] = max(talker["text_vocab_size"], len(tokenizer))

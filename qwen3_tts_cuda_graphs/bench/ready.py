@@ -21,7 +21,7 @@ from pathlib import Path
 
 # Nothing heavy: the first such import is upstream's.
 from qwen3_tts_cuda_graphs.bench.listeners import TEXT, listen
-from qwen3_tts_cuda_graphs.bench.load_test import running_server, until_it_speaks
+from qwen3_tts_cuda_graphs.bench.over_http import running_server, until_it_speaks
 from qwen3_tts_cuda_graphs.bench.processes import output_of, print_rows, rows_of
 
 REQUESTS = 10
@@ -93,7 +93,7 @@ def first_requests(model: str, speaker_file: str) -> Iterator[tuple[str, dict]]:
     accelerate(tts)
     accelerate_s = time.monotonic() - loaded_at
 
-    from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
+    from qwen3_tts_cuda_graphs.prompts.clone_prompts import speaker_prompt
     from qwen3_tts_cuda_graphs.speech.streaming import stream
 
     voice = speaker_prompt(torch.load(speaker_file, weights_only=True))

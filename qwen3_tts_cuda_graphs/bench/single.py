@@ -9,19 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from qwen3_tts_cuda_graphs.bench import ROOT, timing
+from qwen3_tts_cuda_graphs.bench import MEGAKERNEL, PEER, ROOT, SEPARATE, THREE_FILES, UPSTREAM, timing
 from qwen3_tts_cuda_graphs.bench.bounds import POSITION, memory_bound
 from qwen3_tts_cuda_graphs.bench.frame_times import first_audio_parts, frame_parts
 from qwen3_tts_cuda_graphs.bench.listeners import listen
 from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
-from qwen3_tts_cuda_graphs.bench.peer import PEER, run_peer
-from qwen3_tts_cuda_graphs.bench.timing import MEGAKERNEL, SEPARATE, Effort, NamedRows, Row, clock, load_alone
-from qwen3_tts_cuda_graphs.common.audio_files import write_audio
+from qwen3_tts_cuda_graphs.bench.peer import run_peer
+from qwen3_tts_cuda_graphs.bench.timing import Effort, NamedRows, Row, clock, load_alone
+from qwen3_tts_cuda_graphs.common.speech_files import write_audio
 from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
-THREE_FILES = "the three files alone"
 CHUNKS = {"1": 1, "8": 8, "1, 1, 2, 4, 8, ...": None}  # frames per chunk, in words -> chunk_frames of `stream`
 RATE = 24000
 TOKENS_PER_SECOND = 50
@@ -40,7 +39,7 @@ def time_all(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
     load_ms, tts = clock(lambda: load_alone(checkpoint.model))
     speak = timing.whole_call(tts.generate_voice_clone, **checkpoint.voice())
     row = timing.time_whole_calls(speak, effort.upstream_frames, effort)
-    yield "upstream", row | dict(seconds_to_load=load_ms / 1e3)
+    yield UPSTREAM, row | dict(seconds_to_load=load_ms / 1e3)
     paths = timing.paths_of(tts)
     del tts
 
@@ -170,7 +169,7 @@ def time_voices(tts, checkpoint: Checkpoint, effort: Effort) -> NamedRows:
 
 def times_as_fast(rows: dict[str, Row]) -> NamedRows:
     """Ratios of the ms per frame of whole calls."""
-    others = [name for name in ("upstream", PEER) if name in rows]
+    others = [name for name in (UPSTREAM, PEER) if name in rows]
     for path in (THREE_FILES, SEPARATE, MEGAKERNEL):
         if path in rows:
             ratios = {f"than {name}": rows[name]["ms_per_frame"] / rows[path]["ms_per_frame"] for name in others}

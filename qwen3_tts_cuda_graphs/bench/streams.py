@@ -9,7 +9,7 @@ import torch
 from qwen3_tts_cuda_graphs.bench.listeners import crowd, poisson_arrivals
 from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
 from qwen3_tts_cuda_graphs.bench.timing import Effort, NamedRows, Row, clock, load_alone, median_of, speech_arguments
-from qwen3_tts_cuda_graphs.common.checkpoints import FRAME_RATE
+from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.engine import Engine
 

@@ -11,30 +11,29 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from qwen3_tts_cuda_graphs.bench import ROOT, SIZES
+from qwen3_tts_cuda_graphs.bench import MEGAKERNEL, PEER, ROOT, SIZES, THREE_FILES, UPSTREAM
 from qwen3_tts_cuda_graphs.bench.bounds import BANDWIDTH, POSITION, bound_ms, bytes_per_frame, file_stem, meta_model
 from qwen3_tts_cuda_graphs.bench.plot import short
 from qwen3_tts_cuda_graphs.serving.settings import LIMITS
 
 BLOCK = re.compile(r"^(<!-- results: (\w+) -->\n)(?:(?!<!--).*\n)*(?=<!-- end of results -->$)", re.MULTILINE)
 
-PEER = "faster-qwen3-tts"
 SUMMARY = {  # label -> row of results/h200.json or h200_streams.json, and its key
-    "upstream qwen-tts, ms per frame": ("upstream", "ms_per_frame"),
+    "upstream qwen-tts, ms per frame": (UPSTREAM, "ms_per_frame"),
     "faster-qwen3-tts, ms per frame": (PEER, "ms_per_frame"),
-    "the three files alone, ms per frame": ("the three files alone", "ms_per_frame"),
-    "**megakernel** (the same two graphs, one kernel each), ms per frame": ("megakernel", "ms_per_frame"),
-    "times as fast as upstream": ("megakernel, times as fast", "than upstream"),
-    "times as fast as faster-qwen3-tts": ("megakernel, times as fast", f"than {PEER}"),
-    "x real time, whole call (seconds of audio per second)": ("megakernel", "x_real_time"),
-    "first audio (from text to the first 80 ms on the host), ms": ("megakernel, chunks of 1", "first_audio_ms"),
+    "the three files alone, ms per frame": (THREE_FILES, "ms_per_frame"),
+    "**megakernel** (the same two graphs, one kernel each), ms per frame": (MEGAKERNEL, "ms_per_frame"),
+    "times as fast as upstream": (f"{MEGAKERNEL}, times as fast", f"than {UPSTREAM}"),
+    "times as fast as faster-qwen3-tts": (f"{MEGAKERNEL}, times as fast", f"than {PEER}"),
+    "x real time, whole call (seconds of audio per second)": (MEGAKERNEL, "x_real_time"),
+    "first audio (from text to the first 80 ms on the host), ms": (f"{MEGAKERNEL}, chunks of 1", "first_audio_ms"),
     "first audio, faster-qwen3-tts, ms": (f"{PEER}, chunks of 1", "first_audio_ms"),
     "64 streams at once, audio seconds per second": ("64 streams at once", "audio_seconds_per_second"),
-    "peak memory of torch, one text at a time, GiB": ("megakernel", "peak_gib"),
+    "peak memory of torch, one text at a time, GiB": (MEGAKERNEL, "peak_gib"),
     "GPU memory of each further row (2,048 positions), GiB": ("1 stream alone", "gib_per_stream"),
 }
 DETAILS = {
-    "upstream, fastest to slowest run, ms per frame": ("upstream", "ms_per_frame_spread"),
+    "upstream, fastest to slowest run, ms per frame": (UPSTREAM, "ms_per_frame_spread"),
     "first audio, preset voice, 63 tokens of text, ms": ("voice: preset voice", "first_audio_63_tokens_ms"),
 }
 COLUMNS = {  # key of a row -> title
@@ -212,8 +211,8 @@ def by_example() -> str:
 
 
 def headline() -> str:
-    frames = both_sizes("megakernel", "ms_per_frame")
-    first = both_sizes("megakernel, chunks of 1", "first_audio_ms")
+    frames = both_sizes(MEGAKERNEL, "ms_per_frame")
+    first = both_sizes(f"{MEGAKERNEL}, chunks of 1", "first_audio_ms")
     return (
         f"On one H200 a frame takes {frames[0]} ms (0.6B) or {frames[1]} ms (1.7B), and the first audio is there after "
         f"{first[0]} or {first[1]} ms."
@@ -231,7 +230,7 @@ def measured_on() -> str:
 
 
 def server_memory() -> str:
-    peaks = [rows_of(size)["megakernel"]["peak_gib"] for size in SIZES]
+    peaks = [rows_of(size)[MEGAKERNEL]["peak_gib"] for size in SIZES]
     per_row = [rows_of(size)["1 stream alone"]["gib_per_stream"] for size in SIZES]
     room = [f"{peak + count * row:.0f}" for count in (64, 8) for peak, row in zip(peaks, per_row)]
     return (
@@ -256,9 +255,9 @@ BLOCKS = {
     "summary": lambda: by_size(SUMMARY),
     "rows": by_row,
     "details": lambda: by_size(
-        every_key("the three files alone, times as fast", "megakernel, a frame's parts in ms") | DETAILS
+        every_key(f"{THREE_FILES}, times as fast", f"{MEGAKERNEL}, a frame's parts in ms") | DETAILS
     ),
-    "first_audio": lambda: by_size(every_key("megakernel, first audio's parts in ms")),
+    "first_audio": lambda: by_size(every_key(f"{MEGAKERNEL}, first audio's parts in ms")),
     "lists": by_list,
     "listeners": lambda: by_load("", results_of("_streams")["models"]),
     "server": lambda: server_by_load("1.7B", "(engine|over HTTP)"),

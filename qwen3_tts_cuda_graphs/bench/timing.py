@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from qwen3_tts_cuda_graphs.bench import MEGAKERNEL, SEPARATE
 from qwen3_tts_cuda_graphs.bench.listeners import listen
-from qwen3_tts_cuda_graphs.common.checkpoints import FRAME_RATE
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
+from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
 from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
@@ -27,7 +28,6 @@ TEXT = (
 )
 
 PUBLISHED_TOKENS = 63  # of TEXT. The tokenizer of random checkpoints makes one of each byte.
-SEPARATE, MEGAKERNEL = "separate kernels", "megakernel"
 
 Row = dict[str, Any]
 NamedRows = Iterator[tuple[str, Row]]

@@ -1,11 +1,12 @@
 """`python generate.py` is `qwen3-tts speak`: check the options, import torch and the rest, speak."""
 
-from qwen3_tts_cuda_graphs.common.command import cli_errors, heavy_imports, show_progress
+from qwen3_tts_cuda_graphs.common.command import cli_errors, show_progress
+from qwen3_tts_cuda_graphs.common.quick_start import heavy_imports
 
 
 def main() -> None:
     with cli_errors():  # also of imports: this may be a Python without the packages
-        from qwen3_tts_cuda_graphs.cli.options import read_job
+        from qwen3_tts_cuda_graphs.cli.job import read_job
 
         job = read_job()
         show_progress(f"loading {job.model}")

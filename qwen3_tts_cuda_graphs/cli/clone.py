@@ -9,15 +9,18 @@ import io
 import sys
 from pathlib import Path
 
-from qwen3_tts_cuda_graphs.common.command import Parser, check_device_name, cli_errors, heavy_imports, show_progress
+from qwen3_tts_cuda_graphs.common.command import check_device_name, cli_errors, show_progress
 from qwen3_tts_cuda_graphs.common.output_files import check_writable, is_stdout, write_bytes
+from qwen3_tts_cuda_graphs.common.parser import Parser
+from qwen3_tts_cuda_graphs.common.quick_start import heavy_imports
 
 
 def main() -> None:
     with cli_errors():  # also of imports: this may be a Python without the packages
-        from qwen3_tts_cuda_graphs.common.audio_files import read_audio, resample
-        from qwen3_tts_cuda_graphs.common.checkpoints import base_config
-        from qwen3_tts_cuda_graphs.common.published import model_name
+        from qwen3_tts_cuda_graphs.common.model_config import base_config
+        from qwen3_tts_cuda_graphs.common.model_names import model_name
+        from qwen3_tts_cuda_graphs.common.recording_files import read_audio
+        from qwen3_tts_cuda_graphs.common.samples import resample
 
         parser = Parser(prog="qwen3-tts clone", description=__doc__.splitlines()[0])
         parser.add_argument(

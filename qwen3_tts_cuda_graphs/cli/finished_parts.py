@@ -12,8 +12,9 @@ from pathlib import Path
 
 import soundfile
 
-from qwen3_tts_cuda_graphs.common.audio_files import Chunk, for_soundfile
 from qwen3_tts_cuda_graphs.common.output_files import replacement_for, write_errors
+from qwen3_tts_cuda_graphs.common.samples import Chunk
+from qwen3_tts_cuda_graphs.common.speech_files import for_soundfile
 
 BLOCK = 1 << 16  # samples that are copied at a time
 

@@ -1,51 +1,18 @@
-"""The options of `qwen3-tts speak`, which is also `python generate.py`, checked as far as no package is needed that is
-slow to import.
-
-The checkpoint's config.json says what kind of model it is, which speakers and languages it has, and which numbers it
-takes. A mistake ends the script with one line that says what to do, and exit code 2. What is left is a Job for
-speaking.py.
-"""
+"""The options of `qwen3-tts speak`, which is also `python generate.py`: their names, defaults and --help."""
 
 import argparse
-import dataclasses
-import itertools
-import os
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
-from qwen3_tts_cuda_graphs.cli.player import sound_device
-from qwen3_tts_cuda_graphs.cli.text_files import Pipe, read_text_lines
-from qwen3_tts_cuda_graphs.cli.voice_options import (
-    DESCRIPTION,
-    OneVoice,
-    Speakers,
-    check_voice_pairs,
-    clones,
-    voices_of,
-)
-from qwen3_tts_cuda_graphs.common.checkpoints import (
-    CLONING_MODEL,
-    PRESET_MODEL,
-    REFERENCE_SILENCE,
-    check_number,
-    languages,
-    nearest,
-    number_ranges,
-    read_config,
-)
-from qwen3_tts_cuda_graphs.common.command import Parser, check_device_name, install_command
-from qwen3_tts_cuda_graphs.common.formats import RATES, TELEPHONE_RATE, one_of
-from qwen3_tts_cuda_graphs.common.output_files import EXTENSIONS, check_writable, format_and_rate, is_special, suffix_of
-from qwen3_tts_cuda_graphs.common.published import MODELS, MODELS_OF_KIND, model_name, published_config
-from qwen3_tts_cuda_graphs.common.subtitles import SUBTITLE_SUFFIXES
+from qwen3_tts_cuda_graphs.cli.voice_options import DESCRIPTION, Speakers
+from qwen3_tts_cuda_graphs.common.choices import one_of
+from qwen3_tts_cuda_graphs.common.formats import EXTENSIONS, RATES, TELEPHONE_RATE
+from qwen3_tts_cuda_graphs.common.model_names import model_name
+from qwen3_tts_cuda_graphs.common.parser import Parser
+from qwen3_tts_cuda_graphs.common.published import CLONING_MODEL, MODELS, PRESET_MODEL
+from qwen3_tts_cuda_graphs.common.voice_files import REFERENCE_SILENCE
 from qwen3_tts_cuda_graphs.prompts.cut import FRAMES_PER_TOKEN, MIN_FRAME_LIMIT, PAUSE
-from qwen3_tts_cuda_graphs.prompts.lexicon import Lexicon, load_lexicon
-from qwen3_tts_cuda_graphs.prompts.script import Part, read_lines
 
 OUTPUT = Path("speech.wav")
-PLAYED_ONLY = Path(os.devnull)
-SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 EXAMPLES = """examples:
   qwen3-tts speak "Hello!"                                            a preset voice, to speech.wav
   qwen3-tts speak "Hello!" --voice ryan --speed 1.2 --play            another one, faster, heard at once
@@ -55,101 +22,6 @@ EXAMPLES = """examples:
   qwen3-tts speak --text-file play.txt --script --join --subtitles play.srt    lines of several voices
   llm | qwen3-tts speak --text - --play                               a text that is still being written
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """What is to be spoken, how, and where it goes: the options, checked, with their defaults."""
-
-    model: str
-    config: dict
-    device: str | None  # speaking.py makes it a torch.device
-    dtype: str | None  # speaking.py makes it a torch.dtype
-    max_seq_len: int
-    fused: bool | None
-
-    voices: dict[str | None, OneVoice]  # by their names in the script; None: of all that has none
-    instruct: str | None
-
-    lines: list[list[Part]] | Pipe | None  # a list for each file, if they are not joined. None: to be read from stdin
-    inputs: list[str | Path | None]  # files that are read
-    paragraphs: bool
-    plain: bool
-    script: bool  # --script: a play, whose lines may begin with a voice's name
-    lexicon: Lexicon
-    language: str
-    non_streaming_mode: bool | None
-
-    output: Path
-    format: str | None  # None: by the file's extension
-    sample_rate: int | None  # None: the model's
-    subtitles: Path | None
-    join: bool
-    pause: float
-    speed: float
-    resume: bool
-    stream: bool
-    play: bool  # on the sound device
-
-    limit_speech: bool
-    retry: int
-    seed: int | None
-    sampling: dict[str, float | None]
-
-    @property
-    def kind(self) -> str:
-        return self.config["tts_model_type"]
-
-    @property
-    def pipe(self) -> Pipe | None:
-        """The text, if it is still being written."""
-        return self.lines if isinstance(self.lines, Pipe) else None
-
-    def check_voice(self, name: str) -> None:
-        """Whether a script may name this voice."""
-        known = [*filter(None, self.voices), *self.config["talker_config"]["spk_id"]]
-        if name.lower() not in map(str.lower, known):
-            choice = f"choose {nearest(name, known)}, or " if known else ""
-            give = f"give it as --voice {name}=FILE" if self.kind == "base" else f"name one: --voice {name}=SPEAKER"
-            if self.kind == "voice_design":
-                give = "this model makes voices from descriptions: use [style: ...], or another --model"
-            raise ValueError(f"there is no voice {name!r}: {choice}{give}")
-
-
-def read_job() -> Job:
-    """The command line's job. Cheap checks come first."""
-    asked = make_parser().parse_args()
-    text = text_of(asked)
-    model = default_model(asked) if asked.model is None else asked.model
-    if asked.list_speakers or asked.list_languages:
-        print_lists(asked, model)
-        sys.exit()
-    check_device_name(asked.device)
-    check_voice_pairs(asked)
-    output, sound_format, sample_rate = output_of(asked)
-    check_subtitles(asked, output)
-    stream = asked.stream or asked.play
-    join = asked.join or (asked.play and asked.output is None)
-    check_text_source(asked, text, stream)
-    check_pairs(asked, goes_to_one_file=join or (text == "-" and stream))
-    numbered = None if text == "-" else read_text_lines(text, asked.text_file, asked.paragraphs)
-    lexicon = load_lexicon(asked.lexicon)
-    config = published_config(model) or read_config(model)
-    for name in number_ranges(config):
-        check_number(config, name, getattr(asked, name))
-    if asked.speed != 1 and find_spec("av") is None:
-        raise ValueError(f"--speed needs PyAV: run {install_command('av')}, or leave it out")
-    decided = dict(model=model, config=config, lines=None, lexicon=lexicon, output=output, join=join, stream=stream)
-    decided |= voices_of(asked, model, config)
-    decided |= {"format": sound_format, "sample_rate": sample_rate, "inputs": inputs_of(asked)}
-    decided["pause"] = PAUSE if asked.pause is None else asked.pause
-    decided["sampling"] = {name: getattr(asked, name) for name in SAMPLING}
-    names = {field.name for field in dataclasses.fields(Job)}
-    job = Job(**{name: value for name, value in vars(asked).items() if name in names} | decided)
-    if numbered:
-        job = dataclasses.replace(job, lines=script_lines(job, numbered))
-        check_number_of_files(job)
-    return dataclasses.replace(job, config=read_config(model))  # only now: the hub may be slow
 
 
 def make_parser() -> Parser:
@@ -270,130 +142,3 @@ def make_parser() -> Parser:
 
     parser.set_defaults(voices={}, more_words=[])
     return parser
-
-
-def text_of(asked: argparse.Namespace) -> str | None:
-    """--text, or the words without an option."""
-    words = [*asked.words, *asked.more_words]
-    if not words:
-        return asked.text
-    text = " ".join(words)
-    if asked.text is not None or asked.text_file is not None:
-        raise ValueError(f"{text[:40]!r} is a second text: give one, as --text or without an option")
-    if os.path.isfile(text):
-        raise ValueError(f"{text} is a file: give it as --text-file {text}, or as --text to speak its name")
-    return text
-
-
-def default_model(asked: argparse.Namespace) -> str:
-    """The model where --model names none: one with voices of its own, unless a voice is to be cloned."""
-    return CLONING_MODEL if clones(asked) else PRESET_MODEL
-
-
-def check_pairs(asked: argparse.Namespace, goes_to_one_file: bool) -> None:
-    """Options that mean something only beside another one."""
-    if asked.plain and asked.script:
-        raise ValueError("--plain says that names and tags are words, --script that they are not: give one of them")
-    if asked.retry and not asked.limit_speech:
-        raise ValueError("--retry speaks again what --limit-speech has stopped: leave out --no-limit-speech")
-    if asked.pause is not None and not goes_to_one_file:
-        raise ValueError("--pause is the silence between utterances in one file: add --join")
-
-
-def print_lists(asked: argparse.Namespace, model: str) -> None:
-    config = published_config(model) or read_config(model)
-    speakers = config["talker_config"]["spk_id"]
-    if asked.list_speakers and not speakers:
-        models = " or ".join(MODELS_OF_KIND["custom_voice"])
-        raise ValueError(f"{model} has no speakers of its own: use --model {models}")
-    if asked.list_speakers:
-        print(*sorted(speakers), sep="\n")
-    if asked.list_languages:
-        print(*sorted(languages(config)), sep="\n")
-
-
-def check_text_source(asked: argparse.Namespace, text: str | None, stream: bool) -> None:
-    if (text is None) == (asked.text_file is None):
-        raise ValueError("give what to say as --text, --text-file, or --text - for stdin, one of them")
-    if str(asked.text_file) == "-":
-        raise ValueError("--text-file - is no file: use --text - for stdin")
-    if text == "-" and sys.stdin is None:
-        raise ValueError("--text - reads stdin, which is closed: pipe a text into it")
-    for option in ("paragraphs", "non_streaming_mode", "retry"):
-        if text == "-" and stream and getattr(asked, option):
-            name = "--" + option.replace("_", "-")
-            raise ValueError(f"{name} needs the whole text at once: leave it out, or leave out --stream")
-
-
-def script_lines(job: Job, numbered: list[tuple[int, str]]) -> list[list[Part]]:
-    """The parts of each line that has words. A pause on a line of its own comes before the next one."""
-    if job.plain:
-        return [[Part(line.replace("\n", " "), line=number)] for number, line in numbered]
-    lines, silence = [], []
-    for parts in read_lines(numbered, job.script, job.check_voice):
-        silence += parts
-        if any(part.text for part in parts):
-            lines.append(silence)
-            silence = []
-    if not lines:
-        raise ValueError("the script has no words: give something to say")
-    lines[-1] += silence
-    return lines
-
-
-def output_of(asked: argparse.Namespace) -> tuple[Path, str | None, int | None]:
-    """The file to write, PLAYED_ONLY, or - for stdout; its format, if --format names one, and another rate than the
-    model's."""
-    output = asked.output
-    if asked.play:
-        sound_device()
-        if output is None and (asked.format or asked.sample_rate is not None):
-            raise ValueError("--format and --sample-rate are for a file: give --output, too, or leave them out")
-        output = output or PLAYED_ONLY
-    if output is None and asked.resume:
-        raise ValueError("--resume needs the --output of the run that was interrupted: give it")
-    if output is None:
-        output = free_name(OUTPUT.with_suffix(suffix_of(asked.format)))
-    if asked.resume and (asked.stream or asked.play or not goes_to_file(output)):
-        raise ValueError("--resume keeps the finished utterances of a file: leave it out with --stream and --output -")
-    if str(output) == "-" and sys.stdout is None:
-        raise ValueError("--output - writes to stdout, which is closed: pipe it into a player")
-    check_writable(output, *inputs_of(asked))
-    return output, *format_and_rate(output, asked.format, asked.sample_rate)
-
-
-def inputs_of(asked: argparse.Namespace) -> list[str | Path | None]:
-    """Files that are read."""
-    return [asked.ref_audio, asked.text_file, asked.lexicon, *(asked.speaker or []), *asked.voices.values()]
-
-
-def check_subtitles(asked: argparse.Namespace, output: Path) -> None:
-    path = asked.subtitles
-    if path is None:
-        return
-    if path.suffix.lower() not in SUBTITLE_SUFFIXES:
-        raise ValueError(
-            f"cannot write {path}: subtitles end in one of {', '.join(SUBTITLE_SUFFIXES)}: choose another name"
-        )
-    if os.path.realpath(path) == os.path.realpath(output):
-        raise ValueError(f"cannot write {path}: it is the --output: choose another --subtitles")
-    check_writable(path, *inputs_of(asked), option="--subtitles")
-
-
-def free_name(path: Path) -> Path:
-    """This name or, if there are files of it, one with a number: the file, its parts, or its numbered utterances."""
-
-    def is_taken(name: Path) -> bool:
-        return any([*path.parent.glob(f"{name.name}*"), *path.parent.glob(f"{name.stem}-[0-9][0-9][0-9]{name.suffix}")])
-
-    names = itertools.chain([path], (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2)))
-    return next(name for name in names if not is_taken(name))
-
-
-def check_number_of_files(job: Job) -> None:
-    if len(job.lines) > 1 and not job.join and not goes_to_file(job.output):
-        raise ValueError(f"{len(job.lines)} utterances cannot go to stdout one by one: add --join")
-
-
-def goes_to_file(output: Path) -> bool:
-    return str(output) != "-" and not is_special(output)

@@ -1,7 +1,6 @@
 """Do a Job: load the model, speak, write the files. The checks that need torch or the tokenizer come first."""
 
 import contextlib
-import datetime
 import functools
 import hashlib
 import itertools
@@ -14,29 +13,24 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import transformers
 
 from qwen3_tts_cuda_graphs.cli.finished_parts import FinishedParts
-from qwen3_tts_cuda_graphs.cli.options import (
-    PLAYED_ONLY,
-    Job,
-    check_number_of_files,
-    goes_to_file,
-    script_lines,
-)
+from qwen3_tts_cuda_graphs.cli.job import PLAYED_ONLY, Job, goes_to_file, with_lines
+from qwen3_tts_cuda_graphs.cli.long_lines import cut_lines
 from qwen3_tts_cuda_graphs.cli.player import Player
-from qwen3_tts_cuda_graphs.cli.text_files import Pipe, PipedText, read_text_lines
+from qwen3_tts_cuda_graphs.cli.progress import Progress
+from qwen3_tts_cuda_graphs.cli.text_files import Pipe, read_text_lines
 from qwen3_tts_cuda_graphs.cli.voice_options import OneVoice
-from qwen3_tts_cuda_graphs.common.audio_files import Chunk, at_rate, write_audio
-from qwen3_tts_cuda_graphs.common.checkpoints import FRAME_RATE, REFERENCE_SILENCE, file_errors, local_folder
 from qwen3_tts_cuda_graphs.common.command import show_note, show_progress, show_warning
+from qwen3_tts_cuda_graphs.common.formats import format_of
 from qwen3_tts_cuda_graphs.common.loading import choose_device, load, model_errors
-from qwen3_tts_cuda_graphs.common.output_files import check_writable, format_of, is_stdout, write_bytes
+from qwen3_tts_cuda_graphs.common.output_files import check_writable, is_stdout, write_bytes
+from qwen3_tts_cuda_graphs.common.samples import Chunk, at_rate
+from qwen3_tts_cuda_graphs.common.speech_files import write_audio
 from qwen3_tts_cuda_graphs.common.subtitles import format_subtitles
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speakers
 from qwen3_tts_cuda_graphs.prompts.arriving_text import tokens_in_prompt
-from qwen3_tts_cuda_graphs.prompts.cut import cut, tokens_that_fit
-from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, cut_parts, nth_seed, silence_before
+from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, nth_seed, silence_before
 from qwen3_tts_cuda_graphs.speech.long_text import part_arguments, speak, style_warning, takes_style, with_cues
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
@@ -69,7 +63,7 @@ def run(job: Job) -> None:
 
 
 def speak_all(
-    job: Job, outputs: list[Output], finished: FinishedParts | None, progress: "Progress", player: Player | None
+    job: Job, outputs: list[Output], finished: FinishedParts | None, progress: Progress, player: Player | None
 ) -> None:
     tts = load(job.model, job.device, job.dtype, max_seq_len=job.max_seq_len, fused=job.fused)
     show_progress("")
@@ -124,7 +118,7 @@ def speak_all(
         raise job.pipe.error
 
 
-def numbered_speech(job: Job, tts, progress: "Progress") -> Callable[[int, Part], Iterator[Chunk]]:
+def numbered_speech(job: Job, tts, progress: Progress) -> Callable[[int, Part], Iterator[Chunk]]:
     """A function that speaks a part. Its number decides its seed."""
     method, kwargs, voices = method_and_arguments(job, tts)
     arguments = functools.cache(partial(part_arguments, method, kwargs, voices))
@@ -185,7 +179,7 @@ def what_is_kept(job: Job, finished: FinishedParts | None, seconds: float) -> st
 
 
 def prepared(job: Job) -> Job:
-    """The job with what options.py leaves open: the device, the voices in files, and parts that fit into the cache. A
+    """The job with what job.py leaves open: the device, the voices in files, and parts that fit into the cache. A
     line that is cut stays one file if it is the only one."""
     size = job.config["talker_config"]["hidden_size"]
     voices = {name: with_content(voice, size) for name, voice in job.voices.items()}
@@ -194,8 +188,7 @@ def prepared(job: Job) -> Job:
     if job.lines is None and job.stream:
         return replace(job, lines=Pipe(sys.stdin.buffer, job.script, not job.plain, job.check_voice))
     if job.lines is None:
-        job = replace(job, lines=script_lines(job, read_text_lines("-", None, job.paragraphs)))
-        check_number_of_files(job)
+        job = with_lines(job, read_text_lines("-", None, job.paragraphs))
     return replace(job, lines=cut_lines(job), join=job.join or len(job.lines) == 1)
 
 
@@ -237,54 +230,13 @@ def voice_arguments(voice: OneVoice, tts) -> dict:
     return {"voice_clone_prompt": voice.content} if voice.files else {}
 
 
-def speak_parts(finished: FinishedParts, numbered: list, speak_numbered: Callable, progress: "Progress") -> None:
+def speak_parts(finished: FinishedParts, numbered: list, speak_numbered: Callable, progress: Progress) -> None:
     """Speak the parts that are not finished, each into a file of its own."""
     for number, part in numbered:
         if finished.has(number):
             progress.skip(part.text)
         else:
             write_audio(finished.path(number), speak_numbered(number, part))
-
-
-def cut_lines(job: Job) -> list[list[Part]]:
-    """Cut parts that may not fit into the cache. Of several lines, one that is a single part becomes several files."""
-
-    @functools.cache
-    def most_tokens(name: str | None, style: str | None) -> int:
-        voice = job.voices.get(name and name.lower(), OneVoice())
-        reference = 0
-        if voice.ref_text:
-            audio, rate = voice.content
-            reference = int((len(audio) / rate + REFERENCE_SILENCE) * FRAME_RATE) + len(voice.ref_text.encode())
-        arguments = {"instruct": style or job.instruct, "voice_clone_prompt": voice.content if voice.files else None}
-        return tokens_that_fit(job.max_seq_len, arguments, reference=reference)
-
-    def cut_part(part: Part) -> list[str]:
-        try:
-            most = most_tokens(part.voice, part.style)
-        except ValueError:  # a short text has room even so, and speech that is cut off is reported
-            if count_tokens(job.model, job.lexicon.replace(part.text)) < job.max_seq_len:
-                return [part.text]
-            raise
-        return cut([part.text], most, partial(count_tokens, job.model), job.language, job.lexicon.replace)
-
-    lines = []
-    for line in job.lines:
-        parts = cut_parts(line, cut_part)
-        lines += [parts] if len(line) > 1 else [[part] for part in parts]
-    return lines
-
-
-def count_tokens(model: str, text: str) -> int:
-    return len(text_tokenizer(model)(text).input_ids)
-
-
-@functools.cache
-def text_tokenizer(model: str):
-    """The model's own tokenizer, before its weights are there."""
-    folder = local_folder(model)
-    with file_errors(folder):
-        return transformers.Qwen2TokenizerFast.from_pretrained(folder, fix_mistral_regex=False)
 
 
 def all_parts(job: Job) -> list[Part]:
@@ -324,45 +276,3 @@ def fingerprint(job: Job) -> str:
         for path in voice.paths:
             digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-class Progress:
-    """How far the speech is, and how long the rest will take, on a terminal."""
-
-    def __init__(self, texts: list[str]):
-        self.texts = texts  # of all utterances, if they are known
-        self.seconds = 0.0  # audio so far
-        self.spoken = 0  # characters of finished utterances
-        self.skipped = 0
-        self.finished = 0  # utterances
-
-    def begin(self) -> None:
-        """The model is loaded."""
-        self.start = time.perf_counter()
-
-    def skip(self, text: str) -> None:
-        self.skipped += len(text)
-        self.finished += 1
-
-    def follow(self, chunks: Iterable[Chunk], text: str | PipedText) -> Iterator[Chunk]:
-        for audio, rate in chunks:
-            self.seconds += len(audio) / rate
-            show_progress(self.line())
-            yield audio, rate
-        if self.texts:
-            self.spoken += len(text)
-        self.finished += 1
-
-    def show_warning(self, message: Warning, *_) -> None:
-        """It is about the utterance that is being spoken."""
-        show_warning(message if len(self.texts) == 1 else f"utterance {self.finished + 1}: {message}")
-
-    def line(self) -> str:
-        elapsed = time.perf_counter() - self.start
-        line = f"{self.seconds:.1f} s of audio, {self.seconds / elapsed:.2f} x real time"
-        if len(self.texts) > 1:
-            line = f"utterance {self.finished + 1} of {len(self.texts)}, {line}"
-        if self.spoken:
-            rest = sum(map(len, self.texts)) - self.skipped - self.spoken
-            line += f", {datetime.timedelta(seconds=round(elapsed * rest / self.spoken))} left"
-        return line

@@ -7,19 +7,12 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from qwen3_tts_cuda_graphs.common.checkpoints import (
-    FRAME_RATE,
-    KINDS,
-    REFERENCE_SILENCE,
-    check_speaker_file,
-    language_name,
-    languages,
-    nearest,
-    split_name,
-)
-from qwen3_tts_cuda_graphs.common.command import Once
-from qwen3_tts_cuda_graphs.common.mixes import normalized_weights, read_mix
-from qwen3_tts_cuda_graphs.common.published import MODELS_OF_KIND, SPEAKERS
+from qwen3_tts_cuda_graphs.common.choices import nearest
+from qwen3_tts_cuda_graphs.common.model_config import KINDS
+from qwen3_tts_cuda_graphs.common.model_names import split_name
+from qwen3_tts_cuda_graphs.common.parser import Once
+from qwen3_tts_cuda_graphs.common.published import FRAME_RATE, MODELS_OF_KIND, SPEAKERS
+from qwen3_tts_cuda_graphs.common.voice_files import REFERENCE_SILENCE, check_speaker_file, normalized_weights, read_mix
 from qwen3_tts_cuda_graphs.prompts.script import takes_instructions
 
 RECORDING_SUFFIXES = tuple(".wav .flac .ogg .oga .opus .mp3 .m4a .aac .aif .aiff .webm .mp4 .wma".split())
@@ -87,7 +80,10 @@ def check_voice_pairs(asked: argparse.Namespace) -> None:
     if asked.weights is not None and len(asked.speaker or []) < 2:
         raise ValueError("--weights are those of several speaker files: give --speaker a.pt b.pt, or leave them out")
     if asked.weights is not None:
-        with_option("--weights", normalized_weights, asked.weights, len(asked.speaker))
+        try:
+            normalized_weights(asked.weights, len(asked.speaker))
+        except ValueError as error:
+            raise ValueError(f"--weights: {error}") from None
     if asked.ref_text is not None and asked.ref_audio is None:
         raise ValueError("--ref-text is the transcript of --ref-audio: give that recording, too, or leave it out")
     if asked.ref_text is not None and not asked.ref_text.strip():
@@ -96,15 +92,8 @@ def check_voice_pairs(asked: argparse.Namespace) -> None:
         raise ValueError("--no-append-silence is for a recording with its transcript: give --ref-text, or leave it out")
 
 
-def with_option(option: str, function, *arguments):
-    try:
-        return function(*arguments)
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
-
-
 def voices_of(asked: argparse.Namespace, model: str, config: dict) -> dict:
-    """The voices and the language that the options describe, as fields of a Job, if this model can speak with them."""
+    """The voices that the options describe, as fields of a Job, if this model can speak with them."""
     kind, speakers = config["tts_model_type"], config["talker_config"]["spk_id"]
     speaker = asked.speaker[0] if asked.speaker else None
     instruct = asked.instruct
@@ -146,9 +135,7 @@ def voices_of(asked: argparse.Namespace, model: str, config: dict) -> dict:
     else:
         instruct = instruct or DESCRIPTION
         voices[None] = OneVoice()
-    language = language_name(asked.language)
-    check_choice("language", language, languages(config))
-    return dict(voices=voices, instruct=instruct, language=language)
+    return dict(voices=voices, instruct=instruct)
 
 
 def cloned_voice(asked: argparse.Namespace, model: str, voices: dict) -> OneVoice:
@@ -194,7 +181,7 @@ def mixed_voice(files: Iterable[str], weights: Iterable[float]) -> OneVoice:
 
 
 def read_recording(path: Path) -> tuple:
-    from qwen3_tts_cuda_graphs.common.audio_files import read_audio  # imports numpy
+    from qwen3_tts_cuda_graphs.common.recording_files import read_audio  # imports numpy
 
     return read_audio(path)
 

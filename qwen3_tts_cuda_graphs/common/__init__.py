@@ -1,14 +1,34 @@
 """What the command lines, the server, the benchmarks and compat.py share.
 
-published.py    the published models, as far as they are known without a download
-checkpoints.py  what a config.json says, downloads, checks of numbers and speaker files
+Models:
+
+published.py    the published ones, as far as they are known without a download
+model_names.py  their names, as users write them
+hub.py          the folder of one, which may have to be downloaded
+checkpoint_files.py
+                which files it must have, and whether they are whole
+model_config.py what its config.json says
+loading.py      loads it: the device, and what can go wrong
+
+Voices:
+
+voice_files.py  speaker files and mixes of them, checked without torch
 voices.py       speaker embeddings and recordings as arguments of upstream's methods
-mixes.py        mixed voices and their weights, as a user writes them
-loading.py      the device, and what can go wrong while a model is loaded
-command.py      one-line errors, progress, a quick start; skipped_imports.py: what it leaves out
-audio_files.py, output_files.py
+
+Commands:
+
+parser.py       their options, and what a mistyped one may stand for
+command.py      mistakes and warnings as one line, progress
+choices.py      the names that a message offers to choose from
+quick_start.py  imports of torch and the rest, while CUDA starts; skipped_imports.py: what they leave out
+
+Audio:
+
+recording_files.py, speech_files.py
                 recordings in, speech out
-formats.py      the names of audio formats, and the rates that they take
-tempo.py        speech faster or slower
+formats.py      formats: their names, their rates, and which one a file has
+output_files.py files that are written whole or not at all
+samples.py      speech as chunks of samples: at another rate, as 16 bits
+tempo.py        faster or slower
 subtitles.py    when each part of a script is heard
 """

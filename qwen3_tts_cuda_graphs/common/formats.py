@@ -1,10 +1,14 @@
-"""Names of audio formats, those of other programs included, and the sample rates and bit rates that they take.
+"""Audio formats: their names, those of other programs included, the sample rates and bit rates that they take, and
+which of them a file has.
 
 Imports nothing that takes time: a mistake in --format is answered at once.
 """
 
 import re
-from collections.abc import Iterable
+from pathlib import Path
+
+from qwen3_tts_cuda_graphs.common.choices import one_of
+from qwen3_tts_cuda_graphs.common.output_files import is_special
 
 RATES = 8000, 16000, 22050, 24000, 44100, 48000  # Hz
 RATES_OF = {"opus": (8000, 16000, 24000, 48000)}  # for formats that take fewer
@@ -12,6 +16,20 @@ TELEPHONE_RATE = 8000  # the default of G.711; all others have the model's rate
 SUBTYPES = {"pcm": "PCM_16", "mulaw": "ULAW", "alaw": "ALAW"}  # plain samples -> soundfile's name
 BIT_RATES = range(32, 193)  # kbit/s
 WITH_BIT_RATE = "mp3", "opus", "aac"
+FORMATS = {  # file name extension -> soundfile's format and subtype, and what --format calls it
+    "": ("WAV", "PCM_16", "wav"),
+    ".wav": ("WAV", "PCM_16", "wav"),
+    ".flac": ("FLAC", "PCM_16", "flac"),
+    ".ogg": ("OGG", "VORBIS", None),
+    ".opus": ("OGG", "OPUS", "opus"),
+    ".mp3": ("MP3", "MPEG_LAYER_III", "mp3"),
+    ".pcm": ("RAW", "PCM_16", "pcm"),
+    ".ul": ("RAW", "ULAW", "mulaw"),
+    ".ulaw": ("RAW", "ULAW", "mulaw"),
+    ".al": ("RAW", "ALAW", "alaw"),
+    ".alaw": ("RAW", "ALAW", "alaw"),
+}
+EXTENSIONS = {name: extension for extension, (_, _, name) in FORMATS.items() if name}  # the last of several
 OTHER_NAMES = {
     "ulaw": "mulaw",
     "pcmu": "mulaw",
@@ -56,6 +74,51 @@ def check_bit_rate(name: str | None, kilobits: int | None) -> int | None:
     return kilobits
 
 
-def one_of(names: Iterable) -> str:
-    *names, last = map(str, names)
-    return f"{', '.join(names)} or {last}"
+# ---- Of a file
+
+
+def check_format(path: Path, name: str | None = None) -> None:
+    """name: what --format says"""
+    suffix = path.suffix.lower()
+    if name is not None and name not in EXTENSIONS:
+        raise ValueError(f"--format is {name or repr(name)}, which is not written here: choose {one_of(EXTENSIONS)}")
+    if name is None and suffix not in FORMATS:
+        known = ", ".join(extension for extension in FORMATS if extension)
+        raise ValueError(f"cannot write {path}: {path.suffix} is not an audio format: choose one of {known}")
+    container = format_of(path, name)[0]
+    if suffix in FORMATS and suffix and FORMATS[suffix][0] != container:
+        raise ValueError(
+            f"cannot write {path}: it would not be {suffix} but {name}: call it {path.stem}{EXTENSIONS[name]}"
+        )
+    if (str(path) == "-" or is_special(path)) and container not in ("WAV", "RAW"):
+        raise ValueError(
+            f"cannot write {path}: stdout, a pipe or a device takes wav, pcm, mulaw and alaw only: choose another "
+            "--output"
+        )
+
+
+def format_of(path: Path, name: str | None = None) -> tuple[str, str]:
+    """soundfile's format and subtype of a file. Plain samples have no header, but in a .wav they are a WAV."""
+    suffix = path.suffix.lower()
+    if suffix == ".wav" and name in SUBTYPES:
+        return "WAV", SUBTYPES[name]
+    return FORMATS[EXTENSIONS[name] if name else suffix][:2]
+
+
+def suffix_of(name: str | None) -> str:
+    """The extension of a file whose name is not given: a WAV, unless --format says what no WAV can have."""
+    kind = read_format(name)[0] if name else "wav"
+    return ".wav" if kind in SUBTYPES else EXTENSIONS.get(kind, ".wav")
+
+
+def format_and_rate(path: Path, name: str | None, rate: int | None) -> tuple[str | None, int | None]:
+    """What --output, --format and --sample-rate mean together: the format, if one was named, and the rate. None: the
+    model's."""
+    named, own_rate, kilobits = (None, None, None) if name is None else read_format(name)
+    if kilobits is not None:
+        raise ValueError(f"--format {name} has a bit rate, which only the server takes: give {named}_{own_rate}")
+    if None not in (own_rate, rate) and own_rate != rate:
+        raise ValueError(f"--format {name} and --sample-rate {rate} are two rates: leave out one of them")
+    check_format(path, named)
+    kind = named or FORMATS[path.suffix.lower()][2]
+    return named, rate_for(kind, own_rate if rate is None else rate, "--sample-rate")

@@ -11,8 +11,10 @@ import huggingface_hub
 import torch
 import transformers
 
-from qwen3_tts_cuda_graphs.common.checkpoints import complete_folder
+from qwen3_tts_cuda_graphs.common.checkpoint_files import file_errors
 from qwen3_tts_cuda_graphs.common.command import check_device_name
+from qwen3_tts_cuda_graphs.common.hub import local_folder
+from qwen3_tts_cuda_graphs.common.model_config import read_config
 from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import use_qwens_pre_tokens
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
@@ -31,8 +33,10 @@ def load_upstream(model: str, device=None, dtype: torch.dtype | None = None):
     """Upstream's model. `model` is a folder, a hub id or a short name from MODELS."""
     device = torch.device(device) if device else choose_device()
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    with complete_folder(model) as folder:
-        tts = Qwen3TTSModel.from_pretrained(folder, device_map=device, dtype=dtype)
+    read_config(str(model))  # whether it is one that runs here
+    folder = local_folder(str(model), with_weights=True)
+    with file_errors(folder):
+        tts = Qwen3TTSModel.from_pretrained(str(folder), device_map=device, dtype=dtype)
     use_qwens_pre_tokens(tts.processor.tokenizer)
     return tts
 

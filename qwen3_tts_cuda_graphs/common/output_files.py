@@ -14,23 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from qwen3_tts_cuda_graphs.common.formats import SUBTYPES, one_of, rate_for, read_format
-
-FORMATS = {  # file name extension -> soundfile's format and subtype, and what --format calls it
-    "": ("WAV", "PCM_16", "wav"),
-    ".wav": ("WAV", "PCM_16", "wav"),
-    ".flac": ("FLAC", "PCM_16", "flac"),
-    ".ogg": ("OGG", "VORBIS", None),
-    ".opus": ("OGG", "OPUS", "opus"),
-    ".mp3": ("MP3", "MPEG_LAYER_III", "mp3"),
-    ".pcm": ("RAW", "PCM_16", "pcm"),
-    ".ul": ("RAW", "ULAW", "mulaw"),
-    ".ulaw": ("RAW", "ULAW", "mulaw"),
-    ".al": ("RAW", "ALAW", "alaw"),
-    ".alaw": ("RAW", "ALAW", "alaw"),
-}
-EXTENSIONS = {name: extension for extension, (_, _, name) in FORMATS.items() if name}  # the last of several
-
 
 def check_writable(path: Path, *inputs: str | Path | None, option: str = "--output") -> None:
     """Raise an error now rather than after the work. None of the inputs is overwritten."""
@@ -50,53 +33,6 @@ def check_writable(path: Path, *inputs: str | Path | None, option: str = "--outp
     else:
         return
     raise ValueError(f"cannot write {path}: {problem}: choose another {option}")
-
-
-def check_format(path: Path, name: str | None = None) -> None:
-    """name: what --format says"""
-    suffix = path.suffix.lower()
-    if name is not None and name not in EXTENSIONS:
-        raise ValueError(f"--format is {name or repr(name)}, which is not written here: choose {one_of(EXTENSIONS)}")
-    if name is None and suffix not in FORMATS:
-        known = ", ".join(extension for extension in FORMATS if extension)
-        raise ValueError(f"cannot write {path}: {path.suffix} is not an audio format: choose one of {known}")
-    container = format_of(path, name)[0]
-    if suffix in FORMATS and suffix and FORMATS[suffix][0] != container:
-        raise ValueError(
-            f"cannot write {path}: it would not be {suffix} but {name}: call it {path.stem}{EXTENSIONS[name]}"
-        )
-    if (str(path) == "-" or is_special(path)) and container not in ("WAV", "RAW"):
-        raise ValueError(
-            f"cannot write {path}: stdout, a pipe or a device takes wav, pcm, mulaw and alaw only: choose another "
-            "--output"
-        )
-
-
-def format_of(path: Path, name: str | None = None) -> tuple[str, str]:
-    """soundfile's format and subtype of a file. Plain samples have no header, but in a .wav they are a WAV."""
-    suffix = path.suffix.lower()
-    if suffix == ".wav" and name in SUBTYPES:
-        return "WAV", SUBTYPES[name]
-    return FORMATS[EXTENSIONS[name] if name else suffix][:2]
-
-
-def suffix_of(name: str | None) -> str:
-    """The extension of a file whose name is not given: a WAV, unless --format says what no WAV can have."""
-    kind = read_format(name)[0] if name else "wav"
-    return ".wav" if kind in SUBTYPES else EXTENSIONS.get(kind, ".wav")
-
-
-def format_and_rate(path: Path, name: str | None, rate: int | None) -> tuple[str | None, int | None]:
-    """What --output, --format and --sample-rate mean together: the format, if one was named, and the rate. None: the
-    model's."""
-    named, own_rate, kilobits = (None, None, None) if name is None else read_format(name)
-    if kilobits is not None:
-        raise ValueError(f"--format {name} has a bit rate, which only the server takes: give {named}_{own_rate}")
-    if None not in (own_rate, rate) and own_rate != rate:
-        raise ValueError(f"--format {name} and --sample-rate {rate} are two rates: leave out one of them")
-    check_format(path, named)
-    kind = named or FORMATS[path.suffix.lower()][2]
-    return named, rate_for(kind, own_rate if rate is None else rate, "--sample-rate")
 
 
 def is_special(path: Path) -> bool:

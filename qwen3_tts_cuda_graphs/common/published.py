@@ -9,6 +9,8 @@ KIND_OF = {"Base": "base", "CustomVoice": "custom_voice", "VoiceDesign": "voice_
 MODELS_OF_KIND = {
     kind: [name for name, hub_id in MODELS.items() if hub_id.endswith(variant)] for variant, kind in KIND_OF.items()
 }
+CLONING_MODEL, PRESET_MODEL = "0.6B", "0.6B-CustomVoice"  # the defaults, with and without a voice to clone
+FRAME_RATE = 12.5  # frames per second, of the 12 Hz models
 HIDDEN_SIZES = {"0.6B": 1024, "1.7B": 2048}
 TALKER = dict(vocab_size=3072, max_position_embeddings=32768)
 LANGUAGE_IDS = dict(
@@ -28,20 +30,6 @@ SPEAKERS = dict(  # name -> token id, in the CustomVoice models
     aiden=2861, dylan=2878, eric=2875, ono_anna=2873, ryan=3061, serena=3066, sohee=2864, uncle_fu=3010, vivian=3065
 )
 SPEAKER_DIALECTS = dict(dylan="beijing_dialect", eric="sichuan_dialect")
-
-
-def model_name(word: str) -> str:
-    """The name of a published model that was written in another way: 1.7b, 1.7B-Base, qwen3-tts-12hz-1.7b-base. All
-    else stays as it is."""
-    if os.path.exists(word):
-        return word
-    for name, hub_id in MODELS.items():
-        variant = hub_id.removeprefix("Qwen/Qwen3-TTS-12Hz-")
-        if word.lower() in (name.lower(), variant.lower()):
-            return name
-        if word.lower() in (hub_id.lower(), hub_id.removeprefix("Qwen/").lower()):
-            return hub_id
-    return word
 
 
 def speakers_and_languages(kind: str) -> dict:

@@ -7,7 +7,7 @@ from fractions import Fraction
 import av
 import numpy as np
 
-from qwen3_tts_cuda_graphs.common.audio_files import Chunk, filtered
+from qwen3_tts_cuda_graphs.common.samples import Chunk, filtered
 
 SLOWEST_STEP = 0.5  # the slowest tempo of FFmpeg's atempo: a slower one takes two of them
 

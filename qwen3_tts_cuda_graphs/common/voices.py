@@ -11,9 +11,8 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
-from qwen3_tts_cuda_graphs.common.audio_files import resample
-from qwen3_tts_cuda_graphs.common.checkpoints import REFERENCE_SILENCE, check_speaker_file
-from qwen3_tts_cuda_graphs.common.mixes import normalized_weights
+from qwen3_tts_cuda_graphs.common.samples import resample
+from qwen3_tts_cuda_graphs.common.voice_files import REFERENCE_SILENCE, check_speaker_file, normalized_weights
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import prompt_field, speaker_prompt
 from qwen3_tts_cuda_graphs.upstream import VoiceClonePromptItem
 

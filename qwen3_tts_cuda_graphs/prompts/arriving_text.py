@@ -12,27 +12,21 @@ such an owner; `TextReader` is the one of a stream without an engine.
 
 import bisect
 import math
-import queue
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import replace
 from unicodedata import normalize
 
 import torch
 
 from qwen3_tts_cuda_graphs.prompts.build import prepare_request
-from qwen3_tts_cuda_graphs.prompts.checks import check_text, check_text_timeout, model_of
+from qwen3_tts_cuda_graphs.prompts.checks import check_encodable, check_text, check_text_timeout, model_of
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import is_in_context, with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.prompts.cut import end_after_tokens
 from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import IncrementalTokenizer
-from qwen3_tts_cuda_graphs.prompts.pieces import END, done_future, start_reader
+from qwen3_tts_cuda_graphs.prompts.pieces import END
 from qwen3_tts_cuda_graphs.prompts.request import Request
-from qwen3_tts_cuda_graphs.prompts.script import check_encodable
 from qwen3_tts_cuda_graphs.prompts.templates import CLOSING_TOKENS, ROLE_TOKENS, tokenize, transcript_ids
-
-MAX_PIECES_AHEAD = 256  # how many an iterator may have given that the stream has not taken
 
 
 class StreamTimeout(TimeoutError):
@@ -187,61 +181,3 @@ def tokens_in_prompt(tts, voice_clone_prompt) -> int:
     (item,) = voice_clone_prompt
     positions = 1 + len(item.ref_code)  # codec_bos and the codes
     return positions - len(transcript_ids(tts, item))
-
-
-class TextReader:
-    """Hands the pieces of a text over from any thread to the thread that speaks it."""
-
-    def __init__(self, iterator: Iterable[str] | None = None):
-        """iterator: of the pieces. None: they are pushed by whoever has them"""
-        self.iterator = iterator
-        self.arriving = None  # ArrivingText
-        self.pieces = queue.SimpleQueue()  # each with a Future that is done when it is taken
-        self.ahead = deque()  # the Futures
-        self.is_closed = False
-
-    # ---- For whoever has the pieces
-
-    def push(self, piece: str | BaseException | None) -> Future:
-        """The Future is True when there is room for another one, False when no more is wanted."""
-        taken = Future()
-        taken.set_running_or_notify_cancel()  # whoever stops waiting for it must not cancel it
-        self.ahead.append(taken)
-        self.pieces.put((piece, taken))
-        return self.ahead.popleft() if len(self.ahead) > MAX_PIECES_AHEAD else done_future(not self.is_closed)
-
-    # ---- For the thread that speaks the text
-
-    def start(self) -> None:
-        if self.iterator is not None:
-            start_reader(self.iterator, self.push)
-
-    def take_until(self, condition: Callable[[], bool]) -> None:
-        """Take what has come until the condition holds."""
-        while not condition() and not self.arriving.error and not self.pieces.empty():
-            self.take()
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for text. Raises the error of the iterator, or of its text, once all text before it is used up."""
-        self.arriving.came_at = time.monotonic()  # it may have come long ago, with enough to say
-        while not condition():
-            if self.arriving.error:
-                raise self.arriving.error
-            try:
-                self.take(timeout=self.arriving.seconds_left())
-            except queue.Empty:
-                self.arriving.error = self.arriving.timed_out()
-
-    def take(self, timeout: float | None = None) -> None:
-        piece, taken = self.pieces.get(timeout=timeout)
-        taken.set_result(not self.is_closed)
-        try:
-            self.arriving.add(piece)
-        except BaseException as error:
-            self.arriving.error = error
-
-    def close(self) -> None:
-        """No more is wanted."""
-        self.is_closed = True
-        while not self.pieces.empty():
-            self.pieces.get()[1].set_result(False)

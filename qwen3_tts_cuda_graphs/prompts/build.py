@@ -10,16 +10,15 @@ from functools import partial
 
 import torch
 
-from qwen3_tts_cuda_graphs.prompts.checks import (
-    check_finite,
+from qwen3_tts_cuda_graphs.prompts.checks import check_text, model_of
+from qwen3_tts_cuda_graphs.prompts.clone_prompts import (
     check_reference,
     check_speaker_size,
-    check_text,
-    model_of,
+    reference_codes,
+    with_voice_clone_prompt,
 )
-from qwen3_tts_cuda_graphs.prompts.clone_prompts import reference_codes, with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.prompts.host import one_thread, to_device
-from qwen3_tts_cuda_graphs.prompts.request import Request, request_of
+from qwen3_tts_cuda_graphs.prompts.request import Request, check_finite, request_of
 from qwen3_tts_cuda_graphs.prompts.templates import (
     CLOSING_TOKENS,
     ROLE_TOKENS,

@@ -1,15 +1,11 @@
-"""What can be wrong with what is asked, each with a message that says what to do."""
+"""What can be wrong with what is asked, in numbers and texts, each with a message that says what to do.
+
+Imports nothing that takes time: the command line and the server's front process check with it, too.
+"""
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from numbers import Integral
-
-import torch
-
-from cudagraph_talker import Sampling
-from qwen3_tts_cuda_graphs.prompts.clone_prompts import prompt_field
-from qwen3_tts_cuda_graphs.prompts.script import check_encodable
 
 
 def model_of(method: Callable):
@@ -20,6 +16,9 @@ def model_of(method: Callable):
     if not hasattr(tts, "prompts"):
         raise ValueError("this model is not accelerated: call accelerate(tts) first")
     return tts
+
+
+# ---- Numbers
 
 
 def check_counts(**values) -> None:
@@ -34,12 +33,34 @@ def check_seed(seed: int | None) -> None:
         raise ValueError(f"seed is {seed!r}, it must be a whole number from -2**63 to 2**64 - 1")
 
 
-@lru_cache(maxsize=256, typed=True)
-def check_sampling(do_sample, temperature, top_k, top_p) -> None:
-    """Cached: most requests have the same settings, and this makes tensors."""
-    if not isinstance(top_k, Integral | None):
-        raise ValueError(f"top_k is {top_k}, it must be a whole number, or 0 or None for all")
-    Sampling(vocab_size=1, row_count=1).set(do_sample, temperature, top_k, top_p)
+def check_text_timeout(seconds: float) -> None:
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"text_timeout is {seconds}, it must be above 0 and finite, in seconds")
+
+
+def number_ranges(config: dict) -> dict[str, tuple[Callable, str]]:
+    """Numbers that a user may set -> whether a value is good, and what it must be in words. config: the model's"""
+    talker = config["talker_config"]
+    vocab, positions = talker["vocab_size"], talker["max_position_embeddings"]
+    return {
+        "temperature": (lambda x: 0 < x <= 1e6, "above 0 and at most 1e6"),  # larger ones overflow float32
+        "top_k": (lambda x: 1 <= x <= vocab, f"from 1 to {vocab}"),
+        "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+        "repetition_penalty": (lambda x: 1e-6 <= x <= 1e6, "from 1e-6 to 1e6, 1.0 for none"),
+        "max_seq_len": (lambda x: 32 <= x <= positions, f"from 32 to {positions}"),
+        "speed": (lambda x: 0.25 <= x <= 4, "from 0.25 to 4"),
+        "pause": (lambda x: 0 <= x <= 60, "from 0 to 60"),
+        "retry": (lambda x: 0 <= x <= 100, "from 0 to 100"),
+        "seed": (lambda x: 0 <= x < 2**63, "from 0 to 2**63 - 1"),
+    }
+
+
+def check_number(config: dict, name: str, value: float | None) -> None:
+    """Refuse the value of an option that is out of its range."""
+    is_good, wanted = number_ranges(config)[name]
+    if value is not None and not is_good(value):
+        option = "--" + name.replace("_", "-")
+        raise ValueError(f"{option} is {value}, it must be {wanted}")
 
 
 # ---- The text
@@ -59,47 +80,15 @@ def check_text(text: str | list[str]) -> str:
     return text
 
 
+def check_encodable(text: str, what: str = "the text") -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} has a character that UTF-8 cannot encode: {text[error.start]!r}") from None
+
+
 def is_arriving(text) -> bool:
     """Whether it is an iterator of pieces. An async one raises an error."""
     if hasattr(text, "__aiter__"):
         raise ValueError("the text is an async iterator: use astream instead of stream")
     return hasattr(text, "__iter__") and not isinstance(text, str | bytes | list | tuple | dict | set)
-
-
-def check_text_timeout(seconds: float) -> None:
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"text_timeout is {seconds}, it must be above 0 and finite, in seconds")
-
-
-# ---- The voice
-
-
-def check_speaker_size(config, voice_clone_prompt) -> None:
-    """Refuse an embedding of the other model size."""
-    width = config.hidden_size
-    for speaker in prompt_field(voice_clone_prompt, "ref_spk_embedding"):
-        if torch.is_tensor(speaker) and speaker.numel() != width:
-            raise ValueError(
-                f"the speaker embedding has {speaker.numel()} numbers, this model takes {width}: extract it with this "
-                "model"
-            )
-
-
-def check_reference(config, codes: torch.Tensor | None) -> None:
-    """Codes beyond the codebooks would stop a GPU's kernels, and with them all other requests."""
-    if codes is None:
-        return
-    groups, size = config.num_code_groups, config.code_predictor_config.vocab_size
-    if codes.dim() != 2 or codes.shape[1] != groups or len(codes) == 0:
-        raise ValueError(f"the reference's codes have the shape {tuple(codes.shape)}, it must be (frames, {groups})")
-    low, high = torch.stack(codes.cpu().aminmax()).tolist()
-    if low < 0 or high >= size:
-        raise ValueError(
-            f"the reference has codes from {low} to {high}, the codebooks have 0 to {size - 1}: encode the recording "
-            "again"
-        )
-
-
-def check_finite(embeddings: torch.Tensor) -> None:
-    if not embeddings.isfinite().all():
-        raise ValueError("the prompt has NaN or infinite values: extract the speaker or the reference again")

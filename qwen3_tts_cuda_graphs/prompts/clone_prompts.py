@@ -45,3 +45,29 @@ def is_on_gpu(voice_clone_prompt) -> bool:
     names = ("ref_spk_embedding", "ref_code")
     tensors = (tensor for name in names for tensor in prompt_field(voice_clone_prompt, name))
     return any(torch.is_tensor(tensor) and tensor.is_cuda for tensor in tensors)
+
+
+def check_speaker_size(config, voice_clone_prompt) -> None:
+    """Refuse an embedding of the other model size."""
+    width = config.hidden_size
+    for speaker in prompt_field(voice_clone_prompt, "ref_spk_embedding"):
+        if torch.is_tensor(speaker) and speaker.numel() != width:
+            raise ValueError(
+                f"the speaker embedding has {speaker.numel()} numbers, this model takes {width}: extract it with this "
+                "model"
+            )
+
+
+def check_reference(config, codes: torch.Tensor | None) -> None:
+    """Codes beyond the codebooks would stop a GPU's kernels, and with them all other requests."""
+    if codes is None:
+        return
+    groups, size = config.num_code_groups, config.code_predictor_config.vocab_size
+    if codes.dim() != 2 or codes.shape[1] != groups or len(codes) == 0:
+        raise ValueError(f"the reference's codes have the shape {tuple(codes.shape)}, it must be (frames, {groups})")
+    low, high = torch.stack(codes.cpu().aminmax()).tolist()
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"the reference has codes from {low} to {high}, the codebooks have 0 to {size - 1}: encode the recording "
+            "again"
+        )

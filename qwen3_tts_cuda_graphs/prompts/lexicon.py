@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from qwen3_tts_cuda_graphs.prompts.script import check_encodable
+from qwen3_tts_cuda_graphs.prompts.checks import check_encodable
 
 MAX_ENTRIES = 10_000
 MAX_WORD = 100  # characters

@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Integral
 
 import torch
 import transformers
 
-from qwen3_tts_cuda_graphs.prompts.checks import check_sampling
+from cudagraph_talker import Sampling
 
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 CODE_SAMPLING = ("subtalker_dosample", "subtalker_temperature", "subtalker_top_k", "subtalker_top_p")
@@ -73,3 +74,16 @@ def request_of(arguments: dict, reference: torch.Tensor | None = None, on_gpu: b
     inputs = prompt.new_empty(len(later) + 2, prompt.shape[1], pin_memory=on_gpu and not prompt.is_cuda)
     torch.cat([prompt[-1:], later, pad], out=inputs)
     return Request(prefix, key, inputs, settings, arguments["max_new_tokens"], reference)
+
+
+@lru_cache(maxsize=256, typed=True)
+def check_sampling(do_sample, temperature, top_k, top_p) -> None:
+    """Cached: most requests have the same settings, and this makes tensors."""
+    if not isinstance(top_k, Integral | None):
+        raise ValueError(f"top_k is {top_k}, it must be a whole number, or 0 or None for all")
+    Sampling(vocab_size=1, row_count=1).set(do_sample, temperature, top_k, top_p)
+
+
+def check_finite(embeddings: torch.Tensor) -> None:
+    if not embeddings.isfinite().all():
+        raise ValueError("the prompt has NaN or infinite values: extract the speaker or the reference again")

@@ -1,60 +1,21 @@
-"""Text as people write it -> a script: parts that are spoken one after another, each with its voice, its style and the
-silence before it.
+"""A text as a script: parts that are spoken one after another, each with its voice, style and the silence before it.
 
-    [pause 0.8]   [pause:0.8s]   [pause 800ms]   <break time="800ms"/>    silence
-    [voice aiden]          another voice from here on; [voice]: the one that was asked for
-    [style: whispering]    another style from here on; [style]: the one that was asked for
-    Aiden: Hello!          in a play, a line of this voice
-
-`Notation` reads a text as it arrives, and `read_script` hands it a whole one: there is one reader. A tag that is wrong
-or unknown is an error and never spoken. A text without tags is one part, as it is.
+`Notation` reads a text as it arrives, and `PartReader` makes parts of its words and tags. A whole text is handed to the
+same two, and one without tags is one part, as it is.
 
 Imports nothing that takes time: the command line and the server's front process read scripts.
 """
 
-import difflib
 import itertools
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from qwen3_tts_cuda_graphs.prompts.cut import PAUSE
+from qwen3_tts_cuda_graphs.prompts.notation import Notation, Tag
 
-MAX_PAUSE = 60.0  # seconds
-MAX_VALUE = 200  # characters of a tag after its name
-MAX_WORD = 50  # of its name
-MAX_TAG = MAX_WORD + MAX_VALUE
-MAX_NAME = 64  # characters of a voice's name before a colon
-
-TAGS = "pause", "voice", "style"
-ELEMENTS = "break speak prosody emphasis say-as phoneme sub voice audio lang mark".split()  # of SSML
-
-ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"  # of lines, as str.splitlines knows them
-SPACES = rf"[^\S{ENDS}]{{0,99}}+"
-COMPOUND = r"(?!['’-][a-z])"  # [voice-over] is not [voice ...]
-
-MARK = re.compile(rf"\[{SPACES}([a-z]{{1,{MAX_WORD}}}+){COMPOUND}([^\[\]{ENDS}]{{0,{MAX_VALUE}}}+)\]", re.IGNORECASE)
-ELEMENT = re.compile(rf"<(/?)({'|'.join(ELEMENTS)})\b([^<>{ENDS}]{{0,{MAX_VALUE}}}+)>", re.IGNORECASE)
-MAY_BECOME_TAG = re.compile(
-    rf"\[{SPACES}(?:[a-z][^\[\]{ENDS}]{{0,{MAX_TAG}}}+\]?)?|</?(?:[a-z][^<>{ENDS}]{{0,{MAX_TAG}}}+)?", re.IGNORECASE
-)
-UNCLOSED = re.compile(rf"\[{SPACES}(?:{'|'.join(TAGS)})\b{COMPOUND}|</?(?:{'|'.join(ELEMENTS)})\b(?!-)", re.IGNORECASE)
-TIME = re.compile(r"""\s*time\s*=\s*(["'])([^"']*)\1\s*/?""", re.IGNORECASE)
-SECONDS = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(s|ms|)", re.IGNORECASE | re.ASCII)
-
-SPEAKER = re.compile(rf"{SPACES}([^\W\d_][^:：\[\]<>{ENDS}]{{0,{MAX_NAME - 1}}}+)[:：]")
-MAY_BECOME_SPEAKER = re.compile(rf"{SPACES}(?:[^\W\d_][^:：\[\]<>{ENDS}]{{0,{MAX_NAME - 1}}}+)?")
 WORD = re.compile(r"\w")
-START = re.compile(r"[\[<]")
-START_OR_LINE = re.compile(rf"[\[<]|(?<=[{ENDS}])")
-LINE_END = re.compile(rf"(?!(?<=\r)\n)[{ENDS}]")
-
-
-def check_encodable(text: str, what: str = "the text") -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{what} has a character that UTF-8 cannot encode: {text[error.start]!r}") from None
 
 
 def nth_seed(seed: int | None, number: int) -> int | None:
@@ -69,13 +30,13 @@ def takes_instructions(kind: str, size: str | None) -> bool:
 
 @dataclass(frozen=True)
 class Part:
-    text: str  # without tags; empty: only the silence
+    text: str  # without tags; empty: only the silence; a PartText: it is still arriving
     voice: str | None = None  # None: the one that was asked for
     style: str | None = None  # None: the same
     pause: float | None = None  # seconds of silence before it; None: as between any two parts
     line: int = 1  # where it begins
 
-    def after(self, tag: "Tag") -> "Part":
+    def after(self, tag: Tag) -> "Part":
         """This part, which has no text yet, as a tag changes it."""
         if tag.name == "pause":
             return replace(self, pause=(self.pause or 0.0) + tag.value)
@@ -83,14 +44,6 @@ class Part:
             return replace(self, style=tag.value)
         style = None if tag.is_speaker else self.style  # a style is that of one voice's line
         return replace(self, voice=tag.value, style=style)
-
-
-@dataclass(frozen=True)
-class Tag:
-    name: str
-    value: float | str | None
-    line: int
-    is_speaker: bool = False  # a name at the beginning of a line
 
 
 @dataclass
@@ -102,104 +55,72 @@ class Cue:
     end: int | None = None  # once all of it was made
 
 
-class Notation:
-    """Pieces of a text -> its words and tags, each as soon as it is clear which of them it is.
+class PartText:
+    """The text of one part, without whitespace around it: an iterator of its pieces as they come."""
 
-    play: lines may begin with a voice's name and a colon
-    check_voice: raises ValueError for a name that is no voice
-    """
+    def __init__(self, words: str, items: Iterator[str | Tag]):
+        self.items = itertools.chain([words.lstrip()], items)
+        self.lock = threading.Lock()  # the reader of an utterance that has ended early may still be waiting for text
+        self.has_ended = False
+        self.tag = None  # at which it has ended
+        self.spaces = ""  # spoken only if something follows them
+        self.seen = ""
 
-    def __init__(self, play: bool = False, line: int = 1, check_voice: Callable[[str], None] | None = None):
-        self.play = play
-        self.line = line
-        self.check_voice = check_voice
-        self.text = ""
-        self.place = 0  # in the text: what follows was not yielded yet, as it may become a tag
-        self.begins_line = True
+    def __iter__(self) -> Iterator[str]:
+        return self
 
-    def read(self, piece: str, is_end: bool = False) -> Iterator[str | Tag]:
-        """Raises ValueError at a tag that is wrong, after all before it was yielded."""
-        known = max(self.place - 1, 0)  # the character before it may be half of a line end
-        self.text = self.text[known:] + piece
-        self.place -= known
-        while self.place < len(self.text):
-            end, item = self.next_item(is_end)
-            if item is None:
-                return
-            self.line += len(LINE_END.findall(self.text, self.place, end))
-            is_before_name = item.isspace() if isinstance(item, str) else item.name == "pause"
-            self.begins_line = self.text[end - 1] in ENDS or (self.begins_line and is_before_name)
-            self.place = end
-            yield item
+    def __next__(self) -> str:
+        with self.lock:
+            while not self.has_ended:
+                item = next(self.items, None)
+                if not isinstance(item, str):
+                    self.has_ended, self.tag = True, item
+                    break
+                text = self.spaces + item
+                stripped = text.rstrip()
+                self.spaces = text[len(stripped) :]
+                if stripped:
+                    self.seen += stripped
+                    return stripped
+        raise StopIteration
 
-    def next_item(self, is_end: bool) -> tuple[int, str | Tag | None]:
-        """Where the next item ends, and the item. None: more text must come before it is known."""
-        text, start = self.text, self.place
-        if self.play and self.begins_line:
-            if speaker := SPEAKER.match(text, start):
-                return speaker.end(), self.voice(speaker[1].strip(), is_speaker=True)
-            if not is_end and MAY_BECOME_SPEAKER.fullmatch(text, start):
-                return start, None
-        if text[start] in "[<":
-            if not is_end and MAY_BECOME_TAG.fullmatch(text, start):
-                return start, None
-            if mark := MARK.match(text, start):
-                return self.tag(mark)
-            if element := ELEMENT.match(text, start):
-                return element.end(), self.pause_of(element)
-            if unclosed := UNCLOSED.match(text, start):
-                raise self.mistake(
-                    f"{unclosed[0]} ... does not end: close it in its line, within {MAX_VALUE} characters"
-                )
-            return start + 1, text[start]
-        following = (START_OR_LINE if self.play else START).search(text, start + 1)
-        end = following.start() if following else len(text)
-        return end, text[start:end]
+    def __str__(self) -> str:
+        """What has come."""
+        return self.seen
 
-    def tag(self, mark: re.Match) -> tuple[int, str | Tag]:
-        name, value = mark[1].lower(), mark[2].strip()
-        has_colon = value.startswith((":", "："))
-        value = value[has_colon:].lstrip()
-        if name == "voice":
-            return mark.end(), self.voice(value or None)
-        if name in TAGS:
-            return mark.end(), Tag(name, self.seconds(value, mark[0]) if name == "pause" else value or None, self.line)
-        meant = difflib.get_close_matches(name, TAGS, 1, 0.7)
-        is_link = self.text.startswith("(", mark.end())  # of Markdown
-        if is_link or value and not (has_colon or value[0].isdigit() or meant):  # [as he said] is no tag
-            return mark.end(), mark[0]
-        hint = (
-            f": did you mean [{meant[0]} ...]?" if meant else f": there are {', '.join(f'[{it} ...]' for it in TAGS)}"
-        )
-        raise self.mistake(f"there is no tag {mark[0]}{hint}")
 
-    def voice(self, name: str | None, is_speaker: bool = False) -> Tag:
-        if name and self.check_voice:
-            try:
-                self.check_voice(name)
-            except ValueError as error:
-                raise ValueError(f"line {self.line}: {error}") from None
-        return Tag("voice", name, self.line, is_speaker)
+class PartReader:
+    """The words and tags of one line after another -> parts. Voice and style last until they change."""
 
-    def pause_of(self, element: re.Match) -> Tag:
-        if element[1] or element[2].lower() != "break":
-            raise self.mistake(f'{element[0]} is not read here: of SSML there is <break time="800ms"/>; remove it')
-        time = TIME.fullmatch(element[3])
-        if not time:
-            raise self.mistake(f'{element[0]} has no time: write <break time="800ms"/>')
-        return Tag("pause", self.seconds(time[2].strip(), element[0]), self.line)
+    def __init__(self):
+        self.following = Part("")
 
-    def seconds(self, value: str, tag: str) -> float:
-        found = SECONDS.fullmatch(value)
-        if not found:
-            raise self.mistake(f"{tag} has no seconds: write [pause 0.8]")
-        seconds = float(found[1]) / (1000 if found[2].lower() == "ms" else 1)
-        if seconds > MAX_PAUSE:
-            raise self.mistake(f"{tag} is longer than {MAX_PAUSE:g} s: write several")
-        return seconds
+    def read(self, items: Iterable[str | Tag]) -> Iterator[Part]:
+        """The parts of a line, which may be a paragraph of several. Each comes with its first word, when the one before
+        is read to its end. Marks without a word are spoken only where they are all of a line."""
+        items = iter(items)
+        words, has_tag = "", False
+        for item in items:
+            if isinstance(item, str):
+                words += item
+                if not WORD.search(words):
+                    continue
+                text = PartText(words, items)
+                yield from self.part_of(text)
+                item = text.tag
+            words, has_tag = "", True
+            self.following = self.following.after(item) if item else self.following
+        if words.strip() and not has_tag:
+            yield from self.part_of(PartText(words, iter(())))
+        if self.following.pause is not None:
+            yield from self.part_of("")
 
-    def mistake(self, problem: str) -> ValueError:
-        return ValueError(f'line {self.line}: {problem} (notation is off with --plain, or "notation": false)')
+    def part_of(self, text: str | PartText) -> Iterator[Part]:
+        """One part, whose text is then read to its end."""
+        yield replace(self.following, text=text)
+        for _ in text:
+            pass
+        self.following = replace(self.following, pause=None)
 
 
 # ---- A complete text
@@ -220,27 +141,14 @@ def read_script(
 def read_lines(
     lines: Iterable[tuple[int, str]], play: bool = False, check_voice: Callable[[str], None] | None = None
 ) -> Iterator[list[Part]]:
-    """The parts of each line, which may be a paragraph of several, with the number of the first. Voice and style last
-    until they change. Marks without a word are spoken only where they are all of a line."""
-    following = Part("")
+    """The parts of each line, which may be a paragraph of several, with the number of the first."""
+    reader = PartReader()
     for number, text in lines:
         notation = Notation(play, number, check_voice)
-        parts, words, line, has_tag = [], "", number, False
-        for item in itertools.chain(notation.read(text, is_end=True), [None]):
-            if isinstance(item, str):
-                if not words or words.isspace():
-                    line = notation.line - item.lstrip().count("\n")
-                words += item
-                continue
-            has_tag = has_tag or item is not None
-            if WORD.search(words) or (words.strip() and not has_tag):
-                parts.append(replace(following, text=words.strip().replace("\n", " "), line=line))
-                following = replace(following, pause=None)
-            words = ""
-            following = following.after(item) if item else following
-        if following.pause is not None:
-            parts.append(replace(following, text="", line=notation.line))
-            following = replace(following, pause=None)
+        parts = []
+        for part in reader.read(notation.read(text, is_end=True)):
+            line = notation.line  # where its first word is: the text is read only now
+            parts.append(replace(part, text="".join(part.text).replace("\n", " "), line=line))
         yield parts
 
 

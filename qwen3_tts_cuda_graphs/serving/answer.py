@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 
 import numpy as np
 
-from qwen3_tts_cuda_graphs.common import checkpoints
+from qwen3_tts_cuda_graphs.common import published
 from qwen3_tts_cuda_graphs.prompts.cut import surely_fits
 from qwen3_tts_cuda_graphs.prompts.lexicon import lower
 from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, cut_parts, nth_seed, silence_before
@@ -251,7 +251,7 @@ class Answer:
             metrics.first_audio.observe(now - self.asked_at)
             self.playback_began = made
         elif is_speech:
-            metrics.frame.observe((made - self.last_made) / (seconds * checkpoints.FRAME_RATE))
+            metrics.frame.observe((made - self.last_made) / (seconds * published.FRAME_RATE))
             if made > self.playback_began + self.seconds:
                 metrics.underruns.inc()
         self.last_chunk, self.last_made = now, made
@@ -282,7 +282,7 @@ class Answer:
     @property
     def frames(self) -> int:
         """How many frames of speech the complete parts have."""
-        return round(self.spoken / self.rate * checkpoints.FRAME_RATE)
+        return round(self.spoken / self.rate * published.FRAME_RATE)
 
     async def text_tokens(self) -> int:
         connection = next(iter(self.places.values())).connection

@@ -11,7 +11,8 @@ import anyio
 
 from qwen3_tts_cuda_graphs.prompts.cut import end_after_bytes
 from qwen3_tts_cuda_graphs.prompts.lexicon import Lexicon, LexiconReader
-from qwen3_tts_cuda_graphs.prompts.script import ENDS, Notation, Part, Tag
+from qwen3_tts_cuda_graphs.prompts.notation import ENDS, Notation, Tag
+from qwen3_tts_cuda_graphs.prompts.script import Part
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
 

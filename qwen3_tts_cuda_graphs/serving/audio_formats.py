@@ -13,13 +13,9 @@ from functools import partial
 
 import numpy as np
 
-from qwen3_tts_cuda_graphs.common.audio_files import (
-    UNKNOWN_LENGTH,
-    Resampler,
-    to_bytes,
-    wav_header,
-)
 from qwen3_tts_cuda_graphs.common.formats import SUBTYPES
+from qwen3_tts_cuda_graphs.common.samples import Resampler
+from qwen3_tts_cuda_graphs.common.speech_files import UNKNOWN_LENGTH, to_bytes, wav_header
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
 

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from qwen3_tts_cuda_graphs.common import checkpoints
-from qwen3_tts_cuda_graphs.common.audio_files import to_int16
+from qwen3_tts_cuda_graphs.common import model_config
 from qwen3_tts_cuda_graphs.common.loading import choose_device, load_upstream
+from qwen3_tts_cuda_graphs.common.samples import to_int16
 from qwen3_tts_cuda_graphs.common.voices import clone_prompt, load_speaker, mix_embeddings, speaker_prompt
 from qwen3_tts_cuda_graphs.prompts.cut import (
     MIN_FRAME_LIMIT,
@@ -50,7 +50,7 @@ class EngineHost:
         self.connection = connection
         self.stop = stop
         self.device = choose_device(spec["device"])
-        self.config = checkpoints.read_config(spec["model"])
+        self.config = model_config.read_config(spec["model"])
         self.clones = self.config["tts_model_type"] == "base"
         width = self.config["talker_config"]["hidden_size"]
         self.file_voices = {}  # name -> content of its speaker.pt

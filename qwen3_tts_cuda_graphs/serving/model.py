@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from qwen3_tts_cuda_graphs.common import checkpoints
-from qwen3_tts_cuda_graphs.common.mixes import normalized_weights, read_mix
+from qwen3_tts_cuda_graphs.common import choices, model_config, model_names
+from qwen3_tts_cuda_graphs.common.voice_files import normalized_weights, read_mix
+from qwen3_tts_cuda_graphs.prompts.checks import number_ranges
 from qwen3_tts_cuda_graphs.prompts.script import takes_instructions
 from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, mistakes_in
@@ -29,8 +30,8 @@ def named_models(models: Iterable[str]) -> dict[str, str]:
     A model may be given as name=folder. Folders of the same name get as much of their path as tells them apart:
     upstream's finetuning calls all of them the same.
     """
-    models = [checkpoints.split_name(model) for model in models]
-    names = [name or checkpoints.display_name(model) for name, model in models]
+    models = [model_names.split_name(model) for model in models]
+    names = [name or model_names.display_name(model) for name, model in models]
     for depth in range(2, MAX_PARTS):
         doubled = {name for name in names if names.count(name) > 1}
         for number, (name, model) in enumerate(models):
@@ -48,11 +49,11 @@ class Model:
         self.id = id
         self.source = source
         self.engine = engine
-        self.config = checkpoints.read_config(source)
+        self.config = model_config.read_config(source)
         self.kind = self.config["tts_model_type"]
         self.clones = self.kind == "base"
         self.takes_instructions = takes_instructions(self.kind, self.config.get("tts_model_size"))
-        self.ranges = checkpoints.number_ranges(self.config)
+        self.ranges = number_ranges(self.config)
         positions = self.config["talker_config"]["max_position_embeddings"]
         self.ranges["max_new_tokens"] = (lambda x: 2 <= x <= positions, f"from 2 to {positions}")
         self.presets = []
@@ -63,7 +64,7 @@ class Model:
         self.file_voices = list(file_voices)
 
     def is_named(self, name: str) -> bool:
-        hub_name = checkpoints.hub_name(self.source)
+        hub_name = model_names.hub_name(self.source)
         known = {self.id, self.source, hub_name, hub_name.split("/")[-1]}
         return name.strip().lower() in {name.lower() for name in known}
 
@@ -111,7 +112,7 @@ class Model:
         if not mix:
             return []
         if not self.clones:
-            problem = f"the voice {name[:80]!r} is a mix of embeddings, not for {checkpoints.KINDS[self.kind]}"
+            problem = f"the voice {name[:80]!r} is a mix of embeddings, not for {model_config.KINDS[self.kind]}"
             raise ApiError(f"{problem}: choose one of its voices", param="voice")
         with mistakes_in("voice"):
             if len(mix) > MAX_MIXED:
@@ -126,9 +127,9 @@ class Model:
         """Refuse what this model cannot do, before any work starts."""
         for name in (*NUMBERS, "seed"):
             self.check_number(name, getattr(options, name))
-        languages = checkpoints.languages(self.config)
+        languages = model_config.languages(self.config)
         if options.language and options.language.lower() not in languages:
-            nearest = checkpoints.nearest(options.language, languages)
+            nearest = choices.nearest(options.language, languages)
             raise ApiError(f"there is no language {options.language!r}: choose {nearest}", param="language")
         self.check_reference(options, registered)
 
@@ -161,7 +162,7 @@ class Model:
 
     def check_cloning(self, what: str) -> None:
         if not self.clones:
-            raise ApiError(f"{what} is not for {checkpoints.KINDS[self.kind]}: choose one of its voices", param=what)
+            raise ApiError(f"{what} is not for {model_config.KINDS[self.kind]}: choose one of its voices", param=what)
 
     # ---- Arguments of upstream's method
 
@@ -174,14 +175,14 @@ class Model:
     def describe(self, registered: Iterable[str]) -> dict:
         """As /v1/models lists it."""
         model = {"id": self.id, "object": "model", "created": 0, "owned_by": "qwen"}
-        about = {"kind": self.kind, "languages": checkpoints.languages(self.config)}  # for the page
+        about = {"kind": self.kind, "languages": model_config.languages(self.config)}  # for the page
         about["random_weights"] = bool(self.config.get("random_weights"))
         return model | about | {"voices": self.voice_names(registered)}
 
 
 def unknown_voice(name: str | None, names: Sequence[str]) -> ApiError:
     if names:
-        problem = f"there is no voice {name!r}: choose {checkpoints.nearest(normalized(name), names)}"
+        problem = f"there is no voice {name!r}: choose {choices.nearest(normalized(name), names)}"
         if ":" in (name or ""):
             problem += "; a mix is written as aiden:0.7,vivian:0.3"
     else:

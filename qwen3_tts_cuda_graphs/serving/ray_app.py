@@ -27,7 +27,7 @@ from ray.serve.config import AutoscalingConfig, BackpressureConfig
 from ray.serve.metrics import Gauge
 from starlette.applications import Starlette
 
-from qwen3_tts_cuda_graphs.common.checkpoints import PRESET_MODEL
+from qwen3_tts_cuda_graphs.common.published import PRESET_MODEL
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.memory import MAX_ROWS
 from qwen3_tts_cuda_graphs.serving.model import named_models

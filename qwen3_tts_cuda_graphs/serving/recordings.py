@@ -14,13 +14,8 @@ from collections.abc import Awaitable, Callable, Iterator
 import numpy as np
 import soundfile
 
-from qwen3_tts_cuda_graphs.common.audio_files import (
-    RECORDINGS,
-    Chunk,
-    check_recording,
-    decode_with_ffmpeg,
-    demuxer_for,
-)
+from qwen3_tts_cuda_graphs.common.recording_files import RECORDINGS, check_recording, decode_with_ffmpeg, demuxer_for
+from qwen3_tts_cuda_graphs.common.samples import Chunk
 from qwen3_tts_cuda_graphs.serving.audio_formats import SAMPLE_RATES
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error
 from qwen3_tts_cuda_graphs.serving.helper import Helper, HelperEnded, answer_questions, start_helper

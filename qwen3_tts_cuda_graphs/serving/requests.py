@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from qwen3_tts_cuda_graphs.common.checkpoints import language_name
 from qwen3_tts_cuda_graphs.common.formats import check_bit_rate, rate_for, read_format
+from qwen3_tts_cuda_graphs.common.model_config import language_name
 from qwen3_tts_cuda_graphs.prompts.lexicon import check_entries
 from qwen3_tts_cuda_graphs.prompts.script import Part
 from qwen3_tts_cuda_graphs.serving.errors import ApiError

@@ -13,16 +13,13 @@ from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from qwen3_tts_cuda_graphs.common.checkpoints import (
-    CLONING_MODEL,
-    PRESET_MODEL,
-    check_number,
-    check_speaker_file,
-    read_config,
-    split_name,
-)
-from qwen3_tts_cuda_graphs.common.command import Parser, check_device_name, install_command
-from qwen3_tts_cuda_graphs.common.published import MODELS, model_name, published_config
+from qwen3_tts_cuda_graphs.common.command import check_device_name, install_command
+from qwen3_tts_cuda_graphs.common.model_config import quick_config
+from qwen3_tts_cuda_graphs.common.model_names import model_name, split_name
+from qwen3_tts_cuda_graphs.common.parser import Parser
+from qwen3_tts_cuda_graphs.common.published import CLONING_MODEL, MODELS, PRESET_MODEL
+from qwen3_tts_cuda_graphs.common.voice_files import check_speaker_file
+from qwen3_tts_cuda_graphs.prompts.checks import check_number
 from qwen3_tts_cuda_graphs.serving.settings import (
     API_KEY_VARIABLE,
     LIMITS,
@@ -49,7 +46,7 @@ def run() -> None:
         if find_spec(name) is None:
             raise ValueError(f"the server needs {name}, which is not installed: {remedy}")
     for _, name in map(split_name, args.model):  # before the server's imports, and before the hub is asked
-        check_number(published_config(name) or read_config(name), "max_seq_len", settings.max_seq_len)
+        check_number(quick_config(name), "max_seq_len", settings.max_seq_len)
     with listen(args.host, args.port) as listening:
         settings = keep_to_this_machine(listening, settings)
         raise_priority()

@@ -16,12 +16,13 @@ from pathlib import Path
 import anyio
 import numpy as np
 
-from qwen3_tts_cuda_graphs.common import checkpoints
-from qwen3_tts_cuda_graphs.common.audio_files import Chunk
+from qwen3_tts_cuda_graphs.common import model_config
 from qwen3_tts_cuda_graphs.common.command import check_device_name
-from qwen3_tts_cuda_graphs.common.mixes import read_mix
+from qwen3_tts_cuda_graphs.common.samples import Chunk
+from qwen3_tts_cuda_graphs.common.voice_files import check_speaker_file, read_mix
+from qwen3_tts_cuda_graphs.prompts.checks import check_encodable, check_number
 from qwen3_tts_cuda_graphs.prompts.lexicon import MAX_ENTRIES, Lexicon, load_lexicon
-from qwen3_tts_cuda_graphs.prompts.script import Part, check_encodable, read_script
+from qwen3_tts_cuda_graphs.prompts.script import Part, read_script
 from qwen3_tts_cuda_graphs.serving.answer import voice_and_style
 from qwen3_tts_cuda_graphs.serving.audio_formats import Encoder, av
 from qwen3_tts_cuda_graphs.serving.encoders import Encoders
@@ -63,14 +64,14 @@ class Service:
         self.settings = settings or Settings()
         named = named_models([models] if isinstance(models, str) else models)
         sources = [*named.values()]
-        cloning = [source for source in sources if checkpoints.read_config(source)["tts_model_type"] == "base"]
+        cloning = [source for source in sources if model_config.read_config(source)["tts_model_type"] == "base"]
         self.spare = spare
         self.models = []
         for id, source in named.items():
             own_speakers = speakers if speakers and source == (cloning or sources)[0] else {}
-            checkpoints.check_number(checkpoints.read_config(source), "max_seq_len", self.settings.max_seq_len)
+            check_number(model_config.read_config(source), "max_seq_len", self.settings.max_seq_len)
             if own_speakers:
-                checkpoints.base_config(source)  # no other takes them
+                model_config.base_config(source)  # no other takes them
             spec = dict(model=source, device=device, dtype=dtype, max_seq_len=self.settings.max_seq_len)
             spec["speakers"] = {name: base64.b64encode(content).decode() for name, content in own_speakers.items()}
             engine = EngineProcess(spec, self.settings.max_streams, spawn, spare)
@@ -372,7 +373,7 @@ def read_speakers(paths: Sequence[Path]) -> dict[str, bytes]:
     """speaker.pt files as voices; the file's name is the voice's. What is in them, the worker checks."""
     speakers = {}
     for path in paths:
-        checkpoints.check_speaker_file(path)
+        check_speaker_file(path)
         name = check_name(path.stem)
         if name in speakers:
             raise ValueError(f"two --speaker files would be the voice {name}: rename {path}")

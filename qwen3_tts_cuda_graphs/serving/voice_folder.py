@@ -19,8 +19,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from qwen3_tts_cuda_graphs.common.audio_files import Chunk, to_int16
 from qwen3_tts_cuda_graphs.common.output_files import replacement_for
+from qwen3_tts_cuda_graphs.common.samples import Chunk, to_int16
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, log
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 

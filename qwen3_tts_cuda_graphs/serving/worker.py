@@ -20,7 +20,8 @@ import sys
 import threading
 from collections.abc import Callable
 
-from qwen3_tts_cuda_graphs.common.command import cli_errors, heavy_imports, start_cuda
+from qwen3_tts_cuda_graphs.common.command import cli_errors
+from qwen3_tts_cuda_graphs.common.quick_start import heavy_imports, start_cuda
 from qwen3_tts_cuda_graphs.serving.errors import log, log_to_stderr
 from qwen3_tts_cuda_graphs.serving.messages import Unpacker, pack
 

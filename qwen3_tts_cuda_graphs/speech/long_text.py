@@ -60,7 +60,7 @@ def stream_script(
     max_tokens: int | None = None,
     **kwargs,
 ) -> Iterator[Chunk | Cue]:
-    """Speak a script of any length, whose notation prompts/script.py describes. Yields a Cue, which says where its part
+    """Speak a script of any length, in the notation of prompts/notation.py. Yields a Cue, which says where its part
     is heard, before the chunks of that part.
 
     voices: name -> arguments of `method` for this voice, such as {"voice_clone_prompt": ...}. The speakers of a

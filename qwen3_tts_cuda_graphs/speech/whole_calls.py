@@ -22,9 +22,8 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES, CHUNK_SIZES
-from qwen3_tts_cuda_graphs.prompts.checks import check_finite
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import with_voice_clone_prompt
-from qwen3_tts_cuda_graphs.prompts.request import request_of
+from qwen3_tts_cuda_graphs.prompts.request import check_finite, request_of
 from qwen3_tts_cuda_graphs.speech.runner import HandOver, Runner
 from qwen3_tts_cuda_graphs.speech.speech import Speech
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance

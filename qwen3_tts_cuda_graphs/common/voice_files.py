@@ -1,8 +1,18 @@
-"""Mixed voices, as they are written: a.pt:0.7,b.pt:0.3. Imports nothing that takes time."""
+"""Voices as a user gives them, a speaker file or a mix as in a.pt:0.7,b.pt:0.3, checked without torch.
+
+Imports nothing that takes time.
+"""
 
 import contextlib
 import math
+import os
 from collections.abc import Iterable
+from pathlib import Path
+
+from qwen3_tts_cuda_graphs.common.published import MODELS_OF_KIND, SPEAKERS
+
+TORCH_FILES = b"PK\3\4", b"\x80\2"  # how files of torch.save begin: a zip, or a pickle in those of old versions
+REFERENCE_SILENCE = 0.5  # seconds between an in-context reference and the speech
 
 
 def read_mix(text: str) -> list[tuple[str, float]]:
@@ -28,3 +38,16 @@ def normalized_weights(weights: Iterable[float] | None, voices: int) -> list[flo
     if not 0 < total < math.inf:
         raise ValueError("all weights are 0: let one be above 0" if total == 0 else "the weights are too large")
     return [weight / total for weight in weights]
+
+
+def check_speaker_file(path: str | Path) -> None:
+    """What can be seen without torch."""
+    if not os.path.isfile(path):
+        if str(path).lower() in SPEAKERS:
+            models = " or ".join(MODELS_OF_KIND["custom_voice"])
+            raise ValueError(f"{path} is a voice of a CustomVoice model, not a speaker file: use --model {models}")
+        raise ValueError(f"there is no speaker file {path}: make one with qwen3-tts clone")
+    with open(path, "rb") as file:
+        if not file.read(4).startswith(TORCH_FILES):
+            remedy = f"make one with qwen3-tts clone --ref-audio {path}"
+            raise ValueError(f"{path} is not a speaker file: if it is a recording, {remedy}")

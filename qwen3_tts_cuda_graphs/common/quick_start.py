@@ -1,0 +1,60 @@
+"""A quick start: CUDA starts while torch and what needs it are imported, and what is not used is not imported.
+
+Imports nothing that takes time by itself.
+"""
+
+import atexit
+import contextlib
+import gc
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+from qwen3_tts_cuda_graphs.common.command import raise_terminated
+from qwen3_tts_cuda_graphs.common.skipped_imports import skipping_unused
+
+CUDA_TIMEOUT = 60.0  # seconds to wait for CUDA's start
+
+
+@contextlib.contextmanager
+def heavy_imports(device: str | None) -> Iterator[None]:
+    """Around a script's imports of torch and of what needs it: CUDA starts in a thread, what is not used is not
+    imported, and garbage is not collected.
+
+    Where torch is imported already, this is not the script's own process, and nothing is changed in it.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    # A signal ends the process: packages take an exception for a missing module.
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: raise_terminated}
+    handlers = {number: handler for number, handler in handlers.items() if signal.getsignal(number) is handler}
+    for number in handlers:
+        signal.signal(number, signal.SIG_DFL)
+    gc.disable()  # imports make many objects and little garbage
+    cuda = None
+    try:
+        with skipping_unused():
+            import torch
+
+            if not (device or "").startswith("cpu"):
+                cuda = threading.Thread(target=start_cuda, args=[torch, device or "cuda"], daemon=True)
+                cuda.start()
+            yield
+    finally:
+        if cuda:  # a process that ends while CUDA starts may crash
+            cuda.join(CUDA_TIMEOUT)
+        gc.freeze()  # what is imported stays: later collections skip it
+        atexit.register(gc.unfreeze)  # the last collection frees it; nanobind's modules would print what is left
+        gc.enable()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def start_cuda(torch, device: str) -> None:
+    """The first calls of CUDA and cuBLAS take long. The main thread meets their errors again and reports them."""
+    with contextlib.suppress(Exception):
+        torch.cuda.init()
+        matrix = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+        torch.mm(matrix, matrix)
