@@ -105,6 +105,13 @@ def test_a_play():
         Part("Bye: now.", "Aiden", line=6),
     ]
     assert read_script("Aiden: Hi.\n  [pause 1] Bea: Hello.", play=True)[1] == Part("Hello.", "Bea", None, 1, 2)
+    styled = "Bea: [style: glad] Hi.\n[style: sad] [pause 1] Aiden: No.\nWhy?\nBea: So."
+    assert [(part.voice, part.style) for part in read_script(styled, play=True)] == [
+        ("Bea", "glad"),
+        ("Aiden", "sad"),
+        ("Aiden", "sad"),
+        ("Bea", None),
+    ]
     assert read_script(PLAY)[0] == Part("Aiden: Hello, Bea.")  # elsewhere these are words
 
 
@@ -259,6 +266,8 @@ LEXICON = {
     "new": "old",
     "重庆": "崇庆",
     "c++": "see plus plus",
+    "o’reilly": "oh rye lee",
+    "Qur'an": "Koran",
 }
 
 
@@ -270,6 +279,7 @@ LEXICON = {
         ("new york, New yorker. new", "the big apple, Old yorker. old"),
         ("我在重庆用nginx。", "我在崇庆用engine x。"),
         ("c++, C++ and c+", "see plus plus, See plus plus and c+"),
+        ("O'Reilly, o’reilly, Qur’an", "Oh rye lee, oh rye lee, Koran"),
         ("", ""),
     ],
 )

@@ -15,10 +15,10 @@ WITHOUT_SPACES = "CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR
 
 class Lexicon:
     """Replaces the longest entry that fits. An entry in lower case stands for all cases, and its replacement follows
-    the text's; any other stands for itself alone."""
+    the text's; any other stands for itself alone. Both kinds of apostrophes are the same."""
 
     def __init__(self, entries: dict[str, str], max_entries: int = MAX_ENTRIES):
-        self.entries = check_entries(entries, max_entries)
+        self.entries = {straight(word): said for word, said in check_entries(entries, max_entries).items()}
         self.longest = max(map(len, self.entries), default=0)
         self.beginnings = {word[:size] for word in map(lower, self.entries) for size in range(1, len(word) + 1)}
 
@@ -36,7 +36,7 @@ class Lexicon:
         """Where the longest entry that begins here ends, and what is said."""
         found, end = None, start + 1
         while end <= len(text) and lowered[start:end] in self.beginnings:
-            word = text[start:end]
+            word = straight(text[start:end])
             said = self.entries.get(word) or self.entries.get(lowered[start:end])
             if said and not is_within_word(text, end):
                 found = end, said if word in self.entries else in_case_of(word, said)
@@ -142,9 +142,13 @@ def belongs_to_word(character: str) -> bool:
     return not unicodedata.name(character, "").startswith(WITHOUT_SPACES)
 
 
+def straight(text: str) -> str:
+    return text.replace("’", "'")
+
+
 def lower(text: str) -> str:
     """The text in lower case, each character in its place: one whose small letter is two stays."""
-    return "".join(small if len(small := character.lower()) == 1 else character for character in text)
+    return "".join(small if len(small := character.lower()) == 1 else character for character in straight(text))
 
 
 def in_case_of(word: str, said: str) -> str:

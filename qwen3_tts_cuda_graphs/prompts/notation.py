@@ -46,7 +46,7 @@ class Tag:
     name: str
     value: float | str | None
     line: int
-    is_speaker: bool = False  # a name at the beginning of a line
+    ends_style: bool = False  # a name at the beginning of a line, without a style before it
 
 
 class Notation:
@@ -62,7 +62,8 @@ class Notation:
         self.check_voice = check_voice
         self.text = ""
         self.place = 0  # in the text: what follows was not yielded yet, as it may become a tag
-        self.begins_line = True
+        self.begins_line = True  # all so far: a speaker's name may follow
+        self.has_style = False  # the line has one
 
     def read(self, piece: str, is_end: bool = False) -> Iterator[str | Tag]:
         """Raises ValueError at a tag that is wrong, after all before it was yielded."""
@@ -73,8 +74,10 @@ class Notation:
             end, item = self.next_item(is_end)
             if item is None:
                 return
-            is_before_name = item.isspace() if isinstance(item, str) else item.name == "pause"
-            self.begins_line = self.text[end - 1] in ENDS or (self.begins_line and is_before_name)
+            is_end_of_line = self.text[end - 1] in ENDS
+            is_before_name = item.isspace() if isinstance(item, str) else item.name != "voice"
+            self.begins_line = is_end_of_line or (self.begins_line and is_before_name)
+            self.has_style = not is_end_of_line and (self.has_style or (isinstance(item, Tag) and item.name == "style"))
             line_ends = len(LINE_END.findall(self.text, self.place, end))
             self.place = end
             yield item
@@ -85,7 +88,7 @@ class Notation:
         text, start = self.text, self.place
         if self.play and self.begins_line:
             if speaker := SPEAKER.match(text, start):
-                return speaker.end(), self.voice(speaker[1].strip(), is_speaker=True)
+                return speaker.end(), self.voice(speaker[1].strip(), ends_style=not self.has_style)
             if not is_end and MAY_BECOME_SPEAKER.fullmatch(text, start):
                 return start, None
         if text[start] in "[<":
@@ -121,13 +124,13 @@ class Notation:
         )
         raise self.mistake(f"there is no tag {mark[0]}{hint}")
 
-    def voice(self, name: str | None, is_speaker: bool = False) -> Tag:
+    def voice(self, name: str | None, ends_style: bool = False) -> Tag:
         if name and self.check_voice:
             try:
                 self.check_voice(name)
             except ValueError as error:
                 raise ValueError(f"line {self.line}: {error}") from None
-        return Tag("voice", name, self.line, is_speaker)
+        return Tag("voice", name, self.line, ends_style)
 
     def pause_of(self, element: re.Match) -> Tag:
         if element[1] or element[2].lower() != "break":

@@ -42,7 +42,7 @@ class Part:
             return replace(self, pause=(self.pause or 0.0) + tag.value)
         if tag.name == "style":
             return replace(self, style=tag.value)
-        style = None if tag.is_speaker else self.style  # a style is that of one voice's line
+        style = None if tag.ends_style else self.style
         return replace(self, voice=tag.value, style=style)
 
 
