@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -13,6 +12,7 @@ from helpers import ROOT
 from serving_helpers import LIMIT, is_running, wait_until
 
 from qwen3_tts_cuda_graphs.serving import spare
+from qwen3_tts_cuda_graphs.serving.child_process import start_module, with_socket
 from qwen3_tts_cuda_graphs.serving.spare import Spare
 
 
@@ -89,11 +89,11 @@ def waiting(monkeypatch):
     spares = []
 
     def start(program: str) -> Spare:
-        def start_worker(theirs, *arguments, module="worker"):
+        def start_module(theirs, *arguments, module="worker"):
             code = f"import socket, sys, time; s = socket.socket(fileno={theirs.fileno()}); {program}"
             return subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()])
 
-        monkeypatch.setattr(spare, "start_worker", start_worker)
+        monkeypatch.setattr(spare, "start_module", start_module)
         spares.append(Spare())
         spares[-1].prepare()
         return spares[-1]
@@ -147,9 +147,7 @@ def test_no_spare_where_memory_is_short(waiting, monkeypatch):
 
 @pytest.mark.parametrize("module", ["worker", "spare_worker"])
 def test_a_worker_ends_with_its_server_also_while_it_imports(module):
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = spare.start_worker(theirs, module=module)
+    ours, process = with_socket(start_module, module=module)
     ours.close()
     with contextlib.closing(ours):
         assert process.wait(LIMIT) == 0

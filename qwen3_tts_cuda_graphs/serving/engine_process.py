@@ -14,17 +14,16 @@ import itertools
 import math
 import resource
 import signal
-import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import anyio
 
+from qwen3_tts_cuda_graphs.serving.child_process import end_process, is_stopped, start_module, with_socket
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, engine_failed, log
 from qwen3_tts_cuda_graphs.serving.messages import Message, Unpacker, pack
-from qwen3_tts_cuda_graphs.serving.spare import Spare, is_stopped, start_worker
+from qwen3_tts_cuda_graphs.serving.spare import Spare
 
 MAX_DEATHS = 3
 SIGNALS = {number.value: number.name for number in signal.Signals}
@@ -153,7 +152,7 @@ class EngineProcess:
         self,
         spec: dict,
         rows: int | None,
-        spawn: Callable = start_worker,
+        spawn: Callable = start_module,
         spare: Spare | None = None,
         timeouts: Timeouts | None = None,
     ):
@@ -224,7 +223,7 @@ class EngineProcess:
         self.ready_at = None
         self.kill_at = time.monotonic() + self.timeouts.restart if self.started.is_set() else math.inf
         self.why = ""
-        ours, process = self.spare and self.spare.take() or self.spawn_worker()
+        ours, process = self.spare and self.spare.take() or with_socket(self.spawn)
         self.process = process
         loop = asyncio.get_running_loop()
         _, self.connection = await loop.create_connection(
@@ -254,11 +253,6 @@ class EngineProcess:
             status = await asyncio.shield(asyncio.to_thread(end_process, process, self.timeouts.exit))
         ended = f"killed by {SIGNALS.get(-status, -status)}" if status < 0 else f"it exited with status {status}"
         self.why = self.why or ended
-
-    def spawn_worker(self) -> tuple:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            return ours, self.spawn(theirs)
 
     @property
     def is_replaced(self) -> bool:
@@ -341,13 +335,3 @@ class EngineProcess:
             self.task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self.task
-
-
-def end_process(process, seconds: float) -> int:
-    """Reap a process, and kill it if it does not end by itself in time. Returns its exit status."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(seconds)
-    process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it: another one is started all the same
-        return process.wait(seconds)
-    return -signal.SIGKILL

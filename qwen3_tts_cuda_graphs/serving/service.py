@@ -24,6 +24,7 @@ from qwen3_tts_cuda_graphs.prompts.lexicon import MAX_ENTRIES, Lexicon, load_lex
 from qwen3_tts_cuda_graphs.prompts.script import Part, check_encodable, read_script
 from qwen3_tts_cuda_graphs.serving.answer import voice_and_style
 from qwen3_tts_cuda_graphs.serving.audio_formats import Encoder, av
+from qwen3_tts_cuda_graphs.serving.child_process import start_module
 from qwen3_tts_cuda_graphs.serving.encoders import Encoders
 from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess, WorkerConnection
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, mistakes_in
@@ -32,7 +33,7 @@ from qwen3_tts_cuda_graphs.serving.model import Model, named_models, unknown_voi
 from qwen3_tts_cuda_graphs.serving.recordings import Decoders, check_base64, decode_base64
 from qwen3_tts_cuda_graphs.serving.requests import MAX_OWN_ENTRIES, SpeechOptions, SpeechRequest
 from qwen3_tts_cuda_graphs.serving.settings import Settings
-from qwen3_tts_cuda_graphs.serving.spare import Spare, start_worker
+from qwen3_tts_cuda_graphs.serving.spare import Spare
 from qwen3_tts_cuda_graphs.serving.voice_folder import RegisteredVoice, VoiceFolder, as_stored, check_name
 
 MAX_THREADS = 4
@@ -50,7 +51,7 @@ class Service:
         dtype: str | None = None,
         settings: Settings | None = None,
         speakers: dict[str, bytes] | None = None,
-        spawn: Callable = start_worker,
+        spawn: Callable = start_module,
         spare: Spare | None = None,
     ):
         """Check everything that can be checked without the weights.

@@ -1,4 +1,4 @@
-"""Starts workers, and keeps a spare one: a worker's imports take long and need nothing from the server.
+"""A spare worker, started before it is needed: a worker's imports take long and need nothing from the server.
 
 The first worker is started before the server's own imports. When it has imported what it needs, a spare is started: it
 imports the same, waits for its first message and does not touch the GPU. It replaces the next worker that ends. It
@@ -8,31 +8,15 @@ This module itself imports nothing that takes long.
 """
 
 import contextlib
-import os
 import socket
 import subprocess
-import sys
 import time
-from pathlib import Path
 
+from qwen3_tts_cuda_graphs.serving.child_process import is_stopped, start_module, with_socket
 from qwen3_tts_cuda_graphs.serving.messages import pack
 
 MIN_MEMORY = 4 * 2**30  # bytes that must be available for a spare
 SECONDS_TO_IMPORT = 120.0  # after which a spare is taken for stuck
-
-
-def start_worker(theirs: socket.socket, *arguments: str, module: str = "worker") -> subprocess.Popen:
-    """arguments: the device, if the worker may use it at once"""
-    return start_python(f"{__package__}.{module}", str(theirs.fileno()), *arguments, pass_fds=[theirs.fileno()])
-
-
-def start_python(module: str, *arguments: str, **options) -> subprocess.Popen:
-    """A module in a fresh interpreter, whose only ties to this one are those in the options of Popen."""
-    folder = Path(__file__).parents[len(__package__.split("."))]
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}  # its pool would take time to start
-    options = dict(stdin=subprocess.DEVNULL, stdout=2, env=environment) | options
-    return subprocess.Popen([sys.executable, "-m", module, *arguments], **options)
 
 
 class Spare:
@@ -49,9 +33,7 @@ class Spare:
 
     def start(self, *arguments: str, **options) -> None:
         """arguments: the device, if the worker may use it at once, as its model is loaded next"""
-        self.ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = start_worker(theirs, *arguments, **options)
+        self.ours, self.process = with_socket(start_module, *arguments, **options)
         self.started_at = time.monotonic()
 
     def wake(self, device: str | None) -> None:
@@ -89,15 +71,6 @@ class Spare:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1.0)
             self.ours = self.process = None
-
-
-def is_stopped(process) -> bool:
-    """Whether SIGSTOP or the like has suspended it. False where /proc is missing."""
-    try:
-        with open(f"/proc/{process.pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False
 
 
 def available_memory() -> int:
