@@ -375,7 +375,7 @@ class Session:
             raise WebSocketDisconnect(GONE) from None
 
     async def send_audio(self, data: bytes, context: Context) -> None:
-        """Past the middlewares, as in server.py. In a context with a name, audio goes as JSON that has the name."""
+        """Past the middlewares, as HTTP. In a context with a name, audio goes as JSON that has the name."""
         if context.name is not None:
             for start in range(0, len(data), MAX_DELTA):
                 audio = base64.b64encode(data[start : start + MAX_DELTA]).decode()
