@@ -330,6 +330,13 @@ class EngineProcess:
             )
             raise ApiError(problem, 503, code="silent")
 
+    def take_place(self, max_waiting: int) -> None:
+        """Count an answer among those that are spoken or wait for a row. Whoever takes it counts it off at its end."""
+        self.check_ready()
+        if self.in_flight >= self.rows + max_waiting:
+            raise ApiError(f"{self.in_flight} requests are in flight already: try again later", 429, code="queue_full")
+        self.in_flight += 1
+
     async def close(self) -> None:
         if self.task:
             self.task.cancel()
