@@ -4,7 +4,7 @@ In the server's own process, without torch:
 
 __main__.py       the command; server_options.py has its options; process.py starts, runs and stops the server
 server.py         HTTP: the routes; speech_response.py sends what one of them speaks
-websocket.py      the WebSocket; arriving_script.py is the text that arrives over it
+websocket.py      the WebSocket: what it receives; context.py is what it sends, arriving_script.py the text between them
 guard.py          who may ask: keys, origins, sizes; signed_addresses.py: speech by a signed URL, without a key
 connections.py    uvicorn's protocols, with limits
 requests.py       the fields of a request

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import io
 import wave
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -191,6 +191,10 @@ def with_length(name: str, rate: int, samples: int, pieces: list[bytes]) -> list
         field = int.from_bytes(first[start:stop], "big") | samples
         first = first[:start] + field.to_bytes(stop - start, "big") + first[stop:]
     return [first, *others]
+
+
+def slices(data: bytes, size: int) -> Iterator[bytes]:
+    return (data[start : start + size] for start in range(0, len(data), size))
 
 
 class Written(list):

@@ -28,7 +28,7 @@ from starlette.websockets import WebSocket
 
 from qwen3_tts_cuda_graphs.prompts.script import Part
 from qwen3_tts_cuda_graphs.serving.answer import Answer
-from qwen3_tts_cuda_graphs.serving.audio_formats import CONTENT_TYPES, check_encoding, convert
+from qwen3_tts_cuda_graphs.serving.audio_formats import CONTENT_TYPES, check_encoding, convert, slices
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error
 from qwen3_tts_cuda_graphs.serving.guard import Guard, connection_of
 from qwen3_tts_cuda_graphs.serving.page import FILES as PAGES
@@ -37,7 +37,7 @@ from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions, SpeechRequest,
 from qwen3_tts_cuda_graphs.serving.service import Service
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 from qwen3_tts_cuda_graphs.serving.signed_addresses import AddressRequest, read_address, signed_address
-from qwen3_tts_cuda_graphs.serving.speech_response import MAX_WRITE, SpeechResponse, slices
+from qwen3_tts_cuda_graphs.serving.speech_response import MAX_WRITE, SpeechResponse
 from qwen3_tts_cuda_graphs.serving.websocket import Session
 
 MAX_REGISTRATIONS = 16  # voices that are being made or wait for a thread, each with its recording

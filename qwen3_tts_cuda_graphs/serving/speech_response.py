@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from qwen3_tts_cuda_graphs.serving.answer import Answer
-from qwen3_tts_cuda_graphs.serving.audio_formats import CONTENT_TYPES, encode_stream
+from qwen3_tts_cuda_graphs.serving.audio_formats import CONTENT_TYPES, encode_stream, slices
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, log, to_json
 from qwen3_tts_cuda_graphs.serving.guard import connection_of
 
@@ -191,10 +191,6 @@ class SpeechResponse(Response):
             "duration_seconds": answer.in_seconds(answer.samples),
             "parts": [answer.describe_part(number) | answer.times_of_part(number) for number in numbers],
         }
-
-
-def slices(data: bytes, size: int) -> Iterator[bytes]:
-    return (data[start : start + size] for start in range(0, len(data), size))
 
 
 def body(data: bytes, more: bool = True) -> dict:
