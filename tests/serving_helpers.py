@@ -21,11 +21,11 @@ from websockets.sync.client import connect
 
 from qwen3_tts_cuda_graphs.serving import process
 from qwen3_tts_cuda_graphs.serving.connections import uvicorn_config
-from qwen3_tts_cuda_graphs.serving.engine_process import Timeouts
 from qwen3_tts_cuda_graphs.serving.server import create_app
 from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 from qwen3_tts_cuda_graphs.serving.worker import Worker
+from qwen3_tts_cuda_graphs.serving.worker_connection import Timeouts
 
 JSON = {"Content-Type": "application/json"}
 LIMIT = 120  # seconds that any wait may take

@@ -11,11 +11,11 @@ from qwen3_tts_cuda_graphs.common import checkpoints
 from qwen3_tts_cuda_graphs.prompts.cut import surely_fits
 from qwen3_tts_cuda_graphs.prompts.lexicon import lower
 from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, cut_parts, nth_seed, silence_before
-from qwen3_tts_cuda_graphs.serving.engine_process import Call, WorkerConnection
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, log
 from qwen3_tts_cuda_graphs.serving.metrics import ChunkTimes
 from qwen3_tts_cuda_graphs.serving.model import Model, sampling
 from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
+from qwen3_tts_cuda_graphs.serving.worker_connection import Call, WorkerConnection
 
 
 @dataclass

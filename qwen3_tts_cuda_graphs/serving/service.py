@@ -26,7 +26,7 @@ from qwen3_tts_cuda_graphs.serving.answer import voice_and_style
 from qwen3_tts_cuda_graphs.serving.audio_formats import Encoder, av
 from qwen3_tts_cuda_graphs.serving.child_process import start_module
 from qwen3_tts_cuda_graphs.serving.encoders import Encoders
-from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess, WorkerConnection
+from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, mistakes_in
 from qwen3_tts_cuda_graphs.serving.metrics import Metrics
 from qwen3_tts_cuda_graphs.serving.model import Model, named_models, unknown_voice
@@ -35,6 +35,7 @@ from qwen3_tts_cuda_graphs.serving.requests import MAX_OWN_ENTRIES, SpeechOption
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 from qwen3_tts_cuda_graphs.serving.spare import Spare
 from qwen3_tts_cuda_graphs.serving.voice_folder import RegisteredVoice, VoiceFolder, as_stored, check_name
+from qwen3_tts_cuda_graphs.serving.worker_connection import WorkerConnection
 
 MAX_THREADS = 4
 SECONDS_FOR_A_DISK = 10.0
