@@ -11,9 +11,9 @@ requests.py       the fields of a request
 service.py        the models and their voices: checks requests and answers them; model.py is one of the models
 answer.py         the audio of a script: its parts, the silence between them, and where each part is heard
 engine_process.py a model's worker, seen from the server, and another one when it has ended
-worker_connection.py  calls to a worker
-spare.py          a worker that is started before it is needed, and waits as spare_worker.py
-child_process.py  starts and ends processes: workers and helpers
+worker_connection.py
+                  calls to a worker
+child_process.py  starts and ends processes: helpers, workers, and a spare worker, which waits as spare_worker.py
 helper.py         processes for native code: encoders.py encodes speech, recordings.py decodes clients' recordings
 audio_formats.py, voice_folder.py, errors.py, metrics.py, settings.py
                   as their names say

@@ -97,7 +97,9 @@ class Answer:
                 self.spoken += spoken
                 self.characters_read = header.get("characters_read")
                 if header.get("stopped"):
-                    self.note_stop(number, spoken)
+                    self.stopped.add(number)
+                    self.service.metrics.stopped.inc()
+                    log.warning("the speech of a part did not end: stopped after %.0f s", spoken / self.rate)
             for chunk in self.silence():
                 yield chunk
                 await asyncio.sleep(0)
@@ -240,11 +242,6 @@ class Answer:
             self.samples += size
             yield np.zeros(size, "<i2"), None
             self.chunk_times.read()
-
-    def note_stop(self, number: int, spoken: int) -> None:
-        self.stopped.add(number)
-        self.service.metrics.stopped.inc()
-        log.warning("the speech of a part did not end: stopped after %.0f s", spoken / self.rate)
 
     # ---- What the client is told about it
 

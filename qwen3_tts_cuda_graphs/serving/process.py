@@ -11,12 +11,12 @@ import time
 
 import uvicorn
 
+from qwen3_tts_cuda_graphs.serving.child_process import Spare
 from qwen3_tts_cuda_graphs.serving.connections import AcceptErrors, uvicorn_config
 from qwen3_tts_cuda_graphs.serving.errors import log_to_stderr
 from qwen3_tts_cuda_graphs.serving.server import create_app
 from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import MAX_PENDING, Settings
-from qwen3_tts_cuda_graphs.serving.spare import Spare
 
 # A full garbage collection takes 0.1 s with 1,000 WebSockets, so Python's own is off. `on_tick` runs one after this
 # many collections of younger objects.

@@ -23,6 +23,7 @@ from qwen3_tts_cuda_graphs.common.checkpoints import (
 )
 from qwen3_tts_cuda_graphs.common.command import Parser, check_device_name, install_command
 from qwen3_tts_cuda_graphs.common.published import MODELS, model_name, published_config
+from qwen3_tts_cuda_graphs.serving.child_process import Spare
 from qwen3_tts_cuda_graphs.serving.settings import (
     API_KEY_VARIABLE,
     LIMITS,
@@ -31,7 +32,6 @@ from qwen3_tts_cuda_graphs.serving.settings import (
     check_host,
     check_origin,
 )
-from qwen3_tts_cuda_graphs.serving.spare import Spare
 
 PACKAGES = "starlette", "uvicorn", "httptools", "websockets", "pydantic", "prometheus_client", "python_multipart"
 PRIORITY = -10  # a nice value
