@@ -6,7 +6,7 @@ __main__.py       the command; server_options.py has its options; process.py sta
 server.py         HTTP: the routes; speech_response.py sends what one of them speaks
 websocket.py      the WebSocket: what it receives; context.py is what it sends, arriving_script.py the text between them
 guard.py          who may ask: keys, origins, sizes; signed_addresses.py: speech by a signed URL, without a key
-connections.py    uvicorn's protocols, with limits
+connections.py    uvicorn's connections, with limits
 requests.py       the fields of a request
 service.py        the models and their voices: checks requests and answers them; model.py is one of the models
 answer.py         the audio of a script: its parts, the silence between them, and where each part is heard
