@@ -3,6 +3,9 @@
     client: session.config, input.text ..., input.done, input.cancel, session.close
     server: audio.start, binary audio ..., audio.done, session.done, error (context.py)
 
+    input.text -> Session.append_text -> ArrivingScript, whose Notation finds the parts
+    its ArrivingParts -> SpokenScript.speak -> an Answer for each sentence -> Context.send_audio
+
 Messages are read at all times, so that input.cancel takes effect at once. Beside the reader, each context has a task
 that speaks its utterances one after another; the next may be written while the last is still spoken. Those of several
 contexts are spoken at the same time.
