@@ -48,6 +48,7 @@ class Answer:
         self.stopped = set()  # numbers of the parts that limit_speech has stopped
         self.samples = 0  # sent so far, at the speed that is asked for
         self.spoken = 0  # samples of speech, at the model's own speed, in parts that are complete
+        self.encoded_samples = 0  # of a compressed format, once all of it was encoded
         self.chunk_times = ChunkTimes(service.metrics)
         self.characters_read = None  # how much of an arriving text was spoken, once the speech has ended
         self.connections = {}  # of the models in which this answer has a place: Model -> WorkerConnection

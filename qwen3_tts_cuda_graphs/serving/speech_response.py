@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from qwen3_tts_cuda_graphs.serving.answer import Answer
-from qwen3_tts_cuda_graphs.serving.audio_formats import CONTENT_TYPES, encode_stream, slices
+from qwen3_tts_cuda_graphs.serving.audio_formats import CONTENT_TYPES, encode_stream, encode_whole, slices
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, log, to_json
 from qwen3_tts_cuda_graphs.serving.guard import connection_of
 
@@ -107,7 +107,8 @@ class SpeechResponse(Response):
     async def send_speech(self, scope: Scope, send: Send) -> None:
         connection = connection_of(scope)
         is_unchunked = connection and scope["http_version"] == "1.0" and not self.is_whole
-        pieces = encode_stream(self.answer, partial(self.keep, scope) if self.is_whole else None)
+        keep = partial(self.keep, scope)
+        pieces = encode_whole(self.answer, keep) if self.is_whole else encode_stream(self.answer)
         if self.is_json:
             pieces = self.with_times(pieces)
         async with contextlib.aclosing(pieces):
