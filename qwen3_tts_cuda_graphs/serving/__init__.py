@@ -10,9 +10,7 @@ connections.py    uvicorn's connections, with limits
 requests.py       the fields of a request
 service.py        the models and their voices: checks requests and answers them; model.py is one of the models
 answer.py         the audio of a script: its parts, the silence between them, and where each part is heard
-engine_process.py a model's worker, seen from the server, and another one when it has ended
-worker_connection.py
-                  calls to a worker
+engine_process.py keeps a model's worker running: another one when it has ended; worker_connection.py: calls to it
 child_process.py  starts and ends processes: helpers, workers, and a spare worker, which waits as spare_worker.py
 helper.py         processes for native code: encoders.py encodes speech, recordings.py decodes clients' recordings
 audio_formats.py, voice_folder.py, errors.py, metrics.py, settings.py
