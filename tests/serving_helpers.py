@@ -20,12 +20,11 @@ import uvicorn
 from websockets.sync.client import connect
 
 from qwen3_tts_cuda_graphs.serving import process
-from qwen3_tts_cuda_graphs.serving.connections import uvicorn_config
-from qwen3_tts_cuda_graphs.serving.engine_process import Timeouts
 from qwen3_tts_cuda_graphs.serving.server import create_app
 from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 from qwen3_tts_cuda_graphs.serving.worker import Worker
+from qwen3_tts_cuda_graphs.serving.worker_connection import Timeouts
 
 JSON = {"Content-Type": "application/json"}
 LIMIT = 120  # seconds that any wait may take
@@ -253,7 +252,7 @@ class RunningServer(Client):
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         app = strip_path(self.app, self.below) if self.below else self.app
-        server = uvicorn.Server(uvicorn_config(app, self.settings))
+        server = uvicorn.Server(process.uvicorn_config(app, self.settings))
         self.server = process.Server(self.speech) if self.drains else server
         self.serving = self.speech.submit(self.server.serve(sockets=[self.socket]))
         wait_until(lambda: self.server.started)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import select
 import signal
-import socket
 import subprocess
 
 import numpy as np
@@ -13,10 +12,10 @@ import pytest
 pytest.importorskip("av")
 
 from qwen3_tts_cuda_graphs.serving.audio_formats import with_length
+from qwen3_tts_cuda_graphs.serving.child_process import start_module, with_socket
 from qwen3_tts_cuda_graphs.serving.encoders import MAX_READY, Encoders, LocalStream, RemoteStream, answers_to
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.messages import pack
-from qwen3_tts_cuda_graphs.serving.spare import start_python
 
 SIZES = 1920, 1920, 3840, 7680, 15360, 1000  # samples of each chunk
 LIMIT = 60.0
@@ -126,10 +125,7 @@ def test_answers_that_nobody_takes():
 
 def test_a_process_whose_server_is_gone_ends_silently():
     """A server that was killed leaves answers that it has not read: each of its helpers wrote a traceback."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        module, options = "qwen3_tts_cuda_graphs.serving.encoders", dict(pass_fds=[theirs.fileno()])
-        helper = start_python(module, str(theirs.fileno()), stderr=subprocess.PIPE, **options)
+    ours, helper = with_socket(start_module, module="encoders", stderr=subprocess.PIPE)
     ours.sendall(pack(dict(op="finish", id=0, kind=("wav", 24000, 1.0))))
     select.select([ours], [], [], LIMIT)
     ours.close()

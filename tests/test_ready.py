@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -12,8 +11,8 @@ import pytest
 from helpers import ROOT
 from serving_helpers import LIMIT, is_running, wait_until
 
-from qwen3_tts_cuda_graphs.serving import spare
-from qwen3_tts_cuda_graphs.serving.spare import Spare
+from qwen3_tts_cuda_graphs.serving import child_process
+from qwen3_tts_cuda_graphs.serving.child_process import Spare, start_module, with_socket
 
 
 def run_python(program: str, *path: str) -> str:
@@ -89,11 +88,11 @@ def waiting(monkeypatch):
     spares = []
 
     def start(program: str) -> Spare:
-        def start_worker(theirs, *arguments, module="worker"):
+        def start_module(theirs, *arguments, module="worker"):
             code = f"import socket, sys, time; s = socket.socket(fileno={theirs.fileno()}); {program}"
             return subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()])
 
-        monkeypatch.setattr(spare, "start_worker", start_worker)
+        monkeypatch.setattr(child_process, "start_module", start_module)
         spares.append(Spare())
         spares[-1].prepare()
         return spares[-1]
@@ -127,9 +126,9 @@ def test_a_spare_that_cannot_be_used_is_not(waiting, monkeypatch, what):
         process.wait(LIMIT)
     if what == "is stopped":
         process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: spare.is_stopped(process))
+        wait_until(lambda: child_process.is_stopped(process))
     if what == "is stuck":
-        monkeypatch.setattr(spare, "SECONDS_TO_IMPORT", 0.0)
+        monkeypatch.setattr(child_process, "SECONDS_TO_IMPORT", 0.0)
     if what == "still imports":
         ours, taken = one.take()
         ours.close()
@@ -140,16 +139,14 @@ def test_a_spare_that_cannot_be_used_is_not(waiting, monkeypatch, what):
 
 
 def test_no_spare_where_memory_is_short(waiting, monkeypatch):
-    monkeypatch.setattr(spare, "MIN_MEMORY", 1 << 60)
+    monkeypatch.setattr(child_process, "MIN_MEMORY", 1 << 60)
     one = waiting(IMPORTED)
     assert one.process is None and one.take() is None
 
 
 @pytest.mark.parametrize("module", ["worker", "spare_worker"])
 def test_a_worker_ends_with_its_server_also_while_it_imports(module):
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = spare.start_worker(theirs, module=module)
+    ours, process = with_socket(start_module, module=module)
     ours.close()
     with contextlib.closing(ours):
         assert process.wait(LIMIT) == 0

@@ -58,15 +58,16 @@ from qwen3_tts_cuda_graphs.serving.audio_formats import COMPRESSED, CONTENT_TYPE
 from qwen3_tts_cuda_graphs.serving.connections import SECONDS_TO_BEGIN
 from qwen3_tts_cuda_graphs.serving.encoders import Encoders
 from qwen3_tts_cuda_graphs.serving.engine_host import RECORDING_THREADS
-from qwen3_tts_cuda_graphs.serving.engine_process import Timeouts, WorkerConnection
 from qwen3_tts_cuda_graphs.serving.model import OPENAI_VOICES
 from qwen3_tts_cuda_graphs.serving.recordings import Decoders, start_decoder
 from qwen3_tts_cuda_graphs.serving.requests import SpeechRequest, parse
-from qwen3_tts_cuda_graphs.serving.server import MAX_REGISTRATIONS, SpeechResponse
+from qwen3_tts_cuda_graphs.serving.server import MAX_REGISTRATIONS
 from qwen3_tts_cuda_graphs.serving.server_options import make_settings, parse_arguments
 from qwen3_tts_cuda_graphs.serving.service import Service
 from qwen3_tts_cuda_graphs.serving.settings import Settings, check_host
+from qwen3_tts_cuda_graphs.serving.speech_response import SpeechResponse
 from qwen3_tts_cuda_graphs.serving.voice_folder import VoiceFolder
+from qwen3_tts_cuda_graphs.serving.worker_connection import Timeouts, WorkerConnection
 from qwen3_tts_cuda_graphs.speech.runner import Runner
 
 

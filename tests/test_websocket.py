@@ -454,7 +454,7 @@ def test_a_long_utterance_is_spoken_in_sentences(size):
     text = "".join(parts)
 
     async def spoken(room: int | None) -> list[str]:
-        script, sentences = ArrivingScript(0, SpeechOptions(), Lexicon({})), []
+        script, sentences = ArrivingScript(SpeechOptions(), Lexicon({})), []
         (part,) = script.parts
 
         async def write() -> None:

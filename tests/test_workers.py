@@ -30,15 +30,16 @@ from serving_helpers import (
 )
 
 from qwen3_tts_cuda_graphs.prompts.script import Part
-from qwen3_tts_cuda_graphs.serving import engine_host, engine_process, memory, worker
+from qwen3_tts_cuda_graphs.serving import engine_host, memory, worker
 from qwen3_tts_cuda_graphs.serving.answer import Answer
-from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess, Timeouts
+from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.messages import LENGTHS, Unpacker, pack
 from qwen3_tts_cuda_graphs.serving.process import Server
 from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
 from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import Settings
+from qwen3_tts_cuda_graphs.serving.worker_connection import Call, Timeouts, WorkerConnection
 from qwen3_tts_cuda_graphs.speech.engine import Engine
 
 
@@ -227,7 +228,7 @@ def test_no_call_reaches_a_worker_that_is_not_ready():
         with pytest.raises(ApiError) as refused, engine.connection.call("voice"):
             pass
         assert refused.value.code == "restarting"
-        assert not engine_process.WorkerConnection(print, engine.timeouts).is_ready
+        assert not WorkerConnection(print, engine.timeouts).is_ready
 
     run_with_engine(check, live)
 
@@ -417,7 +418,7 @@ def test_a_listener_who_reads_slowly_is_heard_of(seconds, receipts):
     connection = SimpleNamespace(send=lambda payload, op, id, chunks: told.append(chunks), timeouts=timeouts)
 
     async def read():
-        call = engine_process.Call(connection, 0)
+        call = Call(connection, 0)
         for _ in range(16):
             call.put(({"type": "audio"}, b""))
             await call.receive()

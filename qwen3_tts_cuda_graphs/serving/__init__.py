@@ -3,14 +3,15 @@
 In the server's own process, without torch:
 
 __main__.py       the command; server_options.py has its options; process.py starts, runs and stops the server
-server.py         HTTP; websocket.py is the WebSocket, arriving_script.py the text that arrives over it
+server.py         HTTP: the routes; speech_response.py sends what one of them speaks
+websocket.py      the WebSocket: what it receives; context.py is what it sends, arriving_script.py the text between them
 guard.py          who may ask: keys, origins, sizes; signed_addresses.py: speech by a signed URL, without a key
-connections.py    uvicorn's protocols, with limits
+connections.py    uvicorn's connections, with limits
 requests.py       the fields of a request
 service.py        the models and their voices: checks requests and answers them; model.py is one of the models
 answer.py         the audio of a script: its parts, the silence between them, and where each part is heard
-engine_process.py a model's worker, seen from the server: calls, and a new process when it has ended
-spare.py          starts workers before they are needed; one that waits runs as spare_worker.py
+engine_process.py keeps a model's worker running: another one when it has ended; worker_connection.py: calls to it
+child_process.py  starts and ends processes: helpers, workers, and a spare worker, which waits as spare_worker.py
 helper.py         processes for native code: encoders.py encodes speech, recordings.py decodes clients' recordings
 audio_formats.py, voice_folder.py, errors.py, metrics.py, settings.py
                   as their names say

@@ -1,8 +1,9 @@
 """The audio of a script: its parts are spoken one after another, each by the model that has its voice."""
 
 import asyncio
-import time
+import contextlib
 from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,38 +11,22 @@ from qwen3_tts_cuda_graphs.common import published
 from qwen3_tts_cuda_graphs.prompts.cut import surely_fits
 from qwen3_tts_cuda_graphs.prompts.lexicon import lower
 from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, cut_parts, nth_seed, silence_before
-from qwen3_tts_cuda_graphs.serving.engine_process import Call
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, log
+from qwen3_tts_cuda_graphs.serving.metrics import ChunkTimes
 from qwen3_tts_cuda_graphs.serving.model import Model, sampling
 from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
+from qwen3_tts_cuda_graphs.serving.worker_connection import Call, WorkerConnection
 
 
-class Place:
-    """A place among the requests that a model speaks or that wait for a row, from an answer's beginning to its end."""
-
-    def __init__(self, model: Model, max_waiting: int):
-        model.engine.check_ready()
-        if model.engine.in_flight >= model.engine.rows + max_waiting:
-            problem = f"{model.engine.in_flight} requests are in flight already: try again later"
-            raise ApiError(problem, 429, code="queue_full")
-        self.model = model
-        self.connection = model.engine.connection
-        self.own_keys = []  # of voices that were made for this answer only
-        model.engine.in_flight += 1
-
-    def release(self) -> None:
-        self.model.engine.in_flight -= 1
-        if self.own_keys:
-            self.connection.send(op="forget", keys=self.own_keys)
-
-
+@dataclass
 class PreparedVoice:
-    """What the parts of one voice and style share: a place in a model, and the voice as its worker takes it."""
+    """What the parts of one voice and style share: the worker that speaks them, and the voice as `speak` sends it."""
 
-    def __init__(self, options: SpeechOptions, place: Place):
-        self.options = options
-        self.place = place
-        self.voice, self.payload = {}, b""  # what `speak` sends to the worker, see `Answer.voice_for`
+    options: SpeechOptions
+    model: Model
+    connection: WorkerConnection
+    voice: dict | None = None
+    payload: bytes = b""
 
 
 class Answer:
@@ -61,11 +46,13 @@ class Answer:
         self.silence_due = 0  # samples, before the next part or the end
         self.cues = []  # a Cue for each part whose sound has begun
         self.stopped = set()  # numbers of the parts that limit_speech has stopped
-        self.asked_at = time.perf_counter()
         self.samples = 0  # sent so far, at the speed that is asked for
         self.spoken = 0  # samples of speech, at the model's own speed, in parts that are complete
-        self.blocked = 0.0  # seconds of waiting for the client to read
+        self.encoded_samples = 0  # of a compressed format, once all of it was encoded
+        self.chunk_times = ChunkTimes(service.metrics)
         self.characters_read = None  # how much of an arriving text was spoken, once the speech has ended
+        self.connections = {}  # of the models in which this answer has a place: Model -> WorkerConnection
+        self.own_keys = []  # of voices that are made for this answer only: (WorkerConnection, key)
 
     @property
     def rate(self) -> int:
@@ -77,8 +64,7 @@ class Answer:
 
     async def __aiter__(self) -> AsyncIterator[tuple[np.ndarray, int | None]]:
         """One generator, not several nested ones: each costs time with every chunk of every listener."""
-        outcome, self.places = "failed", {}
-        try:
+        with self.counted():
             speakers = self.take_places()
             for speaker in speakers.values():
                 speaker.voice, speaker.payload = await self.voice_for(speaker)
@@ -93,42 +79,38 @@ class Answer:
                     for chunk in self.silence():
                         yield chunk
                         await asyncio.sleep(0)  # others want their turn, and the client may leave
-                speaker = speakers[voice_and_style(part)]
-                request = dict(
-                    text=self.said[part.text] if self.pieces is None else None,
-                    voice=speaker.voice,
-                    options=sampling(self.options),
-                    limit_speech=self.options.limit_speech,
-                    seed=nth_seed(self.options.seed, len(self.cues)),
-                )
-                with speaker.place.connection.call("speak", speaker.payload, **request) as call:
-                    writer = asyncio.create_task(self.send_pieces(call)) if self.pieces is not None else None
-                    try:
-                        header, payload = await call.receive()  # before a silence at the beginning: may be an error
-                        for chunk in self.silence():
-                            yield chunk
-                            await asyncio.sleep(0)
-                        number, spoken, cue = len(self.cues), 0, Cue(part, self.samples)
-                        self.cues.append(cue)
-                        while header["type"] == "audio":
-                            samples = np.frombuffer(payload, "<i2")
-                            self.measure(len(samples))
-                            spoken += len(samples)
-                            self.samples = cue.start + round(spoken / self.options.speed)
-                            yield samples, number
-                            self.blocked += time.perf_counter() - self.last_chunk
-                            header, payload = await call.receive()
-                        cue.end = self.samples
-                        self.spoken += spoken
-                    finally:
-                        if writer:
-                            writer.cancel()
+                with self.call(part, speakers[voice_and_style(part)]) as call:
+                    header, payload = await call.receive()  # before a silence at the beginning: may be an error
+                    for chunk in self.silence():
+                        yield chunk
+                        await asyncio.sleep(0)
+                    number, spoken, cue = len(self.cues), 0, Cue(part, self.samples)
+                    self.cues.append(cue)
+                    while header["type"] == "audio":
+                        samples = np.frombuffer(payload, "<i2")
+                        self.chunk_times.made(len(samples) / self.rate, before=self.seconds)
+                        spoken += len(samples)
+                        self.samples = cue.start + round(spoken / self.options.speed)
+                        yield samples, number
+                        self.chunk_times.read()
+                        header, payload = await call.receive()
+                cue.end = self.samples
+                self.spoken += spoken
                 self.characters_read = header.get("characters_read")
                 if header.get("stopped"):
-                    self.note_stop(number, spoken)
+                    self.stopped.add(number)
+                    self.service.metrics.stopped.inc()
+                    log.warning("the speech of a part did not end: stopped after %.0f s", spoken / self.rate)
             for chunk in self.silence():
                 yield chunk
                 await asyncio.sleep(0)
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count how the answer ends, and give back its places and voices."""
+        outcome = "failed"
+        try:
+            yield
             outcome = "complete"
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "cancelled"
@@ -140,8 +122,10 @@ class Answer:
             outcome = error.outcome
             raise
         finally:
-            for place in self.places.values():
-                place.release()
+            for model in self.connections:
+                model.engine.in_flight -= 1
+            for connection, key in self.own_keys:
+                connection.send(op="forget", keys=[key])
             self.service.metrics.requests.labels(outcome).inc()
 
     # ---- Before the first part
@@ -156,34 +140,34 @@ class Answer:
             if voice_and_style(part) not in speakers:
                 options = self.options.for_part(part)
                 model = self.service.model_for(options)
-                if model not in self.places:
-                    self.places[model] = Place(model, self.service.settings.max_waiting)
-                speakers[voice_and_style(part)] = PreparedVoice(options, self.places[model])
+                if model not in self.connections:
+                    model.engine.take_place(self.service.settings.max_waiting)
+                    self.connections[model] = model.engine.connection
+                speakers[voice_and_style(part)] = PreparedVoice(options, model, self.connections[model])
         return speakers
 
     async def voice_for(self, speaker: PreparedVoice) -> tuple[dict, bytes]:
         """`voice` and payload of the message `speak`."""
-        service, options, place = self.service, speaker.options, speaker.place
-        model = place.model
+        service, options, model = self.service, speaker.options, speaker.model
         if not model.clones:
             return model.preset_voice(options), b""
         if options.speaker_embedding is not None:
             with np.errstate(over="ignore"):  # the worker refuses what is infinite
                 return {}, np.array(options.speaker_embedding, np.float32).tobytes()
         if options.ref_audio is not None:
-            key = await service.request_voice_key(place.connection, options)
-            place.own_keys.append(key)
+            key = await service.request_voice_key(speaker.connection, options)
+            self.own_keys.append((speaker.connection, key))
             return {"key": key}, b""
         if self.pieces is not None:  # the session has checked the voice long ago
             await service.refresh_if_unknown(options.voice)
         if mix := model.resolve_mix(options.voice, service.registered):
-            return {"mix": [(await self.stored_voice(place, name), share) for name, share in mix]}, b""
-        return await self.stored_voice(place, model.resolve_voice(options.voice, service.registered)), b""
+            return {"mix": [(await self.stored_voice(speaker, name), share) for name, share in mix]}, b""
+        return await self.stored_voice(speaker, model.resolve_voice(options.voice, service.registered)), b""
 
-    async def stored_voice(self, place: Place, name: str) -> dict:
-        if name in place.model.file_voices:
+    async def stored_voice(self, speaker: PreparedVoice, name: str) -> dict:
+        if name in speaker.model.file_voices:
             return {"file": name}
-        return {"key": await self.service.registered_voice_key(place.connection, name)}
+        return {"key": await self.service.registered_voice_key(speaker.connection, name)}
 
     async def prepare(self, speakers: dict[tuple, PreparedVoice]) -> list[Part]:
         """Apply the lexicon, and cut the parts that do not fit into a row. Those of a script with tags are cut as the
@@ -202,9 +186,8 @@ class Answer:
         for key, texts in long_texts.items():
             speaker = speakers[key]
             request = dict(voice=speaker.voice, texts=texts, language=self.options.language, leaves_room=leaves_room)
-            answer = await speaker.place.connection.ask(
-                "split", speaker.payload, **request, lexicon=self.entries_in(texts)
-            )
+            request["lexicon"] = self.entries_in(texts)
+            answer = await speaker.connection.ask("split", speaker.payload, **request)
             smaller |= {(key, text): parts for text, parts in zip(texts, answer["texts"])}
         parts = cut_parts(self.parts, lambda part: smaller.get((voice_and_style(part), part.text), [part.text]))
         await self.apply_lexicon(parts)
@@ -225,6 +208,24 @@ class Answer:
 
     # ---- While it is spoken
 
+    @contextlib.contextmanager
+    def call(self, part: Part, speaker: PreparedVoice) -> Iterator[Call]:
+        """Have the worker speak a part, and send it the text that arrives meanwhile."""
+        request = dict(
+            text=self.said[part.text] if self.pieces is None else None,
+            voice=speaker.voice,
+            options=sampling(self.options),
+            limit_speech=self.options.limit_speech,
+            seed=nth_seed(self.options.seed, len(self.cues)),
+        )
+        with speaker.connection.call("speak", speaker.payload, **request) as call:
+            writer = asyncio.create_task(self.send_pieces(call)) if self.pieces is not None else None
+            try:
+                yield call
+            finally:
+                if writer:
+                    writer.cancel()
+
     async def send_pieces(self, call: Call) -> None:
         try:
             async for piece in self.pieces:
@@ -238,29 +239,10 @@ class Answer:
         while self.silence_due:
             size = min(self.rate, self.silence_due)
             self.silence_due -= size
-            self.measure(size, is_speech=False)
+            self.chunk_times.made(size / self.rate, before=self.seconds, is_speech=False)
             self.samples += size
             yield np.zeros(size, "<i2"), None
-            self.blocked += time.perf_counter() - self.last_chunk
-
-    def measure(self, samples: int, is_speech: bool = True) -> None:
-        """Record a chunk of audio: when it came, and whether a player had to wait for it."""
-        metrics, now, seconds = self.service.metrics, time.perf_counter(), samples / self.rate
-        made = now - self.blocked  # on a clock that is stopped while the client reads
-        if self.samples == 0:
-            metrics.first_audio.observe(now - self.asked_at)
-            self.playback_began = made
-        elif is_speech:
-            metrics.frame.observe((made - self.last_made) / (seconds * published.FRAME_RATE))
-            if made > self.playback_began + self.seconds:
-                metrics.underruns.inc()
-        self.last_chunk, self.last_made = now, made
-        metrics.audio.inc(seconds)
-
-    def note_stop(self, number: int, spoken: int) -> None:
-        self.stopped.add(number)
-        self.service.metrics.stopped.inc()
-        log.warning("the speech of a part did not end: stopped after %.0f s", spoken / self.rate)
+            self.chunk_times.read()
 
     # ---- What the client is told about it
 
@@ -285,7 +267,7 @@ class Answer:
         return round(self.spoken / self.rate * published.FRAME_RATE)
 
     async def text_tokens(self) -> int:
-        connection = next(iter(self.places.values())).connection
+        connection = next(iter(self.connections.values()))
         texts = [self.said[part.text] for part in self.parts if part.text]
         return (await connection.ask("count", text="\n".join(texts)))["tokens"]
 

@@ -1,13 +1,10 @@
-"""A script whose text is still arriving: what the WebSocket calls an utterance."""
+"""A script whose text is still arriving: its parts, each of which can be spoken before it is complete."""
 
 import asyncio
 import bisect
 import itertools
-import re
-from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, replace
-
-import anyio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from qwen3_tts_cuda_graphs.prompts.cut import end_after_bytes
 from qwen3_tts_cuda_graphs.prompts.lexicon import Lexicon, LexiconReader
@@ -15,17 +12,6 @@ from qwen3_tts_cuda_graphs.prompts.notation import ENDS, Notation, Tag
 from qwen3_tts_cuda_graphs.prompts.script import Part
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
-
-LAST_WORD = re.compile(r"\w+$")
-
-
-@dataclass
-class SpokenSentence:
-    """Text that was spoken, and when, in seconds of the utterance's sound."""
-
-    text: str
-    start: float
-    end: float | None = None  # once all of it was sent
 
 
 class ArrivingPart:
@@ -65,6 +51,10 @@ class ArrivingPart:
         is_replaced = said_end - said_start != written_end - written_start
         return written_end if is_replaced else min(written_start + position - said_start, written_end)
 
+    def taken_since(self, start: int) -> str:
+        """The client's text from a position in `said` to what has been taken."""
+        return self.written[self.written_until(start) : self.written_until(self.taken)]
+
     @property
     def rest(self) -> str:
         return self.said[self.taken :]
@@ -74,24 +64,19 @@ class ArrivingPart:
 
 
 class ArrivingScript:
-    """One utterance of the WebSocket, from its first text to input.done or input.cancel."""
+    """The text of one utterance of the WebSocket, from its first words to input.done or input.cancel."""
 
-    def __init__(self, index: int, options: SpeechOptions, lexicon: Lexicon):
-        self.index = index
-        self.options = options
+    def __init__(self, options: SpeechOptions, lexicon: Lexicon):
         self.lexicon = lexicon
+        self.is_play = options.script
         self.notation = Notation(options.script) if options.notation or options.script else None
         self.text = ""  # all that has arrived
         self.half = ""  # the first half of a surrogate pair: the other comes with the next text
         self.parts = [ArrivingPart(Part(""), lexicon)]
         self.mistake = None  # about a wrong tag; the parts end before it
-        self.sentences = []  # each SpokenSentence so far
-        self.sent = 0.0  # seconds of sound
         self.is_complete = False
         self.early_end = {}  # {"cancelled": True} or {"error": True}: nothing more of it is spoken
-        self.played = None  # seconds that were heard when input.cancel came
         self.changed = asyncio.Event()
-        self.speaking = anyio.CancelScope()  # around the sentence that is being spoken
 
     @property
     def ended_early(self) -> bool:
@@ -117,7 +102,7 @@ class ArrivingScript:
         last = self.parts[-1]
         if isinstance(item, str):
             last.add(item)
-            if not (self.options.script and item[-1] in ENDS):
+            if not (self.is_play and item[-1] in ENDS):
                 return
         last.is_stripped = True
         last.add("", is_end=True)
@@ -134,12 +119,7 @@ class ArrivingScript:
     def stop(self, reason: str) -> None:
         """Speak nothing more of it. reason: cancelled or error"""
         self.early_end[reason] = True
-        self.speaking.cancel()
         self.changed.set()
-
-    def cancel(self) -> None:
-        self.stop("cancelled")
-        self.finish()
 
     # ---- Spoken
 
@@ -187,25 +167,3 @@ class ArrivingScript:
     def unspoken_characters(self) -> int:
         """How many characters the client's own max_new_tokens has left unspoken."""
         return sum(len(part.rest) for part in self.parts if part.hit_max_new_tokens and part.has_words())
-
-    def report(self) -> dict:
-        """What was sent before an interruption, and what was heard if the listener has said how far."""
-        told = {"sent_seconds": round(self.sent, 3), "sent_text": joined(it.text for it in self.sentences)}
-        return told if self.played is None else told | {"heard_text": heard_text(self.sentences, self.played)}
-
-
-def heard_text(sentences: list[SpokenSentence], played: float) -> str:
-    """The text up to a time: exact between sentences, and within one by its share of the sound, in whole words."""
-    heard = []
-    for sentence in sentences:
-        if sentence.end is not None and sentence.end <= played:
-            heard.append(sentence.text)
-        elif sentence.end is not None and sentence.start < played:
-            share = (played - sentence.start) / (sentence.end - sentence.start)
-            begun = sentence.text[: int(share * len(sentence.text))]
-            heard.append(LAST_WORD.sub("", begun) if begun.isascii() else begun)
-    return joined(heard)
-
-
-def joined(texts: Iterable[str]) -> str:
-    return " ".join(filter(None, map(str.strip, texts)))

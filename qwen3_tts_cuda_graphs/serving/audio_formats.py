@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import io
 import wave
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -62,36 +62,40 @@ def check_encoding(options: SpeechOptions) -> None:
         )
 
 
-async def encode_stream(answer, keep: Callable[[int], None] | None = None) -> AsyncIterator[bytes]:
-    """An Answer in its format and tempo, as it is made. Closing this ends the speech, too.
-
-    keep: if given, nothing comes before the end, and then the pieces of a whole file. It is called with the size of
-        each piece that is kept until then, and may raise an error
-    """
-    options, stream, pieces = answer.options, None, []
+async def encode_stream(answer) -> AsyncIterator[bytes]:
+    """An Answer in its format and tempo, as it is made. Closing this ends the speech, too."""
+    stream = None
     try:
         async with contextlib.aclosing(aiter(answer)) as chunks:
             async for samples, part in chunks:
-                stream = stream or answer.service.encoders.open(*encoder_arguments(options, answer.rate))
-                data = await stream.add(samples, part)
-                if keep:
-                    keep(len(data))
-                    pieces.append(data)
-                elif data:
+                stream = stream or answer.service.encoders.open(*encoder_arguments(answer.options, answer.rate))
+                if data := await stream.add(samples, part):
                     yield data
         if stream:
             data = await stream.finish()
-            if keep:
-                keep(len(data))
-                rate = options.sample_rate or answer.rate
-                for piece in with_length(options.response_format, rate, stream.samples, [*pieces, data]):
-                    yield piece
-                    await asyncio.sleep(0)  # a file may be long, and others want their turn
-            elif data:
+            answer.encoded_samples = stream.samples
+            if data:
                 yield data
     finally:
         if stream:
             stream.close()
+
+
+async def encode_whole(answer, keep: Callable[[int], None]) -> AsyncIterator[bytes]:
+    """The same once all of it was made, with its length in its header. The file comes in pieces.
+
+    keep: is called with the size of each piece that is kept until then, and may raise an error
+    """
+    options, pieces = answer.options, []
+    async with contextlib.aclosing(encode_stream(answer)) as stream:
+        async for data in stream:
+            keep(len(data))
+            pieces.append(data)
+    if pieces:
+        rate = options.sample_rate or answer.rate
+        for piece in with_length(options.response_format, rate, answer.encoded_samples, pieces):
+            yield piece
+            await asyncio.sleep(0)  # a file may be long, and others want their turn
 
 
 def encoder_arguments(options: SpeechOptions, rate: int) -> tuple:
@@ -187,6 +191,10 @@ def with_length(name: str, rate: int, samples: int, pieces: list[bytes]) -> list
         field = int.from_bytes(first[start:stop], "big") | samples
         first = first[:start] + field.to_bytes(stop - start, "big") + first[stop:]
     return [first, *others]
+
+
+def slices(data: bytes, size: int) -> Iterator[bytes]:
+    return (data[start : start + size] for start in range(0, len(data), size))
 
 
 class Written(list):

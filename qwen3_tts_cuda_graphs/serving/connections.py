@@ -1,34 +1,31 @@
-"""uvicorn with the server's limits, and with limits that uvicorn lacks: on a request's head, on unread audio, and on
-what one client may send at once.
+"""uvicorn's connections, with limits that uvicorn lacks on what one client may send at once, and leave unread.
 
-The number of connections is limited in guard.py: uvicorn's own limit answers in plain text, /health too.
+    LimitedConnection    reads little at a time; aborts when what was sent is not read
+    HttpConnection       the head of a request must arrive in time and be short; idle ones give way to new ones
+    WebSocketConnection  frames in a second, fragments of a message, what all unfinished messages take
+
+They override methods that asyncio and uvicorn's protocols call. The number of connections is limited in guard.py:
+uvicorn's own limit answers in plain text, /health too.
 """
 
 import asyncio
 import fcntl
-import logging
 import math
 import re
 import socket
 import struct
 import sys
 import termios
-from typing import Any
 
-import uvicorn
-from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidState
 
 from qwen3_tts_cuda_graphs.serving.errors import log
-from qwen3_tts_cuda_graphs.serving.settings import Settings
 
 MAX_HEAD_BYTES = 1 << 16
 SECONDS_TO_BEGIN = 1.0  # a connection that has waited longer for a request gives way to a new one
 HEAD_BYTES, BODY_BYTES, FRAME_BYTES = 1 << 17, 1 << 12, 1 << 11  # in one read; those of a WebSocket are 341 frames
-ACCEPTS = 16  # connections that are taken at once
-SECONDS_BETWEEN_WARNINGS = 60.0  # that there are no files left
 # Frames of a WebSocket beyond these wait in its client's socket. The burst is a whole reply, token by token.
 FRAMES_PER_SECOND = 1000
 BURST = 5000
@@ -39,61 +36,9 @@ NO_HANDSHAKE = (
     b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: text/plain\r\n\r\n"
     b"this is not the handshake of a WebSocket, or its headers are too long or too many\n"
 )
-SECONDS_TO_CLOSE = 5  # for connections to close when the server ends
 
 
-def connections_to_refuse(max_connections: int) -> int:
-    """How many connections beyond the limit are accepted, to get a 503 rather than nothing."""
-    return max(max_connections // 4, 1)
-
-
-def uvicorn_config(app: Starlette, settings: Settings) -> uvicorn.Config:
-    config = uvicorn.Config(
-        app,
-        http=TimedHttpProtocol,
-        ws=TimedWebSocketProtocol,
-        ws_max_size=settings.max_body,
-        ws_per_message_deflate=False,  # audio does not compress
-        backlog=ACCEPTS,
-        timeout_keep_alive=settings.keep_alive_seconds,
-        ws_ping_timeout=None,  # the answer to a ping waits behind unread audio, and that has a limit of its own
-        timeout_graceful_shutdown=SECONDS_TO_CLOSE,
-        log_level="warning",
-        use_colors=False,  # else it asks stdout, which may be closed
-        server_header=False,
-        proxy_headers=False,  # nothing here asks for the client's address
-    )
-    config.settings = settings
-    config.unfinished = 0  # bytes of messages whose end has not arrived, of all WebSockets
-    logging.getLogger("uvicorn.error").addFilter(is_no_client_mistake)
-    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it warns of forms that cannot be parsed
-    return config
-
-
-def is_no_client_mistake(record: logging.LogRecord) -> bool:
-    """uvicorn logs each WebSocket that is refused with an HTTP response, and each request that cannot be parsed."""
-    return record.msg not in (
-        "ASGI callable returned without completing handshake.",
-        "Invalid HTTP request received.",
-        "Invalid UTF-8 sequence received from client.",
-        "Unsupported upgrade request.",
-    )
-
-
-class AcceptErrors:
-    """The event loop's exception handler. Without files left, asyncio tries again every second, and logs each time."""
-
-    warned = -math.inf
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "socket.accept()" not in context["message"]:
-            loop.default_exception_handler(context)
-        elif loop.time() - self.warned > SECONDS_BETWEEN_WARNINGS:
-            self.warned = loop.time()
-            log.warning("new connections wait: %s: raise ulimit -n, or lower --max-connections", context["exception"])
-
-
-class BoundedProtocol(asyncio.BufferedProtocol):
+class LimitedConnection(asyncio.BufferedProtocol):
     """Reads little at a time, as the parsers handle all of it at once: others get their turn in between.
 
     Aborts a connection whose client does not read: asyncio's close() would wait for it without a limit. Writing is
@@ -160,7 +105,7 @@ def without_upgrade(data: bytes) -> bytes:
     return OTHER_UPGRADE.sub(b"", head + end) + rest
 
 
-class TimedWebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
+class WebSocketConnection(LimitedConnection, WebSocketsSansIOProtocol):
     """Also slows down a client that sends many frames, and closes the connection of one that sends messages without an
     end, or pings whose answers it does not read."""
 
@@ -243,7 +188,7 @@ class TimedWebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         self.last_ping_rtt = 0.0
 
 
-class TimedHttpProtocol(BoundedProtocol, HttpToolsProtocol):
+class HttpConnection(LimitedConnection, HttpToolsProtocol):
     """Also closes a connection on which the head of a request does not arrive in time, or is too long, and one with
     trailers or chunk extensions without an end, which uvicorn and its parser would take.
 
@@ -269,12 +214,13 @@ class TimedHttpProtocol(BoundedProtocol, HttpToolsProtocol):
         if len(self.connections) <= most:
             return True
         open_ones = [other for other in self.connections if not other.transport.is_closing()]
-        idle = [other for other in open_ones if isinstance(other, TimedHttpProtocol) and other.is_idle()]
+        idle = [other for other in open_ones if isinstance(other, HttpConnection) and other.is_idle()]
         idle.sort(key=lambda other: other.active_at)
         giving_way = idle[: len(open_ones) - most]
         for other in giving_way:
             other.transport.close()
-        return len(open_ones) - len(giving_way) <= most + connections_to_refuse(most)
+        refused = max(most // 4, 1)  # so many more are accepted, to get a 503 rather than nothing
+        return len(open_ones) - len(giving_way) <= most + refused
 
     def is_idle(self) -> bool:
         return self.is_waiting() and self.loop.time() - self.active_at > SECONDS_TO_BEGIN
@@ -283,25 +229,6 @@ class TimedHttpProtocol(BoundedProtocol, HttpToolsProtocol):
         """Little of a body, whose chunks may have a byte each. With a head, as much as possible: data that is unread
         when the connection is closed would reset it, and the client would lose its answer."""
         return HEAD_BYTES if self.ignores_input or self.is_waiting() else BODY_BYTES
-
-    def has_whole_request(self) -> bool:
-        """Whether the body of the present request has arrived to its end."""
-        return not self.cycle.more_body
-
-    def send_unchunked(self, is_over: bool = False) -> None:
-        """Send a response without a length as HTTP/1.0 has it, which knows no chunks: it ends with the connection.
-        uvicorn would send chunks."""
-        self.cycle.chunked_encoding = False
-        self.cycle.expected_content_length = 0 if is_over else math.inf
-
-    def break_off(self) -> None:
-        """End a response before it is complete, so that the client notices: its last chunk is missing. HTTP/1.0 has no
-        chunks, and only a reset tells a response that was broken off from one that has ended."""
-        if self.scope["http_version"] == "1.0":
-            reset = struct.pack("ii", 1, 0)  # linger for 0 s
-            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
-            self.transport.abort()
-        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         if self.ignores_input:
@@ -371,3 +298,24 @@ class TimedHttpProtocol(BoundedProtocol, HttpToolsProtocol):
         self.head_timer = None
         if self.is_waiting():
             self.transport.close()
+
+    # ---- What the handlers of a request ask for
+
+    def has_whole_request(self) -> bool:
+        """Whether the body of the present request has arrived to its end."""
+        return not self.cycle.more_body
+
+    def send_unchunked(self, is_over: bool = False) -> None:
+        """Send a response without a length as HTTP/1.0 has it, which knows no chunks: it ends with the connection.
+        uvicorn would send chunks."""
+        self.cycle.chunked_encoding = False
+        self.cycle.expected_content_length = 0 if is_over else math.inf
+
+    def break_off(self) -> None:
+        """End a response before it is complete, so that the client notices: its last chunk is missing. HTTP/1.0 has no
+        chunks, and only a reset tells a response that was broken off from one that has ended."""
+        if self.scope["http_version"] == "1.0":
+            reset = struct.pack("ii", 1, 0)  # linger for 0 s
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            self.transport.abort()
+        self.transport.close()

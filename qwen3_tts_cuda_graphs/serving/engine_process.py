@@ -1,149 +1,28 @@
-"""The worker of one model, as the server's event loop sees it: calls over a socket, and a process that heals.
+"""The engine of one model, as the server's event loop sees it: a worker that is replaced when it ends.
 
     starting -> ready -> restarting -> ready ...        a worker that ends is replaced
                   |           \\-> gave up               it ended three times without a minute of service in between
                   \\-> draining -> restarting ...        it was sent SIGTERM, and speaks what it has begun
 
-When a worker ends, its socket is closed by the system. All calls in flight get an error at that moment. A worker that
-still runs at the time `kill_at` is killed; math.inf means never.
+`keep_running` starts one worker after another. `run_once` is the life of one: `on_event` takes what it says about
+itself, and `watch` notices that it hangs. Calls to it go through its WorkerConnection.
 """
 
 import asyncio
 import contextlib
-import itertools
 import math
 import resource
 import signal
-import socket
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
-import anyio
-
+from qwen3_tts_cuda_graphs.serving.child_process import Spare, end_process, is_stopped, start_module, with_socket
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, engine_failed, log
-from qwen3_tts_cuda_graphs.serving.messages import Message, Unpacker, pack
-from qwen3_tts_cuda_graphs.serving.spare import Spare, is_stopped, start_worker
+from qwen3_tts_cuda_graphs.serving.worker_connection import Timeouts, WorkerConnection
 
 MAX_DEATHS = 3
 SIGNALS = {number.value: number.name for number in signal.Signals}
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """How long the server waits for a worker, in seconds, and how often it tells the worker what was read."""
-
-    check_interval: float = 1.0
-    answer: float = 120.0  # to a question, also behind others; speech has --request-seconds
-    silence: float = 30.0  # a worker without a heartbeat is replaced; not sooner: on busy cores it may just be slow
-    silence_in_doubt: float = 10.0  # without a heartbeat: until it has one, requests get 503
-    suspended: float = 5.0  # a worker that was stopped by SIGSTOP is replaced
-    restart: float = 600.0  # a replacement that is not ready by then is replaced
-    restart_delay: float = 0.2  # for each recent death: memory of a killed process is free after a moment
-    recovery: float = 60.0  # a worker that has served for so long makes up for earlier deaths
-    exit: float = 5.0  # of a worker whose socket is closed; also until a process is tried again that could not start
-    drain: float = 60.0  # after a worker was sent SIGTERM
-    receipt_interval: float = 1.0  # for listeners who are slow, and read all the same
-    chunks_per_receipt: int = 8  # fewer messages; a stream pauses after many more chunks
-
-
-class Call:
-    """A question to the worker, and the messages that answer it."""
-
-    def __init__(self, connection: "WorkerConnection", id: int):
-        self.connection = connection
-        self.id = id
-        self.messages = asyncio.Queue()
-        self.is_open = True
-        self.chunks_read = 0  # since the last receipt
-        self.receipt_at = time.monotonic()
-
-    def send(self, op: str, payload: bytes = b"", **fields) -> None:
-        self.connection.send(payload, op=op, id=self.id, **fields)
-
-    async def receive(self) -> Message:
-        """The next message of the answer, or its error."""
-        message = await self.messages.get()
-        if isinstance(message, Exception):
-            raise message
-        header, payload = message
-        if header["type"] == "audio":
-            self.chunks_read += 1
-            now, timeouts = time.monotonic(), self.connection.timeouts
-            if self.chunks_read == timeouts.chunks_per_receipt or now - self.receipt_at > timeouts.receipt_interval:
-                self.send("read", chunks=self.chunks_read)
-                self.chunks_read = 0
-                self.receipt_at = now
-        return header, payload
-
-    def put(self, message: Message | Exception) -> None:
-        self.is_open = isinstance(message, tuple) and message[0]["type"] == "audio"
-        self.messages.put_nowait(message)
-
-
-class WorkerConnection(asyncio.Protocol):
-    """The server's end of the socket, for the life of one worker."""
-
-    def __init__(self, on_event: Callable[[dict], None], timeouts: Timeouts):
-        """on_event: takes each message that answers no call"""
-        self.on_event = on_event
-        self.timeouts = timeouts
-        self.unpacker = Unpacker()
-        self.call_ids = itertools.count()
-        self.calls = {}  # id -> Call
-        self.voice_keys = {}  # RegisteredVoice -> future of its key in the worker
-        self.is_ready = False  # until then the worker takes no calls
-        self.is_over = asyncio.Event()
-        self.silent_for = 0.0  # seconds without a message from the worker
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        self.transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self.silent_for = 0.0
-        for header, payload in self.unpacker.feed(data):
-            if "id" not in header:
-                self.on_event(header)
-            elif call := self.calls.get(header["id"]):
-                is_error = header["type"] == "error"
-                call.put(ApiError(**header["error"]) if is_error else (header, payload))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        for call in self.calls.values():
-            if call.is_open:
-                while not call.messages.empty():  # what is unread is not complete
-                    call.messages.get_nowait()
-                call.put(engine_failed())
-        self.is_over.set()
-
-    def send(self, payload: bytes = b"", **header) -> None:
-        if not self.is_over.is_set():
-            self.transport.write(pack(header, payload))
-
-    @contextlib.contextmanager
-    def call(self, op: str, payload: bytes = b"", **fields) -> Iterator[Call]:
-        """Leaving the context before the last message of the answer cancels the call."""
-        if self.is_over.is_set() or not self.is_ready:
-            raise engine_failed()
-        call = Call(self, next(self.call_ids))
-        self.calls[call.id] = call
-        call.send(op, payload, **fields)
-        try:
-            yield call
-        finally:
-            del self.calls[call.id]
-            if call.is_open:
-                call.send("cancel")
-
-    async def ask(self, op: str, payload: bytes = b"", **fields) -> dict:
-        """A call with one answer."""
-        try:
-            with anyio.fail_after(self.timeouts.answer), self.call(op, payload, **fields) as call:
-                return (await call.receive())[0]
-        except TimeoutError:
-            problem = f"the engine did not answer within {self.timeouts.answer:g} s: try again later"
-            raise ApiError(problem, 503, code="timeout") from None
 
 
 class EngineProcess:
@@ -153,7 +32,7 @@ class EngineProcess:
         self,
         spec: dict,
         rows: int | None,
-        spawn: Callable = start_worker,
+        spawn: Callable = start_module,
         spare: Spare | None = None,
         timeouts: Timeouts | None = None,
     ):
@@ -168,21 +47,26 @@ class EngineProcess:
         self.spare = spare
         self.timeouts = timeouts or Timeouts()
         self.state = "starting"
-        self.why = ""  # why the last worker has ended
+        self.loaded = asyncio.Event()  # once a worker had the weights
+        self.started = asyncio.Event()  # once one was ready
         self.deaths = 0  # without enough service in between
         self.restarts = 0
         self.in_flight = 0  # answers that have a place or wait for one
-        self.device, self.rate = "", 24000  # the worker says
-        self.connection = None
-        self.process = None
-        self.task = None
         self.is_server_draining = False  # SIGTERM then does not end the worker, and none replaces it
+        self.task = None  # that keeps it running
+
+        # Of the present worker
+        self.process = None
+        self.connection = None
+        self.device, self.rate = "", 24000  # it says
+        self.ready_at = None
+        self.kill_at = math.inf  # when it is killed if it still runs
+        self.why = ""  # it has ended, or is to end
 
     # ---- Lifetime
 
     async def load(self) -> None:
         """Start a worker and wait until it has loaded the weights. Raises ValueError if they cannot be loaded."""
-        self.loaded, self.started = asyncio.Event(), asyncio.Event()
         self.task = asyncio.create_task(self.keep_running())
         await self.until(self.loaded)
 
@@ -221,44 +105,44 @@ class EngineProcess:
 
     async def run_once(self) -> None:
         """One worker, from its start to its end."""
-        self.ready_at = None
+        self.ready_at, self.why = None, ""
         self.kill_at = time.monotonic() + self.timeouts.restart if self.started.is_set() else math.inf
-        self.why = ""
-        ours, process = self.spare and self.spare.take() or self.spawn_worker()
-        self.process = process
-        loop = asyncio.get_running_loop()
-        _, self.connection = await loop.create_connection(
-            lambda: WorkerConnection(self.on_event, self.timeouts), sock=ours
-        )
+        ours, self.process = self.spare and self.spare.take() or with_socket(self.spawn)
+        new_connection = partial(WorkerConnection, self.on_event, self.timeouts)
+        _, self.connection = await asyncio.get_running_loop().create_connection(new_connection, sock=ours)
         try:
             self.connection.send(op="load", **self.spec)
-            while not self.connection.is_over.is_set():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.connection.is_over.wait(), self.timeouts.check_interval)
-                if self.state == "ready" and self.is_hanging():
-                    self.why = f"it gave no sign of life for {self.connection.silent_for:g} s"
-                    self.kill_at = -math.inf
-                if self.state == "draining" and not self.in_flight:
-                    self.kill_at = -math.inf
-                if time.monotonic() > self.kill_at:
-                    self.why = self.why or f"it was not ready after {self.timeouts.restart:g} s"
-                    process.kill()
-                    break
+            await self.watch()
         finally:
             self.connection.transport.abort()  # a worker that still lives ends by that
             served = time.monotonic() - self.ready_at if self.ready_at else 0.0
             self.deaths = 1 if served > self.timeouts.recovery else self.deaths + 1
             if self.spare and self.is_replaced:
                 self.spare.wake(self.spec["device"])
-            self.state = "restarting" if self.started.is_set() else self.state
-            status = await asyncio.shield(asyncio.to_thread(end_process, process, self.timeouts.exit))
+            self.leave_ready()
+            status = await asyncio.shield(asyncio.to_thread(end_process, self.process, self.timeouts.exit))
         ended = f"killed by {SIGNALS.get(-status, -status)}" if status < 0 else f"it exited with status {status}"
         self.why = self.why or ended
 
-    def spawn_worker(self) -> tuple:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            return ours, self.spawn(theirs)
+    async def watch(self) -> None:
+        """Returns when the worker has ended, or was killed."""
+        while not self.connection.is_over.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.connection.is_over.wait(), self.timeouts.check_interval)
+            if self.state == "ready" and self.is_hanging():
+                self.why = f"it gave no sign of life for {self.connection.silent_for:g} s"
+                self.kill_at = -math.inf
+            if self.state == "draining" and not self.in_flight:
+                self.kill_at = -math.inf
+            if time.monotonic() > self.kill_at:
+                self.why = self.why or f"it was not ready after {self.timeouts.restart:g} s"
+                self.process.kill()
+                return
+
+    def leave_ready(self) -> None:
+        """The worker ends. Before the first one was ready, the server is still starting."""
+        if self.started.is_set():
+            self.state = "restarting"
 
     @property
     def is_replaced(self) -> bool:
@@ -291,7 +175,7 @@ class EngineProcess:
             self.why = "it received SIGTERM"
             self.kill_at = time.monotonic() + self.timeouts.drain
         elif event["type"] == "stopped":
-            self.state = "restarting" if self.started.is_set() else self.state
+            self.leave_ready()
             self.why = event["message"]
             self.kill_at = time.monotonic() + self.timeouts.exit
 
@@ -336,18 +220,15 @@ class EngineProcess:
             )
             raise ApiError(problem, 503, code="silent")
 
+    def take_place(self, max_waiting: int) -> None:
+        """Count an answer among those that are spoken or wait for a row. Whoever takes it counts it off at its end."""
+        self.check_ready()
+        if self.in_flight >= self.rows + max_waiting:
+            raise ApiError(f"{self.in_flight} requests are in flight already: try again later", 429, code="queue_full")
+        self.in_flight += 1
+
     async def close(self) -> None:
         if self.task:
             self.task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self.task
-
-
-def end_process(process, seconds: float) -> int:
-    """Reap a process, and kill it if it does not end by itself in time. Returns its exit status."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(seconds)
-    process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it: another one is started all the same
-        return process.wait(seconds)
-    return -signal.SIGKILL

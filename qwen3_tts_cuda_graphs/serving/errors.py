@@ -47,11 +47,11 @@ class ApiError(Exception):
 
 
 @contextlib.contextmanager
-def mistakes_in(field: str):
+def mistakes_in(field: str, code: str | None = None):
     try:
         yield
     except ValueError as error:
-        raise ApiError(str(error), param=field) from None
+        raise ApiError(str(error), param=field, code=code) from None
 
 
 def engine_failed() -> ApiError:

@@ -177,7 +177,7 @@ class Memory:
 
 
 def connection_of(scope: Scope):
-    """The TimedHttpProtocol of a request. None where another server than our own runs the application."""
+    """The HttpConnection of a request. None where another server than our own runs the application."""
     return scope.get("state", {}).get("connection")
 
 

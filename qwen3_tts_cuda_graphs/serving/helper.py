@@ -11,8 +11,8 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 
+from qwen3_tts_cuda_graphs.serving.child_process import start_module, with_socket
 from qwen3_tts_cuda_graphs.serving.messages import Message, Unpacker, pack
-from qwen3_tts_cuda_graphs.serving.spare import start_python
 
 
 class HelperEnded(Exception):
@@ -71,9 +71,7 @@ class Helper(asyncio.Protocol):
 
 async def start_helper(module: str, seconds: float, **options) -> Helper:
     """options: of Popen"""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        popen = start_python(f"{__package__}.{module}", str(theirs.fileno()), pass_fds=[theirs.fileno()], **options)
+    ours, popen = with_socket(start_module, module=module, **options)
     _, helper = await asyncio.get_running_loop().create_connection(lambda: Helper(popen, seconds), sock=ours)
     return helper
 

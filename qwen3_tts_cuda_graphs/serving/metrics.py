@@ -2,9 +2,12 @@
 
 import asyncio
 import threading
+import time
 from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+
+from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
 
 FIRST_AUDIO_BUCKETS = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
 FRAME_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.008, 0.012, 0.02, 0.03, 0.05, 0.08, 0.12, 0.25, 1)
@@ -43,3 +46,30 @@ class Metrics:
         ProcessCollector(registry=self.registry)  # memory, CPU time, open files
         for outcome in ("complete", "cancelled", "invalid", "refused", "failed"):
             self.requests.labels(outcome)
+
+
+class ChunkTimes:
+    """When the chunks of one answer come, and whether a player that began with the first one had to wait for it."""
+
+    def __init__(self, metrics: Metrics):
+        self.metrics = metrics
+        self.asked_at = time.perf_counter()
+        self.blocked = 0.0  # seconds of waiting for the client to read
+
+    def made(self, seconds: float, before: float, is_speech: bool = True) -> None:
+        """A chunk of so many seconds was made. before: seconds of all before it"""
+        now = time.perf_counter()
+        made_at = now - self.blocked  # on a clock that is stopped while the client reads
+        if before == 0:
+            self.metrics.first_audio.observe(now - self.asked_at)
+            self.playback_began = made_at
+        elif is_speech:
+            self.metrics.frame.observe((made_at - self.last_made) / (seconds * FRAME_RATE))
+            if made_at > self.playback_began + before:
+                self.metrics.underruns.inc()
+        self.last_chunk, self.last_made = now, made_at
+        self.metrics.audio.inc(seconds)
+
+    def read(self) -> None:
+        """The client has taken it."""
+        self.blocked += time.perf_counter() - self.last_chunk

@@ -4,25 +4,33 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import logging
+import math
 import signal
 import socket
 import sys
 import time
+from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
 
-from qwen3_tts_cuda_graphs.serving.connections import AcceptErrors, uvicorn_config
-from qwen3_tts_cuda_graphs.serving.errors import log_to_stderr
+from qwen3_tts_cuda_graphs.serving.child_process import Spare
+from qwen3_tts_cuda_graphs.serving.connections import HttpConnection, WebSocketConnection
+from qwen3_tts_cuda_graphs.serving.errors import log, log_to_stderr
 from qwen3_tts_cuda_graphs.serving.server import create_app
 from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import MAX_PENDING, Settings
-from qwen3_tts_cuda_graphs.serving.spare import Spare
 
 # A full garbage collection takes 0.1 s with 1,000 WebSockets, so Python's own is off. `on_tick` runs one after this
 # many collections of younger objects.
 COLLECTIONS = 10
 COLLECTIONS_WHILE_SPEAKING = 1000
 NEVER = 2**30
+
+ACCEPTS = 16  # connections that are taken at once
+SECONDS_BETWEEN_WARNINGS = 60.0  # that there are no files left
+SECONDS_TO_CLOSE = 5  # for connections to close when the server ends
 
 
 def serve(args: argparse.Namespace, settings: Settings, listening: socket.socket, spare: Spare) -> None:
@@ -105,6 +113,52 @@ class Server(uvicorn.Server):
         if gc.get_count()[2] > (COLLECTIONS_WHILE_SPEAKING if self.service.in_flight else COLLECTIONS):
             gc.collect()
         return await super().on_tick(counter)
+
+
+def uvicorn_config(app: Starlette, settings: Settings) -> uvicorn.Config:
+    config = uvicorn.Config(
+        app,
+        http=HttpConnection,
+        ws=WebSocketConnection,
+        ws_max_size=settings.max_body,
+        ws_per_message_deflate=False,  # audio does not compress
+        backlog=ACCEPTS,
+        timeout_keep_alive=settings.keep_alive_seconds,
+        ws_ping_timeout=None,  # the answer to a ping waits behind unread audio, and that has a limit of its own
+        timeout_graceful_shutdown=SECONDS_TO_CLOSE,
+        log_level="warning",
+        use_colors=False,  # else it asks stdout, which may be closed
+        server_header=False,
+        proxy_headers=False,  # nothing here asks for the client's address
+    )
+    config.settings = settings
+    config.unfinished = 0  # bytes of messages whose end has not arrived, of all WebSockets
+    logging.getLogger("uvicorn.error").addFilter(is_no_client_mistake)
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it warns of forms that cannot be parsed
+    return config
+
+
+def is_no_client_mistake(record: logging.LogRecord) -> bool:
+    """uvicorn logs each WebSocket that is refused with an HTTP response, and each request that cannot be parsed."""
+    return record.msg not in (
+        "ASGI callable returned without completing handshake.",
+        "Invalid HTTP request received.",
+        "Invalid UTF-8 sequence received from client.",
+        "Unsupported upgrade request.",
+    )
+
+
+class AcceptErrors:
+    """The event loop's exception handler. Without files left, asyncio tries again every second, and logs each time."""
+
+    warned = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "socket.accept()" not in context["message"]:
+            loop.default_exception_handler(context)
+        elif loop.time() - self.warned > SECONDS_BETWEEN_WARNINGS:
+            self.warned = loop.time()
+            log.warning("new connections wait: %s: raise ulimit -n, or lower --max-connections", context["exception"])
 
 
 def greeting(service: Service, address: str) -> str:

@@ -20,6 +20,7 @@ from qwen3_tts_cuda_graphs.common.parser import Parser
 from qwen3_tts_cuda_graphs.common.published import CLONING_MODEL, MODELS, PRESET_MODEL
 from qwen3_tts_cuda_graphs.common.voice_files import check_speaker_file
 from qwen3_tts_cuda_graphs.prompts.checks import check_number
+from qwen3_tts_cuda_graphs.serving.child_process import Spare
 from qwen3_tts_cuda_graphs.serving.settings import (
     API_KEY_VARIABLE,
     LIMITS,
@@ -28,7 +29,6 @@ from qwen3_tts_cuda_graphs.serving.settings import (
     check_host,
     check_origin,
 )
-from qwen3_tts_cuda_graphs.serving.spare import Spare
 
 PACKAGES = "starlette", "uvicorn", "httptools", "websockets", "pydantic", "prometheus_client", "python_multipart"
 PRIORITY = -10  # a nice value

@@ -25,16 +25,17 @@ from qwen3_tts_cuda_graphs.prompts.lexicon import MAX_ENTRIES, Lexicon, load_lex
 from qwen3_tts_cuda_graphs.prompts.script import Part, read_script
 from qwen3_tts_cuda_graphs.serving.answer import voice_and_style
 from qwen3_tts_cuda_graphs.serving.audio_formats import Encoder, av
+from qwen3_tts_cuda_graphs.serving.child_process import Spare, start_module
 from qwen3_tts_cuda_graphs.serving.encoders import Encoders
-from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess, WorkerConnection
+from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, mistakes_in
 from qwen3_tts_cuda_graphs.serving.metrics import Metrics
 from qwen3_tts_cuda_graphs.serving.model import Model, named_models, unknown_voice
 from qwen3_tts_cuda_graphs.serving.recordings import Decoders, check_base64, decode_base64
 from qwen3_tts_cuda_graphs.serving.requests import MAX_OWN_ENTRIES, SpeechOptions, SpeechRequest
 from qwen3_tts_cuda_graphs.serving.settings import Settings
-from qwen3_tts_cuda_graphs.serving.spare import Spare, start_worker
 from qwen3_tts_cuda_graphs.serving.voice_folder import RegisteredVoice, VoiceFolder, as_stored, check_name
+from qwen3_tts_cuda_graphs.serving.worker_connection import WorkerConnection
 
 MAX_THREADS = 4
 SECONDS_FOR_A_DISK = 10.0
@@ -51,7 +52,7 @@ class Service:
         dtype: str | None = None,
         settings: Settings | None = None,
         speakers: dict[str, bytes] | None = None,
-        spawn: Callable = start_worker,
+        spawn: Callable = start_module,
         spare: Spare | None = None,
     ):
         """Check everything that can be checked without the weights.
@@ -278,7 +279,10 @@ class Service:
 
     async def read_parts(self, speech_request: SpeechRequest) -> list[Part]:
         """The text of a request as a script. Tags and voices are checked, before any work starts."""
-        text = self.check_text(speech_request.input)
+        text = speech_request.input
+        self.check_field("input", text)
+        if not text.strip():
+            raise ApiError("the text is empty: give something to say", param="input", code="invalid_value")
         with mistakes_in("input"):
             parts = read_script(text, speech_request.script, speech_request.notation)
         await self.refresh_if_unknown(*{part.voice for part in parts})
@@ -314,16 +318,8 @@ class Service:
                 param=name,
                 code="too_long",
             )
-        try:
+        with mistakes_in(name, "invalid_value"):
             check_encodable(text or "", name)
-        except ValueError as error:
-            raise ApiError(str(error), param=name, code="invalid_value") from None
-
-    def check_text(self, text: str) -> str:
-        self.check_field("input", text)
-        if not text.strip():
-            raise ApiError("the text is empty: give something to say", param="input", code="invalid_value")
-        return text
 
 
 async def finish_imports() -> None:
