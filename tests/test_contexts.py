@@ -104,8 +104,9 @@ def test_contexts_are_told_apart(presets):
 
 
 def test_one_context_is_cancelled(presets):
+    """What might have become a tag was not spoken."""
     with presets.talk(CONFIG | {"max_new_tokens": 300}) as session:
-        session.send("input.text", text="This will be interrupted.", context_id="a")
+        session.send("input.text", text="This will be interrupted. [voi", context_id="a")
         session.until("audio.delta")
         session.send("input.text", text="Hello.", context_id="b")
         session.send("input.cancel", context_id="a")

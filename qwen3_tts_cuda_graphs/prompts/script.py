@@ -64,7 +64,7 @@ class PartText:
         self.has_ended = False
         self.tag = None  # at which it has ended
         self.spaces = ""  # spoken only if something follows them
-        self.seen = ""
+        self.seen = []
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -80,13 +80,13 @@ class PartText:
                 stripped = text.rstrip()
                 self.spaces = text[len(stripped) :]
                 if stripped:
-                    self.seen += stripped
+                    self.seen.append(stripped)
                     return stripped
         raise StopIteration
 
     def __str__(self) -> str:
         """What has come."""
-        return self.seen
+        return "".join(self.seen)
 
 
 class PartReader:
@@ -103,7 +103,7 @@ class PartReader:
         for item in items:
             if isinstance(item, str):
                 words += item
-                if not WORD.search(words):
+                if not WORD.search(item):
                     continue
                 text = PartText(words, items)
                 yield from self.part_of(text)
