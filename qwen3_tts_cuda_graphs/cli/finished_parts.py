@@ -46,7 +46,7 @@ class FinishedParts:
         with write_errors(self.folder):
             self.folder.mkdir(exist_ok=True)
         with replacement_for(self.label) as beside:
-            beside.write_text(self.fingerprint)
+            beside.write_bytes(self.fingerprint.encode())
 
     def path(self, number: int) -> Path:
         return self.folder / f"{number:06}.wav"

@@ -29,23 +29,28 @@ def read_text_lines(text: str | None, file: Path | None, paragraphs: bool) -> li
 
 def read_text(file: Path | str) -> str:
     """The text of a file or, for -, of stdin."""
+    source = "stdin" if file == "-" else str(file)
     try:
         text = sys.stdin.buffer.read().decode() if file == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        reason = "it is not UTF-8" if isinstance(error, UnicodeError) else error.strerror
-        raise ValueError(f"cannot read {'stdin' if file == '-' else file}: {reason}: give a text") from None
-    return checked_text(text, "stdin" if file == "-" else str(file))
+        raise cannot_read(source, error) from None
+    return checked_text(text, source)
 
 
 def checked_text(text: str, source: str) -> str:
     """The text without byte order marks: files that were joined have several. Bytes that are not UTF-8 are refused."""
     try:
         text.encode()
-    except UnicodeError:
-        raise ValueError(f"cannot read {source}: it is not UTF-8: give a text") from None
+    except UnicodeError as error:
+        raise cannot_read(source, error) from None
     if "\0" in text:
         raise ValueError(f"cannot read {source}: it has NUL characters, as UTF-16 has: give a text in UTF-8")
     return text.replace("\ufeff", "")
+
+
+def cannot_read(source: str, error: OSError | UnicodeError) -> ValueError:
+    reason = "it is not UTF-8" if isinstance(error, UnicodeError) else error.strerror
+    return ValueError(f"cannot read {source}: {reason}: give a text")
 
 
 class Pipe:
@@ -99,9 +104,7 @@ class Pipe:
                 is_end = not data
                 text = checked_text(self.decode(data, final=is_end), "stdin")
                 yield from self.notation.read(text, is_end) if self.notation else text.splitlines(keepends=True)
-        except UnicodeDecodeError:
-            self.error = ValueError("cannot read stdin: it is not UTF-8: give a text")
-        except OSError as error:
-            self.error = ValueError(f"cannot read stdin: {error.strerror}: give a text")
+        except (OSError, UnicodeError) as error:
+            self.error = cannot_read("stdin", error)
         except ValueError as error:
             self.error = error

@@ -7,6 +7,10 @@ import math
 from collections.abc import Callable
 from numbers import Integral
 
+from qwen3_tts_cuda_graphs.prompts.notation import MAX_PAUSE
+
+SLOWEST, FASTEST = 0.25, 4.0  # OpenAI's limits of the speed
+
 
 def model_of(method: Callable):
     """The accelerated model whose method this is."""
@@ -48,8 +52,8 @@ def number_ranges(config: dict) -> dict[str, tuple[Callable, str]]:
         "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
         "repetition_penalty": (lambda x: 1e-6 <= x <= 1e6, "from 1e-6 to 1e6, 1.0 for none"),
         "max_seq_len": (lambda x: 32 <= x <= positions, f"from 32 to {positions}"),
-        "speed": (lambda x: 0.25 <= x <= 4, "from 0.25 to 4"),
-        "pause": (lambda x: 0 <= x <= 60, "from 0 to 60"),
+        "speed": (lambda x: SLOWEST <= x <= FASTEST, f"from {SLOWEST:g} to {FASTEST:g}"),
+        "pause": (lambda x: 0 <= x <= MAX_PAUSE, f"from 0 to {MAX_PAUSE:g}"),
         "retry": (lambda x: 0 <= x <= 100, "from 0 to 100"),
         "seed": (lambda x: 0 <= x < 2**63, "from 0 to 2**63 - 1"),
     }

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from qwen3_tts_cuda_graphs.common.formats import check_bit_rate, rate_for, read_format
 from qwen3_tts_cuda_graphs.common.model_config import language_name
+from qwen3_tts_cuda_graphs.prompts.checks import FASTEST, SLOWEST
 from qwen3_tts_cuda_graphs.prompts.lexicon import check_entries
 from qwen3_tts_cuda_graphs.prompts.script import Part
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
@@ -26,7 +27,6 @@ OTHER_NAMES = {  # what other servers call a field -> our name
 }
 
 Format = Literal["wav", "pcm", "flac", "mp3", "opus", "aac", "mulaw", "alaw"]
-SLOWEST, FASTEST = 0.25, 4.0  # OpenAI's limits
 SWITCHES = "notation", "script", "limit_speech", "timestamps"
 
 
