@@ -17,7 +17,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from qwen3_tts_cuda_graphs.fast import batched, kernel_cache, kernels, nvrtc
+from qwen3_tts_cuda_graphs.fast import batched, cache_folder, kernel_cache, kernels, nvrtc
 from qwen3_tts_cuda_graphs.fast.megakernel import KERNEL_NAME, Sizes
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
@@ -137,7 +137,7 @@ def pretended_gpu(gpu: Any, compile_source: Callable[[str, str], bytes] | None =
     with (
         mock.patch.object(torch.cuda, "get_device_properties", lambda device: gpu),
         mock.patch.object(kernel_cache, "started", {}),
-        mock.patch.dict(os.environ, {kernel_cache.VARIABLE: "off"}),
+        mock.patch.dict(os.environ, {cache_folder.VARIABLE: "off"}),
         mock.patch.multiple(nvrtc, **compiler) if compile_source else nullcontext(),
     ):
         kernels.load.cache_clear()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from megakernel_cases import PROFILES, STACKS, config, gpu_of, sizes_of
 
-from qwen3_tts_cuda_graphs.fast import batched, kernel_cache, kernels, megakernel, nvrtc
+from qwen3_tts_cuda_graphs.fast import batched, cache_folder, kernel_cache, kernels, megakernel, nvrtc
 
 SOURCE = "__global__ void kernel() {}"
 posix_only = pytest.mark.skipif(os.name != "posix", reason="Windows has no such modes")
@@ -34,7 +34,7 @@ class Cache:
         put(kernel_cache, "started", {})
         put(nvrtc, "compile_source", self.compile)
         put(nvrtc, "version", lambda: (12, 8))
-        put_variable(kernel_cache.VARIABLE, str(folder))
+        put_variable(cache_folder.VARIABLE, str(folder))
         kernel_cache.warn_once.cache_clear()
 
     def compile(self, source, architecture):
@@ -55,7 +55,7 @@ class Cache:
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path, caplog):
-    for name in ("XDG_CACHE_HOME", kernel_cache.VARIABLE):
+    for name in ("XDG_CACHE_HOME", cache_folder.VARIABLE):
         monkeypatch.delenv(name, raising=False)
     return Cache(tmp_path / "cache" / "kernels", monkeypatch.setattr, monkeypatch.setenv, caplog)
 
@@ -173,7 +173,7 @@ def take_home(cache):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
-    cache.put_variable(kernel_cache.VARIABLE, "")
+    cache.put_variable(cache_folder.VARIABLE, "")
     cache.put(kernel_cache.Path, "home", no_home)
 
 
@@ -194,13 +194,13 @@ def test_a_cache_that_cannot_be_used_is_no_error(spoil, word, cache):
     spoil(cache)
     assert cache.get().startswith(b"1:") and cache.get().startswith(b"2:")
     (warning,) = cache.warnings()
-    assert warning.startswith("compiled kernels are not kept: ") and kernel_cache.VARIABLE in warning
+    assert warning.startswith("compiled kernels are not kept: ") and cache_folder.VARIABLE in warning
     assert word in warning
     assert not cache.folder.is_dir() or not list(cache.folder.iterdir())
 
 
 def test_the_cache_can_be_switched_off(cache, tmp_path):
-    cache.put_variable(kernel_cache.VARIABLE, "off")
+    cache.put_variable(cache_folder.VARIABLE, "off")
     assert cache.get() != cache.get()
     assert not list(tmp_path.iterdir()) and not Path("off").exists() and not cache.warnings()
 
@@ -212,20 +212,20 @@ def test_the_cache_can_be_switched_off(cache, tmp_path):
         ({"XDG_CACHE_HOME": "/xdg"}, "/xdg/qwen3-tts-cuda-graphs/kernels"),
         ({"XDG_CACHE_HOME": "relative"}, "/home/me/.cache/qwen3-tts-cuda-graphs/kernels"),
         ({}, "/home/me/.cache/qwen3-tts-cuda-graphs/kernels"),
-        ({kernel_cache.VARIABLE: "~/chosen", "XDG_CACHE_HOME": "/xdg"}, "/home/me/chosen"),
+        ({cache_folder.VARIABLE: "~/chosen", "XDG_CACHE_HOME": "/xdg"}, "/home/me/chosen"),
     ],
 )
 def test_where_the_folder_is(variables, expected, cache):
-    for name, value in ({kernel_cache.VARIABLE: "", "HOME": "/home/me"} | variables).items():
+    for name, value in ({cache_folder.VARIABLE: "", "HOME": "/home/me"} | variables).items():
         cache.put_variable(name, value)
-    assert str(kernel_cache.choose_folder()) == expected
+    assert str(cache_folder.choose_folder()) == expected
 
 
 # ---- Threads
 
 
 def test_what_was_started_ahead_is_not_compiled_again(cache):
-    cache.put_variable(kernel_cache.VARIABLE, "off")
+    cache.put_variable(cache_folder.VARIABLE, "off")
     ahead = kernel_cache.compile_ahead(SOURCE, "sm_90")
     assert kernel_cache.compile_source(SOURCE, "sm_90") == ahead.result()
     assert kernel_cache.compile_source(SOURCE, "sm_80") != ahead.result()
@@ -283,7 +283,7 @@ def test_a_kernel_from_the_cache_runs():
     device = torch.device("cuda", 0)
     architecture = nvrtc.architecture_of(device)
     code = kernel_cache.load_or_compile(source, architecture)
-    path = kernel_cache.choose_folder() / f"{kernel_cache.cache_key(source, architecture).hex()}.kernel"
+    path = cache_folder.choose_folder() / f"{kernel_cache.cache_key(source, architecture).hex()}.kernel"
     written = path.stat().st_mtime_ns
     assert kernel_cache.load_or_compile(source, architecture) == code and path.stat().st_mtime_ns == written
     out = torch.zeros(1, dtype=torch.long, device=device)

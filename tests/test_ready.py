@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import py_compile
 import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from helpers import ROOT
@@ -15,9 +17,9 @@ from qwen3_tts_cuda_graphs.serving import child_process
 from qwen3_tts_cuda_graphs.serving.child_process import Spare, start_module, with_socket
 
 
-def run_python(program: str, *path: str) -> str:
+def run_python(program: str, *path: str, **variables: str) -> str:
     """In a process of its own: this one has imported everything."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *path])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*path, str(ROOT)])} | variables
     command = [sys.executable, "-c", textwrap.dedent(program)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
@@ -104,6 +106,45 @@ def waiting(monkeypatch):
 
 IMPORTED = "s.send(b'x'); s.recv(1)"
 IMPORTS = "s.recv(1)"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no such modes")
+@pytest.mark.parametrize(
+    "changes, kept",
+    [
+        ({}, True),
+        ({"PYTHONDONTWRITEBYTECODE": ""}, False),  # Python keeps it beside the packages
+        ({"QWEN3_TTS_KERNEL_CACHE": "off"}, False),
+        ({"PYTHONPYCACHEPREFIX": "/nowhere"}, False),  # the user has a place
+        ("compiled", False),
+        ("writable by others", False),
+    ],
+)
+def test_what_python_compiles_is_kept(changes, kept, tmp_path):
+    """An image forbids it, and each process would compile torch again. A process that this one starts finds it."""
+    (tmp_path / "torch").mkdir()
+    source = tmp_path / "torch" / "__init__.py"
+    source.write_text("")
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    environment = {"PYTHONDONTWRITEBYTECODE": "1", "QWEN3_TTS_KERNEL_CACHE": str(cache)}
+    if changes == "compiled":
+        py_compile.compile(str(source))
+    elif changes == "writable by others":
+        cache.chmod(0o777)
+    else:
+        environment |= changes
+    program = """
+        import os, subprocess, sys
+        from qwen3_tts_cuda_graphs.common.quick_start import bytecode_environment, keep_bytecode
+
+        keep_bytecode()
+        command = [sys.executable, "-c", "import torch; print(torch.__cached__)"]
+        subprocess.run(command, env=os.environ | bytecode_environment(), check=True)
+    """
+    path = Path(run_python(program, str(tmp_path), **environment).strip())
+    assert path.is_relative_to(cache) == kept
+    assert path.exists() == (kept or changes in ("compiled", {"PYTHONDONTWRITEBYTECODE": ""}))
 
 
 def test_a_spare_is_taken_once(waiting):

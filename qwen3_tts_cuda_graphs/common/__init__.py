@@ -20,7 +20,7 @@ Commands:
 parser.py       their options, and what a mistyped one may stand for
 command.py      mistakes and warnings as one line, progress
 choices.py      the names that a message offers to choose from
-quick_start.py  imports of torch and the rest, while CUDA starts; skipped_imports.py: what they leave out
+quick_start.py  imports of torch and the rest, while CUDA starts, compiled once; skipped_imports.py: what they leave out
 
 Audio:
 

@@ -1,4 +1,5 @@
-"""A quick start: CUDA starts while torch and what needs it are imported, and what is not used is not imported.
+"""A quick start: CUDA starts while torch and what needs it are imported, what is not used is not imported, and nothing
+is compiled twice.
 
 Imports nothing that takes time by itself.
 """
@@ -6,13 +7,16 @@ Imports nothing that takes time by itself.
 import atexit
 import contextlib
 import gc
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.util import cache_from_source, find_spec
 
 from qwen3_tts_cuda_graphs.common.command import raise_terminated
 from qwen3_tts_cuda_graphs.common.skipped_imports import skipping_unused
+from qwen3_tts_cuda_graphs.fast.cache_folder import open_folder
 
 CUDA_TIMEOUT = 60.0  # seconds to wait for CUDA's start
 
@@ -27,6 +31,7 @@ def heavy_imports(device: str | None) -> Iterator[None]:
     if "torch" in sys.modules:
         yield
         return
+    keep_bytecode()
     # A signal ends the process: packages take an exception for a missing module.
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: raise_terminated}
     handlers = {number: handler for number, handler in handlers.items() if signal.getsignal(number) is handler}
@@ -50,6 +55,30 @@ def heavy_imports(device: str | None) -> Iterator[None]:
         gc.enable()
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def keep_bytecode() -> None:
+    """Where nobody keeps what Python compiles, each process would compile torch again, in seconds: an image forbids it
+    (PYTHONDONTWRITEBYTECODE), or its folders are read-only. Then keep it in the user's cache, beside the kernels.
+
+    Processes that this one starts do the same if they get `bytecode_environment`.
+    """
+    torch = find_spec("torch")
+    if torch is None or sys.pycache_prefix or os.path.exists(cache_from_source(torch.origin)):
+        return
+    if not sys.dont_write_bytecode and os.access(os.path.dirname(torch.origin), os.W_OK):
+        return  # Python keeps it there
+    with contextlib.suppress(OSError, RuntimeError):  # as with kernels, a cache that cannot be used is no error
+        if folder := open_folder():
+            sys.pycache_prefix = str(folder / "bytecode")
+            sys.dont_write_bytecode = False
+
+
+def bytecode_environment() -> dict[str, str]:
+    """Variables for processes that this one starts: they keep what Python compiles where this one does."""
+    if sys.pycache_prefix is None:
+        return {}
+    return {"PYTHONPYCACHEPREFIX": sys.pycache_prefix, "PYTHONDONTWRITEBYTECODE": "1" * sys.dont_write_bytecode}
 
 
 def start_cuda(torch, device: str) -> None:

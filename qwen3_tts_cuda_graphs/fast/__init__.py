@@ -20,6 +20,6 @@ sampler.h       the choice of a token, for megakernel.cu and batched.cu
 layer_kernels.py, layer_kernels.h
                 norms and silu, for batched.cu and codec_kernels.cu (layer_kernels_reference.py)
 kernels.py      from a .cu file to launches: can it run here, and if not, why; compilation, arguments
-kernel_cache.py keeps what was compiled in a folder, and compiles in threads
+kernel_cache.py keeps what was compiled in a folder (cache_folder.py), and compiles in threads
 nvrtc.py        compiles and launches CUDA source, without a toolkit
 """

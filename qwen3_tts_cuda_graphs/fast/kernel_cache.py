@@ -5,8 +5,6 @@ SHA-256 of everything its machine code depends on. It is written under a tempora
 checksum: a file that is incomplete or belongs to another kernel is compiled again. The machine code is run on the GPU,
 so folder and file must belong to this user and be writable by no one else. A cache that cannot be used is not an
 error: kernels are compiled, and a log line says why.
-
-$QWEN3_TTS_KERNEL_CACHE names another folder, or is "off".
 """
 
 import functools
@@ -23,10 +21,9 @@ from pathlib import Path
 import torch
 
 from qwen3_tts_cuda_graphs.fast import nvrtc
+from qwen3_tts_cuda_graphs.fast.cache_folder import VARIABLE, check_owner, open_folder
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
-
-VARIABLE = "QWEN3_TTS_KERNEL_CACHE"
 
 compiling = ThreadPoolExecutor(max_workers=4, thread_name_prefix="compile")
 started: dict[tuple[str, str], Future[bytes]] = {}  # (source, architecture) -> its machine code
@@ -76,36 +73,6 @@ def cache_key(source: str, architecture: str) -> bytes:
     """nvrtcVersion has no patch level, so torch's version is in the key, too: its wheels pin NVRTC's."""
     parts = [source, architecture, nvrtc.compiler_options(architecture), nvrtc.version(), torch.__version__]
     return hashlib.sha256(json.dumps(parts).encode()).digest()
-
-
-def choose_folder() -> Path | None:
-    """None: the cache is off."""
-    chosen = os.environ.get(VARIABLE, "").strip()
-    if chosen.lower() == "off":
-        return None
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    parent = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path is to be ignored.
-    return (Path(parent) if os.path.isabs(parent) else Path.home() / ".cache") / "qwen3-tts-cuda-graphs" / "kernels"
-
-
-def open_folder() -> Path | None:
-    """The folder of the cache, created if it does not exist."""
-    folder = choose_folder()
-    if folder:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        check_owner(folder, folder.stat())
-    return folder
-
-
-def check_owner(path: Path, status: os.stat_result) -> None:
-    """PermissionError if another user can have written it. Windows has no such modes; there a home is its user's."""
-    if os.name == "posix" and status.st_uid != os.getuid():
-        raise PermissionError(f"{path} belongs to user {status.st_uid}, not to user {os.getuid()}")
-    if os.name == "posix" and status.st_mode & 0o022:
-        raise PermissionError(f"{path} can be written by others (mode {status.st_mode & 0o7777:o}, chmod go-w)")
 
 
 def load(path: Path, key: bytes) -> bytes | None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from qwen3_tts_cuda_graphs.common.quick_start import bytecode_environment
 from qwen3_tts_cuda_graphs.serving.messages import pack
 
 MIN_MEMORY = 4 * 2**30  # bytes that must be available for a spare
@@ -38,7 +39,8 @@ def start_module(theirs: socket.socket, *arguments: str, module: str = "worker",
     """
     folder = Path(__file__).parents[len(__package__.split("."))]
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}  # its pool would take time to start
+    environment = os.environ | bytecode_environment() | {"PYTHONPATH": path}
+    environment["OPENBLAS_NUM_THREADS"] = "1"  # its pool would take time to start
     options = dict(stdin=subprocess.DEVNULL, stdout=2, env=environment, pass_fds=[theirs.fileno()]) | options
     command = [sys.executable, "-m", f"{__package__}.{module}", str(theirs.fileno()), *arguments]
     return subprocess.Popen(command, **options)

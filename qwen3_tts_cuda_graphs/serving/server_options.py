@@ -18,6 +18,7 @@ from qwen3_tts_cuda_graphs.common.model_config import quick_config
 from qwen3_tts_cuda_graphs.common.model_names import model_name, split_name
 from qwen3_tts_cuda_graphs.common.parser import Parser
 from qwen3_tts_cuda_graphs.common.published import CLONING_MODEL, MODELS, PRESET_MODEL
+from qwen3_tts_cuda_graphs.common.quick_start import keep_bytecode
 from qwen3_tts_cuda_graphs.common.voice_files import check_speaker_file
 from qwen3_tts_cuda_graphs.prompts.checks import check_number
 from qwen3_tts_cuda_graphs.serving.child_process import Spare
@@ -51,6 +52,7 @@ def run() -> None:
         settings = keep_to_this_machine(listening, settings)
         raise_priority()
         settings = keep_to_file_limit(settings)
+        keep_bytecode()
         spare = Spare()
         spare.start(args.device or "cuda")
         try:

@@ -1,0 +1,40 @@
+"""The folder of the user's cache where compiled kernels are kept, and what Python has compiled. Needs Python alone.
+
+$QWEN3_TTS_KERNEL_CACHE names another folder, or is "off". What is in it is run: it must belong to this user and be
+writable by no one else.
+"""
+
+import os
+from pathlib import Path
+
+VARIABLE = "QWEN3_TTS_KERNEL_CACHE"
+
+
+def choose_folder() -> Path | None:
+    """None: the cache is off."""
+    chosen = os.environ.get(VARIABLE, "").strip()
+    if chosen.lower() == "off":
+        return None
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    parent = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification: a relative path is to be ignored.
+    return (Path(parent) if os.path.isabs(parent) else Path.home() / ".cache") / "qwen3-tts-cuda-graphs" / "kernels"
+
+
+def open_folder() -> Path | None:
+    """The folder of the cache, created if it does not exist."""
+    folder = choose_folder()
+    if folder:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        check_owner(folder, folder.stat())
+    return folder
+
+
+def check_owner(path: Path, status: os.stat_result) -> None:
+    """PermissionError if another user can have written it. Windows has no such modes; there a home is its user's."""
+    if os.name == "posix" and status.st_uid != os.getuid():
+        raise PermissionError(f"{path} belongs to user {status.st_uid}, not to user {os.getuid()}")
+    if os.name == "posix" and status.st_mode & 0o022:
+        raise PermissionError(f"{path} can be written by others (mode {status.st_mode & 0o7777:o}, chmod go-w)")
