@@ -247,7 +247,7 @@ class RunningServer(Client):
         self.settings = dataclasses.replace(speech.own_settings, **settings)
 
     def __enter__(self) -> "RunningServer":
-        self.speech.settings = self.settings
+        self.speech.settings = self.speech.cloned_voices.settings = self.settings
         self.app = create_app(self.speech)
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
@@ -261,7 +261,7 @@ class RunningServer(Client):
     def __exit__(self, *error) -> None:
         self.server.should_exit = True
         self.serving.result(LIMIT)
-        self.speech.settings = self.speech.own_settings
+        self.speech.settings = self.speech.cloned_voices.settings = self.speech.own_settings
         self.speech.is_draining = False
 
     def terminate(self) -> None:

@@ -65,7 +65,7 @@ def test_a_finetuned_speaker_on_the_command_line(words, answer, finetuned, call)
 
 def test_a_finetuned_speaker_in_the_server(finetuned):
     (model,) = pytest.importorskip("qwen3_tts_cuda_graphs.serving.service").Service(str(finetuned), "cpu").models
-    assert model.resolve_voice("Anna_2", ()) == "anna_2"
+    assert model.resolve_voice("Anna_2") == "anna_2"
 
 
 def test_speakers_that_the_model_cannot_have():

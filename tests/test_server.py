@@ -401,7 +401,7 @@ def test_preset_voices(server, preset_server):
     names = names_of_voices(preset_server)
     assert "vivian" in names and names == sorted(names)
     (model,) = preset_server.speech.models
-    assert {model.resolve_voice(name, ()) for name in OPENAI_VOICES} == set(names)  # 13 names for 9 voices
+    assert {model.resolve_voice(name) for name in OPENAI_VOICES} == set(names)  # 13 names for 9 voices
     assert preset_server.pcm(voice="alloy") == preset_server.pcm(voice="aiden") != preset_server.pcm(voice="vivian")
     error = preset_server.speak(voice="vivien").error
     assert "vivian" in error["message"] and error["param"] == "voice"
@@ -565,7 +565,7 @@ def test_a_worker_that_ends_while_a_voice_is_registered(server, speech, wav, mon
     def next_worker(name):
         engine.connection = WorkerConnection(print, engine.timeouts)
 
-    monkeypatch.setattr(speech.folder, "check_new", next_worker)
+    monkeypatch.setattr(speech.cloned_voices.folder, "check_new", next_worker)
     with server.registered("me", wav):
         assert [voice.name for voice in first.voice_keys] == ["me"]
         engine.connection = first
@@ -698,10 +698,10 @@ def test_a_decoder_that_crashes_harms_nobody(server, speech, wav, signal_number)
         helper.popen.send_signal(signal_number)
         return helper
 
-    whole, speech.decoders = speech.decoders, Decoders(start_and_kill)
+    whole, speech.cloned_voices.decoders = speech.cloned_voices.decoders, Decoders(start_and_kill)
     for answer in (server.register("x", wav), server.speak(ref_audio=as_text(wav))):
         assert answer.status == 400 and "cannot be decoded" in answer.error["message"]
-    speech.decoders = whole
+    speech.cloned_voices.decoders = whole
     for _ in range(2):
         assert server.speak(ref_audio=as_text(wav)).status == 200
         whole.idle[-1].popen.kill()  # while it is idle

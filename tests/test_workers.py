@@ -431,7 +431,7 @@ def test_a_folder_of_voices_that_hangs_stops_nobody(server, speech, wav, monkeyp
     """A slow network disk stopped every listener. Voices that are known are found without it."""
     may_go_on = threading.Event()
     with server.registered("mine", wav), ThreadPoolExecutor(1) as thread, monkeypatch.context() as patch:
-        patch.setattr(type(speech.folder), "voices", property(lambda _: may_go_on.wait(LIMIT) and {}))
+        patch.setattr(type(speech.cloned_voices.folder), "voices", property(lambda _: may_go_on.wait(LIMIT) and {}))
         waiting = thread.submit(server.speak, voice="somebody")
         for known in ("speaker", "Vivian", " MINE ", "alloy", None):
             assert server.speak(voice=known).status == 200
@@ -481,7 +481,7 @@ def test_instructions_that_no_model_with_the_voice_can_use(checkpoint, tmp_path,
     speech.check(options)
     assert speech.ignored(options) == ("instructions",)
     model = speech.model_for(options)
-    assert model.id == chosen and model.resolve_voice(voice, ())
+    assert model.id == chosen and model.resolve_voice(voice)
 
 
 def test_a_registered_voice_is_the_one_that_is_heard(server, speech, wav):
@@ -545,7 +545,7 @@ def test_names_of_models(given, listed, checkpoint, tmp_path):
             Service(given, settings=settings)
         return
     speech = Service(given, settings=settings)
-    names = [model.describe({})["id"] for model in speech.models]
+    names = [model.describe()["id"] for model in speech.models]
     assert names == listed.split()
     assert [speech.models_named(SpeechOptions(model=name))[0] for name in names] == speech.models
 

@@ -8,12 +8,13 @@ websocket.py      the WebSocket: what it receives; context.py is what it sends, 
 guard.py          who may ask: keys, origins, sizes; signed_addresses.py: speech by a signed URL, without a key
 connections.py    uvicorn's connections, with limits
 requests.py       the fields of a request
-service.py        the models and their voices: checks requests and answers them; model.py is one of the models
+service.py        the models: finds one for a request, and refuses what none can do; model.py is one of them
+cloned_voices.py  voices made from recordings, also registered ones, whose recordings are in a folder: voice_folder.py
 answer.py         the audio of a script: its parts, the silence between them, and where each part is heard
 engine_process.py keeps a model's worker running: another one when it has ended; worker_connection.py: calls to it
 child_process.py  starts and ends processes: helpers, workers, and a spare worker, which waits as spare_worker.py
 helper.py         processes for native code: encoders.py encodes speech, recordings.py decodes clients' recordings
-audio_formats.py, voice_folder.py, errors.py, metrics.py, settings.py
+audio_formats.py, errors.py, metrics.py, settings.py
                   as their names say
 page/             the page for a browser
 ray_app.py        the same server as replicas of Ray Serve

@@ -155,19 +155,19 @@ class Answer:
             with np.errstate(over="ignore"):  # the worker refuses what is infinite
                 return {}, np.array(options.speaker_embedding, np.float32).tobytes()
         if options.ref_audio is not None:
-            key = await service.request_voice_key(speaker.connection, options)
+            key = await service.cloned_voices.request_key(speaker.connection, options)
             self.own_keys.append((speaker.connection, key))
             return {"key": key}, b""
         if self.pieces is not None:  # the session has checked the voice long ago
             await service.refresh_if_unknown(options.voice)
-        if mix := model.resolve_mix(options.voice, service.registered):
+        if mix := model.resolve_mix(options.voice):
             return {"mix": [(await self.stored_voice(speaker, name), share) for name, share in mix]}, b""
-        return await self.stored_voice(speaker, model.resolve_voice(options.voice, service.registered)), b""
+        return await self.stored_voice(speaker, model.resolve_voice(options.voice)), b""
 
     async def stored_voice(self, speaker: PreparedVoice, name: str) -> dict:
         if name in speaker.model.file_voices:
             return {"file": name}
-        return {"key": await self.service.registered_voice_key(speaker.connection, name)}
+        return {"key": await self.service.cloned_voices.registered_key(speaker.connection, name)}
 
     async def prepare(self, speakers: dict[tuple, PreparedVoice]) -> list[Part]:
         """Apply the lexicon, and cut the parts that do not fit into a row. Those of a script with tags are cut as the

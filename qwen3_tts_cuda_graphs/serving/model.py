@@ -7,6 +7,7 @@ from qwen3_tts_cuda_graphs.common import choices, model_config, model_names
 from qwen3_tts_cuda_graphs.common.voice_files import normalized_weights, read_mix
 from qwen3_tts_cuda_graphs.prompts.checks import number_ranges
 from qwen3_tts_cuda_graphs.prompts.script import takes_instructions
+from qwen3_tts_cuda_graphs.serving.cloned_voices import ClonedVoices
 from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, mistakes_in
 from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
@@ -44,7 +45,9 @@ def named_models(models: Iterable[str]) -> dict[str, str]:
 
 
 class Model:
-    def __init__(self, id: str, source: str, engine: EngineProcess, file_voices: Iterable[str] = ()):
+    def __init__(
+        self, id: str, source: str, engine: EngineProcess, file_voices: Iterable[str], cloned_voices: ClonedVoices
+    ):
         """id: what clients call it; source: folder, hub id or short name; file_voices: names from --speaker files"""
         self.id = id
         self.source = source
@@ -62,42 +65,46 @@ class Model:
         if self.kind == "voice_design":
             self.presets = list(DESIGNED_VOICES)
         self.file_voices = list(file_voices)
+        self.own_voices = [*self.presets, *self.file_voices]
+        self.cloned_voices = cloned_voices
 
     def is_named(self, name: str) -> bool:
         hub_name = model_names.hub_name(self.source)
         known = {self.id, self.source, hub_name, hub_name.split("/")[-1]}
         return name.strip().lower() in {name.lower() for name in known}
 
-    # ---- Voices; `registered` are the names of those in the folder, oldest first
+    # ---- Voices
 
-    def voice_names(self, registered: Iterable[str]) -> list[str]:
-        return [*self.presets, *self.file_voices, *(registered if self.clones else ())]
+    @property
+    def voice_names(self) -> list[str]:
+        """Of its own voices and of the registered ones, oldest first."""
+        return [*self.own_voices, *(self.cloned_voices.registered if self.clones else ())]
 
-    def can_do(self, options: SpeechOptions, registered: Iterable[str]) -> bool:
+    def can_do(self, options: SpeechOptions) -> bool:
         """Whether it can speak in the voice and the style of a request that names no model."""
         if options.has_reference:
             return self.clones
         if options.instructions and not self.takes_instructions:
             return False
-        return self.knows_voice(options.voice, registered)
+        return self.knows_voice(options.voice)
 
-    def knows_voice(self, name: str | None, registered: Iterable[str]) -> bool:
+    def knows_voice(self, name: str | None) -> bool:
         """Whether it can speak in a voice of this name, in one that stands in for it, or in a mix of such voices."""
         mixed = [one for one, _ in read_mix(name or "")] if self.clones else []
-        return all(self.knows_single_voice(one, registered) for one in mixed or [name])
+        return all(self.knows_single_voice(one) for one in mixed or [name])
 
-    def knows_single_voice(self, name: str | None, registered: Iterable[str]) -> bool:
+    def knows_single_voice(self, name: str | None) -> bool:
         is_any = normalized(name) in OPENAI_VOICES
-        return bool(self.voice_names(registered)) if is_any else self.has_voice(name, registered)
+        return bool(self.voice_names) if is_any else self.has_voice(name)
 
-    def has_voice(self, name: str | None, registered: Iterable[str] = ()) -> bool:
+    def has_voice(self, name: str | None) -> bool:
         """Whether it has a voice of this very name, not one that stands in for OpenAI's."""
-        return normalized(name) in self.voice_names(registered)
+        return normalized(name) in self.voice_names
 
-    def resolve_voice(self, name: str | None, registered: Iterable[str]) -> str:
+    def resolve_voice(self, name: str | None) -> str:
         """The voice for a name. Without one, and for OpenAI's names, one that exists, the same each time."""
         wanted = normalized(name)
-        names = self.voice_names(registered)
+        names = self.voice_names
         if wanted in names:
             return wanted
         if wanted in OPENAI_VOICES and self.presets:
@@ -106,9 +113,9 @@ class Model:
             return names[0]  # the oldest: it stays the same when voices are added
         raise unknown_voice(name, names)
 
-    def resolve_mix(self, name: str | None, registered: Iterable[str]) -> list[tuple[str, float]]:
+    def resolve_mix(self, name: str | None) -> list[tuple[str, float]]:
         """The voices that are mixed, and their shares. Empty for a single voice."""
-        mix = [] if self.has_voice(name, registered) else read_mix(name or "")
+        mix = [] if self.has_voice(name) else read_mix(name or "")
         if not mix:
             return []
         if not self.clones:
@@ -119,11 +126,11 @@ class Model:
                 raise ValueError(f"the voice {name[:80]!r} is a mix of {len(mix)}: give at most {MAX_MIXED}")
             names, weights = zip(*mix)
             shares = normalized_weights(weights, len(names))
-        return [(self.resolve_voice(one, registered), share) for one, share in zip(names, shares)]
+        return [(self.resolve_voice(one), share) for one, share in zip(names, shares)]
 
     # ---- Checks
 
-    def check(self, options: SpeechOptions, registered: Iterable[str]) -> None:
+    def check(self, options: SpeechOptions) -> None:
         """Refuse what this model cannot do, before any work starts."""
         for name in (*NUMBERS, "seed"):
             self.check_number(name, getattr(options, name))
@@ -131,22 +138,22 @@ class Model:
         if options.language and options.language.lower() not in languages:
             nearest = choices.nearest(options.language, languages)
             raise ApiError(f"there is no language {options.language!r}: choose {nearest}", param="language")
-        self.check_reference(options, registered)
+        self.check_reference(options)
 
     def check_number(self, name: str, value: float | None) -> None:
         is_good, wanted = self.ranges[name]
         if value is not None and not is_good(value):
             raise ApiError(f"{name} is {value}, it must be {wanted}", param=name, code="invalid_value")
 
-    def check_reference(self, options: SpeechOptions, registered: Iterable[str]) -> None:
+    def check_reference(self, options: SpeechOptions) -> None:
         """Whether the fields describe one voice."""
         if options.ref_audio is not None and options.speaker_embedding is not None:
             raise ApiError("ref_audio and speaker_embedding are two voices: give one of them", param="ref_audio")
         if options.ref_audio is None:
             check_no_reference(options)
         if not options.has_reference:
-            if not self.resolve_mix(options.voice, registered):
-                self.resolve_voice(options.voice, registered)
+            if not self.resolve_mix(options.voice):
+                self.resolve_voice(options.voice)
             return
         self.check_cloning("ref_audio" if options.ref_audio is not None else "speaker_embedding")
         has_text = bool(options.ref_text and options.ref_text.strip())
@@ -167,17 +174,17 @@ class Model:
     # ---- Arguments of upstream's method
 
     def preset_voice(self, options: SpeechOptions) -> dict:
-        name = self.resolve_voice(options.voice, ())
+        name = self.resolve_voice(options.voice)
         if self.kind == "custom_voice":
             return {"speaker": name, "instruct": options.instructions if self.takes_instructions else None}
         return {"instruct": options.instructions or DESIGNED_VOICES[name]}
 
-    def describe(self, registered: Iterable[str]) -> dict:
+    def describe(self) -> dict:
         """As /v1/models lists it."""
         model = {"id": self.id, "object": "model", "created": 0, "owned_by": "qwen"}
         about = {"kind": self.kind, "languages": model_config.languages(self.config)}  # for the page
         about["random_weights"] = bool(self.config.get("random_weights"))
-        return model | about | {"voices": self.voice_names(registered)}
+        return model | about | {"voices": self.voice_names}
 
 
 def unknown_voice(name: str | None, names: Sequence[str]) -> ApiError:

@@ -41,6 +41,7 @@ from qwen3_tts_cuda_graphs.serving.speech_response import MAX_WRITE, SpeechRespo
 from qwen3_tts_cuda_graphs.serving.websocket import Session
 
 MAX_REGISTRATIONS = 16  # voices that are being made or wait for a thread, each with its recording
+MAX_CONVERSIONS = 4  # at the same time
 
 
 class App(Starlette):
@@ -101,6 +102,7 @@ class Handlers:
         self.service = service
         self.settings = service.settings
         self.registering = asyncio.Semaphore(MAX_REGISTRATIONS)
+        self.converting = asyncio.Semaphore(MAX_CONVERSIONS)
 
     async def read_speech_request(self, kind: type[SpeechRequest], content: dict) -> tuple[SpeechRequest, list[Part]]:
         """Parse and check it, and read its text as a script."""
@@ -130,7 +132,7 @@ class Handlers:
         return JSONResponse(signed_address(speech_request, self.settings))
 
     async def list_voices(self, _: Request) -> Response:
-        await self.service.refresh_voices()
+        await self.service.cloned_voices.refresh()
         return JSONResponse({"voices": self.service.voices()})
 
     async def register_voice(self, request: Request) -> Response:
@@ -143,7 +145,7 @@ class Handlers:
 
     async def remove_voice(self, request: Request) -> Response:
         name = request.path_params["name"]
-        await self.service.unregister(name)
+        await self.service.cloned_voices.remove(name)
         return JSONResponse({"id": name.lower(), "object": "audio.voice.deleted", "deleted": True})
 
     async def convert_speech(self, request: Request) -> Response:
@@ -152,15 +154,16 @@ class Handlers:
         check_encoding(options)
         with time_limit(request, self.settings):
             wav = await request.body()
-        data = await self.service.in_thread(convert, wav, options)
+        async with self.converting:
+            data = await asyncio.to_thread(convert, wav, options)
         request.scope["memory"].add(len(data))
         length = {"content-length": str(len(data))}
         return StreamingResponse(stream_slices(data), headers=length, media_type=CONTENT_TYPES[options.response_format])
 
     async def describe_models(self) -> list[dict]:
-        await self.service.refresh_voices()
+        await self.service.cloned_voices.refresh()
         for_page = {name: getattr(self.settings, name) for name in ("max_text", "max_reference_seconds")}
-        return [model.describe(self.service.registered) | for_page for model in self.service.models]
+        return [model.describe() | for_page for model in self.service.models]
 
     async def list_models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": await self.describe_models()})
