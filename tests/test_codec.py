@@ -1,5 +1,6 @@
 """Chunks joined are one pass of upstream's decoder, whatever their sizes."""
 
+import contextlib
 import itertools
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from qwen3_tts_cuda_graphs.bench.random_checkpoint import (
     soften,
 )
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
+from qwen3_tts_cuda_graphs.fast import cublas
 from qwen3_tts_cuda_graphs.fast.codec import Codec
 from qwen3_tts_cuda_graphs.speech import accelerate
 
@@ -131,3 +133,24 @@ def test_published_shapes():
     codes = torch.randint(2048, (10, 16))
     audio = decode_in_chunks(Codec(tokenizer, 1), codes, [1, 2, 4, 3])
     np.testing.assert_allclose(audio, one_pass(tokenizer, codes), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("library", ["libcublas.so.13", "another name"])
+def test_products_take_a_share_of_the_multiprocessors(library, monkeypatch):
+    """Until the end, whatever happens; all of them, where cuBLAS cannot be told."""
+    told = []
+
+    def load(name):
+        if name != library:
+            raise OSError(f"{name}: no such file")
+        return SimpleNamespace(cublasSetSmCountTarget=lambda handle, count: told.append((handle.value, count)))
+
+    gpu = SimpleNamespace(multi_processor_count=132)
+    on_gpu = dict(current_blas_handle=lambda: 7, get_device_properties=lambda _: gpu, device=contextlib.nullcontext)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cublas.ctypes, "CDLL", load)
+    for name, function in on_gpu.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    with pytest.raises(KeyboardInterrupt), cublas.products_on(0.5, torch.device("cuda")):
+        raise KeyboardInterrupt
+    assert told == ([(7, 66), (7, 0)] if library == "libcublas.so.13" else [])

@@ -22,4 +22,5 @@ layer_kernels.py, layer_kernels.h
 kernels.py      from a .cu file to launches: can it run here, and if not, why; compilation, arguments
 kernel_cache.py keeps what was compiled in a folder (cache_folder.py), and compiles in threads
 nvrtc.py        compiles and launches CUDA source, without a toolkit
+cublas.py       keeps cuBLAS's products to some of the multiprocessors
 """

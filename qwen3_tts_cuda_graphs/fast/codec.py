@@ -8,6 +8,7 @@ Everything runs on a CUDA stream of its own, beside the talker's.
 Shapes: B chunks, each of another row, T frames, C channels, H hidden size.
 """
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -22,6 +23,7 @@ from torch import nn
 from cudagraph_talker import GraphPool, additive_mask, round_up
 from qwen3_tts_cuda_graphs.fast import codec_kernels
 from qwen3_tts_cuda_graphs.fast.codec_decoder import KernelDecoder
+from qwen3_tts_cuda_graphs.fast.cublas import products_on
 from qwen3_tts_cuda_graphs.fast.rows import batch_sizes
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
@@ -32,6 +34,10 @@ log = logging.getLogger("qwen3_tts_cuda_graphs")
 CHUNK_SIZES = (32, 8, 4, 2, 1)
 BATCH_CHUNK_SIZES = CHUNK_SIZES[1:]  # of several utterances
 MAX_BATCH = 64  # utterances that are decoded together; more take much memory and are not faster
+
+# Full chunks of many rows are decoded while the next frames run, which need multiprocessors, too.
+MANY_ROWS = 32
+SHARE_BESIDE_FRAMES = 0.5
 
 # cuDNN is faster with channels-last weights up to about this batch x length, and much slower beyond.
 MAX_CHANNELS_LAST_COLUMNS = 2048
@@ -99,7 +105,9 @@ class Codec:
             self.row_indices = self.indices[batch]
             self.step(size)
 
-        return pool.capture(step)
+        is_beside_frames = self.stream and batch >= MANY_ROWS and size == max(BATCH_CHUNK_SIZES)
+        with products_on(SHARE_BESIDE_FRAMES, self.device) if is_beside_frames else contextlib.nullcontext():
+            return pool.capture(step)
 
     def keep_input(self, module: nn.Module, row_count: int, dtype: torch.dtype) -> None:
         """Give a causal convolution a static tensor for the end of its input."""

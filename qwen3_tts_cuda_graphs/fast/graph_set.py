@@ -20,6 +20,7 @@ from qwen3_tts_cuda_graphs.fast.self_test import run_test, why_rows_wrong
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 MEGAKERNEL_ROWS = (1, 2, 4, 8, 16)
+FRAME_PRIORITY = -1  # before the codec, which is 0
 
 
 class GraphSet:
@@ -28,6 +29,8 @@ class GraphSet:
         self.talker = talker
         self.rows = rows
         self.pool = GraphPool(talker.device)
+        if talker.device.type == "cuda":
+            self.pool.stream = torch.cuda.Stream(talker.device, FRAME_PRIORITY)
         self.sizes = batch_sizes(row_count)
         self.by_size: dict[int, PlainGraphs] = {}
         uses_megakernel, self.path = choose_path(talker, fused)  # what makes a frame of one row, in words
