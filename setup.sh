@@ -126,10 +126,10 @@ $uninstall scikit-learn
 first_import="import qwen3_tts_cuda_graphs.common.loading"
 $venv/bin/python -c "$first_import" &
 import=$!
-for section in ${sections#base}; do
-  step "installing what the section $section of requirements.txt names (a minute, the first time)"
-  $install $(packages_of $section)
-done
+if [ "$sections" != base ]; then
+  step "installing what requirements.txt has for:${sections#base} (a minute, the first time)"
+  $install $(for section in ${sections#base}; do packages_of $section; done | sort -u)
+fi
 # What the tests compare with, in a folder that only they look into: the interface of faster-qwen3-tts, and the handler
 # of speech-to-speech, which wants transformers 5.
 if [[ $sections == *test* ]]; then

@@ -39,6 +39,15 @@ def pytest_unconfigure(config):
         del os.environ[SHARED_FOLDER]
 
 
+def pytest_sessionstart(session):
+    """Each worker imports what a command imports. tests/test_promises.py imports all of it."""
+    if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None):
+        from qwen3_tts_cuda_graphs.common.skipped_imports import skipping_unused
+
+        with skipping_unused():
+            import qwen3_tts_cuda_graphs.upstream  # noqa: F401
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """A file's tests run on one worker: its servers, kernels and Chromium are made once. Those of large models run on a
