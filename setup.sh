@@ -127,7 +127,7 @@ first_import="import qwen3_tts_cuda_graphs.common.loading"
 $venv/bin/python -c "$first_import" &
 import=$!
 if [ "$sections" != base ]; then
-  step "installing what requirements.txt has for:${sections#base} (a minute, the first time)"
+  step "installing what the sections${sections#base} of requirements.txt name (a minute, the first time)"
   $install $(for section in ${sections#base}; do packages_of $section; done | sort -u)
 fi
 # What the tests compare with, in a folder that only they look into: the interface of faster-qwen3-tts, and the handler

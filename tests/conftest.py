@@ -40,7 +40,7 @@ def pytest_unconfigure(config):
 
 
 def pytest_sessionstart(session):
-    """Each worker imports what a command imports. tests/test_promises.py imports all of it."""
+    """Each worker imports what a command imports. tests/test_promises.py imports the rest, too, in other processes."""
     if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None):
         from qwen3_tts_cuda_graphs.common.skipped_imports import skipping_unused
 
@@ -144,7 +144,7 @@ def recording_at_another_rate():
 
 @pytest.fixture(scope="session")
 def recording(recording_at_another_rate):
-    """The same at the models' own rate: librosa, which upstream resamples with, first compiles for half a minute."""
+    """The same at the models' own rate."""
     from qwen3_tts_cuda_graphs.common.samples import resample
 
     return resample(*recording_at_another_rate, 24000), 24000

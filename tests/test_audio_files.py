@@ -305,7 +305,7 @@ def test_bytes_to_a_file_and_to_stdout(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["speaker.pt"]
 
 
-@pytest.mark.slow  # librosa compiles for half a minute, in a new environment
+@pytest.mark.slow  # librosa may compile for half a minute
 @pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100, 48000, 24000])
 def test_recordings_are_resampled_as_upstream_does(rate):
     import librosa

@@ -16,6 +16,7 @@ from qwen3_tts_cuda_graphs.bench.random_checkpoint import (
     soften,
 )
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
+from qwen3_tts_cuda_graphs.fast import codec as codec_module
 from qwen3_tts_cuda_graphs.fast import cublas
 from qwen3_tts_cuda_graphs.fast.codec import Codec
 from qwen3_tts_cuda_graphs.speech import accelerate
@@ -140,7 +141,7 @@ def test_products_take_a_share_of_the_multiprocessors(library, monkeypatch):
     """Until the end, whatever happens; all of them, where cuBLAS cannot be told."""
     told = []
 
-    def load(name):
+    def load(name, mode):
         if name != library:
             raise OSError(f"{name}: no such file")
         return SimpleNamespace(cublasSetSmCountTarget=lambda handle, count: told.append((handle.value, count)))
@@ -154,3 +155,14 @@ def test_products_take_a_share_of_the_multiprocessors(library, monkeypatch):
     with pytest.raises(KeyboardInterrupt), cublas.products_on(0.5, torch.device("cuda")):
         raise KeyboardInterrupt
     assert told == ([(7, 66), (7, 0)] if library == "libcublas.so.13" else [])
+
+
+def test_who_leaves_multiprocessors_to_the_frames(codec, monkeypatch):
+    """Full chunks of many rows: all else is short, or somebody waits for it."""
+    asked = []
+    monkeypatch.setattr(codec_module, "products_on", lambda *_: asked.append(what) or contextlib.nullcontext())
+    monkeypatch.setattr(codec, "stream", "of a GPU")
+    monkeypatch.setattr(codec, "indices", None)
+    for what in itertools.product((1, 16, 32, 64), codec_module.CHUNK_SIZES):
+        codec.capture(*what, SimpleNamespace(capture=lambda step: None))
+    assert asked == [(32, 8), (64, 8)]

@@ -18,7 +18,7 @@ from qwen3_tts_cuda_graphs.serving.child_process import Spare, start_module, wit
 
 
 def run_python(program: str, *path: str, **variables: str) -> str:
-    """In a process of its own: this one has imported everything."""
+    """In a process of its own: this one has imported most of it already."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*path, str(ROOT)])} | variables
     command = [sys.executable, "-c", textwrap.dedent(program)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
@@ -110,41 +110,60 @@ IMPORTS = "s.recv(1)"
 
 @pytest.mark.skipif(os.name != "posix", reason="Windows has no such modes")
 @pytest.mark.parametrize(
-    "changes, kept",
+    "situation, kept",
     [
-        ({}, True),
-        ({"PYTHONDONTWRITEBYTECODE": ""}, False),  # Python keeps it beside the packages
-        ({"QWEN3_TTS_KERNEL_CACHE": "off"}, False),
-        ({"PYTHONPYCACHEPREFIX": "/nowhere"}, False),  # the user has a place
+        ("forbidden", True),
+        ("packages are read-only", True),
+        ("allowed", False),  # Python keeps it beside the packages
         ("compiled", False),
-        ("writable by others", False),
+        ("the user has a place", False),
+        ("off", False),
+        ("cache is read-only", False),
+        ("cache is open to others", False),
     ],
 )
-def test_what_python_compiles_is_kept(changes, kept, tmp_path):
-    """An image forbids it, and each process would compile torch again. A process that this one starts finds it."""
+def test_what_python_compiles_is_kept(situation, kept, tmp_path):
+    """An image forbids it, and each process would compile torch again. A worker finds it; nobody else may write it."""
     (tmp_path / "torch").mkdir()
     source = tmp_path / "torch" / "__init__.py"
     source.write_text("")
     cache = tmp_path / "cache"
     cache.mkdir(mode=0o700)
-    environment = {"PYTHONDONTWRITEBYTECODE": "1", "QWEN3_TTS_KERNEL_CACHE": str(cache)}
-    if changes == "compiled":
+    if situation == "compiled":
         py_compile.compile(str(source))
-    elif changes == "writable by others":
+    if situation == "cache is open to others":
         cache.chmod(0o777)
-    else:
-        environment |= changes
-    program = """
-        import os, subprocess, sys
-        from qwen3_tts_cuda_graphs.common.quick_start import bytecode_environment, keep_bytecode
+    program = f"""
+        import os, socket, subprocess, sys, types
 
-        keep_bytecode()
-        command = [sys.executable, "-c", "import torch; print(torch.__cached__)"]
-        subprocess.run(command, env=os.environ | bytecode_environment(), check=True)
+        situation = {situation!r}
+        read_only = {{"packages are read-only": "torch", "cache is read-only": "bytecode"}}.get(situation, "/")
+        os.access = lambda path, _: not str(path).endswith(read_only)  # root may write everywhere
+        os.umask(0)
+
+        from qwen3_tts_cuda_graphs.common.quick_start import heavy_imports
+        from qwen3_tts_cuda_graphs.serving import child_process
+
+        with heavy_imports("cpu"):
+            pass
+
+        def start(command, env, **_):
+            program = "import torch; print(torch.__cached__)"
+            subprocess.run([sys.executable, "-c", program], env=env, check=True)
+
+        child_process.subprocess = types.SimpleNamespace(Popen=start, DEVNULL=None)
+        child_process.start_module(socket.socket())
     """
-    path = Path(run_python(program, str(tmp_path), **environment).strip())
+    variables = {
+        "PYTHONDONTWRITEBYTECODE": "" if situation in ("allowed", "packages are read-only") else "1",
+        "PYTHONPYCACHEPREFIX": "/nowhere" * (situation == "the user has a place"),
+        "QWEN3_TTS_KERNEL_CACHE": "off" if situation == "off" else str(cache),
+    }
+    path = Path(run_python(program, str(tmp_path), **variables).strip())
     assert path.is_relative_to(cache) == kept
-    assert path.exists() == (kept or changes in ("compiled", {"PYTHONDONTWRITEBYTECODE": ""}))
+    assert path.exists() == (kept or situation in ("allowed", "compiled"))
+    if kept:
+        assert (cache / "bytecode").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_spare_is_taken_once(waiting):

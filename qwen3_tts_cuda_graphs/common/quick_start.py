@@ -64,13 +64,14 @@ def keep_bytecode() -> None:
     Processes that this one starts do the same if they get `bytecode_environment`.
     """
     torch = find_spec("torch")
-    if torch is None or sys.pycache_prefix or os.path.exists(cache_from_source(torch.origin)):
+    if torch is None or torch.origin is None or sys.pycache_prefix or os.path.exists(cache_from_source(torch.origin)):
         return
     if not sys.dont_write_bytecode and os.access(os.path.dirname(torch.origin), os.W_OK):
         return  # Python keeps it there
     with contextlib.suppress(OSError, RuntimeError):  # as with kernels, a cache that cannot be used is no error
-        if folder := open_folder():
-            sys.pycache_prefix = str(folder / "bytecode")
+        folder = open_folder("bytecode")
+        if folder and os.access(folder, os.W_OK):
+            sys.pycache_prefix = str(folder)
             sys.dont_write_bytecode = False
 
 

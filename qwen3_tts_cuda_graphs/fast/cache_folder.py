@@ -22,14 +22,16 @@ def choose_folder() -> Path | None:
     return (Path(parent) if os.path.isabs(parent) else Path.home() / ".cache") / "qwen3-tts-cuda-graphs" / "kernels"
 
 
-def open_folder() -> Path | None:
-    """The folder of the cache, created if it does not exist."""
+def open_folder(*inside: str) -> Path | None:
+    """The folder of the cache, or one inside of it, created if it does not exist."""
     folder = choose_folder()
-    if folder:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        check_owner(folder, folder.stat())
-    return folder
+    if folder is None:
+        return None
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for place in (folder, *map(folder.joinpath, inside)):
+        place.mkdir(mode=0o700, exist_ok=True)
+        check_owner(place, place.stat())
+    return place
 
 
 def check_owner(path: Path, status: os.stat_result) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import logging
+import os
 import sys
 from collections.abc import Iterator
 
@@ -13,12 +14,13 @@ log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 @contextlib.contextmanager
 def products_on(share: float, device: torch.device) -> Iterator[None]:
-    """Products that this thread launches or captures inside take no more than this share of the multiprocessors."""
+    """cuBLAS plans products that this thread launches or captures inside for this share of the multiprocessors."""
     major = (torch.version.cuda or "").split(".")[0]
-    try:
-        cublas = ctypes.CDLL(f"cublas64_{major}.dll" if sys.platform == "win32" else f"libcublas.so.{major}")
+    name = f"cublas64_{major}.dll" if sys.platform == "win32" else f"libcublas.so.{major}"
+    try:  # only the one that torch has loaded: the handle is of that
+        cublas = ctypes.CDLL(name, mode=ctypes.DEFAULT_MODE | getattr(os, "RTLD_NOLOAD", 0))
         set_target = cublas.cublasSetSmCountTarget
-    except (OSError, AttributeError) as error:  # torch has loaded it, if it is a file of its own
+    except (OSError, AttributeError) as error:
         log.info("products take all multiprocessors: %s", error)
         yield
         return

@@ -45,9 +45,11 @@ class ClonedVoices:
         if self.folder:
             self.refreshing = asyncio.create_task(self.keep_refreshing())
 
-    def close(self) -> None:
+    def stop_refreshing(self) -> None:
         if self.refreshing:
             self.refreshing.cancel()
+
+    def close(self) -> None:
         self.decoders.close()
         self.disk_threads.shutdown(wait=False, cancel_futures=True)
 

@@ -32,6 +32,8 @@ def named_models(models: Iterable[str]) -> dict[str, str]:
     upstream's finetuning calls all of them the same.
     """
     models = [model_names.split_name(model) for model in models]
+    if not models:
+        raise ValueError("there is no model: give one")
     names = [name or model_names.display_name(model) for name, model in models]
     for depth in range(2, MAX_PARTS):
         doubled = {name for name in names if names.count(name) > 1}

@@ -10,6 +10,7 @@ A speech request is read, checked against the model, and answered by a SpeechRes
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 
 import anyio
 import prometheus_client
@@ -40,7 +41,7 @@ from qwen3_tts_cuda_graphs.serving.signed_addresses import AddressRequest, read_
 from qwen3_tts_cuda_graphs.serving.speech_response import MAX_WRITE, SpeechResponse
 from qwen3_tts_cuda_graphs.serving.websocket import Session
 
-MAX_REGISTRATIONS = 16  # voices that are being made or wait for a thread, each with its recording
+MAX_REGISTRATIONS = 16  # voices that are being made or wait for that, each with its recording
 MAX_CONVERSIONS = 4  # at the same time
 
 
@@ -102,7 +103,7 @@ class Handlers:
         self.service = service
         self.settings = service.settings
         self.registering = asyncio.Semaphore(MAX_REGISTRATIONS)
-        self.converting = asyncio.Semaphore(MAX_CONVERSIONS)
+        self.converters = ThreadPoolExecutor(MAX_CONVERSIONS, "convert")
 
     async def read_speech_request(self, kind: type[SpeechRequest], content: dict) -> tuple[SpeechRequest, list[Part]]:
         """Parse and check it, and read its text as a script."""
@@ -154,8 +155,7 @@ class Handlers:
         check_encoding(options)
         with time_limit(request, self.settings):
             wav = await request.body()
-        async with self.converting:
-            data = await asyncio.to_thread(convert, wav, options)
+        data = await asyncio.get_running_loop().run_in_executor(self.converters, convert, wav, options)
         request.scope["memory"].add(len(data))
         length = {"content-length": str(len(data))}
         return StreamingResponse(stream_slices(data), headers=length, media_type=CONTENT_TYPES[options.response_format])

@@ -90,10 +90,11 @@ class Service:
         self.cloned_voices.start()
 
     async def close(self) -> None:
-        self.cloned_voices.close()
+        self.cloned_voices.stop_refreshing()
         await asyncio.gather(*(model.engine.close() for model in self.models))
         if self.spare:
             self.spare.close()
+        self.cloned_voices.close()
         self.encoders.close()
 
     @property
@@ -124,7 +125,8 @@ class Service:
 
     async def refresh_if_unknown(self, *voices: str | None) -> None:
         """Read the folder of voices again if one of these is not known. A request for a known one does not wait for a
-        disk and a thread, which takes milliseconds on a busy event loop: `keep_refreshing` finds what has changed."""
+        disk and a thread, which takes milliseconds on a busy event loop: a task of `cloned_voices` finds what has
+        changed."""
         if not all(map(self.models_with_voice, voices)):
             await self.cloned_voices.refresh()
 
