@@ -190,16 +190,18 @@ class Service:
         self.model_for(options).check(options)
 
     async def read_parts(self, speech_request: SpeechRequest) -> list[Part]:
-        """The text of a request as a script. Tags and voices are checked, before any work starts."""
+        """The text of a request, which has been checked, as a script. Checks the tags, voices and styles in it."""
         text = speech_request.input
         self.check_field("input", text)
         if not text.strip():
             raise ApiError("the text is empty: give something to say", param="input", code="invalid_value")
         with mistakes_in("input"):
             parts = read_script(text, speech_request.script, speech_request.notation)
-        await self.refresh_if_unknown(*{part.voice for part in parts})
+        await self.refresh_if_unknown(*{part.voice for part in parts if part.voice is not None})
         for part in {voice_and_style(part): part for part in reversed(parts)}.values():  # the first line of each
-            self.check_part(speech_request.for_part(part), part)
+            options = speech_request.for_part(part)
+            if options is not speech_request:
+                self.check_part(options, part)
         return parts
 
     def check_part(self, options: SpeechOptions, part: Part) -> None:
