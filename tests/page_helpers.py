@@ -17,6 +17,7 @@ ARGUMENTS = [
     "--no-sandbox",  # CI is root in a container, and the only page is ours
     "--use-fake-device-for-media-stream",  # a microphone that beeps
     "--use-fake-ui-for-media-stream",
+    "--disable-audio-output",  # with a device the clock has stopped on a busy machine
 ]
 SECONDS = 60  # that any wait may take
 

@@ -45,9 +45,10 @@ class ClonedVoices:
         if self.folder:
             self.refreshing = asyncio.create_task(self.keep_refreshing())
 
-    def stop_refreshing(self) -> None:
+    async def stop_refreshing(self) -> None:
         if self.refreshing:
             self.refreshing.cancel()
+            await asyncio.wait([self.refreshing])
 
     def close(self) -> None:
         self.decoders.close()

@@ -90,7 +90,7 @@ class Service:
         self.cloned_voices.start()
 
     async def close(self) -> None:
-        self.cloned_voices.stop_refreshing()
+        await self.cloned_voices.stop_refreshing()
         await asyncio.gather(*(model.engine.close() for model in self.models))
         if self.spare:
             self.spare.close()
