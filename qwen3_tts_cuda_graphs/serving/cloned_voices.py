@@ -16,7 +16,7 @@ import numpy as np
 
 from qwen3_tts_cuda_graphs.common.samples import Chunk
 from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess
-from qwen3_tts_cuda_graphs.serving.errors import ApiError, mistakes_in
+from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.recordings import Decoders, decode_base64
 from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
 from qwen3_tts_cuda_graphs.serving.settings import Settings
@@ -71,12 +71,14 @@ class ClonedVoices:
 
     # ---- Registered voices
 
+    async def check_new(self, name: str) -> None:
+        """Raises ValueError if no voice of this name can be registered."""
+        await self.on_disk(self.folder.check_new, name)
+
     async def register(
         self, connection: WorkerConnection, name: str, data: bytes, ref_text: str | None
     ) -> RegisteredVoice:
-        """Make a voice from a recording and keep it."""
-        with mistakes_in("name"):
-            await self.on_disk(self.folder.check_new, name)
+        """Make a voice from a recording and keep it. `check_new` its name before."""
         async with self.slots:
             decoded = await self.decoders.decode(data, self.settings, "audio_sample")
             recording = await asyncio.to_thread(as_stored, decoded)

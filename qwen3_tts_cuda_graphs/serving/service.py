@@ -59,11 +59,11 @@ class Service:
         engines = {}
         for id, source in named.items():
             check_number(model_config.read_config(source), "max_seq_len", self.settings.max_seq_len)
-            if own_speakers.get(source):
+            files = own_speakers.get(source, {})
+            if files:
                 model_config.base_config(source)  # no other takes them
             spec = dict(model=source, device=device, dtype=dtype, max_seq_len=self.settings.max_seq_len)
-            files = own_speakers.get(source, {}).items()
-            spec["speakers"] = {name: base64.b64encode(content).decode() for name, content in files}
+            spec["speakers"] = {name: base64.b64encode(content).decode() for name, content in files.items()}
             engines[id] = EngineProcess(spec, self.settings.max_streams, spawn, spare)
         self.cloned_voices = ClonedVoices(self.settings, engines.values(), has_folder=bool(cloning))
         self.models = [
@@ -147,6 +147,7 @@ class Service:
             name = check_name(name)
             if any(name in other.own_voices for other in self.models):
                 raise ValueError(f"there is a voice {name} already: choose another name")
+            await self.cloned_voices.check_new(name)
         self.check_field("ref_text", ref_text)
         return describe_voice(await self.cloned_voices.register(connection, name, data, ref_text))
 
