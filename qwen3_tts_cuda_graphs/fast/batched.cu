@@ -39,24 +39,18 @@
 // of 128 dimensions is 16 vectors, for the 16 lanes of a half-warp.
 
 #include "kernels.h"
+#include "attention.h"
 #include "layer_kernels.h"
 #include "sampler.h"
 
 
 // ---- Sizes
 
-constexpr int HEAD_VECTORS = 16;                      // and lanes of a half-warp
-constexpr int QKV_HEADS = HEADS + 2 * KV_HEADS;       // of q, k and v
-constexpr int GROUP = HEADS / KV_HEADS;               // query heads that share a KV head
 constexpr int WARPS = THREADS / 32;                   // of a block
-constexpr int WARP_POSITIONS = 16;                    // that a warp attends to at a time
 constexpr int ATTENTION_BLOCKS = 4;                   // on a multiprocessor: as many as registers for all loads allow
 constexpr int SAMPLER_WARPS = SAMPLER_THREADS / 32;
 constexpr int SCORES_PER_THREAD = VOCAB / SAMPLER_THREADS;
 
-static_assert(HEAD_DIM == 8 * HEAD_VECTORS, "unsupported sizes: HEAD_DIM must be 128");
-static_assert(HEADS % KV_HEADS == 0, "unsupported sizes: HEADS must be a multiple of KV_HEADS");
-static_assert(GROUP <= 4, "unsupported sizes: HEADS must be at most 4 * KV_HEADS");         // registers
 static_assert(QKV_HEADS % (THREADS / 16) == 0, "unsupported sizes: heads of q, k and v must be a multiple of 8");
 static_assert(VOCAB % SAMPLER_THREADS == 0, "unsupported sizes: VOCAB must be a multiple of 256");
 static_assert(VOCAB <= 1 << TOKEN_BITS, "unsupported sizes: VOCAB must be at most 4096");
@@ -152,8 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) qk_norm_rope_store(QkNormR
 
 // ---- Attention
 
-// What a warp has computed of its positions, for each query head of the group: the sum of values times weights,
-// the highest score, the sum of weights. A weight is exp(score - best).
+// What each warp has computed of its positions, for each query head of the group.
 struct alignas(16) AttentionShared {
     float sum[WARPS][GROUP][HEAD_DIM];
     float best[WARPS][GROUP];
@@ -163,18 +156,18 @@ struct alignas(16) AttentionShared {
 
 // Merges the warps of a block in shared memory, and the blocks of a token and KV head, one for each split, in
 // global memory: the block that finishes last does that.
-__device__ void merge_warps(const Attention &arguments, const Eight (&sum)[GROUP], const float (&best)[GROUP],
-                            const float (&weight)[GROUP], u64 first_head, int split, int splits_in_use) {
+__device__ void merge_warps(const Attention &arguments, const WarpAttention &attended, u64 first_head, int split,
+                            int splits_in_use) {
     AttentionShared &merge = static_shared<AttentionShared>();
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int g = 0; g < GROUP; ++g) {
         if (lane < 16) {
-            *(Eight *)&merge.sum[warp_index()][g][8 * lane] = sum[g];
+            *(Eight *)&merge.sum[warp_index()][g][8 * lane] = attended.sum[g];
         }
         if (lane == 0) {
-            merge.best[warp_index()][g] = best[g];
-            merge.weight[warp_index()][g] = weight[g];
+            merge.best[warp_index()][g] = attended.best[g];
+            merge.weight[warp_index()][g] = attended.weight[g];
         }
     }
     __syncthreads();
@@ -235,17 +228,8 @@ __device__ void merge_warps(const Attention &arguments, const Eight (&sum)[GROUP
 //
 // So the grid does not depend on the lengths, but the work of a block does. Blocks (i, split) of higher splits come
 // last: if they exit, they do so beside others that work. A KV head with its GROUP query heads is shared by all warps
-// of a block. For short caches one warp has it, and there is one split. A warp takes 16 positions at a time.
-//
-// Scores: a tensor core multiplies 16 keys by the queries, 16 dimensions at a time. Of a row of keys lane 4 r + q has 8
-// dimensions in a row, as it loads them; in which order dimensions are summed does not matter.
-//
-//     lane 4 r + q has     keys of the positions r and r + 8, dimensions 32 c + 8 q .. + 7, c = 0 .. 3
-//                          query head r, the same dimensions; 0 from r = GROUP on
-//                          scores of the positions r and r + 8, query heads 2 q and 2 q + 1
-//
-// Values: half-warp h has the positions 2 i + h, lane l of 16 the dimensions 8 l .. 8 l + 7. Weights come from the lanes
-// that have the scores. Softmax is online. The last split begins with the token's own position.
+// of a block. For short caches one warp has it, and there is one split. The last split begins with the
+// token's own position.
 template <int SHARING_WARPS>
 __device__ void attend(const Attention &arguments) {
     constexpr int LOOP_POSITIONS = SHARING_WARPS * WARP_POSITIONS;
@@ -256,10 +240,6 @@ __device__ void attend(const Attention &arguments) {
     const int kv_head = blockIdx.x % BLOCKS * HEADS_OF_BLOCK + warp_index() / SHARING_WARPS;
     const int split = blockIdx.y;
     const int warp = warp_index() % SHARING_WARPS;
-    const int half_warp = threadIdx.x / 16 % 2;
-    const int lane = threadIdx.x % 16;
-    const int r = lane_index() / 4;
-    const int q = lane_index() % 4;
     if (kv_head >= KV_HEADS) {
         return;
     }
@@ -282,180 +262,29 @@ __device__ void attend(const Attention &arguments) {
     }
     first += warp * WARP_POSITIONS;
 
-    // Issue all loads before using any of them. Past the end the last position is loaded again, with weight 0.
     const u64 row = input.row_indices[token];
-    const u64 head_in_cache = (row * KV_HEADS + kv_head) * input.cache_length * HEAD_VECTORS;
-    uint4 *keys = input.keys + head_in_cache;
-    uint4 *values = input.values + head_in_cache;
-    const auto load_keys = [&](uint4 (&vectors)[2][HEAD_VECTORS / 4], int next) {
-        if (next < end) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const uint4 *key = keys + min(next + 8 * i + r, end - 1) * HEAD_VECTORS + q;
-#pragma unroll
-                for (int c = 0; c < HEAD_VECTORS / 4; ++c) {
-                    vectors[i][c] = key[4 * c];
-                }
-            }
-        }
-    };
-    const auto load_values = [&](uint4 (&vectors)[WARP_POSITIONS / 2], int next) {
-        if (next < end) {
-#pragma unroll
-            for (int i = 0; i < WARP_POSITIONS / 2; ++i) {
-                vectors[i] = values[min(next + 2 * i + half_warp, end - 1) * HEAD_VECTORS + lane];
-            }
-        }
-    };
-    uint4 k[2][HEAD_VECTORS / 4];
-    uint4 v[WARP_POSITIONS / 2];
-    load_keys(k, first);
-    load_values(v, first);
-
+    const u64 in_cache = (row * KV_HEADS + kv_head) * input.cache_length * HEAD_VECTORS;
+    const u64 at_position = (u64)own_position * HEAD_VECTORS;
+    const HeadOfToken head = {
+        kv_head, own_position, input.keys + in_cache, input.values + in_cache, input.q_norm, input.k_norm,
+        input.cos + at_position, input.sin + at_position, arguments.is_stored != 0};
     const u64 first_head = (u64)token * HEADS + kv_head * GROUP;            // of all tokens
+    const int lane = threadIdx.x % 16;
     const uint4 *of_token = input.qkv + (u64)token * QKV_HEADS * HEAD_VECTORS + lane;
-    uint4 own_query[GROUP];
-    uint4 own_key;
-    uint4 own_value;
+    const bool has_own = split == splits_in_use - 1 && warp == 0;
+    const auto load_own = [&](uint4 (&own)[OWN_HEADS]) {
 #pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
-        own_query[g] = of_token[(kv_head * GROUP + g) * HEAD_VECTORS];
-    }
-    if (arguments.is_stored) {
-        own_key = keys[own_position * HEAD_VECTORS + lane];
-        own_value = values[own_position * HEAD_VECTORS + lane];
-    } else {
-        const uint4 cos = input.cos[own_position * HEAD_VECTORS + lane];
-        const uint4 sin = input.sin[own_position * HEAD_VECTORS + lane];
-        own_key = of_token[(HEADS + kv_head) * HEAD_VECTORS];
-        own_value = of_token[(HEADS + KV_HEADS + kv_head) * HEAD_VECTORS];
-        own_key = norm_and_rope<16>(own_key, input.k_norm[lane], cos, sin, EPSILON);
-#pragma unroll
-        for (int g = 0; g < GROUP; ++g) {
-            own_query[g] = norm_and_rope<16>(own_query[g], input.q_norm[lane], cos, sin, EPSILON);
+        for (int i = 0; i < OWN_HEADS; ++i) {
+            own[i] = of_token[own_head(kv_head, i) * HEAD_VECTORS];
         }
-    }
-
-    // `best` and `weight` are those of the heads 2 q and 2 q + 1, the latter of this lane's positions.
-    const bool has_own_position = split == splits_in_use - 1 && warp == 0;
-    uint4 query[HEAD_VECTORS / 4] = {};
-    Eight sum[GROUP] = {};
-    float best[2] = {LOWEST_SCORE, LOWEST_SCORE};
-    float weight[2] = {};
-#pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
-        const float product = warp_sum<16>(dot(unpack(own_query[g]), unpack(own_key)));
-        if (has_own_position && q == g / 2) {
-            best[g % 2] = product * rsqrtf(HEAD_DIM);
-            weight[g % 2] = r == 0;
-        }
-        if (has_own_position && half_warp == 0) {
-            sum[g] = unpack(own_value);
-        }
-#pragma unroll
-        for (int c = 0; c < HEAD_VECTORS / 4; ++c) {
-            const uint4 of_head = from_lane(own_query[g], 4 * c + q);
-            query[c] = r == g ? of_head : query[c];
-        }
-    }
-
-    if (has_own_position && half_warp == 0 && !arguments.is_stored) {
-        keys[own_position * HEAD_VECTORS + lane] = own_key;
-        values[own_position * HEAD_VECTORS + lane] = own_value;
-    }
-
-    for (int next = first; next < end; next += LOOP_POSITIONS) {
-        float low[4] = {};
-        float high[4] = {};
-#pragma unroll
-        for (int c = 0; c < HEAD_VECTORS / 4; ++c) {
-            mma_m16n8k16(low, k[0][c].x, k[1][c].x, k[0][c].y, k[1][c].y, query[c].x, query[c].y);
-            mma_m16n8k16(high, k[0][c].z, k[1][c].z, k[0][c].w, k[1][c].w, query[c].z, query[c].w);
-        }
-        load_keys(k, next + LOOP_POSITIONS);
-
-        float score[2][2];                            // of the positions r and r + 8
-        float rescale[2];
-        float new_weight[2][2];
-#pragma unroll
-        for (int head = 0; head < 2; ++head) {
-            float new_best = best[head];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float product = low[2 * i + head] + high[2 * i + head];
-                score[i][head] = next + 8 * i + r < end ? product * rsqrtf(HEAD_DIM) : LOWEST_SCORE;
-                new_best = fmaxf(new_best, score[i][head]);
-            }
-#pragma unroll
-            for (int distance = 4; distance < 32; distance *= 2) {
-                new_best = fmaxf(new_best, __shfl_xor_sync(~0u, new_best, distance));
-            }
-            rescale[head] = expf(best[head] - new_best);
-            best[head] = new_best;
-            weight[head] *= rescale[head];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                new_weight[i][head] = expf(score[i][head] - new_best);       // 0 past the end
-                weight[head] += new_weight[i][head];
-            }
-        }
-#pragma unroll
-        for (int g = 0; g < GROUP; ++g) {
-            const float of_head = __shfl_sync(~0u, rescale[g % 2], g / 2);
-#pragma unroll
-            for (float &value : sum[g].v) {
-                value *= of_head;
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < WARP_POSITIONS / 2; ++i) {
-            const Eight value = unpack(v[i]);
-            const int row_of_scores = (2 * i + half_warp) % 8;
-#pragma unroll
-            for (int g = 0; g < GROUP; ++g) {
-                const float of_value = __shfl_sync(~0u, new_weight[i / 4][g % 2], 4 * row_of_scores + g / 2);
-#pragma unroll
-                for (int d = 0; d < 8; ++d) {
-                    sum[g].v[d] += of_value * value.v[d];
-                }
-            }
-        }
-        load_values(v, next + LOOP_POSITIONS);
-    }
-
-    // All lanes get the results of all heads.
-    float best_of_head[GROUP];
-    float weight_of_head[GROUP];
-#pragma unroll
-    for (int head = 0; head < 2; ++head) {
-#pragma unroll
-        for (int distance = 4; distance < 32; distance *= 2) {
-            best[head] = fmaxf(best[head], __shfl_xor_sync(~0u, best[head], distance));
-            weight[head] += __shfl_xor_sync(~0u, weight[head], distance);
-        }
-    }
-#pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
-        best_of_head[g] = __shfl_sync(~0u, best[g % 2], g / 2);
-        weight_of_head[g] = __shfl_sync(~0u, weight[g % 2], g / 2);
-#pragma unroll
-        for (float &value : sum[g].v) {
-            value += __shfl_xor_sync(~0u, value, 16);
-        }
-    }
+    };
+    WarpAttention attended = attend_positions(head, first, end, LOOP_POSITIONS, has_own, load_own);
     if constexpr (SHARING_WARPS > 1) {
-        merge_warps(arguments, sum, best_of_head, weight_of_head, first_head, split, splits_in_use);
+        merge_warps(arguments, attended, first_head, split, splits_in_use);
     } else {
-#pragma unroll
-        for (int g = 0; g < GROUP; ++g) {
-#pragma unroll
-            for (float &value : sum[g].v) {
-                value /= weight_of_head[g];
-            }
-            if (half_warp == g % 2) {
-                *(uint4 *)&arguments.output[(first_head + g) * HEAD_DIM + 8 * lane] = pack(sum[g]);
-            }
-        }
+        finish_attention(attended, [&](int g, uint4 vector) {
+            *(uint4 *)&arguments.output[(first_head + g) * HEAD_DIM + 8 * lane] = vector;
+        });
     }
 }
 

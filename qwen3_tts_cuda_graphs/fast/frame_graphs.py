@@ -4,7 +4,8 @@ They are what FrameGraphs of generate.py has, over rows that are given. Three wa
 one that runs everywhere to the fastest:
 
     PlainGraphs       upstream's model, with the layers of layers.py, in any dtype, on a CPU too
-    KernelGraphs      the kernels of batched.cu around the matrix products; bfloat16
+    KernelGraphs      the kernels of batched.cu around the matrix products, or, for 32 and 64 rows, a launch of
+                      cluster_stack.cu for all layers; bfloat16
     MegakernelGraphs  two launches of megakernel.cu; bfloat16, 1, 2, 4, 8 or 16 rows
 
 Rows that must wait (`advance` is False) are computed with the others and keep their state. Their next frame
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import GraphPool, TalkerGraph
 from qwen3_tts_cuda_graphs.fast.batched import SOURCE, BatchedStack
+from qwen3_tts_cuda_graphs.fast.cluster_stack import make_stack
 from qwen3_tts_cuda_graphs.fast.megakernel import PredictorStep, TalkerStep
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 
@@ -27,7 +29,7 @@ class PlainGraphs:
         self.device = talker.device
         self.predictor = PredictorGraph(talker, rows, rows.code_keys, rows.code_values)
         self.talker = TalkerGraph(talker, rows, rows.keys, rows.values)
-        self.launches = ()  # steps that are launches of the megakernel, which may stop
+        self.may_stop = ()  # launches whose thread blocks wait for each other, each with `why_failed`
 
     def capture(self, pool: GraphPool) -> "PlainGraphs":
         self.predict = pool.capture(self.predict)
@@ -50,25 +52,39 @@ class PlainGraphs:
 
 
 class KernelGraphs(PlainGraphs):
-    def __init__(self, talker, rows: SharedRows, like: PlainGraphs | None = None):
-        """like: graphs of the same model; the megakernel's have tables of projected embeddings"""
+    def __init__(self, talker, rows: SharedRows, like: PlainGraphs | None = None, may_stop: bool = True):
+        """
+        like: graphs of the same model; the megakernel's have tables of projected embeddings
+        may_stop: False after a kernel has stopped whose thread blocks wait for each other
+        """
         super().__init__(talker, rows)
-        self.inputs = like.launches[0].inputs if like and like.launches else None
+        self.inputs = like.launches[0].inputs if isinstance(like, MegakernelGraphs) else None
         count = len(rows.token)
-        self.talker_stack = BatchedStack(talker.model, rows.keys, rows.values, count)
-        self.predictor_stack = BatchedStack(self.predictor.model, rows.code_keys, rows.code_values, 2 * count)
+        of_talker = talker.model, rows.keys, rows.values
+        of_predictor = self.predictor.model, rows.code_keys, rows.code_values
+        stacks = [make_stack(*stack, count, may_stop) for stack in (of_talker, of_predictor)]
+        self.may_stop = tuple(filter(None, stacks))
+        self.talker_stack = stacks[0] or BatchedStack(*of_talker, count)
+        self.predictor_stack = stacks[1] or BatchedStack(*of_predictor, 2 * count)
+        self.has_first_pass = stacks[1] is None
         with self.device:
             self.row_indices = torch.arange(count)
             self.code_positions = torch.arange(talker.config.num_code_groups)[:, None].repeat(1, count)  # (16, B)
             self.first_indices = torch.arange(count).repeat(2)  # (2 B): positions 0 and 1 of each row
 
     def predict(self) -> None:
-        """Positions 0 and 1 of the predictor are one pass."""
+        """Positions 0 and 1 of the predictor are one pass, unless its stack is for as many tokens as there are rows."""
         rows, predictor, stack = self.rows, self.predictor, self.predictor_stack
         codes = [rows.token]
         embeds = [predictor.embed_token(rows.token)[:, 0]]  # (B, H) each
         first = predictor.project(torch.cat([rows.hidden[:, 0], embeds[0]]))  # (2 B, H')
-        hidden = stack.forward(first, self.code_positions[:2].flatten(), self.first_indices)[len(self.row_indices) :]
+        if self.has_first_pass:
+            hidden = stack.forward(first, self.code_positions[:2].flatten(), self.first_indices)[
+                len(self.row_indices) :
+            ]
+        else:
+            for tokens, positions in zip(first.chunk(2), self.code_positions):
+                hidden = stack.forward(tokens, positions)
         for i, (head, embed) in enumerate(zip(predictor.heads, predictor.embed_code)):
             if i > 0:
                 hidden = stack.forward(self.project(i, codes[-1][:, 0], embeds[-1]), self.code_positions[i + 1])
@@ -99,10 +115,12 @@ class MegakernelGraphs(PlainGraphs):
         super().__init__(talker, rows)
         self.predict = PredictorStep(self.predictor, like and like.launches[0])
         self.step = TalkerStep(talker, rows)
-        self.launches = self.predict, self.step
+        self.launches = self.may_stop = self.predict, self.step
 
 
-def graphs_without_megakernel(talker, rows: SharedRows, like: PlainGraphs | None = None) -> PlainGraphs:
-    """KernelGraphs where the kernels of batched.cu run, else PlainGraphs. `like` as in KernelGraphs."""
+def graphs_without_megakernel(
+    talker, rows: SharedRows, like: PlainGraphs | None = None, may_stop: bool = True
+) -> PlainGraphs:
+    """KernelGraphs where the kernels of batched.cu run, else PlainGraphs. `like` and `may_stop` as in KernelGraphs."""
     has_kernels = not SOURCE.why_not(talker.model, talker.code_predictor.model)
-    return KernelGraphs(talker, rows, like) if has_kernels else PlainGraphs(talker, rows)
+    return KernelGraphs(talker, rows, like, may_stop) if has_kernels else PlainGraphs(talker, rows)

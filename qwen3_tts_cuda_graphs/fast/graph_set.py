@@ -33,6 +33,7 @@ class GraphSet:
             self.pool.stream = torch.cuda.Stream(talker.device, FRAME_PRIORITY)
         self.sizes = batch_sizes(row_count)
         self.by_size: dict[int, PlainGraphs] = {}
+        self.has_stopped = False
         uses_megakernel, self.path = choose_path(talker, fused)  # what makes a frame of one row, in words
         if uses_megakernel:
             self.use_megakernel(fused)
@@ -46,7 +47,9 @@ class GraphSet:
         """Those of the smallest size with room for so many rows. After `why_stopped` they may be captured now."""
         size = next(size for size in self.sizes if size >= row_count)
         if size not in self.by_size:
-            graphs = graphs_without_megakernel(self.talker, self.rows[:size], like=self.by_size.get(1))
+            graphs = graphs_without_megakernel(
+                self.talker, self.rows[:size], like=self.by_size.get(1), may_stop=not self.has_stopped
+            )
             self.by_size[size] = graphs.capture(self.pool)
         return self.by_size[size]
 
@@ -84,13 +87,14 @@ class GraphSet:
                 self.by_size[size] = graphs
 
     def why_stopped(self) -> str:
-        """Why the megakernel gave up in a step that has ended; empty if it did not. If it did, all further frames run
-        on separate kernels."""
-        launches = [launch for graphs in self.by_size.values() for launch in graphs.launches]
-        reason = next(filter(None, (launch.why_failed() for launch in launches)), "")
-        if reason:
-            reason = f"the megakernel has stopped: {reason}"
-            log.warning("%s", reason)
-            self.path = describe(reason)
-            self.by_size = {size: graphs for size, graphs in self.by_size.items() if not graphs.launches}
-        return reason
+        """Why a kernel gave up whose thread blocks wait for each other, in a step that has ended; empty if none did.
+        If one did, all further frames run on kernels that do not wait."""
+        launches = [launch for graphs in self.by_size.values() for launch in graphs.may_stop]
+        reasons = [f"{launch.name} has stopped: {why}" for launch in launches if (why := launch.why_failed())]
+        if not reasons:
+            return ""
+        log.warning("%s", reasons[0])
+        self.has_stopped = True
+        self.path = describe(reasons[0])
+        self.by_size = {size: graphs for size, graphs in self.by_size.items() if not graphs.may_stop}
+        return reasons[0]

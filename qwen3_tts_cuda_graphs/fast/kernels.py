@@ -37,12 +37,14 @@ class CudaSource:
         needs_of: Callable[[Any], Mapping[str, bool]],
         structs_of: Callable[[Any], Mapping[str, Iterable[str]]],
         checks_of: Callable[[Any], str] = lambda sizes: "",
+        architecture_suffix: str = "",
     ):
         """
         sizes_of: subject -> the constants that the file is compiled with, there in capitals
         needs_of: subject -> what it takes besides the GPU, in words, and whether it is there
         structs_of: sizes -> the fields of the file's structs, which the compiler checks
         checks_of: sizes -> more for the compiler to check
+        architecture_suffix: "a" for instructions of one compute capability only
         """
         self.file = file
         self.kernels = tuple(kernels)
@@ -50,6 +52,7 @@ class CudaSource:
         self.needs_of = needs_of
         self.structs_of = structs_of
         self.checks_of = checks_of
+        self.architecture_suffix = architecture_suffix
 
     def complete(self, sizes: Any, text: str | None = None) -> str:
         """The sizes as definitions, the file, or `text` in its place, and the checks."""
@@ -62,7 +65,11 @@ class CudaSource:
 
     def load(self, sizes: Any, device: torch.device, text: str | None = None) -> nvrtc.Kernels:
         """OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the compiler or the driver refuses it."""
-        return load(self.complete(sizes, text), self.kernels, device, getattr(sizes, "shared_bytes", 0))
+        architecture = self.architecture_of(device)
+        return load(self.complete(sizes, text), self.kernels, device, getattr(sizes, "shared_bytes", 0), architecture)
+
+    def architecture_of(self, device: torch.device) -> str:
+        return nvrtc.architecture_of(device) + self.architecture_suffix
 
     def compile(self, subject: Any) -> tuple[Any, nvrtc.Kernels]:
         """The sizes, and the kernels compiled with them; the errors of `load`."""
@@ -74,7 +81,7 @@ class CudaSource:
         if not self.why_unsupported(*subjects):
             for subject in subjects:
                 source = self.complete(self.sizes_of(subject))
-                kernel_cache.compile_ahead(source, nvrtc.architecture_of(subject.device))
+                kernel_cache.compile_ahead(source, self.architecture_of(subject.device))
 
     def why_not(self, *subjects: Any) -> str:
         """What keeps the kernels from running these, in words; empty if nothing does: then they are compiled."""

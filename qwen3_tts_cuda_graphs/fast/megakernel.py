@@ -239,6 +239,8 @@ class FusedStep:
     PREDICTOR_ARGUMENTS by name.
     """
 
+    name = "the megakernel"
+
     def __init__(
         self,
         compiled: tuple[Sizes, nvrtc.Kernels],

@@ -281,7 +281,7 @@ class Runner:
             utterance.launched += 1
         if without_sound := [utterance for utterance in utterances if utterance.decoded == 0]:
             self.decode_chunks(without_sound, hand_over)  # the first sound: its codes are complete
-            if graphs.launches and self.on_gpu:  # the megakernel would take all multiprocessors from the codec
+            if graphs.may_stop and self.on_gpu:  # such a launch would take all multiprocessors from the codec
                 torch.cuda.current_stream(self.device).wait_stream(self.codec.stream)
         self.draw(self.rows.noise, [utterance for utterance in utterances if utterance.samples_token])
         graphs.step()
