@@ -70,12 +70,14 @@ def test_a_wait_that_is_never_over_ends_on_a_cpu(source, reason, tmp_path):
 class StoppingGraphs:
     """Takes the place of the graphs of a frame: it gives up in one and leaves NaN behind, as a megakernel may."""
 
+    name = "the megakernel"
+
     def __init__(self, graphs: PlainGraphs, stops_in: int) -> None:
         self.graphs = graphs
         self.rows = graphs.rows
         self.step = graphs.step
         self.stops_in = stops_in
-        self.launches = (self,)
+        self.may_stop = (self,)
         self.count = 0
         self.has_failed = False
         self.stops = threading.Event()
@@ -124,7 +126,7 @@ class Stopping:
         """The engine's next request and the next call outside are right, without the graphs that have stopped."""
         np.testing.assert_allclose(self.speak_in(engine), self.expected, rtol=0, atol=1e-5)
         np.testing.assert_allclose(self.speak_alone(), self.expected, rtol=0, atol=1e-5)
-        assert not any(graphs.launches for graphs in self.graphs.by_size.values())
+        assert not any(graphs.may_stop for graphs in self.graphs.by_size.values())
         assert self.tts.speech.path.startswith("separate kernels, no megakernel: the megakernel has stopped")
 
 
@@ -322,7 +324,7 @@ def test_rows_on_the_megakernel(size, width, checkpoint):
     prompt = speaker_prompt(torch.randn(width, generator=torch.Generator().manual_seed(0)))
     request = dict(text="Hello there.", language="English", voice_clone_prompt=prompt)
     with Engine(tts) as engine, ThreadPoolExecutor(4) as threads:
-        assert all(graphs.launches for graphs in tts.speech.runner.graphs.by_size.values())
+        assert all(graphs.may_stop for graphs in tts.speech.runner.graphs.by_size.values())
 
         def speak(number: int) -> np.ndarray:
             chunks = engine.stream(tts.generate_voice_clone, seed=number, max_new_tokens=40 + number, **request)

@@ -9,13 +9,16 @@ megakernel.py   all layers, heads and the sampling of one step in a single launc
 self_test.py    is the megakernel right, on this GPU and with these weights
 paths.py        whether the megakernel makes a model's frames, in words
 batched.py      the small kernels around the matrix products of many rows (batched.cu; batched_reference.py)
+cluster_stack.py
+                all layers of 32 or 64 rows in a single launch, on Hopper (cluster_stack.cu)
 codec.py        the codec's decoder as CUDA graphs that keep their state between chunks
 codec_decoder.py, codec_kernels.py
                 the layers of that decoder with few kernels (codec_kernels.cu; codec_kernels_reference.py)
 
 What the kernels share:
 
-kernels.h       small device functions, for all three .cu files
+kernels.h       small device functions, for all .cu files
+attention.h     attention by warps, for batched.cu and cluster_stack.cu
 sampler.h       the choice of a token, for megakernel.cu and batched.cu
 layer_kernels.py, layer_kernels.h
                 norms and silu, for batched.cu and codec_kernels.cu (layer_kernels_reference.py)

@@ -104,9 +104,9 @@ SOURCE = CudaSource(
 class ClusterStack(BatchedStack):
     name = "the kernel for 32 and 64 rows"
 
-    def __init__(self, model: Any, keys: Sequence[Tensor], values: Sequence[Tensor], count: int):
+    def __init__(self, model: Any, keys: Sequence[Tensor], values: Sequence[Tensor], rows: int, count: int):
         super().__init__(model, keys, values, count)
-        self.cluster_sizes, self.cluster_kernels = SOURCE.compile(Subject(model, count, self.cache_length))
+        self.cluster_sizes, self.cluster_kernels = SOURCE.compile(Subject(model, rows, self.cache_length))
         tiles = CLUSTERS * CLUSTER // 4
         maps = [
             tensor_map(*matrix)
@@ -163,7 +163,7 @@ class ClusterStack(BatchedStack):
         results = []
         for forward in (self.forward, super().forward):
             torch._foreach_copy_(cached, filled)
-            results.append([forward(embeds, positions), *(tensor[self.row_indices, :, positions] for tensor in cached)])
+            results.append([forward(embeds, positions), *(tensor[self.row_indices[:count], :, positions] for tensor in cached)])
             torch.cuda.synchronize(self.device)
             if reason := self.why_failed():
                 break
@@ -182,23 +182,24 @@ def difference_of(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
 
 
 def make_stack(
-    model: Any, keys: Sequence[Tensor], values: Sequence[Tensor], count: int, may_stop: bool
-) -> BatchedStack | None:
-    """A ClusterStack, tested, where it runs and `may_stop`, which it might; else None."""
-    subject = Subject(model, count, keys[0].shape[2])
-    if not may_stop or SOURCE.why_not(subject):
-        return None
-    try:
-        stack = ClusterStack(model, keys, values, count)
-        reason = stack.why_wrong()
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # not all blocks fit on this GPU at once, for instance
-        reason = one_line(error)
-    if reason:
+    model: Any, keys: Sequence[Tensor], values: Sequence[Tensor], rows: int, count: int, may_stop: bool
+) -> BatchedStack:
+    """For a token of each row, and passes of up to `count` tokens: a ClusterStack, tested, where it runs.
+
+    may_stop: whether it may be one whose thread blocks wait for each other
+    """
+    if may_stop and not SOURCE.why_not(Subject(model, rows, keys[0].shape[2])):
+        try:
+            stack = ClusterStack(model, keys, values, rows, count)
+            reason = stack.why_wrong()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # not all blocks fit on this GPU at once, for instance
+            reason = one_line(error)
+        if not reason:
+            return stack
         warn_once("%s is not used: %s", ClusterStack.name, reason)
-        return None
-    return stack
+    return BatchedStack(model, keys, values, count)
 
 
 def compile_ahead(talker: Any, row_counts: Sequence[int], cache_length: int) -> None:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import GraphPool, TalkerGraph
-from qwen3_tts_cuda_graphs.fast.batched import SOURCE, BatchedStack
-from qwen3_tts_cuda_graphs.fast.cluster_stack import make_stack
+from qwen3_tts_cuda_graphs.fast.batched import SOURCE
+from qwen3_tts_cuda_graphs.fast.cluster_stack import ClusterStack, make_stack
 from qwen3_tts_cuda_graphs.fast.megakernel import PredictorStep, TalkerStep
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 
@@ -60,31 +60,23 @@ class KernelGraphs(PlainGraphs):
         super().__init__(talker, rows)
         self.inputs = like.launches[0].inputs if isinstance(like, MegakernelGraphs) else None
         count = len(rows.token)
-        of_talker = talker.model, rows.keys, rows.values
-        of_predictor = self.predictor.model, rows.code_keys, rows.code_values
-        stacks = [make_stack(*stack, count, may_stop) for stack in (of_talker, of_predictor)]
-        self.may_stop = tuple(filter(None, stacks))
-        self.talker_stack = stacks[0] or BatchedStack(*of_talker, count)
-        self.predictor_stack = stacks[1] or BatchedStack(*of_predictor, 2 * count)
-        self.has_first_pass = stacks[1] is None
+        predictor = self.predictor.model
+        self.talker_stack = make_stack(talker.model, rows.keys, rows.values, count, count, may_stop)
+        self.predictor_stack = make_stack(predictor, rows.code_keys, rows.code_values, count, 2 * count, may_stop)
+        stacks = self.talker_stack, self.predictor_stack
+        self.may_stop = tuple(stack for stack in stacks if isinstance(stack, ClusterStack))
         with self.device:
             self.row_indices = torch.arange(count)
             self.code_positions = torch.arange(talker.config.num_code_groups)[:, None].repeat(1, count)  # (16, B)
             self.first_indices = torch.arange(count).repeat(2)  # (2 B): positions 0 and 1 of each row
 
     def predict(self) -> None:
-        """Positions 0 and 1 of the predictor are one pass, unless its stack is for as many tokens as there are rows."""
+        """Positions 0 and 1 of the predictor are one pass."""
         rows, predictor, stack = self.rows, self.predictor, self.predictor_stack
         codes = [rows.token]
         embeds = [predictor.embed_token(rows.token)[:, 0]]  # (B, H) each
         first = predictor.project(torch.cat([rows.hidden[:, 0], embeds[0]]))  # (2 B, H')
-        if self.has_first_pass:
-            hidden = stack.forward(first, self.code_positions[:2].flatten(), self.first_indices)[
-                len(self.row_indices) :
-            ]
-        else:
-            for tokens, positions in zip(first.chunk(2), self.code_positions):
-                hidden = stack.forward(tokens, positions)
+        hidden = stack.forward(first, self.code_positions[:2].flatten(), self.first_indices)[len(self.row_indices) :]
         for i, (head, embed) in enumerate(zip(predictor.heads, predictor.embed_code)):
             if i > 0:
                 hidden = stack.forward(self.project(i, codes[-1][:, 0], embeds[-1]), self.code_positions[i + 1])
