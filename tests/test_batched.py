@@ -519,7 +519,10 @@ FAULTS: dict[Callable, dict[str, tuple[str, str]]] = {
         "the own key not stored": ("= own_key;\n", "= token.keys[0];\n"),
         "the own key normalized as a query": ("norm_and_rope<16>(own_key, k_norm", "norm_and_rope<16>(own_key, q_norm"),
         "the own key for its value": ("(i - GROUP) * KV_HEADS", "0 * KV_HEADS"),
-        "RoPE of the position before": ("input.cos + at_position", "input.cos + max(0, own_position - 1) * HEAD_VECTORS"),
+        "RoPE of the position before": (
+            "input.cos + at_position",
+            "input.cos + max(0, own_position - 1) * 16",
+        ),
         "norm and RoPE once more": ("if (token.is_stored)", "if (false)"),
         "sums not rescaled": ("value *= of_head;", "value *= 1;"),
         "one half-warp for all positions": ("value += __shfl_xor_sync", "value += 0 * __shfl_xor_sync"),

@@ -25,7 +25,7 @@ from qwen3_tts_cuda_graphs.fast.frame_graphs import PlainGraphs
 from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.engine import Engine
-from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
+from qwen3_tts_cuda_graphs.speech.runner import KernelStopped
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 LIMIT = 60  # seconds that a wait of a test may take
@@ -144,7 +144,7 @@ def test_in_the_engine_the_requests_fail_and_the_next_ones_run(stopping, rows):
         with stopping.tts.speech.turns.take():  # so that they are admitted together
             streams = [engine.stream(stopping.method, seed=3, **stopping.request) for _ in range(rows)]
         for job in [threads.submit(joined, chunks) for chunks in streams]:
-            with pytest.raises(MegakernelStopped, match="waited for another one for 2 s: .* next request"):
+            with pytest.raises(KernelStopped, match="waited for another one for 2 s: .* next request"):
                 job.result(LIMIT)
         stopping.check_that_it_is_left(engine)
 
@@ -159,7 +159,7 @@ def test_a_stream_that_joins_in_that_moment_is_right(stopping):
         second = engine.stream(stopping.method, seed=3, **stopping.request)
         graphs.may_go_on.set()
         np.testing.assert_allclose(joined(second), stopping.expected, rtol=0, atol=1e-5)
-        with pytest.raises(MegakernelStopped):
+        with pytest.raises(KernelStopped):
             joined(first)
         stopping.check_that_it_is_left(engine)
 
@@ -168,14 +168,14 @@ def test_a_stream_that_joins_in_that_moment_is_right(stopping):
 def test_the_engine_does_not_use_what_stopped_outside(stopping):
     stopping.stop_in(1).may_go_on.set()
     with engine_of(stopping.tts, 2) as engine:
-        with pytest.raises(MegakernelStopped, match="waited for another one for 2 s: .* next request"):
+        with pytest.raises(KernelStopped, match="waited for another one for 2 s: .* next request"):
             stopping.speak_alone()
         stopping.check_that_it_is_left(engine)
 
 
 def test_the_command_line_says_so_in_one_line(capsys):
     with pytest.raises(SystemExit) as ended, cli_errors(), model_errors():
-        raise MegakernelStopped("the megakernel has stopped")
+        raise KernelStopped("the megakernel has stopped")
     assert ended.value.code == 2
     message = "the megakernel has stopped: the speech is lost, the next request runs on separate kernels"
     assert capsys.readouterr().err == f"error: {message}\n"
@@ -278,7 +278,7 @@ def test_the_request_fails_and_the_next_one_runs(checkpoint):
     assert tts.speech.path == "megakernel"
     voice = speaker_prompt(torch.load(folder / "speaker.pt", weights_only=True))
     request = dict(text="Hello!", language="English", voice_clone_prompt=voice, max_new_tokens=60)
-    with pytest.raises(MegakernelStopped, match="waited for another one"):
+    with pytest.raises(KernelStopped, match="waited for another one"):
         tts.generate_voice_clone(**request)
     (audio,), _ = tts.generate_voice_clone(**request)
     assert len(audio) > 0

@@ -17,7 +17,7 @@ from qwen3_tts_cuda_graphs.common.hub import local_folder
 from qwen3_tts_cuda_graphs.common.model_config import read_config
 from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import use_qwens_pre_tokens
 from qwen3_tts_cuda_graphs.speech import accelerate
-from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
+from qwen3_tts_cuda_graphs.speech.runner import KernelStopped
 from qwen3_tts_cuda_graphs.upstream import Qwen3TTSModel
 
 # Where NVIDIA's driver says that it is there; the second is Jetson's.
@@ -76,5 +76,5 @@ def model_errors() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise ValueError("the GPU's memory is full: use a smaller model or --max-seq-len, or free some") from None
-    except MegakernelStopped as error:
+    except KernelStopped as error:
         raise ValueError(str(error)) from None

@@ -163,7 +163,8 @@ class ClusterStack(BatchedStack):
         results = []
         for forward in (self.forward, super().forward):
             torch._foreach_copy_(cached, filled)
-            results.append([forward(embeds, positions), *(tensor[self.row_indices[:count], :, positions] for tensor in cached)])
+            hidden = forward(embeds, positions)
+            results.append([hidden, *(tensor[self.row_indices[:count], :, positions] for tensor in cached)])
             torch.cuda.synchronize(self.device)
             if reason := self.why_failed():
                 break
@@ -171,14 +172,12 @@ class ClusterStack(BatchedStack):
         return reason or difference_of(*results)
 
 
-def difference_of(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
+def difference_of(found: Sequence[Tensor], expected: Sequence[Tensor], limit: float = MAX_DIFFERENCE) -> str:
     """How hidden states, and new keys and values of each layer, differ; empty if by no more than roundings do."""
     distance = torch.stack([(a.float() - b.float()).square().mean().sqrt() for a, b in zip(found, expected)])
     size = torch.stack([b.float().square().mean().sqrt() for b in expected])
     worst = float((distance / size).max())
-    return (
-        "" if worst <= MAX_DIFFERENCE else f"its results are {worst:.2f} times their size away from those of the others"
-    )
+    return "" if worst <= limit else f"its results are {worst:.2f} times their size away from those of the others"
 
 
 def make_stack(

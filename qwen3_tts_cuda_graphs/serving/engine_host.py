@@ -30,7 +30,7 @@ from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.engine import Engine
 from qwen3_tts_cuda_graphs.speech.listener import Listener, StreamTimeout
 from qwen3_tts_cuda_graphs.speech.long_text import frame_limit
-from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
+from qwen3_tts_cuda_graphs.speech.runner import KernelStopped
 from qwen3_tts_cuda_graphs.speech.utterance import CutOff
 from qwen3_tts_cuda_graphs.speech.warm_up import some_voice
 
@@ -294,7 +294,7 @@ def is_fatal(error: BaseException) -> bool:
     """Whether no later request can succeed in this process. Full memory is none of these: others may fit."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
-    return isinstance(error, MegakernelStopped) or "CUDA error" in str(error)
+    return isinstance(error, KernelStopped) or "CUDA error" in str(error)
 
 
 def for_client(error: BaseException) -> ApiError:

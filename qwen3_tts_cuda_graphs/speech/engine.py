@@ -37,7 +37,7 @@ from qwen3_tts_cuda_graphs.prompts.pieces import END, aread_pieces, start_reader
 from qwen3_tts_cuda_graphs.prompts.script import nth_seed
 from qwen3_tts_cuda_graphs.speech.intake import Intake
 from qwen3_tts_cuda_graphs.speech.listener import Listener, ListenerChunks, StreamTimeout
-from qwen3_tts_cuda_graphs.speech.runner import MegakernelStopped
+from qwen3_tts_cuda_graphs.speech.runner import KernelStopped
 from qwen3_tts_cuda_graphs.speech.schedule import Situation, admissions, can_decode_together, evictions, holds_back
 from qwen3_tts_cuda_graphs.speech.streaming import Chunk
 from qwen3_tts_cuda_graphs.speech.whole_calls import value_for
@@ -287,9 +287,9 @@ class Engine:
                 advancing = [one for one in self.active if one.may_advance() and one.paused_at is None]
             try:
                 self.runner.step(self.active, self.decoding.put, advancing, together=can_decode_together(situation))
-            except MegakernelStopped as stopped:
+            except KernelStopped as stopped:
                 for listener in stopped.utterances:
-                    listener.close(MegakernelStopped(stopped.reason))  # a new one for each thread
+                    listener.close(KernelStopped(stopped.reason))  # a new one for each thread
             self.release_finished()
             self.passes += 1
             self.pass_seconds = max(time.monotonic() - began, 0.9 * self.pass_seconds)

@@ -55,7 +55,7 @@ class FrameInFlight(NamedTuple):
     rows: dict[Utterance, int]  # the row that each had then: `close_gaps` moves them
 
 
-class MegakernelStopped(RuntimeError):
+class KernelStopped(RuntimeError):
     """A wait in the megakernel took too long. What it has computed since is worthless."""
 
     def __init__(self, reason: str, utterances: Iterable[Utterance] = ()):
@@ -336,7 +336,7 @@ class Runner:
                 lost = {utterance for utterance in took_part if utterance in self.active}
                 self.in_flight.clear()
                 if lost:
-                    raise MegakernelStopped(reason, lost)
+                    raise KernelStopped(reason, lost)
                 return
             ended = frame.ended.tolist()
             for utterance, row in frame.rows.items():
