@@ -1,4 +1,4 @@
-// Attention of one token to the positions of its row, by warps: what batched.cu and cluster_stack.cu share. They use the
+// Attention of one token to the positions of its row, by warps: what batched.cu and cluster_stack.cu share. It uses the
 // definitions HEADS, KV_HEADS, HEAD_DIM and EPSILON.
 //
 // A warp takes 16 positions at a time, and all GROUP query heads of a KV head.
@@ -50,9 +50,9 @@ struct WarpAttention {
     float weight[GROUP];
 };
 
-// A warp's attention to 16 positions from `first` on, to those `stride` later, and so on until `end`, and to the token's
-// own position if `has_own`. Then it also stores the own key and value, unless they are. load_own(own) loads the vectors of
-// this token's heads: lane l of 16 has dimensions 8 l .. 8 l + 7 of own_head(kv_head, i).
+// A warp's attention to 16 positions from `first` on, to those `stride` later, and so on until `end`, and, if `has_own`,
+// to the token's own position: then it also stores the own key and value, unless they are. load_own(own) loads the
+// vectors of the token's heads: lane l of 16 has dimensions 8 l .. 8 l + 7 of own_head(kv_head, i).
 template <class LoadOwn>
 __device__ WarpAttention attend_positions(const HeadOfToken &token, int first, int end, int stride, bool has_own,
                                           LoadOwn load_own) {

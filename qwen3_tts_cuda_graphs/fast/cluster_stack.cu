@@ -12,15 +12,18 @@
 //
 // Who has what
 // ------------
-// There are 128 blocks in 16 clusters of 8. For each matrix a block, or a cluster's half of 4, has some of the outputs
-// (a tile), and each of its blocks some of the inputs of these (a slice): so it reads few activations. What the blocks
-// of a tile have summed they send each other, each the rows that another block finishes:
+// For each matrix a cluster, or each half of one, has some of the outputs (a tile), and each of its blocks some of the
+// inputs of these (a slice): so a block reads few activations. What the blocks of a tile have summed they send each
+// other, each the rows that another block finishes:
 //
-//     matrix     outputs of a tile    blocks of a tile    and then
-//     qkv        QKV_SIZE / 32        4
-//     output     HIDDEN / 16          8                   + residual
-//     gate, up   INNER / 32 of each   4                   silu(gate) * up
-//     down       HIDDEN / 16          8                   + residual
+//     matrix     tiles           blocks of a tile    and then
+//     qkv        2 * CLUSTERS    4
+//     output     CLUSTERS        8                   + residual
+//     gate, up   2 * CLUSTERS    4                   silu(gate) * up
+//     down       CLUSTERS        8                   + residual
+//
+// A tile has whole groups of 8 outputs, or of 8 gates and their 8 ups; the last tile may have fewer. Products of 4
+// blocks are called wide, those of 8 narrow.
 //
 // The norm is part of the product after it: each tile of a sum is written with the sum of its squares in each row. In
 // attention a block has some pairs of a row and a KV head. Results are rounded where the model's own forward
@@ -33,25 +36,27 @@
 // it is written. A reader loads it until it is not. Then it must be EMPTY again before it is written the next time, and
 // before somebody waits for that:
 //
-//     phase        waits for       empties, then
-//     qkv          output          inner (of the layer before)
-//     attention    qkv             -
-//     output       heads           qkv
-//     gate, up     middle          heads, the layer's input
-//     down         inner           middle
+//     phase        waits for             and when it has written its result, empties
+//     qkv          output, its squares   inner, of the layer before
+//     attention    qkv                   -
+//     output       heads                 qkv
+//     gate, up     middle, its squares   heads, the layer's input
+//     down         inner                 middle
 //
-// A block empties when it has the sums of its tile. Then all blocks have read what it empties: for example, the sums of a
-// qkv tile depend on all that `down` of the layer before has written, and who has written that has read `inner`. And
-// before it writes the next time, all blocks see what it has emptied, so that nobody takes old values for new ones: who
-// waits for `inner` again has all sums of a gate and up tile, which depend on all of `middle`, and who has written that
-// has emptied its part of `inner` before.
+// By then all blocks have read what is emptied: for example, the sums of a qkv tile depend on all that `down` of the
+// layer before has written, and who has written that has the sums of all blocks of a tile, which have read `inner`.
+// And before it is written again, all blocks see it EMPTY, so that nobody takes old values for new ones: a block writes
+// the result of a phase when all see what it has emptied in the phase before (`settled`). Who waits for `inner` again
+// has the sums of a gate and up tile, which depend on all of `middle`, and that was written when `inner` was EMPTY.
 //
 //
 // A block
 // -------
-// Weights are copied 64 outputs x 64 inputs at a time (a unit) into a ring in shared memory, as far ahead as there is
-// room: as soon as the block has multiplied by those before, whatever it waits for then. Four warps multiply a unit by
-// all rows with wgmma.
+// One thread copies the weights, as soon as there is room: those of a narrow product when the wide one before is
+// multiplied, those of a wide one when the narrow one before begins or, where they overlap it, is multiplied. Each
+// warpgroup multiplies 64 outputs by all rows with wgmma, with both operands in shared memory, and sends the sums with
+// st.async. Then each warp has a row to finish. A block finishes the same outputs of `output` and `down`, so it keeps
+// its part of the hidden states in registers.
 
 #include "kernels.h"
 #include "attention.h"
@@ -99,7 +104,8 @@ constexpr Product product(int index, int outputs, int inputs) {
     const int splits = index % 2 ? 8 : 4;
     const int lines = index == GATE_UP ? 16 : 8;      // of a group
     const int groups = divide_up(outputs / lines, BLOCKS / splits);
-    return {groups, groups * lines, divide_up(groups * lines, 16), inputs / 8, inputs / splits / CHUNK, outputs / lines};
+    const int tile = groups * lines;
+    return {groups, tile, divide_up(tile, 16), inputs / 8, inputs / splits / CHUNK, outputs / lines};
 }
 
 constexpr Product QKV_PRODUCT = product(QKV, QKV_SIZE, HIDDEN);
@@ -114,7 +120,8 @@ constexpr int NARROW_PARTS = largest(OUTPUT_PRODUCT.parts, DOWN_PRODUCT.parts);
 constexpr int CHUNKS = largest(QKV_PRODUCT.chunks, largest(OUTPUT_PRODUCT.chunks, DOWN_PRODUCT.chunks));
 static_assert(QKV_PRODUCT.chunks == GATE_UP_PRODUCT.chunks, "both have HIDDEN inputs");
 
-static_assert(HIDDEN % (4 * CHUNK) == 0 && QUERY_SIZE % (8 * CHUNK) == 0 && INNER % (8 * CHUNK) == 0, "unsupported sizes");
+static_assert(HIDDEN % (4 * CHUNK) == 0, "unsupported sizes: slices of whole chunks");
+static_assert(QUERY_SIZE % (8 * CHUNK) == 0 && INNER % (8 * CHUNK) == 0, "unsupported sizes: slices of whole chunks");
 static_assert(largest(WIDE_PARTS, NARROW_PARTS) < SETTLING_WARP, "unsupported sizes: too many outputs for a block");
 static_assert(largest(QKV_PRODUCT.groups, GATE_UP_PRODUCT.groups) <= 32, "unsupported sizes: a lane for each group");
 static_assert(CLUSTERS <= SQUARES && OUTPUT_PRODUCT.groups <= 16, "unsupported sizes: tiles of HIDDEN");
@@ -174,7 +181,7 @@ struct MergeShared {
 };
 
 struct Barriers {
-    u64 copied[3];                                    // weights: of narrow products, of wide ones the early and the late chunks
+    u64 copied[3];                                    // weights, by NARROW, EARLY, LATE
     u64 received[2];                                  // sums of the wide and of the narrow products
     u64 multiplied;                                   // by all warps
     u64 settled;                                      // all blocks see what this one has emptied
@@ -186,7 +193,8 @@ constexpr int WIDE_SUMS = largest(ROWS * WIDE_PARTS * 4 * sizeof(Quad), NARROW_X
 constexpr int NARROW_SUMS = ROWS * NARROW_PARTS * 4 * sizeof(Quad);
 constexpr int SUMS = largest(ROWS / 4 * (WIDE_PARTS * 16 + 4), ROWS / 8 * (NARROW_PARTS * 16 + 4));
 constexpr int FIRST = divide_up(largest(WIDE_X, largest(SUMS * 4, sizeof(MergeShared))), 1024) * 1024;
-constexpr int WEIGHT_BYTES = (SHARED_BYTES - FIRST - WIDE_SUMS - NARROW_SUMS - ROWS * 4 - (int)sizeof(Barriers)) / 1024 * 1024;
+constexpr int ROOM = SHARED_BYTES - FIRST - WIDE_SUMS - NARROW_SUMS - ROWS * 4 - (int)sizeof(Barriers);
+constexpr int WEIGHT_BYTES = ROOM / 1024 * 1024;
 
 struct alignas(1024) Shared {
     unsigned char weights[WEIGHT_BYTES];              // lines of 128 bytes, swizzled as wgmma wants them
@@ -196,8 +204,8 @@ struct alignas(1024) Shared {
         MergeShared merge;
         unsigned char all[FIRST];
     };
-    union {                                           // a narrow product begins when the sums of the wide one are added up,
-        Quad wide[WIDE_SUMS / sizeof(Quad)];          // and is finished in all blocks when those of the next one come
+    union {                                           // a narrow product begins when these sums are added up, and has
+        Quad wide[WIDE_SUMS / sizeof(Quad)];          // ended in all blocks of the tile when those of the next one come
         unsigned char narrow_x[NARROW_X];
     };
     Quad narrow[NARROW_SUMS / sizeof(Quad)];
@@ -206,8 +214,8 @@ struct alignas(1024) Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "more than a block may have");
 
-// A wide product has its chunks at the start of the weights, the narrow one before it at their end. Early chunks are those
-// that do not overlap it.
+// A wide product has its chunks at the start of the weights, the narrow one before it at their end. Early chunks are
+// those that do not overlap it.
 constexpr int narrow_at(Product narrow) {
     return (WEIGHT_BYTES - narrow.chunks * narrow.tile * LINE_BYTES) / 1024 * 1024;
 }
@@ -220,8 +228,8 @@ constexpr int early_chunks(Product wide, Product narrow) {
 constexpr bool fits(Product wide) {
     return wide.chunks * wide.tile * LINE_BYTES <= WEIGHT_BYTES;
 }
-static_assert(fits(QKV_PRODUCT) && fits(GATE_UP_PRODUCT) && narrow_at(OUTPUT_PRODUCT) >= 0 && narrow_at(DOWN_PRODUCT) >= 0,
-              "unsupported sizes: too many weights for a block");
+static_assert(fits(QKV_PRODUCT) && fits(GATE_UP_PRODUCT), "unsupported sizes: too many weights for a block");
+static_assert(narrow_at(OUTPUT_PRODUCT) >= 0 && narrow_at(DOWN_PRODUCT) >= 0, "unsupported sizes: too many weights");
 
 __device__ Shared &shared() {
     return dynamic_shared<Shared>();
@@ -423,7 +431,7 @@ __device__ void empty(T &array) {
 struct Work : Product {
     int index;
     bool is_narrow;
-    int turn;                                         // 0 or 1: each buffer and barrier is used by two products of a layer
+    int turn;                                         // 0 or 1: two products of a layer use each buffer and barrier
     int tile_index;
     int rank;                                         // of the block, among those of its tile
     int own_rows;                                     // that a block finishes
@@ -464,8 +472,8 @@ __device__ void copy_weights(const Work &work, const TensorMap *maps, int first,
     }
 }
 
-// Before a narrow product there is room for the early chunks of the wide one that follows. Not sooner, even where there is
-// room: copying them would delay what other blocks read for attention.
+// Before a narrow product there is room for the early chunks of the wide one that follows. They are not copied sooner,
+// as that would delay what other blocks read for attention.
 __device__ void copy_weights_before(const Work &narrow, const TensorMap *maps_of_next) {
     const Work wide((narrow.index + 1) % 4);
     copy_weights(wide, maps_of_next, 0, wide.early(), EARLY);
@@ -489,7 +497,8 @@ __device__ void load_x(const Work &work, const uint4 *x, const u32 *squares, con
     const int row = t / 8 % ROWS;
     const int first = work.rank * work.chunks * 8 + t / 8 / ROWS * 8 + t % 8;
     const auto has_load = [&](int i) { return i < work.chunks * ROWS / LINES; };
-    const auto load = [&](int i) { return load_relaxed(x + row * work.input_vectors + first + i * (LINES / ROWS * 8)); };
+    x += row * work.input_vectors + first;
+    const auto load = [&](int i) { return load_relaxed(x + i * (LINES / ROWS * 8)); };
 
     uint4 weight[NORM_LOADS] = {};
     if (norm_weight) {
@@ -712,7 +721,8 @@ __device__ void attention(const RunStack &arguments, const Layer &layer, Waits &
     const int row = pair / KV_HEADS;
     const int kv_head = pair % KV_HEADS;
     const bool has_pair = warp_of_block < PAIRS_AT_ONCE * SHARING_WARPS && pair < PAIRS;
-    const auto output = [&](int g) { return arguments.exchanged->heads + (row * HEADS + kv_head * GROUP + g) * HEAD_VECTORS; };
+    uint4 *heads = arguments.exchanged->heads + (row * HEADS + kv_head * GROUP) * HEAD_VECTORS;
+    const auto output = [&](int g) { return heads + g * HEAD_VECTORS; };
     if (has_pair) {
         const int position = arguments.positions[row];
         const u64 in_cache = ((u64)row * KV_HEADS + kv_head) * arguments.cache_length * HEAD_VECTORS;

@@ -128,7 +128,7 @@ class ClusterStack(BatchedStack):
             cos=self.cos,
             sin=self.sin,
             exchanged=exchanged,
-            failed_on_host=torch.zeros(1, dtype=torch.int32, pin_memory=True),
+            failed_on_host=torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True),
         )
 
     def forward(self, embeds: Tensor, positions: Tensor, row_indices: Tensor | None = None) -> Tensor:

@@ -35,7 +35,7 @@ CHUNK_SIZES = (32, 8, 4, 2, 1)
 BATCH_CHUNK_SIZES = CHUNK_SIZES[1:]  # of several utterances
 MAX_BATCH = 64  # utterances that are decoded together; more take much memory and are not faster
 
-# Full chunks of many rows are decoded while the next frames run, which need multiprocessors, too.
+# Full chunks of many rows are decoded while the next frames run, and leave multiprocessors to their products.
 MANY_ROWS = 32
 SHARE_BESIDE_FRAMES = 0.5
 
@@ -46,13 +46,18 @@ MAX_CHANNELS_LAST_COLUMNS = 2048
 class Codec:
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, tokenizer, row_count: int):
-        """tokenizer: upstream's speech tokenizer; row_count: utterances that can be decoded at the same time"""
+    def __init__(self, tokenizer, row_count: int, beside_products: bool = True):
+        """
+        tokenizer: upstream's speech tokenizer
+        row_count: utterances that can be decoded at the same time
+        beside_products: whether there are frames that run as products, not as launches that need the whole GPU
+        """
         model = tokenizer.model.decoder
         config = model.config
         self.device = model.device
         self.samples_per_frame = tokenizer.get_decode_upsample_rate()
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.beside_products = beside_products
         self.batches = batch_sizes(min(row_count, MAX_BATCH))
         if row_count > 1:
             row_count += 1  # one that belongs to no utterance: padding of a batch reads and writes it
@@ -105,8 +110,8 @@ class Codec:
             self.row_indices = self.indices[batch]
             self.step(size)
 
-        is_beside_frames = self.stream and batch >= MANY_ROWS and size == max(BATCH_CHUNK_SIZES)
-        with products_on(SHARE_BESIDE_FRAMES, self.device) if is_beside_frames else contextlib.nullcontext():
+        leaves_room = self.stream and self.beside_products and batch >= MANY_ROWS and size == max(BATCH_CHUNK_SIZES)
+        with products_on(SHARE_BESIDE_FRAMES, self.device) if leaves_room else contextlib.nullcontext():
             return pool.capture(step)
 
     def keep_input(self, module: nn.Module, row_count: int, dtype: torch.dtype) -> None:

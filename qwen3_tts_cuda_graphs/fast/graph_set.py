@@ -53,6 +53,10 @@ class GraphSet:
             self.by_size[size] = graphs.capture(self.pool)
         return self.by_size[size]
 
+    def run_products(self) -> bool:
+        """Whether any of them runs its layers as products, not as one launch for `predict` and one for `step`."""
+        return any(len(graphs.may_stop) < 2 for graphs in self.by_size.values())
+
     def reads_masked_positions(self) -> bool:
         """Whether any of them runs SDPA over the whole cache: positions that are masked must then be finite."""
         return not all(isinstance(self.by_size.get(size), KernelGraphs | MegakernelGraphs) for size in self.sizes)

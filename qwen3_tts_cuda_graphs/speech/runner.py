@@ -92,9 +92,9 @@ class Runner:
         self.rows = SharedRows(talker.config, row_count + has_spare, round_up(max_seq_len), talker.dtype, self.device)
         self.rows.advance.fill_(False)
         self.views = [self.rows[row] for row in range(row_count)]
-        log.info("capturing the codec")
-        self.codec = Codec(speech_tokenizer, row_count)
         self.graphs = GraphSet(talker, self.rows, row_count, fused)
+        log.info("capturing the codec")
+        self.codec = Codec(speech_tokenizer, row_count, beside_products=self.graphs.run_products())
         log.info("capturing prefills")
         with_kernels = not (self.graphs.reads_masked_positions() or batched.SOURCE.why_not(talker.model))
         self.prefills = Prefills(talker, self.rows, row_count, self.graphs.pool, with_kernels)
