@@ -1,5 +1,5 @@
-// As much of a GPU as fast/megakernel.cu, fast/batched.cu and fast/codec_kernels.cu need, on a CPU (x86_64 or
-// aarch64, Linux). To be included before one of them.
+// As much of a GPU as the .cu files of fast/ need, on a CPU (x86_64 or aarch64, Linux). To be included before one of
+// them.
 //
 // Every GPU thread is a fiber on one CPU thread. A fiber runs until it waits for something - a barrier, the
 // other lanes of its warp, a value of another block - and then yields to the next. So this shows what the
@@ -10,6 +10,7 @@
 #include <csetjmp>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <type_traits>
 #include <ucontext.h>
 #include <vector>
@@ -32,8 +33,9 @@ struct Rendezvous {
 struct Block {
     std::vector<char> shared_memory;
     int threads;
-    Rendezvous warps[9];
+    Rendezvous warps[16];
     Rendezvous named_barriers[16];                    // 0 is that of __syncthreads
+    Rendezvous cluster;                               // of the first block of a cluster: its barrier
 };
 
 struct Fiber {
@@ -92,6 +94,8 @@ void Rendezvous::wait(int size) {
 // ---- CUDA's keywords, types and functions
 
 #define ON_CPU
+#define __cluster_dims__(...)
+#define __constant__
 #define __device__
 #define __global__
 #define __grid_constant__
@@ -233,6 +237,10 @@ T __reduce_add_sync(unsigned, T value) {
     });
 }
 
+bool __all_sync(unsigned, bool value) {
+    return __reduce_min_sync(~0u, (int)value);
+}
+
 void __syncwarp() {
     with_all_lanes(0, [](auto) { return 0; });
 }
@@ -323,11 +331,16 @@ void mbarrier_arrive(unsigned long long *barrier) {
     it.end_phase_if_complete();
 }
 
-template <int BYTES>
-void mbarrier_arrive_expect_tx(unsigned long long *barrier) {
+void mbarrier_arrive_expect_tx(unsigned long long *barrier, unsigned bytes) {
     MBarrier &it = *(MBarrier *)barrier;
-    it.missing_bytes += BYTES;
+    it.missing_bytes += bytes;
     mbarrier_arrive(barrier);
+}
+
+void mbarrier_complete_tx(void *barrier, unsigned bytes) {
+    MBarrier &it = *(MBarrier *)barrier;
+    it.missing_bytes -= bytes;
+    it.end_phase_if_complete();
 }
 
 bool mbarrier_try_wait(unsigned long long *barrier, unsigned parity) {
@@ -341,10 +354,8 @@ bool mbarrier_try_wait(unsigned long long *barrier, unsigned parity) {
 template <int BYTES>
 void bulk_copy_to_shared(void *destination, const void *source, unsigned long long *barrier,
                          unsigned long long) {
-    MBarrier &it = *(MBarrier *)barrier;
     memcpy(destination, source, BYTES);
-    it.missing_bytes -= BYTES;
-    it.end_phase_if_complete();
+    mbarrier_complete_tx(barrier, BYTES);
 }
 
 void fence_proxy_async() {
@@ -427,6 +438,130 @@ void mma_m16n8k16(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned
 }
 
 
+// ---- Clusters of eight blocks, boxes of tensors, products of a warpgroup: cluster_stack.cu
+
+constexpr int CLUSTER_BLOCKS = 8;
+constexpr int OFFSET_BITS = 24;                       // of an address in shared memory; above them block + 1, or 0
+
+Block &block_of_cluster(int block) {
+    return running->block[block - running->block_index % CLUSTER_BLOCKS];
+}
+
+char *own_memory() {
+    return running->block->shared_memory.data();
+}
+
+unsigned shared_address(const void *pointer) {
+    return (const char *)pointer - own_memory();
+}
+
+unsigned address_in(unsigned address, unsigned block) {
+    return address | (block + 1) << OFFSET_BITS;
+}
+
+void send(unsigned to, float a, float b, float c, float d, unsigned barrier) {
+    char *memory = block_of_cluster((to >> OFFSET_BITS) - 1).shared_memory.data();
+    const float values[4] = {a, b, c, d};
+    memcpy(memory + to % (1 << OFFSET_BITS), values, sizeof values);
+    mbarrier_complete_tx(memory + barrier % (1 << OFFSET_BITS), sizeof values);
+}
+
+void arrive_at_cluster() {
+}
+
+void wait_for_cluster() {                             // at once after it has arrived
+    block_of_cluster(0).cluster.wait(CLUSTER_BLOCKS * running->block->threads);
+}
+
+void fence_barrier_init() {
+}
+
+unsigned long long clock_cycles() {
+    return 2 * global_timer();
+}
+
+void store_relaxed(uint4 *address, uint4 values) {
+    *(volatile unsigned *)&address->x = values.x;
+    *(volatile unsigned *)&address->y = values.y;
+    yield();                                          // the halves of a vector need not come together
+    *(volatile unsigned *)&address->z = values.z;
+    *(volatile unsigned *)&address->w = values.w;
+}
+
+void store_relaxed(uint2 *address, uint2 values) {
+    *(volatile unsigned *)&address->x = values.x;
+    *(volatile unsigned *)&address->y = values.y;
+}
+
+// In lines of 128 bytes, 16 bytes have other places in each of eight lines.
+unsigned swizzled(unsigned address) {
+    return address ^ (address / 128 % 8) * 16;
+}
+
+// What the arguments of cuTensorMapEncodeTiled are here, see tests/gpu_on_cpu.py.
+struct EncodedTensorMap {
+    uint64_t address, sizes[4], line_bytes[3], box[4];
+};
+
+// A box from (input, 0, 0, group) on; 0 for what is not in the tensor.
+template <class TensorMap>
+void copy_box(void *to, const TensorMap &map, int input, int group, unsigned long long &barrier) {
+    const EncodedTensorMap &it = *(const EncodedTensorMap *)&map;
+    unsigned at = shared_address(to);
+    const unsigned end = at + it.box[0] * it.box[1] * it.box[2] * it.box[3] * 2;
+    mbarrier_complete_tx(&barrier, end - at);         // nobody runs before the copy has ended
+    for (uint64_t i = 0; at < end; ++i) {
+        const uint64_t line[3] = {i % it.box[1], i / it.box[1] % it.box[2], group + i / it.box[1] / it.box[2]};
+        const char *source = (const char *)it.address;
+        bool is_inside = true;
+        for (int axis = 0; axis < 3; ++axis) {
+            source += line[axis] * it.line_bytes[axis];
+            is_inside = is_inside && line[axis] < it.sizes[axis + 1];
+        }
+        for (unsigned first = input; first < input + it.box[0]; first += 8, at += 16) {
+            char *vector = own_memory() + swizzled(at);
+            is_inside && first < it.sizes[0] ? memcpy(vector, source + 2 * first, 16) : memset(vector, 0, 16);
+        }
+    }
+}
+
+// An offset in vectors of 16 bytes
+unsigned long long matrix_descriptor(const void *address) {
+    return shared_address(address) / 16;
+}
+
+float element(unsigned long long descriptor, int line, int k) {
+    uint16_t bits;
+    memcpy(&bits, own_memory() + swizzled(descriptor * 16 + line * 128 + 2 * k), 2);
+    return half_of(bits, 0);
+}
+
+template <int N>
+void begin_wgmma(float (&)[N]) {
+}
+
+template <int N>
+void end_wgmma(float (&)[N]) {
+}
+
+// D[64][2 N] += A[64][16] * B[16][2 N]. Lane 4 r + q of warp w has of D the rows 16 w + r and 16 w + r + 8 of the
+// columns 8 i + 2 q and 8 i + 2 q + 1.
+template <int N>
+void wgmma(float (&d)[N], unsigned long long a, unsigned long long b) {
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    float of_rows[2][16];
+    for (int i = 0; i < 32; ++i) {
+        of_rows[i / 16][i % 16] = element(a, row + i / 16 * 8, i % 16);
+    }
+    for (int i = 0; i < N; ++i) {
+        const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; ++k) {
+            d[i] += of_rows[i / 2 % 2][k] * element(b, column, k);
+        }
+    }
+}
+
+
 // ---- A launch: 0 if all threads came to their end, 1 if they still wait after MAX_TURNS each
 
 constexpr int MAX_TURNS = 200000;
@@ -443,7 +578,8 @@ int run_blocks(void (*kernel)(Arguments), const void *arguments, const std::vect
     constexpr int TURNS = 4;                          // of a block's fibers in a row: their stacks stay in the cache
     static void (*the_kernel)(Arguments);
     static Arguments the_arguments;
-    static std::vector<char> stacks;
+    static std::unique_ptr<char[]> stacks;            // of which only what is used takes memory
+    static size_t stack_bytes = 0;
     the_kernel = kernel;
     the_arguments = *(const Arguments *)arguments;
     void (*entry)() = [] {
@@ -459,8 +595,10 @@ int run_blocks(void (*kernel)(Arguments), const void *arguments, const std::vect
         block.threads = threads;
     }
     std::vector<Fiber> fibers(grid * threads);
-    if (stacks.size() < STACK_BYTES * fibers.size()) {
-        stacks.resize(STACK_BYTES * fibers.size());
+    if (stack_bytes < STACK_BYTES * fibers.size()) {
+        stack_bytes = STACK_BYTES * fibers.size();
+        stacks.reset();
+        stacks.reset(new char[stack_bytes]);
     }
     for (size_t i = 0; i < fibers.size(); ++i) {
         Fiber &fiber = fibers[i];

@@ -1,4 +1,4 @@
-"""megakernel.cu, batched.cu and codec_kernels.cu as libraries for the CPU: compiled by g++, after gpu_on_cpu.h."""
+"""The .cu files of fast/ as libraries for the CPU: compiled by g++, after gpu_on_cpu.h."""
 
 import ctypes
 import functools
@@ -18,7 +18,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from qwen3_tts_cuda_graphs.fast import batched, cache_folder, kernel_cache, kernels, nvrtc
-from qwen3_tts_cuda_graphs.fast.megakernel import KERNEL_NAME, Sizes
+from qwen3_tts_cuda_graphs.fast.megakernel import KERNEL_NAME
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 HEADER = Path(__file__).with_suffix(".h")
@@ -31,11 +31,11 @@ OPTIONS = (
     # share the static variables of templates and inline functions.
     "-fvisibility=hidden",
 )
-# More takes longer to compile than it saves. The kernels beside the megakernel are small and run only once or twice.
-OF_MEGAKERNEL, OF_SMALL_KERNELS = "-O1", "-O0"
-RUN = f"""
+# More takes longer to compile than it saves. The kernels that do not wait are small and run only once or twice.
+OF_WAITING_KERNELS, OF_SMALL_KERNELS = "-O1", "-O0"
+RUN = """
 extern "C" [[gnu::visibility("default")]] int run(const void *arguments, int grid, int threads, int shared_bytes) {{
-    return launch({KERNEL_NAME}, arguments, grid, threads, shared_bytes);
+    return launch({0}, arguments, grid, threads, shared_bytes);
 }}
 """
 RUN_BATCHED = """
@@ -146,12 +146,12 @@ def pretended_gpu(gpu: Any, compile_source: Callable[[str, str], bytes] | None =
 
 
 class CpuKernel:
-    """Launches the megakernel on fibers, in place of nvrtc.Kernels."""
+    """Launches a kernel whose blocks wait for each other on fibers, in place of nvrtc.Kernels."""
 
-    def __init__(self, source: str, sizes: Sizes, folder: Path) -> None:
-        """`source` is SOURCE.complete(sizes) of megakernel.py. A RuntimeError has the compiler's messages."""
+    def __init__(self, source: str, sizes: Any, folder: Path, name: str = KERNEL_NAME) -> None:
+        """`source` is SOURCE.complete(sizes) of the kernel's module. A RuntimeError has the compiler's messages."""
         self.sizes = sizes
-        self.run: Any = compile_library(source + RUN, folder, OF_MEGAKERNEL).run
+        self.run: Any = compile_library(source + RUN.format(name), folder, OF_WAITING_KERNELS).run
         self.run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
 
     def launch(self, _: str, grid: tuple[int, int], block: int, fields: Sequence[int], is_cooperative: bool) -> None:

@@ -1,21 +1,23 @@
-"""The kernel for 32 and 64 rows: where it is used, and, on a GPU, that it computes what the kernels of batched.cu
-compute, that its test at load finds a kernel with a fault, and that a block that falls silent stops nobody for long."""
+"""The kernel for 32 and 64 rows: it computes what the kernels of batched.cu compute, on a CPU with few blocks and small
+layers, on a GPU with the published widths; its test at load finds a kernel with a fault; and a block that falls silent
+stops nobody for long."""
 
+import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from gpu_on_cpu import changed_source
-from helpers import on_gpu
+from gpu_on_cpu import CpuKernel, CpuKernels, changed_source, needs_compiler
+from helpers import on_gpu, slow
 from torch import Tensor
 
 from cudagraph_talker import GraphPool, static_cache
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import PREDICTOR, TALKER
-from qwen3_tts_cuda_graphs.fast import batched, cluster_stack
+from qwen3_tts_cuda_graphs.fast import batched, cluster_stack, nvrtc
 from qwen3_tts_cuda_graphs.fast.batched import BatchedStack
 from qwen3_tts_cuda_graphs.fast.cluster_stack import SOURCE, ClusterStack, Subject, difference_of, make_stack
 from qwen3_tts_cuda_graphs.fast.layers import replace_layers
@@ -24,9 +26,15 @@ from qwen3_tts_cuda_graphs.fast.layers import replace_layers
 from qwen_tts.core.models.configuration_qwen3_tts import Qwen3TTSTalkerConfig
 from qwen_tts.core.models.modeling_qwen3_tts import Qwen3TTSTalkerForConditionalGeneration
 
-LAYERS = 3
 LENGTHS = {"predictor": 16, "talker": 256}  # of the cache
 ROUNDINGS = 0.02  # how far results may be from those of the other kernels: their sums have another order
+WIDTHS = dict(hidden_size=1024, intermediate_size=3072)
+# For a CPU, for each number of rows: the fewest clusters that have room for them. The last tiles are smaller.
+SMALL = {
+    64: dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2),
+    32: dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4),
+}
+SMALL_CLUSTERS = {64: 3, 32: 5}
 
 
 # ---- Where it is used
@@ -80,29 +88,21 @@ def test_what_fails_its_test_is_not_used(error, caplog):
         why_wrong.assert_called_once()  # not even tried
 
 
-# ---- On a GPU
+# ---- What it computes
 
 
-@pytest.fixture
-def gpu() -> Iterator[torch.device]:
-    torch.manual_seed(0)
-    with torch.device("cuda", 0) as device, torch.no_grad():
-        yield device
-
-
-@pytest.fixture
-def talker(gpu) -> Any:
-    """Upstream's talker and predictor with the published widths, few layers and random weights."""
-    few = dict(num_hidden_layers=LAYERS)
-    sizes = dict(TALKER, hidden_size=1024, intermediate_size=3072, text_vocab_size=8, text_hidden_size=16, **few)
-    config = Qwen3TTSTalkerConfig(code_predictor_config=PREDICTOR | few, **sizes)
+def random_talker(length: int, layers: int, **sizes: int) -> Any:
+    """Upstream's talker and predictor, with random weights."""
+    sizes = dict(sizes, num_hidden_layers=layers)
+    widths = dict(TALKER, text_vocab_size=8, text_hidden_size=16, **sizes)
+    config = Qwen3TTSTalkerConfig(code_predictor_config=PREDICTOR | sizes, **widths)
     talker = Qwen3TTSTalkerForConditionalGeneration(config).eval().bfloat16()
     for name, parameter in talker.named_parameters():
         if "norm" in name:
-            parameter.data = 1 + 0.3 * torch.randn_like(parameter)
+            parameter.data = 1 + 0.3 * torch.randn_like(parameter)  # upstream's are 1, which hides a wrong one
         elif parameter.dim() == 2:
             parameter.data = torch.randn_like(parameter) * parameter.shape[1] ** -0.5
-    replace_layers(talker.requires_grad_(False), max(LENGTHS.values()))
+    replace_layers(talker.requires_grad_(False), length)
     return talker
 
 
@@ -118,8 +118,118 @@ def some_stack(talker: Any, which: str, rows: int) -> ClusterStack:
 def results(stack: ClusterStack, kind: type, embeds: Tensor, positions: Tensor) -> list[Tensor]:
     """Hidden states, and the new keys and values of each layer, of one class's `forward`."""
     hidden = kind.forward(stack, embeds, positions)
-    tensors = [tensor for layer in stack.layers for tensor in (layer.keys, layer.values)]
-    return [hidden, *(tensor[torch.arange(len(embeds)), :, positions] for tensor in tensors)]
+    return [hidden, *(tensor[torch.arange(len(embeds)), :, positions] for tensor in cache_of(stack))]
+
+
+def cache_of(stack: ClusterStack) -> list[Tensor]:
+    return [tensor for layer in stack.layers for tensor in (layer.keys, layer.values)]
+
+
+FAULTS = {
+    "the last layer left out": ("for (int i = 0; i < 4 * LAYERS; ++i)", "for (int i = 0; i < 4 * LAYERS - 4; ++i)"),
+    "the norm of the other product": (
+        "work.index == QKV ? layer.input_norm : layer.post_norm",
+        "work.index == QKV ? layer.post_norm : layer.input_norm",
+    ),
+    "no residual": ("v = add(v, hidden);", "v = add(v, uint4{});"),
+    "weights of another slice": ("(work.rank * work.chunks + i) * CHUNK", "i * CHUNK"),
+    "the position of another row": ("= arguments.positions[row];", "= arguments.positions[row ^ 1];"),
+    "sums of one block too few": ("if (part < 4 || work.is_narrow)", "if (part < 3 || work.is_narrow)"),
+}
+SILENT_BLOCK = (
+    "        store_relaxed(result + place.index, v);",
+    "        if (blockIdx.x != 3) store_relaxed(result + place.index, v);",
+)
+LIMIT, SHORT_LIMIT = "CYCLES_TO_WAIT = 4'000'000'000;", "CYCLES_TO_WAIT = 200'000'000;"
+
+
+# ---- On a CPU
+
+
+def encode_tensor_map(function: str, buffer: Any, *arguments: Any) -> None:
+    """In place of the driver: what EncodedTensorMap of tests/gpu_on_cpu.h has."""
+    assert function == "cuTensorMapEncodeTiled"
+    _, rank, address, sizes, strides, box, *_ = arguments
+    assert (rank, len(sizes), len(strides), len(box)) == (4, 4, 3, 4)
+    fields = (ctypes.c_uint64 * 12)(address.value, *sizes, *strides, *box)
+    ctypes.memmove(buffer, fields, ctypes.sizeof(fields))
+
+
+@pytest.fixture(params=["talker", *slow("predictor")])
+def which(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def stack_on_cpu(monkeypatch, tmp_path) -> Callable[..., ClusterStack]:
+    """stack_on_cpu(which, rows, (right, wrong), ...) -> on fibers, of a kernel with these faults"""
+    torch.manual_seed(0)
+    gpu = SimpleNamespace(shared_memory_per_block_optin=227 << 10)
+
+    def make(which: str, rows: int, *faults: tuple[str, str]) -> ClusterStack:
+        def compile(subject: Subject) -> tuple[SimpleNamespace, CpuKernel]:
+            sizes = cluster_stack.kernel_sizes(subject)
+            source = SOURCE.complete(sizes, changed_source(cluster_stack, *faults))
+            return sizes, CpuKernel(source, sizes, tmp_path, cluster_stack.KERNEL)
+
+        def compile_others(model: Any) -> tuple[SimpleNamespace, CpuKernels]:
+            sizes = batched.kernel_sizes(model)
+            return sizes, CpuKernels(batched.SOURCE.complete(sizes), tmp_path)
+
+        monkeypatch.setattr(cluster_stack, "CLUSTERS", SMALL_CLUSTERS[rows])
+        monkeypatch.setattr(SOURCE, "compile", compile)
+        monkeypatch.setattr(batched.SOURCE, "compile", compile_others)
+        with torch.no_grad():
+            return some_stack(random_talker(LENGTHS[which], 2, **SMALL[rows]), which, rows)
+
+    monkeypatch.setattr(nvrtc, "gpu_properties", lambda _: gpu)
+    monkeypatch.setattr(nvrtc, "call_driver", encode_tensor_map)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    return make
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [64, *slow(32)])
+def test_it_computes_the_same_on_a_cpu(which, rows, stack_on_cpu):
+    """Launch after launch: what one leaves behind is not taken for what the next one waits for."""
+    stack = stack_on_cpu(which, rows)
+    before = [tensor.clone() for tensor in cache_of(stack)]
+    assert stack.why_wrong() == ""
+    assert all(map(torch.equal, before, cache_of(stack)))
+    positions = torch.randint(LENGTHS[which], (rows,))
+    positions[:2] = torch.tensor([0, LENGTHS[which] - 1])
+    embeds = torch.randn(rows, SMALL[rows]["hidden_size"]).bfloat16()
+    expected = results(stack, BatchedStack, embeds, positions)
+    assert difference_of(results(stack, ClusterStack, embeds, positions), expected, ROUNDINGS) == ""
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_found_on_a_cpu(fault, stack_on_cpu):
+    assert "times their size away" in stack_on_cpu("predictor", 64, fault).why_wrong()
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_block_that_never_publishes_on_a_cpu(stack_on_cpu):
+    stack = stack_on_cpu("predictor", 64, SILENT_BLOCK, (LIMIT, SHORT_LIMIT))
+    assert "a thread block has waited for another one" in stack.why_wrong()
+
+
+# ---- On a GPU
+
+
+@pytest.fixture
+def gpu() -> Iterator[torch.device]:
+    torch.manual_seed(0)
+    with torch.device("cuda", 0) as device, torch.no_grad():
+        yield device
+
+
+@pytest.fixture
+def talker(gpu) -> Any:
+    return random_talker(max(LENGTHS.values()), 3, **WIDTHS)
 
 
 @on_gpu
@@ -148,22 +258,9 @@ def test_it_computes_what_the_other_kernels_compute(which, rows, talker):
 @on_gpu
 def test_its_test_leaves_the_cache_as_it_was(talker):
     stack = some_stack(talker, "talker", 32)
-    before = [tensor.clone() for layer in stack.layers for tensor in (layer.keys, layer.values)]
+    before = [tensor.clone() for tensor in cache_of(stack)]
     assert stack.why_wrong() == ""
-    assert all(map(torch.equal, before, [tensor for layer in stack.layers for tensor in (layer.keys, layer.values)]))
-
-
-FAULTS = {
-    "the last layer left out": ("for (int i = 0; i < 4 * LAYERS; ++i)", "for (int i = 0; i < 4 * LAYERS - 4; ++i)"),
-    "the norm of the other product": (
-        "work.index == QKV ? layer.input_norm : layer.post_norm",
-        "work.index == QKV ? layer.post_norm : layer.input_norm",
-    ),
-    "no residual": ("v = add(v, hidden);", "v = add(v, uint4{});"),
-    "weights of another slice": ("(work.rank * work.chunks + i) * CHUNK", "(work.rank * work.chunks) * CHUNK"),
-    "another row's attention": ("const int row = pair / KV_HEADS;", "const int row = pair / KV_HEADS ^ 1;"),
-    "sums of one block too few": ("if (part < 4 || work.is_narrow)", "if (part < 3 || work.is_narrow)"),
-}
+    assert all(map(torch.equal, before, cache_of(stack)))
 
 
 def with_fault(stack: ClusterStack, *fault: tuple[str, str]) -> ClusterStack:
@@ -186,13 +283,7 @@ def test_a_fault_is_found(which, talker):
 @on_gpu
 def test_a_block_that_never_publishes(talker):
     """All blocks leave when their time is over, this launch and the next one, and the host learns why."""
-    stack = with_fault(
-        some_stack(talker, "predictor", 64),
-        (
-            "        store_relaxed(result + place.index, v);",
-            "        if (blockIdx.x != 3) store_relaxed(result + place.index, v);",
-        ),
-    )
+    stack = with_fault(some_stack(talker, "predictor", 64), SILENT_BLOCK)
     for _ in range(2):
         torch.cuda.synchronize()
         start = time.perf_counter()

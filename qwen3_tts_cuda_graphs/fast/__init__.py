@@ -19,6 +19,7 @@ What the kernels share:
 
 kernels.h       small device functions, for all .cu files
 attention.h     attention by warps, for batched.cu and cluster_stack.cu
+barriers.h      what blocks need that wait, for megakernel.cu and cluster_stack.cu
 sampler.h       the choice of a token, for megakernel.cu and batched.cu
 layer_kernels.py, layer_kernels.h
                 norms and silu, for batched.cu and codec_kernels.cu (layer_kernels_reference.py)

@@ -58,8 +58,11 @@
 // st.async. Then each warp has a row to finish. A block finishes the same outputs of `output` and `down`, so it keeps
 // its part of the hidden states in registers.
 
+#define BULK_COPIES 1
+
 #include "kernels.h"
 #include "attention.h"
+#include "barriers.h"
 
 
 // ---- Sizes
@@ -120,8 +123,10 @@ constexpr int NARROW_PARTS = largest(OUTPUT_PRODUCT.parts, DOWN_PRODUCT.parts);
 constexpr int CHUNKS = largest(QKV_PRODUCT.chunks, largest(OUTPUT_PRODUCT.chunks, DOWN_PRODUCT.chunks));
 static_assert(QKV_PRODUCT.chunks == GATE_UP_PRODUCT.chunks, "both have HIDDEN inputs");
 
-static_assert(HIDDEN % (4 * CHUNK) == 0, "unsupported sizes: slices of whole chunks");
-static_assert(QUERY_SIZE % (8 * CHUNK) == 0 && INNER % (8 * CHUNK) == 0, "unsupported sizes: slices of whole chunks");
+constexpr int LINES = THREADS / 8;                    // that are loaded at once
+static_assert(HIDDEN % (4 * LINES / ROWS * CHUNK) == 0, "unsupported sizes: slices of HIDDEN");
+static_assert(QUERY_SIZE % (8 * LINES / ROWS * CHUNK) == 0, "unsupported sizes: slices of HEADS * HEAD_DIM");
+static_assert(INNER % (8 * LINES / ROWS * CHUNK) == 0, "unsupported sizes: slices of INNER");
 static_assert(largest(WIDE_PARTS, NARROW_PARTS) < SETTLING_WARP, "unsupported sizes: too many outputs for a block");
 static_assert(largest(QKV_PRODUCT.groups, GATE_UP_PRODUCT.groups) <= 32, "unsupported sizes: a lane for each group");
 static_assert(CLUSTERS <= SQUARES && OUTPUT_PRODUCT.groups <= 16, "unsupported sizes: tiles of HIDDEN");
@@ -236,18 +241,9 @@ __device__ Shared &shared() {
 }
 
 
-// ---- PTX instructions
+// ---- PTX instructions. For a CPU, tests/gpu_on_cpu.h has functions of the same names.
 
-__device__ u32 shared_address(const void *address) {
-    return (u32)__cvta_generic_to_shared(address);
-}
-
-__device__ uint4 load_relaxed(const uint4 *address) {
-    uint4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address) : "memory");
-    return v;
-}
+#ifndef ON_CPU
 
 __device__ void store_relaxed(uint4 *address, uint4 v) {
     asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};"
@@ -258,37 +254,8 @@ __device__ void store_relaxed(uint2 *address, uint2 v) {
     asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" :: "l"(address), "r"(v.x), "r"(v.y) : "memory");
 }
 
-__device__ void store_relaxed(u32 *address, u32 value) {
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(address), "r"(value) : "memory");
-}
-
-__device__ u32 load_relaxed(const u32 *address) {
-    u32 value;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-}
-
-__device__ void init_barrier(u64 &barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(shared_address(&barrier)), "r"(arrivals) : "memory");
-}
-
-// Arrives, and lets the barrier wait for so many bytes as well.
-__device__ void arrive_and_expect(u64 &barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-                 :: "r"(shared_address(&barrier)), "r"(bytes) : "memory");
-}
-
-__device__ void arrive(u64 &barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(shared_address(&barrier)) : "memory");
-}
-
-// Waits for a while; whether the barrier's phase has ended.
-__device__ bool try_wait(u64 &barrier, u32 parity) {
-    u32 has_ended;
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
-                 "selp.u32 %0, 1, 0, p; }"
-                 : "=r"(has_ended) : "r"(shared_address(&barrier)), "r"(parity) : "memory");
-    return has_ended;
+__device__ void fence_barrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 __device__ void arrive_at_cluster() {
@@ -317,11 +284,6 @@ __device__ u32 address_in(u32 address, u32 block) {
 __device__ void send(u32 to, float a, float b, float c, float d, u32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
                  :: "r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier) : "memory");
-}
-
-// Writes to shared memory before this are seen by wgmma after the next barrier.
-__device__ void fence_for_wgmma() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // Of lines of 128 bytes, swizzled, eight of them after each other.
@@ -365,6 +327,18 @@ __device__ void end_wgmma(float (&d)[N]) {
     }
 }
 
+__device__ u64 clock_cycles() {
+    u64 cycles;
+    asm volatile("mov.u64 %0, %%clock64;" : "=l"(cycles));
+    return cycles;
+}
+
+#endif
+
+__device__ uint4 load_relaxed(const uint4 *address) {
+    return load_relaxed_x4((const u32 *)address);
+}
+
 
 // The compiler knows that it is the same for all lanes.
 __device__ int uniform_warp_index() {
@@ -383,12 +357,6 @@ struct Waits {
     u32 failed;                                       // 0, or a WaitingFor
 };
 
-__device__ u64 clock_cycles() {
-    u64 cycles;
-    asm volatile("mov.u64 %0, %%clock64;" : "=l"(cycles));
-    return cycles;
-}
-
 // For all lanes of a warp, so that the compiler knows that they are together afterwards.
 template <class Ready>
 __device__ void wait_until(Waits &waits, WaitingFor waiting_for, Ready ready) {
@@ -403,7 +371,7 @@ __device__ void wait_until(Waits &waits, WaitingFor waiting_for, Ready ready) {
 }
 
 __device__ void wait_for_phase(Waits &waits, u64 &barrier, u32 parity, WaitingFor waiting_for = FOR_BLOCKS) {
-    wait_until(waits, waiting_for, [&] { return try_wait(barrier, parity); });
+    wait_until(waits, waiting_for, [&] { return mbarrier_try_wait(&barrier, parity); });
 }
 
 __device__ bool is_there(u32 value) {
@@ -464,7 +432,7 @@ enum : int { NARROW, EARLY, LATE };                   // barriers for weights
 __device__ void copy_weights(const Work &work, const TensorMap *maps, int first, int end, int which) {
     const int bytes = work.tile * LINE_BYTES;
     u64 &barrier = shared().barriers.copied[which];
-    arrive_and_expect(barrier, (end - first) * bytes);
+    mbarrier_arrive_expect_tx(&barrier, (end - first) * bytes);
 #pragma unroll 1
     for (int i = first; i < end; ++i) {
         const int input = (work.rank * work.chunks + i) * CHUNK;
@@ -488,7 +456,6 @@ __device__ void copy_weights_after(const Work &work, const TensorMap *maps_of_ne
 // The slice of all rows to shared memory, normalized if the product has a norm. Eight threads have a line.
 __device__ void load_x(const Work &work, const uint4 *x, const u32 *squares, const uint4 *norm_weight, Waits &waits,
                        bool is_there_now) {
-    constexpr int LINES = THREADS / 8;                // that are loaded at once
     constexpr int LOADS = CHUNKS * ROWS / LINES;
     constexpr int NORM_LOADS = QKV_PRODUCT.chunks * ROWS / LINES;
     constexpr int TILES = ROWS * SQUARES / THREADS;   // sums of squares, for a thread
@@ -497,8 +464,9 @@ __device__ void load_x(const Work &work, const uint4 *x, const u32 *squares, con
     const int row = t / 8 % ROWS;
     const int first = work.rank * work.chunks * 8 + t / 8 / ROWS * 8 + t % 8;
     const auto has_load = [&](int i) { return i < work.chunks * ROWS / LINES; };
-    x += row * work.input_vectors + first;
-    const auto load = [&](int i) { return load_relaxed(x + i * (LINES / ROWS * 8)); };
+    const auto load = [&](int i) {
+        return load_relaxed(x + row * work.input_vectors + first + i * (LINES / ROWS * 8));
+    };
 
     uint4 weight[NORM_LOADS] = {};
     if (norm_weight) {
@@ -560,7 +528,7 @@ __device__ void load_x(const Work &work, const uint4 *x, const u32 *squares, con
     for (int which = work.is_narrow ? NARROW : EARLY; which <= (work.is_narrow ? NARROW : LATE); ++which) {
         wait_for_phase(waits, shared().barriers.copied[which], work.turn, FOR_WEIGHTS);
     }
-    fence_for_wgmma();
+    fence_proxy_async();
     __syncthreads();
 }
 
@@ -575,7 +543,7 @@ __device__ void multiply_and_exchange(const Work &work, const TensorMap *maps_of
     Quad *received_sums = work.is_narrow ? shared().narrow : shared().wide;
     u64 &received = shared().barriers.received[work.is_narrow];
     if (t == 0) {
-        arrive_and_expect(received, of_block * (work.is_narrow ? 8 : 4) * sizeof(Quad));
+        mbarrier_arrive_expect_tx(&received, of_block * (work.is_narrow ? 8 : 4) * sizeof(Quad));
     }
     if (t == COPYING_WARP * 32 && work.is_narrow && maps_of_next) {
         copy_weights_before(work, maps_of_next);
@@ -598,7 +566,7 @@ __device__ void multiply_and_exchange(const Work &work, const TensorMap *maps_of
         end_wgmma(sum);
     }
     if (lane_index() == 0) {
-        arrive(shared().barriers.multiplied);
+        mbarrier_arrive(&shared().barriers.multiplied);
     }
     if (warp == COPYING_WARP && maps_of_next) {
         wait_for_phase(waits, shared().barriers.multiplied, work.is_narrow);
@@ -609,7 +577,7 @@ __device__ void multiply_and_exchange(const Work &work, const TensorMap *maps_of
     }
     if (t == SETTLING_WARP * 32) {                    // what all threads have emptied before
         __threadfence();
-        arrive(shared().barriers.settled);
+        mbarrier_arrive(&shared().barriers.settled);
     }
     __syncwarp();
 
@@ -721,8 +689,9 @@ __device__ void attention(const RunStack &arguments, const Layer &layer, Waits &
     const int row = pair / KV_HEADS;
     const int kv_head = pair % KV_HEADS;
     const bool has_pair = warp_of_block < PAIRS_AT_ONCE * SHARING_WARPS && pair < PAIRS;
-    uint4 *heads = arguments.exchanged->heads + (row * HEADS + kv_head * GROUP) * HEAD_VECTORS;
-    const auto output = [&](int g) { return heads + g * HEAD_VECTORS; };
+    const auto output = [&](int g) {
+        return arguments.exchanged->heads + (row * HEADS + kv_head * GROUP + g) * HEAD_VECTORS;
+    };
     if (has_pair) {
         const int position = arguments.positions[row];
         const u64 in_cache = ((u64)row * KV_HEADS + kv_head) * arguments.cache_length * HEAD_VECTORS;
@@ -842,14 +811,14 @@ run_stack(const __grid_constant__ RunStack arguments) {
     if (threadIdx.x == 0) {
         Barriers &barriers = shared().barriers;
         for (u64 &barrier : barriers.copied) {
-            init_barrier(barrier, 1);
+            mbarrier_init<1>(&barrier);
         }
         for (u64 &barrier : barriers.received) {
-            init_barrier(barrier, 1);
+            mbarrier_init<1>(&barrier);
         }
-        init_barrier(barriers.multiplied, WARPS);
-        init_barrier(barriers.settled, 1);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        mbarrier_init<WARPS>(&barriers.multiplied);
+        mbarrier_init<1>(&barriers.settled);
+        fence_barrier_init();
         const Work first(QKV);
         copy_weights(first, arguments.matrices, 0, first.early(), EARLY);
         copy_weights(first, arguments.matrices, first.early(), first.chunks, LATE);

@@ -28,7 +28,7 @@ SQUARES = 16
 EMPTY = -1
 ROWS = 32, 64
 TESTED = 80  # positions of the test
-MAX_DIFFERENCE = 0.2  # of the root mean square of a result. Right, random weights: 0.03; a layer left out: above 0.5
+MAX_DIFFERENCE = 0.2  # of the root mean square of a result. Right: up to 0.03; the faults that tests try: from 0.59
 
 LAYER_FIELDS = ("input_norm", "post_norm", "q_norm", "k_norm", "keys", "values")
 FIELDS: dict[str, Any] = {
@@ -128,7 +128,7 @@ class ClusterStack(BatchedStack):
             cos=self.cos,
             sin=self.sin,
             exchanged=exchanged,
-            failed_on_host=torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True),
+            failed_on_host=torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=model.device.type == "cuda"),
         )
 
     def forward(self, embeds: Tensor, positions: Tensor, row_indices: Tensor | None = None) -> Tensor:

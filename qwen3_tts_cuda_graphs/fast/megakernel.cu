@@ -126,6 +126,7 @@
 // vector of one token of each.
 
 #include "kernels.h"
+#include "barriers.h"
 #include "sampler.h"
 
 
@@ -402,49 +403,13 @@ __device__ Shared &shared() {
 
 #ifndef ON_CPU
 
-__device__ u32 shared_address(const void *pointer) {
-    return (u32)__cvta_generic_to_shared(pointer);
-}
-
-// Relaxed accesses at GPU scope go to L2: they see what other blocks wrote. They do not order other accesses,
-// and need not: tag and value are one word.
-__device__ void store_relaxed(void *address, u32 value) {
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(address), "r"(value) : "memory");
-}
-
 __device__ void store_relaxed_16(void *address, u32 value) {
     asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" :: "l"(address), "h"((bf16)value) : "memory");
-}
-
-__device__ u32 load_relaxed(const u32 *address) {
-    u32 value;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-}
-
-__device__ uint4 load_relaxed_x4(const u32 *address) {
-    uint4 values;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(values.x), "=r"(values.y), "=r"(values.z), "=r"(values.w)
-                 : "l"(address)
-                 : "memory");
-    return values;
 }
 
 template <int BARRIER, int THREADS>
 __device__ void named_barrier_sync() {
     asm volatile("bar.sync %0, %1;" :: "n"(BARRIER), "n"(THREADS) : "memory");
-}
-
-template <int ARRIVALS>
-__device__ void mbarrier_init(u64 *barrier) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;"
-                 :: "r"(shared_address(barrier)), "n"(ARRIVALS)
-                 : "memory");
-}
-
-__device__ void mbarrier_arrive(u64 *barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
 }
 
 // Nanoseconds, the same on all multiprocessors.
@@ -465,24 +430,6 @@ __device__ u64 l2_policy(float keep_fraction) {
 
 #if BULK_COPIES
 
-// Whether the phase of this parity is complete. May suspend the thread for a while before it answers.
-__device__ bool mbarrier_try_wait(u64 *barrier, u32 parity) {
-    u32 done;
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(done)
-                 : "r"(shared_address(barrier)), "r"(parity)
-                 : "memory");
-    return done;
-}
-
-// Arrives, and makes the phase wait for this many bytes of bulk copies as well.
-template <int BYTES>
-__device__ void mbarrier_arrive_expect_tx(u64 *barrier) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-                 :: "r"(shared_address(barrier)), "n"(BYTES)
-                 : "memory");
-}
-
 // Global to shared memory, asynchronously; when done, completes this many bytes of the barrier's phase.
 template <int BYTES>
 __device__ void bulk_copy_to_shared(void *destination, const void *source, u64 *barrier, u64 policy) {
@@ -493,22 +440,7 @@ __device__ void bulk_copy_to_shared(void *destination, const void *source, u64 *
                  : "memory");
 }
 
-// Orders this thread's accesses of shared memory before the bulk copies that follow; an mbarrier alone does not.
-__device__ void fence_proxy_async() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 #else
-
-// Whether the phase of this parity is complete. Does not suspend the thread.
-__device__ bool mbarrier_try_wait(u64 *barrier, u32 parity) {
-    u32 done;
-    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(done)
-                 : "r"(shared_address(barrier)), "r"(parity)
-                 : "memory");
-    return done;
-}
 
 // 16 bytes from global to shared memory, asynchronously.
 __device__ void async_copy_to_shared(void *destination, const void *source, u64 policy) {
@@ -723,7 +655,7 @@ __device__ void wait_until_empty(Cursor cursor) {
 __device__ void fill(Cursor cursor, int producer, const char *source, u64 stride, u64 policy) {
     Stage &slot = ring_slot(cursor.slot);
 #if BULK_COPIES && !defined(MEGAKERNEL_PLAIN_COPIES)
-    mbarrier_arrive_expect_tx<STAGE_ROW_BYTES>(&slot.full);
+    mbarrier_arrive_expect_tx(&slot.full, STAGE_ROW_BYTES);
     bulk_copy_to_shared<STAGE_ROW_BYTES>(slot.rows[producer], source + producer * stride, &slot.full, policy);
 #else
     // All producers together copy consecutive bytes.
