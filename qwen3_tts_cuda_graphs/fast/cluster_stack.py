@@ -16,21 +16,20 @@ from torch import Tensor
 from qwen3_tts_cuda_graphs.fast import batched, nvrtc
 from qwen3_tts_cuda_graphs.fast.batched import SHORT_CACHE, BatchedStack
 from qwen3_tts_cuda_graphs.fast.kernels import CudaSource, kernel_arguments, one_line, warn_once
-from qwen3_tts_cuda_graphs.fast.megakernel import WAITED_FOR, table
+from qwen3_tts_cuda_graphs.fast.megakernel import LAYER_FIELDS, WAITED_FOR, table
 
 KERNEL = "run_stack"
 CLUSTER = 8  # blocks
 CLUSTERS = 15  # that a GPU with 132 multiprocessors runs at once: they are in groups, some of which have less than 16
 THREADS = 512
-WARPS = 16
+WARPS = THREADS // 32
 CHUNK = 64  # inputs of a matrix that are copied at once
-SQUARES = 16
-EMPTY = -1
+SQUARES = 16  # parts of a row's sum of squares
+EMPTY = -1  # in `exchanged`, what has not been written
 ROWS = 32, 64
 TESTED = 80  # positions of the test
 MAX_DIFFERENCE = 0.2  # of the root mean square of a result. Right: up to 0.03; the faults that tests try: from 0.59
 
-LAYER_FIELDS = ("input_norm", "post_norm", "q_norm", "k_norm", "keys", "values")
 FIELDS: dict[str, Any] = {
     "matrices": torch.uint8,
     "layers": torch.long,
@@ -132,6 +131,7 @@ class ClusterStack(BatchedStack):
         )
 
     def forward(self, embeds: Tensor, positions: Tensor, row_indices: Tensor | None = None) -> Tensor:
+        """As BatchedStack's, which computes all passes but those of a token of each row."""
         if row_indices is not None or len(embeds) != self.cluster_sizes.rows:
             return super().forward(embeds, positions, row_indices)
         result = torch.empty_like(embeds)
