@@ -25,16 +25,13 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from tokenizers import Regex, pre_tokenizers
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import GraphPool, Rows, TalkerGraph, draw_noise, round_up, static_cache
 
 VARIANTS = "0.6B-Base", "1.7B-Base", "0.6B-CustomVoice", "1.7B-CustomVoice", "1.7B-VoiceDesign"
 MODELS = {name.removesuffix("-Base"): f"Qwen/Qwen3-TTS-12Hz-{name}" for name in VARIANTS}  # -> hub id
-QWEN_PATTERN = (  # the tokenizer cuts a text into these; byte pairs are merged within them
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def load(model: str, device=None, dtype: torch.dtype | None = None, **options):
@@ -53,7 +50,8 @@ def load_upstream(model: str, device=None, dtype: torch.dtype | None = None):
     folder = model if Path(model).is_dir() else snapshot_download(hub_id)
     tts = Qwen3TTSModel.from_pretrained(folder, device_map=device, dtype=dtype)
     # Upstream passes fix_mistral_regex=True, and transformers 4.57 then installs Mistral's: put Qwen's back.
-    tts.processor.tokenizer.backend_tokenizer.pre_tokenizer[0] = pre_tokenizers.Split(Regex(QWEN_PATTERN), "isolated")
+    split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated")
+    tts.processor.tokenizer.backend_tokenizer.pre_tokenizer[0] = split
     return tts
 
 

@@ -142,7 +142,7 @@ def test_the_reference_has_one_door_to_the_package(sources, name):
 
 def test_what_is_written_twice_is_the_same():
     """The package does not import generate.py, so both have this."""
-    assert generate.MODELS == published.MODELS and generate.QWEN_PATTERN == incremental_tokenizer.QWEN_PATTERN
+    assert generate.MODELS == published.MODELS and generate.PRETOKENIZE_REGEX == incremental_tokenizer.QWEN_PATTERN
     for name in ("load_weights", "import_upstream"):
         first, second = (inspect.getsource(getattr(module, name)) for module in (generate, upstream))
         assert first == second
