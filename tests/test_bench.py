@@ -26,10 +26,7 @@ from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
 from qwen3_tts_cuda_graphs.common.loading import load
 from qwen3_tts_cuda_graphs.prompts.build import talker_arguments
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU"),
-    pytest.mark.filterwarnings("ignore:the speech was cut off"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 SHORT = replace(  # utterances as short as can be timed
     timing.SMALL, frames=(2, 5), upstream_frames=(2, 4), first_audio_runs=1, late_chunk_frames=4, streams=(1, 4)
 )
@@ -282,7 +279,7 @@ def test_forced_logits_are_those_of_one_pass(voices, name):
     """The measure of `--check`, frame by frame over a static cache, against upstream's forward of all at once."""
     voice = voices(name)
     talker = voice.upstream.model.talker
-    tokens = torch.randint(2048, (30, 5), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(2048, (30, 3), generator=torch.Generator().manual_seed(0))
     request = talker_arguments(voice.fast.generate_voice_clone, **voice.arguments | dict(text="Hello there."))
     logits = TeacherForced(talker, 384).logits(tokens, **request)
     torch.testing.assert_close(logits, one_pass(talker, tokens, **request), rtol=0, atol=1e-4)

@@ -91,7 +91,6 @@ if recording:
 
 
 @pytest.mark.parametrize("name", ["x-vector", *slow("preset", "designed")])
-@pytest.mark.filterwarnings("ignore:the speech was cut off")
 def test_the_copy_speaks_with_upstreams_tokens(name, voices, recording, tmp_path):
     """Something of the project that the core needs when it loads or speaks, and which a copy does not have.
 

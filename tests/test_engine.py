@@ -29,7 +29,6 @@ from qwen3_tts_cuda_graphs.speech.long_text import speak
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 from qwen3_tts_cuda_graphs.speech.utterance import growing_chunks
 
-pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 LIMIT = 300  # seconds that any wait may take
 
 

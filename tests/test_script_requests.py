@@ -131,7 +131,6 @@ def test_times_are_those_of_what_is_heard(server, fields):
         np.testing.assert_array_equal(np.frombuffer(base64.b64decode(content["audio"]), "<i2"), np.concatenate(sound))
 
 
-@pytest.mark.filterwarnings("ignore:the speech was cut off")
 @pytest.mark.parametrize("seed", [5, 2**63 - 1])
 def test_the_same_sound_as_in_the_library(server, speech, seed):
     host = speech.models[1].engine.process.worker.host

@@ -354,7 +354,6 @@ def spoken(method, **arguments):
     return cues, np.concatenate(chunks)
 
 
-@pytest.mark.filterwarnings("ignore:the speech was cut off")
 def test_a_script_is_its_parts_and_silence(voices):
     """To the sample, whatever is spoken: each part is the utterance that it would be alone."""
     voice = voices("preset")
