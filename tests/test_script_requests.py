@@ -349,7 +349,7 @@ def test_a_worker_that_is_to_end_speaks_its_first_part(checkpoint, tmp_path):
     with serving([checkpoint(), checkpoint("custom_voice")], tmp_path) as server, ThreadPoolExecutor() as threads:
         speech = server.speech
         never_end(speech)
-        fields = PCM | {"input": "One. [voice vivian]Two.", "voice": "speaker", "max_new_tokens": 100}
+        fields = PCM | {"input": "One. [voice vivian]Two.", "voice": "speaker", "max_new_tokens": 50}
         whole = server.pcm(**fields)
         answer = threads.submit(server.pcm, **fields)
         wait_until(lambda: speech.host.listeners)
