@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from qwen3_tts_cuda_graphs.bench import random_checkpoint
 from qwen3_tts_cuda_graphs.cli import speaking
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
 from qwen3_tts_cuda_graphs.common.model_config import read_config
@@ -110,7 +111,7 @@ class Voice:
         return self
 
     def codes(self, tts, seed=0, **arguments):
-        """Call the model's own method. Returns the codes (T, 5) of each text, and the next random number."""
+        """Call the model's own method. Returns the codes (T, 3) of each text, and the next random number."""
         model, results = tts.model, []
         model.generate = lambda **kwargs: results.append(type(model).generate(model, **kwargs)) or results[0]
         torch.manual_seed(seed)
@@ -176,6 +177,11 @@ def watched(owner, name, see):
 def frame_limits(least, per_token):
     """In this context an utterance is stopped after so many frames."""
     return mock.patch.multiple(long_text, MIN_FRAME_LIMIT=least, FRAMES_PER_TOKEN=per_token)
+
+
+def published_blocks():
+    """In this context tiny checkpoints have a codec of the published number of blocks."""
+    return mock.patch.dict(random_checkpoint.TINY_DECODER, decoder_dim=48, upsample_rates=(8, 5, 4, 3))
 
 
 def use_rows(runner, rows):

@@ -143,7 +143,6 @@ def spoken(voice, text, seed=0, **arguments):
     return codes, torch.rand(1)
 
 
-@pytest.mark.filterwarnings("ignore:the speech was cut off")
 @pytest.mark.parametrize("name", ["x-vector", "in-context", *slow("preset", "designed")])
 def test_same_tokens_as_the_whole_text(voices, name):
     """Upstream's own codes for the whole text, on all voices, however the text is cut."""
@@ -198,7 +197,6 @@ def test_speech_begins_before_the_text_ends_and_waits_for_it(voice):
     np.testing.assert_allclose(joined(early), expected, rtol=0, atol=1e-6)  # the chunks have other sizes
 
 
-@pytest.mark.filterwarnings("ignore:the speech was cut off")
 def test_text_that_is_there_early_has_the_same_chunks(voice):
     """Each piece was taken when its frame needed it, so that the text seemed late: every chunk had a single frame."""
     all_there = threading.Event()
@@ -249,7 +247,6 @@ def test_an_iterator_that_never_yields_is_given_up(voice, first):
     assert len(joined(speak(voice, "Hi"))) > 0
 
 
-@pytest.mark.filterwarnings("ignore:the speech was cut off")
 def test_late_text_does_not_lose_its_turn(voice):
     """Its limit is text_timeout. Another request took over after the 10 s that a paused listener has."""
     is_speaking, is_late = threading.Event(), threading.Event()

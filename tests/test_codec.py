@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import published_blocks
 
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import (
     Qwen3TTSTokenizerV2Config,
@@ -14,6 +15,7 @@ from qwen3_tts_cuda_graphs.bench.random_checkpoint import (
     codec_config,
     randomize,
     soften,
+    write_checkpoint,
 )
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
 from qwen3_tts_cuda_graphs.fast import codec as codec_module
@@ -31,8 +33,16 @@ SIZES = {  # name: frames of the chunks, frames that are decoded
 
 
 @pytest.fixture(scope="module")
-def tokenizer(checkpoint):
-    return load_upstream(str(checkpoint()), "cpu").model.speech_tokenizer
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("codec")
+    with published_blocks():
+        write_checkpoint(folder, "tiny", talker=dict(num_code_groups=CODES))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load_upstream(folder, "cpu").model.speech_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +105,9 @@ def test_upstream_decoder_is_left_as_it_was(tokenizer, codec):
     assert all(weight.data_ptr() == weights[name].data_ptr() for name, weight in codec.decoder.named_parameters())
 
 
-def test_decode_takes_what_upstream_takes(tokenizer, checkpoint):
+def test_decode_takes_what_upstream_takes(tokenizer, folder):
     """A list of dicts, a dict, an encoding, a padded batch: padding that is decoded would lengthen the audio."""
-    codec = accelerate(load_upstream(str(checkpoint()), "cpu"), max_seq_len=64).model.speech_tokenizer
+    codec = accelerate(load_upstream(folder, "cpu"), max_seq_len=64).model.speech_tokenizer
     first, second = (torch.randint(2048, (length, CODES)) for length in (5, 9))
     padded = torch.full((2, 9, CODES), -1)
     padded[0, :5], padded[1] = first, second

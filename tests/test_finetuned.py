@@ -15,8 +15,6 @@ from qwen3_tts_cuda_graphs.common.loading import load
 from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
 from qwen3_tts_cuda_graphs.speech import complete_speakers
 
-pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
-
 
 @pytest.fixture(scope="module")
 def finetuned(checkpoint, tmp_path_factory):

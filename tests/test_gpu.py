@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from helpers import GREEDY, assert_the_same_together, joined
+from helpers import GREEDY, NEEDS_GPU, assert_the_same_together, joined
 
 import cudagraph_talker
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
@@ -20,11 +20,7 @@ from qwen3_tts_cuda_graphs.prompts.build import talker_arguments
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.filterwarnings("ignore:the speech was cut off"),
-]
+pytestmark = NEEDS_GPU
 TEXTS = ["Real time speech synthesis.", "Hi!", "A much longer sentence than the two others, in the same batch."]
 SIZES = ["0.6B", "1.7B"]
 

@@ -103,7 +103,6 @@ def test_the_largest_seed(voice):
         assert len(joined(stream_long(voice.fast_method, retries=retries, **request))) > 0
 
 
-@pytest.mark.filterwarnings("ignore:the speech was cut off")
 def test_a_recording_is_encoded_once(voice, recording):
     """It was encoded for each paragraph, and the tokens that fit did not count its codes."""
     encoded = []

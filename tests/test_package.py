@@ -18,8 +18,6 @@ from helpers import ROOT
 import qwen3_tts_cuda_graphs
 from qwen3_tts_cuda_graphs import FasterQwen3TTS, GGMLQwen3TTS, Qwen3TTSCudaGraphs
 
-pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
-
 VOICE = dict(voice_clone_prompt={"ref_spk_embedding": [torch.zeros(64)]})
 PEERS = Path(sys.prefix) / "peers"  # ./setup.sh none --test puts them there
 METHODS = {

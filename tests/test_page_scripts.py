@@ -19,7 +19,7 @@ from page_helpers import (
     wait_for_end,
     wait_for_sound,
 )
-from serving_helpers import serving, wait_until, wait_until_free
+from serving_helpers import never_end, serving, wait_until, wait_until_free
 
 pytest_plugins = "page_fixtures"
 
@@ -216,6 +216,7 @@ def test_each_voice_finds_its_model(open_page, checkpoint, tmp_path):
 def test_parts_of_what_is_typed(open_page, checkpoint, tmp_path):
     """A sentence grows while it is typed, and a second one follows in the same list, with its place in the sound."""
     with serving(checkpoint(), tmp_path / "voices") as server:
+        never_end(server.speech)
         page = open_page(server)
         set_fields(page, seed=1, max_new_tokens=FRAMES + 1)
         page.evaluate("speech.player.isPlaying = () => true")  # a slow machine pauses in between

@@ -13,7 +13,6 @@ from qwen3_tts_cuda_graphs.speech.prefill import PrefixCache
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance
 
-pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 STREAMING = dict(non_streaming_mode=False, max_new_tokens=6)
 
 

@@ -330,7 +330,6 @@ def model(request, published, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:the speech was cut off")
 def test_a_published_model_in_python(model, recording):
     """All its voices: greedy, seeded, in lists, streamed, in the engine, arriving and long texts, and the package."""
     folder, voices = model

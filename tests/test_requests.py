@@ -22,7 +22,6 @@ from qwen3_tts_cuda_graphs.speech.streaming import stream
 from qwen3_tts_cuda_graphs.speech.whole_calls import whole_call
 
 TEXT = "Hello there."
-cut_off_on_purpose = pytest.mark.filterwarnings("ignore:the speech was cut off")
 
 
 @pytest.fixture
@@ -86,9 +85,9 @@ def test_another_end_token(voice):
     voice.assert_same_tokens(**other_end)
     voice.assert_same_tokens(text=TEXT, do_sample=False)
     texts = [TEXT, "And another one, which goes on."]
-    codes, _ = voice.codes(voice.upstream, text=texts, seed=3, max_new_tokens=12)
+    codes, _ = voice.codes(voice.upstream, text=texts, seed=6, max_new_tokens=12)
     for row in codes:  # the row that has ended is padded while the other speaks
-        voice.assert_same_tokens(text=texts, seed=3, max_new_tokens=12, eos_token_id=int(row[3, 0]))
+        voice.assert_same_tokens(text=texts, seed=6, max_new_tokens=12, eos_token_id=int(row[3, 0]))
 
 
 def test_two_requests_share_one_seed(voice):
@@ -126,7 +125,6 @@ def test_interleaved_streams_are_refused(voice, heard, caplog):
         np.testing.assert_array_equal(joined([*chunks, *newer]), expected)
 
 
-@cut_off_on_purpose
 def test_a_stream_may_be_resumed_in_any_thread(voices):
     """As servers with thread pools do. A second stream waits, even in a thread that has resumed the first one."""
     voice = voices("x-vector").end_comes_up(False)
@@ -164,7 +162,6 @@ def test_numbers_that_are_not_finite(voice, assert_as_fresh):
     assert_as_fresh()
 
 
-@cut_off_on_purpose
 def test_inference_mode_leaves_nothing_behind(voice):
     """Tensors made in inference mode cannot be written outside of it."""
     with torch.inference_mode():
@@ -212,7 +209,6 @@ def test_stream_makes_the_prompt_from_a_recording(voice, recording):
     assert_same_audio([joined(stream(voice.fast_method, seed=2, **request))], whole)
 
 
-@cut_off_on_purpose
 def test_a_list_is_one_batch_on_a_cpu(voice):
     """A list of any length has upstream's seeded tokens, however many rows the runner has."""
     tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=100)
@@ -223,7 +219,6 @@ def test_a_list_is_one_batch_on_a_cpu(voice):
         assert torch.equal(row, expected_row)
 
 
-@cut_off_on_purpose
 def test_graphs_of_the_last_size_are_kept(voice):
     """Rows for every length of list would fill the memory; built anew for each request, they would take its time."""
     tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=100)
@@ -436,7 +431,6 @@ def test_stream_needs_an_accelerated_model(voice):
         stream(voice.upstream.generate_voice_clone, text="a", **voice.arguments)
 
 
-@cut_off_on_purpose
 def test_a_model_can_be_accelerated_again(voice):
     """What the first call replaced must not be replaced twice."""
     tts = load(str(voice.folder), max_seq_len=100, device="cpu")
@@ -445,7 +439,6 @@ def test_a_model_can_be_accelerated_again(voice):
     assert torch.equal(codes, expected)
 
 
-@cut_off_on_purpose
 def test_accelerated_again_under_an_open_stream(voice):
     """Its graphs still read the tensors that the model's modules had then: kept until the stream ends, not longer."""
     tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=100)

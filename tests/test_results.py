@@ -101,7 +101,8 @@ def test_bytes_of_a_loaded_model(checkpoint):
     """bench.py counts the weights that it has loaded, also when fast/ has moved some of them."""
     talker = load_upstream(str(checkpoint())).model.talker
     element = 4  # float32
-    layers = [*talker.model.layers, *4 * [*talker.code_predictor.model.layers]]
+    predicted = talker.config.num_code_groups - 1
+    layers = [*talker.model.layers, *predicted * [*talker.code_predictor.model.layers]]
     numbers = sum(weight.numel() for layer in layers for weight in layer.parameters())
     numbers += talker.codec_head.weight.numel() + sum(head.weight.numel() for head in talker.code_predictor.lm_head)
     numbers += sum(weight.numel() for weight in talker.code_predictor.small_to_mtp_projection.parameters())

@@ -184,10 +184,10 @@ def test_all_line_ends_count(end):
     ],
 )
 def test_long_texts_take_no_longer_than_their_length(text):
-    start = time.perf_counter()
+    start = time.thread_time()
     read_script(text)
     parts = [*read_lines([(1, text)])]  # a paragraph
-    assert len(parts) == 1 and time.perf_counter() - start < 5
+    assert len(parts) == 1 and time.thread_time() - start < 5
 
 
 def test_what_may_become_a_tag_is_not_kept_back_for_ever():
@@ -314,10 +314,10 @@ def test_random_words_arrive_as_they_are_replaced():
 
 def test_entries_that_contain_each_other_take_no_longer():
     """A text of 100,000 characters with any lexicon."""
-    start = time.perf_counter()
+    start = time.thread_time()
     lexicon = Lexicon({"a" * size: "b" for size in range(1, 101)})
     assert lexicon.replace("a " * 50_000 + "a" * 100) == "b " * 50_000 + "b"
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,6 @@ def spoken(method, **arguments):
     return cues, np.concatenate(chunks)
 
 
-@pytest.mark.filterwarnings("ignore:the speech was cut off")
 def test_a_script_is_its_parts_and_silence(voices):
     """To the sample, whatever is spoken: each part is the utterance that it would be alone."""
     voice = voices("preset")

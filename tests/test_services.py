@@ -16,8 +16,6 @@ from qwen3_tts_cuda_graphs.speech.engine import Engine
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 from qwen3_tts_cuda_graphs.speech.warm_up import warm_up
 
-pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
-
 
 @pytest.mark.slow
 def test_global_state_is_left_alone(checkpoint):

@@ -28,7 +28,6 @@ from qwen3_tts_cuda_graphs.speech.streaming import stream
 LIMIT = 600  # seconds
 WORDS = "the first sound of a voice arrives before you notice that anything was asked".split()
 LEAST_SHARE = 0.9  # of a stream's codes that must be among the best
-pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
 
 
 def request_number(number: int, longest: int) -> tuple[str, dict, random.Random]:

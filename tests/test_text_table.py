@@ -21,8 +21,6 @@ from qwen3_tts_cuda_graphs.prompts.text_table import HostTalker, TextTable, use_
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
-pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
-
 
 def upstreams(method, text: str, **arguments) -> Request:
     reference = reference_codes(arguments.get("voice_clone_prompt"))

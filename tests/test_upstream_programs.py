@@ -9,8 +9,6 @@ import torch
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.upstream import Qwen3TTSModel
 
-pytestmark = pytest.mark.filterwarnings("ignore:the speech was cut off")
-
 
 @pytest.fixture(scope="module")
 def pretrained(checkpoint):

@@ -73,7 +73,6 @@ def test_an_older_torch_is_named():
         check_torch(old)
 
 
-@pytest.mark.filterwarnings("ignore:the speech was cut off")
 @pytest.mark.slow
 def test_a_torch_without_enable_gqa_gives_the_same_tokens(checkpoint, tmp_path):
     """JetPack's torch 2.5.0a0: its attention refuses an argument that transformers passes to any torch 2.5.

@@ -74,7 +74,7 @@ TALKER_SIZES = {
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_code_groups=5,  # upstream's time on a CPU is mostly that of the predictor's steps
+        num_code_groups=3,  # upstream's time on a CPU is mostly that of the predictor's steps
         text_vocab_size=512,
         text_hidden_size=48,
         rope_scaling=ROPE_SCALING | dict(mrope_section=[4, 2, 2]),
@@ -88,10 +88,11 @@ TINY_SPEAKER_ENCODER = dict(
 TINY_LAYERS = dict(
     hidden_size=32, intermediate_size=64, head_dim=16, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2
 )
-TINY_DECODER = dict(latent_dim=64, codebook_dim=32, decoder_dim=48, **TINY_LAYERS)
-TINY_ENCODER = dict(
-    num_filters=4, codebook_dim=16, vector_quantization_hidden_dimension=16, upsample_groups=32, **TINY_LAYERS
-)
+# Half of the published number of blocks, for as many samples per frame: small convolutions take the longest.
+TINY_DECODER = dict(latent_dim=64, codebook_dim=32, decoder_dim=16, upsample_rates=(24, 20), upsampling_ratios=(2, 2))
+TINY_DECODER |= TINY_LAYERS
+TINY_ENCODER = dict(num_filters=4, num_quantizers=8, codebook_dim=16, vector_quantization_hidden_dimension=16)
+TINY_ENCODER |= dict(upsample_groups=32, **TINY_LAYERS)
 
 SAMPLING = dict(temperature=0.9, top_k=50, top_p=1.0)
 GENERATION = dict(do_sample=True, subtalker_dosample=True, repetition_penalty=1.05, max_new_tokens=8192)
@@ -145,8 +146,9 @@ def write_checkpoint(
         model = randomize(Qwen3TTSForConditionalGeneration(Qwen3TTSConfig(**config)), gain)
         codec = randomize(Qwen3TTSTokenizerV2Model(Qwen3TTSTokenizerV2Config(**codec_settings)), codec_gain)
         soften(codec.decoder)
-        model.talker.codec_head.weight[CODEC_IDS["codec_eos_token_id"]] *= 3 if ends else 0
+        model.talker.codec_head.weight[CODEC_IDS["codec_eos_token_id"]] *= 5 if ends else 0
         speaker = torch.randn(config["talker_config"]["hidden_size"])
+        randomize(codec.encoder)  # so that the codes of a recording differ from frame to frame
 
     codec_folder.mkdir(exist_ok=True)
     save_model(model.to(torch.bfloat16), out / "model.safetensors", metadata={"format": "pt"})
