@@ -6,7 +6,9 @@ from serving_helpers import SHORT, never_end, pcm, serving, wait_until_free
 
 from qwen3_tts_cuda_graphs.prompts.cut import PAUSE
 from qwen3_tts_cuda_graphs.prompts.lexicon import Lexicon
-from qwen3_tts_cuda_graphs.serving.arriving_script import ArrivingPart, Part
+from qwen3_tts_cuda_graphs.prompts.script import read_script
+from qwen3_tts_cuda_graphs.serving.arriving_script import ArrivingPart, ArrivingScript, Part
+from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
 
 CONFIG = {"response_format": "pcm", **SHORT}
 
@@ -47,6 +49,30 @@ def test_a_script_that_arrives_is_its_parts_and_silence(presets, size):
     assert [message["start_seconds"] for message in starts] == pytest.approx([0.25, 0.75, 1.65])
     assert [message["end_seconds"] for message in ends] == pytest.approx([0.65, 1.15, 1.65])
     assert "engine" not in starts[0]["sentence_text"]
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("play", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Aiden: Hi\n...\nVivian: yes",
+        "[voice aiden] ___ [pause 1] hello",
+        "... [pause 1] hello",
+        "...\n[pause 1] hello",
+        "hello [pause 1]\n...",
+        "Aiden: ...\nVivian: hello",
+        "...",
+    ],
+)
+def test_what_is_spoken_of_arriving_text_is_what_is_spoken_of_a_whole_one(text, play, size):
+    """Marks without a word only where they are all of a line."""
+    script = ArrivingScript(SpeechOptions(script=play), Lexicon({}))
+    for piece in in_pieces(text, size):
+        script.add(piece)
+    script.finish()
+    arrived = " ".join(part.said for part in script.parts if part.is_spoken())
+    assert arrived.split() == " ".join(part.text for part in read_script(text, play)).split()
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\u2028"])

@@ -197,6 +197,8 @@ def test_what_may_become_a_tag_is_not_kept_back_for_ever():
 
 def test_notation_can_be_off_and_must_have_words():
     assert read_script("[pause 1] and [laugh]", notation=False) == [Part("[pause 1] and [laugh]")]
+    with pytest.raises(ValueError, match="leave notation=True"):
+        read_script("Aiden: Hi.", play=True, notation=False)
     with pytest.raises(ValueError, match="no words"):
         read_script("[pause 1] ... [voice aiden]")
 

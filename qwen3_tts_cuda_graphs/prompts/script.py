@@ -1,21 +1,19 @@
 """A text as a script: parts that are spoken one after another, each with its voice, style and the silence before it.
 
 `Notation` reads a text as it arrives, and `PartReader` makes parts of its words and tags. A whole text is handed to the
-same two, and one without tags is one part, as it is.
+same two, and one without tags is one part, as it is. The server, which must not wait for text, makes parts of arriving
+text in serving/arriving_script.py.
 
 Imports nothing that takes time: the command line and the server's front process read scripts.
 """
 
 import itertools
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from qwen3_tts_cuda_graphs.prompts.cut import PAUSE
+from qwen3_tts_cuda_graphs.prompts.cut import PAUSE, WORD
 from qwen3_tts_cuda_graphs.prompts.notation import Notation, Tag
-
-WORD = re.compile(r"\w")
 
 
 def nth_seed(seed: int | None, number: int) -> int | None:
@@ -130,6 +128,8 @@ def read_script(
     text: str, play: bool = False, notation: bool = True, check_voice: Callable[[str], None] | None = None
 ) -> list[Part]:
     """The parts of a text. One with tags, and a play, has a part for each line at least; any other is one part."""
+    if play and not notation:
+        raise ValueError("play=True reads names at the beginning of lines: leave notation=True")
     if not notation or not play and all(isinstance(item, str) for item in Notation().read(text, is_end=True)):
         return [Part(text)]
     parts = [part for line in read_lines(enumerate(text.splitlines(), 1), play, check_voice) for part in line]

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
-from qwen3_tts_cuda_graphs.prompts.cut import end_after_bytes
+from qwen3_tts_cuda_graphs.prompts.cut import WORD, end_after_bytes
 from qwen3_tts_cuda_graphs.prompts.lexicon import Lexicon, LexiconReader
 from qwen3_tts_cuda_graphs.prompts.notation import ENDS, Notation, Tag
 from qwen3_tts_cuda_graphs.prompts.script import Part
@@ -28,6 +28,8 @@ class ArrivingPart:
         self.ends = [(0, 0)]  # where each piece ends: in `said`, in `written`
         self.taken = 0  # characters of `said` that have been given to the model
         self.is_complete = False
+        self.begins_line = True  # no tag is before it in its line
+        self.is_line = False  # all of a line, or of several: then marks without a word are spoken, too
         self.hit_max_new_tokens = False  # the client's own, before the text was complete
 
     def add(self, text: str, is_end: bool = False) -> None:
@@ -60,7 +62,11 @@ class ArrivingPart:
         return self.said[self.taken :]
 
     def has_words(self) -> bool:
-        return any(map(str.isalnum, self.rest))
+        return bool(WORD.search(self.rest))
+
+    def is_spoken(self) -> bool:
+        """Whether there is something to speak, once it is complete."""
+        return self.has_words() or (self.is_line and self.taken == 0 and bool(self.rest.strip()))
 
 
 class ArrivingScript:
@@ -69,10 +75,11 @@ class ArrivingScript:
     def __init__(self, options: SpeechOptions, lexicon: Lexicon):
         self.lexicon = lexicon
         self.is_play = options.script
-        self.notation = Notation(options.script) if options.notation or options.script else None
+        self.notation = Notation(options.script) if options.notation else None
         self.text = ""  # all that has arrived
         self.half = ""  # the first half of a surrogate pair: the other comes with the next text
         self.parts = [ArrivingPart(Part(""), lexicon)]
+        self.begins_line = True  # what comes next
         self.mistake = None  # about a wrong tag; the parts end before it
         self.is_complete = False
         self.early_end = {}  # {"cancelled": True} or {"error": True}: nothing more of it is spoken
@@ -88,30 +95,39 @@ class ArrivingScript:
         self.text += text
         try:
             if self.mistake is None:
-                for item in self.notation.read(text, is_end) if self.notation else [text]:
+                for item in self.notation.read(text, is_end) if self.notation else filter(None, [text]):
                     self.add_item(item)
         except ValueError as error:
             self.mistake = ApiError(str(error), param="input", code="invalid_value")
             self.parts[-1].is_stripped = True
         if is_end or self.mistake:
-            self.parts[-1].add("", is_end=True)
+            self.end_part(ends_line=True)
         self.is_complete = is_end
         self.changed.set()
 
     def add_item(self, item: str | Tag) -> None:
         last = self.parts[-1]
+        ends_line = self.begins_line
+        self.begins_line = isinstance(item, str) and item[-1] in ENDS
         if isinstance(item, str):
             last.add(item)
-            if not (self.is_play and item[-1] in ENDS):
+            last.begins_line = last.begins_line or (self.begins_line and not last.said.strip())
+            if not (self.is_play and self.begins_line):
                 return
+            ends_line = True
         last.is_stripped = True
-        last.add("", is_end=True)
-        if last.has_words() or last.taken:
+        self.end_part(ends_line)
+        if last.is_spoken() or last.taken:
             part = replace(last.part, pause=None)
         else:  # tags before the first word of a part add up
             part = self.parts.pop().part
         part = replace(part.after(item), line=item.line) if isinstance(item, Tag) else part
         self.parts.append(ArrivingPart(part, self.lexicon, is_stripped=True))
+        self.parts[-1].begins_line = self.begins_line
+
+    def end_part(self, ends_line: bool) -> None:
+        self.parts[-1].add("", is_end=True)
+        self.parts[-1].is_line = self.parts[-1].begins_line and ends_line
 
     def finish(self) -> None:
         self.add("", is_end=True)
@@ -143,15 +159,13 @@ class ArrivingScript:
         return self.parts[number].is_complete or self.parts[number].has_words()
 
     async def has_more(self, part: ArrivingPart) -> bool:
-        """Whether there is something to speak. Waits for text until the part is complete. Marks without a word are
-        spoken only where they are the whole text."""
+        """Whether there is something to speak. Waits for text until the part is complete."""
 
         def is_known() -> bool:
             return part.is_complete or part.has_words() or part.hit_max_new_tokens or self.ended_early
 
         await self.wait_until(is_known)
-        is_marks_alone = len(self.parts) == 1 and part.taken == 0 and bool(part.rest.strip())
-        return (part.has_words() or is_marks_alone) and not (part.hit_max_new_tokens or self.ended_early)
+        return part.is_spoken() and not (part.hit_max_new_tokens or self.ended_early)
 
     async def pieces(self, part: ArrivingPart, max_bytes: int | None = None) -> AsyncIterator[str]:
         """What is said, as it arrives, until it is complete. With max_bytes, until the end of a sentence near it."""
