@@ -39,7 +39,7 @@ def run(talker, count: int) -> None:
         graphs.step()
         rows.prompt_length.copy_(LENGTH - 1 - rows.frame)
     torch.cuda.synchronize()
-    assert not any(launch.why_failed() for launch in graphs.launches)
+    assert not any(launch.why_failed() for launch in graphs.waiting_launches)
     assert torch.isfinite(rows.embedding).all()
     assert rows.token.max() < rows.sampling.vocab_size and rows.codes[..., 1:].max() < rows.code_sampling.vocab_size
     print(f"hidden size {talker.config.hidden_size}, {count} rows: the talker chose {rows.token.flatten().tolist()}")

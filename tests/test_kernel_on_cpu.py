@@ -50,7 +50,7 @@ def test_the_kernel_computes_what_the_reference_says(hidden, options, tmp_path):
         graphs = MegakernelGraphs(talker, rows)
     assert self_test.run_test(graphs, prompt, frames=1, choices=3)[0] == ""
 
-    _, step = graphs.launches
+    _, step = graphs.waiting_launches
     rows.advance.fill_(True)
     rows.min_tokens.zero_()
     rows.noise.exponential_()

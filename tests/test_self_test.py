@@ -98,7 +98,7 @@ class NoKernel:
 
 def graphs_without_kernel(talker: Any, error: type[Exception] = RuntimeError) -> Any:
     graphs = PlainGraphs(talker, rows_of(talker, LENGTH))
-    graphs.launches = NoKernel(error), NoKernel(error)
+    graphs.waiting_launches = NoKernel(error), NoKernel(error)
     return graphs
 
 

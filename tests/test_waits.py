@@ -77,7 +77,7 @@ class StoppingGraphs:
         self.rows = graphs.rows
         self.step = graphs.step
         self.stops_in = stops_in
-        self.may_stop = (self,)
+        self.waiting_launches = (self,)
         self.count = 0
         self.has_failed = False
         self.stops = threading.Event()
@@ -126,7 +126,7 @@ class Stopping:
         """The engine's next request and the next call outside are right, without the graphs that have stopped."""
         np.testing.assert_allclose(self.speak_in(engine), self.expected, rtol=0, atol=1e-5)
         np.testing.assert_allclose(self.speak_alone(), self.expected, rtol=0, atol=1e-5)
-        assert not any(graphs.may_stop for graphs in self.graphs.by_size.values())
+        assert not any(graphs.waiting_launches for graphs in self.graphs.by_size.values())
         assert self.tts.speech.path.startswith("separate kernels, no megakernel: the megakernel has stopped")
 
 
@@ -324,7 +324,7 @@ def test_rows_on_the_megakernel(size, width, checkpoint):
     prompt = speaker_prompt(torch.randn(width, generator=torch.Generator().manual_seed(0)))
     request = dict(text="Hello there.", language="English", voice_clone_prompt=prompt)
     with Engine(tts) as engine, ThreadPoolExecutor(4) as threads:
-        assert all(graphs.may_stop for graphs in tts.speech.runner.graphs.by_size.values())
+        assert all(graphs.waiting_launches for graphs in tts.speech.runner.graphs.by_size.values())
 
         def speak(number: int) -> np.ndarray:
             chunks = engine.stream(tts.generate_voice_clone, seed=number, max_new_tokens=40 + number, **request)

@@ -32,7 +32,7 @@ class TeacherForced:
         self.talker = talker
         self.rows = SharedRows(talker.config, row_count, round_up(length), talker.dtype, talker.device)
         self.graphs = make_graphs(talker, self.rows)
-        self.launches = self.graphs.launches if isinstance(self.graphs, MegakernelGraphs) else ()
+        self.launches = self.graphs.waiting_launches if isinstance(self.graphs, MegakernelGraphs) else ()
         self.heads = [*talker.code_predictor.lm_head, talker.codec_head]
         self.head_outputs = [head.weight.new_zeros(len(head.weight)) for head in self.heads]  # of the last row
         with self.keep_head_outputs():

@@ -4,7 +4,10 @@
 //
 //     HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, EPSILON, LAYERS     of the stack
 //     ROWS               32 or 64
-//     CLUSTERS           of 8 blocks, which the GPU runs at once
+//     CLUSTERS           which the GPU runs at once, of CLUSTER blocks each
+//     THREADS            of a block
+//     SLAB               inputs that are copied and multiplied at once
+//     SQUARES            sums of squares of a row: one for each tile of HIDDEN, and some that are 0
 //     SHARING_WARPS      that share the positions of a token and KV head
 //     SHARED_BYTES       of a block
 //     EXCHANGED_BYTES    of what blocks exchange in global memory
@@ -67,17 +70,13 @@
 
 // ---- Sizes
 
-constexpr int CLUSTER = 8;                            // blocks
 constexpr int BLOCKS = CLUSTERS * CLUSTER;
-constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / 32;
 constexpr int COPYING_WARP = WARPS - 1;
 constexpr int SETTLING_WARP = WARPS - 2;
-constexpr int CHUNK = 64;                             // inputs that are copied and multiplied at once
-constexpr int LINE_BYTES = 2 * CHUNK;                 // of a row of activations or weights in shared memory
+constexpr int LINE_BYTES = 2 * SLAB;                  // of a row of activations or weights in shared memory
 constexpr int QUERY_SIZE = HEADS * HEAD_DIM;
 constexpr int QKV_SIZE = QKV_HEADS * HEAD_DIM;
-constexpr int SQUARES = 16;                           // parts of a row's sum of squares: tiles of HIDDEN
 constexpr int PAIRS = ROWS * KV_HEADS;                // of a row and a KV head
 constexpr int PAIRS_AT_ONCE = WARPS / SHARING_WARPS;  // in a block
 
@@ -97,9 +96,9 @@ enum : int { QKV, OUTPUT, GATE_UP, DOWN };
 struct Product {
     int groups;                                       // of a tile: of 8 outputs, or of 8 gates and then 8 ups
     int tile;                                         // outputs; the last tile may have fewer
-    int parts;                                        // of a tile: 16 outputs for each warp
+    int warps;                                        // that have outputs of a tile, 16 each
     int input_vectors;                                // of a row
-    int chunks;                                       // of a block's slice of the inputs
+    int slabs;                                       // of a block's slice of the inputs
     int result_groups;                                // of all tiles: vectors of a row of the result
 };
 
@@ -108,7 +107,7 @@ constexpr Product product(int index, int outputs, int inputs) {
     const int lines = index == GATE_UP ? 16 : 8;      // of a group
     const int groups = divide_up(outputs / lines, BLOCKS / splits);
     const int tile = groups * lines;
-    return {groups, tile, divide_up(tile, 16), inputs / 8, inputs / splits / CHUNK, outputs / lines};
+    return {groups, tile, divide_up(tile, 16), inputs / 8, inputs / splits / SLAB, outputs / lines};
 }
 
 constexpr Product QKV_PRODUCT = product(QKV, QKV_SIZE, HIDDEN);
@@ -118,16 +117,16 @@ constexpr Product DOWN_PRODUCT = product(DOWN, HIDDEN, INNER);
 __constant__ constexpr Product PRODUCTS[4] = {QKV_PRODUCT, OUTPUT_PRODUCT, GATE_UP_PRODUCT, DOWN_PRODUCT};
 
 // Of the larger of the wide and of the narrow products.
-constexpr int WIDE_PARTS = largest(QKV_PRODUCT.parts, GATE_UP_PRODUCT.parts);
-constexpr int NARROW_PARTS = largest(OUTPUT_PRODUCT.parts, DOWN_PRODUCT.parts);
-constexpr int CHUNKS = largest(QKV_PRODUCT.chunks, largest(OUTPUT_PRODUCT.chunks, DOWN_PRODUCT.chunks));
-static_assert(QKV_PRODUCT.chunks == GATE_UP_PRODUCT.chunks, "both have HIDDEN inputs");
+constexpr int WIDE_WARPS = largest(QKV_PRODUCT.warps, GATE_UP_PRODUCT.warps);
+constexpr int NARROW_WARPS = largest(OUTPUT_PRODUCT.warps, DOWN_PRODUCT.warps);
+constexpr int SLABS = largest(QKV_PRODUCT.slabs, largest(OUTPUT_PRODUCT.slabs, DOWN_PRODUCT.slabs));
+static_assert(QKV_PRODUCT.slabs == GATE_UP_PRODUCT.slabs, "both have HIDDEN inputs");
 
 constexpr int LINES = THREADS / 8;                    // that are loaded at once
-static_assert(HIDDEN % (4 * LINES / ROWS * CHUNK) == 0, "unsupported sizes: slices of HIDDEN");
-static_assert(QUERY_SIZE % (8 * LINES / ROWS * CHUNK) == 0, "unsupported sizes: slices of HEADS * HEAD_DIM");
-static_assert(INNER % (8 * LINES / ROWS * CHUNK) == 0, "unsupported sizes: slices of INNER");
-static_assert(largest(WIDE_PARTS, NARROW_PARTS) < SETTLING_WARP, "unsupported sizes: too many outputs for a block");
+static_assert(HIDDEN % (4 * LINES / ROWS * SLAB) == 0, "unsupported sizes: slices of HIDDEN");
+static_assert(QUERY_SIZE % (8 * LINES / ROWS * SLAB) == 0, "unsupported sizes: slices of HEADS * HEAD_DIM");
+static_assert(INNER % (8 * LINES / ROWS * SLAB) == 0, "unsupported sizes: slices of INNER");
+static_assert(largest(WIDE_WARPS, NARROW_WARPS) < SETTLING_WARP, "unsupported sizes: too many outputs for a block");
 static_assert(largest(QKV_PRODUCT.groups, GATE_UP_PRODUCT.groups) <= 32, "unsupported sizes: a lane for each group");
 static_assert(CLUSTERS <= SQUARES && OUTPUT_PRODUCT.groups <= 16, "unsupported sizes: tiles of HIDDEN");
 
@@ -164,7 +163,7 @@ struct Exchanged {
 static_assert(sizeof(Exchanged) == EXCHANGED_BYTES, "cluster_stack.py counts other bytes");
 
 struct RunStack {
-    const TensorMap *matrices;                        // (LAYERS, 4): boxes of a tile x 64 inputs
+    const TensorMap *matrices;                        // (LAYERS, 4): boxes of a tile x SLAB inputs
     const Layer *layers;                              // (LAYERS)
     u64 cache_length;
     const uint4 *cos;                                 // (cache_length, HEAD_DIM)
@@ -173,7 +172,8 @@ struct RunStack {
     const i64 *positions;                             // (ROWS)
     uint4 *result;                                    // (ROWS, HIDDEN), before the final norm
     Exchanged *exchanged;
-    volatile u32 *failed_on_host;                     // 0, or what a thread has waited for too long, in pinned memory
+    u32 *failed;                                      // 0, or what a thread has waited for too long, now or before
+    volatile u32 *failed_on_host;                     // the same in pinned memory
 };
 
 
@@ -192,11 +192,11 @@ struct Barriers {
     u64 settled;                                      // all blocks see what this one has emptied
 };
 
-constexpr int WIDE_X = QKV_PRODUCT.chunks * ROWS * LINE_BYTES;
-constexpr int NARROW_X = largest(OUTPUT_PRODUCT.chunks, DOWN_PRODUCT.chunks) * ROWS * LINE_BYTES;
-constexpr int WIDE_SUMS = largest(ROWS * WIDE_PARTS * 4 * sizeof(Quad), NARROW_X);
-constexpr int NARROW_SUMS = ROWS * NARROW_PARTS * 4 * sizeof(Quad);
-constexpr int SUMS = largest(ROWS / 4 * (WIDE_PARTS * 16 + 4), ROWS / 8 * (NARROW_PARTS * 16 + 4));
+constexpr int WIDE_X = QKV_PRODUCT.slabs * ROWS * LINE_BYTES;
+constexpr int NARROW_X = largest(OUTPUT_PRODUCT.slabs, DOWN_PRODUCT.slabs) * ROWS * LINE_BYTES;
+constexpr int WIDE_SUMS = largest(ROWS * WIDE_WARPS * 4 * sizeof(Quad), NARROW_X);
+constexpr int NARROW_SUMS = ROWS * NARROW_WARPS * 4 * sizeof(Quad);
+constexpr int SUMS = largest(ROWS / 4 * (WIDE_WARPS * 16 + 4), ROWS / 8 * (NARROW_WARPS * 16 + 4));
 constexpr int FIRST = divide_up(largest(WIDE_X, largest(SUMS * 4, sizeof(MergeShared))), 1024) * 1024;
 constexpr int ROOM = SHARED_BYTES - FIRST - WIDE_SUMS - NARROW_SUMS - ROWS * 4 - (int)sizeof(Barriers);
 constexpr int WEIGHT_BYTES = ROOM / 1024 * 1024;
@@ -205,7 +205,7 @@ struct alignas(1024) Shared {
     unsigned char weights[WEIGHT_BYTES];              // lines of 128 bytes, swizzled as wgmma wants them
     union {                                           // one after the other
         unsigned char wide_x[WIDE_X];                 // (inputs / 64, ROWS) lines, swizzled
-        float sums[SUMS];                             // (own rows, outputs of all parts + 4)
+        float sums[SUMS];                             // (own rows, outputs of all warps + 4)
         MergeShared merge;
         unsigned char all[FIRST];
     };
@@ -219,19 +219,19 @@ struct alignas(1024) Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "more than a block may have");
 
-// A wide product has its chunks at the start of the weights, the narrow one before it at their end. Early chunks are
+// A wide product has its slabs at the start of the weights, the narrow one before it at their end. Early slabs are
 // those that do not overlap it.
 constexpr int narrow_at(Product narrow) {
-    return (WEIGHT_BYTES - narrow.chunks * narrow.tile * LINE_BYTES) / 1024 * 1024;
+    return (WEIGHT_BYTES - narrow.slabs * narrow.tile * LINE_BYTES) / 1024 * 1024;
 }
 
-constexpr int early_chunks(Product wide, Product narrow) {
+constexpr int early_slabs(Product wide, Product narrow) {
     const int room = narrow_at(narrow) / (wide.tile * LINE_BYTES);
-    return room < wide.chunks ? room : wide.chunks;
+    return room < wide.slabs ? room : wide.slabs;
 }
 
 constexpr bool fits(Product wide) {
-    return wide.chunks * wide.tile * LINE_BYTES <= WEIGHT_BYTES;
+    return wide.slabs * wide.tile * LINE_BYTES <= WEIGHT_BYTES;
 }
 static_assert(fits(QKV_PRODUCT) && fits(GATE_UP_PRODUCT), "unsupported sizes: too many weights for a block");
 static_assert(narrow_at(OUTPUT_PRODUCT) >= 0 && narrow_at(DOWN_PRODUCT) >= 0, "unsupported sizes: too many weights");
@@ -346,7 +346,7 @@ __device__ int uniform_warp_index() {
 }
 
 
-// ---- Waits, all with one time limit: after that there are no more
+// ---- Waits, all with one time limit: after that there are no more, in later launches neither
 
 constexpr u64 CYCLES_TO_WAIT = 4'000'000'000;         // 2 s
 constexpr u32 EMPTY = ~0u;
@@ -415,55 +415,55 @@ struct Work : Product {
         tile_index = blockIdx.x >> log_splits;
         rank = blockIdx.x & ((1 << log_splits) - 1);
         own_rows = ROWS >> log_splits;
-        line = parts * 16 + 4;
+        line = warps * 16 + 4;
         weights = shared().weights + (index == OUTPUT ? narrow_at(OUTPUT_PRODUCT)
                                       : index == DOWN ? narrow_at(DOWN_PRODUCT)
                                                       : 0);
         x = is_narrow ? shared().narrow_x : shared().wide_x;
     }
     __device__ int early() const {
-        return index == QKV ? early_chunks(QKV_PRODUCT, DOWN_PRODUCT) : early_chunks(GATE_UP_PRODUCT, OUTPUT_PRODUCT);
+        return index == QKV ? early_slabs(QKV_PRODUCT, DOWN_PRODUCT) : early_slabs(GATE_UP_PRODUCT, OUTPUT_PRODUCT);
     }
 };
 
 enum : int { NARROW, EARLY, LATE };                   // barriers for weights
 
-// A thread starts to copy some chunks of the block's weights.
+// A thread starts to copy some slabs of the block's weights.
 __device__ void copy_weights(const Work &work, const TensorMap *maps, int first, int end, int which) {
     const int bytes = work.tile * LINE_BYTES;
     u64 &barrier = shared().barriers.copied[which];
     mbarrier_arrive_expect_tx(&barrier, (end - first) * bytes);
 #pragma unroll 1
     for (int i = first; i < end; ++i) {
-        const int input = (work.rank * work.chunks + i) * CHUNK;
+        const int input = (work.rank * work.slabs + i) * SLAB;
         copy_box(work.weights + i * bytes, maps[work.index], input, work.tile_index * work.groups, barrier);
     }
 }
 
-// Before a narrow product there is room for the early chunks of the wide one that follows. They are not copied sooner,
+// Before a narrow product there is room for the early slabs of the wide one that follows. They are not copied sooner,
 // as that would delay what other blocks read for attention.
 __device__ void copy_weights_before(const Work &narrow, const TensorMap *maps_of_next) {
     const Work wide((narrow.index + 1) % 4);
     copy_weights(wide, maps_of_next, 0, wide.early(), EARLY);
 }
 
-// After a narrow product there is room for the late chunks, after a wide one for the narrow one.
+// After a narrow product there is room for the late slabs, after a wide one for the narrow one.
 __device__ void copy_weights_after(const Work &work, const TensorMap *maps_of_next) {
     const Work next((work.index + 1) % 4);
-    copy_weights(next, maps_of_next, work.is_narrow ? next.early() : 0, next.chunks, work.is_narrow ? LATE : NARROW);
+    copy_weights(next, maps_of_next, work.is_narrow ? next.early() : 0, next.slabs, work.is_narrow ? LATE : NARROW);
 }
 
 // The slice of all rows to shared memory, normalized if the product has a norm. Eight threads have a line.
 __device__ void load_x(const Work &work, const uint4 *x, const u32 *squares, const uint4 *norm_weight, Waits &waits,
                        bool is_there_now) {
-    constexpr int LOADS = CHUNKS * ROWS / LINES;
-    constexpr int NORM_LOADS = QKV_PRODUCT.chunks * ROWS / LINES;
+    constexpr int LOADS = SLABS * ROWS / LINES;
+    constexpr int NORM_LOADS = QKV_PRODUCT.slabs * ROWS / LINES;
     constexpr int TILES = ROWS * SQUARES / THREADS;   // sums of squares, for a thread
     static_assert(LINES % ROWS == 0 && ROWS * SQUARES % THREADS == 0, "unsupported sizes: 32 or 64 rows");
     const int t = threadIdx.x;
     const int row = t / 8 % ROWS;
-    const int first = work.rank * work.chunks * 8 + t / 8 / ROWS * 8 + t % 8;
-    const auto has_load = [&](int i) { return i < work.chunks * ROWS / LINES; };
+    const int first = work.rank * work.slabs * 8 + t / 8 / ROWS * 8 + t % 8;
+    const auto has_load = [&](int i) { return i < work.slabs * ROWS / LINES; };
     const auto load = [&](int i) {
         return load_relaxed(x + row * work.input_vectors + first + i * (LINES / ROWS * 8));
     };
@@ -537,7 +537,7 @@ __device__ void load_x(const Work &work, const uint4 *x, const u32 *squares, con
 __device__ void multiply_and_exchange(const Work &work, const TensorMap *maps_of_next, Waits &waits) {
     const int t = threadIdx.x;
     const int warp = uniform_warp_index();
-    const int of_pair = work.parts * 8;               // quads of two rows: outputs m and m + 8 of rows n and n + 1
+    const int of_pair = work.warps * 8;               // quads of two rows: outputs m and m + 8 of rows n and n + 1
     const int of_block = work.own_rows / 2 * of_pair;
     const int log_own_rows = (ROWS == 64 ? 6 : 5) - (work.is_narrow ? 3 : 2);
     Quad *received_sums = work.is_narrow ? shared().narrow : shared().wide;
@@ -550,14 +550,14 @@ __device__ void multiply_and_exchange(const Work &work, const TensorMap *maps_of
     }
     __syncwarp();
     float sum[ROWS / 2] = {};
-    if (warp / 4 * 4 < work.parts) {                  // a warpgroup has 64 outputs
+    if (warp / 4 * 4 < work.warps) {                  // a warpgroup has 64 outputs
         u64 a = matrix_descriptor(work.weights + warp / 4 * 64 * LINE_BYTES);
         u64 b = matrix_descriptor(work.x);
         begin_wgmma(sum);
 #pragma unroll 1
-        for (int chunk = 0; chunk < work.chunks; ++chunk) {
+        for (int slab = 0; slab < work.slabs; ++slab) {
 #pragma unroll
-            for (int k = 0; k < CHUNK / 16; ++k) {
+            for (int k = 0; k < SLAB / 16; ++k) {
                 wgmma(sum, a + 2 * k, b + 2 * k);     // 32 bytes further
             }
             a += work.tile * LINE_BYTES / 16;
@@ -582,7 +582,7 @@ __device__ void multiply_and_exchange(const Work &work, const TensorMap *maps_of
     __syncwarp();
 
     // Lane 4 r + q has the outputs m = r and r + 8 of its warp's 16, rows n = 8 i + 2 q and n + 1.
-    if (warp < work.parts) {
+    if (warp < work.warps) {
         const u32 to = shared_address(received_sums + work.rank * of_block + warp * 8 + lane_index() / 4);
         const u32 to_barrier = shared_address(&received) - to;
         const u32 first_block = blockIdx.x % CLUSTER - work.rank;
@@ -807,7 +807,7 @@ __device__ void run_layers(const RunStack &arguments, Waits &waits) {
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 run_stack(const __grid_constant__ RunStack arguments) {
-    Waits waits = {clock_cycles() + CYCLES_TO_WAIT, 0};
+    Waits waits = {load_relaxed(arguments.failed) ? 0 : clock_cycles() + CYCLES_TO_WAIT, 0};
     if (threadIdx.x == 0) {
         Barriers &barriers = shared().barriers;
         for (u64 &barrier : barriers.copied) {
@@ -821,13 +821,14 @@ run_stack(const __grid_constant__ RunStack arguments) {
         fence_barrier_init();
         const Work first(QKV);
         copy_weights(first, arguments.matrices, 0, first.early(), EARLY);
-        copy_weights(first, arguments.matrices, first.early(), first.chunks, LATE);
+        copy_weights(first, arguments.matrices, first.early(), first.slabs, LATE);
     }
     __syncwarp();
     arrive_at_cluster();
     wait_for_cluster();
     run_layers(arguments, waits);
     if (waits.failed) {
+        store_relaxed(arguments.failed, waits.failed);
         *arguments.failed_on_host = waits.failed;
     }
     __syncwarp();

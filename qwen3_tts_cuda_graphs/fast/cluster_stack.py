@@ -23,8 +23,8 @@ CLUSTER = 8  # blocks
 CLUSTERS = 15  # that a GPU with 132 multiprocessors runs at once: they are in groups, some of which have less than 16
 THREADS = 512
 WARPS = THREADS // 32
-CHUNK = 64  # inputs of a matrix that are copied at once
-SQUARES = 16  # parts of a row's sum of squares
+SLAB = 64  # inputs of a matrix that are copied at once
+SQUARES = 16  # sums of squares of a row: at least one for each cluster
 EMPTY = -1  # in `exchanged`, what has not been written
 ROWS = 32, 64
 TESTED = 80  # positions of the test
@@ -37,8 +37,7 @@ FIELDS: dict[str, Any] = {
     **dict.fromkeys(("cos", "sin", "embeds"), torch.bfloat16),
     "positions": torch.long,
     "result": torch.bfloat16,
-    "exchanged": torch.int32,
-    "failed_on_host": torch.int32,
+    **dict.fromkeys(("exchanged", "failed", "failed_on_host"), torch.int32),
 }
 
 
@@ -47,17 +46,20 @@ class Subject(NamedTuple):
 
     model: Any  # decoder layers
     rows: int
-    cache_length: int
+    is_short: bool  # whether its cache is
 
     @property
     def device(self) -> torch.device:
         return self.model.device
 
 
+def subject_of(model: Any, keys: Sequence[Tensor], rows: int) -> Subject:
+    return Subject(model, rows, is_short=keys[0].shape[2] <= SHORT_CACHE)
+
+
 def kernel_sizes(subject: Subject) -> SimpleNamespace:
-    model, rows, cache_length = subject
+    model, rows, is_short = subject
     config = model.config
-    is_short = cache_length <= SHORT_CACHE
     qkv = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
     heads = config.num_attention_heads * config.head_dim
     pairs = -(-rows * config.num_key_value_heads // (CLUSTERS * CLUSTER))
@@ -72,6 +74,10 @@ def kernel_sizes(subject: Subject) -> SimpleNamespace:
         layers=len(model.layers),
         rows=rows,
         clusters=CLUSTERS,
+        cluster=CLUSTER,
+        threads=THREADS,
+        slab=SLAB,
+        squares=SQUARES,
         sharing_warps=1 if is_short else WARPS // pairs,
         shared_bytes=nvrtc.gpu_properties(model.device).shared_memory_per_block_optin,
         exchanged_bytes=2 * rows * exchanged,
@@ -105,7 +111,7 @@ class ClusterStack(BatchedStack):
 
     def __init__(self, model: Any, keys: Sequence[Tensor], values: Sequence[Tensor], rows: int, count: int):
         super().__init__(model, keys, values, count)
-        self.cluster_sizes, self.cluster_kernels = SOURCE.compile(Subject(model, rows, self.cache_length))
+        self.cluster_sizes, self.cluster_kernels = SOURCE.compile(subject_of(model, keys, rows))
         tiles = CLUSTERS * CLUSTER // 4
         maps = [
             tensor_map(*matrix)
@@ -120,6 +126,7 @@ class ClusterStack(BatchedStack):
         layers = [[getattr(layer, name) for name in LAYER_FIELDS] for layer in self.layers]
         with model.device:
             exchanged = torch.full((self.cluster_sizes.exchanged_bytes // 4,), EMPTY, dtype=torch.int32)
+            failed = torch.zeros(1, dtype=torch.int32)
         self.arguments = dict(
             matrices=torch.stack(maps).to(model.device),
             layers=table(layers, model.device),
@@ -127,6 +134,7 @@ class ClusterStack(BatchedStack):
             cos=self.cos,
             sin=self.sin,
             exchanged=exchanged,
+            failed=failed,
             failed_on_host=torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=model.device.type == "cuda"),
         )
 
@@ -181,13 +189,13 @@ def difference_of(found: Sequence[Tensor], expected: Sequence[Tensor], limit: fl
 
 
 def make_stack(
-    model: Any, keys: Sequence[Tensor], values: Sequence[Tensor], rows: int, count: int, may_stop: bool
+    model: Any, keys: Sequence[Tensor], values: Sequence[Tensor], rows: int, count: int, may_wait: bool
 ) -> BatchedStack:
     """For a token of each row, and passes of up to `count` tokens: a ClusterStack, tested, where it runs.
 
-    may_stop: whether it may be one whose thread blocks wait for each other
+    may_wait: whether its thread blocks may wait for each other
     """
-    if may_stop and not SOURCE.why_not(Subject(model, rows, keys[0].shape[2])):
+    if may_wait and not SOURCE.why_not(subject_of(model, keys, rows)):
         try:
             stack = ClusterStack(model, keys, values, rows, count)
             reason = stack.why_wrong()
@@ -203,14 +211,14 @@ def make_stack(
 
 def compile_ahead(talker: Any, row_counts: Sequence[int], cache_length: int) -> None:
     for count in set(row_counts) & set(ROWS):
-        SOURCE.compile_ahead(Subject(talker.code_predictor.model, count, 0))
-        SOURCE.compile_ahead(Subject(talker.model, count, cache_length))
+        SOURCE.compile_ahead(Subject(talker.code_predictor.model, count, is_short=True))
+        SOURCE.compile_ahead(Subject(talker.model, count, is_short=cache_length <= SHORT_CACHE))
 
 
 def tensor_map(matrix: Tensor, tiles: int, halves: int = 1) -> Tensor:
     """What the GPU needs to know to copy boxes of a matrix into lines of 128 bytes, swizzled: CUtensorMap, 128 bytes.
 
-    A box is a tile of the outputs times CHUNK inputs. Of two halves it has eight outputs each in turn.
+    A box is a tile of the outputs times SLAB inputs. Of two halves it has eight outputs each in turn.
     """
     BFLOAT16, NO_INTERLEAVE, SWIZZLE_128B, L2_256B, NO_FILL = 9, 0, 3, 3, 0
     outputs, inputs = matrix.shape
@@ -226,7 +234,7 @@ def tensor_map(matrix: Tensor, tiles: int, halves: int = 1) -> Tensor:
         ctypes.c_void_p(matrix.data_ptr()),
         (ctypes.c_uint64 * 4)(inputs, 8, halves, groups),
         (ctypes.c_uint64 * 3)(line, outputs // halves * line, 8 * line),
-        (ctypes.c_uint32 * 4)(CHUNK, 8, halves, -(-groups // tiles)),
+        (ctypes.c_uint32 * 4)(SLAB, 8, halves, -(-groups // tiles)),
         (ctypes.c_uint32 * 4)(1, 1, 1, 1),
         NO_INTERLEAVE,
         SWIZZLE_128B,

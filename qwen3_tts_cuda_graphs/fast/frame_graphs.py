@@ -29,7 +29,7 @@ class PlainGraphs:
         self.device = talker.device
         self.predictor = PredictorGraph(talker, rows, rows.code_keys, rows.code_values)
         self.talker = TalkerGraph(talker, rows, rows.keys, rows.values)
-        self.may_stop = ()  # launches whose thread blocks wait for each other, each with `why_failed`
+        self.waiting_launches = ()  # launches whose thread blocks wait for each other, each with `why_failed`
 
     def capture(self, pool: GraphPool) -> "PlainGraphs":
         self.predict = pool.capture(self.predict)
@@ -52,19 +52,19 @@ class PlainGraphs:
 
 
 class KernelGraphs(PlainGraphs):
-    def __init__(self, talker, rows: SharedRows, like: PlainGraphs | None = None, may_stop: bool = True):
+    def __init__(self, talker, rows: SharedRows, like: PlainGraphs | None = None, may_wait: bool = True):
         """
         like: graphs of the same model; the megakernel's have tables of projected embeddings
-        may_stop: False after a kernel has stopped whose thread blocks wait for each other
+        may_wait: False after a kernel has stopped whose thread blocks wait for each other
         """
         super().__init__(talker, rows)
-        self.inputs = like.launches[0].inputs if isinstance(like, MegakernelGraphs) else None
+        self.inputs = like.waiting_launches[0].inputs if isinstance(like, MegakernelGraphs) else None
         count = len(rows.token)
         predictor = self.predictor.model
-        self.talker_stack = make_stack(talker.model, rows.keys, rows.values, count, count, may_stop)
-        self.predictor_stack = make_stack(predictor, rows.code_keys, rows.code_values, count, 2 * count, may_stop)
+        self.talker_stack = make_stack(talker.model, rows.keys, rows.values, count, count, may_wait)
+        self.predictor_stack = make_stack(predictor, rows.code_keys, rows.code_values, count, 2 * count, may_wait)
         stacks = self.talker_stack, self.predictor_stack
-        self.may_stop = tuple(stack for stack in stacks if isinstance(stack, ClusterStack))
+        self.waiting_launches = tuple(stack for stack in stacks if isinstance(stack, ClusterStack))
         with self.device:
             self.row_indices = torch.arange(count)
             self.code_positions = torch.arange(talker.config.num_code_groups)[:, None].repeat(1, count)  # (16, B)
@@ -105,14 +105,14 @@ class MegakernelGraphs(PlainGraphs):
     def __init__(self, talker, rows: SharedRows, like: "MegakernelGraphs | None" = None):
         """like: graphs of the same model, whose tables of projected embeddings to use"""
         super().__init__(talker, rows)
-        self.predict = PredictorStep(self.predictor, like and like.launches[0])
+        self.predict = PredictorStep(self.predictor, like and like.waiting_launches[0])
         self.step = TalkerStep(talker, rows)
-        self.launches = self.may_stop = self.predict, self.step
+        self.waiting_launches = self.predict, self.step
 
 
 def graphs_without_megakernel(
-    talker, rows: SharedRows, like: PlainGraphs | None = None, may_stop: bool = True
+    talker, rows: SharedRows, like: PlainGraphs | None = None, may_wait: bool = True
 ) -> PlainGraphs:
-    """KernelGraphs where the kernels of batched.cu run, else PlainGraphs. `like` and `may_stop` as in KernelGraphs."""
+    """KernelGraphs where the kernels of batched.cu run, else PlainGraphs. `like` and `may_wait` as in KernelGraphs."""
     has_kernels = not SOURCE.why_not(talker.model, talker.code_predictor.model)
-    return KernelGraphs(talker, rows, like, may_stop) if has_kernels else PlainGraphs(talker, rows)
+    return KernelGraphs(talker, rows, like, may_wait) if has_kernels else PlainGraphs(talker, rows)

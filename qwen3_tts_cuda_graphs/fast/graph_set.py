@@ -48,14 +48,14 @@ class GraphSet:
         size = next(size for size in self.sizes if size >= row_count)
         if size not in self.by_size:
             graphs = graphs_without_megakernel(
-                self.talker, self.rows[:size], like=self.by_size.get(1), may_stop=not self.has_stopped
+                self.talker, self.rows[:size], like=self.by_size.get(1), may_wait=not self.has_stopped
             )
             self.by_size[size] = graphs.capture(self.pool)
         return self.by_size[size]
 
-    def run_products(self) -> bool:
+    def uses_products(self) -> bool:
         """Whether any of them runs its layers as products, not as one launch for `predict` and one for `step`."""
-        return any(len(graphs.may_stop) < 2 for graphs in self.by_size.values())
+        return any(len(graphs.waiting_launches) < 2 for graphs in self.by_size.values())
 
     def reads_masked_positions(self) -> bool:
         """Whether any of them runs SDPA over the whole cache: positions that are masked must then be finite."""
@@ -93,12 +93,12 @@ class GraphSet:
     def why_stopped(self) -> str:
         """Why a kernel gave up whose thread blocks wait for each other, in a step that has ended; empty if none did.
         If one did, all further frames run on kernels that do not wait."""
-        launches = [launch for graphs in self.by_size.values() for launch in graphs.may_stop]
+        launches = [launch for graphs in self.by_size.values() for launch in graphs.waiting_launches]
         reasons = [f"{launch.name} has stopped: {why}" for launch in launches if (why := launch.why_failed())]
         if not reasons:
             return ""
         log.warning("%s", reasons[0])
         self.has_stopped = True
         self.path = describe(reasons[0])
-        self.by_size = {size: graphs for size, graphs in self.by_size.items() if not graphs.may_stop}
+        self.by_size = {size: graphs for size, graphs in self.by_size.items() if not graphs.waiting_launches}
         return reasons[0]

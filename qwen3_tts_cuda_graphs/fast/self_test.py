@@ -101,7 +101,7 @@ class SelfTest:
     def __init__(self, graphs: MegakernelGraphs, prompt: int, frames: int) -> None:
         rows, predictor, talker = graphs.rows, graphs.predictor, graphs.talker
         self.rows, self.predictor, self.talker = rows, predictor, talker
-        self.predict, self.step = graphs.launches
+        self.predict, self.step = graphs.waiting_launches
         self.prompt = max(1, min(prompt, rows.text.shape[1] - frames))
         self.frames = frames
         self.figures: dict[str, tuple[Tensor, float, str]] = {}  # each with its limit, and what to say beyond it
@@ -271,7 +271,7 @@ def why_rows_wrong(graphs: MegakernelGraphs, alone: MegakernelGraphs) -> str:
     Therefore the talker reads the same embeddings in both. `alone` has the first of the same rows.
     """
     rows = graphs.rows
-    predict, step = graphs.launches
+    predict, step = graphs.waiting_launches
     count = len(rows.token)
     index = torch.arange(count, device=rows.token.device)
     with restored(rows):
@@ -361,7 +361,7 @@ def fill_with_random_states(rows: SharedRows) -> list[int]:
 def run_alone(alone: MegakernelGraphs, frame: int, position: int, projected: Tensor, embedding: Tensor) -> tuple:
     """The next frame of row 0 by the graphs of one row. Its talker reads this embedding."""
     rows = alone.rows
-    predict, step = alone.launches
+    predict, step = alone.waiting_launches
     predict.first_input.copy_(projected)
     predict.launch()  # without the projection
     rows.embedding[0] = embedding

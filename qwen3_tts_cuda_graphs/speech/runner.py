@@ -94,7 +94,7 @@ class Runner:
         self.views = [self.rows[row] for row in range(row_count)]
         self.graphs = GraphSet(talker, self.rows, row_count, fused)
         log.info("capturing the codec")
-        self.codec = Codec(speech_tokenizer, row_count, beside_products=self.graphs.run_products())
+        self.codec = Codec(speech_tokenizer, row_count, beside_products=self.graphs.uses_products())
         log.info("capturing prefills")
         with_kernels = not (self.graphs.reads_masked_positions() or batched.SOURCE.why_not(talker.model))
         self.prefills = Prefills(talker, self.rows, row_count, self.graphs.pool, with_kernels)
@@ -281,7 +281,7 @@ class Runner:
             utterance.launched += 1
         if without_sound := [utterance for utterance in utterances if utterance.decoded == 0]:
             self.decode_chunks(without_sound, hand_over)  # the first sound: its codes are complete
-            if graphs.may_stop and self.on_gpu:  # such a launch would take all multiprocessors from the codec
+            if graphs.waiting_launches and self.on_gpu:  # such a launch would take all multiprocessors from the codec
                 torch.cuda.current_stream(self.device).wait_stream(self.codec.stream)
         self.draw(self.rows.noise, [utterance for utterance in utterances if utterance.samples_token])
         graphs.step()
