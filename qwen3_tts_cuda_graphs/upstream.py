@@ -1,5 +1,6 @@
 """Upstream's classes, imported without what only its 25 Hz models need, and loaded without made-up weights. Import them
-from here, not from qwen_tts."""
+from here, not from qwen_tts. The package does not import generate.py, which has the same two functions: a test compares
+them."""
 
 import os
 import sys

@@ -10,7 +10,7 @@ first half of sin negated.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,15 +46,6 @@ TALKER_ARGUMENTS = (
     "ended",
 )
 PREDICTOR_ARGUMENTS = ("first_input", "code_inputs", "code_embeddings", "frames", "text", "codes")
-
-
-class Gpu(Protocol):
-    """The properties of a GPU that the sizes depend on; nvrtc.gpu_properties returns them."""
-
-    major: int  # of the compute capability
-    multi_processor_count: int
-    shared_memory_per_block_optin: int
-    L2_cache_size: int
 
 
 @dataclass(frozen=True)
@@ -146,7 +137,7 @@ def stacks_of(talker: Any, row_count: int = 1) -> list[Stack]:
     ]
 
 
-def kernel_sizes(stack: Stack, gpu: Gpu | None = None) -> Sizes:
+def kernel_sizes(stack: Stack, gpu: Any = None) -> Sizes:
     """The sizes for a GPU, by default the stack's own."""
     model, heads, talker_hidden, row_count = stack
     gpu = gpu or nvrtc.gpu_properties(model.device)
@@ -383,11 +374,7 @@ class PredictorStep(FusedStep):
         cache = rows.code_keys, rows.code_values
         super().__init__(SOURCE.compile(stack), stack, *cache, rows.code_sampling, rows.code_noise, rows, arguments)
 
-    def project_hidden(self) -> None:
-        """The same tensor where the projection is the identity."""
-        if self.first_input is not self.talker_hidden:
-            self.first_input.copy_(self.project(self.talker_hidden))
-
     def __call__(self) -> None:
-        self.project_hidden()
+        if self.first_input is not self.talker_hidden:  # as where the projection is the identity
+            self.first_input.copy_(self.project(self.talker_hidden))
         super().__call__()

@@ -18,7 +18,8 @@ import unicodedata
 
 import tokenizers
 
-# The pre-tokens that this file relies on: further text makes the last one longer, or splits whitespace differently.
+# The pre-tokens that this file relies on: further text makes the last one longer, or splits whitespace differently. It
+# is transformers' PRETOKENIZE_REGEX.
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -56,7 +56,7 @@ class FrameInFlight(NamedTuple):
 
 
 class KernelStopped(RuntimeError):
-    """A wait in the megakernel took too long. What it has computed since is worthless."""
+    """A kernel whose thread blocks wait for each other has waited too long. What it computed since is worthless."""
 
     def __init__(self, reason: str, utterances: Iterable[Utterance] = ()):
         """utterances: those whose speech is lost"""
