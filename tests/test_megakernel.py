@@ -168,7 +168,7 @@ def test_the_same_choice_with_the_same_noise(fused):
                     rows.token.random_(2048)
                     rows.code_noise.exponential_()
                     fused.graphs.predict()
-                    (scores,) = fused.waiting_launches[0].logits()
+                    (scores,) = fused.launches[0].logits()
                     expected = reference_choice(scores, rows.code_sampling, rows.code_noise[0])
                     assert torch.equal(rows.codes[0, 0, 1:], expected), (top_k, top_p, temperature)
                     ranked = scores.sort(-1, descending=True).values
@@ -200,7 +200,7 @@ def test_the_talkers_choice_and_rules(fused):
         seen = rows.seen.clone()
         fused.graphs.step()
         forbidden = END_TOKEN if early else None
-        scores = talker_scores(fused.waiting_launches[1].logits()[0], seen, rows.suppressed, penalty, forbidden)
+        scores = talker_scores(fused.launches[1].logits()[0], seen, rows.suppressed, penalty, forbidden)
         assert torch.equal(rows.token[0], reference_choice(scores, rows.sampling, rows.noise[0]))
         seen[0, rows.token[0]] = True
         assert torch.equal(rows.seen, seen)
@@ -215,7 +215,7 @@ def test_a_step_has_the_same_bits_each_time(checkpoint):
     megakernel_of_16 = Megakernel(load_upstream(str(checkpoint("base", "0.6B"))).model.talker, LENGTH, row_count=16)
     fill_with_random_states(megakernel_of_16.rows)
     megakernel_of_16.rows.advance.fill_(False)
-    for launch in megakernel_of_16.waiting_launches:
+    for launch in megakernel_of_16.launches:
         launch()
         expected = launch.logits().clone()
         for number in range(3000):
@@ -243,7 +243,7 @@ def test_calibration_projects_new_embeddings(checkpoint):
     talker = load_upstream(str(checkpoint("base", "tiny")), "cpu").model.talker
     with compile_with(lambda stack: (kernel_sizes(stack, gpu_of()), None)):
         route = Megakernel(talker, 64)
-    step = route.waiting_launches[0]
+    step = route.launches[0]
     looked_up = [projected.data_ptr() for projected in step.inputs]
     for weight in step.embeddings:
         weight.normal_()

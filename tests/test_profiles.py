@@ -108,7 +108,7 @@ def test_a_profile_is_the_same_model(profile, case):
         fused = Megakernel(case.talker, LENGTH)
     fused_logits = fused.logits(case.tokens, **case.prompt)
     assert torch.equal(fused.rows.codes[0, :FRAMES], case.tokens)
-    assert not any(launch.why_failed() for launch in fused.waiting_launches)
+    assert not any(launch.why_failed() for launch in fused.launches)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(20):
@@ -116,7 +116,7 @@ def test_a_profile_is_the_same_model(profile, case):
         fused.graphs.step()
     end.record()
     end.synchronize()
-    grids = [launch.sizes.grid for launch in fused.waiting_launches]
+    grids = [launch.sizes.grid for launch in fused.launches]
     print(f"\n{profile}: {grids[1]} and {grids[0]} blocks, {start.elapsed_time(end) / 20:.2f} ms per frame here")
     for name, logits in zip(("codes 1 to 15", "first codes"), zip(fused_logits, *case.logits)):
         good, figures = verdict(*logits)

@@ -13,7 +13,7 @@ from pathlib import Path
 import soundfile
 
 from qwen3_tts_cuda_graphs.common.output_files import replacement_for, write_errors
-from qwen3_tts_cuda_graphs.common.samples import Chunk
+from qwen3_tts_cuda_graphs.common.samples import Chunk, from_int16
 from qwen3_tts_cuda_graphs.common.speech_files import for_soundfile
 
 BLOCK = 1 << 16  # samples that are copied at a time
@@ -59,10 +59,9 @@ class FinishedParts:
             return False
 
     def read(self, number: int) -> Iterator[Chunk]:
-        """Samples that `to_int16` turns into those of the file."""
         with soundfile.SoundFile(for_soundfile(self.path(number))) as file:
             for block in file.blocks(BLOCK, dtype="int16"):
-                yield block / 32767, file.samplerate
+                yield from_int16(block), file.samplerate
 
     def samples(self, numbers: list[int], silence: float, rate: int | None) -> int:
         """An upper bound for some utterances, with so many seconds between them. rate: another than theirs"""

@@ -56,7 +56,7 @@ def filtered(chunks: Iterable[Chunk], make: Callable) -> Iterator[Chunk]:
 
 def as_chunk(samples: np.ndarray, rate: int) -> Iterator[Chunk]:
     if len(samples):
-        yield samples / np.float32(32767), rate
+        yield from_int16(samples), rate
 
 
 def to_int16(audio: np.ndarray) -> np.ndarray:
@@ -64,6 +64,11 @@ def to_int16(audio: np.ndarray) -> np.ndarray:
     if audio.dtype == np.int16:
         return audio
     return np.rint(np.clip(audio, -1, 1) * 32767).astype("<i2")
+
+
+def from_int16(samples: np.ndarray) -> np.ndarray:
+    """What `to_int16` turns into these samples."""
+    return samples / np.float32(32767)
 
 
 def join(chunks: Iterable[Chunk]) -> Chunk:

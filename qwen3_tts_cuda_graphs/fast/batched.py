@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qwen3_tts_cuda_graphs.fast import layer_kernels, nvrtc
 from qwen3_tts_cuda_graphs.fast.kernels import VECTOR, CudaSource, struct_of
-from qwen3_tts_cuda_graphs.fast.layer_kernels import LayerKernels
+from qwen3_tts_cuda_graphs.fast.layer_kernels import LayerKernels, layer_sizes
 from qwen3_tts_cuda_graphs.fast.layers import concatenate, lookup_rope
 
 THREADS = 128  # of a block of qk_norm_rope_store, attention, short_attention and silu_and_multiply
@@ -80,15 +80,7 @@ def kernel_sizes(model: Any) -> SimpleNamespace:
     """The constants that batched.cu is compiled with, there in capitals. `model` is a stack of decoder layers."""
     config = model.config
     return SimpleNamespace(
-        hidden=config.hidden_size,
-        inner=config.intermediate_size,
-        vocab=config.vocab_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        epsilon=f"{config.rms_norm_eps}f",
-        threads=THREADS,
-        sampler_threads=SAMPLER_THREADS,
+        vocab=config.vocab_size, threads=THREADS, sampler_threads=SAMPLER_THREADS, **layer_sizes(config)
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from qwen3_tts_cuda_graphs.fast import batched, nvrtc
 from qwen3_tts_cuda_graphs.fast.batched import SHORT_CACHE, BatchedStack
 from qwen3_tts_cuda_graphs.fast.kernels import CudaSource, kernel_arguments, one_line, warn_once
+from qwen3_tts_cuda_graphs.fast.layer_kernels import layer_sizes
 from qwen3_tts_cuda_graphs.fast.megakernel import LAYER_FIELDS, WAITED_FOR, table
 
 KERNEL = "run_stack"
@@ -65,12 +66,7 @@ def kernel_sizes(subject: Subject) -> SimpleNamespace:
     pairs = -(-rows * config.num_key_value_heads // (CLUSTERS * CLUSTER))
     exchanged = qkv + heads + config.intermediate_size + 3 * (config.hidden_size + 2 * SQUARES)
     return SimpleNamespace(
-        hidden=config.hidden_size,
-        inner=config.intermediate_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        epsilon=f"{config.rms_norm_eps}f",
+        **layer_sizes(config),
         layers=len(model.layers),
         rows=rows,
         clusters=CLUSTERS,

@@ -19,6 +19,18 @@ KERNELS: dict[str, dict[str, Any]] = {
 }
 
 
+def layer_sizes(config: Any) -> dict[str, int | str]:
+    """Constants that a stack's kernels are compiled with."""
+    return dict(
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        epsilon=f"{config.rms_norm_eps}f",
+    )
+
+
 class LayerKernels:
     """Launches the kernels of a source that includes layer_kernels.h, on torch's current stream. `fields` are those of
     the kernels' structs, `sizes` what the source was compiled with."""

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from qwen3_tts_cuda_graphs.fast import nvrtc
+from qwen3_tts_cuda_graphs.fast.batched import StackLayer
 from qwen3_tts_cuda_graphs.fast.kernels import CudaSource
-from qwen3_tts_cuda_graphs.fast.layers import concatenate
+from qwen3_tts_cuda_graphs.fast.layer_kernels import layer_sizes
 
 KERNEL_NAME = "decode_step"
 
@@ -154,16 +155,11 @@ def kernel_sizes(stack: Stack, gpu: Any = None) -> Sizes:
         bulk_copies=int(gpu.major >= 9),
         exchange_bytes=row_count << 20,
         layers=len(model.layers),
-        hidden=hidden,
-        inner=inner,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
         vocab=len(heads[0].weight),
         codes=len(heads),
         talker_hidden=talker_hidden,
-        epsilon=f"{config.rms_norm_eps}f",
         rows=row_count,
+        **layer_sizes(config),
     )
 
 
@@ -249,27 +245,14 @@ class FusedStep:
         self.sizes = sizes
         self.noise = noise
 
-        layers: list[list[Tensor | int]] = []
-        matrices_of_layers: list[Tensor] = []
-        for layer, layer_keys, layer_values in zip(model.layers, keys, values, strict=True):
-            attention = layer.self_attn
-            mlp = layer.mlp
-            fields = {
-                "input_norm": layer.input_layernorm.weight,
-                "post_norm": layer.post_attention_layernorm.weight,
-                "q_norm": attention.q_norm.weight,
-                "k_norm": attention.k_norm.weight,
-                "keys": layer_keys,
-                "values": layer_values,
-            }
-            layers.append(ordered(fields, LAYER_FIELDS))
-            qkv = concatenate(attention.q_proj, attention.k_proj, attention.v_proj)  # no copy: it was done before
-            others = attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
-            matrices_of_layers += [qkv, *(linear.weight for linear in others)]
+        layers = [StackLayer(*parts) for parts in zip(model.layers, keys, values, strict=True)]
+        matrices_of_layers = []
+        for layer in layers:
+            matrices_of_layers += [layer.qkv, layer.output, *layer.gate_up.chunk(2), layer.down]
 
         # In the order of their use.
         has_pass_without_head = sizes.codes > 1 and sizes.first_positions == 1
-        matrices = list(matrices_of_layers) if has_pass_without_head else []
+        matrices = [*matrices_of_layers] if has_pass_without_head else []
         for head in heads:
             matrices += [*matrices_of_layers, head.weight]
         matrix_fields = [[matrix, len(matrix), matrix[0].nbytes] for matrix in matrices]  # as in MATRIX_FIELDS
@@ -284,7 +267,7 @@ class FusedStep:
         self.failed_on_host = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         fields_by_name: dict[str, Tensor | int] = {
             "matrices": table([*matrix_fields, end_of_list], device),
-            "layers": table(layers, device),
+            "layers": table([[getattr(layer, name) for name in LAYER_FIELDS] for layer in layers], device),
             "cache_length": length,
             "final_norm": model.norm.weight,
             "cos": cos.contiguous(),

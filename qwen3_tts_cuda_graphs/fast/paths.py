@@ -7,7 +7,7 @@ from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
 MEGAKERNEL = "megakernel"  # the name of that path
 
 
-def check_torch(torch=torch) -> None:
+def check_torch() -> None:
     """Jetsons and clusters come with a torch of their own: name what it lacks before anything is captured."""
     if not hasattr(torch.nn.functional, "rms_norm"):
         raise ValueError(f"torch {torch.__version__} has no torch.nn.functional.rms_norm: install torch 2.5 or newer")

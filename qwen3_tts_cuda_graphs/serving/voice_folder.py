@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from qwen3_tts_cuda_graphs.common.output_files import replacement_for
-from qwen3_tts_cuda_graphs.common.samples import Chunk, to_int16
+from qwen3_tts_cuda_graphs.common.samples import Chunk, from_int16, to_int16
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, log
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 
@@ -51,7 +51,7 @@ def check_name(name: str) -> str:
 def as_stored(recording: Chunk) -> Chunk:
     """What VoiceFolder.read will return. A prompt that is made from it is the same after a restart."""
     samples, rate = recording
-    return to_int16(samples).astype(np.float32) / 32767, rate
+    return from_int16(to_int16(samples)), rate
 
 
 def time_of_change(path: Path) -> int | None:
@@ -134,7 +134,7 @@ class VoiceFolder:
         if samples.dtype != np.int16 or samples.ndim != 1 or not 8000 <= rate <= 96000 or len(samples) < rate:
             raise ValueError(f"the file of the voice {name} does not hold a recording: register it again")
         voice = RegisteredVoice(name, metadata.get("ref_text"), created, len(samples) / rate)
-        return voice, (samples.astype(np.float32) / 32767, rate)
+        return voice, (from_int16(samples), rate)
 
     def check_new(self, name: str) -> None:
         if name in self.voices:
