@@ -122,9 +122,9 @@ def check_norms(stack: BatchedStack) -> None:
     expected_total, expected = layer_reference.add_and_norm(x, residual, weight, EPSILON)
     assert torch.equal(total, expected_total)
     assert_nearly_same(normalized, expected)
-    parts = torch.stack([2 * x.float(), -0.25 * x.float(), -0.75 * x.float()])  # sums are exact
-    total, from_parts = stack.add_and_norm(parts, residual, weight)
-    assert torch.equal(total, expected_total) and torch.equal(from_parts, normalized)
+    partials = torch.stack([2 * x.float(), -0.25 * x.float(), -0.75 * x.float()])  # sums are exact
+    total, from_partials = stack.add_and_norm(partials, residual, weight)
+    assert torch.equal(total, expected_total) and torch.equal(from_partials, normalized)
 
 
 def check_qk_norm_rope_store(stack: BatchedStack) -> None:
@@ -291,17 +291,17 @@ def squared_errors(talker: Any, fused: Any, kernels: CpuKernels | None, rows: in
     return torch.stack(errors).unflatten(0, (rows, -1)).sum(0)
 
 
-PARTS = [(8, 0), (32, 4), (128, 4), (256, 2), (300, 0)]  # rows, parts
+PARTIALS = [(8, 0), (32, 4), (128, 4), (256, 2), (300, 0)]  # rows, partial sums
 
 
-@pytest.mark.parametrize("rows, parts", PARTS)
-def test_the_parts_of_a_product(rows, parts, device="cpu"):
+@pytest.mark.parametrize("rows, partials", PARTIALS)
+def test_the_partial_sums_of_a_product(rows, partials, device="cpu"):
     """Their sum is as near to the exact product as float32 is, and rounds to what one product in bfloat16 gives."""
     x, weight = torch.randn(rows, 3072).bfloat16().to(device), torch.randn(1024, 3072).bfloat16().to(device)
     exact = x.double() @ weight.double().T
     ours = product(x, weight)
-    if parts:
-        assert ours.dtype == torch.float32 and ours.shape == (parts, rows, 1024)
+    if partials:
+        assert ours.dtype == torch.float32 and ours.shape == (partials, rows, 1024)
         assert (ours.double().sum(0) - exact).abs().max() < 0.001
     else:
         assert torch.equal(ours, F.linear(x, weight))
@@ -482,8 +482,8 @@ FAULTS: dict[Callable, dict[str, tuple[str, str]]] = {
             "arguments.normalized[vector] = normalize(sum,",
             "arguments.normalized[vector] = normalize(arguments.x[vector],",
         ),
-        "a part that is not summed": ("part < arguments.count", "part < arguments.count - 1"),
-        "parts of another token": ("part * arguments.part_vectors", "part * HIDDEN_VECTORS"),
+        "a partial sum that is not added": ("partial < arguments.count", "partial < arguments.count - 1"),
+        "partial sums of another token": ("partial * arguments.partial_vectors", "partial * HIDDEN_VECTORS"),
         "a norm rounded once": (
             "return multiply(pack(y), weight);",
             "const auto w = unpack(weight);"
@@ -701,8 +701,8 @@ def test_kernels_compute_the_same_on_a_gpu(talker, fused_on_gpu, gpu):
         check_silu_and_multiply,
     ):
         check(stack)
-    for case in PARTS:
-        test_the_parts_of_a_product(*case, gpu)
+    for case in PARTIALS:
+        test_the_partial_sums_of_a_product(*case, gpu)
     check_sample(stack, rows=2400)
     check_choose(stack, rows=2400)
     compare_with_upstream(copy.deepcopy(talker).to(gpu), fused_on_gpu, None)

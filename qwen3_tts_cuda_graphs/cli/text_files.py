@@ -11,7 +11,7 @@ from typing import BinaryIO
 from qwen3_tts_cuda_graphs.prompts.notation import ENDS, Notation, Tag
 from qwen3_tts_cuda_graphs.prompts.script import Part, PartReader
 
-LINE_END = "\n"
+END_OF_LINE = "\n"
 
 
 def read_text_lines(text: str | None, file: Path | None, paragraphs: bool) -> list[tuple[int, str]]:
@@ -76,7 +76,7 @@ class Pipe:
         items = self.items()
         has_words = False
         for first in items:
-            line = itertools.takewhile(lambda item: item != LINE_END, itertools.chain([first], items))
+            line = itertools.takewhile(lambda item: item != END_OF_LINE, itertools.chain([first], items))
             for part in reader.read(line):
                 has_words = has_words or bool(part.text)
                 yield part
@@ -84,7 +84,7 @@ class Pipe:
             self.error = self.error or ValueError("the script has no words: give something to say")
 
     def items(self) -> Iterator[str | Tag]:
-        """Words, tags and LINE_END, each as soon as it is there."""
+        """Words, tags and END_OF_LINE, each as soon as it is there."""
         for item in self.read():
             if isinstance(item, Tag):
                 self.has_tags = True
@@ -93,7 +93,7 @@ class Pipe:
             if words := item.rstrip(ENDS):
                 yield words
             if words != item:
-                yield LINE_END
+                yield END_OF_LINE
 
     def read(self) -> Iterator[str | Tag]:
         """Tags, and words of at most a line."""

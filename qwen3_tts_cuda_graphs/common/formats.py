@@ -30,7 +30,7 @@ FORMATS = {  # file name extension -> soundfile's format and subtype, and what -
     ".alaw": ("RAW", "ALAW", "alaw"),
 }
 EXTENSIONS = {name: extension for extension, (_, _, name) in FORMATS.items() if name}  # the last of several
-OTHER_NAMES = {
+FORMAT_ALIASES = {
     "ulaw": "mulaw",
     "pcmu": "mulaw",
     "g711_ulaw": "mulaw",
@@ -47,8 +47,8 @@ def read_format(name: str) -> tuple[str, int | None, int | None]:
     name = name.strip().lower()
     if numbers := re.fullmatch(r"(.+?)_([0-9]{1,6})(?:_([0-9]{1,6}))?", name):
         name, rate, kilobits = numbers.groups()
-        return OTHER_NAMES.get(name, name), int(rate), kilobits and int(kilobits)
-    return OTHER_NAMES.get(name, name), None, None
+        return FORMAT_ALIASES.get(name, name), int(rate), kilobits and int(kilobits)
+    return FORMAT_ALIASES.get(name, name), None, None
 
 
 def rate_for(name: str | None, rate: int | None, what: str = "sample_rate") -> int | None:

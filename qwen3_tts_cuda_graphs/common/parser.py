@@ -9,7 +9,7 @@ import difflib
 import sys
 from pathlib import Path
 
-OTHER_NAMES = {  # option -> what other speech programs call it
+OPTION_ALIASES = {  # option -> what other speech programs call it
     "--speaker": "voice voice-name voice-id speaker-id speaker-idx speaker-name spk v",
     "--output": "out-path out-file output-file output-path write-media save w o",
     "--format": "response-format output-format codec encoding",
@@ -80,6 +80,6 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-") or word in self._option_string_actions or is_cut_short:
             return None
         plain = word.lstrip("-").replace("_", "-").lower()
-        others = [option for option, names in OTHER_NAMES.items() if plain in names.split()]
+        others = [option for option, names in OPTION_ALIASES.items() if plain in names.split()]
         looks = difflib.get_close_matches(plain, known, 1, cutoff=0.7)
         return next((option for option in others if option in known.values()), known[looks[0]] if looks else None)

@@ -127,16 +127,16 @@ SOURCE = CudaSource(Path(__file__).with_suffix(".cu"), KERNELS, kernel_sizes, ne
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x times a matrix with few outputs, (B, I), (H, I) -> (B, H), or float32 parts of it to be summed, (parts, B, H).
+    """x times a matrix with few outputs, (B, I), (H, I) -> (B, H), or its partial sums in float32, (partials, B, H).
 
-    cuBLAS splits such sums itself, to fill the GPU, and adds the parts in another kernel: `add_and_norm` can do it.
+    cuBLAS splits such sums itself, to fill the GPU, and adds them in another kernel: `add_and_norm` can do it.
     """
     count, inputs = x.shape
-    parts = 4 if count <= 128 else 2
-    if count not in TOKENS_TO_SPLIT or inputs % (parts * VECTOR) or not CAN_SPLIT:
+    partials = 4 if count <= 128 else 2
+    if count not in TOKENS_TO_SPLIT or inputs % (partials * VECTOR) or not CAN_SPLIT:
         return F.linear(x, weight)
-    x = x.view(count, parts, -1).transpose(0, 1)
-    weight = weight.view(len(weight), parts, -1).permute(1, 2, 0)
+    x = x.view(count, partials, -1).transpose(0, 1)
+    weight = weight.view(len(weight), partials, -1).permute(1, 2, 0)
     if not x.is_cuda:  # torch has the other on GPUs only
         return torch.bmm(x.float(), weight.float())
     return torch.bmm(x, weight, out_dtype=torch.float32)
@@ -175,7 +175,7 @@ class BatchedStack(LayerKernels):
         sizes, kernels = (kernel_sizes(model), kernels) if kernels else SOURCE.compile(model)
         super().__init__(kernels, KERNELS, sizes)
         self.device = model.device
-        self.layers = [StackLayer(*parts) for parts in zip(model.layers, keys, values, strict=True)]
+        self.layers = [StackLayer(*layer) for layer in zip(model.layers, keys, values, strict=True)]
         self.final_norm = model.norm.weight
         self.cache_length = keys[0].shape[2]
         with model.device:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from qwen3_tts_cuda_graphs.fast import batched, nvrtc
 from qwen3_tts_cuda_graphs.fast.batched import SHORT_CACHE, BatchedStack
-from qwen3_tts_cuda_graphs.fast.kernels import CudaSource, kernel_arguments, one_line, warn_once
+from qwen3_tts_cuda_graphs.fast.kernel_cache import warn_once
+from qwen3_tts_cuda_graphs.fast.kernels import CudaSource, kernel_arguments, one_line
 from qwen3_tts_cuda_graphs.fast.layer_kernels import layer_sizes
 from qwen3_tts_cuda_graphs.fast.megakernel import LAYER_FIELDS, WAITED_FOR, table
 

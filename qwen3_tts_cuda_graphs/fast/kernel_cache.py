@@ -24,6 +24,8 @@ from qwen3_tts_cuda_graphs.fast import nvrtc
 from qwen3_tts_cuda_graphs.fast.cache_folder import VARIABLE, check_owner, open_folder
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
+warn_once = functools.cache(log.warning)  # for each reason, not for each kernel
+NOT_KEPT = "compiled kernels are not kept: %s; $%s can name another folder, or be off"
 
 compiling = ThreadPoolExecutor(max_workers=4, thread_name_prefix="compile")
 started: dict[tuple[str, str], Future[bytes]] = {}  # (source, architecture) -> its machine code
@@ -56,7 +58,7 @@ def load_or_compile(source: str, architecture: str) -> bytes:
         if path and path.exists() and (code := load(path, key)):
             return code
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-        warn_once(str(error))
+        warn_once(NOT_KEPT, str(error), VARIABLE)
 
     begin = time.perf_counter()
     code = nvrtc.compile_source(source, architecture)
@@ -65,7 +67,7 @@ def load_or_compile(source: str, architecture: str) -> bytes:
         if path:
             save(path, key, code)
     except OSError as error:
-        warn_once(str(error))
+        warn_once(NOT_KEPT, str(error), VARIABLE)
     return code
 
 
@@ -101,9 +103,3 @@ def save(path: Path, key: bytes, code: bytes) -> None:
 
 def checksum(key: bytes, code: bytes) -> bytes:
     return hashlib.sha256(key + code).digest()
-
-
-@functools.cache
-def warn_once(reason: str) -> None:
-    """Warn once for each reason, not for each kernel."""
-    log.warning("compiled kernels are not kept: %s; $%s can name another folder, or be off", reason, VARIABLE)

@@ -5,7 +5,6 @@ that its structs are those that Python writes. fast/kernel_cache.py compiles it,
 """
 
 import functools
-import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor
 
 from qwen3_tts_cuda_graphs.fast import kernel_cache, nvrtc
-
-warn_once = functools.cache(logging.getLogger("qwen3_tts_cuda_graphs").warning)
+from qwen3_tts_cuda_graphs.fast.kernel_cache import warn_once
 
 HEADERS = Path(__file__).parent
 VECTOR = 8  # bfloat16 that a thread loads at once

@@ -10,9 +10,9 @@ static_assert(INNER % 8 == 0, "unsupported sizes: INNER must be a multiple of 8"
 
 struct AddAndNorm {
     const uint4 *x;                                   // (B, HIDDEN), or null
-    const Eight *parts;                               // (count, B, HIDDEN), float32; their sum is x, or null
-    u64 count;                                        // of parts
-    u64 part_vectors;                                 // of a part
+    const Eight *partials;                            // (count, B, HIDDEN), float32; their sum is x, or null
+    u64 count;                                        // of partial sums
+    u64 partial_vectors;                              // of each of them
     const uint4 *scale;                               // (HIDDEN), or null
     const uint4 *residual;                            // (B, HIDDEN), or null
     const uint4 *weight;                              // (HIDDEN)
@@ -30,12 +30,12 @@ struct NormShared {
     float squares[HIDDEN_VECTORS / 32];               // of each warp
 };
 
-// A product whose sum was split: rounded once, as if it had not been. `vector` counts those of one part.
-__device__ uint4 sum_of_parts(const AddAndNorm &arguments, u64 vector) {
+// A product whose sum was split: rounded once, as if it had not been. `vector` counts those of one partial sum.
+__device__ uint4 sum_of_partials(const AddAndNorm &arguments, u64 vector) {
     Eight sum = {};
 #pragma unroll 4
-    for (u64 part = 0; part < arguments.count; ++part) {
-        const Eight value = arguments.parts[part * arguments.part_vectors + vector];
+    for (u64 partial = 0; partial < arguments.count; ++partial) {
+        const Eight value = arguments.partials[partial * arguments.partial_vectors + vector];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             sum.v[i] += value.v[i];
@@ -48,7 +48,7 @@ __device__ uint4 sum_of_parts(const AddAndNorm &arguments, u64 vector) {
 extern "C" __global__ void __launch_bounds__(HIDDEN_VECTORS) add_and_norm(AddAndNorm arguments) {
     const u64 vector = (u64)blockIdx.x * HIDDEN_VECTORS + threadIdx.x;
     const uint4 weight = arguments.weight[threadIdx.x];
-    uint4 sum = arguments.x ? arguments.x[vector] : sum_of_parts(arguments, vector);
+    uint4 sum = arguments.x ? arguments.x[vector] : sum_of_partials(arguments, vector);
     if (arguments.scale) {
         sum = multiply(sum, arguments.scale[threadIdx.x]);
     }

@@ -11,8 +11,8 @@ from qwen3_tts_cuda_graphs.fast.kernels import VECTOR, kernel_arguments
 KERNELS: dict[str, dict[str, Any]] = {
     "add_and_norm": {
         "x": torch.bfloat16,
-        "parts": torch.float32,
-        **dict.fromkeys(("count", "part_vectors"), int),
+        "partials": torch.float32,
+        **dict.fromkeys(("count", "partial_vectors"), int),
         **dict.fromkeys(("scale", "residual", "weight", "sum", "normalized"), torch.bfloat16),
     },
     "silu_and_multiply": {**dict.fromkeys(("gate_up", "inner"), torch.bfloat16), "vectors": int},
@@ -53,8 +53,8 @@ class LayerKernels:
     def add_and_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(..., H), (..., H), (H), (H) -> x * scale + residual, and that normalized. x may also be float32 parts that
-        are still to be summed, (parts, ..., H)."""
+        """(..., H), (..., H), (H), (H) -> x * scale + residual, and that normalized. x may also be partial sums in
+        float32, (partials, ..., H)."""
         total = torch.empty_like(residual)
         normalized = torch.empty_like(residual)
         self.launch_norm(x, normalized, scale=scale, residual=residual, weight=weight, sum=total)
@@ -64,8 +64,8 @@ class LayerKernels:
         vectors = self.sizes.hidden // VECTOR
         count = normalized.shape[:-1].numel()
         is_split = x.dim() > normalized.dim()
-        values |= dict(x=None, parts=x, count=len(x)) if is_split else dict(x=x, parts=None, count=0)
-        values |= dict(part_vectors=count * vectors, normalized=normalized)
+        values |= dict(x=None, partials=x, count=len(x)) if is_split else dict(x=x, partials=None, count=0)
+        values |= dict(partial_vectors=count * vectors, normalized=normalized)
         self.launch("add_and_norm", (count, 1), vectors, **values)
 
     def silu_and_multiply(self, gate_up: Tensor) -> Tensor:

@@ -245,7 +245,7 @@ class FusedStep:
         self.sizes = sizes
         self.noise = noise
 
-        layers = [StackLayer(*parts) for parts in zip(model.layers, keys, values, strict=True)]
+        layers = [StackLayer(*layer) for layer in zip(model.layers, keys, values, strict=True)]
         matrices_of_layers = []
         for layer in layers:
             matrices_of_layers += [layer.qkv, layer.output, *layer.gate_up.chunk(2), layer.down]

@@ -65,10 +65,10 @@ class Answer:
     async def __aiter__(self) -> AsyncIterator[tuple[np.ndarray, int | None]]:
         """Speech comes through one generator, not several nested ones: each costs time with every chunk."""
         with self.counted():
-            speakers = self.take_places()
-            for speaker in speakers.values():
-                speaker.voice, speaker.payload = await self.voice_for(speaker)
-            parts = await self.prepare(speakers) if self.pieces is None else self.parts
+            voices = self.take_places()
+            for prepared in voices.values():
+                prepared.voice, prepared.payload = await self.voice_for(prepared)
+            parts = await self.prepare(voices) if self.pieces is None else self.parts
             previous = None
             for part in parts:
                 self.silence_due += round(silence_before(part, previous) * self.rate)
@@ -78,7 +78,7 @@ class Answer:
                 if self.cues:  # before the call: a stream whose audio is unread for long loses its row
                     async for chunk in self.silence():
                         yield chunk
-                with self.call(part, speakers[voice_and_style(part)]) as call:
+                with self.call(part, voices[voice_and_style(part)]) as call:
                     header, payload = await call.receive()  # before a silence at the beginning: may be an error
                     async for chunk in self.silence():
                         yield chunk
@@ -132,41 +132,41 @@ class Answer:
 
     def take_places(self) -> dict[tuple, PreparedVoice]:
         """Take a place in each model that is needed, before the first part: no later one may find a full queue."""
-        speakers = {}
+        voices = {}
         for part in filter(self.is_spoken, self.parts):
-            if voice_and_style(part) not in speakers:
+            if voice_and_style(part) not in voices:
                 options = self.options.for_part(part)
                 model = self.service.model_for(options)
                 if model not in self.connections:
                     model.engine.take_place(self.service.settings.max_waiting)
                     self.connections[model] = model.engine.connection
-                speakers[voice_and_style(part)] = PreparedVoice(options, model, self.connections[model])
-        return speakers
+                voices[voice_and_style(part)] = PreparedVoice(options, model, self.connections[model])
+        return voices
 
-    async def voice_for(self, speaker: PreparedVoice) -> tuple[dict, bytes]:
+    async def voice_for(self, prepared: PreparedVoice) -> tuple[dict, bytes]:
         """`voice` and payload of the message `speak`."""
-        service, options, model = self.service, speaker.options, speaker.model
+        service, options, model = self.service, prepared.options, prepared.model
         if not model.clones:
             return model.preset_voice(options), b""
         if options.speaker_embedding is not None:
             with np.errstate(over="ignore"):  # the worker refuses what is infinite
                 return {}, np.array(options.speaker_embedding, np.float32).tobytes()
         if options.ref_audio is not None:
-            key = await service.cloned_voices.request_key(speaker.connection, options)
-            self.own_keys.append((speaker.connection, key))
+            key = await service.cloned_voices.request_key(prepared.connection, options)
+            self.own_keys.append((prepared.connection, key))
             return {"key": key}, b""
         if self.pieces is not None:  # the session has checked the voice long ago
             await service.refresh_if_unknown(options.voice)
         if mix := model.resolve_mix(options.voice):
-            return {"mix": [(await self.stored_voice(speaker, name), share) for name, share in mix]}, b""
-        return await self.stored_voice(speaker, model.resolve_voice(options.voice)), b""
+            return {"mix": [(await self.stored_voice(prepared, name), share) for name, share in mix]}, b""
+        return await self.stored_voice(prepared, model.resolve_voice(options.voice)), b""
 
-    async def stored_voice(self, speaker: PreparedVoice, name: str) -> dict:
-        if name in speaker.model.file_voices:
+    async def stored_voice(self, prepared: PreparedVoice, name: str) -> dict:
+        if name in prepared.model.file_voices:
             return {"file": name}
-        return {"key": await self.service.cloned_voices.registered_key(speaker.connection, name)}
+        return {"key": await self.service.cloned_voices.registered_key(prepared.connection, name)}
 
-    async def prepare(self, speakers: dict[tuple, PreparedVoice]) -> list[Part]:
+    async def prepare(self, voices: dict[tuple, PreparedVoice]) -> list[Part]:
         """Apply the lexicon, and cut the parts that do not fit into a row. Those of a script with tags are cut as the
         library cuts them, with room for limit_speech; a plain text is cut as seldom as possible, as one utterance
         sounds best."""
@@ -181,10 +181,10 @@ class Answer:
             if not surely_fits(self.said[part.text], positions):
                 long_texts.setdefault(voice_and_style(part), []).append(part.text)
         for key, texts in long_texts.items():
-            speaker = speakers[key]
-            request = dict(voice=speaker.voice, texts=texts, language=self.options.language, leaves_room=leaves_room)
+            prepared = voices[key]
+            request = dict(voice=prepared.voice, texts=texts, language=self.options.language, leaves_room=leaves_room)
             request["lexicon"] = self.entries_in(texts)
-            answer = await speaker.connection.ask("split", speaker.payload, **request)
+            answer = await prepared.connection.ask("split", prepared.payload, **request)
             smaller |= {(key, text): parts for text, parts in zip(texts, answer["texts"])}
         parts = cut_parts(self.parts, lambda part: smaller.get((voice_and_style(part), part.text), [part.text]))
         await self.apply_lexicon(parts)
@@ -206,16 +206,16 @@ class Answer:
     # ---- While it is spoken
 
     @contextlib.contextmanager
-    def call(self, part: Part, speaker: PreparedVoice) -> Iterator[Call]:
+    def call(self, part: Part, prepared: PreparedVoice) -> Iterator[Call]:
         """Have the worker speak a part, and send it the text that arrives meanwhile."""
         request = dict(
             text=self.said[part.text] if self.pieces is None else None,
-            voice=speaker.voice,
+            voice=prepared.voice,
             options=sampling(self.options),
             limit_speech=self.options.limit_speech,
             seed=nth_seed(self.options.seed, len(self.cues)),
         )
-        with speaker.connection.call("speak", speaker.payload, **request) as call:
+        with prepared.connection.call("speak", prepared.payload, **request) as call:
             writer = asyncio.create_task(self.send_pieces(call)) if self.pieces is not None else None
             try:
                 yield call

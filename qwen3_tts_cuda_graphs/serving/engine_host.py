@@ -25,7 +25,7 @@ from qwen3_tts_cuda_graphs.prompts.cut import (
 from qwen3_tts_cuda_graphs.prompts.lexicon import Lexicon
 from qwen3_tts_cuda_graphs.prompts.templates import tokenize
 from qwen3_tts_cuda_graphs.serving import memory
-from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, engine_failed, for_clients, log
+from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, engine_failed, log, with_remedy_for_clients
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.engine import Engine
 from qwen3_tts_cuda_graphs.speech.listener import Listener, StreamTimeout
@@ -300,7 +300,7 @@ def is_fatal(error: BaseException) -> bool:
 def for_client(error: BaseException) -> ApiError:
     """What a client is told about the engine's errors."""
     if isinstance(error, CutOff):
-        return ApiError(for_clients(str(error)), code="cut_off")
+        return ApiError(with_remedy_for_clients(str(error)), code="cut_off")
     if isinstance(error, StreamTimeout):
         return ApiError(str(error), 503, code="timeout")
     if isinstance(error, torch.OutOfMemoryError):

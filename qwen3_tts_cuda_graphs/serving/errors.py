@@ -63,7 +63,7 @@ def to_json(content: dict) -> str:
     return json.dumps(content, ensure_ascii=True)
 
 
-def for_clients(message: str) -> str:
+def with_remedy_for_clients(message: str) -> str:
     """The remedy in a message of the engine is for programs; a client cannot set max_seq_len."""
     message = message.replace("raise max_new_tokens", "raise max_new_tokens, or give a shorter text")
     return message.replace("raise max_seq_len", "shorten input, instructions or ref_text")
@@ -78,7 +78,7 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
     if isinstance(error, TimeoutError):
         return ApiError("the request took too long: give a shorter text, or read the audio sooner", 503, code="timeout")
     if isinstance(error, ValueError):
-        return ApiError(for_clients(str(error)))
+        return ApiError(with_remedy_for_clients(str(error)))
     log.error("request %s failed", request_id, exc_info=error)
     return ApiError("the server failed on this request: its log says why", 500)
 

@@ -19,7 +19,7 @@ MAX_VALUES = 50_000  # in a JSON object
 MAX_DIGITS = 1000
 MAX_UNKNOWN = 20  # unknown fields that are listed for the client
 MAX_OWN_ENTRIES = 1000  # of a lexicon in a request
-OTHER_NAMES = {  # what other servers call a field -> our name
+FIELD_ALIASES = {  # what other servers call a field -> our name
     "text": "input",
     "prompt": "input",
     "format": "response_format",
@@ -220,7 +220,9 @@ def unknown_fields(kind: type[Fields], content: dict) -> tuple[str, ...]:
 
 def hint(name: str, known: Iterable[str]) -> str:
     name = name[:40].lower()
-    meant = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else difflib.get_close_matches(name, known, 1, 0.7)
+    meant = (
+        [FIELD_ALIASES[name]] if FIELD_ALIASES.get(name) in known else difflib.get_close_matches(name, known, 1, 0.7)
+    )
     return f" (did you mean {meant[0]}?)" if meant else ""
 
 
