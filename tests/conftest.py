@@ -41,11 +41,18 @@ def pytest_unconfigure(config):
 
 def pytest_sessionstart(session):
     """Each worker imports what a command imports. tests/test_promises.py imports the rest, too, in other processes."""
+    gc.disable()
     if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None):
         from qwen3_tts_cuda_graphs.common.skipped_imports import skipping_unused
 
         with skipping_unused():
             import qwen3_tts_cuda_graphs.upstream  # noqa: F401
+
+
+def pytest_collection_finish(session):
+    """To look through all that was imported and collected would take a tenth of the tests' time."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

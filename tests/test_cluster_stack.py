@@ -132,7 +132,7 @@ FAULTS = {
         "work.index == QKV ? layer.post_norm : layer.input_norm",
     ),
     "no residual": ("v = add(v, hidden);", "v = add(v, uint4{});"),
-    "weights of another slice": ("(work.rank * work.chunks + i) * CHUNK", "i * CHUNK"),
+    "weights of another slice": ("(work.rank * work.slabs + i) * SLAB", "i * SLAB"),
     "the position of another row": ("= arguments.positions[row];", "= arguments.positions[row ^ 1];"),
     "sums of one block too few": ("if (part < 4 || work.is_narrow)", "if (part < 3 || work.is_narrow)"),
 }
