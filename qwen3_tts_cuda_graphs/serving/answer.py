@@ -63,7 +63,7 @@ class Answer:
         return self.samples / self.rate
 
     async def __aiter__(self) -> AsyncIterator[tuple[np.ndarray, int | None]]:
-        """Speech comes through one generator, not several nested ones: each costs time with every chunk."""
+        """One generator, not several nested ones: each costs time with every chunk of every listener."""
         with self.counted():
             voices = self.take_places()
             for prepared in voices.values():
@@ -76,12 +76,14 @@ class Answer:
                 if not self.is_spoken(part):
                     continue
                 if self.cues:  # before the call: a stream whose audio is unread for long loses its row
-                    async for chunk in self.silence():
+                    for chunk in self.silence():
                         yield chunk
+                        await asyncio.sleep(0)  # others want their turn, and the client may leave
                 with self.call(part, voices[voice_and_style(part)]) as call:
                     header, payload = await call.receive()  # before a silence at the beginning: may be an error
-                    async for chunk in self.silence():
+                    for chunk in self.silence():
                         yield chunk
+                        await asyncio.sleep(0)
                     number, spoken, cue = len(self.cues), 0, Cue(part, self.samples)
                     self.cues.append(cue)
                     while header["type"] == "audio":
@@ -99,8 +101,9 @@ class Answer:
                     self.stopped.add(number)
                     self.service.metrics.stopped.inc()
                     log.warning("the speech of a part did not end: stopped after %.0f s", spoken / self.rate)
-            async for chunk in self.silence():
+            for chunk in self.silence():
                 yield chunk
+                await asyncio.sleep(0)
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
@@ -231,7 +234,7 @@ class Answer:
         except Exception as error:
             call.put(error)
 
-    async def silence(self) -> AsyncIterator[tuple[np.ndarray, None]]:
+    def silence(self) -> Iterator[tuple[np.ndarray, None]]:
         """The silence that is due, in pieces of at most a second."""
         while self.silence_due:
             size = min(self.rate, self.silence_due)
@@ -240,7 +243,6 @@ class Answer:
             self.samples += size
             yield np.zeros(size, "<i2"), None
             self.chunk_times.read()
-            await asyncio.sleep(0)  # others want their turn, and the client may leave
 
     # ---- What the client is told about it
 
