@@ -134,7 +134,7 @@ FAULTS = {
     "no residual": ("v = add(v, hidden);", "v = add(v, uint4{});"),
     "weights of another slice": ("(work.rank * work.slabs + i) * SLAB", "i * SLAB"),
     "the position of another row": ("= arguments.positions[row];", "= arguments.positions[row ^ 1];"),
-    "sums of one block too few": ("if (part < 4 || work.is_narrow)", "if (part < 3 || work.is_narrow)"),
+    "sums of one block too few": ("if (rank < 4 || work.is_narrow)", "if (rank < 3 || work.is_narrow)"),
 }
 SILENT_BLOCK = (
     "        store_relaxed(result + place.index, v);",

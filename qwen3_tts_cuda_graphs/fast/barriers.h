@@ -8,7 +8,7 @@ __device__ u32 shared_address(const void *pointer) {
 }
 
 // Relaxed accesses at GPU scope go to L2: they see what other blocks wrote. They do not order other accesses,
-// and need not: tag and value are one word.
+// and need not: a word says itself whether it has been written.
 __device__ void store_relaxed(void *address, u32 value) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(address), "r"(value) : "memory");
 }

@@ -602,9 +602,9 @@ __device__ void multiply_and_exchange(const Work &work, const TensorMap *maps_of
         if (item < of_pair) {
             Quad total = {};
 #pragma unroll
-            for (int part = 0; part < 8; ++part) {
-                if (part < 4 || work.is_narrow) {
-                    const Quad &value = received_sums[part * of_block + pair * of_pair + item];
+            for (int rank = 0; rank < 8; ++rank) {
+                if (rank < 4 || work.is_narrow) {
+                    const Quad &value = received_sums[rank * of_block + pair * of_pair + item];
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         total.v[i] += value.v[i];
