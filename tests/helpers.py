@@ -28,6 +28,10 @@ from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
 from qwen3_tts_cuda_graphs.speech import accelerate, long_text, schedule
 from qwen3_tts_cuda_graphs.speech.engine import Engine
 
+# isort: split
+from qwen_tts.core.models.configuration_qwen3_tts import Qwen3TTSTalkerConfig
+from qwen_tts.core.models.modeling_qwen3_tts import Qwen3TTSTalkerForConditionalGeneration
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -89,6 +93,19 @@ def on_gpu(test):
 def slow(*values) -> list:
     """Parameters of a test that are left out in CI, where others run the same code. Of several arguments: tuples."""
     return [pytest.param(*(value if isinstance(value, tuple) else [value]), marks=pytest.mark.slow) for value in values]
+
+
+def random_talker(**sizes):
+    """Upstream's talker and predictor in bfloat16 with random weights. `sizes`: of both, if not the published ones"""
+    widths = dict(random_checkpoint.TALKER, text_vocab_size=8, text_hidden_size=16, **sizes)
+    config = Qwen3TTSTalkerConfig(code_predictor_config=random_checkpoint.PREDICTOR | sizes, **widths)
+    talker = Qwen3TTSTalkerForConditionalGeneration(config).eval().bfloat16()
+    for name, parameter in talker.named_parameters():
+        if "norm" in name:
+            parameter.data = 1 + 0.3 * torch.randn_like(parameter)  # upstream's are 1, which hides a wrong one
+        elif parameter.dim() == 2:
+            parameter.data = torch.randn_like(parameter) * parameter.shape[1] ** -0.5
+    return talker.requires_grad_(False)
 
 
 class Voice:

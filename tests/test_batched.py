@@ -23,7 +23,7 @@ from gpu_on_cpu import (
     faults_of,
     needs_compiler,
 )
-from helpers import ExactProducts, on_gpu
+from helpers import ExactProducts, on_gpu, random_talker
 from torch import Tensor
 
 from cudagraph_talker import GraphPool, RowCache, Rows, Sampling, additive_mask, round_up, sample, static_cache
@@ -57,16 +57,7 @@ def seed() -> None:
 def talker() -> Any:
     """Upstream's talker and predictor with the published widths but for the MLP's, few layers and random weights."""
     torch.manual_seed(0)
-    small = dict(num_hidden_layers=2, intermediate_size=512, num_code_groups=4)
-    sizes = dict(TALKER, hidden_size=1024, text_vocab_size=8, text_hidden_size=16, **small)
-    config = Qwen3TTSTalkerConfig(code_predictor_config=PREDICTOR | small, **sizes)
-    talker = Qwen3TTSTalkerForConditionalGeneration(config).eval().bfloat16()
-    for name, parameter in talker.named_parameters():
-        if "norm" in name:
-            parameter.data = 1 + 0.3 * torch.randn_like(parameter)  # upstream's are 1, which hides a wrong one
-        elif parameter.dim() == 2:
-            parameter.data = torch.randn_like(parameter) * parameter.shape[1] ** -0.5
-    return talker.requires_grad_(False)
+    return random_talker(hidden_size=1024, intermediate_size=512, num_hidden_layers=2, num_code_groups=4)
 
 
 @pytest.fixture(scope="module")

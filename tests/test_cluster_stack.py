@@ -12,19 +12,14 @@ from unittest import mock
 import pytest
 import torch
 from gpu_on_cpu import CpuKernel, CpuKernels, changed_source, needs_compiler
-from helpers import on_gpu, slow
+from helpers import on_gpu, random_talker, slow
 from torch import Tensor
 
 from cudagraph_talker import GraphPool, static_cache
-from qwen3_tts_cuda_graphs.bench.random_checkpoint import PREDICTOR, TALKER
 from qwen3_tts_cuda_graphs.fast import batched, cluster_stack, nvrtc
 from qwen3_tts_cuda_graphs.fast.batched import BatchedStack
 from qwen3_tts_cuda_graphs.fast.cluster_stack import SOURCE, ClusterStack, Subject, difference_of, make_stack
 from qwen3_tts_cuda_graphs.fast.layers import replace_layers
-
-# isort: split
-from qwen_tts.core.models.configuration_qwen3_tts import Qwen3TTSTalkerConfig
-from qwen_tts.core.models.modeling_qwen3_tts import Qwen3TTSTalkerForConditionalGeneration
 
 LENGTHS = {"predictor": 16, "talker": 256}  # of the cache
 ROUNDINGS = 0.02  # how far results may be from those of the other kernels: their sums have another order
@@ -91,23 +86,9 @@ def test_what_fails_its_test_is_not_used(error, caplog):
 # ---- What it computes
 
 
-def random_talker(length: int, layers: int, **sizes: int) -> Any:
-    """Upstream's talker and predictor, with random weights."""
-    sizes = dict(sizes, num_hidden_layers=layers)
-    widths = dict(TALKER, text_vocab_size=8, text_hidden_size=16, **sizes)
-    config = Qwen3TTSTalkerConfig(code_predictor_config=PREDICTOR | sizes, **widths)
-    talker = Qwen3TTSTalkerForConditionalGeneration(config).eval().bfloat16()
-    for name, parameter in talker.named_parameters():
-        if "norm" in name:
-            parameter.data = 1 + 0.3 * torch.randn_like(parameter)  # upstream's are 1, which hides a wrong one
-        elif parameter.dim() == 2:
-            parameter.data = torch.randn_like(parameter) * parameter.shape[1] ** -0.5
-    replace_layers(talker.requires_grad_(False), length)
-    return talker
-
-
 def some_stack(talker: Any, which: str, rows: int) -> ClusterStack:
     """Of the talker or of the predictor, over a cache in which every position has something."""
+    replace_layers(talker, max(LENGTHS.values()))
     model = talker.model if which == "talker" else talker.code_predictor.model
     keys, values = static_cache(model.config, rows, LENGTHS[which], model.dtype, model.device)
     for tensor in (*keys, *values):
@@ -191,7 +172,7 @@ def stack_on_cpu(monkeypatch, tmp_path) -> Callable[..., ClusterStack]:
         monkeypatch.setattr(SOURCE, "compile", compile)
         monkeypatch.setattr(batched.SOURCE, "compile", compile_others)
         with torch.no_grad():
-            return some_stack(random_talker(LENGTHS[which], 2, **SMALL[rows]), which, rows)
+            return some_stack(random_talker(num_hidden_layers=2, **SMALL[rows]), which, rows)
 
     monkeypatch.setattr(nvrtc, "gpu_properties", lambda _: gpu)
     monkeypatch.setattr(nvrtc, "call_driver", encode_tensor_map)
@@ -239,7 +220,7 @@ def gpu() -> Iterator[torch.device]:
 
 @pytest.fixture
 def talker(gpu) -> Any:
-    return random_talker(max(LENGTHS.values()), 3, **WIDTHS)
+    return random_talker(num_hidden_layers=3, **WIDTHS)
 
 
 @on_gpu
