@@ -346,7 +346,7 @@ __device__ int uniform_warp_index() {
 }
 
 
-// ---- Waits, all with one time limit: after that there are no more, in later launches neither
+// ---- Waits, all with one time limit. After one has failed, later launches return at once.
 
 constexpr u64 CYCLES_TO_WAIT = 4'000'000'000;         // 2 s
 constexpr u32 EMPTY = ~0u;
@@ -807,7 +807,10 @@ __device__ void run_layers(const RunStack &arguments, Waits &waits) {
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 run_stack(const __grid_constant__ RunStack arguments) {
-    Waits waits = {load_relaxed(arguments.failed) ? 0 : clock_cycles() + CYCLES_TO_WAIT, 0};
+    if (load_relaxed(arguments.failed)) {
+        return;
+    }
+    Waits waits = {clock_cycles() + CYCLES_TO_WAIT, 0};
     if (threadIdx.x == 0) {
         Barriers &barriers = shared().barriers;
         for (u64 &barrier : barriers.copied) {
