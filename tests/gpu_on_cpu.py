@@ -140,9 +140,9 @@ def pretended_gpu(gpu: Any, compile_source: Callable[[str, str], bytes] | None =
         mock.patch.dict(os.environ, {cache_folder.VARIABLE: "off"}),
         mock.patch.multiple(nvrtc, **compiler) if compile_source else nullcontext(),
     ):
-        kernels.load.cache_clear()
+        kernels.load_kernels.cache_clear()
         yield
-    kernels.load.cache_clear()
+    kernels.load_kernels.cache_clear()
 
 
 class CpuKernel:

@@ -21,7 +21,7 @@ from qwen3_tts_cuda_graphs.bench.__main__ import main
 from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
 from qwen3_tts_cuda_graphs.bench.parity import TeacherForced, one_pass
 from qwen3_tts_cuda_graphs.bench.peer import run_peer
-from qwen3_tts_cuda_graphs.bench.processes import output_of
+from qwen3_tts_cuda_graphs.bench.processes import printed_by
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
 from qwen3_tts_cuda_graphs.common.loading import load
 from qwen3_tts_cuda_graphs.prompts.build import talker_arguments
@@ -139,7 +139,7 @@ def test_word_errors():
     assert quality.words_of("你好，世界。", "Chinese") == ["你", "好", "世", "界"]
     counted = dict(words=10, similarity=0.5, seconds=1.0, is_runaway=False)
     judged = [counted | dict(errors=errors) for errors in (0, 1, 2, 5)]
-    row = quality.summary(judged, judged)
+    row = quality.compare(judged, judged)
     assert row["word_errors_percent"] == 20 and (row["change_low"], row["change_high"]) == (0, 0)
     assert 0 <= row["word_errors_low"] < 20 < row["word_errors_high"] <= 50
     assert row["similarity_change_low"] == row["similarity_change_high"] == 0
@@ -186,7 +186,9 @@ def test_the_load_script_counts_what_fails():
     ((name, row),) = load_test.measure(args, partial(load_test.drive_here, speak))
     assert (name, row["errors"], row["listeners"]) == ("4 one by one", ["the connection was closed"] * 2, 4)
     with pytest.raises(OSError, match="refused"):
-        next(load_test.measure(args, partial(load_test.drive_here, partial(over_http.speak, "http://127.0.0.1:9"))))
+        next(
+            load_test.measure(args, partial(load_test.drive_here, partial(over_http.audio_from, "http://127.0.0.1:9")))
+        )
 
 
 @pytest.mark.slow
@@ -202,9 +204,9 @@ def test_how_long_until_a_process_speaks(bench):
 def test_a_process_that_does_not_speak():
     """The benchmark must neither wait for it nor hide why."""
     with pytest.raises(ValueError, match="-c 1 / 0 has failed: ZeroDivisionError: division by zero"):
-        next(output_of(["-c", "1 / 0"], 1))
+        next(printed_by(["-c", "1 / 0"], 1))
     with pytest.raises(ValueError, match="it took too long"):
-        next(output_of(["-c", "import time; time.sleep(100)"], 1, limit=0.5))
+        next(printed_by(["-c", "import time; time.sleep(100)"], 1, limit=0.5))
 
 
 def test_rows_that_quick_leaves_out(tmp_path, capsys):

@@ -373,7 +373,7 @@ def no_hub(monkeypatch):
 
 def test_published_models_are_known_without_a_hub(call, tmp_path, no_hub):
     """Lists and mistakes waited for a download. The facts are those that random checkpoints are made of."""
-    tokenizer = random_checkpoint.text_tokenizer(tmp_path, 0)
+    tokenizer = random_checkpoint.byte_tokenizer(tmp_path, 0)
     for name, hub_id in MODELS.items():
         size, kind = hub_id.split("-")[-2:]
         written = random_checkpoint.main_config(size, KIND_OF[kind], tokenizer)

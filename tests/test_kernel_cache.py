@@ -226,7 +226,7 @@ def test_where_the_folder_is(variables, expected, cache):
 
 def test_what_was_started_ahead_is_not_compiled_again(cache):
     cache.put_variable(cache_folder.VARIABLE, "off")
-    ahead = kernel_cache.compile_ahead(SOURCE, "sm_90")
+    ahead = kernel_cache.start_compiling(SOURCE, "sm_90")
     assert kernel_cache.compile_source(SOURCE, "sm_90") == ahead.result()
     assert kernel_cache.compile_source(SOURCE, "sm_80") != ahead.result()
     assert len(cache.compiled) == 2
@@ -237,14 +237,14 @@ def test_kernels_are_compiled_at_once(cache):
     barrier = threading.Barrier(3)
     cache.put(nvrtc, "compile_source", lambda source, _: barrier.wait(timeout=20) * b"" + source.encode())
     for source in "abc":
-        kernel_cache.compile_ahead(source, "sm_90")
+        kernel_cache.start_compiling(source, "sm_90")
     assert [kernel_cache.compile_source(source, "sm_90") for source in "abc"] == [b"a", b"b", b"c"]
 
 
 def test_a_failure_ahead_is_an_error_where_the_code_is_needed(cache):
     """It must not end the program earlier, leaves no file, and the next call tries again."""
     cache.put(nvrtc, "compile_source", fail)
-    ahead = kernel_cache.compile_ahead(SOURCE, "sm_90")
+    ahead = kernel_cache.start_compiling(SOURCE, "sm_90")
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         ahead.result()
     assert not list(cache.folder.iterdir())
@@ -265,12 +265,12 @@ def test_kernels_compiled_ahead_are_the_ones_that_are_used(caller, cache):
     model.config.vocab_size = 3072
     model.dtype = torch.bfloat16
     subject = megakernel.Stack(model, [SimpleNamespace(weight=range(3072))], 1024) if caller is megakernel else model
-    kernels.load.cache_clear()
+    kernels.load_kernels.cache_clear()
     try:
         caller.SOURCE.compile_ahead(subject)
         code = caller.SOURCE.compile(subject)[1].launch()
     finally:
-        kernels.load.cache_clear()
+        kernels.load_kernels.cache_clear()
     assert code.startswith(b"1:") and len(cache.compiled) == 1
     assert cache.get(*cache.compiled[0]) == code and len(cache.compiled) == 1  # and it is kept
 

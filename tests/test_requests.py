@@ -19,7 +19,7 @@ from qwen3_tts_cuda_graphs.common.loading import load, load_upstream
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import speaker_prompt
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.streaming import stream
-from qwen3_tts_cuda_graphs.speech.whole_calls import whole_call
+from qwen3_tts_cuda_graphs.speech.whole_calls import on_rows
 
 TEXT = "Hello there."
 
@@ -243,7 +243,7 @@ def two_rows():
     def method(voice):
         use_rows(voice.fast.speech.runner, 2)
         runners.append((voice.fast.speech.runner, 8))
-        return types.MethodType(whole_call(voice.method, type(voice.fast)), voice.fast)
+        return types.MethodType(on_rows(voice.method, type(voice.fast)), voice.fast)
 
     yield method
     for runner, rows in runners:

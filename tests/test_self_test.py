@@ -208,7 +208,7 @@ def compiled_ahead(gpu_talker) -> None:
     talker, predictor = map(kernel_sizes, stacks_of(gpu_talker))
     for fault in FAULTS:
         source = SOURCE.complete(talker if FAULTS[fault].of_talker else predictor, faulty_source(fault))
-        kernel_cache.compile_ahead(source, nvrtc.architecture_of(gpu_talker.device))
+        kernel_cache.start_compiling(source, nvrtc.architecture_of(gpu_talker.device))
 
 
 @on_gpu

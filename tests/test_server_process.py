@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from serving_helpers import FRAME, LIMIT, Client, is_running, read_answer, request_bytes, wait_until, worker_of
 
 from qwen3_tts_cuda_graphs.bench.listeners import listen
-from qwen3_tts_cuda_graphs.bench.over_http import speak
+from qwen3_tts_cuda_graphs.bench.over_http import audio_from
 from qwen3_tts_cuda_graphs.serving import messages, process
 from qwen3_tts_cuda_graphs.serving.__main__ import main
 from qwen3_tts_cuda_graphs.serving.process import greeting
@@ -52,7 +52,7 @@ def endless(checkpoint, tmp_path_factory):
 
 def soak(server, count: int) -> tuple[collections.Counter, list[dict]]:
     """Short requests, some bad, some abandoned: how they ended, and what the server uses after each fifth of them."""
-    speak_there = partial(speak, f"http://127.0.0.1:{server.port}")
+    speak_there = partial(audio_from, f"http://127.0.0.1:{server.port}")
 
     def ask(number: int) -> str:
         """The kind of the request if it ended as it should, else how it ended."""
@@ -251,7 +251,7 @@ def test_it_heals_after_an_illegal_address(checkpoint, tmp_path):
 
         def hear() -> None:
             try:
-                listen(partial(speak, f"http://127.0.0.1:{server.port}", **request))
+                listen(partial(audio_from, f"http://127.0.0.1:{server.port}", **request))
                 ended.append((time.monotonic(), "complete"))
             except OSError as error:
                 ended.append((time.monotonic(), str(error)))
@@ -419,7 +419,7 @@ def test_load_script_counts_underruns_and_errors():
         async def main():
             async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
                 port = server.sockets[0].getsockname()[1]
-                return await asyncio.to_thread(listen, partial(speak, f"http://127.0.0.1:{port}", input="Hi."))
+                return await asyncio.to_thread(listen, partial(audio_from, f"http://127.0.0.1:{port}", input="Hi."))
 
         return asyncio.run(main())
 
@@ -430,7 +430,7 @@ def test_load_script_counts_underruns_and_errors():
     with pytest.raises(OSError, match="does not answer as this project's server does"):
         hear(b'HTTP/1.1 404 Not Found\r\nContent-Length: 22\r\n\r\n{"detail":"Not Found"}')
     with pytest.raises(OSError, match="give one like http://127.0.0.1:8000"):
-        listen(partial(speak, "127.0.0.1:8000", input="Hi."))
+        listen(partial(audio_from, "127.0.0.1:8000", input="Hi."))
 
 
 @pytest.mark.slow

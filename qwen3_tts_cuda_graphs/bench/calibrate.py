@@ -75,7 +75,7 @@ def smallest_loss(name: str, runs: list[dict]) -> float:
     return sigmas * math.sqrt(per_run) / statistics.mean(run[name]["cases"] for run in runs)
 
 
-def to_json(card: dict, size: str, frames: int, runs: list[dict]) -> str:
+def one_run_per_line(card: dict, size: str, frames: int, runs: list[dict]) -> str:
     """One run per line."""
     lines = ",\n  ".join(json.dumps(run) for run in runs)
     return f'{{"card": {json.dumps(card)}, "size": "{size}", "frames": {frames}, "runs": [\n  {lines}\n]}}\n'
@@ -106,7 +106,7 @@ def main() -> None:
     for seed in range(args.runs):
         runs.append(one_run(models, paths, seed, GAINS[seed % len(GAINS)], args.frames))
         print(f"run {seed + 1} of {args.runs}", file=sys.stderr)
-        args.output.write_text(to_json(card, args.size, args.frames, runs))
+        args.output.write_text(one_run_per_line(card, args.size, args.frames, runs))
     for name in sorted(runs[0].keys() - {SELF_TEST}):
         print(f"{name}: the check of one run finds a loss of {smallest_loss(name, runs):.1%} of the best tokens")
     print(args.output)

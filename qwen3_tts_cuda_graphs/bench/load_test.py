@@ -28,7 +28,7 @@ from pathlib import Path
 
 from qwen3_tts_cuda_graphs.bench.listeners import TEXT, Hearing, StartStream, listen_at, poisson_arrivals, summary
 from qwen3_tts_cuda_graphs.bench.over_http import in_format, running_server, until_it_speaks
-from qwen3_tts_cuda_graphs.bench.processes import rows_of
+from qwen3_tts_cuda_graphs.bench.processes import rows_from
 from qwen3_tts_cuda_graphs.bench.report import report
 from qwen3_tts_cuda_graphs.common.command import cli_errors
 from qwen3_tts_cuda_graphs.common.parser import Parser
@@ -109,7 +109,7 @@ def beside_engine(args: argparse.Namespace, request: dict) -> Iterator[tuple[str
     from qwen3_tts_cuda_graphs.serving.server_options import raise_file_limit
 
     size = Path(args.compare).name
-    for row in rows_of("engine_alone", json.dumps(vars(args) | {"request": request}, default=str)):
+    for row in rows_from("engine_alone", json.dumps(vars(args) | {"request": request}, default=str)):
         yield f"{size}, engine", *row
     raise_file_limit()  # for many connections, of this process and its children
     options = f"--max-streams {args.max_streams} --max-connections 10000 --idle-seconds 3600".split()

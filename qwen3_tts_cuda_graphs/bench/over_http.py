@@ -21,7 +21,7 @@ LIMIT_TO_SPEAK = 300.0  # seconds until a server speaks
 SECONDS_BETWEEN_REQUESTS = 0.02  # while it does not
 
 
-def speak(
+def audio_from(
     url: str, api_key: str | None = None, bytes_per_second: float = BYTES_PER_SECOND, **request
 ) -> Iterator[tuple[bytes, float]]:
     """Audio as a server sends it, and how many bytes make a second. Raises OSError for all that can go wrong."""
@@ -50,7 +50,7 @@ def speak(
 
 def in_format(url: str, api_key: str | None, name: str, request: dict) -> StartStream:
     """Listeners who ask for this format. One answer, whose length is known, tells how many bytes make a second."""
-    start = partial(speak, url, api_key, **request | dict(response_format=name))
+    start = partial(audio_from, url, api_key, **request | dict(response_format=name))
     if name == "pcm":
         return start
     frames = request["max_new_tokens"] - 1
@@ -78,7 +78,7 @@ def until_it_speaks(server: subprocess.Popen, url: str) -> None:
     deadline = time.monotonic() + LIMIT_TO_SPEAK
     while True:
         with contextlib.suppress(OSError):  # it is starting, or its engine is
-            next(speak(url, input=TEXT, response_format="pcm", max_new_tokens=40))
+            next(audio_from(url, input=TEXT, response_format="pcm", max_new_tokens=40))
             return
         if server.poll() is not None or time.monotonic() > deadline:
             raise ValueError("the server has ended or does not speak: it says why above")

@@ -15,7 +15,7 @@ import transformers
 
 from qwen3_tts_cuda_graphs.bench import PEER, ROOT
 from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
-from qwen3_tts_cuda_graphs.bench.processes import print_rows, rows_of
+from qwen3_tts_cuda_graphs.bench.processes import print_rows, rows_from
 from qwen3_tts_cuda_graphs.bench.timing import ON_GPU, TEXT, Effort, NamedRows, time_stream, time_whole_calls
 from qwen3_tts_cuda_graphs.common.model_names import hub_name
 
@@ -24,7 +24,7 @@ def run_peer(checkpoint: Checkpoint, python: Path = ROOT / ".venv5" / "bin" / "p
     """The rows of `time_peer`, from a process with that python."""
     environment = os.environ | {"PYTHONPATH": f"{python.parents[1] / 'peers'}{os.pathsep}{ROOT}"}
     try:
-        yield from rows_of("peer", checkpoint.model, checkpoint.speaker_file, python=python, environment=environment)
+        yield from rows_from("peer", checkpoint.model, checkpoint.speaker_file, python=python, environment=environment)
     except (OSError, ValueError) as error:
         print(f"{PEER} left out: {error}")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 LIMIT = 1200.0  # seconds, more than ten times what any of them takes on an H200
 
 
-def output_of(
+def printed_by(
     program: list,
     first_bytes: int | None = None,
     python: str | Path = sys.executable,
@@ -40,9 +40,9 @@ def output_of(
             raise ValueError(f"{' '.join(map(str, program[:3]))} has failed: {reason[0]}")
 
 
-def rows_of(module: str, *arguments, **options) -> Iterator[list]:
+def rows_from(module: str, *arguments, **options) -> Iterator[list]:
     """What a module of this folder gives to `print_rows`."""
-    for line in output_of(["-m", f"{__package__}.{module}", *arguments], **options):
+    for line in printed_by(["-m", f"{__package__}.{module}", *arguments], **options):
         if line.startswith(b"["):
             yield json.loads(line)
 

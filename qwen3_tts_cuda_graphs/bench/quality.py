@@ -61,18 +61,18 @@ def measure_quality(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
             judge(tts, transcribe, checkpoint.speaker, *spoken) for spoken in zip(sentences, limits, speak(requests))
         ]
         upstream = upstream or judged
-        yield name, summary(judged, upstream)
+        yield name, compare(judged, upstream)
 
 
 def spoken_by(model: str) -> Iterator[tuple[str, object, Speak]]:
     """Each path: its name, its model and what speaks a list of requests."""
     tts = load_alone(model)
-    yield UPSTREAM, tts, partial(one_by_one, partial(whole, tts))
+    yield UPSTREAM, tts, partial(one_by_one, partial(speak_whole, tts))
     paths = paths_of(tts)
     del tts
     for path in paths:
         tts = accelerate(load_alone(model), fused=path == MEGAKERNEL, rows=ROWS)
-        yield path, tts, partial(one_by_one, partial(whole, tts))
+        yield path, tts, partial(one_by_one, partial(speak_whole, tts))
     yield f"{path}, streamed", tts, partial(one_by_one, partial(streamed, tts))
     yield f"{ROWS} at once", tts, partial(together, tts)
 
@@ -83,7 +83,7 @@ def one_by_one(speak: Callable[..., Audio], requests: list[dict]) -> Iterator[Au
         yield speak(**request)
 
 
-def whole(tts, **request) -> Audio:
+def speak_whole(tts, **request) -> Audio:
     (audio,), rate = tts.generate_voice_clone(**request)
     return audio, rate
 
@@ -160,7 +160,7 @@ def edit_distance(expected: list[str], heard: list[str]) -> int:
 # ---- All of them
 
 
-def summary(judged: list[Judged], upstream: list[Judged]) -> Row:
+def compare(judged: list[Judged], upstream: list[Judged]) -> Row:
     """Figures of one path, and how they differ from upstream's, with 95% intervals."""
     everything = np.arange(len(judged))
     resampled = np.random.default_rng(0).integers(len(judged), size=(RESAMPLES, len(judged)))

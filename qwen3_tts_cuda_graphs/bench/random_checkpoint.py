@@ -138,7 +138,7 @@ def write_checkpoint(
     codec_folder = out / "speech_tokenizer"
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    tokenizer = text_tokenizer(out, merges)
+    tokenizer = byte_tokenizer(out, merges)
     config = main_config(size, kind, tokenizer, talker, predictor)
     codec_settings = codec_config(size, config["talker_config"]["num_code_groups"])
 
@@ -167,7 +167,7 @@ def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2))
 
 
-def text_tokenizer(folder: Path, further_merges: int) -> Qwen2TokenizerFast:
+def byte_tokenizer(folder: Path, further_merges: int) -> Qwen2TokenizerFast:
     """A byte-level tokenizer. Upstream's prompts rely on `<|im_start|>assistant` and a newline being three tokens."""
     vocab = dict.fromkeys(sorted(ByteLevel.alphabet()))
     merges = []

@@ -22,7 +22,7 @@ from pathlib import Path
 # Nothing heavy: the first such import is upstream's.
 from qwen3_tts_cuda_graphs.bench.listeners import TEXT, listen
 from qwen3_tts_cuda_graphs.bench.over_http import running_server, until_it_speaks
-from qwen3_tts_cuda_graphs.bench.processes import output_of, print_rows, rows_of
+from qwen3_tts_cuda_graphs.bench.processes import print_rows, printed_by, rows_from
 from qwen3_tts_cuda_graphs.common.quick_start import bytecode_environment, keep_bytecode
 
 REQUESTS = 10
@@ -46,7 +46,7 @@ def time_ready(checkpoint, effort) -> Iterator[tuple[str, dict]]:
 
 def run_library(checkpoint, environment: dict) -> dict:
     start = time.monotonic()
-    ((_, times),) = rows_of("ready", checkpoint.model, checkpoint.speaker_file, environment=environment)
+    ((_, times),) = rows_from("ready", checkpoint.model, checkpoint.speaker_file, environment=environment)
     return dict(upstream_imported_and_loaded_s=times.pop("loaded_at") - start) | times
 
 
@@ -54,7 +54,7 @@ def run_shell(checkpoint, environment: dict) -> float:
     voice = ["--model", checkpoint.model, "--speaker", checkpoint.speaker_file]
     program = ["-m", "qwen3_tts_cuda_graphs", "speak", *voice, "--text", TEXT, "--stream", "--output", "-"]
     start = time.monotonic()
-    output = output_of(program, WAV_HEADER + 1, environment=environment)
+    output = printed_by(program, WAV_HEADER + 1, environment=environment)
     next(output)
     return time.monotonic() - start
 

@@ -54,7 +54,7 @@ def run(job: Job) -> None:
         progress = Progress([part.text for part in all_parts(job) if part.text])
         try:
             with Player() if job.play else contextlib.nullcontext() as player:
-                speak_all(job, outputs, finished, progress, player)
+                speak_into(job, outputs, finished, progress, player)
         except KeyboardInterrupt as stop:
             stop.args = (what_is_kept(job, finished, progress.seconds),)
             raise
@@ -62,7 +62,7 @@ def run(job: Job) -> None:
             finished.remove()
 
 
-def speak_all(
+def speak_into(
     job: Job, outputs: list[Output], finished: FinishedParts | None, progress: Progress, player: Player | None
 ) -> None:
     tts = load(job.model, job.device, job.dtype, max_seq_len=job.max_seq_len, fused=job.fused)

@@ -13,7 +13,7 @@ from qwen3_tts_cuda_graphs.fast.frame_graphs import (
 )
 from qwen3_tts_cuda_graphs.fast.kernels import one_line
 from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
-from qwen3_tts_cuda_graphs.fast.paths import choose_path, describe
+from qwen3_tts_cuda_graphs.fast.paths import choose_path, path_without
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows, batch_sizes
 from qwen3_tts_cuda_graphs.fast.self_test import run_test, why_rows_wrong
 
@@ -73,7 +73,7 @@ class GraphSet:
             if fused:
                 raise ValueError(f"fused=True: the megakernel failed its test on this machine: {reason}")
             log.warning("the megakernel failed its test on this machine and is not used: %s", reason)
-            self.path = describe(f"it failed its test on this machine: {reason}")
+            self.path = path_without(f"it failed its test on this machine: {reason}")
             return
         self.by_size[1] = alone
         for size in sizes[1:]:
@@ -99,6 +99,6 @@ class GraphSet:
             return ""
         log.warning("%s", reasons[0])
         self.has_stopped = True
-        self.path = describe(reasons[0])
+        self.path = path_without(reasons[0])
         self.by_size = {size: graphs for size, graphs in self.by_size.items() if not graphs.waiting_launches}
         return reasons[0]

@@ -1,6 +1,6 @@
 """Compiled kernels are kept in a folder of the user's cache: NVRTC compiles them once per machine, not per process.
 
-`compile_source` stands in front of the compiler; `compile_ahead` starts the same in a thread. A file's name is the
+`compile_source` stands in front of the compiler; `start_compiling` starts the same in a thread. A file's name is the
 SHA-256 of everything its machine code depends on. It is written under a temporary name and renamed, and begins with a
 checksum: a file that is incomplete or belongs to another kernel is compiled again. The machine code is run on the GPU,
 so folder and file must belong to this user and be writable by no one else. A cache that cannot be used is not an
@@ -33,11 +33,11 @@ started_lock = threading.Lock()
 
 
 def compile_source(source: str, architecture: str) -> bytes:
-    """Like nvrtc.compile_source, with its errors. What `compile_ahead` has started is not compiled again."""
-    return compile_ahead(source, architecture).result()
+    """Like nvrtc.compile_source, with its errors. What `start_compiling` has started is not compiled again."""
+    return start_compiling(source, architecture).result()
 
 
-def compile_ahead(source: str, architecture: str) -> Future[bytes]:
+def start_compiling(source: str, architecture: str) -> Future[bytes]:
     """Start compiling in a thread: NVRTC does not hold Python's lock. Errors are those of the future."""
     key = source, architecture
     with started_lock:
@@ -55,7 +55,7 @@ def load_or_compile(source: str, architecture: str) -> bytes:
     try:
         folder = open_folder()
         path = folder and folder / f"{key.hex()}.kernel"
-        if path and path.exists() and (code := load(path, key)):
+        if path and path.exists() and (code := read_code(path, key)):
             return code
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
         warn_once(NOT_KEPT, str(error), VARIABLE)
@@ -77,7 +77,7 @@ def cache_key(source: str, architecture: str) -> bytes:
     return hashlib.sha256(json.dumps(parts).encode()).digest()
 
 
-def load(path: Path, key: bytes) -> bytes | None:
+def read_code(path: Path, key: bytes) -> bytes | None:
     """The machine code of a file, if the file is complete."""
     with open(path, "rb") as file:
         check_owner(path, os.fstat(file.fileno()))

@@ -63,8 +63,8 @@ class CudaSource:
 
     def load(self, sizes: Any, device: torch.device, text: str | None = None) -> nvrtc.Kernels:
         """OSError: there is no NVRTC, or no CUDA driver. RuntimeError: the compiler or the driver refuses it."""
-        architecture = self.architecture_of(device)
-        return load(self.complete(sizes, text), self.kernels, device, getattr(sizes, "shared_bytes", 0), architecture)
+        source, shared_bytes = self.complete(sizes, text), getattr(sizes, "shared_bytes", 0)
+        return load_kernels(source, self.kernels, device, shared_bytes, self.architecture_of(device))
 
     def architecture_of(self, device: torch.device) -> str:
         return nvrtc.architecture_of(device) + self.architecture_suffix
@@ -79,7 +79,7 @@ class CudaSource:
         if not self.why_unsupported(*subjects):
             for subject in subjects:
                 source = self.complete(self.sizes_of(subject))
-                kernel_cache.compile_ahead(source, self.architecture_of(subject.device))
+                kernel_cache.start_compiling(source, self.architecture_of(subject.device))
 
     def why_not(self, *subjects: Any) -> str:
         """What keeps the kernels from running these, in words; empty if nothing does: then they are compiled."""
@@ -115,7 +115,7 @@ class CudaSource:
 
 
 @functools.cache
-def load(
+def load_kernels(
     source: str, kernels: tuple[str, ...], device: torch.device, shared_bytes: int = 0, architecture: str | None = None
 ) -> nvrtc.Kernels:
     """The kernels of a complete source, compiled and loaded once per process. `architecture` as in

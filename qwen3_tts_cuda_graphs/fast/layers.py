@@ -62,13 +62,13 @@ def replace_layers(talker, max_seq_len: int) -> list[torch.Tensor]:
                 [attn.q_norm.weight.expand(q_heads, -1), attn.k_norm.weight.expand(kv_heads, -1)]
             )
             keepalive.append(qk_norm)
-            attn.forward = partial(attention, attn, qkv_weight, qk_norm)
+            attn.forward = partial(fused_attention, attn, qkv_weight, qk_norm)
             mlp.forward = partial(feed_forward, mlp, gate_up_weight)
 
         like = torch.empty(0, dtype=model.dtype, device=model.device)
         positions = torch.arange(round_up(max_seq_len), device=model.device)
         cos, sin = rotary.forward(model.rotary_emb, like, positions[None])
-        sin[..., : sin.shape[-1] // 2] *= -1  # `attention` swaps the halves and negates neither
+        sin[..., : sin.shape[-1] // 2] *= -1  # `fused_attention` swaps the halves and negates neither
         keepalive += [cos, sin]
         model.rotary_emb.forward = partial(lookup_rope, cos[0], sin[0])
     return keepalive
@@ -95,7 +95,7 @@ def lookup_rope(cos: torch.Tensor, sin: torch.Tensor, _, position_ids: torch.Ten
     return [F.embedding(position_ids, table)[:, :, None] for table in (cos, sin)]
 
 
-def attention(
+def fused_attention(
     attn, qkv_weight, qk_norm, hidden_states, position_embeddings, attention_mask, past_key_values, cache_position, **_
 ) -> tuple[torch.Tensor, None]:
     """One projection for Q, K and V; norm and RoPE of Q and K together; K and V read once per group of query heads.

@@ -21,10 +21,10 @@ def choose_path(talker, fused: bool | None) -> tuple[bool, str]:
     if fused and reason:
         raise ValueError(f"fused=True: the megakernel cannot run here: {reason}")
     if reason:
-        return False, describe(reason)
+        return False, path_without(reason)
     return True, MEGAKERNEL
 
 
-def describe(reason: str) -> str:
+def path_without(reason: str) -> str:
     """The name of the path without the megakernel."""
     return f"separate kernels, no megakernel: {reason}"

@@ -117,7 +117,7 @@ class Handlers:
         try:
             self.service.check_ready()
             is_post = request.method == "POST"
-            content = await read_json(request, self.settings) if is_post else read_address(request.scope)
+            content = await json_content(request, self.settings) if is_post else read_address(request.scope)
             speech_request, parts = await self.read_speech_request(SpeechRequest, content)
         except ApiError as error:
             self.service.metrics.requests.labels(error.outcome).inc()
@@ -128,7 +128,7 @@ class Handlers:
     async def sign_address(self, request: Request) -> Response:
         """An address for whoever is to hear the speech without having the key."""
         self.service.check_ready()
-        content = await read_json(request, self.settings)
+        content = await json_content(request, self.settings)
         speech_request, _ = await self.read_speech_request(AddressRequest, content)
         return JSONResponse(signed_address(speech_request, self.settings))
 
@@ -235,7 +235,7 @@ async def no_such_websocket(websocket: WebSocket) -> None:
 NO_SUCH_WEBSOCKET = WebSocketRoute("/{path:path}", no_such_websocket)
 
 
-async def read_json(request: Request, settings: Settings) -> dict:
+async def json_content(request: Request, settings: Settings) -> dict:
     """Only JSON: web pages of other hosts can send any other content type without asking the server first."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":

@@ -48,7 +48,7 @@ def run() -> None:
             raise ValueError(f"the server needs {name}, which is not installed: {remedy}")
     for _, name in map(split_name, args.model):  # before the server's imports, and before the hub is asked
         check_number(quick_config(name), "max_seq_len", settings.max_seq_len)
-    with listen(args.host, args.port) as listening:
+    with open_port(args.host, args.port) as listening:
         settings = keep_to_this_machine(listening, settings)
         raise_priority()
         settings = keep_to_file_limit(settings)
@@ -152,7 +152,7 @@ def keep_to_this_machine(listening: socket.socket, settings: Settings) -> Settin
     return settings
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_port(host: str, port: int) -> socket.socket:
     """Take the port before the model is loaded. Connections wait until the server runs."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -218,7 +218,7 @@ class Session:
     async def cancel(self, message: dict, context: Context) -> None:
         """The listener has interrupted: stop what is spoken, and drop what waits, in one context or in all. Each gets
         its session.done, which tells what was sent and, if the client says how much it has played, what was heard."""
-        played, index = (check_number(message, name) for name in ("played_seconds", "utterance_index"))
+        played, index = (number_from(message, name) for name in ("played_seconds", "utterance_index"))
         interrupted = [*self.contexts.values()] if context.name is None else [context]
         cancelled = [utterance for other in interrupted for utterance in other.unspoken]
         spoken = [utterance for utterance in self.spoken if context.name in (None, utterance.context.name)]
@@ -267,7 +267,7 @@ def split_half_a_pair(text: str) -> tuple[str, str]:
     return text, ""
 
 
-def check_number(message: dict, name: str) -> float | None:
+def number_from(message: dict, name: str) -> float | None:
     value = message.get(name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and 0 <= value < math.inf):

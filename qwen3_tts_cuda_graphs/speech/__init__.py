@@ -4,7 +4,7 @@ A runner has the rows of a model, and does nothing by itself. Three callers driv
 `admit` requests, `step` for each frame, `release` what is complete.
 
     one text, a stream      streaming.py, audio_chunks       a step or more for each chunk that is asked for
-    a list of texts         whole_calls.py, run              until all are complete; a text joins when a row is free
+    a list of texts         whole_calls.py, decode_all       until all are complete; a text joins when a row is free
     listeners               engine.py, run_until_idle        in the engine's thread, while any of them can advance
 
 Who has what:

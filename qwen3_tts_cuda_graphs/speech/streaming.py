@@ -125,7 +125,7 @@ def audio_chunks(
         try:
             while not utterance.is_complete():
                 if reader:
-                    read_text(reader, runner, utterance)
+                    feed_text(reader, runner, utterance)
                 older_chunks = len(pending)
                 runner.step([utterance], pending.append)
                 is_late = utterance.lacks_text() and not utterance.finished
@@ -146,7 +146,7 @@ def audio_chunks(
     return not utterance.was_cut_off
 
 
-def read_text(reader: TextReader, runner: Runner, utterance: Utterance) -> None:
+def feed_text(reader: TextReader, runner: Runner, utterance: Utterance) -> None:
     """Hand text that has come to the utterance: that of the next frame and, if it is there, of the one after it. Else
     the utterance would lack text after each frame, and have chunks of one."""
     arriving = reader.arriving

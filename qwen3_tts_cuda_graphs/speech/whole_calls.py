@@ -5,8 +5,8 @@ rows, and the next text joins when a row is free. On a CPU the methods stay upst
 decodes all texts of a list together, so that a seed gives upstream's tokens. Streams and the engine use the runner on
 either.
 
-    tts.generate_...(texts)   on a GPU: whole_call -> speak_all -> run -> the runner, frame after frame
-                              on a CPU: upstream's own -> StandIns.generate -> run; then StandIns.decode
+    tts.generate_...(texts)   on a GPU: on_rows -> audios_of -> decode_all -> the runner, frame after frame
+                              on a CPU: upstream's own -> StandIns.generate -> decode_all; then StandIns.decode
 """
 
 import collections
@@ -40,10 +40,10 @@ def take_over(tts) -> None:
     tts.model.speech_tokenizer.decode = stand_ins.decode
     if tts.speech.on_gpu:
         for name in METHODS:
-            setattr(tts, name, types.MethodType(whole_call(name, type(tts)), tts))
+            setattr(tts, name, types.MethodType(on_rows(name, type(tts)), tts))
 
 
-def whole_call(name: str, model_class: type) -> Callable:
+def on_rows(name: str, model_class: type) -> Callable:
     """One of upstream's methods that generate speech, on the runner's rows."""
     upstream = getattr(model_class, name)
     signature = inspect.signature(upstream)
@@ -64,7 +64,7 @@ def whole_call(name: str, model_class: type) -> Callable:
             request = tts.prompts.build(method, texts[number], own)
             return tts.speech.utterance(request, itertools.repeat(chunk_frames))
 
-        return speak_all(tts.speech, map(utterance, range(len(texts)))), tts.speech.rate
+        return audios_of(tts.speech, map(utterance, range(len(texts)))), tts.speech.rate
 
     return call
 
@@ -81,7 +81,7 @@ def value_for(number: int, texts: int, name: str, value):
     return value[number : number + 1] if name == "voice_clone_prompt" else value[number]
 
 
-def speak_all(speech: Speech, utterances: Iterable[Utterance]) -> list[np.ndarray]:
+def audios_of(speech: Speech, utterances: Iterable[Utterance]) -> list[np.ndarray]:
     """The samples of each, in order. Warns of those that were cut off."""
     audio: dict[Utterance, bytearray] = {}  # float32; they grow without being copied
     pending = collections.deque()  # Batch, in order
@@ -99,13 +99,13 @@ def speak_all(speech: Speech, utterances: Iterable[Utterance]) -> list[np.ndarra
         collect(MAX_PENDING)
 
     with speech.turns.take():
-        for utterance in run(speech.runner, utterances, pending.append, before_frame):
+        for utterance in decode_all(speech.runner, utterances, pending.append, before_frame):
             utterance.warn_if_cut_off()
     collect(0)
     return [np.frombuffer(samples, np.float32) for samples in audio.values()]
 
 
-def run(
+def decode_all(
     runner: Runner,
     utterances: Iterable[Utterance],
     hand_over: HandOver | None,
@@ -177,7 +177,7 @@ class StandIns:
 
         with self.speech.turns.take():
             runner = self.runner_for(len(utterances))
-            for utterance in run(runner, utterances, hand_over=None, before_frame=keep_hidden):
+            for utterance in decode_all(runner, utterances, hand_over=None, before_frame=keep_hidden):
                 # On a CPU a finished text has the other texts' frames, too, as upstream returns them.
                 frames = utterance.valid_frames if self.on_gpu else len(hiddens[utterance])
                 codes = runner.rows.codes[utterance.row, :frames].clone()
