@@ -28,11 +28,11 @@ from torch import Tensor
 
 from cudagraph_talker import GraphPool, RowCache, Rows, Sampling, additive_mask, round_up, sample, static_cache
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import PREDICTOR, TALKER
-from qwen3_tts_cuda_graphs.fast import batched
+from qwen3_tts_cuda_graphs.fast import batched, frame_graphs
 from qwen3_tts_cuda_graphs.fast import batched_reference as reference
 from qwen3_tts_cuda_graphs.fast import layer_kernels_reference as layer_reference
 from qwen3_tts_cuda_graphs.fast.batched import SOURCE, BatchedStack, kernel_sizes, product
-from qwen3_tts_cuda_graphs.fast.frame_graphs import KernelGraphs, PlainGraphs
+from qwen3_tts_cuda_graphs.fast.frame_graphs import KernelGraphs
 from qwen3_tts_cuda_graphs.fast.layers import replace_layers
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows, view_of
 from qwen3_tts_cuda_graphs.speech.prefill import PrefillGraph, PromptStack
@@ -742,34 +742,31 @@ def test_a_captured_position_equals_its_launches(fused_on_gpu, gpu):
 
 @torch.no_grad()
 def test_projected_embeddings_are_those_of_the_codes():
-    """Looked up in the megakernel's tables, each position of the predictor gets what a projection would give it."""
+    """Each position of the predictor looks up what a projection would give it, and the talker gets the sum of all."""
     small = dict(num_hidden_layers=1, intermediate_size=64, num_code_groups=5)
     sizes = dict(TALKER, hidden_size=64, text_vocab_size=8, text_hidden_size=16, **small)
     config = Qwen3TTSTalkerConfig(code_predictor_config=PREDICTOR | small | dict(hidden_size=32), **sizes)
     talker = Qwen3TTSTalkerForConditionalGeneration(config).eval()
     rows = SharedRows(config, 3, 16, torch.float32, torch.device("cpu"))
     rows.hidden.normal_()
-    graphs = KernelGraphs.__new__(KernelGraphs)
-    PlainGraphs.__init__(graphs, talker, rows)
-    predictor = graphs.predictor
-    weights = [predictor.embed_token.weight, *(embed.weight for embed in predictor.embed_code)]
-    graphs.row_indices = torch.arange(3)
-    graphs.code_positions = torch.arange(5)[:, None].repeat(1, 3)
-    graphs.first_indices = torch.arange(3).repeat(2)
     given = []
 
-    def forward(x: Tensor, positions: Tensor, row_indices: Tensor | None = None) -> Tensor:
-        given[-1].append(x)
+    def forward(x: Tensor, positions: Tensor, row_indices: Any = None, tokens: Tensor | None = None) -> Tensor:
+        given.append(x if tokens is None else x[tokens])
         return torch.zeros(len(positions), 32)
 
-    tables = [predictor.project(weight) for weight in weights]
-    codes = iter(torch.arange(100, 112).view(4, 3, 1).repeat(2, 1, 1))
-    graphs.predictor_stack = SimpleNamespace(forward=forward, sample_rows=lambda *_: next(codes))
-    for graphs.inputs in (None, tables):
-        given.append([])
-        graphs.predict()
-        assert rows.codes[:, 0, 1:].flatten().tolist() == torch.arange(100, 112).view(4, 3).T.flatten().tolist()
-    projected, looked_up = given
-    assert len(projected) == len(looked_up) == 4
-    for x, y in zip(projected, looked_up):
-        assert x.shape[1] == 32 and torch.allclose(x, y, atol=1e-6)
+    codes = torch.arange(100, 112).view(4, 3, 1)
+    next_codes = iter(codes)
+    stack = SimpleNamespace(forward=forward, sample_rows=lambda *_: next(next_codes))
+    with mock.patch.object(frame_graphs, "make_stack", lambda *_: stack):
+        graphs = KernelGraphs(talker, rows)
+    rows.token[:] = torch.tensor([[7], [8], [9]])
+    rows.text.normal_()
+    graphs.predict()
+    assert torch.equal(rows.codes[:, 0], torch.cat([rows.token, *codes], dim=1))
+    predictor = graphs.predictor
+    embeds = [predictor.embed_token(rows.token), *(embed(of) for embed, of in zip(predictor.embed_code, codes))]
+    assert torch.equal(rows.embedding[:, 0], torch.cat(embeds, dim=1).sum(1) + rows.text[:, 0])
+    expected = [torch.cat([rows.hidden, embeds[0]]), *embeds[1:4]]
+    for x, y in zip(given, expected, strict=True):
+        assert x.shape[1] == 32 and torch.allclose(x, predictor.project(y[:, 0]), atol=1e-6)

@@ -186,14 +186,19 @@ class BatchedStack(LayerKernels):
         self.cos = cos.contiguous()  # S * D elements
         self.sin = sin.contiguous()
 
-    def forward(self, embeds: Tensor, positions: Tensor, row_indices: Tensor | None = None) -> Tensor:
+    def forward(
+        self, embeds: Tensor, positions: Tensor, row_indices: Tensor | None = None, tokens: Tensor | None = None
+    ) -> Tensor:
         """The tokens through all layers and the final norm. (B, H), (B) -> (B, H)
 
+        With `tokens`, (B), `embeds` is a table, and has their embeddings in these rows.
         Token b writes its key and value to the cache at [row_indices[b], :, positions[b]] and attends to all positions
         up to there. `row_indices` are 0 to B - 1 if not given. If given, a row may have several tokens, each at another
         position, in any order.
         Positions must be below S: nothing checks them.
         """
+        if tokens is not None:
+            embeds = F.embedding(tokens, embeds)
         count = len(embeds)
         may_share_rows = row_indices is not None
         row_indices = self.row_indices[:count] if row_indices is None else row_indices

@@ -168,7 +168,8 @@ struct RunStack {
     u64 cache_length;
     const uint4 *cos;                                 // (cache_length, HEAD_DIM)
     const uint4 *sin;                                 // the first half negated
-    const uint4 *embeds;                              // (ROWS, HIDDEN)
+    const uint4 *embeds;                              // (ROWS, HIDDEN), or a table
+    const i64 *tokens;                                // (ROWS): their rows of that table, or null
     const i64 *positions;                             // (ROWS)
     uint4 *result;                                    // (ROWS, HIDDEN), before the final norm
     Exchanged *exchanged;
@@ -453,9 +454,14 @@ __device__ void copy_weights_after(const Work &work, const TensorMap *maps_of_ne
     copy_weights(next, maps_of_next, work.is_narrow ? next.early() : 0, next.slabs, work.is_narrow ? LATE : NARROW);
 }
 
-// The slice of all rows to shared memory, normalized if the product has a norm. Eight threads have a line.
-__device__ void load_x(const Work &work, const uint4 *x, const u32 *squares, const uint4 *norm_weight, Waits &waits,
-                       bool is_there_now) {
+__device__ u64 row_of_embeds(const RunStack &arguments, int row) {
+    return arguments.tokens ? arguments.tokens[row] : row;
+}
+
+// The slice of all rows to shared memory, normalized if the product has a norm. Eight threads have a line. The first x
+// of all, the embeddings, is there.
+__device__ void load_x(const RunStack &arguments, const Work &work, const uint4 *x, const u32 *squares,
+                       const uint4 *norm_weight, Waits &waits, bool is_there_now) {
     constexpr int LOADS = SLABS * ROWS / LINES;
     constexpr int NORM_LOADS = QKV_PRODUCT.slabs * ROWS / LINES;
     constexpr int TILES = ROWS * SQUARES / THREADS;   // sums of squares, for a thread
@@ -464,8 +470,9 @@ __device__ void load_x(const Work &work, const uint4 *x, const u32 *squares, con
     const int row = t / 8 % ROWS;
     const int first = work.rank * work.slabs * 8 + t / 8 / ROWS * 8 + t % 8;
     const auto has_load = [&](int i) { return i < work.slabs * ROWS / LINES; };
+    x += (is_there_now ? row_of_embeds(arguments, row) : row) * work.input_vectors + first;
     const auto load = [&](int i) {
-        return load_relaxed(x + row * work.input_vectors + first + i * (LINES / ROWS * 8));
+        return load_relaxed(x + i * (LINES / ROWS * 8));
     };
 
     uint4 weight[NORM_LOADS] = {};
@@ -762,7 +769,10 @@ __device__ void run_layers(const RunStack &arguments, Waits &waits) {
     Exchanged &exchanged = *arguments.exchanged;
     const Work output(OUTPUT);
     const Place place(output);
-    uint4 hidden = place.is_there ? arguments.embeds[place.index] : uint4{};
+    uint4 hidden = {};
+    if (place.is_there) {
+        hidden = arguments.embeds[row_of_embeds(arguments, place.row) * HIDDEN_VECTORS + place.group];
+    }
     write_squares(output, place, hidden, exchanged.output[0].squares);
 #pragma unroll 1
     for (int i = 0; i < 4 * LAYERS; ++i) {
@@ -778,7 +788,7 @@ __device__ void run_layers(const RunStack &arguments, Waits &waits) {
                                                  : exchanged.inner;
         const u32 *squares = work.index == QKV ? input.squares : exchanged.middle.squares;
         const uint4 *norm_weight = work.index == QKV ? layer.input_norm : layer.post_norm;
-        load_x(work, x, work.is_narrow ? nullptr : squares, work.is_narrow ? nullptr : norm_weight, waits,
+        load_x(arguments, work, x, work.is_narrow ? nullptr : squares, work.is_narrow ? nullptr : norm_weight, waits,
                is_first && work.index == QKV);
 
         multiply_and_exchange(work, i + 1 < 4 * LAYERS ? arguments.matrices + (i + 1) / 4 * 4 : nullptr, waits);

@@ -37,7 +37,7 @@ FIELDS: dict[str, Any] = {
     "layers": torch.long,
     "cache_length": int,
     **dict.fromkeys(("cos", "sin", "embeds"), torch.bfloat16),
-    "positions": torch.long,
+    **dict.fromkeys(("tokens", "positions"), torch.long),
     "result": torch.bfloat16,
     **dict.fromkeys(("exchanged", "failed", "failed_on_host"), torch.int32),
 }
@@ -135,12 +135,14 @@ class ClusterStack(BatchedStack):
             failed_on_host=torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=model.device.type == "cuda"),
         )
 
-    def forward(self, embeds: Tensor, positions: Tensor, row_indices: Tensor | None = None) -> Tensor:
+    def forward(
+        self, embeds: Tensor, positions: Tensor, row_indices: Tensor | None = None, tokens: Tensor | None = None
+    ) -> Tensor:
         """As BatchedStack's, which computes all passes but those of a token of each row."""
-        if row_indices is not None or len(embeds) != self.cluster_sizes.rows:
-            return super().forward(embeds, positions, row_indices)
-        result = torch.empty_like(embeds)
-        values = self.arguments | dict(embeds=embeds, positions=positions, result=result)
+        if row_indices is not None or len(positions) != self.cluster_sizes.rows:
+            return super().forward(embeds, positions, row_indices, tokens)
+        result = embeds.new_empty(len(positions), self.sizes.hidden)
+        values = self.arguments | dict(embeds=embeds, tokens=tokens, positions=positions, result=result)
         fields = kernel_arguments(KERNEL, FIELDS, values)
         self.cluster_kernels.launch(KERNEL, (CLUSTERS * CLUSTER, 1), THREADS, fields, is_cooperative=True)
         return self.norm(result, self.final_norm)

@@ -19,7 +19,8 @@ from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import GraphPool, TalkerGraph
 from qwen3_tts_cuda_graphs.fast.batched import SOURCE
 from qwen3_tts_cuda_graphs.fast.cluster_stack import ClusterStack, make_stack
-from qwen3_tts_cuda_graphs.fast.megakernel import PredictorStep, TalkerStep
+from qwen3_tts_cuda_graphs.fast.layers import concatenate
+from qwen3_tts_cuda_graphs.fast.megakernel import PredictorStep, TalkerStep, projected_embeddings
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 
 
@@ -29,6 +30,7 @@ class PlainGraphs:
         self.device = talker.device
         self.predictor = PredictorGraph(talker, rows, rows.code_keys, rows.code_values)
         self.talker = TalkerGraph(talker, rows, rows.keys, rows.values)
+        self.inputs = []  # what the predictor's positions look up, see projected_embeddings
         self.waiting_launches = ()  # launches whose thread blocks wait for each other, each with `why_failed`
 
     def capture(self, pool: GraphPool) -> "PlainGraphs":
@@ -54,11 +56,12 @@ class PlainGraphs:
 class KernelGraphs(PlainGraphs):
     def __init__(self, talker, rows: SharedRows, like: PlainGraphs | None = None, may_wait: bool = True):
         """
-        like: graphs of the same model; the megakernel's have tables of projected embeddings
+        like: graphs of the same model, whose tables of projected embeddings to use
         may_wait: False after a kernel has stopped whose thread blocks wait for each other
         """
         super().__init__(talker, rows)
-        self.inputs = like.waiting_launches[0].inputs if isinstance(like, MegakernelGraphs) else None
+        self.inputs = (like and like.inputs) or projected_embeddings(self.predictor)
+        self.code_embeddings = concatenate(*self.predictor.embed_code)  # (15 * V', H)
         count = len(rows.token)
         predictor = self.predictor.model
         self.talker_stack = make_stack(talker.model, rows.keys, rows.values, count, count, may_wait)
@@ -69,28 +72,24 @@ class KernelGraphs(PlainGraphs):
             self.row_indices = torch.arange(count)
             self.code_positions = torch.arange(talker.config.num_code_groups)[:, None].repeat(1, count)  # (16, B)
             self.first_indices = torch.arange(count).repeat(2)  # (2 B): positions 0 and 1 of each row
+            # where the table of each code begins
+            self.first_embeddings = torch.arange(0, len(self.code_embeddings), len(self.predictor.embed_code[0].weight))
 
     def predict(self) -> None:
         """Positions 0 and 1 of the predictor are one pass."""
         rows, predictor, stack = self.rows, self.predictor, self.predictor_stack
-        codes = [rows.token]
-        embeds = [predictor.embed_token(rows.token)[:, 0]]  # (B, H) each
-        first = predictor.project(torch.cat([rows.hidden[:, 0], embeds[0]]))  # (2 B, H')
+        codes = [rows.token]  # (B, 1) each
+        embeds = predictor.embed_token(rows.token)  # (B, 1, H)
+        first = predictor.project(torch.cat([rows.hidden[:, 0], embeds[:, 0]]))  # (2 B, H')
         hidden = stack.forward(first, self.code_positions[:2].flatten(), self.first_indices)[len(self.row_indices) :]
-        for i, (head, embed) in enumerate(zip(predictor.heads, predictor.embed_code)):
+        for i, head in enumerate(predictor.heads):
             if i > 0:
-                hidden = stack.forward(self.project(i, codes[-1][:, 0], embeds[-1]), self.code_positions[i + 1])
+                hidden = stack.forward(self.inputs[i], self.code_positions[i + 1], tokens=codes[-1][:, 0])
             codes.append(stack.sample_rows(head(hidden), rows.code_sampling, rows.code_noise[:, i]))
-            embeds.append(embed(codes[-1][:, 0]))
         index = self.row_indices, rows.frame[:, 0]
-        rows.codes[index] = torch.cat(codes, dim=1)
-        rows.embedding.copy_((torch.stack(embeds, dim=1).sum(1) + rows.text[index])[:, None])
-
-    def project(self, i: int, codes: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
-        """The predictor's input for code i of each row, (B, H'): looked up where it is not the embedding itself."""
-        if self.inputs is None or embeds.shape[1] == self.inputs[i].shape[1]:
-            return self.predictor.project(embeds)
-        return F.embedding(codes, self.inputs[i])
+        rows.codes[index] = codes = torch.cat(codes, dim=1)
+        embeds = torch.cat([embeds, F.embedding(codes[:, 1:] + self.first_embeddings, self.code_embeddings)], dim=1)
+        rows.embedding.copy_((embeds.sum(1) + rows.text[index])[:, None])
 
     def step(self) -> None:
         rows = self.rows
@@ -102,10 +101,11 @@ class KernelGraphs(PlainGraphs):
 
 
 class MegakernelGraphs(PlainGraphs):
-    def __init__(self, talker, rows: SharedRows, like: "MegakernelGraphs | None" = None):
-        """like: graphs of the same model, whose tables of projected embeddings to use"""
+    def __init__(self, talker, rows: SharedRows, like: PlainGraphs | None = None):
+        """like: as in KernelGraphs"""
         super().__init__(talker, rows)
-        self.predict = PredictorStep(self.predictor, like and like.waiting_launches[0])
+        self.inputs = (like and like.inputs) or projected_embeddings(self.predictor)
+        self.predict = PredictorStep(self.predictor, self.inputs)
         self.step = TalkerStep(talker, rows)
         self.waiting_launches = self.predict, self.step
 

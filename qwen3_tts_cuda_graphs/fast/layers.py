@@ -41,6 +41,7 @@ def replace_layers(talker, max_seq_len: int) -> list[torch.Tensor]:
     The three rows of the talker's multimodal RoPE (time, height, width) are equal in speech, so the predictor's plain
     RoPE serves both. Returns the new tensors; keep them for as long as a captured graph may read them.
     """
+    concatenate(*talker.code_predictor.get_input_embeddings())  # before somebody keeps their addresses
     keepalive = []
     rotary = type(talker.code_predictor.model.rotary_emb)
     for model in (talker.model, talker.code_predictor.model):
@@ -74,17 +75,17 @@ def replace_layers(talker, max_seq_len: int) -> list[torch.Tensor]:
     return keepalive
 
 
-def concatenate(*linears: nn.Linear) -> torch.Tensor:
-    """One weight for several projections of the same input. Their own weights become views of it."""
-    assert all(linear.bias is None for linear in linears)
-    weights = [linear.weight.data for linear in linears]
+def concatenate(*modules: nn.Linear | nn.Embedding) -> torch.Tensor:
+    """One weight for several projections of the same input, or tables. Their own weights become views of it."""
+    assert all(getattr(module, "bias", None) is None for module in modules)
+    weights = [module.weight.data for module in modules]
     sizes = [len(weight) for weight in weights]
     shared_storage = len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
     if shared_storage and all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in zip(weights, weights[1:])):
         return weights[0].as_strided((sum(sizes), weights[0].shape[1]), weights[0].stride())  # done before
     joined = torch.cat(weights)
-    for linear, view in zip(linears, joined.split(sizes)):
-        linear.weight.data = view
+    for module, view in zip(modules, joined.split(sizes)):
+        module.weight.data = view
     return joined
 
 

@@ -332,22 +332,31 @@ class TalkerStep(FusedStep):
         )
 
 
+def embeddings_of(predictor: Any) -> list[Tensor]:
+    """Of a PredictorGraph: the tables of the token and of each code."""
+    return [predictor.embed_token.weight, *(embed.weight for embed in predictor.embed_code)]
+
+
+def projected_embeddings(predictor: Any) -> list[Tensor]:
+    """The predictor's input for every token and code: projected once, so that steps only look them up."""
+    return [predictor.project(weight) for weight in embeddings_of(predictor)]
+
+
 class PredictorStep(FusedStep):
     """Projects the talker's hidden state to the predictor's width, then launches the kernel."""
 
-    def __init__(self, predictor: Any, like: "PredictorStep | None" = None) -> None:
-        """predictor: a PredictorGraph; like: another step of the same model, whose projected embeddings to use"""
+    def __init__(self, predictor: Any, inputs: Sequence[Tensor]) -> None:
+        """predictor: a PredictorGraph; inputs: its projected_embeddings"""
         rows = predictor.rows
         self.project = predictor.project
         self.talker_hidden = rows.hidden
         self.first_input = self.project(self.talker_hidden)
 
-        # Project all embeddings once, so that the kernel only has to look up a code's row.
-        self.embeddings = [predictor.embed_token.weight, *(embed.weight for embed in predictor.embed_code)]
-        self.inputs = like.inputs if like else [self.project(weight) for weight in self.embeddings]
+        self.embeddings = embeddings_of(predictor)
+        self.inputs = inputs
         arguments = {
             "first_input": self.first_input,
-            "code_inputs": table([self.inputs], rows.hidden.device),
+            "code_inputs": table([inputs], rows.hidden.device),
             "code_embeddings": table([self.embeddings], rows.hidden.device),
             "frames": rows.text.shape[1],
             "text": rows.text,
