@@ -33,7 +33,7 @@ from qwen3_tts_cuda_graphs.serving import messages, process
 from qwen3_tts_cuda_graphs.serving.__main__ import main
 from qwen3_tts_cuda_graphs.serving.process import greeting
 from qwen3_tts_cuda_graphs.serving.server_options import PRIORITY, keep_to_this_machine
-from qwen3_tts_cuda_graphs.serving.server_options import listen as bind
+from qwen3_tts_cuda_graphs.serving.server_options import open_port as bind
 from qwen3_tts_cuda_graphs.serving.service import Service
 from qwen3_tts_cuda_graphs.serving.settings import Settings, check_origin
 
