@@ -16,12 +16,7 @@ from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
 from qwen3_tts_cuda_graphs.bench.parity import TeacherForced, error, one_pass, verdict
 from qwen3_tts_cuda_graphs.bench.timing import speech_arguments
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
-from qwen3_tts_cuda_graphs.fast.frame_graphs import (
-    KernelGraphs,
-    MegakernelGraphs,
-    PlainGraphs,
-    graphs_without_megakernel,
-)
+from qwen3_tts_cuda_graphs.fast.frame_graphs import KernelGraphs, MegakernelGraphs, PlainGraphs, has_kernels
 from qwen3_tts_cuda_graphs.fast.graph_set import MEGAKERNEL_ROWS
 from qwen3_tts_cuda_graphs.fast.paths import MEGAKERNEL
 from qwen3_tts_cuda_graphs.fast.rows import batch_sizes
@@ -69,9 +64,8 @@ def checked_graphs(tts) -> Iterator[tuple[str, int, Callable[..., PlainGraphs]]]
     """What is checked on a GPU: its name, number of rows, and what makes the frame."""
     yield "upstream's modules with layers.py", 1, PlainGraphs
     kernel_graphs = functools.partial(KernelGraphs, like=tts.speech.runner.graphs.of(1))  # as an engine makes it
-    has_kernels = isinstance(graphs_without_megakernel(tts.model.talker, tts.speech.runner.rows[:1]), KernelGraphs)
     for count in batch_sizes(MAX_ROWS):
-        if has_kernels:
+        if has_kernels(tts.model.talker):
             yield f"batch of {count}", count, kernel_graphs
         if count in MEGAKERNEL_ROWS and tts.speech.path == MEGAKERNEL:
             yield f"megakernel for {count} {'row' if count == 1 else 'rows'}", count, MegakernelGraphs

@@ -110,9 +110,13 @@ class MegakernelGraphs(PlainGraphs):
         self.waiting_launches = self.predict, self.step
 
 
+def has_kernels(talker) -> bool:
+    """Whether the kernels of batched.cu run here, and so KernelGraphs."""
+    return not SOURCE.why_not(talker.model, talker.code_predictor.model)
+
+
 def graphs_without_megakernel(
     talker, rows: SharedRows, like: PlainGraphs | None = None, may_wait: bool = True
 ) -> PlainGraphs:
-    """KernelGraphs where the kernels of batched.cu run, else PlainGraphs. `like` and `may_wait` as in KernelGraphs."""
-    has_kernels = not SOURCE.why_not(talker.model, talker.code_predictor.model)
-    return KernelGraphs(talker, rows, like, may_wait) if has_kernels else PlainGraphs(talker, rows)
+    """KernelGraphs where they run, else PlainGraphs. `like` and `may_wait` as in KernelGraphs."""
+    return KernelGraphs(talker, rows, like, may_wait) if has_kernels(talker) else PlainGraphs(talker, rows)
