@@ -12,7 +12,9 @@ try:
 except ImportError:
     expect = sync_playwright = None
 
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+# The one without a window takes a third less of the processor's time.
+NAMES = "chromium-headless-shell", "chromium", "google-chrome"
+CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 ARGUMENTS = [
     "--no-sandbox",  # CI is root in a container, and the only page is ours
     "--use-fake-device-for-media-stream",  # a microphone that beeps
