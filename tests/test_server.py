@@ -1353,7 +1353,7 @@ async def sent_by(receive, chunks):
 
     wanted = parse(SpeechRequest, {"input": "Hi.", "response_format": "pcm"})
     service = SimpleNamespace(responses=0, encoders=Encoders(0), settings=Settings(request_seconds=LIMIT))
-    response = SpeechResponse(Spoken(rate=24000, options=wanted, service=service))
+    response = SpeechResponse(Spoken(rate=24000, sample_rate=24000, options=wanted, service=service))
     await asyncio.wait_for(response({"type": "http", "request_id": "1"}, receive, send), LIMIT)
     return sent
 

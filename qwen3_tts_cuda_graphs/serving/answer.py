@@ -59,6 +59,11 @@ class Answer:
         return self.model.engine.rate
 
     @property
+    def sample_rate(self) -> int:
+        """Of what is sent."""
+        return self.options.sample_rate or self.rate
+
+    @property
     def seconds(self) -> float:
         return self.samples / self.rate
 

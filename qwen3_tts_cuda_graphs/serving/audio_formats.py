@@ -86,14 +86,13 @@ async def encode_whole(answer, keep: Callable[[int], None]) -> AsyncIterator[byt
 
     keep: is called with the size of each piece that is kept until then, and may raise an error
     """
-    options, pieces = answer.options, []
+    pieces = []
     async with contextlib.aclosing(encode_stream(answer)) as stream:
         async for data in stream:
             keep(len(data))
             pieces.append(data)
     if pieces:
-        rate = options.sample_rate or answer.rate
-        for piece in with_length(options.response_format, rate, answer.encoded_samples, pieces):
+        for piece in with_length(answer.options.response_format, answer.sample_rate, answer.encoded_samples, pieces):
             yield piece
             await asyncio.sleep(0)  # a file may be long, and others want their turn
 

@@ -154,7 +154,7 @@ class SpokenScript:
             async for data in pieces:
                 if sentence.total_bytes == 0:
                     self.sentences.append(sentence)
-                    about = dict(format=options.response_format, sample_rate=options.sample_rate or answer.rate)
+                    about = dict(format=options.response_format, sample_rate=answer.sample_rate)
                     if ignored := self.service.ignored(options):
                         about["ignored"] = ignored
                     about |= dict(sentence_text=sentence.text_so_far(), start_seconds=round(sentence.start, 4))

@@ -138,7 +138,7 @@ class SpeechResponse(Response):
             "content-type": content_type,
             "cache-control": "no-store",
             "x-accel-buffering": "no",  # nginx must not collect the stream
-            "x-sample-rate": str(self.speech_request.sample_rate or self.answer.rate),
+            "x-sample-rate": str(self.answer.sample_rate),
         }
         if length is not None:
             headers["content-length"] = str(length)
@@ -188,7 +188,7 @@ class SpeechResponse(Response):
         numbers = range(len(answer.cues))
         return {
             "format": self.speech_request.response_format,
-            "sample_rate": self.speech_request.sample_rate or answer.rate,
+            "sample_rate": answer.sample_rate,
             "duration_seconds": answer.in_seconds(answer.samples),
             "parts": [answer.describe_part(number) | answer.times_of_part(number) for number in numbers],
         }
