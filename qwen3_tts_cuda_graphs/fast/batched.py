@@ -191,7 +191,7 @@ class BatchedStack(LayerKernels):
     ) -> Tensor:
         """The tokens through all layers and the final norm. (B, H), (B) -> (B, H)
 
-        With `tokens`, (B), `embeds` is a table, and has their embeddings in these rows.
+        If `tokens` (B) are given, `embeds` is a table, and they index its rows.
         Token b writes its key and value to the cache at [row_indices[b], :, positions[b]] and attends to all positions
         up to there. `row_indices` are 0 to B - 1 if not given. If given, a row may have several tokens, each at another
         position, in any order.

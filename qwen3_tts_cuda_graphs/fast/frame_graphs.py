@@ -33,6 +33,10 @@ class PlainGraphs:
         self.inputs = []  # what the predictor's positions look up, see projected_embeddings
         self.waiting_launches = ()  # launches whose thread blocks wait for each other, each with `why_failed`
 
+    def inputs_of(self, like: "PlainGraphs | None") -> list[torch.Tensor]:
+        """Those of other graphs of the same model, or, where these have none, new ones."""
+        return (like and like.inputs) or projected_embeddings(self.predictor)
+
     def capture(self, pool: GraphPool) -> "PlainGraphs":
         self.predict = pool.capture(self.predict)
         self.step = pool.capture(self.step)
@@ -60,7 +64,7 @@ class KernelGraphs(PlainGraphs):
         may_wait: False after a kernel has stopped whose thread blocks wait for each other
         """
         super().__init__(talker, rows)
-        self.inputs = (like and like.inputs) or projected_embeddings(self.predictor)
+        self.inputs = self.inputs_of(like)
         self.code_embeddings = concatenate(*self.predictor.embed_code)  # (15 * V', H)
         count = len(rows.token)
         predictor = self.predictor.model
@@ -104,7 +108,7 @@ class MegakernelGraphs(PlainGraphs):
     def __init__(self, talker, rows: SharedRows, like: PlainGraphs | None = None):
         """like: as in KernelGraphs"""
         super().__init__(talker, rows)
-        self.inputs = (like and like.inputs) or projected_embeddings(self.predictor)
+        self.inputs = self.inputs_of(like)
         self.predict = PredictorStep(self.predictor, self.inputs)
         self.step = TalkerStep(talker, rows)
         self.waiting_launches = self.predict, self.step

@@ -47,9 +47,8 @@ class GraphSet:
         """Those of the smallest size with room for so many rows. After `why_stopped` they may be captured now."""
         size = next(size for size in self.sizes if size >= row_count)
         if size not in self.by_size:
-            graphs = graphs_without_megakernel(
-                self.talker, self.rows[:size], like=self.by_size.get(1), may_wait=not self.has_stopped
-            )
+            like = next(iter(self.by_size.values()), None)
+            graphs = graphs_without_megakernel(self.talker, self.rows[:size], like, may_wait=not self.has_stopped)
             self.by_size[size] = graphs.capture(self.pool)
         return self.by_size[size]
 
