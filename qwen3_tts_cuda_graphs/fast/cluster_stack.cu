@@ -72,8 +72,8 @@
 
 constexpr int BLOCKS = CLUSTERS * CLUSTER;
 constexpr int WARPS = THREADS / 32;
-constexpr int COPYING_WARP = WARPS - 1;
-constexpr int SETTLING_WARP = WARPS - 2;
+constexpr int SETTLING_WARP = WARPS - 1;              // has no part in attention
+constexpr int COPYING_WARP = WARPS - 2;
 constexpr int LINE_BYTES = 2 * SLAB;                  // of a row of activations or weights in shared memory
 constexpr int QUERY_SIZE = HEADS * HEAD_DIM;
 constexpr int QKV_SIZE = QKV_HEADS * HEAD_DIM;
@@ -126,7 +126,7 @@ constexpr int LINES = THREADS / 8;                    // that are loaded at once
 static_assert(HIDDEN % (4 * LINES / ROWS * SLAB) == 0, "unsupported sizes: slices of HIDDEN");
 static_assert(QUERY_SIZE % (8 * LINES / ROWS * SLAB) == 0, "unsupported sizes: slices of HEADS * HEAD_DIM");
 static_assert(INNER % (8 * LINES / ROWS * SLAB) == 0, "unsupported sizes: slices of INNER");
-static_assert(largest(WIDE_WARPS, NARROW_WARPS) < SETTLING_WARP, "unsupported sizes: too many outputs for a block");
+static_assert(largest(WIDE_WARPS, NARROW_WARPS) < COPYING_WARP, "unsupported sizes: too many outputs for a block");
 static_assert(largest(QKV_PRODUCT.groups, GATE_UP_PRODUCT.groups) <= 32, "unsupported sizes: a lane for each group");
 static_assert(CLUSTERS <= SQUARES && OUTPUT_PRODUCT.groups <= 16, "unsupported sizes: tiles of HIDDEN");
 
@@ -454,6 +454,16 @@ __device__ void copy_weights_after(const Work &work, const TensorMap *maps_of_ne
     copy_weights(next, maps_of_next, work.is_narrow ? next.early() : 0, next.slabs, work.is_narrow ? LATE : NARROW);
 }
 
+// What all threads have emptied is then EMPTY for all blocks. That takes up to 3 us, so nobody waits for it here.
+__device__ void settle() {
+    __syncthreads();
+    if (threadIdx.x == SETTLING_WARP * 32) {
+        __threadfence();
+        mbarrier_arrive(&shared().barriers.settled);
+    }
+    __syncwarp();
+}
+
 __device__ u64 row_of_embeds(const RunStack &arguments, int row) {
     return arguments.tokens ? arguments.tokens[row] : row;
 }
@@ -582,11 +592,6 @@ __device__ void multiply_and_exchange(const Work &work, const TensorMap *maps_of
         }
         __syncwarp();
     }
-    if (t == SETTLING_WARP * 32) {                    // what all threads have emptied before
-        __threadfence();
-        mbarrier_arrive(&shared().barriers.settled);
-    }
-    __syncwarp();
 
     // Lane 4 r + q has the outputs m = r and r + 8 of its warp's 16, rows n = 8 i + 2 q and n + 1.
     if (warp < work.warps) {
@@ -792,25 +797,25 @@ __device__ void run_layers(const RunStack &arguments, Waits &waits) {
                is_first && work.index == QKV);
 
         multiply_and_exchange(work, i + 1 < 4 * LAYERS ? arguments.matrices + (i + 1) / 4 * 4 : nullptr, waits);
-        wait_for_phase(waits, shared().barriers.settled, work.is_narrow);
+        wait_for_phase(waits, shared().barriers.settled, !work.is_narrow);      // the first time at once
         if (work.index == QKV) {
             finish(work, exchanged.qkv, hidden, nullptr);
             empty(exchanged.inner);
-            __syncthreads();
+            settle();
             attention(arguments, layer, waits);
         } else if (work.index == OUTPUT) {
             finish(work, exchanged.middle.values, hidden, exchanged.middle.squares);
             empty(exchanged.qkv);
-            __syncthreads();
+            settle();
         } else if (work.index == GATE_UP) {
             finish(work, exchanged.inner, hidden, nullptr);
             empty(exchanged.heads);
             empty(input);
-            __syncthreads();
+            settle();
         } else {
             finish(work, is_last ? arguments.result : next.values, hidden, is_last ? nullptr : next.squares);
             empty(exchanged.middle);
-            __syncthreads();
+            settle();
         }
     }
 }
