@@ -39,8 +39,9 @@ extern "C" [[gnu::visibility("default")]] int run(const void *arguments, int gri
 }}
 """
 RUN_BATCHED = """
-extern "C" [[gnu::visibility("default")]] int run_{0}(const void *arguments, int grid_x, int grid_y, int threads) {{
-    return launch_in_turn({0}, arguments, grid_x, grid_y, threads, 48 << 10);
+extern "C" [[gnu::visibility("default")]] int run_{0}(const void *arguments, int grid_x, int grid_y, int threads,
+                                                           int shared_bytes) {{
+    return launch_in_turn({0}, arguments, grid_x, grid_y, threads, shared_bytes);
 }}
 """
 
@@ -162,15 +163,23 @@ class CpuKernel:
 
 
 class CpuKernels:
-    """Launches the kernels of batched.cu or codec_kernels.cu on fibers, in place of nvrtc.Kernels."""
+    """Launches kernels whose blocks do not wait for each other on fibers, in place of nvrtc.Kernels."""
 
     def __init__(self, source: str, folder: Path, names: Iterable[str] = batched.KERNELS) -> None:
         """`source` is SOURCE.complete(sizes) of either. A RuntimeError has the compiler's messages."""
         entries = "".join(RUN_BATCHED.format(name) for name in names)
         self.library = compile_library(source + entries, folder, OF_SMALL_KERNELS)
 
-    def launch(self, name: str, grid: tuple[int, int], block: int, fields: Sequence[int]) -> None:
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        block: int,
+        fields: Sequence[int],
+        overlaps: bool = False,
+        shared_bytes: int = 48 << 10,
+    ) -> None:
         struct = (ctypes.c_uint64 * len(fields))(*fields)
-        error = self.library[f"run_{name}"](struct, *grid, block)
+        error = self.library[f"run_{name}"](struct, *grid, block, shared_bytes)
         if error:
             raise RuntimeError(f"{name} did not come to its end")

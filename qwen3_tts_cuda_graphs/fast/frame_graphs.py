@@ -5,7 +5,7 @@ one that runs everywhere to the fastest:
 
     PlainGraphs       upstream's model, with the layers of layers.py, in any dtype, on a CPU too
     KernelGraphs      the kernels of batched.cu around the matrix products, or, for 32 and 64 rows, a launch of
-                      cluster_stack.cu for all layers; bfloat16
+                      cluster_stack.cu for all layers, or for larger ones the kernels of overlapped_stack.cu; bfloat16
     MegakernelGraphs  two launches of megakernel.cu; bfloat16, 1, 2, 4, 8 or 16 rows
 
 Rows that must wait (`advance` is False) are computed with the others and keep their state. Their next frame
@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import GraphPool, TalkerGraph
 from qwen3_tts_cuda_graphs.fast.batched import SOURCE
-from qwen3_tts_cuda_graphs.fast.cluster_stack import ClusterStack, make_stack
+from qwen3_tts_cuda_graphs.fast.cluster_stack import ClusterStack
 from qwen3_tts_cuda_graphs.fast.layers import concatenate
 from qwen3_tts_cuda_graphs.fast.megakernel import PredictorStep, TalkerStep, projected_embeddings
+from qwen3_tts_cuda_graphs.fast.overlapped_stack import make_stack
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+PREFERRED_SHARED_MEMORY_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_..., in percent
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
 TORCH_PROPERTIES = ("name", "major", "minor", "multi_processor_count")
 DEVICE_ATTRIBUTES = {  # torch's name -> CU_DEVICE_ATTRIBUTE_...
     "shared_memory_per_block_optin": 97,  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -127,11 +129,30 @@ def compile_source(source: str, architecture: str) -> bytes:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute"""
+
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig"""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
 class Kernels:
     """The kernels of a cubin, loaded on one GPU. The only argument of each is a struct of 8-byte fields, by value."""
 
     def __init__(self, cubin: bytes, names: Iterable[str], device: torch.device, shared_bytes: int = 0) -> None:
-        """shared_bytes: dynamic shared memory of a block"""
+        """shared_bytes: dynamic shared memory of a block, the most that one of the kernels has"""
         self.device = device
         self.shared_bytes = shared_bytes
         self.functions: dict[str, ctypes.c_void_p] = {}
@@ -144,23 +165,39 @@ class Kernels:
                 call_driver("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
                 if shared_bytes:
                     call_driver("cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+                    # The same for all, or a multiprocessor runs no two of them at once.
+                    call_driver("cuFuncSetAttribute", function, PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
                 self.functions[name] = function
 
     def launch(
-        self, name: str, grid: tuple[int, int], block: int, fields: Sequence[int], is_cooperative: bool = False
+        self,
+        name: str,
+        grid: tuple[int, int],
+        block: int,
+        fields: Sequence[int],
+        is_cooperative: bool = False,
+        overlaps: bool = False,
+        shared_bytes: int | None = None,
     ) -> None:
         """Launch `grid` blocks of `block` threads on torch's current stream. The driver copies the fields.
 
         is_cooperative: an error unless all blocks fit on the GPU at once
+        overlaps: it may begin when all blocks of the kernel before allow it, and waits itself for its end
+        shared_bytes: of a block, if not as many as the constructor was given
         """
         struct = (ctypes.c_uint64 * len(fields))(*fields)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
         blocks = (*grid, 1)
         threads = (block, 1, 1)
+        shared_bytes = self.shared_bytes if shared_bytes is None else shared_bytes
         with torch.cuda.device(self.device):
             stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
-            arguments = self.functions[name], *blocks, *threads, self.shared_bytes, stream, parameters
-            if is_cooperative:
+            arguments = self.functions[name], *blocks, *threads, shared_bytes, stream, parameters
+            if overlaps:
+                attribute = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,))
+                config = LaunchConfig(blocks, threads, shared_bytes, stream, ctypes.pointer(attribute), 1)
+                call_driver("cuLaunchKernelEx", ctypes.byref(config), self.functions[name], parameters, None)
+            elif is_cooperative:
                 call_driver("cuLaunchCooperativeKernel", *arguments)
             else:
                 call_driver("cuLaunchKernel", *arguments, None)
