@@ -35,7 +35,6 @@ struct Block {
     int threads;
     Rendezvous warps[16];
     Rendezvous named_barriers[16];                    // 0 is that of __syncthreads
-    Rendezvous cluster;                               // of the first block of a cluster: its barrier
 };
 
 struct Fiber {
@@ -94,7 +93,6 @@ void Rendezvous::wait(int size) {
 // ---- CUDA's keywords, types and functions
 
 #define ON_CPU
-#define __cluster_dims__(...)
 #define __constant__
 #define __device__
 #define __global__
@@ -438,14 +436,7 @@ void mma_m16n8k16(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned
 }
 
 
-// ---- Clusters of eight blocks, boxes of tensors, products of a warpgroup: cluster_stack.cu
-
-constexpr int CLUSTER_BLOCKS = 8;
-constexpr int OFFSET_BITS = 24;                       // of an address in shared memory; above them block + 1, or 0
-
-Block &block_of_cluster(int block) {
-    return running->block[block - running->block_index % CLUSTER_BLOCKS];
-}
+// ---- Kernels that overlap, with boxes of tensors, rings of copies, products of a warpgroup: overlapped_stack.cu
 
 char *own_memory() {
     return running->block->shared_memory.data();
@@ -455,42 +446,13 @@ unsigned shared_address(const void *pointer) {
     return (const char *)pointer - own_memory();
 }
 
-unsigned address_in(unsigned address, unsigned block) {
-    return address | (block + 1) << OFFSET_BITS;
+void let_next_kernel_begin() {
 }
 
-void send(unsigned to, float a, float b, float c, float d, unsigned barrier) {
-    char *memory = block_of_cluster((to >> OFFSET_BITS) - 1).shared_memory.data();
-    const float values[4] = {a, b, c, d};
-    memcpy(memory + to % (1 << OFFSET_BITS), values, sizeof values);
-    mbarrier_complete_tx(memory + barrier % (1 << OFFSET_BITS), sizeof values);
-}
-
-void arrive_at_cluster() {
-}
-
-void wait_for_cluster() {                             // at once after it has arrived
-    block_of_cluster(0).cluster.wait(CLUSTER_BLOCKS * running->block->threads);
+void wait_for_kernel_before() {
 }
 
 void fence_barrier_init() {
-}
-
-unsigned long long clock_cycles() {
-    return 2 * global_timer();
-}
-
-void store_relaxed(uint4 *address, uint4 values) {
-    *(volatile unsigned *)&address->x = values.x;
-    *(volatile unsigned *)&address->y = values.y;
-    yield();                                          // the halves of a vector need not come together
-    *(volatile unsigned *)&address->z = values.z;
-    *(volatile unsigned *)&address->w = values.w;
-}
-
-void store_relaxed(uint2 *address, uint2 values) {
-    *(volatile unsigned *)&address->x = values.x;
-    *(volatile unsigned *)&address->y = values.y;
 }
 
 // In lines of 128 bytes, 16 bytes have other places in each of eight lines.
@@ -536,14 +498,6 @@ float element(unsigned long long descriptor, int line, int k) {
     return half_of(bits, 0);
 }
 
-template <int N>
-void begin_wgmma(float (&)[N]) {
-}
-
-template <int N>
-void end_wgmma(float (&)[N]) {
-}
-
 // D[64][2 N] += A[64][16] * B[16][2 N]. Lane 4 r + q of warp w has of D the rows 16 w + r and 16 w + r + 8 of the
 // columns 8 i + 2 q and 8 i + 2 q + 1.
 template <int N>
@@ -561,14 +515,6 @@ void wgmma(float (&d)[N], unsigned long long a, unsigned long long b) {
     }
 }
 
-
-// ---- Kernels that overlap, with rings of copies: overlapped_stack.cu
-
-void let_next_kernel_begin() {
-}
-
-void wait_for_kernel_before() {
-}
 
 template <class TensorMap>
 void copy_box_once(void *to, const TensorMap &map, int input, int group, unsigned long long &barrier) {

@@ -744,7 +744,7 @@ def test_tables_are_projected_once_for_all_sizes(monkeypatch):
     """The largest frame is captured first; those of 1.7B take 69 MB."""
     made = []
 
-    def make(_, rows: Any, like: Any, may_wait: bool) -> Any:
+    def make(_, rows: Any, like: Any) -> Any:
         graphs = SimpleNamespace(capture=lambda pool: graphs, waiting_launches=())
         made.append((len(rows), like))
         return graphs

@@ -176,6 +176,3 @@ def test_who_leaves_multiprocessors_to_the_frames(codec, monkeypatch):
     for what in itertools.product((1, 16, 32, 64), codec_module.CHUNK_SIZES):
         codec.capture(*what, SimpleNamespace(capture=lambda step: None))
     assert asked == [(32, 8), (64, 8)]
-    monkeypatch.setattr(codec, "beside_products", False)
-    codec.capture(64, 8, SimpleNamespace(capture=lambda step: None))
-    assert len(asked) == 2

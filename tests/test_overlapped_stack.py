@@ -1,5 +1,7 @@
-"""The kernels that overlap, for large layers of 32 and 64 rows: on fibers with g++, and on a GPU."""
+"""The kernels that overlap, for many rows: they compute what those of batched.cu compute, on a CPU with small
+layers, on a GPU with the published widths; and their test at load finds a kernel with a fault."""
 
+import ctypes
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,19 +11,23 @@ import pytest
 import torch
 from gpu_on_cpu import CpuKernels, changed_source, needs_compiler
 from helpers import on_gpu, random_talker, slow
-from test_cluster_stack import encode_tensor_map
 from torch import Tensor
 
 from cudagraph_talker import GraphPool, static_cache
-from qwen3_tts_cuda_graphs.fast import batched, cluster_stack, nvrtc, overlapped_stack
+from qwen3_tts_cuda_graphs.fast import batched, nvrtc, overlapped_stack
 from qwen3_tts_cuda_graphs.fast.batched import BatchedStack
-from qwen3_tts_cuda_graphs.fast.cluster_stack import difference_of
 from qwen3_tts_cuda_graphs.fast.layers import replace_layers
-from qwen3_tts_cuda_graphs.fast.overlapped_stack import SOURCE, OverlappedStack, Subject, make_stack
+from qwen3_tts_cuda_graphs.fast.overlapped_stack import (
+    SOURCE,
+    OverlappedStack,
+    Subject,
+    Tiling,
+    difference_of,
+    make_stack,
+)
 
-LENGTH = 300  # of the cache
+LENGTH, SHORT_LENGTH = 300, 16  # of the cache
 ROUNDINGS = 0.02  # how far results may be from those of the other kernels: their sums have another order
-WIDTHS = dict(hidden_size=2048, intermediate_size=6144)
 SMALL = dict(hidden_size=256, intermediate_size=768, num_attention_heads=4, num_key_value_heads=2)  # for a CPU
 
 
@@ -29,7 +35,7 @@ SMALL = dict(hidden_size=256, intermediate_size=768, num_attention_heads=4, num_
 
 
 def unmet(major: int = 9, rows: int = 64, **sizes: int) -> str:
-    config = dict(WIDTHS, num_attention_heads=16, num_key_value_heads=8) | sizes
+    config = dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8) | sizes
     model = SimpleNamespace(device=torch.device("cuda"), config=SimpleNamespace(**config))
     gpu = SimpleNamespace(major=major, minor=0)
     with (
@@ -40,16 +46,16 @@ def unmet(major: int = 9, rows: int = 64, **sizes: int) -> str:
 
 
 def test_where_it_runs():
-    assert unmet() == unmet(rows=32) == ""
+    assert unmet() == unmet(rows=32) == unmet(rows=128) == unmet(hidden_size=2048, intermediate_size=6144) == ""
 
 
 @pytest.mark.parametrize(
     "differs, need",
     [
         (dict(major=10), "compute capability 9.0, the GPU has 10.0"),
-        (dict(rows=16), "32 or 64 rows, not 16"),
-        (dict(hidden_size=1024), "a hidden size of 2048, not 1024"),
-        (dict(intermediate_size=3072), "an MLP of 6144, not 3072"),
+        (dict(rows=16), "32, 64 or 128 rows, not 16"),
+        (dict(hidden_size=512), "a hidden size of 1024 or 2048, not 512"),
+        (dict(intermediate_size=4096), "an MLP three times as wide, not of 4096"),
         (dict(num_key_value_heads=4), "16 query heads and 8 KV heads"),
     ],
 )
@@ -59,28 +65,26 @@ def test_what_it_needs_is_said_in_words(differs, need):
 
 @pytest.mark.parametrize("wrong", ["", RuntimeError("no memory"), "its results are 0.90 times their size away"])
 def test_what_fails_its_test_is_not_used(wrong, caplog):
-    """The next best kernels compute the rows then, and the log says why."""
+    """The kernels of batched.cu compute the rows then, and the log says why."""
     stack = SimpleNamespace(why_wrong=mock.Mock(side_effect=[wrong]))
-    keys = [torch.zeros(64, 8, 16, 128)]
-    arguments = "model", keys, keys, 64, 128, True
     with (
         mock.patch.object(SOURCE, "why_not", lambda _: ""),
         mock.patch.object(overlapped_stack, "OverlappedStack", mock.Mock(return_value=stack)) as kind,
-        mock.patch.object(cluster_stack, "make_stack", lambda *arguments: arguments),
+        mock.patch.object(overlapped_stack, "BatchedStack", lambda *arguments: arguments),
     ):
         kind.name = "the kernels"
-        assert make_stack(*arguments) == (arguments if wrong else stack)
+        assert make_stack("model", "keys", "values", 64, 128) == (("model", "keys", "values", 128) if wrong else stack)
         assert str(wrong) in caplog.text
 
 
 # ---- What it computes
 
 
-def some_stack(talker: Any, rows: int) -> OverlappedStack:
+def some_stack(talker: Any, rows: int, length: int = LENGTH) -> OverlappedStack:
     """Of the talker, over a cache in which every position has something."""
     replace_layers(talker, LENGTH)
     model = talker.model
-    keys, values = static_cache(model.config, rows, LENGTH, model.dtype, model.device)
+    keys, values = static_cache(model.config, rows, length, model.dtype, model.device)
     for tensor in (*keys, *values):
         tensor.normal_()
     return OverlappedStack(Subject(model, rows), keys, values, 2 * rows)
@@ -110,7 +114,7 @@ FAULTS = {
     "weights of another tile": ("input, tile * TILE_GROUPS, here);", "input, 0, here);"),
     "x of another part": ("shared.x_read, part * M::INPUTS,", "shared.x_read, 0,"),
     "sums of one part too few": ("for (int i = 1; i < SPLITS; ++i)", "for (int i = 2; i < SPLITS; ++i)"),
-    "ups for gates": ("float gate = round_to_bf16(sum[of_gate]);", "float gate = round_to_bf16(sum[of_gate + 2]);"),
+    "ups for gates": ("gate = round_to_bf16(of_part[of_gate]);", "gate = round_to_bf16(of_part[of_gate + 2]);"),
     "one head's queries for both": ("shared.own[r % GROUP])", "shared.own[0])"),
     "one head's sums for both": ("shared.sum[i][head][dimension]", "shared.sum[i][0][dimension]"),
     "positions of another warp": ("copy_tile(warp + i * ATTENTION_WARPS, i);", "copy_tile(i * ATTENTION_WARPS, i);"),
@@ -123,12 +127,21 @@ FAULTS = {
 # ---- On a CPU
 
 
+def encode_tensor_map(function: str, buffer: Any, *arguments: Any) -> None:
+    """In place of the driver: what EncodedTensorMap of tests/gpu_on_cpu.h has."""
+    assert function == "cuTensorMapEncodeTiled"
+    _, rank, address, sizes, strides, box, *_ = arguments
+    assert (rank, len(sizes), len(strides), len(box)) == (4, 4, 3, 4)
+    fields = (ctypes.c_uint64 * 12)(address.value, *sizes, *strides, *box)
+    ctypes.memmove(buffer, fields, ctypes.sizeof(fields))
+
+
 @pytest.fixture
 def stack_on_cpu(monkeypatch, tmp_path) -> Callable[..., OverlappedStack]:
     """stack_on_cpu(rows, (right, wrong), ...) -> on fibers, of kernels with these faults"""
     torch.manual_seed(0)
     # Fewer stages than gate_up has steps, and not the same number
-    tilings = {name: tiling._replace(weight_stages=3, x_stages=2) for name, tiling in overlapped_stack.TILINGS.items()}
+    tilings = Tiling(128, 3, 2), Tiling(64, 3, 2), Tiling(96, 3, 2, parts=1), Tiling(64, 3, 2)
 
     def make(rows: int, *faults: tuple[str, str]) -> OverlappedStack:
         def compile(subject: Subject) -> tuple[SimpleNamespace, CpuKernels]:
@@ -140,7 +153,7 @@ def stack_on_cpu(monkeypatch, tmp_path) -> Callable[..., OverlappedStack]:
             sizes = batched.kernel_sizes(model)
             return sizes, CpuKernels(batched.SOURCE.complete(sizes), tmp_path)
 
-        monkeypatch.setattr(overlapped_stack, "TILINGS", tilings)
+        monkeypatch.setattr(overlapped_stack, "TILINGS", {(SMALL["hidden_size"], max(rows, 64)): tilings})
         monkeypatch.setattr(SOURCE, "compile", compile)
         monkeypatch.setattr(batched.SOURCE, "compile", compile_others)
         with torch.no_grad():
@@ -151,7 +164,7 @@ def stack_on_cpu(monkeypatch, tmp_path) -> Callable[..., OverlappedStack]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("rows", [32, *slow(64)])
+@pytest.mark.parametrize("rows", [32, *slow(64, 128)])
 def test_it_computes_the_same_on_a_cpu(rows, stack_on_cpu):
     stack = stack_on_cpu(rows)
     before = [tensor.clone() for tensor in cache_of(stack)]
@@ -181,23 +194,24 @@ def gpu() -> Iterator[torch.device]:
         yield device
 
 
-@pytest.fixture
-def talker(gpu) -> Any:
-    return random_talker(num_hidden_layers=3, **WIDTHS)
+@pytest.fixture(params=[1024, 2048])
+def talker(gpu, request) -> Any:
+    return random_talker(num_hidden_layers=3, hidden_size=request.param, intermediate_size=3 * request.param)
 
 
 @on_gpu
-@pytest.mark.parametrize("rows", [32, 64])
-def test_it_computes_what_the_other_kernels_compute(rows, talker):
+@pytest.mark.parametrize("length", [SHORT_LENGTH, LENGTH])
+@pytest.mark.parametrize("rows", overlapped_stack.ROWS)
+def test_it_computes_what_the_other_kernels_compute(rows, length, talker):
     """At any positions, several times over, the first and the last among them; and each replay has the same bits."""
-    stack = some_stack(talker, rows)
+    stack = some_stack(talker, rows, length)
     assert stack.why_wrong() == ""
-    embeds = torch.randn(rows, WIDTHS["hidden_size"]).bfloat16()
+    embeds = torch.randn(rows, stack.sizes.hidden).bfloat16()
     positions = torch.zeros(rows, dtype=torch.long)
     hidden = torch.empty_like(embeds)
     replay = GraphPool(embeds.device).capture(lambda: hidden.copy_(stack.forward(embeds, positions)))
     for highest in (1, 2, 17, 100, LENGTH, LENGTH):
-        positions.copy_(torch.randint(highest, (rows,)))
+        positions.copy_(torch.randint(min(highest, length), (rows,)))
         check(stack, positions)
         bits = stack.forward(embeds, positions)
         for _ in range(10):

@@ -9,10 +9,8 @@ megakernel.py   all layers, heads and the sampling of one step in a single launc
 self_test.py    is the megakernel right, on this GPU and with these weights
 paths.py        whether the megakernel makes a model's frames, in words
 batched.py      the small kernels around the matrix products of many rows (batched.cu; batched_reference.py)
-cluster_stack.py
-                all layers of 32 or 64 rows in a single launch, on Hopper (cluster_stack.cu)
 overlapped_stack.py
-                the larger layers of 32 or 64 rows in kernels that overlap, on Hopper (overlapped_stack.cu)
+                the layers of 32, 64 or 128 rows in kernels that overlap, on Hopper (overlapped_stack.cu)
 codec.py        the codec's decoder as CUDA graphs that keep their state between chunks
 codec_decoder.py, codec_kernels.py
                 the layers of that decoder with few kernels (codec_kernels.cu; codec_kernels_reference.py)
@@ -20,8 +18,8 @@ codec_decoder.py, codec_kernels.py
 What the kernels share:
 
 kernels.h       small device functions, for all .cu files
-attention.h     attention by warps, for batched.cu and cluster_stack.cu; its sizes for overlapped_stack.cu
-barriers.h      what blocks need that wait, for megakernel.cu, cluster_stack.cu and overlapped_stack.cu
+attention.h     attention by warps, for batched.cu; its sizes for overlapped_stack.cu
+barriers.h      what threads need that wait for others or for copies, for megakernel.cu and overlapped_stack.cu
 sampler.h       the choice of a token, for megakernel.cu and batched.cu
 layer_kernels.py, layer_kernels.h
                 norms and silu, for batched.cu and codec_kernels.cu (layer_kernels_reference.py)

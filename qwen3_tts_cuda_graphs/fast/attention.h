@@ -1,5 +1,5 @@
-// Attention of one token to the positions of its row, by warps: what batched.cu and cluster_stack.cu share. It uses the
-// definitions HEADS, KV_HEADS, HEAD_DIM and EPSILON.
+// Attention of one token to the positions of its row, by warps, for batched.cu; overlapped_stack.cu has only its sizes,
+// and merges as it does. It uses the definitions HEADS, KV_HEADS, HEAD_DIM and EPSILON.
 //
 // A warp takes 16 positions at a time, and all GROUP query heads of a KV head.
 //

@@ -1,4 +1,4 @@
-// What kernels use whose blocks wait for each other and for copies to shared memory: megakernel.cu and cluster_stack.cu.
+// What kernels use whose threads wait for other blocks or for copies to shared memory: megakernel.cu, overlapped_stack.cu.
 // They define BULK_COPIES, 1 for the instructions of compute capability 9.0.
 
 #ifndef ON_CPU

@@ -46,18 +46,16 @@ MAX_CHANNELS_LAST_COLUMNS = 2048
 class Codec:
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, tokenizer, row_count: int, beside_products: bool = True):
+    def __init__(self, tokenizer, row_count: int):
         """
         tokenizer: upstream's speech tokenizer
         row_count: utterances that can be decoded at the same time
-        beside_products: whether there are frames that run as products, not as launches that need the whole GPU
         """
         model = tokenizer.model.decoder
         config = model.config
         self.device = model.device
         self.samples_per_frame = tokenizer.get_decode_upsample_rate()
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.beside_products = beside_products
         self.batches = batch_sizes(min(row_count, MAX_BATCH))
         if row_count > 1:
             row_count += 1  # one that belongs to no utterance: padding of a batch reads and writes it
@@ -110,7 +108,7 @@ class Codec:
             self.row_indices = self.indices[batch]
             self.step(size)
 
-        leaves_room = self.stream and self.beside_products and batch >= MANY_ROWS and size == max(BATCH_CHUNK_SIZES)
+        leaves_room = self.stream and batch >= MANY_ROWS and size == max(BATCH_CHUNK_SIZES)
         with products_on(SHARE_BESIDE_FRAMES, self.device) if leaves_room else contextlib.nullcontext():
             return pool.capture(step)
 

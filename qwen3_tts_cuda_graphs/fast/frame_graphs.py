@@ -4,8 +4,8 @@ They are what FrameGraphs of generate.py has, over rows that are given. Three wa
 one that runs everywhere to the fastest:
 
     PlainGraphs       upstream's model, with the layers of layers.py, in any dtype, on a CPU too
-    KernelGraphs      the kernels of batched.cu around the matrix products, or, for 32 and 64 rows, a launch of
-                      cluster_stack.cu for all layers, or for larger ones the kernels of overlapped_stack.cu; bfloat16
+    KernelGraphs      the kernels of batched.cu around the matrix products, or, for 32 to 128 rows on Hopper, those of
+                      overlapped_stack.cu; bfloat16
     MegakernelGraphs  two launches of megakernel.cu; bfloat16, 1, 2, 4, 8 or 16 rows
 
 Rows that must wait (`advance` is False) are computed with the others and keep their state. Their next frame
@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from cudagraph_predictor import PredictorGraph
 from cudagraph_talker import GraphPool, TalkerGraph
 from qwen3_tts_cuda_graphs.fast.batched import SOURCE
-from qwen3_tts_cuda_graphs.fast.cluster_stack import ClusterStack
 from qwen3_tts_cuda_graphs.fast.layers import concatenate
 from qwen3_tts_cuda_graphs.fast.megakernel import PredictorStep, TalkerStep, projected_embeddings
 from qwen3_tts_cuda_graphs.fast.overlapped_stack import make_stack
@@ -59,20 +58,15 @@ class PlainGraphs:
 
 
 class KernelGraphs(PlainGraphs):
-    def __init__(self, talker, rows: SharedRows, like: PlainGraphs | None = None, may_wait: bool = True):
-        """
-        like: graphs of the same model, whose tables of projected embeddings to use
-        may_wait: False after a kernel has stopped whose thread blocks wait for each other
-        """
+    def __init__(self, talker, rows: SharedRows, like: PlainGraphs | None = None):
+        """like: graphs of the same model, whose tables of projected embeddings to use"""
         super().__init__(talker, rows)
         self.inputs = self.inputs_of(like)
         self.code_embeddings = concatenate(*self.predictor.embed_code)  # (15 * V', H)
         count = len(rows.token)
         predictor = self.predictor.model
-        self.talker_stack = make_stack(talker.model, rows.keys, rows.values, count, count, may_wait)
-        self.predictor_stack = make_stack(predictor, rows.code_keys, rows.code_values, count, 2 * count, may_wait)
-        stacks = self.talker_stack, self.predictor_stack
-        self.waiting_launches = tuple(stack for stack in stacks if isinstance(stack, ClusterStack))
+        self.talker_stack = make_stack(talker.model, rows.keys, rows.values, count, count)
+        self.predictor_stack = make_stack(predictor, rows.code_keys, rows.code_values, count, 2 * count)
         with self.device:
             self.row_indices = torch.arange(count)
             self.code_positions = torch.arange(talker.config.num_code_groups)[:, None].repeat(1, count)  # (16, B)
@@ -120,8 +114,6 @@ def has_kernels(talker) -> bool:
     return not SOURCE.why_not(talker.model, talker.code_predictor.model)
 
 
-def graphs_without_megakernel(
-    talker, rows: SharedRows, like: PlainGraphs | None = None, may_wait: bool = True
-) -> PlainGraphs:
-    """KernelGraphs where they run, else PlainGraphs. `like` and `may_wait` as in KernelGraphs."""
-    return KernelGraphs(talker, rows, like, may_wait) if has_kernels(talker) else PlainGraphs(talker, rows)
+def graphs_without_megakernel(talker, rows: SharedRows, like: PlainGraphs | None = None) -> PlainGraphs:
+    """KernelGraphs where they run, else PlainGraphs. `like` as in KernelGraphs."""
+    return KernelGraphs(talker, rows, like) if has_kernels(talker) else PlainGraphs(talker, rows)

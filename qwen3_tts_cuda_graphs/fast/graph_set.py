@@ -33,7 +33,6 @@ class GraphSet:
             self.pool.stream = torch.cuda.Stream(talker.device, FRAME_PRIORITY)
         self.sizes = batch_sizes(row_count)
         self.by_size: dict[int, PlainGraphs] = {}
-        self.has_stopped = False
         uses_megakernel, self.path = choose_path(talker, fused)  # what makes a frame of one row, in words
         if uses_megakernel:
             self.use_megakernel(fused)
@@ -48,13 +47,9 @@ class GraphSet:
         size = next(size for size in self.sizes if size >= row_count)
         if size not in self.by_size:
             like = next(iter(self.by_size.values()), None)
-            graphs = graphs_without_megakernel(self.talker, self.rows[:size], like, may_wait=not self.has_stopped)
+            graphs = graphs_without_megakernel(self.talker, self.rows[:size], like)
             self.by_size[size] = graphs.capture(self.pool)
         return self.by_size[size]
-
-    def uses_products(self) -> bool:
-        """Whether any of them runs its layers as products, not as one launch for `predict` and one for `step`."""
-        return any(len(graphs.waiting_launches) < 2 for graphs in self.by_size.values())
 
     def reads_masked_positions(self) -> bool:
         """Whether any of them runs SDPA over the whole cache: positions that are masked must then be finite."""
@@ -97,7 +92,6 @@ class GraphSet:
         if not reasons:
             return ""
         log.warning("%s", reasons[0])
-        self.has_stopped = True
         self.path = path_without(reasons[0])
         self.by_size = {size: graphs for size, graphs in self.by_size.items() if not graphs.waiting_launches}
         return reasons[0]

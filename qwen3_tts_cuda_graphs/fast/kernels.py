@@ -1,4 +1,4 @@
-"""From a .cu file to launches: what megakernel.py, cluster_stack.py, batched.py and codec_kernels.py share.
+"""From a .cu file to launches: what megakernel.py, overlapped_stack.py, batched.py and codec_kernels.py share.
 
 A source is compiled for one GPU and one model: definitions of the sizes come before it, and after it static assertions
 that its structs are those that Python writes. fast/kernel_cache.py compiles it, fast/nvrtc.py loads and launches it.

@@ -1,10 +1,11 @@
-// A pass of ROWS rows, a token of each, through decoder layers too large for cluster_stack.cu: on Hopper GPUs, by
-// kernels of which each begins while those before it still run.
+// A pass of ROWS rows, a token of each, through a stack of decoder layers: on Hopper GPUs, by kernels of which each
+// begins while those before it still run.
 //
 // overlapped_stack.py compiles this file with NVRTC for one model. It puts these definitions before it:
 //
 //     HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, EPSILON     of the stack
-//     ROWS               32 or 64
+//     ROWS               32, 64 or 128
+//     SLAB               inputs of a matrix that are copied and multiplied at once
 //     SPLITS             of the inputs of a product whose result is sums
 //     QKV_TILE and so on: outputs of a block; QKV_WEIGHT_STAGES, QKV_X_STAGES: steps copied ahead
 //     QKV_SHARED_BYTES   and so on, of a block
@@ -47,7 +48,6 @@
 
 // ---- Sizes
 
-constexpr int SLAB = 64;                              // inputs of a step
 constexpr int LINE_BYTES = 2 * SLAB;                  // of a row of x or of weights in shared memory
 constexpr int QUERY_SIZE = HEADS * HEAD_DIM;
 constexpr int QKV_SIZE = QKV_HEADS * HEAD_DIM;
@@ -56,7 +56,11 @@ constexpr int HIDDEN_QUADS = HIDDEN / 4;              // and threads of sum_and_
 constexpr int ATTENTION_WARPS = OWN_HEADS;
 constexpr int TILE_BYTES = WARP_POSITIONS * HEAD_DIM * 2;     // of keys, or of values
 
-static_assert(ROWS == 32 || ROWS == 64, "unsupported sizes: ROWS must be 32 or 64");
+constexpr int COLUMNS = ROWS < 64 ? ROWS : 64;        // rows that a product takes at once
+constexpr int COLUMN_PARTS = ROWS / COLUMNS;
+using Sums = float[COLUMN_PARTS][COLUMNS / 2];        // of a thread
+
+static_assert(ROWS == 32 || ROWS % 64 == 0, "unsupported sizes: ROWS must be 32 or a multiple of 64");
 static_assert(GROUP == 2, "unsupported sizes: HEADS must be 2 * KV_HEADS");
 
 // OUTPUTS times INPUTS, of these a block has TILE and INPUTS / PARTS. If it is gated, eight gates and their eight
@@ -326,27 +330,28 @@ __device__ void copy_steps(unsigned char (&stages)[STAGES][BYTES], u64 (&here)[S
 
 // Lane 4 r + q has the outputs r and r + 8 of its warp's 16, of the rows 8 i + 2 q and 8 i + 2 q + 1.
 template <class M>
-__device__ void write_sums(const Product &arguments, int tile, int part, const float (&sum)[ROWS / 2]) {
+__device__ void write_sums(const Product &arguments, int tile, int part, const Sums &sum) {
     const int first_output = tile * M::TILE + warp_index() * 16 + lane_index() / 4;
     float *sums = (float *)arguments.result + (u64)part * ROWS * M::OUTPUTS + first_output;
 #pragma unroll
     for (int i = 0; i < ROWS / 2; ++i) {
         const int row = i / 4 * 8 + lane_index() % 4 * 2 + i % 2;
-        sums[row * M::OUTPUTS + i / 2 % 2 * 8] = sum[i];
+        sums[row * M::OUTPUTS + i / 2 % 2 * 8] = sum[i / (COLUMNS / 2)][i % (COLUMNS / 2)];
     }
 }
 
 // Those outputs are a gate and its up. A warp gathers its eight of each row, to write them at once.
 template <class M>
-__device__ void write_inner(const Product &arguments, int tile, const float (&sum)[ROWS / 2]) {
+__device__ void write_inner(const Product &arguments, int tile, const Sums &sum) {
     bf16 (&gated)[ROWS][8] = ((ProductShared<M> &)dynamic_shared<Shared>()).gated[warp_index()];
 #pragma unroll
     for (int i = 0; i < ROWS / 4; ++i) {
         const int row = i / 2 * 8 + lane_index() % 4 * 2 + i % 2;
-        const int of_gate = i / 2 * 4 + i % 2;
-        const float gate = round_to_bf16(sum[of_gate]);
+        const int of_gate = (i / 2 * 4 + i % 2) % (COLUMNS / 2);
+        const float (&of_part)[COLUMNS / 2] = sum[i / (COLUMNS / 4)];
+        const float gate = round_to_bf16(of_part[of_gate]);
         const float activated = round_to_bf16(__fdividef(gate, 1 + __expf(-gate)));
-        gated[row][lane_index() / 4] = pack_bf16x2(activated * round_to_bf16(sum[of_gate + 2]), 0);
+        gated[row][lane_index() / 4] = pack_bf16x2(activated * round_to_bf16(of_part[of_gate + 2]), 0);
     }
     __syncwarp();
     bf16 *inner = (bf16 *)arguments.result + tile * (M::TILE / 2) + warp_index() * 8;
@@ -391,11 +396,13 @@ __device__ void multiply(const Product &arguments) {
         return;
     }
 
-    float sum[ROWS / 2] = {};
+    Sums sum = {};
     Stage<M::WEIGHT_STAGES> of_weights;
     Stage<M::X_STAGES> of_x;
     u64 *read[2] = {};                                // of the step before
-    pin(sum);
+    for (auto &part : sum) {
+        pin(part);
+    }
 #pragma unroll 1
     for (int step = 0; step < M::STEPS; ++step) {
         wait_for_phase(shared.weights_here[of_weights.index], of_weights.parity);
@@ -406,7 +413,10 @@ __device__ void multiply(const Product &arguments) {
         fence_wgmma();
 #pragma unroll
         for (int k = 0; k < SLAB / 16; ++k) {
-            wgmma(sum, a + 2 * k, b + 2 * k);         // 32 bytes further
+#pragma unroll
+            for (int i = 0; i < COLUMN_PARTS; ++i) {  // 32 bytes further, and COLUMNS lines
+                wgmma(sum[i], a + 2 * k, b + 2 * k + i * (COLUMNS * LINE_BYTES / 16));
+            }
         }
         commit_wgmma();
         if (step > 0) {
@@ -422,7 +432,9 @@ __device__ void multiply(const Product &arguments) {
         of_x.advance();
     }
     wait_for_wgmma<0>();
-    pin(sum);
+    for (auto &part : sum) {
+        pin(part);
+    }
     if (warp * 16 < M::TILE) {
         if constexpr (M::IS_GATED) {
             write_inner<M>(arguments, tile, sum);

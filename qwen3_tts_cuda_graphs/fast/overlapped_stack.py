@@ -1,10 +1,11 @@
-"""A stack of decoder layers for 32 or 64 rows by kernels that overlap: overlapped_stack.cu, on Hopper.
+"""A stack of decoder layers for many rows by kernels that overlap: overlapped_stack.cu, on Hopper.
 
-`OverlappedStack` is a BatchedStack for layers that are too large for a ClusterStack: those of the 1.7B talker. Between
-cuBLAS's products and the small kernels the memory idles, and each product waits for its first weights. Here they are in
-shared memory before the kernel before has ended.
+`OverlappedStack` is a BatchedStack whose `forward` of a token of each row is faster. Between cuBLAS's products and the
+small kernels the memory idles, and each product waits for its first weights. Here they are in shared memory before the
+kernel before has ended.
 """
 
+import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,16 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qwen3_tts_cuda_graphs.fast import batched, cluster_stack
+from qwen3_tts_cuda_graphs.fast import batched, nvrtc
 from qwen3_tts_cuda_graphs.fast.batched import BatchedStack
-from qwen3_tts_cuda_graphs.fast.cluster_stack import ROWS, TESTED, difference_of, tensor_map
 from qwen3_tts_cuda_graphs.fast.kernel_cache import warn_once
 from qwen3_tts_cuda_graphs.fast.kernels import CudaSource, kernel_arguments, one_line
 from qwen3_tts_cuda_graphs.fast.layer_kernels import layer_sizes
 
+ROWS = 32, 64, 128
+SLAB = 64  # inputs of a matrix that are copied at once
 SPLITS = 4  # of the inputs of a product, but for gate_up
 ATTENTION_WARPS = 4
 TILES_AHEAD = 2  # of 16 positions, of a warp in attention
+TESTED = 80  # positions of the test
+MAX_DIFFERENCE = 0.2  # of the root mean square of a result. Right: up to 0.03; the faults that tests try: from 0.59
 
 
 class Tiling(NamedTuple):
@@ -31,29 +35,30 @@ class Tiling(NamedTuple):
     come earlier, and take the memory from those before, or later."""
 
     tile: int  # outputs of a block
-    weight_stages: int  # steps of 64 inputs that are copied ahead
+    weight_stages: int  # slabs that are copied ahead
     x_stages: int
     parts: int = SPLITS  # of the inputs: 1 for gates and ups, which are multiplied at once
 
     def shared_bytes(self, rows: int) -> int:
-        weights, x = self.weight_stages * self.tile * 128, self.x_stages * rows * 128
+        slabs = 2 * SLAB * (self.weight_stages * self.tile + self.x_stages * rows)
         gated = self.tile * rows if self.parts == 1 else 16 * rows
-        return whole_kilobytes(weights + x + gated + 16 * (self.weight_stages + self.x_stages))
+        return whole_kilobytes(slabs + gated + 16 * (self.weight_stages + self.x_stages))
 
     @property
     def threads(self) -> int:
         return -(-self.tile // 64) * 128 + 64
 
 
-TILINGS = {
-    "qkv": Tiling(128, 4, 8),
-    "output": Tiling(64, 8, 8),
-    "gate_up": Tiling(96, 8, 8, parts=1),
-    "down": Tiling(64, 12, 8),
+PRODUCTS = "qkv", "output", "gate_up", "down"
+TILINGS = {  # by the hidden size, for up to so many rows
+    (1024, 64): (Tiling(128, 4, 4), Tiling(64, 8, 8), Tiling(48, 8, 8, parts=1), Tiling(64, 12, 8)),
+    (1024, 128): (Tiling(128, 4, 4), Tiling(64, 8, 4), Tiling(48, 8, 4, parts=1), Tiling(64, 8, 4)),
+    (2048, 64): (Tiling(128, 4, 8), Tiling(64, 8, 8), Tiling(96, 8, 8, parts=1), Tiling(64, 12, 8)),
+    (2048, 128): (Tiling(128, 4, 4), Tiling(64, 8, 4), Tiling(96, 6, 4, parts=1), Tiling(64, 10, 4)),
 }
 PRODUCT_FIELDS: dict[str, Any] = {"weights": torch.uint8, "x": torch.uint8, "result": torch.float32}
 KERNELS: dict[str, dict[str, Any]] = {
-    **{f"{name}_product": PRODUCT_FIELDS for name in TILINGS},
+    **{f"{name}_product": PRODUCT_FIELDS for name in PRODUCTS},
     "gate_up_product": PRODUCT_FIELDS | {"result": torch.bfloat16},
     "attention": {
         "sums": torch.float32,
@@ -80,6 +85,10 @@ class Subject(NamedTuple):
     def device(self) -> torch.device:
         return self.model.device
 
+    @property
+    def tilings(self) -> dict[str, Tiling]:
+        return dict(zip(PRODUCTS, TILINGS[self.model.config.hidden_size, max(self.rows, 64)]))
+
 
 def whole_kilobytes(size: int) -> int:
     return -(-size // 1024) * 1024
@@ -89,9 +98,9 @@ def kernel_sizes(subject: Subject) -> SimpleNamespace:
     sizes = layer_sizes(subject.model.config)
     of_tile = 2 * 2 * 16 * sizes["head_dim"]  # bytes of keys and values
     attention = ATTENTION_WARPS * (TILES_AHEAD * of_tile + 10 * sizes["head_dim"]) + 16 * (ATTENTION_WARPS + 1)
-    sizes |= dict(rows=subject.rows, splits=SPLITS, tiles_ahead=TILES_AHEAD)
+    sizes |= dict(rows=subject.rows, slab=SLAB, splits=SPLITS, tiles_ahead=TILES_AHEAD)
     sizes |= dict(attention_shared_bytes=whole_kilobytes(attention))
-    for name, tiling in TILINGS.items():
+    for name, tiling in subject.tilings.items():
         sizes |= {f"{name}_{field}": value for field, value in tiling._asdict().items()}
         sizes[f"{name}_shared_bytes"] = tiling.shared_bytes(subject.rows)
     most = max(value for name, value in sizes.items() if name.endswith("shared_bytes"))
@@ -103,9 +112,11 @@ def needs_of(subject: Subject) -> dict[str, bool]:
     config = subject.model.config
     return batched.needs_of(subject.model) | {
         f"compute capability 9.0, the GPU has {gpu.major}.{gpu.minor}": (gpu.major, gpu.minor) == (9, 0),
-        f"32 or 64 rows, not {subject.rows}": subject.rows in ROWS,
-        f"a hidden size of 2048, not {config.hidden_size}": config.hidden_size == 2048,
-        f"an MLP of 6144, not {config.intermediate_size}": config.intermediate_size == 6144,
+        f"32, 64 or 128 rows, not {subject.rows}": subject.rows in ROWS,
+        f"a hidden size of 1024 or 2048, not {config.hidden_size}": (config.hidden_size, 64) in TILINGS,
+        f"an MLP three times as wide, not of {config.intermediate_size}": (
+            config.intermediate_size == 3 * config.hidden_size
+        ),
         "16 query heads and 8 KV heads": (config.num_attention_heads, config.num_key_value_heads) == (16, 8),
     }
 
@@ -120,12 +131,13 @@ SOURCE = CudaSource(
 
 
 class OverlappedStack(BatchedStack):
-    name = "the kernels that overlap, for 32 and 64 rows"
+    name = "the kernels that overlap"
 
     def __init__(self, subject: Subject, keys: Sequence[Tensor], values: Sequence[Tensor], count: int):
         model, rows = subject
         super().__init__(model, keys, values, count)
         self.rows = rows
+        self.tilings = subject.tilings
         self.own_sizes, self.own_kernels = SOURCE.compile(subject)
         sizes = self.sizes
         qkv = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
@@ -135,12 +147,12 @@ class OverlappedStack(BatchedStack):
             self.heads = torch.empty(rows, sizes.heads * sizes.head_dim, dtype=model.dtype)
             self.inner = torch.empty(rows, sizes.inner, dtype=model.dtype)
         inputs = dict(qkv=self.x, output=self.heads, gate_up=self.x, down=self.inner)
-        maps = [tensor_map(inputs[name], 1) for name in TILINGS]
+        maps = [tensor_map(inputs[name], 1) for name in PRODUCTS]
         for layer in self.layers:
-            for name, tiling in TILINGS.items():
+            for name, tiling in self.tilings.items():
                 weights = getattr(layer, name)
                 maps.append(tensor_map(weights, len(weights) // tiling.tile, halves=2 if tiling.parts == 1 else 1))
-        self.maps = torch.stack(maps).view(len(self.layers) + 1, len(TILINGS), -1).to(model.device)
+        self.maps = torch.stack(maps).view(len(self.layers) + 1, len(PRODUCTS), -1).to(model.device)
 
     def forward(
         self, embeds: Tensor, positions: Tensor, row_indices: Tensor | None = None, tokens: Tensor | None = None
@@ -165,8 +177,7 @@ class OverlappedStack(BatchedStack):
         return result
 
     def multiply(self, name: str, layer: int, result: Tensor) -> None:
-        tiling = TILINGS[name]
-        k = list(TILINGS).index(name)
+        tiling, k = self.tilings[name], PRODUCTS.index(name)
         blocks = len(getattr(self.layers[layer], name)) // tiling.tile * tiling.parts
         fields = dict(weights=self.maps[1 + layer, k], x=self.maps[0, k], result=result)
         self.launch_overlapped(f"{name}_product", blocks, tiling.threads, tiling.shared_bytes(self.rows), **fields)
@@ -223,11 +234,16 @@ class OverlappedStack(BatchedStack):
         return difference_of(*results)
 
 
-def make_stack(
-    model: Any, keys: Sequence[Tensor], values: Sequence[Tensor], rows: int, count: int, *others: Any, **named: Any
-) -> BatchedStack:
-    """For a token of each row, and passes of up to `count` tokens: an OverlappedStack, tested, where it runs, else what
-    cluster_stack.make_stack makes of these arguments."""
+def difference_of(found: Sequence[Tensor], expected: Sequence[Tensor], limit: float = MAX_DIFFERENCE) -> str:
+    """How hidden states, and new keys and values of each layer, differ; empty if by no more than roundings do."""
+    distance = torch.stack([(a.float() - b.float()).square().mean().sqrt() for a, b in zip(found, expected)])
+    size = torch.stack([b.float().square().mean().sqrt() for b in expected])
+    worst = float((distance / size).max())
+    return "" if worst <= limit else f"its results are {worst:.2f} times their size away from those of the others"
+
+
+def make_stack(model: Any, keys: Sequence[Tensor], values: Sequence[Tensor], rows: int, count: int) -> BatchedStack:
+    """For a token of each row, and passes of up to `count` tokens: an OverlappedStack, tested, where it runs."""
     subject = Subject(model, rows)
     if not SOURCE.why_not(subject):
         try:
@@ -240,9 +256,38 @@ def make_stack(
         if not reason:
             return stack
         warn_once("%s are not used: %s", OverlappedStack.name, reason)
-    return cluster_stack.make_stack(model, keys, values, rows, count, *others, **named)
+    return BatchedStack(model, keys, values, count)
 
 
-def compile_ahead(model: Any, row_counts: Sequence[int]) -> None:
+def compile_ahead(talker: Any, row_counts: Sequence[int]) -> None:
     for count in set(row_counts) & set(ROWS):
-        SOURCE.compile_ahead(Subject(model, count))
+        SOURCE.compile_ahead(Subject(talker.model, count), Subject(talker.code_predictor.model, count))
+
+
+def tensor_map(matrix: Tensor, tiles: int, halves: int = 1) -> Tensor:
+    """What the GPU needs to know to copy boxes of a matrix into lines of 128 bytes, swizzled: CUtensorMap, 128 bytes.
+
+    A box is a tile of the outputs times SLAB inputs. Of two halves it has eight outputs each in turn.
+    """
+    BFLOAT16, NO_INTERLEAVE, SWIZZLE_128B, L2_256B, NO_FILL = 9, 0, 3, 3, 0
+    outputs, inputs = matrix.shape
+    groups = outputs // (8 * halves)
+    line = matrix.stride(0) * matrix.element_size()
+    buffer = (ctypes.c_uint8 * 192)()
+    offset = -ctypes.addressof(buffer) % 64
+    nvrtc.call_driver(
+        "cuTensorMapEncodeTiled",
+        ctypes.byref(buffer, offset),
+        BFLOAT16,
+        4,
+        ctypes.c_void_p(matrix.data_ptr()),
+        (ctypes.c_uint64 * 4)(inputs, 8, halves, groups),
+        (ctypes.c_uint64 * 3)(line, outputs // halves * line, 8 * line),
+        (ctypes.c_uint32 * 4)(SLAB, 8, halves, -(-groups // tiles)),
+        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+        NO_INTERLEAVE,
+        SWIZZLE_128B,
+        L2_256B,
+        NO_FILL,
+    )
+    return torch.frombuffer(bytearray(bytes(buffer)[offset : offset + 128]), dtype=torch.uint8)

@@ -29,7 +29,7 @@ intake.py       what listeners ask, until they have a row: prompts and texts, in
 warm_up.py      two requests when a model is loaded onto a GPU, so that a user's first is as fast as the others
 """
 
-from qwen3_tts_cuda_graphs.fast import batched, cluster_stack, codec_kernels, megakernel, overlapped_stack
+from qwen3_tts_cuda_graphs.fast import batched, codec_kernels, megakernel, overlapped_stack
 from qwen3_tts_cuda_graphs.fast.layers import bypass_config_getattr, replace_layers
 from qwen3_tts_cuda_graphs.fast.paths import check_torch
 from qwen3_tts_cuda_graphs.fast.rows import batch_sizes
@@ -64,8 +64,7 @@ def accelerate(tts, max_seq_len: int = 2048, rows: int = 1, fused: bool | None =
     host_talker = use_text_table(talker) if on_gpu else None  # first: it frees what the rest then takes
     keepalive = replace_layers(talker, max_seq_len)
     batched.SOURCE.compile_ahead(talker.model)  # also where the megakernel makes all frames: prefills need it
-    cluster_stack.compile_ahead(talker, batch_sizes(rows), max_seq_len)
-    overlapped_stack.compile_ahead(talker.model, batch_sizes(rows))
+    overlapped_stack.compile_ahead(talker, batch_sizes(rows))
     runner = Runner(talker, tts.model.speech_tokenizer, rows, max_seq_len, fused, keepalive)
     tts.prompts = Prompts(tts, max_seq_len, host_talker)
     tts.speech = Speech(tts, runner)

@@ -94,7 +94,7 @@ class Runner:
         self.views = [self.rows[row] for row in range(row_count)]
         self.graphs = GraphSet(talker, self.rows, row_count, fused)
         log.info("capturing the codec")
-        self.codec = Codec(speech_tokenizer, row_count, beside_products=self.graphs.uses_products())
+        self.codec = Codec(speech_tokenizer, row_count)
         log.info("capturing prefills")
         with_kernels = not (self.graphs.reads_masked_positions() or batched.SOURCE.why_not(talker.model))
         self.prefills = Prefills(talker, self.rows, row_count, self.graphs.pool, with_kernels)
