@@ -34,13 +34,14 @@ SMALL = dict(hidden_size=256, intermediate_size=768, num_attention_heads=4, num_
 # ---- Where it is used
 
 
-def unmet(major: int = 9, rows: int = 64, **sizes: int) -> str:
+def unmet(major: int = 9, rows: int = 64, driver: tuple[int, int] = (12, 3), **sizes: int) -> str:
     config = dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8) | sizes
     model = SimpleNamespace(device=torch.device("cuda"), config=SimpleNamespace(**config))
     gpu = SimpleNamespace(major=major, minor=0)
     with (
         mock.patch.object(batched, "needs_of", lambda _: {}),
         mock.patch("torch.cuda.get_device_properties", lambda _: gpu),
+        mock.patch.object(nvrtc, "driver_version", lambda: driver),
     ):
         return SOURCE.unmet(Subject(model, rows))
 
@@ -53,6 +54,7 @@ def test_where_it_runs():
     "differs, need",
     [
         (dict(major=10), "compute capability 9.0, the GPU has 10.0"),
+        (dict(driver=(12, 2)), "a driver for CUDA 12.3, this one is for 12.2"),
         (dict(rows=16), "32, 64 or 128 rows, not 16"),
         (dict(hidden_size=512), "a hidden size of 1024 or 2048, not 512"),
         (dict(intermediate_size=4096), "an MLP three times as wide, not of 4096"),
@@ -61,6 +63,16 @@ def test_where_it_runs():
 )
 def test_what_it_needs_is_said_in_words(differs, need):
     assert unmet(**differs) == f"the kernels need {need}"
+
+
+@pytest.mark.parametrize("number, version", [(12020, (12, 2)), (13000, (13, 0))])
+def test_the_driver_is_asked_for_its_version(number, version, monkeypatch):
+    def write_number(function: str, into: Any) -> None:
+        assert function == "cuDriverGetVersion"
+        into._obj.value = number
+
+    monkeypatch.setattr(nvrtc, "call_driver", write_number)
+    assert nvrtc.driver_version() == version
 
 
 @pytest.mark.parametrize("wrong", ["", RuntimeError("no memory"), "its results are 0.90 times their size away"])

@@ -65,6 +65,13 @@ def call_driver(function: str, *arguments: Any) -> None:
         raise RuntimeError(f"{function} failed: CUDA error {result}, {text}")
 
 
+def driver_version() -> tuple[int, int]:
+    """The newest CUDA that the driver is for: (12, 8)"""
+    version = ctypes.c_int()
+    call_driver("cuDriverGetVersion", ctypes.byref(version))
+    return version.value // 1000, version.value % 1000 // 10
+
+
 def gpu_properties(device: torch.device) -> Any:
     """torch.cuda.get_device_properties. What torch before 2.7 does not have there comes from the driver."""
     gpu = torch.cuda.get_device_properties(device)

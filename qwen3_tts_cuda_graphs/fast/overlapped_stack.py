@@ -109,9 +109,11 @@ def kernel_sizes(subject: Subject) -> SimpleNamespace:
 
 def needs_of(subject: Subject) -> dict[str, bool]:
     gpu = torch.cuda.get_device_properties(subject.device)
+    driver = nvrtc.driver_version()
     config = subject.model.config
     return batched.needs_of(subject.model) | {
         f"compute capability 9.0, the GPU has {gpu.major}.{gpu.minor}": (gpu.major, gpu.minor) == (9, 0),
+        f"a driver for CUDA 12.3, this one is for {driver[0]}.{driver[1]}": driver >= (12, 3),  # for graphs of them
         f"32, 64 or 128 rows, not {subject.rows}": subject.rows in ROWS,
         f"a hidden size of 1024 or 2048, not {config.hidden_size}": (config.hidden_size, 64) in TILINGS,
         f"an MLP three times as wide, not of {config.intermediate_size}": (
