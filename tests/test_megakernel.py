@@ -240,7 +240,7 @@ def test_a_wrong_kernel_is_found(routes):
 @torch.no_grad()
 def test_calibration_projects_new_embeddings(checkpoint):
     """After new weights, the rows that the kernel looks up are those of the new weights; without a GPU."""
-    talker = load_upstream(str(checkpoint("base", "tiny")), "cpu").model.talker
+    talker = load_upstream(str(checkpoint("base", "tiny")), "cpu", torch.bfloat16).model.talker
     with compile_with(lambda stack: (kernel_sizes(stack, gpu_of()), None)):
         route = Megakernel(talker, 64)
     step = route.launches[0]

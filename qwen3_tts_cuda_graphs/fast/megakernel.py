@@ -7,7 +7,7 @@ They work on the same weights and the same `Rows`, so nothing around them change
 first half of sin negated.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from qwen3_tts_cuda_graphs.fast import nvrtc
-from qwen3_tts_cuda_graphs.fast.batched import StackLayer
-from qwen3_tts_cuda_graphs.fast.kernels import CudaSource
+from qwen3_tts_cuda_graphs.fast.batched import SAMPLE_FIELDS, StackLayer
+from qwen3_tts_cuda_graphs.fast.kernels import CudaSource, kernel_argument, kernel_arguments
 from qwen3_tts_cuda_graphs.fast.layer_kernels import layer_sizes
 
 KERNEL_NAME = "decode_step"
@@ -33,20 +33,33 @@ WAITED_FOR = {
     3: "a thread block has waited for room for its weights for 2 s",
 }
 
-# Fields of the kernel's structs, in order. The compiler checks them, too.
+# Fields of the kernel's structs, in order, and the types of its arguments. The compiler checks names and order.
 MATRIX_FIELDS = ("address", "rows", "row_bytes")
 LAYER_FIELDS = ("input_norm", "post_norm", "q_norm", "k_norm", "keys", "values")
-COMMON_ARGUMENTS = (
-    *("matrices", "layers", "cache_length", "final_norm", "cos", "sin", "exchange", "epoch"),
-    *("failed", "failed_on_host", "advance"),
-    *("temperature", "topk_rank", "one_minus_top_p", "greedy", "noise"),
-    *("token", "frame", "hidden", "embedding"),
-)
-TALKER_ARGUMENTS = (
-    *("prompt_length", "seen", "suppressed", "repetition_penalty", "end_token", "min_tokens"),
-    "ended",
-)
-PREDICTOR_ARGUMENTS = ("first_input", "code_inputs", "code_embeddings", "frames", "text", "codes")
+COMMON_ARGUMENTS: dict[str, Any] = {
+    **dict.fromkeys(("matrices", "layers"), torch.long),
+    "cache_length": int,
+    **dict.fromkeys(("final_norm", "cos", "sin"), torch.bfloat16),
+    **dict.fromkeys(("exchange", "epoch", "failed", "failed_on_host"), torch.int32),
+    "advance": torch.bool,
+    **{name: SAMPLE_FIELDS[name] for name in ("temperature", "topk_rank", "one_minus_top_p", "greedy", "noise")},
+    **dict.fromkeys(("token", "frame"), torch.long),
+    **dict.fromkeys(("hidden", "embedding"), torch.bfloat16),
+}
+TALKER_ARGUMENTS: dict[str, Any] = {
+    "prompt_length": torch.long,
+    **dict.fromkeys(("seen", "suppressed"), torch.bool),
+    "repetition_penalty": torch.float32,
+    **dict.fromkeys(("end_token", "min_tokens"), torch.long),
+    "ended": torch.bool,
+}
+PREDICTOR_ARGUMENTS: dict[str, Any] = {
+    "first_input": torch.bfloat16,
+    **dict.fromkeys(("code_inputs", "code_embeddings"), torch.long),
+    "frames": int,
+    "text": torch.bfloat16,
+    "codes": torch.long,
+}
 
 
 @dataclass(frozen=True)
@@ -99,8 +112,8 @@ class Sizes:
         )
 
     @property
-    def argument_names(self) -> tuple[str, ...]:
-        return COMMON_ARGUMENTS + (TALKER_ARGUMENTS if self.codes == 1 else PREDICTOR_ARGUMENTS)
+    def arguments(self) -> dict[str, Any]:
+        return COMMON_ARGUMENTS | (TALKER_ARGUMENTS if self.codes == 1 else PREDICTOR_ARGUMENTS)
 
 
 def choose_grid(matrices: Sequence[tuple[int, int]], multiprocessors: int) -> int:
@@ -173,8 +186,8 @@ def needs_of(stack: Stack) -> dict[str, bool]:
     }
 
 
-def structs_of(sizes: Sizes) -> dict[str, tuple[str, ...]]:
-    return dict(Matrix=MATRIX_FIELDS, Layer=LAYER_FIELDS, Arguments=sizes.argument_names)
+def structs_of(sizes: Sizes) -> dict[str, Iterable[str]]:
+    return dict(Matrix=MATRIX_FIELDS, Layer=LAYER_FIELDS, Arguments=sizes.arguments)
 
 
 def checks_of(sizes: Sizes) -> str:
@@ -195,26 +208,13 @@ def checks_of(sizes: Sizes) -> str:
 SOURCE = CudaSource(Path(__file__).with_suffix(".cu"), [KERNEL_NAME], kernel_sizes, needs_of, structs_of, checks_of)
 
 
-def as_field(value: Tensor | int) -> int:
-    """An int as it is, a tensor as its address."""
-    if not isinstance(value, Tensor):
-        return value
-    if not value.is_contiguous():
-        raise ValueError(f"the kernel reads contiguous tensors, this one has strides {value.stride()}")
-    return value.data_ptr()
-
-
 def table(structs: Sequence[Sequence[Tensor | int]], device: torch.device) -> Tensor:
-    """Numbers and addresses of tensors as 8 bytes each, for the kernel to read: an array of structs."""
-    fields = [[as_field(value) for value in struct] for struct in structs]
-    return torch.tensor(fields, dtype=torch.long, device=device)
+    """Numbers and addresses of weights as 8 bytes each, for the kernel to read: an array of structs."""
 
+    def field(value: Tensor | int) -> int:
+        return kernel_argument("a table", value, value.dtype if isinstance(value, Tensor) else int)
 
-def ordered(values: Mapping[str, Tensor | int], names: Sequence[str]) -> list[Tensor | int]:
-    """The values in the order of the names, which must be the same."""
-    if values.keys() != set(names):
-        raise ValueError(f"the kernel takes {', '.join(names)}; given are {', '.join(values)}")
-    return [values[name] for name in names]
+    return torch.tensor([[field(value) for value in struct] for struct in structs], dtype=torch.long, device=device)
 
 
 class FusedStep:
@@ -288,7 +288,7 @@ class FusedStep:
             "embedding": rows.embedding,
             **arguments,
         }
-        self.fields = [as_field(value) for value in ordered(fields_by_name, sizes.argument_names)]
+        self.fields = kernel_arguments(KERNEL_NAME, sizes.arguments, fields_by_name)
         self.keepalive: list[Any] = [fields_by_name, matrices, layers]  # the kernel knows only their addresses
 
     def __call__(self) -> None:
