@@ -31,8 +31,8 @@ OPTIONS = (
     # share the static variables of templates and inline functions.
     "-fvisibility=hidden",
 )
-# More takes longer to compile than it saves. The kernels that do not wait are small and run only once or twice.
-OF_WAITING_KERNELS, OF_SMALL_KERNELS = "-O1", "-O0"
+# More takes longer to compile than it saves. Kernels that are small and run only once or twice save nothing.
+OPTIMIZED, PLAIN = "-O1", "-O0"
 RUN = """
 extern "C" [[gnu::visibility("default")]] int run(const void *arguments, int grid, int threads, int shared_bytes) {{
     return launch({0}, arguments, grid, threads, shared_bytes);
@@ -152,7 +152,7 @@ class CpuKernel:
     def __init__(self, source: str, sizes: Any, folder: Path, name: str = KERNEL_NAME) -> None:
         """`source` is SOURCE.complete(sizes) of the kernel's module. A RuntimeError has the compiler's messages."""
         self.sizes = sizes
-        self.run: Any = compile_library(source + RUN.format(name), folder, OF_WAITING_KERNELS).run
+        self.run: Any = compile_library(source + RUN.format(name), folder, OPTIMIZED).run
         self.run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
 
     def launch(self, _: str, grid: tuple[int, int], block: int, fields: Sequence[int], is_cooperative: bool) -> None:
@@ -165,10 +165,12 @@ class CpuKernel:
 class CpuKernels:
     """Launches kernels whose blocks do not wait for each other on fibers, in place of nvrtc.Kernels."""
 
-    def __init__(self, source: str, folder: Path, names: Iterable[str] = batched.KERNELS) -> None:
-        """`source` is SOURCE.complete(sizes) of either. A RuntimeError has the compiler's messages."""
+    def __init__(
+        self, source: str, folder: Path, names: Iterable[str] = batched.KERNELS, optimization: str = PLAIN
+    ) -> None:
+        """`source` is SOURCE.complete(sizes) of the kernels' module. A RuntimeError has the compiler's messages."""
         entries = "".join(RUN_BATCHED.format(name) for name in names)
-        self.library = compile_library(source + entries, folder, OF_SMALL_KERNELS)
+        self.library = compile_library(source + entries, folder, optimization)
 
     def launch(
         self,

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from gpu_on_cpu import CpuKernels, changed_source, needs_compiler
+from gpu_on_cpu import OPTIMIZED, CpuKernels, changed_source, needs_compiler
 from helpers import on_gpu, random_talker, slow
 from torch import Tensor
 
@@ -159,7 +159,7 @@ def stack_on_cpu(monkeypatch, tmp_path) -> Callable[..., OverlappedStack]:
         def compile(subject: Subject) -> tuple[SimpleNamespace, CpuKernels]:
             sizes = overlapped_stack.kernel_sizes(subject)
             source = SOURCE.complete(sizes, changed_source(overlapped_stack, *faults))
-            return sizes, CpuKernels(source, tmp_path, overlapped_stack.KERNELS)
+            return sizes, CpuKernels(source, tmp_path, overlapped_stack.KERNELS, OPTIMIZED)
 
         def compile_others(model: Any) -> tuple[SimpleNamespace, CpuKernels]:
             sizes = batched.kernel_sizes(model)
