@@ -20,7 +20,7 @@ from torch import Tensor
 from qwen3_tts_cuda_graphs.fast import layer_kernels, nvrtc
 from qwen3_tts_cuda_graphs.fast.kernels import VECTOR, CudaSource, struct_of
 from qwen3_tts_cuda_graphs.fast.layer_kernels import LayerKernels, layer_sizes
-from qwen3_tts_cuda_graphs.fast.layers import concatenate, lookup_rope
+from qwen3_tts_cuda_graphs.fast.layers import concatenate, lookup_rope, rope_tables
 
 THREADS = 128  # of a block of qk_norm_rope_store, attention, short_attention and silu_and_multiply
 SAMPLER_THREADS = 256
@@ -35,6 +35,7 @@ TOKENS_TO_SPLIT = range(32, 257)  # whose products are split
 CAN_SPLIT = "dtype" in torch.ops.aten.bmm.overloads()  # torch 2.8 or newer: bfloat16 in, float32 out
 
 # Fields of the kernels' structs, in order: the type of a tensor, or int. The compiler checks names and order.
+SAMPLING_FIELDS = ("temperature", "topk_rank", "one_minus_top_p", "greedy")  # what Sampling has, (B, 1) each
 SAMPLE_FIELDS: dict[str, Any] = {
     "logits": torch.bfloat16,
     "temperature": torch.float32,
@@ -181,10 +182,7 @@ class BatchedStack(LayerKernels):
         with model.device:
             self.row_indices = torch.arange(count)
             self.finished_splits = torch.zeros(count, self.sizes.kv_heads, dtype=torch.int32)
-            positions = torch.arange(self.cache_length)[None]
-        cos, sin = model.rotary_emb(torch.empty(0, dtype=model.dtype, device=model.device), positions)
-        self.cos = cos.contiguous()  # S * D elements
-        self.sin = sin.contiguous()
+        self.cos, self.sin = rope_tables(model, self.cache_length)
 
     def forward(
         self, embeds: Tensor, positions: Tensor, row_indices: Tensor | None = None, tokens: Tensor | None = None
@@ -286,8 +284,7 @@ class BatchedStack(LayerKernels):
     def sample_rows(self, logits: Tensor, sampling: Any, noise: Tensor) -> Tensor:
         """`sample` of cudagraph_talker.py, with settings and noise per row. (B, V), (B, V) -> (B, 1)
 
-        `logits` are bfloat16, as the head returns them. `sampling` has temperature, topk_rank, one_minus_top_p and
-        greedy, each (B, 1).
+        `logits` are bfloat16, as the head returns them. `sampling` has SAMPLING_FIELDS.
         """
         token = torch.empty(len(logits), 1, dtype=torch.long, device=logits.device)
         values = sample_values(logits, sampling, noise, token)
@@ -307,5 +304,5 @@ class BatchedStack(LayerKernels):
 
 
 def sample_values(logits: Tensor, sampling: Any, noise: Tensor, token: Tensor) -> dict[str, Tensor | int]:
-    values = {name: getattr(sampling, name) for name in ("temperature", "topk_rank", "one_minus_top_p", "greedy")}
+    values = {name: getattr(sampling, name) for name in SAMPLING_FIELDS}
     return values | dict(logits=logits, noise=noise, noise_stride=noise.stride(0), token=token)

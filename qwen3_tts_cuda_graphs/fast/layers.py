@@ -97,6 +97,13 @@ def lookup_rope(cos: torch.Tensor, sin: torch.Tensor, _, position_ids: torch.Ten
     return [F.embedding(position_ids, table)[:, :, None] for table in (cos, sin)]
 
 
+def rope_tables(model, length: int) -> list[torch.Tensor]:
+    """What `model.rotary_emb` looks up for the positions below `length`: cos and sin, length * D elements each."""
+    with model.device:
+        like, positions = torch.empty(0, dtype=model.dtype), torch.arange(length)
+    return [table.contiguous() for table in model.rotary_emb(like, positions[None])]
+
+
 def fused_attention(
     attn, qkv_weight, qk_norm, hidden_states, position_embeddings, attention_mask, past_key_values, cache_position, **_
 ) -> tuple[torch.Tensor, None]:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from qwen3_tts_cuda_graphs.fast import nvrtc
-from qwen3_tts_cuda_graphs.fast.batched import SAMPLE_FIELDS, StackLayer
+from qwen3_tts_cuda_graphs.fast.batched import SAMPLE_FIELDS, SAMPLING_FIELDS, StackLayer
 from qwen3_tts_cuda_graphs.fast.kernels import CudaSource, kernel_argument, kernel_arguments
 from qwen3_tts_cuda_graphs.fast.layer_kernels import layer_sizes
+from qwen3_tts_cuda_graphs.fast.layers import rope_tables
 
 KERNEL_NAME = "decode_step"
 
@@ -42,7 +43,7 @@ COMMON_ARGUMENTS: dict[str, Any] = {
     **dict.fromkeys(("final_norm", "cos", "sin"), torch.bfloat16),
     **dict.fromkeys(("exchange", "epoch", "failed", "failed_on_host"), torch.int32),
     "advance": torch.bool,
-    **{name: SAMPLE_FIELDS[name] for name in ("temperature", "topk_rank", "one_minus_top_p", "greedy", "noise")},
+    **{name: SAMPLE_FIELDS[name] for name in (*SAMPLING_FIELDS, "noise")},
     **dict.fromkeys(("token", "frame"), torch.long),
     **dict.fromkeys(("hidden", "embedding"), torch.bfloat16),
 }
@@ -220,48 +221,31 @@ def table(structs: Sequence[Sequence[Tensor | int]], device: torch.device) -> Te
 class FusedStep:
     """One step of a stack as one launch, to be called or captured.
 
-    `keys` and `values` are those of the stack, a tensor for each layer. The talker has one head, the predictor 15, and
-    it runs its layers before each. `noise` is (rows, heads, vocab).
-    `rows` are the Rows that it works on; only those with `advance` change. `arguments` are TALKER_ARGUMENTS or
-    PREDICTOR_ARGUMENTS by name.
+    The talker has one head, the predictor 15, and it runs its layers before each. Of the rows that it works on only
+    those with `advance` change.
     """
 
     name = "the megakernel"
 
     def __init__(
-        self,
-        compiled: tuple[Sizes, nvrtc.Kernels],
-        stack: Stack,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        sampling: Any,
-        noise: Tensor,
-        rows: Any,
-        arguments: Mapping[str, Tensor | int],
+        self, stack: Stack, rows: Any, cache: Sequence[Sequence[Tensor]], arguments: Mapping[str, Tensor | int]
     ) -> None:
-        model, heads, _, _ = stack
-        device = model.device
-        sizes, self.kernels = compiled
+        """
+        rows: SharedRows of 1, 2, 4, 8 or 16
+        cache: keys and values of the stack, a tensor for each layer
+        arguments: of the kernel, those that differ between talker and predictor
+        """
+        model, device = stack.model, stack.device
+        sizes, self.kernels = SOURCE.compile(stack)
         self.sizes = sizes
-        self.noise = noise
+        self.noise = arguments["noise"]  # (rows, heads, vocab)
 
-        layers = [StackLayer(*layer) for layer in zip(model.layers, keys, values, strict=True)]
-        matrices_of_layers = []
-        for layer in layers:
-            matrices_of_layers += [layer.qkv, layer.output, *layer.gate_up.chunk(2), layer.down]
-
-        # In the order of their use.
-        has_pass_without_head = sizes.codes > 1 and sizes.first_positions == 1
-        matrices = [*matrices_of_layers] if has_pass_without_head else []
-        for head in heads:
-            matrices += [*matrices_of_layers, head.weight]
+        layers = [StackLayer(*layer) for layer in zip(model.layers, *cache, strict=True)]
+        matrices = self.matrices(layers, stack.heads)
         matrix_fields = [[matrix, len(matrix), matrix[0].nbytes] for matrix in matrices]  # as in MATRIX_FIELDS
         end_of_list = [0] * len(MATRIX_FIELDS)
-
-        length = keys[0].shape[-2]
-        cos, sin = model.rotary_emb(
-            torch.empty(0, dtype=model.dtype, device=device), torch.arange(length, device=device)[None]
-        )
+        length = cache[0][0].shape[-2]
+        cos, sin = rope_tables(model, length)
         self.exchange = torch.full((sizes.replicas * sizes.exchange_bytes // 4,), -1, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)
         self.failed_on_host = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
@@ -270,26 +254,28 @@ class FusedStep:
             "layers": table([[getattr(layer, name) for name in LAYER_FIELDS] for layer in layers], device),
             "cache_length": length,
             "final_norm": model.norm.weight,
-            "cos": cos.contiguous(),
-            "sin": sin.contiguous(),
+            "cos": cos,
+            "sin": sin,
             "exchange": self.exchange,
             "epoch": torch.zeros(1, dtype=torch.int32, device=device),
             "failed": self.failed,
             "failed_on_host": self.failed_on_host,
-            "advance": rows.advance,
-            "temperature": sampling.temperature,
-            "topk_rank": sampling.topk_rank,
-            "one_minus_top_p": sampling.one_minus_top_p,
-            "greedy": sampling.greedy,
-            "noise": noise,
-            "token": rows.token,
-            "frame": rows.frame,
-            "hidden": rows.hidden,
-            "embedding": rows.embedding,
+            **{name: getattr(rows, name) for name in ("advance", "token", "frame", "hidden", "embedding")},
             **arguments,
         }
         self.fields = kernel_arguments(KERNEL_NAME, sizes.arguments, fields_by_name)
         self.keepalive: list[Any] = [fields_by_name, matrices, layers]  # the kernel knows only their addresses
+
+    def matrices(self, layers: Sequence[StackLayer], heads: Sequence[Any]) -> list[Tensor]:
+        """In the order of their use."""
+        of_layers = []
+        for layer in layers:
+            of_layers += [layer.qkv, layer.output, *layer.gate_up.chunk(2), layer.down]
+        has_pass_without_head = self.sizes.codes > 1 and self.sizes.first_positions == 1
+        matrices = [*of_layers] if has_pass_without_head else []
+        for head in heads:
+            matrices += [*of_layers, head.weight]
+        return matrices
 
     def __call__(self) -> None:
         self.launch()
@@ -324,12 +310,15 @@ class FusedStep:
 
 class TalkerStep(FusedStep):
     def __init__(self, talker: Any, rows: Any) -> None:
-        """talker: upstream's; rows: SharedRows of 1, 2, 4, 8 or 16"""
+        """talker: upstream's"""
         stack = Stack(talker.model, [talker.codec_head], rows.hidden.shape[-1], len(rows.token))
         arguments = {name: getattr(rows, name) for name in TALKER_ARGUMENTS}
-        super().__init__(
-            SOURCE.compile(stack), stack, rows.keys, rows.values, rows.sampling, rows.noise, rows, arguments
-        )
+        arguments |= sampling_arguments(rows.sampling, rows.noise)
+        super().__init__(stack, rows, (rows.keys, rows.values), arguments)
+
+
+def sampling_arguments(sampling: Any, noise: Tensor) -> dict[str, Tensor]:
+    return {name: getattr(sampling, name) for name in SAMPLING_FIELDS} | dict(noise=noise)
 
 
 def embeddings_of(predictor: Any) -> list[Tensor]:
@@ -361,10 +350,10 @@ class PredictorStep(FusedStep):
             "frames": rows.text.shape[1],
             "text": rows.text,
             "codes": rows.codes,
+            **sampling_arguments(rows.code_sampling, rows.code_noise),
         }
         stack = Stack(predictor.model, list(predictor.heads), rows.hidden.shape[-1], len(rows.token))
-        cache = rows.code_keys, rows.code_values
-        super().__init__(SOURCE.compile(stack), stack, *cache, rows.code_sampling, rows.code_noise, rows, arguments)
+        super().__init__(stack, rows, (rows.code_keys, rows.code_values), arguments)
 
     def __call__(self) -> None:
         if self.first_input is not self.talker_hidden:  # as where the projection is the identity
