@@ -33,6 +33,7 @@ from qwen3_tts_cuda_graphs.fast import batched_reference as reference
 from qwen3_tts_cuda_graphs.fast import layer_kernels_reference as layer_reference
 from qwen3_tts_cuda_graphs.fast.batched import SOURCE, BatchedStack, kernel_sizes, product
 from qwen3_tts_cuda_graphs.fast.frame_graphs import KernelGraphs
+from qwen3_tts_cuda_graphs.fast.kernels import kernel_arguments
 from qwen3_tts_cuda_graphs.fast.layers import replace_layers
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows, view_of
 from qwen3_tts_cuda_graphs.speech.prefill import PrefillGraph, PromptStack
@@ -637,6 +638,11 @@ def test_tensors_of_another_type_are_refused(fused):
         stack.norm(torch.zeros(1025, dtype=torch.bfloat16)[1:][None], stack.final_norm)
     with pytest.raises(ValueError, match="x has strides"):
         stack.norm(torch.zeros(1024, 2, dtype=torch.bfloat16).T, stack.final_norm)
+    noise = torch.zeros(2, 2, 4)[:, 1]
+    fields = dict(noise=torch.float32, noise_stride=int)
+    assert kernel_arguments("sample", fields, dict(noise=noise, noise_stride=8)) == [noise.data_ptr(), 8]
+    with pytest.raises(ValueError, match="noise has strides"):  # a kernel that does not know how far rows are apart
+        kernel_arguments("decode_step", dict(noise=torch.float32), dict(noise=noise))
 
 
 @needs_compiler

@@ -18,7 +18,6 @@ from qwen3_tts_cuda_graphs.fast.kernel_cache import warn_once
 
 HEADERS = Path(__file__).parent
 VECTOR = 8  # bfloat16 that a thread loads at once
-MAY_HAVE_ROW_STRIDE = ("noise",)
 
 
 class CudaSource:
@@ -166,18 +165,19 @@ def kernel_arguments(kernel: str, fields: Mapping[str, Any], values: Mapping[str
     """The struct of a kernel. `fields` are its fields in order: the dtype of a tensor, or int."""
     if values.keys() != fields.keys():
         raise ValueError(f"{kernel} takes {', '.join(fields)}; given are {', '.join(values)}")
-    return [kernel_argument(name, values[name], kind) for name, kind in fields.items()]
+    return [kernel_argument(name, values[name], kind, f"{name}_stride" in fields) for name, kind in fields.items()]
 
 
-def kernel_argument(name: str, value: Any, kind: Any) -> int:
-    """An int as it is, None as a null pointer; for a tensor its address, after checking dtype, layout and alignment."""
+def kernel_argument(name: str, value: Any, kind: Any, has_stride: bool = False) -> int:
+    """An int as it is, None as a null pointer; for a tensor its address, after checking dtype, layout and alignment.
+    If the kernel knows the stride between its rows, only these must be contiguous."""
     if kind is int:
         return int(value)
     if value is None:
         return 0
     if value.dtype != kind:
         raise ValueError(f"the kernel reads {name} as {kind}, it is {value.dtype}")
-    rows_only = name in MAY_HAVE_ROW_STRIDE and value.stride(-1) == 1
+    rows_only = has_stride and value.stride(-1) == 1
     if not (rows_only or value.is_contiguous()):
         raise ValueError(f"the kernel reads contiguous tensors, {name} has strides {value.stride()}")
     if kind == torch.bfloat16 and value.data_ptr() % (2 * VECTOR):
