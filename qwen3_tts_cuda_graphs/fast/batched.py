@@ -303,6 +303,9 @@ class BatchedStack(LayerKernels):
         self.launch("choose", (len(logits), 1), SAMPLER_THREADS, **values)
 
 
+def sampling_values(sampling: Any, noise: Tensor) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in SAMPLING_FIELDS} | dict(noise=noise)
+
+
 def sample_values(logits: Tensor, sampling: Any, noise: Tensor, token: Tensor) -> dict[str, Tensor | int]:
-    values = {name: getattr(sampling, name) for name in SAMPLING_FIELDS}
-    return values | dict(logits=logits, noise=noise, noise_stride=noise.stride(0), token=token)
+    return sampling_values(sampling, noise) | dict(logits=logits, noise_stride=noise.stride(0), token=token)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qwen3_tts_cuda_graphs.fast import nvrtc
-from qwen3_tts_cuda_graphs.fast.batched import SAMPLE_FIELDS, SAMPLING_FIELDS, StackLayer
+from qwen3_tts_cuda_graphs.fast.batched import SAMPLE_FIELDS, SAMPLING_FIELDS, StackLayer, sampling_values
 from qwen3_tts_cuda_graphs.fast.kernels import CudaSource, kernel_argument, kernel_arguments
 from qwen3_tts_cuda_graphs.fast.layer_kernels import layer_sizes
 from qwen3_tts_cuda_graphs.fast.layers import rope_tables
@@ -313,12 +313,8 @@ class TalkerStep(FusedStep):
         """talker: upstream's"""
         stack = Stack(talker.model, [talker.codec_head], rows.hidden.shape[-1], len(rows.token))
         arguments = {name: getattr(rows, name) for name in TALKER_ARGUMENTS}
-        arguments |= sampling_arguments(rows.sampling, rows.noise)
+        arguments |= sampling_values(rows.sampling, rows.noise)
         super().__init__(stack, rows, (rows.keys, rows.values), arguments)
-
-
-def sampling_arguments(sampling: Any, noise: Tensor) -> dict[str, Tensor]:
-    return {name: getattr(sampling, name) for name in SAMPLING_FIELDS} | dict(noise=noise)
 
 
 def embeddings_of(predictor: Any) -> list[Tensor]:
@@ -350,7 +346,7 @@ class PredictorStep(FusedStep):
             "frames": rows.text.shape[1],
             "text": rows.text,
             "codes": rows.codes,
-            **sampling_arguments(rows.code_sampling, rows.code_noise),
+            **sampling_values(rows.code_sampling, rows.code_noise),
         }
         stack = Stack(predictor.model, list(predictor.heads), rows.hidden.shape[-1], len(rows.token))
         super().__init__(stack, rows, (rows.code_keys, rows.code_values), arguments)
