@@ -515,7 +515,6 @@ void wgmma(float (&d)[N], unsigned long long a, unsigned long long b) {
     }
 }
 
-
 template <class TensorMap>
 void copy_box_once(void *to, const TensorMap &map, int input, int group, unsigned long long &barrier) {
     copy_box(to, map, input, group, barrier);
@@ -553,7 +552,11 @@ void wait_for_vectors() {
     }
     for (; groups > GROUPS; copies.erase(copies.begin())) {
         auto [to, from] = copies[0];
-        to ? (void)memcpy(to, from, 16) : (void)--groups;
+        if (to) {
+            memcpy(to, from, 16);
+        } else {
+            --groups;
+        }
     }
 }
 
@@ -581,14 +584,6 @@ void load_matrices(unsigned (&d)[4], const void *row) {
 void load_matrices_transposed(unsigned (&d)[4], const void *row) {
     const int lane = threadIdx.x % 32;
     load_elements(d, row, [&](int i) { return std::array<int, 2>{lane % 4 * 2 + i, lane / 4}; });
-}
-
-float __expf(float x) {
-    return expf(x);
-}
-
-float __fdividef(float x, float y) {
-    return x / y;
 }
 
 

@@ -126,7 +126,7 @@ FAULTS = {
     "weights of another tile": ("input, tile * TILE_GROUPS, here);", "input, 0, here);"),
     "x of another part": ("shared.x_read, part * M::INPUTS,", "shared.x_read, 0,"),
     "sums of one part too few": ("for (int i = 1; i < SPLITS; ++i)", "for (int i = 2; i < SPLITS; ++i)"),
-    "ups for gates": ("gate = round_to_bf16(of_part[of_gate]);", "gate = round_to_bf16(of_part[of_gate + 2]);"),
+    "ups for gates": ("silu(round_to_bf16(of_part[of_gate]))", "silu(round_to_bf16(of_part[of_gate + 2]))"),
     "one head's queries for both": ("shared.own[r % GROUP])", "shared.own[0])"),
     "one head's sums for both": ("shared.sum[i][head][dimension]", "shared.sum[i][0][dimension]"),
     "positions of another warp": ("copy_tile(warp + i * ATTENTION_WARPS, i);", "copy_tile(i * ATTENTION_WARPS, i);"),

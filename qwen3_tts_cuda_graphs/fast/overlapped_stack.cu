@@ -349,8 +349,7 @@ __device__ void write_inner(const Product &arguments, int tile, const Sums &sum)
         const int row = i / 2 * 8 + lane_index() % 4 * 2 + i % 2;
         const int of_gate = (i / 2 * 4 + i % 2) % (COLUMNS / 2);
         const float (&of_part)[COLUMNS / 2] = sum[i / (COLUMNS / 4)];
-        const float gate = round_to_bf16(of_part[of_gate]);
-        const float activated = round_to_bf16(__fdividef(gate, 1 + __expf(-gate)));
+        const float activated = round_to_bf16(silu(round_to_bf16(of_part[of_gate])));
         gated[row][lane_index() / 4] = pack_bf16x2(activated * round_to_bf16(of_part[of_gate + 2]), 0);
     }
     __syncwarp();
