@@ -149,10 +149,10 @@ def pretended_gpu(gpu: Any, compile_source: Callable[[str, str], bytes] | None =
 class CpuKernel:
     """Launches a kernel whose blocks wait for each other on fibers, in place of nvrtc.Kernels."""
 
-    def __init__(self, source: str, sizes: Any, folder: Path, name: str = KERNEL_NAME) -> None:
+    def __init__(self, source: str, sizes: Any, folder: Path) -> None:
         """`source` is SOURCE.complete(sizes) of the kernel's module. A RuntimeError has the compiler's messages."""
         self.sizes = sizes
-        self.run: Any = compile_library(source + RUN.format(name), folder, OPTIMIZED).run
+        self.run: Any = compile_library(source + RUN.format(KERNEL_NAME), folder, OPTIMIZED).run
         self.run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
 
     def launch(self, _: str, grid: tuple[int, int], block: int, fields: Sequence[int], is_cooperative: bool) -> None:

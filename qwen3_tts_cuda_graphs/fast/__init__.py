@@ -19,7 +19,7 @@ What the kernels share:
 
 kernels.h       small device functions, for all .cu files
 attention.h     attention by warps, for batched.cu; its sizes for overlapped_stack.cu
-barriers.h      what threads need that wait for others or for copies, for megakernel.cu and overlapped_stack.cu
+barriers.h      barriers that threads or copies arrive at, for megakernel.cu and overlapped_stack.cu
 sampler.h       the choice of a token, for megakernel.cu and batched.cu
 layer_kernels.py, layer_kernels.h
                 norms and silu, for batched.cu and codec_kernels.cu (layer_kernels_reference.py)

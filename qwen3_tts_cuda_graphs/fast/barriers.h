@@ -1,31 +1,10 @@
-// What kernels use whose threads wait for other blocks or for copies to shared memory: megakernel.cu, overlapped_stack.cu.
+// Barriers in shared memory that threads or copies arrive at (mbarriers), for megakernel.cu and overlapped_stack.cu.
 // They define BULK_COPIES, 1 for the instructions of compute capability 9.0.
 
 #ifndef ON_CPU
 
 __device__ u32 shared_address(const void *pointer) {
     return (u32)__cvta_generic_to_shared(pointer);
-}
-
-// Relaxed accesses at GPU scope go to L2: they see what other blocks wrote. They do not order other accesses,
-// and need not: a word says itself whether it has been written.
-__device__ void store_relaxed(void *address, u32 value) {
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(address), "r"(value) : "memory");
-}
-
-__device__ u32 load_relaxed(const u32 *address) {
-    u32 value;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-}
-
-__device__ uint4 load_relaxed_x4(const u32 *address) {
-    uint4 values;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(values.x), "=r"(values.y), "=r"(values.z), "=r"(values.w)
-                 : "l"(address)
-                 : "memory");
-    return values;
 }
 
 template <int ARRIVALS>
@@ -56,12 +35,6 @@ __device__ void mbarrier_arrive_expect_tx(u64 *barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
                  :: "r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
-}
-
-// Orders this thread's accesses of shared memory before the bulk copies, or products, that follow; a barrier alone does
-// not.
-__device__ void fence_proxy_async() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 #else

@@ -403,6 +403,27 @@ __device__ Shared &shared() {
 
 #ifndef ON_CPU
 
+// Relaxed accesses at GPU scope go to L2: they see what other blocks wrote. They do not order other accesses,
+// and need not: a word says itself whether it has been written.
+__device__ void store_relaxed(void *address, u32 value) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(address), "r"(value) : "memory");
+}
+
+__device__ u32 load_relaxed(const u32 *address) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ uint4 load_relaxed_x4(const u32 *address) {
+    uint4 values;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(values.x), "=r"(values.y), "=r"(values.z), "=r"(values.w)
+                 : "l"(address)
+                 : "memory");
+    return values;
+}
+
 __device__ void store_relaxed_16(void *address, u32 value) {
     asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" :: "l"(address), "h"((bf16)value) : "memory");
 }
@@ -429,6 +450,11 @@ __device__ u64 l2_policy(float keep_fraction) {
 }
 
 #if BULK_COPIES
+
+// Orders this thread's accesses of shared memory before the bulk copies that follow; a barrier alone does not.
+__device__ void fence_proxy_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // Global to shared memory, asynchronously; when done, completes this many bytes of the barrier's phase.
 template <int BYTES>
