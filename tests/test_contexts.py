@@ -1,5 +1,7 @@
 """The WebSocket with scripts, times, interruptions, and several utterances at once, told apart by their context."""
 
+import asyncio
+
 import numpy as np
 import pytest
 from serving_helpers import SHORT, never_end, pcm, serving, wait_until_free
@@ -142,6 +144,22 @@ def test_one_context_is_cancelled(presets):
         session.send("input.cancel")  # all others
         (*_, done), _ = session.until("session.done")
         assert done.items() >= {"context_id": "b", "cancelled": True}.items()
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "error"])
+def test_what_is_known_only_at_an_early_end_is_not_spoken(reason):
+    """Who takes the text may have its turn before it hears that it is cancelled itself."""
+    script = ArrivingScript(SpeechOptions(), Lexicon({}))
+    script.add("Interrupted. [voi")
+
+    async def taken() -> list[str]:
+        pieces = script.pieces(script.parts[0])
+        first = await anext(pieces)
+        script.stop(reason)
+        script.finish()
+        return [first, *[piece async for piece in pieces]]
+
+    assert asyncio.run(taken()) == ["Interrupted."] and script.parts[0].said == "Interrupted. [voi"
 
 
 @pytest.mark.parametrize("context", [5, "", "x" * 129, ["a"]])

@@ -292,12 +292,13 @@ CONTINUED = frame(0, is_last=False)
 def test_a_flood_of_tiny_frames_stalls_nobody(server, speech, frames):
     """All that one read had brought, 43,000 frames or 7,000 messages, was handled before anybody else had a turn."""
 
-    async def longest_wait() -> float:
-        longest, clock = 0.0, asyncio.get_running_loop().time
+    async def longest_turn() -> float:
+        """In seconds of the loop's own processor time: other programs take none of it."""
+        longest = 0.0
         for _ in range(70):
-            asked = clock()
+            begin = time.thread_time()
             await asyncio.sleep(0.01)
-            longest = max(longest, clock() - asked)
+            longest = max(longest, time.thread_time() - begin)
         return longest
 
     with raw_session(server) if frames else server.open() as connection:
@@ -308,12 +309,12 @@ def test_a_flood_of_tiny_frames_stalls_nobody(server, speech, frames):
             connection.sendall(f"POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\n{head}".encode())
             frames = b"1\r\n \r\n" * 43_000
         connection.settimeout(0.1)
-        waiting = speech.submit(longest_wait())
+        waiting = speech.submit(longest_turn())
         while not waiting.done():
             with contextlib.suppress(OSError):  # it is slowed down, or closed
                 connection.sendall(frames)
                 connection.recv(1 << 20)
-        assert waiting.result() < 0.6  # it was seconds
+        assert waiting.result() < 0.1  # it was seconds
 
 
 def test_a_whole_reply_in_tokens_is_not_slowed_down(server, monkeypatch):

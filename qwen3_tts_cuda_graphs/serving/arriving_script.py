@@ -168,10 +168,15 @@ class ArrivingScript:
         return part.is_spoken() and not (part.hit_max_new_tokens or self.ended_early)
 
     async def pieces(self, part: ArrivingPart, max_bytes: int | None = None) -> AsyncIterator[str]:
-        """What is said, as it arrives, until it is complete. With max_bytes, until the end of a sentence near it."""
+        """What is said, as it arrives, until it is complete. With max_bytes, until the end of a sentence near it.
+
+        Nothing once the utterance has ended early: what is known only then must not count as spoken.
+        """
         start, end = part.taken, None
         while end is None and not (part.is_complete and not part.rest):
-            await self.wait_until(lambda: part.is_complete or part.rest)
+            await self.wait_until(lambda: part.is_complete or part.rest or self.ended_early)
+            if self.ended_early:
+                return
             end = max_bytes and end_after_bytes(part.said, start, max_bytes)
             piece = part.said[part.taken : end]
             part.taken += len(piece)

@@ -99,8 +99,8 @@ class SpokenScript:
 
     def stop(self, reason: str) -> None:
         """Speak nothing more of it. reason: cancelled or error"""
-        self.speaking.cancel()  # first: text that is known only now must not count as spoken
         self.script.stop(reason)
+        self.speaking.cancel()
 
     def cancel(self) -> None:
         self.stop("cancelled")
