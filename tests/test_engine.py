@@ -24,7 +24,7 @@ from qwen3_tts_cuda_graphs.prompts.build import prepare_request
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech import runner as runner_module
 from qwen3_tts_cuda_graphs.speech.engine import Engine
-from qwen3_tts_cuda_graphs.speech.listener import QueueFull, StreamTimeout
+from qwen3_tts_cuda_graphs.speech.listener import Listener, QueueFull, StreamTimeout
 from qwen3_tts_cuda_graphs.speech.long_text import speak
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 from qwen3_tts_cuda_graphs.speech.utterance import growing_chunks
@@ -154,6 +154,30 @@ def test_prompts_that_wait_together_are_prefilled_together(voice):
         for chunks, audio in zip(streams, expected, strict=True):
             assert_same(joined(chunks), audio)
     assert together == [7] and moves
+
+
+def test_texts_that_wait_together_are_tokenized_together(voice):
+    """Their tokens are those that each has alone, without the padding that upstream's own calls switch on. One that is
+    cancelled meanwhile leaves nothing behind."""
+    requests = requests_of(voice, 5)
+    expected = [alone(voice, **request) for request in requests]
+    together, may_go_on = [], threading.Event()
+    with (
+        engine_for(voice, 8) as engine,
+        watched(engine.tts.prompts, "tokenize_together", lambda texts: together.append([*texts])),
+        ThreadPoolExecutor(5) as threads,
+    ):
+        engine.intake.thread.submit(may_go_on.wait, LIMIT)
+        asked = [threads.submit(engine.ask, **request) for request in requests]
+        while engine.intake.preparing < len(requests):
+            time.sleep(0.001)
+        cancelled = Listener(engine, lambda item: None)
+        cancelled.ask(voice.fast_method, "Never spoken.", None, voice.arguments).cancel()
+        may_go_on.set()
+        for chunks, audio in zip(asked, expected, strict=True):
+            assert_same(joined(chunks.result(LIMIT)), audio)
+        assert not engine.intake.texts
+    assert sorted(together[0]) == sorted(request["text"] for request in requests) and len(together) == 1
 
 
 def test_full_chunks_are_decoded_together(endless):

@@ -5,7 +5,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -26,6 +26,7 @@ from qwen3_tts_cuda_graphs.prompts.templates import (
     PromptTemplates,
     template_key,
     tokenize,
+    tokenize_together,
 )
 
 
@@ -62,6 +63,10 @@ class Prompts:
             return self.build_by_upstream(method, text, kwargs, token_ids)
         with one_thread(), torch.no_grad():
             return self.build_like_earlier(method, text, kwargs, token_ids)
+
+    def tokenize_together(self, texts: Iterable[str]) -> list[list[int]]:
+        """`token_ids` of each text."""
+        return tokenize_together(self.tts, map(self.tts._build_assistant_text, texts))
 
     def build_like_earlier(self, method: Callable, text: str, kwargs: dict, token_ids: list[int] | None) -> Request:
         key = template_key(method.__name__, kwargs)

@@ -1,10 +1,11 @@
 """Requests on their way into an engine: one thread builds their prompts and takes their text; then they wait for a row.
 
 One thread is enough: upstream's Python code takes twice as long when several run it at once. It has a CUDA stream of
-its own.
+its own. Tokenizing is most of a prompt: the texts of all requests that wait for this thread are tokenized together.
 """
 
 import collections
+import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,7 @@ class Intake:
         self.speech = speech = engine.speech
         self.prompts = speech.tts.prompts
         self.changed = engine.changed  # notified when a request is queued or has new text
+        self.texts = {}  # Listener -> text that nobody has tokenized yet
         self.waiting = collections.deque()  # requests that could be admitted
         self.preparing = 0  # requests whose prompts are being built
         self.prepared = 0  # prompts that were built, or could not be
@@ -52,16 +54,21 @@ class Intake:
             waiting = len(self.waiting) + self.preparing - free
             if waiting >= self.engine.max_waiting:
                 raise QueueFull(f"{waiting} requests are waiting already: try again later")
+            if text is not None:
+                self.texts[listener] = text
             future = self.thread.submit(self.build_prompt, listener, method, text, seed, kwargs, inputs_ready)
             self.preparing += 1
             self.engine.listeners.add(listener)
-        future.add_done_callback(self.prompt_is_done)  # also if it was cancelled while it was queued
+        future.add_done_callback(
+            functools.partial(self.prompt_is_done, listener)
+        )  # also if it was cancelled while it was queued
         if text is None:
             future.add_done_callback(self.engine.wake_delivery)
         return future
 
-    def prompt_is_done(self, future: Future) -> None:
+    def prompt_is_done(self, listener: Listener, future: Future) -> None:
         with self.changed:
+            self.texts.pop(listener, None)
             self.preparing -= 1
             self.prepared += 1
             if not self.preparing:  # the engine may wait for it
@@ -102,10 +109,19 @@ class Intake:
             if text is None:
                 listener.arriving = ArrivingText(method, listener.text_timeout, listener.max_text_tokens, **kwargs)
             else:
-                self.enqueue(listener, self.prompts.build(method, text, kwargs))
+                if listener in self.texts:
+                    self.tokenize_waiting()
+                self.enqueue(listener, self.prompts.build(method, text, kwargs, listener.token_ids))
         except BaseException as error:
             listener.close(error)
             raise
+
+    def tokenize_waiting(self) -> None:
+        with self.changed:
+            texts, self.texts = self.texts, {}
+        if len(texts) > 1:  # a single one is tokenized where its prompt is built
+            for listener, ids in zip(texts, self.prompts.tokenize_together(texts.values())):
+                listener.token_ids = ids
 
     def enqueue(self, listener: Listener, request: Request) -> None:
         self.prompts.check(request)
