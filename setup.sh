@@ -166,7 +166,7 @@ case $then in
     ;;
   test)
     step "running the tests (about seven minutes on two cores)"
-    exec $venv/bin/python -m pytest -q -n 3 tests
+    exec $venv/bin/python -m pytest -q -n 3 --dist worksteal tests
     ;;
   *)
     speak="$venv/bin/python generate.py"
