@@ -158,7 +158,7 @@ def test_prompts_that_wait_together_are_prefilled_together(voice):
 
 def test_texts_that_wait_together_are_tokenized_together(voice):
     """Their tokens are those that each has alone, without the padding that upstream's own calls switch on. One that is
-    cancelled meanwhile leaves nothing behind."""
+    cancelled meanwhile leaves nothing behind; nobody waits for a long one."""
     requests = requests_of(voice, 5)
     expected = [alone(voice, **request) for request in requests]
     together, may_go_on = [], threading.Event()
@@ -171,11 +171,14 @@ def test_texts_that_wait_together_are_tokenized_together(voice):
         asked = [threads.submit(engine.ask, **request) for request in requests]
         while engine.intake.preparing < len(requests):
             time.sleep(0.001)
-        cancelled = Listener(engine, lambda item: None)
+        cancelled, long = (Listener(engine, lambda item: None) for _ in range(2))
         cancelled.ask(voice.fast_method, "Never spoken.", None, voice.arguments).cancel()
+        too_long = long.ask(voice.fast_method, "word " * 500, None, voice.arguments)
         may_go_on.set()
         for chunks, audio in zip(asked, expected, strict=True):
             assert_same(joined(chunks.result(LIMIT)), audio)
+        with pytest.raises(ValueError, match="raise max_seq_len"):
+            too_long.result(LIMIT)
         assert not engine.intake.texts
     assert sorted(together[0]) == sorted(request["text"] for request in requests) and len(together) == 1
 

@@ -1,7 +1,7 @@
 """Requests on their way into an engine: one thread builds their prompts and takes their text; then they wait for a row.
 
 One thread is enough: upstream's Python code takes twice as long when several run it at once. It has a CUDA stream of
-its own. Tokenizing is most of a prompt: the texts of all requests that wait for this thread are tokenized together.
+its own. Half of a prompt's time is its tokens: the texts of requests that wait for this thread are tokenized together.
 """
 
 import collections
@@ -20,6 +20,8 @@ from qwen3_tts_cuda_graphs.prompts.request import Request
 from qwen3_tts_cuda_graphs.speech.listener import Listener, QueueFull
 from qwen3_tts_cuda_graphs.speech.utterance import NewText
 
+LONGEST_TOGETHER = 2000  # characters of a text: shorter ones do not wait for longer ones that came after them
+
 
 class Intake:
     def __init__(self, engine):
@@ -27,7 +29,7 @@ class Intake:
         self.speech = speech = engine.speech
         self.prompts = speech.tts.prompts
         self.changed = engine.changed  # notified when a request is queued or has new text
-        self.texts = {}  # Listener -> text that nobody has tokenized yet
+        self.texts = {}  # Listener -> text to be tokenized together with others
         self.waiting = collections.deque()  # requests that could be admitted
         self.preparing = 0  # requests whose prompts are being built
         self.prepared = 0  # prompts that were built, or could not be
@@ -54,7 +56,7 @@ class Intake:
             waiting = len(self.waiting) + self.preparing - free
             if waiting >= self.engine.max_waiting:
                 raise QueueFull(f"{waiting} requests are waiting already: try again later")
-            if text is not None:
+            if text and len(text) <= LONGEST_TOGETHER:
                 self.texts[listener] = text
             future = self.thread.submit(self.build_prompt, listener, method, text, seed, kwargs, inputs_ready)
             self.preparing += 1
