@@ -314,7 +314,7 @@ def test_a_flood_of_tiny_frames_stalls_nobody(server, speech, frames):
             with contextlib.suppress(OSError):  # it is slowed down, or closed
                 connection.sendall(frames)
                 connection.recv(1 << 20)
-        assert waiting.result() < 0.1  # it was seconds
+        assert waiting.result() < 0.3  # it was seconds; now 0.02
 
 
 def test_a_whole_reply_in_tokens_is_not_slowed_down(server, monkeypatch):
