@@ -53,12 +53,6 @@ def speech(checkpoint, tmp_path_factory):
     speech.close()
 
 
-@pytest.fixture(scope="module")
-def server(speech):
-    with RunningServer(speech) as server:
-        yield server
-
-
 def said(server, text, **fields) -> np.ndarray:
     return np.frombuffer(server.pcm(input=text, **PCM | fields), "<i2")
 

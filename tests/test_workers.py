@@ -22,7 +22,6 @@ from serving_helpers import (
     LIMIT,
     SHORT,
     LocalService,
-    RunningServer,
     load_speech,
     never_end,
     wait_until,
@@ -53,12 +52,6 @@ def speech(checkpoint, tmp_path_factory):
     never_end(speech)
     yield speech
     speech.close()
-
-
-@pytest.fixture(scope="module")
-def server(speech):
-    with RunningServer(speech) as server:
-        yield server
 
 
 # ---- Messages
