@@ -19,10 +19,8 @@ on building these prompts. The second request finds this out: the first is not k
 import collections
 import ctypes
 import functools
-import itertools
 import logging
 import threading
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -127,12 +125,6 @@ class PromptTemplates:
 def tokenize(tts, text: str) -> list[int]:
     """The ids that upstream has. `tokenizer(text)` is not safe beside another thread: it may change the padding."""
     return tts.processor.tokenizer.backend_tokenizer.encode(text).ids
-
-
-def tokenize_together(tts, texts: Iterable[str]) -> list[list[int]]:
-    """The same for several, on all cores, while other threads have the interpreter."""
-    encodings = tts.processor.tokenizer.backend_tokenizer.encode_batch_fast([*texts])
-    return [[*itertools.compress(one.ids, one.attention_mask)] for one in encodings]  # the others are padding
 
 
 def transcript_ids(tts, item) -> list[int]:

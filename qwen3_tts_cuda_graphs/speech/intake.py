@@ -1,7 +1,7 @@
 """Requests on their way into an engine: one thread builds their prompts and takes their text; then they wait for a row.
 
 One thread is enough: upstream's Python code takes twice as long when several run it at once. It has a CUDA stream of
-its own. Half of a prompt's time is its tokens: the texts of requests that wait for this thread are tokenized together.
+its own. Tokenizing is a large part of that work: texts that wait for this thread are tokenized together.
 """
 
 import collections
@@ -61,9 +61,8 @@ class Intake:
             future = self.thread.submit(self.build_prompt, listener, method, text, seed, kwargs, inputs_ready)
             self.preparing += 1
             self.engine.listeners.add(listener)
-        future.add_done_callback(
-            functools.partial(self.prompt_is_done, listener)
-        )  # also if it was cancelled while it was queued
+        # Also if it was cancelled while it was queued.
+        future.add_done_callback(functools.partial(self.prompt_is_done, listener))
         if text is None:
             future.add_done_callback(self.engine.wake_delivery)
         return future
