@@ -156,31 +156,37 @@ def test_prompts_that_wait_together_are_prefilled_together(voice):
     assert together == [7] and moves
 
 
-def test_texts_that_wait_together_are_tokenized_together(voice):
+def test_prompts_that_wait_are_built_together(voice):
     """Their tokens are those that each has alone, without the padding that upstream's own calls switch on. One that is
-    cancelled meanwhile leaves nothing behind; nobody waits for a long one."""
+    cancelled meanwhile is left out, one that cannot be built fails alone, and nobody waits for a long one."""
     requests = requests_of(voice, 5)
     expected = [alone(voice, **request) for request in requests]
     together, may_go_on = [], threading.Event()
     with (
         engine_for(voice, 8) as engine,
-        watched(engine.tts.prompts, "tokenize_together", lambda texts: together.append([*texts])),
+        watched(engine.tts.prompts, "build_together", lambda asked: together.append([one.text for one in asked])),
         ThreadPoolExecutor(5) as threads,
     ):
         engine.intake.thread.submit(may_go_on.wait, LIMIT)
         asked = [threads.submit(engine.ask, **request) for request in requests]
         while engine.intake.preparing < len(requests):
             time.sleep(0.001)
-        cancelled, long = (Listener(engine, lambda item: None) for _ in range(2))
+        cancelled, wrong, long = (Listener(engine, lambda item: None) for _ in range(3))
         cancelled.ask(voice.fast_method, "Never spoken.", None, voice.arguments).cancel()
-        too_long = long.ask(voice.fast_method, "word " * 500, None, voice.arguments)
+        is_wrong = wrong.ask(voice.fast_method, "Wrong.", None, voice.arguments | dict(language="Klingon"))
+        is_too_long = long.ask(voice.fast_method, "word " * 1600, None, voice.arguments)
         may_go_on.set()
         for chunks, audio in zip(asked, expected, strict=True):
             assert_same(joined(chunks.result(LIMIT)), audio)
+        with pytest.raises(ValueError, match="Klingon"):
+            is_wrong.result(LIMIT)
         with pytest.raises(ValueError, match="raise max_seq_len"):
-            too_long.result(LIMIT)
-        assert not engine.intake.texts
-    assert sorted(together[0]) == sorted(request["text"] for request in requests) and len(together) == 1
+            is_too_long.result(LIMIT)
+        assert not engine.intake.queued and not engine.intake.preparing
+    assert [sorted(texts) for texts in together] == [
+        sorted(["Wrong.", *(request["text"] for request in requests)]),
+        ["word " * 1600],
+    ]
 
 
 def test_full_chunks_are_decoded_together(endless):

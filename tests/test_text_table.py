@@ -13,7 +13,7 @@ from qwen3_tts_cuda_graphs.common.loading import load_upstream
 from qwen3_tts_cuda_graphs.common.voices import speaker_prompt
 from qwen3_tts_cuda_graphs.prompts import templates as prompt_templates
 from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText
-from qwen3_tts_cuda_graphs.prompts.build import prepare_request, talker_arguments
+from qwen3_tts_cuda_graphs.prompts.build import Asked, prepare_request, talker_arguments
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import reference_codes
 from qwen3_tts_cuda_graphs.prompts.request import Request, request_of
 from qwen3_tts_cuda_graphs.prompts.templates import PromptTemplate, template_key
@@ -104,6 +104,28 @@ def test_a_prompt_like_an_earlier_one_is_upstreams(voice, with_table, non_stream
         templates = with_table.prompts.templates.templates
         assert len(templates) == 2
         assert all(template.layout for template in templates.values()), f"not used for text {number}"
+
+
+@pytest.mark.parametrize("voice", ["x-vector", "in-context"], indirect=True)
+@pytest.mark.parametrize("non_streaming_mode", [True, False])
+def test_prompts_built_together_are_upstreams(voice, with_table, non_streaming_mode):
+    """With the first of their kind among them, other settings in between, and one that cannot be built."""
+    method = getattr(with_table, voice.method)
+    arguments = voice.arguments | dict(non_streaming_mode=non_streaming_mode)
+    texts = ["Hello there.", "a", "one two three " * 20, "Hello."]
+    kinds = arguments, arguments | dict(temperature=0.5)
+    asked = [Asked(method, text, kind) for text in texts for kind in kinds]
+    asked.insert(3, Asked(method, "Wrong.", arguments | dict(language="Klingon")))
+    built = with_table.prompts.build_together(asked)
+    assert isinstance(built.pop(3), ValueError)
+    asked.pop(3)
+    for one, request in zip(asked, built, strict=True):
+        expected = upstreams(method, one.text, **one.kwargs)
+        for name, value in vars(request).items():
+            same = getattr(expected, name)
+            assert torch.equal(value, same) if torch.is_tensor(value) else value == same
+    templates = with_table.prompts.templates.templates
+    assert len(templates) == 2 and all(template.layout for template in templates.values())
 
 
 @pytest.mark.parametrize("is_finished", [False, True])

@@ -68,31 +68,48 @@ class PromptTemplate:
         tokens = len(self.transcript) + len(self.ids) + len(self.end)
         for is_streaming, positions_after_prefix in ((True, len(self.codes)), (False, tokens + len(self.codes))):
             prefix = self.request.prefix[: max(0, self.request.prompt_length - positions_after_prefix)]
-            if self.equals_upstreams(self.fill_layout(prefix, is_streaming, self.ids)):
+            (filled,) = self.fill_layout(prefix, is_streaming, [(self.ids, None)])
+            if self.equals_upstreams(filled):
                 return prefix, is_streaming
         log.info("upstream's prompts have another layout: upstream builds all of them")
         return None
 
-    def fill(self, ids: list[int], reference: torch.Tensor | None) -> Request | None:
-        """The request with a text of these tokens. None: only upstream can build it."""
-        return self.fill_layout(*self.layout, ids, reference) if self.layout else None
+    def fill(self, texts: list[tuple[list[int], torch.Tensor | None]]) -> list[Request]:
+        """Requests for texts with these tokens and references. Only where there is a `layout`."""
+        return self.fill_layout(*self.layout, texts)
 
+    @torch.no_grad()
     def fill_layout(
-        self, prefix: torch.Tensor, is_streaming: bool, ids: list[int], reference: torch.Tensor | None = None
-    ) -> Request:
-        """Put a prompt together with few calls of torch: after each, other threads may keep the interpreter a while."""
-        ids = self.transcript + ids + self.end
-        first_code = 0 if is_streaming else len(ids)
-        in_prompt = first_code + len(self.codes)
-        ids += self.pad * (max(0, in_prompt + 1 - len(ids)) + 1)  # at least one for a frame, and what follows
-        text = self.table.new_empty(len(ids), self.table.shape[1], pin_memory=self.prompts.on_gpu)
-        torch.index_select(self.table, 0, torch.from_numpy(np.array(ids)), out=text)  # numpy converts a long list fast
+        self, prefix: torch.Tensor, is_streaming: bool, texts: list[tuple[list[int], torch.Tensor | None]]
+    ) -> list[Request]:
+        """Put prompts together with few calls of torch for all of them: in each call, other threads may take the
+        interpreter, and keep it for a while."""
+        all_ids, sizes, cuts = [], [], []
+        for ids, _ in texts:
+            ids = self.transcript + ids + self.end
+            first_code = 0 if is_streaming else len(ids)
+            in_prompt = first_code + len(self.codes)
+            ids += self.pad * (max(0, in_prompt + 1 - len(ids)) + 1)  # at least one for a frame, and what follows
+            all_ids += ids
+            sizes += [first_code, len(self.codes), len(ids) - in_prompt]
+            cuts += [in_prompt - 1, len(ids) - in_prompt + 1]
+        embeddings = self.table.new_empty(len(all_ids), self.table.shape[1], pin_memory=self.prompts.on_gpu)
+        ids = torch.from_numpy(np.array(all_ids))  # numpy converts a long list fast
+        torch.index_select(self.table, 0, ids, out=embeddings)
+        pieces = embeddings.split(sizes)  # of each prompt: tokens + codec_pad, tokens + codes, tokens
         if not is_streaming:
-            text[:first_code].add_(self.codec_pad)
-        text[first_code:in_prompt].add_(self.codes)
-        if in_prompt > 1:
-            prefix = torch.cat([prefix, text[: in_prompt - 1]])
-        return replace(self.request, prefix=prefix, inputs=text[in_prompt - 1 :], reference=reference)
+            torch._foreach_add_(pieces[0::3], [self.codec_pad] * len(texts))
+        torch._foreach_add_(pieces[1::3], [self.codes] * len(texts))
+        pieces = embeddings.split(cuts)
+        return [
+            replace(
+                self.request,
+                prefix=torch.cat([prefix, in_prefix]) if len(in_prefix) else prefix,
+                inputs=inputs,
+                reference=reference,
+            )
+            for in_prefix, inputs, (_, reference) in zip(pieces[0::2], pieces[1::2], texts)
+        ]
 
     def equals_upstreams(self, filled: Request) -> bool:
         return all(torch.equal(getattr(filled, name), getattr(self.request, name)) for name in ("prefix", "inputs"))

@@ -1,18 +1,21 @@
 """Requests on their way into an engine: one thread builds their prompts and takes their text; then they wait for a row.
 
 One thread is enough: upstream's Python code takes twice as long when several run it at once. It has a CUDA stream of
-its own. Tokenizing is a large part of that work: texts that wait for this thread are tokenized together.
+its own. Prompts that wait for this thread are built together: one by one, each would give the interpreter away several
+times, which is most of the time when hundreds of requests come at once.
 """
 
 import collections
-import functools
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
 from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText
+from qwen3_tts_cuda_graphs.prompts.build import Asked
 from qwen3_tts_cuda_graphs.prompts.checks import check_seed
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import is_on_gpu
 from qwen3_tts_cuda_graphs.prompts.pieces import done_future
@@ -20,7 +23,18 @@ from qwen3_tts_cuda_graphs.prompts.request import Request
 from qwen3_tts_cuda_graphs.speech.listener import Listener, QueueFull
 from qwen3_tts_cuda_graphs.speech.utterance import NewText
 
-LONGEST_TOGETHER = 2000  # characters of a text: shorter ones do not wait for longer ones that came after them
+MAX_TOGETHER = 32  # prompts that are built together
+CHARACTERS_TOGETHER = 8000  # of their texts: a prompt must not wait for long texts of requests that came after it
+
+
+class Queued(NamedTuple):
+    """A request whose prompt is to be built."""
+
+    listener: Listener
+    asked: Asked  # its text is None if it is still to come
+    seed: int | None
+    inputs_ready: torch.cuda.Event | None  # of a voice that its caller has made on the GPU
+    done: Future
 
 
 class Intake:
@@ -29,7 +43,7 @@ class Intake:
         self.speech = speech = engine.speech
         self.prompts = speech.tts.prompts
         self.changed = engine.changed  # notified when a request is queued or has new text
-        self.texts = {}  # Listener -> text to be tokenized together with others
+        self.queued = collections.deque()  # Queued, in the order of the calls
         self.waiting = collections.deque()  # requests that could be admitted
         self.preparing = 0  # requests whose prompts are being built
         self.prepared = 0  # prompts that were built, or could not be
@@ -50,26 +64,25 @@ class Intake:
         self.check_length(len(text or ""))
         # The caller may have made a voice on its own CUDA stream.
         inputs_ready = self.speech.runner.record_event() if is_on_gpu(kwargs.get("voice_clone_prompt")) else None
+        done = Future()
         with self.changed:
             self.engine.check_running()
             free = self.engine.runner.row_count - len(self.engine.active)
             waiting = len(self.waiting) + self.preparing - free
             if waiting >= self.engine.max_waiting:
                 raise QueueFull(f"{waiting} requests are waiting already: try again later")
-            if text and len(text) <= LONGEST_TOGETHER:
-                self.texts[listener] = text
-            future = self.thread.submit(self.build_prompt, listener, method, text, seed, kwargs, inputs_ready)
+            self.thread.submit(self.build_queued)
+            self.queued.append(Queued(listener, Asked(method, text, kwargs), seed, inputs_ready, done))
             self.preparing += 1
             self.engine.listeners.add(listener)
-        # Also if it was cancelled while it was queued.
-        future.add_done_callback(functools.partial(self.prompt_is_done, listener))
+        # Also if it is cancelled before its prompt is built.
+        done.add_done_callback(self.prompt_is_done)
         if text is None:
-            future.add_done_callback(self.engine.wake_delivery)
-        return future
+            done.add_done_callback(self.engine.wake_delivery)
+        return done
 
-    def prompt_is_done(self, listener: Listener, future: Future) -> None:
+    def prompt_is_done(self, _: Future) -> None:
         with self.changed:
-            self.texts.pop(listener, None)
             self.preparing -= 1
             self.prepared += 1
             if not self.preparing:  # the engine may wait for it
@@ -89,49 +102,75 @@ class Intake:
         except RuntimeError:  # the engine has been closed
             return done_future(False)
 
-    @torch.no_grad()
-    def build_prompt(
-        self,
-        listener: Listener,
-        method: Callable,
-        text: str | None,
-        seed: int | None,
-        kwargs: dict,
-        inputs_ready: torch.cuda.Event | None,
-    ) -> None:
-        if listener.is_closed:
-            return
-        try:
-            self.engine.check_running()
-            if inputs_ready:
-                inputs_ready.wait()
-            if seed is not None:
-                listener.generator = self.speech.seeded_generator(seed)
-            if text is None:
-                listener.arriving = ArrivingText(method, listener.text_timeout, listener.max_text_tokens, **kwargs)
-            else:
-                if listener in self.texts:
-                    self.tokenize_waiting()
-                self.enqueue(listener, self.prompts.build(method, text, kwargs, listener.token_ids))
-        except BaseException as error:
-            listener.close(error)
-            raise
-
-    def tokenize_waiting(self) -> None:
+    def take_queued(self) -> list[Queued]:
+        """The next requests whose prompts are to be built together."""
+        taken, characters = [], 0
         with self.changed:
-            texts, self.texts = self.texts, {}
-        if len(texts) > 1:  # a single one is tokenized where its prompt is built
-            for listener, ids in zip(texts, self.prompts.tokenize_together(texts.values())):
-                listener.token_ids = ids
+            while self.queued and len(taken) < MAX_TOGETHER:
+                characters += len(self.queued[0].asked.text or "")
+                if taken and characters > CHARACTERS_TOGETHER:
+                    break
+                taken.append(self.queued.popleft())
+        return taken
 
-    def enqueue(self, listener: Listener, request: Request) -> None:
+    @torch.no_grad()
+    def build_queued(self) -> None:
+        """Build the prompts of the next requests, one call for each: an earlier one may have left none."""
+        taken = [one for one in self.take_queued() if one.done.set_running_or_notify_cancel()]
+        if not taken:
+            return
+        errors = {}  # Queued.done -> why the request has failed
+
+        @contextlib.contextmanager
+        def failing(*queued: Queued) -> Iterator[None]:
+            try:
+                yield
+            except BaseException as error:
+                errors.update((one.done, error) for one in queued)
+
+        for one in taken:
+            with failing(one):
+                self.begin(one)
+        whole = [
+            one for one in taken if one.asked.text is not None and not (one.listener.is_closed or one.done in errors)
+        ]
+        with failing(*whole):
+            for one, request in zip(whole, self.prompts.build_together([one.asked for one in whole])):
+                with failing(one):
+                    self.load(one.listener, request)
+            self.enqueue(*[one.listener for one in whole if one.done not in errors])
+        for one in taken:
+            if error := errors.get(one.done):
+                one.listener.close(error)
+                one.done.set_exception(error)
+            else:
+                one.done.set_result(None)
+
+    def begin(self, one: Queued) -> None:
+        """What comes before the prompt; of a text that is still to come, all."""
+        listener = one.listener
+        self.engine.check_running()
+        if one.inputs_ready:
+            one.inputs_ready.wait()
+        if one.seed is not None:
+            listener.generator = self.speech.seeded_generator(one.seed)
+        if one.asked.text is None:
+            method, _, kwargs, _ = one.asked
+            listener.arriving = ArrivingText(method, listener.text_timeout, listener.max_text_tokens, **kwargs)
+
+    def load(self, listener: Listener, request: Request | Exception) -> None:
+        if isinstance(request, BaseException):
+            raise request
         self.prompts.check(request)
         listener.load(request, self.engine.runner)
+
+    def enqueue(self, *listeners: Listener) -> None:
+        """Let them wait for a row."""
         with self.changed:
             self.engine.check_running()
-            listener.queued_at = time.monotonic()
-            if not listener.is_closed:
-                self.waiting.append(listener)
+            for listener in listeners:
+                listener.queued_at = time.monotonic()
+            self.waiting += [listener for listener in listeners if not listener.is_closed]
             self.changed.notify_all()
 
     @torch.no_grad()
@@ -147,7 +186,8 @@ class Intake:
             arriving.add(piece)
             if listener.queued_at is None:
                 if arriving.can_begin:
-                    self.enqueue(listener, arriving.begin())
+                    self.load(listener, arriving.begin())
+                    self.enqueue(listener)
             elif new := arriving.take_embeddings():
                 new = NewText(*new, self.speech.runner.record_event())
                 with self.changed:

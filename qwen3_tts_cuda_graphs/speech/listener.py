@@ -35,7 +35,6 @@ class Listener(Utterance):
         super().__init__(growing_chunks())  # the same for every stream, so that a seed reproduces
         self.engine = engine
         self.put = put
-        self.token_ids = None  # of its text, where it was tokenized together with others
         self.queued_at = None  # time; None while its prompt is being built or waits for text
         self.is_closed = False  # it has got an error or was cancelled: nothing more is delivered
         # a text that is still arriving
