@@ -7,6 +7,7 @@ import pytest
 from qwen3_tts_cuda_graphs.speech import schedule
 from qwen3_tts_cuda_graphs.speech.schedule import RowStatus, Situation
 
+PROMPT = 10  # positions
 PASS = 0.04  # seconds per pass: a listener with less than twice as much audio ahead must not wait for a prefill
 
 
@@ -21,8 +22,10 @@ PAUSED = listener(0.06, paused_for=1.0)
 
 
 def situation(listeners, **details):
-    """Numbers are listeners with so many seconds of audio ahead."""
+    """Numbers are listeners with so many seconds of audio ahead. `waiting` of them have short prompts."""
     listeners = [listener(one) if isinstance(one, float) else one for one in listeners]
+    if isinstance(waiting := details.get("waiting"), int):
+        details["waiting"] = [PROMPT] * waiting
     return Situation(listeners, **dict(rows=8, pass_seconds=PASS) | details)
 
 
@@ -54,7 +57,10 @@ def test_nobody_runs_dry(listeners, longest_wait, expected):
         (8, 8, 7, 0),
         (9, 8, 7, 0),
         (0, 8, 0, 0),
-        (0, 100, 100, schedule.MAX_ADMISSIONS),
+        (0, 1000, 1000, schedule.MAX_POSITIONS // PROMPT),
+        (0, 8, [2000, 2000, 97], 2),
+        (0, 8, [2000, 2000, 96], 3),
+        (0, 8, [5000, 1], 1),
     ],
 )
 def test_limits_of_admissions(listeners, rows, waiting, expected):
@@ -110,13 +116,13 @@ def test_chunks_wait_for_others_where_frames_are_fast(pass_seconds, expected):
     assert schedule.can_decode_together(situation([9.0], pass_seconds=pass_seconds)) == expected
 
 
-def underruns_of_a_burst(listeners=400, frame=0.03, prefill=0.07):
-    """Everybody asks at once. A frame of 80 ms takes 30, and a prefill 70 more. Returns who ran dry, and the time at
-    which the last one heard something."""
+def underruns_of_a_burst(listeners=400, frame=0.03, prefill=0.07, prompt=128):
+    """Everybody asks at once. A frame of 80 ms takes 30, and a prefill of 32 prompts 70 more. Returns who ran dry, and
+    the time at which the last one heard something."""
     waiting, active, now, pass_seconds, dry = listeners, [], 0.0, 0.0, 0
     while waiting or None in active:  # times at which their audio runs out
         streams = [NEW if end is None else listener(end - now) for end in active]
-        state = Situation(streams, listeners, 0, waiting, now, pass_seconds)
+        state = Situation(streams, listeners, 0, [prompt] * waiting, now, pass_seconds)
         new = schedule.admissions(state)
         is_held_back = not new and schedule.holds_back(state)
         took = 0.002 if is_held_back else frame + prefill * (new > 0)

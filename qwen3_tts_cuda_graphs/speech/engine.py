@@ -156,14 +156,14 @@ class Engine:
                 listener.cancel()
 
         listener = Listener(self, put, text_timeout)
-        reader = None
+        asked = reader = None
         try:
             self.check_model(method)
             if kwargs.get("ref_audio") is not None:
                 kwargs = await asyncio.to_thread(with_voice_clone_prompt, method, kwargs)
             is_async = hasattr(text, "__aiter__")
             arrives = is_async or is_arriving(text)
-            await asyncio.wrap_future(listener.ask(method, None if arrives else check_text(text), seed, kwargs))
+            asked = listener.ask(method, None if arrives else check_text(text), seed, kwargs)
             if is_async:
                 reader = asyncio.create_task(aread_pieces(text, listener.push))
             elif arrives:
@@ -172,8 +172,8 @@ class Engine:
                 yield audio, self.rate
         finally:
             listener.cancel()
-            if reader:
-                reader.cancel()
+            for work in filter(None, (asked, reader)):
+                work.cancel()
 
     def generate(
         self, method: Callable, *, text: list[str], seed: int | None = None, **kwargs
@@ -310,7 +310,7 @@ class Engine:
             listeners=[listener.row_status(now, self.speech.seconds_per_frame) for listener in self.active],
             rows=len(self.active) + len(self.runner.free),
             preparing=self.intake.preparing,
-            waiting=len(waiting),
+            waiting=[listener.prompt_length for listener in waiting],
             longest_wait=now - waiting[0].queued_at if waiting else 0.0,
             pass_seconds=self.pass_seconds,
         )

@@ -4,9 +4,11 @@ A listener plays from the first chunk on. `lead` is how many seconds of audio it
 dry. A prefill delays the next frame of everybody, and a frame takes as long for one row as for several.
 """
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
-MAX_ADMISSIONS = 32  # prompts that are prefilled between two frames
+MAX_POSITIONS = 4096  # of all prompts that are read between two frames, unless one alone has more
 LEAD_TO_KEEP = 0.1  # seconds of audio ahead of playback; if all have more, they wait for those without first audio
 LEAD_AFTER_START = 0.5  # seconds; the first chunks, which never wait, are 0.64 s of audio
 FRAMES_BETWEEN_CHUNKS = 16  # a full chunk has 8, may wait for 7, and the host is one behind
@@ -33,13 +35,13 @@ class Situation(NamedTuple):
     listeners: list[RowStatus]
     rows: int
     preparing: int = 0  # requests whose prompts are being built
-    waiting: int = 0  # requests that could be admitted
+    waiting: Sequence[int] = ()  # requests that could be admitted: the length of each prompt
     longest_wait: float = 0.0  # seconds that the first of them has waited
     pass_seconds: float = 0.0  # a maximum that decays by a tenth with each pass
 
     @property
     def can_admit(self) -> bool:
-        return self.waiting > 0 and len(self.listeners) < self.rows
+        return len(self.waiting) > 0 and len(self.listeners) < self.rows
 
     @property
     def has_newcomers(self) -> bool:
@@ -61,7 +63,9 @@ def admissions(situation: Situation) -> int:
     )
     if would_run_dry and situation.longest_wait <= LONGEST_HOLD:
         return 0
-    return max(0, min(situation.waiting, situation.rows - len(situation.listeners), MAX_ADMISSIONS))
+    fitting = sum(total <= MAX_POSITIONS for total in itertools.accumulate(situation.waiting))
+    free = situation.rows - len(situation.listeners)
+    return max(0, min(len(situation.waiting), max(fitting, 1), free))
 
 
 def holds_back(situation: Situation) -> bool:
@@ -83,4 +87,4 @@ def evictions(situation: Situation, patience: float) -> list[int]:
     if len(situation.listeners) < situation.rows:
         return []
     idle = sorted(((listener.idle_for, i) for i, listener in enumerate(situation.listeners)), reverse=True)
-    return [i for idle_for, i in idle if idle_for > patience][: situation.waiting]
+    return [i for idle_for, i in idle if idle_for > patience][: len(situation.waiting)]
