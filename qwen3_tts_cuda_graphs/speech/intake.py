@@ -71,7 +71,8 @@ class Intake:
             waiting = len(self.waiting) + self.preparing - free
             if waiting >= self.engine.max_waiting:
                 raise QueueFull(f"{waiting} requests are waiting already: try again later")
-            self.thread.submit(self.build_queued)
+            if not self.queued:
+                self.thread.submit(self.build_queued)
             self.queued.append(Queued(listener, Asked(method, text, kwargs), seed, inputs_ready, done))
             self.preparing += 1
             self.engine.listeners.add(listener)
@@ -115,10 +116,11 @@ class Intake:
 
     @torch.no_grad()
     def build_queued(self) -> None:
-        """Build the prompts of the next requests, one call for each: an earlier one may have left none."""
-        taken = [one for one in self.take_queued() if one.done.set_running_or_notify_cancel()]
-        if not taken:
-            return
+        while taken := self.take_queued():
+            self.build([one for one in taken if one.done.set_running_or_notify_cancel()])
+
+    def build(self, taken: list[Queued]) -> None:
+        """Build the prompts of these requests, and let them wait for a row."""
         errors = {}  # Queued.done -> why the request has failed
 
         @contextlib.contextmanager
