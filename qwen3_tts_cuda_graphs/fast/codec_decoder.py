@@ -1,14 +1,14 @@
 """The codec's decoder with the kernels of codec_kernels.cu between its matrix products and convolutions.
 
-Upstream's modules run each product and sum of an activation as a kernel of its own, and cuDNN converts their
-channels-first tensors and back, so most of the time goes into moving data. Here tensors are channels-last, (B, L, C),
-and there is one kernel between two matrix products. The convolutions get no bias and no residual: the next kernel adds
-them, with the same roundings, and writes its result where the next convolution reads it, behind the stored columns of
-each row. A convolution is K matrix products in a batch, which cuBLAS computes faster than cuDNN does convolutions; one
-with dilation reads interleaved columns (see codec_kernels.cu): (B, D, ceil(L / D), C). A transposed convolution is one
-of 1 or 2 columns to `stride` times as many channels.
+Upstream's modules launch a kernel for each elementwise operation of an activation, and cuDNN converts their
+channels-first tensors to channels-last and back, so most of the time goes into moving data. Here all tensors are
+channels-last, (B, L, C), with one kernel between two matrix products. Convolutions add neither bias nor residual: the
+next kernel does, with the same roundings, and writes its result behind the stored columns of each row, where the next
+convolution reads it. A convolution of K columns is a batch of K matrix products, which cuBLAS computes faster than
+cuDNN computes convolutions. One with dilation D reads interleaved columns (see codec_kernels.cu), (B, D, ceil(L / D),
+C). A transposed convolution is a convolution of 1 or 2 columns to `stride` times as many channels.
 
-`codec_kernels.SOURCE.why_not` says where this cannot run; there, upstream's modules do.
+Where `codec_kernels.SOURCE.why_not` gives a reason why this cannot run, upstream's modules do.
 
 Shapes: B chunks, T frames, L columns, C channels, P stored columns, H hidden size.
 """
@@ -23,19 +23,20 @@ from torch import Tensor
 from qwen3_tts_cuda_graphs.fast.codec_kernels import HEAD_DIM, CodecKernels, PendingSum, Snake, stored_columns
 from qwen3_tts_cuda_graphs.fast.layers import concatenate
 
-MAX_PRODUCT_BYTES = 24 << 20  # of a convolution's input: it stays in the L2 cache while K products read it
+MAX_PRODUCT_BYTES = 24 << 20  # of a convolution's input, so that it stays in L2 while K products read it
 
 
 class KernelDecoder:
-    """Upstream's decoder as a function of the next frames. `state` is what to zero for a new utterance, each tensor
-    with `row_count` rows; `positions`, (rows), is how many frames they have had, which the caller counts."""
+    """Upstream's decoder, resumable: each call decodes the next frames. `state` is a list of tensors with `row_count`
+    rows each; the caller zeroes a row of them for a new utterance. `positions`, (rows), is the number of frames that
+    each row has decoded; the caller counts them."""
 
     def __init__(self, decoder: Any, row_count: int, positions: Tensor, kernels: CodecKernels):
         self.kernels = kernels
         self.state: list[Tensor] = []
 
         def make_state(module: Any) -> Tensor | None:
-            """A tensor for the last columns of a causal convolution's input, (rows, P, C). None if it needs none."""
+            """A tensor for the last columns of a causal convolution's input, (rows, P, C); None if it reads none."""
             columns = stored_columns(module)
             if columns == 0:
                 return None
@@ -91,7 +92,7 @@ class Quantizer:
 
 
 class Transformer:
-    """The transformer over the new frames and the window before them: keys and values of position p are at
+    """The transformer over the new frames and the window before them. The cache is a ring: position p is at index
     p % ring."""
 
     def __init__(self, transformer: Any, row_count: int, positions: Tensor, ring: int):
@@ -163,8 +164,8 @@ def channels_last(conv: Any) -> Tensor:
 
 
 def convolve(x: Tensor, weight: Tensor) -> Tensor:
-    """(B, L, C) or interleaved, (C', K, C) -> the same with C' channels. The last K - 1 columns of each sequence do not
-    count. A few chunks at a time: K products read them."""
+    """(B, L, C) or interleaved, (C', K, C) -> the same shape with C' channels, of which the last K - 1 columns of each
+    sequence are meaningless. Computes a few chunks at a time, so that they stay in L2 for all K products."""
     out = x.new_empty(*x.shape[:-1], len(weight))
     count = max(1, MAX_PRODUCT_BYTES // x[0].nbytes)
     for x_chunks, out_chunks in zip(x.split(count), out.split(count), strict=True):
@@ -173,8 +174,9 @@ def convolve(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def multiply_windows(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """All sequences as one, by K matrix products in a batch. Product r has the windows r, r + K, r + 2 K, ... of K
-    columns: they do not overlap, so they are the rows of a matrix. The last windows reach into what is behind x."""
+    """Convolve all sequences as one, by a batch of K matrix products. Product r computes the windows of K columns that
+    begin at r, r + K, r + 2 K, ...: they do not overlap, so they are the rows of a matrix in memory. The last windows
+    read past the end of x, into its spare columns."""
     columns = x.shape[:-1].numel()
     _, taps, channels = weight.shape
     windows = -(-(columns - taps + 1) // taps)  # of a product
@@ -184,8 +186,8 @@ def multiply_windows(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 class TransposedConv:
-    """Each column becomes `stride` columns, which depend on it and, if the kernel is longer than that, on the column
-    before it: a convolution to `stride` times as many channels."""
+    """Each column becomes `stride` columns, which depend on that column and, if the kernel is longer than the stride,
+    on the one before it. So it is a convolution to `stride` times as many channels."""
 
     def __init__(self, module: Any, make_state: Callable[[Any], Tensor | None]):
         conv = module.conv
@@ -248,7 +250,7 @@ class ResidualUnit:
 
     def __call__(self, kernels: CodecKernels, pending: PendingSum) -> PendingSum:
         convolved = self.conv1(kernels, pending, self.snake1, keep_sum=True)
-        sequences = convolved.x.flatten(1, -2)  # stays interleaved, if it is
+        sequences = convolved.x.flatten(1, -2)  # if it is interleaved, it stays so
         x, _ = kernels.activate(PendingSum(sequences, convolved.bias), self.snake2)
         x = F.linear(x.view_as(convolved.x), self.weight2)
         return PendingSum(x, self.bias2, None, convolved.residual, convolved.columns)

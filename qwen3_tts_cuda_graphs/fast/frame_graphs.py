@@ -1,15 +1,15 @@
 """The two graphs of a frame, for 1 to N rows: `predict` computes the codes of the current frame, `step` the next token.
 
-They are what FrameGraphs of generate.py has, over rows that are given. Three ways to compute the same thing, from the
-one that runs everywhere to the fastest:
+They do what FrameGraphs of generate.py does, on rows that the caller provides. There are three implementations, from
+the one that runs everywhere to the fastest:
 
     PlainGraphs       upstream's model, with the layers of layers.py, in any dtype, on a CPU too
     KernelGraphs      the kernels of batched.cu around the matrix products, or, for 32 to 128 rows on Hopper, those of
                       overlapped_stack.cu; bfloat16
     MegakernelGraphs  two launches of megakernel.cu; bfloat16, 1, 2, 4, 8 or 16 rows
 
-Rows that must wait (`advance` is False) are computed with the others and keep their state. Their next frame
-overwrites what they write to the cache and to `codes`.
+Rows that must wait (`advance` is False) are computed with the others but keep their state. What they write to the cache
+and to `codes` is overwritten by their next frame.
 """
 
 import torch
@@ -30,11 +30,11 @@ class PlainGraphs:
         self.device = talker.device
         self.predictor = PredictorGraph(talker, rows, rows.code_keys, rows.code_values)
         self.talker = TalkerGraph(talker, rows, rows.keys, rows.values)
-        self.inputs = []  # what the predictor's positions look up, see projected_embeddings
-        self.waiting_launches = ()  # launches whose thread blocks wait for each other, each with `why_failed`
+        self.inputs = []  # embedding tables of the predictor's positions, see projected_embeddings
+        self.waiting_launches = ()  # launches whose thread blocks wait for each other; each has `why_failed`
 
     def inputs_of(self, like: "PlainGraphs | None") -> list[torch.Tensor]:
-        """Those of other graphs of the same model, or, where these have none, new ones."""
+        """The embedding tables of other graphs of the same model; new ones if these have none."""
         return (like and like.inputs) or projected_embeddings(self.predictor)
 
     def capture(self, pool: GraphPool) -> "PlainGraphs":
@@ -59,7 +59,7 @@ class PlainGraphs:
 
 class KernelGraphs(PlainGraphs):
     def __init__(self, talker, rows: SharedRows, like: PlainGraphs | None = None):
-        """like: graphs of the same model, whose tables of projected embeddings to use"""
+        """like: graphs of the same model, whose embedding tables are shared"""
         super().__init__(talker, rows)
         self.inputs = self.inputs_of(like)
         self.code_embeddings = concatenate(*self.predictor.embed_code)  # (15 * V', H)
@@ -71,11 +71,11 @@ class KernelGraphs(PlainGraphs):
             self.row_indices = torch.arange(count)
             self.code_positions = torch.arange(talker.config.num_code_groups)[:, None].repeat(1, count)  # (16, B)
             self.first_indices = torch.arange(count).repeat(2)  # (2 B): positions 0 and 1 of each row
-            # where the table of each code begins
+            # the first row of each code's table in code_embeddings
             self.first_embeddings = torch.arange(0, len(self.code_embeddings), len(self.predictor.embed_code[0].weight))
 
     def predict(self) -> None:
-        """Positions 0 and 1 of the predictor are one pass."""
+        """As PredictorGraph.step. Positions 0 and 1 of all rows are one pass of 2 B tokens."""
         rows, predictor, stack = self.rows, self.predictor, self.predictor_stack
         codes = [rows.token]  # (B, 1) each
         embeds = predictor.embed_token(rows.token)  # (B, 1, H)
@@ -110,10 +110,10 @@ class MegakernelGraphs(PlainGraphs):
 
 
 def has_kernels(talker) -> bool:
-    """Whether the kernels of batched.cu run here, and so KernelGraphs."""
+    """Whether the kernels of batched.cu, and so KernelGraphs, run here."""
     return not SOURCE.why_not(talker.model, talker.code_predictor.model)
 
 
 def graphs_without_megakernel(talker, rows: SharedRows, like: PlainGraphs | None = None) -> PlainGraphs:
-    """KernelGraphs where they run, else PlainGraphs. `like` as in KernelGraphs."""
+    """KernelGraphs where they run, otherwise PlainGraphs. `like` as in KernelGraphs."""
     return KernelGraphs(talker, rows, like) if has_kernels(talker) else PlainGraphs(talker, rows)

@@ -1,15 +1,17 @@
-// A pass of ROWS rows, a token of each, through a stack of decoder layers: on Hopper GPUs, by kernels of which each
-// begins while those before it still run.
+// One token of each of ROWS rows through a stack of decoder layers, on Hopper GPUs. Every kernel starts while the
+// previous ones are still running (programmatic dependent launch).
 //
 // overlapped_stack.py compiles this file with NVRTC for one model. It puts these definitions before it:
 //
 //     HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, EPSILON     of the stack
 //     ROWS               32, 64 or 128
-//     SLAB               inputs of a matrix that are copied and multiplied at once
-//     SPLITS             of the inputs of a product whose result is sums
-//     QKV_TILE and so on: outputs of a block; QKV_WEIGHT_STAGES, QKV_X_STAGES: steps copied ahead
-//     QKV_SHARED_BYTES   and so on, of a block
-//     TILES_AHEAD        of a warp in attention
+//     SLAB               inputs of a matrix that one step copies and multiplies
+//     SPLITS             parts into which a product splits its inputs (split-K); gate_up does not
+//     QKV_TILE           outputs of a block. These four also for OUTPUT, GATE_UP and DOWN.
+//     QKV_WEIGHT_STAGES  steps whose weights are copied ahead
+//     QKV_X_STAGES       steps whose activations are copied ahead
+//     QKV_SHARED_BYTES   shared memory of a block
+//     TILES_AHEAD        tiles of 16 positions that a warp copies ahead in attention
 //
 //
 // One layer
@@ -24,20 +26,21 @@
 //     down_product         inner                    sums
 //     sum_and_norm         sums, residual           residual, x
 //
-// `sums` are in float: one for each of SPLITS equal parts of a product's inputs, so that a block reads few rows of x.
-// Whoever reads them adds and rounds them. Results are rounded where the model's own forward rounds them.
+// `sums` are the partial sums of a product in float32, one for each of SPLITS equal parts of its inputs: a block that
+// multiplies a part of the inputs reads few activations. The next kernel adds and rounds them. Results are rounded
+// where the model's own forward rounds them.
 //
-// A kernel lets the next one begin at once: its blocks come to a multiprocessor as soon as there is room. They copy
-// what no kernel of this pass writes, weights or keys and values, as much as fits into their shared memory. Then they
-// wait for the end of the kernel before, and so for all before that. What has been there since before the pass they
-// may read at once, what a kernel of the pass writes only then; and only then may they write.
+// Each kernel allows the next one to launch at once, so the next one's blocks are scheduled as soon as a
+// multiprocessor has room for them. First they copy to shared memory what no kernel of this pass writes: weights, or
+// keys and values of earlier positions. Then they wait until the previous kernel has completed (and with it all
+// earlier ones). Only after that they read what kernels of this pass write, and write anything themselves.
 //
 //
 // A product
 // ---------
-// A block has TILE outputs of a part of the inputs. In each step it multiplies 64 inputs. One thread copies weights,
-// another one x, both to a ring of stages. A warpgroup multiplies 64 outputs by all rows, with wgmma. If TILE is not a
-// multiple of 64, the last one multiplies by some lines that are not weights, whose sums nobody reads.
+// A block computes TILE outputs for one part of the inputs, SLAB inputs per step. One thread copies the weights and
+// another one x, each into a ring of stages. Each warpgroup multiplies 64 outputs by all rows with wgmma. If TILE is
+// not a multiple of 64, the last warpgroup also multiplies lines that are not weights; those results are not stored.
 
 #define BULK_COPIES 1
 
@@ -48,23 +51,23 @@
 
 // ---- Sizes
 
-constexpr int LINE_BYTES = 2 * SLAB;                  // of a row of x or of weights in shared memory
+constexpr int LINE_BYTES = 2 * SLAB;                  // one row of x or of weights in shared memory
 constexpr int QUERY_SIZE = HEADS * HEAD_DIM;
 constexpr int QKV_SIZE = QKV_HEADS * HEAD_DIM;
-constexpr int HEAD_QUADS = HEAD_DIM / 4;              // four bfloat16 each, and lanes of a warp
-constexpr int HIDDEN_QUADS = HIDDEN / 4;              // and threads of sum_and_norm
+constexpr int HEAD_QUADS = HEAD_DIM / 4;              // groups of four bfloat16: one per lane of a warp
+constexpr int HIDDEN_QUADS = HIDDEN / 4;              // one per thread of sum_and_norm
 constexpr int ATTENTION_WARPS = OWN_HEADS;
 constexpr int TILE_BYTES = WARP_POSITIONS * HEAD_DIM * 2;     // of keys, or of values
 
-constexpr int COLUMNS = ROWS < 64 ? ROWS : 64;        // rows that a product takes at once
+constexpr int COLUMNS = ROWS < 64 ? ROWS : 64;        // rows of one wgmma: its N
 constexpr int COLUMN_PARTS = ROWS / COLUMNS;
-using Sums = float[COLUMN_PARTS][COLUMNS / 2];        // of a thread
+using Sums = float[COLUMN_PARTS][COLUMNS / 2];        // the accumulators of a thread
 
 static_assert(ROWS == 32 || ROWS % 64 == 0, "unsupported sizes: ROWS must be 32 or a multiple of 64");
 static_assert(GROUP == 2, "unsupported sizes: HEADS must be 2 * KV_HEADS");
 
-// OUTPUTS times INPUTS, of these a block has TILE and INPUTS / PARTS. If it is gated, eight gates and their eight
-// ups are next to each other.
+// A matrix of OUTPUTS_ x INPUTS_; a block multiplies TILE x INPUTS of it. In a gated one, groups of eight gates and of
+// the eight ups that belong to them alternate.
 template <int OUTPUTS_, int INPUTS_, int TILE_, int WEIGHT_STAGES_, int X_STAGES_, bool IS_GATED_ = false>
 struct Matrix {
     static constexpr int OUTPUTS = OUTPUTS_, TILE = TILE_, WEIGHT_STAGES = WEIGHT_STAGES_, X_STAGES = X_STAGES_;
@@ -72,7 +75,7 @@ struct Matrix {
     static constexpr int PARTS = IS_GATED ? 1 : SPLITS;
     static constexpr int INPUTS = INPUTS_ / PARTS;
     static constexpr int STEPS = INPUTS / SLAB;
-    static constexpr int WARPS = (TILE + 63) / 64 * 4;        // that multiply
+    static constexpr int WARPS = (TILE + 63) / 64 * 4;        // of the warpgroups that multiply
     static constexpr int THREADS = WARPS * 32 + 64;
     static_assert(INPUTS_ % (PARTS * SLAB) == 0 && OUTPUTS % TILE == 0 && TILE % 16 == 0,
                   "unsupported sizes: a matrix");
@@ -84,9 +87,9 @@ using Down = Matrix<HIDDEN, INNER, DOWN_TILE, DOWN_WEIGHT_STAGES, DOWN_X_STAGES>
 
 template <class M>
 struct alignas(1024) ProductShared {
-    unsigned char weights[M::WEIGHT_STAGES][M::TILE * LINE_BYTES];     // swizzled as wgmma wants them
+    unsigned char weights[M::WEIGHT_STAGES][M::TILE * LINE_BYTES];     // 128-byte swizzle, as wgmma reads it
     unsigned char x[M::X_STAGES][ROWS * LINE_BYTES];
-    bf16 gated[M::IS_GATED ? M::TILE / 16 : 1][ROWS][8];      // what a warp has of each row
+    bf16 gated[M::IS_GATED ? M::TILE / 16 : 1][ROWS][8];      // per warp: its eight outputs of each row
     u64 weights_here[M::WEIGHT_STAGES];
     u64 weights_read[M::WEIGHT_STAGES];
     u64 x_here[M::X_STAGES];
@@ -102,16 +105,16 @@ struct alignas(1024) AttentionShared {
     unsigned char values[ATTENTION_WARPS][TILES_AHEAD][TILE_BYTES];
     uint2 own[OWN_HEADS][HEAD_QUADS];
     float sum[ATTENTION_WARPS][GROUP][HEAD_DIM];
-    float best[ATTENTION_WARPS + 1][GROUP];           // of the warps and of the own position
+    float best[ATTENTION_WARPS + 1][GROUP];           // per warp; the last entry is the token's own position
     float weight[ATTENTION_WARPS + 1][GROUP];
 };
 static_assert(sizeof(AttentionShared) == ATTENTION_SHARED_BYTES, "overlapped_stack.py counts other bytes");
 
 struct NormShared {
-    float squares[HIDDEN_QUADS / 32];                 // of each warp
+    float squares[HIDDEN_QUADS / 32];                 // per warp
 };
 
-// The shared memory of a block is one of these.
+// Each kernel uses one of these.
 union Shared {
     ProductShared<Qkv> qkv;
     ProductShared<Output> output;
@@ -129,8 +132,8 @@ struct alignas(64) TensorMap {
 // ---- Arguments
 
 struct Product {
-    const TensorMap *weights;                         // boxes of a tile x SLAB inputs
-    const TensorMap *x;                               // boxes of all rows x SLAB inputs
+    const TensorMap *weights;                         // a box is TILE outputs x SLAB inputs
+    const TensorMap *x;                               // a box is all rows x SLAB inputs
     void *result;                                     // sums: (SPLITS, ROWS, outputs), or inner: (ROWS, INNER)
 };
 
@@ -156,7 +159,7 @@ struct SumAndNorm {
 };
 
 
-// ---- PTX instructions. For a CPU, tests/gpu_on_cpu.h has functions of the same names.
+// ---- PTX instructions. tests/gpu_on_cpu.h has functions of the same names for a CPU.
 
 #ifndef ON_CPU
 
@@ -164,7 +167,7 @@ __device__ void let_next_kernel_begin() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Until the kernel before has ended, and what it wrote can be read, also by copies.
+// Wait until the previous kernel has completed and its writes are visible, to bulk copies as well.
 __device__ void wait_for_kernel_before() {
     asm volatile("griddepcontrol.wait;\nfence.proxy.async.global;" ::: "memory");
 }
@@ -173,7 +176,7 @@ __device__ void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// A box to shared memory.
+// Copy a box to shared memory, asynchronously.
 __device__ void copy_box(void *to, const TensorMap &map, int input, int group, u64 &barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %3, %4}], [%5];"
@@ -181,7 +184,7 @@ __device__ void copy_box(void *to, const TensorMap &map, int input, int group, u
                  : "memory");
 }
 
-// One that is read once in a pass: what others read again can stay in L2.
+// The same for data that a pass reads only once: it is evicted from L2 before data that is read again.
 __device__ void copy_box_once(void *to, const TensorMap &map, int input, int group, u64 &barrier) {
     constexpr u64 EVICT_FIRST = 0x12f0000000000000;
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -191,7 +194,7 @@ __device__ void copy_box_once(void *to, const TensorMap &map, int input, int gro
                  : "memory");
 }
 
-// Of lines of 128 bytes, swizzled, eight of them after each other.
+// The wgmma descriptor of a matrix in shared memory: rows of 128 bytes, 128-byte swizzle, 1,024 bytes per eight rows.
 __device__ u64 matrix_descriptor(const void *address) {
     return (u64)(shared_address(address) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
@@ -222,13 +225,13 @@ __device__ void commit_wgmma() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Until no more than this many committed groups are left.
+// Wait until at most GROUPS committed groups are still running.
 template <int GROUPS>
 __device__ void wait_for_wgmma() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(GROUPS) : "memory");
 }
 
-// The compiler may not move what these values depend on.
+// Keep the compiler from moving accesses to these registers across this point.
 template <int N>
 __device__ void pin(float (&d)[N]) {
 #pragma unroll
@@ -237,7 +240,7 @@ __device__ void pin(float (&d)[N]) {
     }
 }
 
-// A vector of a row of 16 bytes, asynchronously.
+// Copy 16 bytes asynchronously.
 __device__ void copy_vector(void *to, const uint4 *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(to)), "l"(from) : "memory");
 }
@@ -251,8 +254,8 @@ __device__ void wait_for_vectors() {
     asm volatile("cp.async.wait_group %0;" :: "n"(GROUPS) : "memory");
 }
 
-// Four matrices of 8 rows of 8 bfloat16: lane l has the address of row l % 8 of matrix l / 8. Lane 4 r + q gets of each
-// the elements 2 q and 2 q + 1 of row r, or of column r.
+// Load four matrices of 8 x 8 bfloat16. Lane l passes the address of row l % 8 of matrix l / 8. Lane 4 r + q receives
+// the elements 2 q and 2 q + 1 of row r of each matrix; transposed, those of column r.
 __device__ void load_matrices(u32 (&d)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(shared_address(row)) : "memory");
@@ -270,7 +273,7 @@ __device__ void wait_for_phase(u64 &barrier, u32 parity) {
     }
 }
 
-// A place in a ring of SIZE stages, and the parity of the phase in which it is full.
+// A position in a ring of SIZE stages, and the parity of the mbarrier phase that ends when the stage is full.
 template <int SIZE>
 struct Stage {
     int index = 0;
@@ -284,7 +287,7 @@ struct Stage {
     }
 };
 
-// Four of the SPLITS sums of a row of WIDTH values, added up.
+// The totals of four neighbouring outputs over the SPLITS partial sums. A row has WIDTH outputs.
 template <int WIDTH>
 __device__ Quad sum_of_parts(const float *sums, int quad) {
     Quad part[SPLITS];
@@ -313,7 +316,7 @@ __device__ void init_ring(u64 (&here)[STAGES], u64 (&read)[STAGES]) {
     }
 }
 
-// All steps of a part of the inputs, by one thread: copy(stage, input, barrier).
+// One thread copies all steps of a part of the inputs: it calls copy(stage, input, barrier) for each.
 template <class M, int STAGES, int BYTES, class Copy>
 __device__ void copy_steps(unsigned char (&stages)[STAGES][BYTES], u64 (&here)[STAGES], u64 (&read)[STAGES],
                            int first_input, Copy copy) {
@@ -328,7 +331,7 @@ __device__ void copy_steps(unsigned char (&stages)[STAGES][BYTES], u64 (&here)[S
     }
 }
 
-// Lane 4 r + q has the outputs r and r + 8 of its warp's 16, of the rows 8 i + 2 q and 8 i + 2 q + 1.
+// Lane 4 r + q has the outputs r and r + 8 of its warp's 16, for the rows 8 i + 2 q and 8 i + 2 q + 1.
 template <class M>
 __device__ void write_sums(const Product &arguments, int tile, int part, const Sums &sum) {
     const int first_output = tile * M::TILE + warp_index() * 16 + lane_index() / 4;
@@ -340,7 +343,8 @@ __device__ void write_sums(const Product &arguments, int tile, int part, const S
     }
 }
 
-// Those outputs are a gate and its up. A warp gathers its eight of each row, to write them at once.
+// Here the two outputs of a lane are a gate and its up. A warp collects its eight results of each row in shared memory
+// and writes them as one vector of 16 bytes.
 template <class M>
 __device__ void write_inner(const Product &arguments, int tile, const Sums &sum) {
     bf16 (&gated)[ROWS][8] = ((ProductShared<M> &)dynamic_shared<Shared>()).gated[warp_index()];
@@ -359,7 +363,7 @@ __device__ void write_inner(const Product &arguments, int tile, const Sums &sum)
     }
 }
 
-// Block i has part i % PARTS of the inputs of tile i / PARTS.
+// Block i multiplies tile i / PARTS by part i % PARTS of the inputs.
 template <class M>
 __device__ void multiply(const Product &arguments) {
     constexpr int TILE_GROUPS = M::TILE / (M::IS_GATED ? 16 : 8);
@@ -398,7 +402,7 @@ __device__ void multiply(const Product &arguments) {
     Sums sum = {};
     Stage<M::WEIGHT_STAGES> of_weights;
     Stage<M::X_STAGES> of_x;
-    u64 *read[2] = {};                                // of the step before
+    u64 *read[2] = {};                                // the barriers of the previous step's stages
     for (auto &part : sum) {
         pin(part);
     }
@@ -412,8 +416,9 @@ __device__ void multiply(const Product &arguments) {
         fence_wgmma();
 #pragma unroll
         for (int k = 0; k < SLAB / 16; ++k) {
+            // Descriptors count 16 bytes: a step of k is 32 bytes further, a part COLUMNS lines.
 #pragma unroll
-            for (int i = 0; i < COLUMN_PARTS; ++i) {  // 32 bytes further, and COLUMNS lines
+            for (int i = 0; i < COLUMN_PARTS; ++i) {
                 wgmma(sum[i], a + 2 * k, b + 2 * k + i * (COLUMNS * LINE_BYTES / 16));
             }
         }
@@ -460,7 +465,8 @@ extern "C" __global__ void __launch_bounds__(Down::THREADS) down_product(Product
 }
 
 
-// ---- A product's sums + residual, rounded after both, and its RMS norm. Block b has row b, thread t four values.
+// ---- The total of a product's partial sums, plus the residual, and its RMS norm. The total and the sum are rounded.
+// Block b computes row b, a thread four values.
 
 extern "C" __global__ void __launch_bounds__(HIDDEN_QUADS) sum_and_norm(SumAndNorm arguments) {
     let_next_kernel_begin();
@@ -476,28 +482,29 @@ extern "C" __global__ void __launch_bounds__(HIDDEN_QUADS) sum_and_norm(SumAndNo
 
 // ---- Attention
 
-// A vector of a row of keys or values: the same one of eight rows in a row is in eight different places.
+// The address of a vector in a tile of keys or values. The swizzle puts the same vector of eight neighbouring rows into
+// different banks.
 __device__ unsigned char *place_of(unsigned char *tile, int row, int vector) {
     return tile + (row * HEAD_VECTORS + (vector ^ row % 8)) * sizeof(uint4);
 }
 
-// The part of a head, 16 dimensions of 16 positions, as four matrices: the first eight dimensions of the positions 0 to
-// 7, the others; then of the positions 8 to 15.
+// The row that this lane passes to load_matrices for 16 dimensions of 16 positions: matrices 0 and 1 are the first and
+// the last eight dimensions of the positions 0 to 7, matrices 2 and 3 those of the positions 8 to 15.
 __device__ const void *matrices_of(unsigned char *tile, int part) {
     const int matrix = lane_index() / 8;
     return place_of(tile, matrix / 2 * 8 + lane_index() % 8, 2 * part + matrix % 2);
 }
 
-// Block i has KV head i % KV_HEADS of row i / KV_HEADS. Its warps take 16 positions each in turn, which they copy to
-// shared memory TILES_AHEAD times ahead. Warp i also has the i-th of the own heads: queries, key and value of the row's
-// own position. That position comes last, when the warps' results are merged.
+// Block i computes KV head i % KV_HEADS of row i / KV_HEADS. The warps take tiles of 16 earlier positions in turn and
+// copy TILES_AHEAD of them ahead. Warp i also loads head i of the token itself: its queries, its key or its value. The
+// token's own position is added at the end, when the results of the warps are merged.
 //
-// Tensor cores multiply queries by keys, and values by weights. A weight is rounded to bfloat16 for that, and what
-// rounding takes from it becomes a weight of its own: of the rows of queries, 0 and 1 are the two heads, 2 and 3 the
-// same ones again for the rest of their weights, the others 0.
+// Tensor cores multiply queries by keys, and weights by values. They take bfloat16, so a weight is split into its
+// rounded value and the rest, which are multiplied separately and added. Of the rows of the query matrix, 0 and 1 are
+// the two query heads, 2 and 3 repeat them for the rest of their weights, and the others are 0.
 //
-//     lane 4 r + q has     scores of row r, of the positions 2 q, 2 q + 1, 2 q + 8, 2 q + 9
-//                          sums of the dimensions r and r + 8 of each 16, of rows 2 q and 2 q + 1
+//     lane 4 r + q has     scores of matrix row r, for the positions 2 q, 2 q + 1, 2 q + 8, 2 q + 9
+//                          sums of the dimensions r and r + 8 of every 16, for matrix rows 2 q and 2 q + 1
 extern "C" __global__ void __launch_bounds__(ATTENTION_WARPS * 32) attention(Attention arguments) {
     AttentionShared &shared = dynamic_shared<Shared>().attention;
     let_next_kernel_begin();
@@ -513,7 +520,7 @@ extern "C" __global__ void __launch_bounds__(ATTENTION_WARPS * 32) attention(Att
     uint4 *values = arguments.values + in_cache;
     const int tiles = (position + WARP_POSITIONS - 1) / WARP_POSITIONS;
 
-    // Past the end the last position is copied again, with weight 0.
+    // Lines past the end repeat the last position; their weights are 0.
     const auto copy_tile = [&](int tile, int stage) {
         if (tile < tiles) {
 #pragma unroll

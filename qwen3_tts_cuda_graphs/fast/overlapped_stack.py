@@ -1,8 +1,8 @@
-"""A stack of decoder layers for many rows by kernels that overlap: overlapped_stack.cu, on Hopper.
+"""A stack of decoder layers for many rows, as kernels that overlap: overlapped_stack.cu, on Hopper.
 
-`OverlappedStack` is a BatchedStack whose `forward` of a token of each row is faster. Between cuBLAS's products and the
-small kernels the memory idles, and each product waits for its first weights. Here they are in shared memory before the
-kernel before has ended.
+`OverlappedStack` is a BatchedStack with a faster `forward` for one token of each row. Between cuBLAS's products and the
+small kernels the memory idles, and each product waits for its first weights. Here a kernel's first weights are in
+shared memory before the previous kernel has completed.
 """
 
 import ctypes
@@ -22,22 +22,22 @@ from qwen3_tts_cuda_graphs.fast.kernels import CudaSource, kernel_arguments, one
 from qwen3_tts_cuda_graphs.fast.layer_kernels import layer_sizes
 
 ROWS = 32, 64, 128
-SLAB = 64  # inputs of a matrix that are copied at once
-SPLITS = 4  # of the inputs of a product, but for gate_up
+SLAB = 64  # inputs of a matrix that one step copies and multiplies
+SPLITS = 4  # parts into which all products but gate_up split their inputs
 ATTENTION_WARPS = 4
-TILES_AHEAD = 2  # of 16 positions, of a warp in attention
-TESTED = 80  # positions of the test
-MAX_DIFFERENCE = 0.2  # of the root mean square of a result. Right: up to 0.03; the faults that tests try: from 0.30
+TILES_AHEAD = 2  # tiles of 16 positions that a warp copies ahead in attention
+TESTED = 80  # positions of the cache in the test at load
+MAX_DIFFERENCE = 0.2  # relative to a result's root mean square. Correct: up to 0.03; the faults in tests: 0.30 and more
 
 
 class Tiling(NamedTuple):
-    """How blocks share a product. The numbers of stages are measured: with fewer or more, blocks of the next kernels
-    come earlier, and take the memory from those before, or later."""
+    """How the blocks divide a product. The numbers of stages were found by measuring: they decide how many blocks fit
+    on a multiprocessor, and so how early the next kernels begin to copy."""
 
     tile: int  # outputs of a block
-    weight_stages: int  # slabs that are copied ahead
-    x_stages: int
-    parts: int = SPLITS  # of the inputs: 1 for gates and ups, which are multiplied at once
+    weight_stages: int  # steps whose weights are copied ahead
+    x_stages: int  # steps whose activations are copied ahead
+    parts: int = SPLITS  # into which the inputs are split; 1 for gates and ups, whose SiLU needs complete sums
 
     def shared_bytes(self, rows: int) -> int:
         slabs = 2 * SLAB * (self.weight_stages * self.tile + self.x_stages * rows)
@@ -50,7 +50,7 @@ class Tiling(NamedTuple):
 
 
 PRODUCTS = "qkv", "output", "gate_up", "down"
-TILINGS = {  # by the hidden size, for up to so many rows
+TILINGS = {  # (hidden size, most rows) -> one Tiling for each of PRODUCTS
     (1024, 64): (Tiling(128, 4, 4), Tiling(64, 8, 8), Tiling(48, 8, 8, parts=1), Tiling(64, 12, 8)),
     (1024, 128): (Tiling(128, 4, 4), Tiling(64, 8, 4), Tiling(48, 8, 4, parts=1), Tiling(64, 8, 4)),
     (2048, 64): (Tiling(128, 4, 8), Tiling(64, 8, 8), Tiling(96, 8, 8, parts=1), Tiling(64, 12, 8)),
@@ -96,7 +96,7 @@ def whole_kilobytes(size: int) -> int:
 
 def kernel_sizes(subject: Subject) -> SimpleNamespace:
     sizes = layer_sizes(subject.model.config)
-    of_tile = 2 * 2 * 16 * sizes["head_dim"]  # bytes of keys and values
+    of_tile = 2 * 2 * 16 * sizes["head_dim"]  # bytes of its keys and values
     attention = ATTENTION_WARPS * (TILES_AHEAD * of_tile + 10 * sizes["head_dim"]) + 16 * (ATTENTION_WARPS + 1)
     sizes |= dict(rows=subject.rows, slab=SLAB, splits=SPLITS, tiles_ahead=TILES_AHEAD)
     sizes |= dict(attention_shared_bytes=whole_kilobytes(attention))
@@ -159,7 +159,7 @@ class OverlappedStack(BatchedStack):
     def forward(
         self, embeds: Tensor, positions: Tensor, row_indices: Tensor | None = None, tokens: Tensor | None = None
     ) -> Tensor:
-        """As BatchedStack's, which computes all passes but those of a token of each row."""
+        """As in BatchedStack, which computes every pass that is not one token of each row."""
         if row_indices is not None or len(positions) != self.rows:
             return super().forward(embeds, positions, row_indices, tokens)
         residual = embeds if tokens is None else F.embedding(tokens, embeds)
@@ -213,9 +213,9 @@ class OverlappedStack(BatchedStack):
 
     @torch.no_grad()
     def why_wrong(self) -> str:
-        """What is wrong with it on this GPU and with these weights; empty if nothing is. The cache stays as it is.
+        """Compare random tokens at random positions, over a random cache, with the results of BatchedStack.
 
-        Random tokens at random positions are compared with what the other kernels compute, over a random cache.
+        Returns what is wrong on this GPU and with these weights, or an empty string. The cache is restored.
         """
         generator = torch.Generator(self.device).manual_seed(0)
 
@@ -237,7 +237,7 @@ class OverlappedStack(BatchedStack):
 
 
 def difference_of(found: Sequence[Tensor], expected: Sequence[Tensor], limit: float = MAX_DIFFERENCE) -> str:
-    """How hidden states, and new keys and values of each layer, differ; empty if by no more than roundings do."""
+    """How much the tensors differ, in words; empty if not more than different roundings explain."""
     distance = torch.stack([(a.float() - b.float()).square().mean().sqrt() for a, b in zip(found, expected)])
     size = torch.stack([b.float().square().mean().sqrt() for b in expected])
     worst = float((distance / size).max())
@@ -245,7 +245,8 @@ def difference_of(found: Sequence[Tensor], expected: Sequence[Tensor], limit: fl
 
 
 def make_stack(model: Any, keys: Sequence[Tensor], values: Sequence[Tensor], rows: int, count: int) -> BatchedStack:
-    """For a token of each row, and passes of up to `count` tokens: an OverlappedStack, tested, where it runs."""
+    """For one token of each row, and passes of up to `count` tokens. An OverlappedStack where it runs and passes its
+    test, otherwise a BatchedStack."""
     subject = Subject(model, rows)
     if not SOURCE.why_not(subject):
         try:
@@ -267,9 +268,10 @@ def compile_ahead(talker: Any, row_counts: Sequence[int]) -> None:
 
 
 def tensor_map(matrix: Tensor, tiles: int, halves: int = 1) -> Tensor:
-    """What the GPU needs to know to copy boxes of a matrix into lines of 128 bytes, swizzled: CUtensorMap, 128 bytes.
+    """A CUtensorMap (128 bytes): it describes how to copy boxes of a matrix to shared memory with a 128-byte swizzle.
 
-    A box is a tile of the outputs times SLAB inputs. Of two halves it has eight outputs each in turn.
+    A box is a tile of the outputs x SLAB inputs. With halves=2 it takes eight outputs of each half of the matrix in
+    turn: gates and the ups that belong to them.
     """
     BFLOAT16, NO_INTERLEAVE, SWIZZLE_128B, L2_256B, NO_FILL = 9, 0, 3, 3, 0
     outputs, inputs = matrix.shape
