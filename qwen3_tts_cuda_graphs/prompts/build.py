@@ -1,6 +1,6 @@
-"""Build requests. Upstream makes the first prompt of a voice; on a GPU those after it are made like it.
+"""Build requests. Upstream builds the first prompt of a voice; on a GPU the next ones are built from a template of it.
 
-`accelerate` stores a `Prompts` as `tts.prompts`, so a method of the model is all that a request needs to be built.
+`accelerate` stores a `Prompts` as `tts.prompts`, so that a method of the model is enough to build a request.
 """
 
 import collections
@@ -41,16 +41,16 @@ def prepare_request(method: Callable, text: str | list[str], **kwargs) -> Reques
 
 
 class Asked(NamedTuple):
-    """What a request is built from."""
+    """The arguments from which a request is built."""
 
     method: Callable
     text: str
     kwargs: dict  # the method's other arguments, with a voice_clone_prompt in place of a recording
-    token_ids: list[int] | None = None  # instead of tokenizing the text
+    token_ids: list[int] | None = None  # of the text in upstream's prompt format; None: tokenize it
 
     @property
     def text_ids(self) -> list[int]:
-        """Without the tokens of upstream's prompt format around the text."""
+        """The tokens of the text alone."""
         return self.token_ids[ROLE_TOKENS:-CLOSING_TOKENS]
 
     @property
@@ -63,10 +63,10 @@ class Asked(NamedTuple):
 
 
 class Prompts:
-    """What the requests of one model are built with."""
+    """Builds the requests of one model."""
 
     def __init__(self, tts, max_seq_len: int, host_talker=None):
-        """host_talker: builds prompts on the host of a GPU, or None"""
+        """host_talker: to build prompts on the host, for a model on a GPU; None on a CPU"""
         self.tts = tts
         self.talker = tts.model.talker
         self.on_gpu = self.talker.device.type == "cuda"
@@ -78,11 +78,8 @@ class Prompts:
         request.check(self.talker.config.codec_eos_token_id, self.max_seq_len)
 
     def build(self, method: Callable, text: str, kwargs: dict, token_ids: list[int] | None = None) -> Request:
-        """Have upstream build a request, or make it like an earlier one, on a GPU.
-
-        kwargs: the method's other arguments, with a voice_clone_prompt in place of a recording
-        token_ids: use these instead of tokenizing the text
-        """
+        """Build a request: by upstream's code, or on a GPU from the template of an earlier one. The arguments are those
+        of Asked."""
         (request,) = self.build_together([Asked(method, text, kwargs, token_ids)])
         if isinstance(request, Exception):
             raise request
@@ -90,10 +87,9 @@ class Prompts:
 
     @torch.no_grad()
     def build_together(self, asked: Sequence[Asked]) -> list[Request | Exception]:
-        """The same for several, in less time than one by one. An error takes the place of a request that cannot be
-        built."""
+        """Build several requests, faster than one by one. If one cannot be built, its error is in its place."""
         built = [None] * len(asked)
-        indices_of = collections.defaultdict(list)  # PromptTemplate -> which requests are made with it
+        indices_of = collections.defaultdict(list)  # PromptTemplate -> the requests that it builds
         with one_thread() if self.host_talker else contextlib.nullcontext():
             asked = self.tokenize(asked)
             for i, one in enumerate(asked):
@@ -117,19 +113,19 @@ class Prompts:
         return built
 
     def tokenize(self, asked: Sequence[Asked]) -> list[Asked]:
-        """With token_ids for those that have none: on all cores, while other threads have the interpreter."""
+        """Add the token_ids that are missing. Several texts are tokenized on all cores, without the GIL."""
         missing = [one for one in asked if one.token_ids is None]
         texts = [self.tts._build_assistant_text(one.text) for one in missing]
         if len(texts) == 1:
             ids = [tokenize(self.tts, *texts)]
-        else:  # padded to the same length
+        else:  # the tokenizer may pad them to the same length
             encodings = self.tts.processor.tokenizer.backend_tokenizer.encode_batch_fast(texts)
             ids = [[*itertools.compress(one.ids, one.attention_mask)] for one in encodings]
         found = iter(ids)
         return [one._replace(token_ids=next(found)) if one.token_ids is None else one for one in asked]
 
     def keep_template(self, key, request: Request, asked: Asked) -> None:
-        """For the next request with other text. What will be refused is not kept."""
+        """Keep a template for the next request with the same key, unless this request will be refused."""
         with contextlib.suppress(ValueError):
             self.check(request)
             self.templates.add(key, PromptTemplate(self, request, asked.text_ids, asked.voice_clone_prompt))
@@ -142,7 +138,7 @@ class Prompts:
 
     @torch.no_grad()
     def embed_text(self, ids: list[int]) -> torch.Tensor:
-        """What frames add for these tokens. -> (T, H)"""
+        """What the frames add to their embeddings for these tokens. -> (T, H)"""
         talker = self.host_talker or self.talker
         embeddings = talker.text_projection(
             talker.get_text_embeddings()(torch.tensor(ids, dtype=torch.long, device=talker.device))
@@ -166,8 +162,8 @@ def talker_arguments(method: Callable, *, text: str, token_ids: list[int] | None
     """Let upstream build a prompt. Returns the arguments that it would pass to talker.generate.
 
     The method runs on a shallow copy of the model whose talker.generate raises its arguments, so that other threads
-    can use the model meanwhile. On a GPU the copy's talker is on the host, but for prompts with a reference recording,
-    whose codes have embeddings that are summed.
+    can use the model meanwhile. On a GPU the copy's talker is on the host, except for prompts with a reference
+    recording: upstream sums the embeddings of its codes.
 
     token_ids: use these instead of tokenizing the text
     """
@@ -196,5 +192,5 @@ def talker_arguments(method: Callable, *, text: str, token_ids: list[int] | None
 
 
 def tokenize_texts(tts, texts: list[str]) -> list[torch.Tensor]:
-    """What upstream's _tokenize_texts returns, without the layers in between, which take a third of a prompt's time."""
+    """The result of upstream's _tokenize_texts, without its layers of Python."""
     return [torch.tensor([tokenize(tts, text)], device="cpu") for text in texts]

@@ -1,19 +1,19 @@
-"""Prompts that differ from an earlier one in their text only, put together without upstream's code.
+"""Templates: build a prompt that differs from an earlier one only in its text, without upstream's code.
 
-Upstream takes a millisecond or two of Python for a prompt, and more on a GPU where there is a reference recording. That
-is a large part of the time to the first audio, and most of it when many requests come at once. The layout is simple:
+Upstream's Python code takes a millisecond or two for a prompt, and longer on a GPU for one with a reference recording:
+a large part of the time to the first audio, and most of it when many requests arrive together. The layout is simple:
 
     non_streaming_mode   prompt                                           added by the later frames
     False                prefix, first tokens + codes                     the other tokens, or pad
     True                 prefix, tokens + codec_pad, pad + codes          pad
 
-The tokens are those of the reference's transcript, of the text, and the end. The codes are codec_bos and the frames of
-the reference. Without a recording there is neither transcript nor frames. If there are fewer tokens than codes, pad
-follows them.
+The tokens are those of the reference's transcript, those of the text, and the end token. The codes are codec_bos and
+the frames of the reference. Without a recording there is neither a transcript nor frames. If there are fewer tokens
+than codes, pad tokens follow.
 
-The prefix (role, language, speaker, style) depends on the other arguments alone. It is taken from the first prompt that
-upstream builds with them, and only if this layout then gives exactly what upstream gave. If it does not, upstream goes
-on building these prompts. The second request finds this out: the first is not kept waiting for it.
+The prefix (role, language, speaker, style) depends only on the other arguments. It is taken from the first prompt that
+upstream builds with them. It is used only if this layout reproduces that prompt exactly; otherwise upstream builds all
+prompts with these arguments. The check is made for the second request, so that the first one does not wait for it.
 """
 
 import collections
@@ -32,14 +32,14 @@ from qwen3_tts_cuda_graphs.prompts.request import Request
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 ROLE_TOKENS = 3  # before the text: <|im_start|>, assistant, newline
-CLOSING_TOKENS = 5  # after it: <|im_end|>, newline and the next role
+CLOSING_TOKENS = 5  # after the text: <|im_end|>, newline and the next role
 TRANSCRIPT_CLOSING_TOKENS = 2  # after a reference's transcript: <|im_end|>, newline
 MAX_BYTES = 256 << 20  # of all templates: 64 prompts of 2,048 positions with 1.7B, and thousands of short ones
 
 
 class PromptTemplate:
     def __init__(self, prompts, request: Request, ids: list[int], voice_clone_prompt):
-        """prompts: the `Prompts` of the model; request: what upstream has built for the text with these tokens"""
+        """prompts: of the model; request: built by upstream for the text with the tokens `ids`"""
         self.nbytes = request.prefix.nbytes + len(request.prefix_key or b"") + request.inputs.nbytes
         if is_in_context(voice_clone_prompt):
             codes = voice_clone_prompt[0].ref_code
@@ -51,8 +51,8 @@ class PromptTemplate:
 
     @functools.cached_property
     def layout(self) -> tuple[torch.Tensor, bool] | None:
-        """The prefix, and whether it is the streaming layout. None: neither gives what upstream has built. Found at the
-        first use, together with what `fill_layout` reads."""
+        """The prefix, and whether it is the streaming layout; None if neither layout reproduces upstream's prompt. The
+        first use determines it, and sets the attributes that `fill_layout` reads."""
         tts, talker = self.prompts.tts, self.prompts.host_talker
         config = tts.model.config
         self.request = replace(self.request, prefix=self.request.prefix.cpu(), inputs=self.request.inputs.cpu())
@@ -75,26 +75,27 @@ class PromptTemplate:
         return None
 
     def fill(self, texts: list[tuple[list[int], torch.Tensor | None]]) -> list[Request]:
-        """Requests for texts with these tokens and references. Only where there is a `layout`."""
+        """Build a request for each text, given its tokens and its reference. `layout` must not be None."""
         return self.fill_layout(*self.layout, texts)
 
     @torch.no_grad()
     def fill_layout(
         self, prefix: torch.Tensor, is_streaming: bool, texts: list[tuple[list[int], torch.Tensor | None]]
     ) -> list[Request]:
-        """Put prompts together with few calls of torch for all of them: in each call, other threads may take the
-        interpreter, and keep it for a while."""
+        """The same for a given layout. Few calls of torch build all of the prompts: each call releases the GIL, and
+        getting it back from other threads can take milliseconds."""
         all_ids, sizes, cuts = [], [], []
         for ids, _ in texts:
             ids = self.transcript + ids + self.end
             first_code = 0 if is_streaming else len(ids)
             in_prompt = first_code + len(self.codes)
-            ids += self.pad * (max(0, in_prompt + 1 - len(ids)) + 1)  # at least one for a frame, and what follows
+            # At least one token for a frame, and the one that all frames after the text add.
+            ids += self.pad * (max(0, in_prompt + 1 - len(ids)) + 1)
             all_ids += ids
             sizes += [first_code, len(self.codes), len(ids) - in_prompt]
             cuts += [in_prompt - 1, len(ids) - in_prompt + 1]
         embeddings = self.table.new_empty(len(all_ids), self.table.shape[1], pin_memory=self.prompts.on_gpu)
-        ids = torch.from_numpy(np.array(all_ids))  # numpy converts a long list fast
+        ids = torch.from_numpy(np.array(all_ids))  # numpy converts a long list faster than torch
         torch.index_select(self.table, 0, ids, out=embeddings)
         pieces = embeddings.split(sizes)  # of each prompt: tokens + codec_pad, tokens + codes, tokens
         if not is_streaming:
@@ -116,7 +117,7 @@ class PromptTemplate:
 
 
 class PromptTemplates:
-    """The templates of the last requests, by everything that was asked for but the text. MAX_BYTES at most."""
+    """The templates of the last requests, in at most MAX_BYTES. Their keys are all arguments except the text."""
 
     def __init__(self):
         self.templates = collections.OrderedDict()
@@ -140,7 +141,7 @@ class PromptTemplates:
 
 
 def tokenize(tts, text: str) -> list[int]:
-    """The ids that upstream has. `tokenizer(text)` is not safe beside another thread: it may change the padding."""
+    """The ids that upstream would use. `tokenizer(text)` itself is not thread-safe: it may change the padding."""
     return tts.processor.tokenizer.backend_tokenizer.encode(text).ids
 
 
@@ -151,7 +152,7 @@ def transcript_ids(tts, item) -> list[int]:
 
 @torch.no_grad()
 def embed_reference(model, codes: torch.Tensor) -> torch.Tensor:
-    """What upstream adds to the text of a prompt with a reference: codec_bos and its frames, (1 + T, H)."""
+    """The embeddings of codec_bos and of a reference's frames, which upstream adds to those of the text, (1 + T, H)."""
     no_ids = torch.zeros(1, 0, dtype=torch.long, device=model.talker.device)
     zero = torch.zeros(1, 1, model.talker.config.hidden_size, dtype=model.talker.dtype, device=model.talker.device)
     embeds, _ = model.generate_icl_prompt(no_ids, no_ids, codes.to(zero.device), zero, zero, non_streaming_mode=False)
@@ -159,7 +160,7 @@ def embed_reference(model, codes: torch.Tensor) -> torch.Tensor:
 
 
 def template_key(method_name: str, kwargs: dict):
-    """A key for all arguments but the text. None: there is something among them that cannot be compared."""
+    """A key for all arguments except the text; None if one of them cannot be compared."""
     values = []
     for name, value in sorted(kwargs.items()):
         if name == "voice_clone_prompt":
@@ -173,8 +174,8 @@ def template_key(method_name: str, kwargs: dict):
 
 
 def voice_key(prompt: dict | list | None):
-    """The content of a voice_clone_prompt for one text. None: it is for several, or cannot be compared."""
-    is_dict = isinstance(prompt, dict)  # whose further entries are for further texts
+    """The content of a voice_clone_prompt for one text; None if it is for several texts, or cannot be compared."""
+    is_dict = isinstance(prompt, dict)  # its further entries are for further texts
     first = [prompt_field(prompt, name)[:1] for name in ("ref_spk_embedding", "x_vector_only_mode", "icl_mode")]
     if not all(first) or not (is_dict or len(prompt) == 1):
         return None
@@ -186,6 +187,6 @@ def voice_key(prompt: dict | list | None):
 
 
 def content_of(tensor: torch.Tensor) -> tuple:
-    """Equal for equal tensors. Read from memory: most calls of torch let other threads have the interpreter."""
+    """Equal for equal tensors. Reads their memory directly, because most calls of torch release the GIL."""
     tensor = tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.cpu().contiguous()
     return tensor.dtype, tensor.shape, ctypes.string_at(tensor.data_ptr(), tensor.nbytes)

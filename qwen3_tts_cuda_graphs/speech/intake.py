@@ -1,8 +1,8 @@
-"""Requests on their way into an engine: one thread builds their prompts and takes their text; then they wait for a row.
+"""The way of a request into an engine: one thread builds its prompt and takes its text; then it waits for a row.
 
-One thread is enough: upstream's Python code takes twice as long when several run it at once. It has a CUDA stream of
-its own. Prompts that wait for this thread are built together: one by one, each would give the interpreter away several
-times, which is most of the time when hundreds of requests come at once.
+One thread is enough, as upstream's Python code takes twice as long when two threads run it. It has a CUDA stream of its
+own. Prompts that wait for it are built together. One by one, each would release the GIL several times, and waiting for
+the GIL is most of the time when hundreds of requests arrive together.
 """
 
 import collections
@@ -24,7 +24,7 @@ from qwen3_tts_cuda_graphs.speech.listener import Listener, QueueFull
 from qwen3_tts_cuda_graphs.speech.utterance import NewText
 
 MAX_TOGETHER = 32  # prompts that are built together
-CHARACTERS_TOGETHER = 8000  # of their texts: a prompt must not wait for long texts of requests that came after it
+CHARACTERS_TOGETHER = 8000  # of all their texts, so that no prompt waits for long texts of later requests
 
 
 class Queued(NamedTuple):
@@ -33,8 +33,8 @@ class Queued(NamedTuple):
     listener: Listener
     asked: Asked  # its text is None if it is still to come
     seed: int | None
-    inputs_ready: torch.cuda.Event | None  # of a voice that its caller has made on the GPU
-    done: Future
+    inputs_ready: torch.cuda.Event | None  # recorded after the work that made its voice on the GPU
+    done: Future  # see Listener.ask
 
 
 class Intake:
@@ -42,11 +42,11 @@ class Intake:
         self.engine = engine
         self.speech = speech = engine.speech
         self.prompts = speech.tts.prompts
-        self.changed = engine.changed  # notified when a request is queued or has new text
+        self.changed = engine.changed  # notified when a request begins to wait for a row, and when it has new text
         self.queued = collections.deque()  # Queued, in the order of the calls
-        self.waiting = collections.deque()  # requests that could be admitted
-        self.preparing = 0  # requests whose prompts are being built
-        self.prepared = 0  # prompts that were built, or could not be
+        self.waiting = collections.deque()  # listeners that wait for a row
+        self.preparing = 0  # requests whose prompts have not been built yet
+        self.prepared = 0  # requests whose prompts have been built, or have failed
         # A token takes a position, and stands for at most as many bytes as its name has characters. Those are bytes of
         # the text in Unicode's composed form (NFC); one of them comes from at most 1.5 characters as they were typed.
         self.max_characters = 2 * max(map(len, speech.tts.processor.tokenizer.get_vocab())) * engine.runner.max_seq_len
@@ -54,11 +54,11 @@ class Intake:
 
     def start(self) -> None:
         if self.speech.on_gpu:
-            # The small kernels of a prompt must not wait for those of the frames.
+            # The small kernels of a prompt must not wait behind those of the frames.
             torch.cuda.set_stream(torch.cuda.Stream(self.speech.device, priority=-2))
 
     def submit(self, listener: Listener, method: Callable, text: str | None, seed: int | None, kwargs: dict) -> Future:
-        """Have the prompt built and the request queued. `text` is None if it is still to come."""
+        """Queue a request: its prompt is built, then it waits for a row. `text` is None if it is still to come."""
         self.speech.turns.check_process()
         check_seed(seed)
         self.check_length(len(text or ""))
@@ -76,7 +76,7 @@ class Intake:
             self.queued.append(Queued(listener, Asked(method, text, kwargs), seed, inputs_ready, done))
             self.preparing += 1
             self.engine.listeners.add(listener)
-        # Also if it is cancelled before its prompt is built.
+        # Called as well if `done` is cancelled before the prompt is built.
         done.add_done_callback(self.prompt_is_done)
         if text is None:
             done.add_done_callback(self.engine.wake_delivery)
@@ -86,11 +86,11 @@ class Intake:
         with self.changed:
             self.preparing -= 1
             self.prepared += 1
-            if not self.preparing:  # the engine may wait for it
+            if not self.preparing:  # the engine may be waiting for this
                 self.changed.notify_all()
 
     def check_length(self, characters: int) -> None:
-        """Refuse what cannot fit before the prompt thread tokenizes it, for which all others would wait."""
+        """Refuse a text that cannot fit before it is tokenized, because all other requests would wait for that."""
         if characters > self.max_characters:
             raise ValueError(
                 f"the text has {characters} characters, more than {self.max_characters} never fit into "
@@ -149,7 +149,7 @@ class Intake:
                 one.done.set_result(None)
 
     def begin(self, one: Queued) -> None:
-        """What comes before the prompt; of a text that is still to come, all."""
+        """Do what does not need a whole text."""
         listener = one.listener
         self.engine.check_running()
         if one.inputs_ready:
@@ -167,7 +167,7 @@ class Intake:
         listener.load(request, self.engine.runner)
 
     def enqueue(self, *listeners: Listener) -> None:
-        """Let them wait for a row."""
+        """Let these listeners wait for a row."""
         with self.changed:
             self.engine.check_running()
             for listener in listeners:
@@ -177,8 +177,8 @@ class Intake:
 
     @torch.no_grad()
     def add_piece(self, listener: Listener, piece: str | BaseException | None) -> bool:
-        """Add the next piece of a text that is still arriving, its end, or the error of its iterator. Returns whether
-        more is wanted."""
+        """Add the next piece of an arriving text, its end, or the error of its iterator. Returns whether more pieces
+        are wanted."""
         arriving = listener.arriving
         if listener.is_closed or arriving.is_over or not self.engine.is_running:
             return False
@@ -200,7 +200,7 @@ class Intake:
         return not arriving.is_over
 
     def fail_text(self, listener: Listener, error: BaseException) -> None:
-        """Let what has come before be spoken, then give the listener the error."""
+        """Speak the text that came before the error, then give the error to the listener."""
         with self.changed:
             listener.arriving.error = error
             has_begun = listener.queued_at is not None  # the engine's thread knows it

@@ -1,8 +1,9 @@
-"""Prompts of several requests at once, read into rows that need not be neighbours.
+"""Prefill: compute the keys and values of the prompts of several requests, in any rows of the cache.
 
-The last position of a prompt is read by a step of the talker, which chooses the first token. What is before it, the
-prefix, is read here: a prefill computes its keys and values, captured for several sizes. In the layout for streams the
-prefix depends on voice, language and style, but not on the text. So it is kept for the next request that has the same.
+The last position of a prompt is computed by a step of the talker, which also chooses the first token. The positions
+before it, the prefix, are computed here, by graphs captured for several sizes. In the layout for streams the prefix
+depends on voice, language and style, but not on the text, so its keys and values are kept for the next request with the
+same prefix.
 """
 
 import collections
@@ -20,22 +21,22 @@ from qwen3_tts_cuda_graphs.prompts.host import to_device
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance
 
 PREFILL_ROWS = (1, 4, 32)  # prompts per captured prefill
-# Positions: of a sentence or two in small steps, then powers of two and one between each two.
+# Positions: small steps for a sentence or two, then powers of two and the middle between each two of them.
 PREFILL_LENGTHS = (32, 64, 96, 128, 192, 256, 320, *(size << i for i in range(12) for size in (384, 512)))
-MAX_PREFILL_POSITIONS = 4096  # of all prompts together, where there are several
-SHORTEST_FOR_SDPA = 128  # positions; for shorter prompts the kernels' attention is faster
+MAX_PREFILL_POSITIONS = 4096  # of all prompts of a graph together, unless it has only one
+SHORTEST_FOR_SDPA = 128  # positions; the attention kernel of batched.cu is faster for shorter prompts
 
 
 class PrefillGraph:
-    """Compute keys and values of `count` prefixes of up to `length` positions. Positions after the end of a
-    shorter one are computed, too, and overwritten before anything attends to them."""
+    """Compute the keys and values of `count` prefixes of up to `length` positions. Positions after the end of a shorter
+    prefix are computed as well; they are overwritten before anything attends to them."""
 
     def __init__(self, talker, rows: SharedRows, count: int, length: int, with_kernels: bool):
         self.rows = rows
         self.talker = TalkerGraph(talker, rows, rows.keys, rows.values)
         with talker.device:
             self.prefixes = torch.zeros(count, length, talker.config.hidden_size, dtype=talker.dtype)
-            self.row_indices = torch.full((count,), len(rows.token) - 1)  # where they are read into
+            self.row_indices = torch.full((count,), len(rows.token) - 1)  # the row of each prefix
             self.positions = torch.arange(length)
         self.kernels = None
         if with_kernels:
@@ -57,7 +58,7 @@ class PrefillGraph:
 
 
 class PromptCache(Cache):
-    """A static cache in one prefill: prompts are written from position 0 on to rows (B), and attend to themselves."""
+    """A static cache for one prefill: each prompt is written to its row from position 0 on, and attends to itself."""
 
     def __init__(self, keys: list, values: list, row_indices: torch.Tensor):
         super().__init__(layers=[])
@@ -72,15 +73,15 @@ class PromptCache(Cache):
 
 
 class PromptStack(BatchedStack):
-    """A BatchedStack with SDPA's attention, for tokens that are all positions of one prompt after another."""
+    """A BatchedStack with SDPA's attention. Its tokens are all positions of the first prompt, then of the next, ..."""
 
     def __init__(self, prompts: int, *args):
-        """prompts: how many; then what a BatchedStack takes"""
+        """prompts: how many there are; args: of BatchedStack"""
         super().__init__(*args)
         self.prompts = prompts
 
     def attention(self, qkv: torch.Tensor, *_, **__) -> torch.Tensor:
-        """(B * L, (Q + 2 KV) * D) -> (B * L, Q * D), after norm and RoPE in place"""
+        """(B * L, (Q + 2 KV) * D) -> (B * L, Q * D). Norm and RoPE have been applied in place."""
         heads = qkv.view(self.prompts, -1, qkv.shape[1] // self.sizes.head_dim, self.sizes.head_dim).transpose(1, 2)
         parts = heads.split([self.sizes.heads, self.sizes.kv_heads, self.sizes.kv_heads], dim=1)
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # cuDNN takes 80 ms to plan for each shape
@@ -90,7 +91,7 @@ class PromptStack(BatchedStack):
 
 class Prefills:
     def __init__(self, talker, rows: SharedRows, row_count: int, pool: GraphPool, with_kernels: bool):
-        """rows: `row_count` of them and, where there are several, one more that padding is read into"""
+        """rows: `row_count` of them; if there are several, one more, into which padding is written"""
         self.rows = rows
         self.prefix_cache = PrefixCache(rows)
         longest = rows.text.shape[1]
@@ -106,29 +107,29 @@ class Prefills:
             graph.capture(pool)
 
     def read(self, utterances: list[Utterance]) -> None:
-        """Write the keys and values of all prompts but for their last positions."""
+        """Write the keys and values of all prompts, except for their last positions."""
         utterances = self.prefix_cache.copy(utterances)
         while utterances:
             count = self.count_that_fit([len(utterance.request.prefix) for utterance in utterances])
             together, utterances = utterances[:count], utterances[count:]
             self.load([one.row for one in together], [one.request.prefix for one in together]).replay()
-            if count == 1:  # in a batch its last bits could be others, and a seed would not reproduce
+            if count == 1:  # batched results may differ in the last bits, and a seed must reproduce
                 self.prefix_cache.keep(together[0])
 
     def graph_for(self, lengths: list[int]) -> PrefillGraph | None:
-        """The smallest graph for prefixes of these lengths. None: they are too many to be read together."""
+        """The smallest graph for prefixes of these lengths; None if no graph is large enough for all of them."""
         fitting = (
             graph for (count, length), graph in self.graphs.items() if count >= len(lengths) and length >= max(lengths)
         )
         return next(fitting, None)
 
     def count_that_fit(self, lengths: list[int]) -> int:
-        """How many of them can be read together, from the first on."""
+        """How many of them, from the first on, fit into one graph."""
         counts = range(len(lengths), 0, -1)
         return next(count for count in counts if self.graph_for(lengths[:count]))
 
     def load(self, row_indices: list[int], prefixes: list[torch.Tensor]) -> PrefillGraph:
-        """Write prefixes (L, H) of these rows to a graph, for its `replay`."""
+        """Copy the prefixes (L, H) of these rows into the inputs of a graph. Returns the graph, to be replayed."""
         graph = self.graph_for([*map(len, prefixes)])
         padding = len(graph.row_indices) - len(row_indices)
         copy_to_device(torch.tensor(row_indices + [len(self.rows.token) - 1] * padding), graph.row_indices)
@@ -138,14 +139,14 @@ class Prefills:
 
 
 class PrefixCache:
-    """Keys and values of the prefixes that were used last, by the content of their embeddings."""
+    """The keys and values of the last prefixes. The content of a prefix's embeddings is its key."""
 
     def __init__(self, rows: SharedRows):
         self.cache = rows.whole_cache  # (B, 2, layers, KV, S, D)
         self.prefixes = collections.OrderedDict()  # (2, layers, KV, L, D) each
 
     def copy(self, utterances: list[Utterance]) -> list[Utterance]:
-        """Write those that are here to the cache. Returns the utterances whose prefixes are not."""
+        """Copy the prefixes that are kept to the rows of their utterances. Returns the other utterances."""
         row_indices, missing = collections.defaultdict(list), []
         for utterance in utterances:
             if utterance.request.prefix_key in self.prefixes:
@@ -162,7 +163,7 @@ class PrefixCache:
         return missing
 
     def keep(self, utterance: Utterance) -> None:
-        """They take no more memory than a row."""
+        """Keep the prefix of this utterance's row. All prefixes together take no more memory than a row."""
         request = utterance.request
         if request.prefix_key is None:
             return
