@@ -21,7 +21,7 @@ from qwen3_tts_cuda_graphs.bench.__main__ import main
 from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
 from qwen3_tts_cuda_graphs.bench.parity import TeacherForced, one_pass
 from qwen3_tts_cuda_graphs.bench.peer import run_peer
-from qwen3_tts_cuda_graphs.bench.processes import printed_by
+from qwen3_tts_cuda_graphs.bench.processes import output_of
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
 from qwen3_tts_cuda_graphs.common.loading import load
 from qwen3_tts_cuda_graphs.prompts.build import talker_arguments
@@ -138,8 +138,8 @@ def test_word_errors():
         assert quality.edit_distance(*(quality.words_of(text, "English") for text in (expected, heard))) == errors
     assert quality.words_of("你好，世界。", "Chinese") == ["你", "好", "世", "界"]
     counted = dict(words=10, similarity=0.5, seconds=1.0, is_runaway=False)
-    judged = [counted | dict(errors=errors) for errors in (0, 1, 2, 5)]
-    row = quality.compare(judged, judged)
+    scores = [counted | dict(errors=errors) for errors in (0, 1, 2, 5)]
+    row = quality.summarize(scores, scores)
     assert row["word_errors_percent"] == 20 and (row["change_low"], row["change_high"]) == (0, 0)
     assert 0 <= row["word_errors_low"] < 20 < row["word_errors_high"] <= 50
     assert row["similarity_change_low"] == row["similarity_change_high"] == 0
@@ -204,9 +204,9 @@ def test_how_long_until_a_process_speaks(bench):
 def test_a_process_that_does_not_speak():
     """The benchmark must neither wait for it nor hide why."""
     with pytest.raises(ValueError, match="-c 1 / 0 has failed: ZeroDivisionError: division by zero"):
-        next(printed_by(["-c", "1 / 0"], 1))
+        next(output_of(["-c", "1 / 0"], 1))
     with pytest.raises(ValueError, match="it took too long"):
-        next(printed_by(["-c", "import time; time.sleep(100)"], 1, limit=0.5))
+        next(output_of(["-c", "import time; time.sleep(100)"], 1, timeout=0.5))
 
 
 def test_rows_that_quick_leaves_out(tmp_path, capsys):

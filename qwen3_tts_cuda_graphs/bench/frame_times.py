@@ -1,4 +1,4 @@
-"""Where the time goes: the parts of a frame and of the first audio, each timed alone."""
+"""The parts of a frame and of the first audio, each timed alone."""
 
 from collections.abc import Callable
 
@@ -17,10 +17,10 @@ REPLAYS = 20
 
 @torch.no_grad()
 def frame_parts(tts, arguments: dict) -> Row:
-    """Each step with its noise, back to back; then both together, at two positions of the cache."""
+    """Time the predictor and the talker alone, then a whole frame at two positions of the cache; noise included."""
     runner = tts.speech.runner
     chunks = stream(tts.generate_voice_clone, **arguments)
-    next(chunks)  # the request is in row 0
+    next(chunks)  # now the request is in row 0
     rows, graphs = runner.views[0], runner.graphs.of(1)
 
     def predict() -> None:
@@ -44,7 +44,7 @@ def frame_parts(tts, arguments: dict) -> Row:
 
 
 def time_replays(replay: Callable[[], None]) -> float:
-    """Milliseconds of one replay."""
+    """Milliseconds of one replay, of many that run back to back."""
     replay()  # warm-up
     ms, _ = clock(lambda: [replay() for _ in range(REPLAYS)])
     return ms / REPLAYS
@@ -52,7 +52,7 @@ def time_replays(replay: Callable[[], None]) -> float:
 
 @torch.no_grad()
 def first_audio_parts(tts, arguments: dict, runs: int) -> Row:
-    """The audio of the first frame needs the prompt, of a voice that has spoken before, and the predictor."""
+    """Time what happens before the first audio, for a voice that has spoken before."""
     speech, runner = tts.speech, tts.speech.runner
 
     def make_utterance() -> Utterance:
