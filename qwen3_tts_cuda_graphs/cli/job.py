@@ -1,8 +1,7 @@
-"""The options of `qwen3-tts speak`, checked as far as no package is needed that is slow to import.
+"""Check the options of `qwen3-tts speak` as far as possible without slow imports, and make a Job for speaking.py.
 
-The checkpoint's config.json says what kind of model it is, which speakers and languages it has, and which numbers it
-takes. A mistake ends the command with one line that says what to do, and exit code 2. What is left is a Job for
-speaking.py.
+The checkpoint's config.json says what kind of model it is, which speakers and languages it has, and which ranges of
+numbers it takes. A mistake ends the command with one line that says what to do, and exit code 2.
 """
 
 import argparse
@@ -35,23 +34,23 @@ SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is to be spoken, how, and where it goes: the options, checked, with their defaults."""
+    """The options, checked and with their defaults. Fields that are explained nowhere have the name of their option."""
 
     model: str
-    config: dict
+    config: dict  # the model's config.json
     device: str | None  # speaking.py makes it a torch.device
     dtype: str | None  # speaking.py makes it a torch.dtype
     max_seq_len: int
     fused: bool | None
 
-    voices: dict[str | None, OneVoice]  # by their names in the script; None: of all that has none
+    voices: dict[str | None, OneVoice]  # by the names in the script; None: the voice of parts that name none
     instruct: str | None
 
-    lines: list[list[Part]] | Pipe | None  # a list for each file, if they are not joined. None: to be read from stdin
-    inputs: list[str | Path | None]  # files that are read
+    lines: list[list[Part]] | Pipe | None  # the parts of each line; None: stdin has still to be read
+    inputs: list[str | Path | None]  # files that are read, and must not be overwritten
     paragraphs: bool
     plain: bool
-    script: bool  # --script: a play, whose lines may begin with a voice's name
+    script: bool  # lines may begin with the name of a voice
     lexicon: Lexicon
     language: str
     non_streaming_mode: bool | None
@@ -78,11 +77,11 @@ class Job:
 
     @property
     def pipe(self) -> Pipe | None:
-        """The text, if it is still being written."""
+        """The text if it is still being written, otherwise None."""
         return self.lines if isinstance(self.lines, Pipe) else None
 
     def check_voice(self, name: str) -> None:
-        """Whether a script may name this voice."""
+        """Raise an error if a script names a voice that there is not."""
         known = [*filter(None, self.voices), *self.config["talker_config"]["spk_id"]]
         if name.lower() not in map(str.lower, known):
             choice = f"choose {nearest(name, known)}, or " if known else ""
@@ -93,11 +92,11 @@ class Job:
 
 
 def read_job() -> Job:
-    """The command line's job. Cheap checks come first."""
+    """The job of sys.argv. Cheap checks come first."""
     asked = make_parser().parse_args()
     text = text_of(asked)
     model = asked.model
-    if model is None:  # one with voices of its own, unless a voice is to be cloned
+    if model is None:
         model = CLONING_MODEL if clones(asked) else PRESET_MODEL
     if asked.list_speakers or asked.list_languages:
         print_lists(asked, model)
@@ -128,11 +127,11 @@ def read_job() -> Job:
     job = Job(**{name: value for name, value in vars(asked).items() if name in names} | decided)
     if numbered:
         job = with_lines(job, numbered)
-    return dataclasses.replace(job, config=read_config(model))  # only now: the hub may be slow
+    return dataclasses.replace(job, config=read_config(model))  # last, because the hub may be slow
 
 
 def text_of(asked: argparse.Namespace) -> str | None:
-    """--text, or the words without an option."""
+    """The value of --text, or the words that belong to no option."""
     words = [*asked.words, *asked.more_words]
     if not words:
         return asked.text
@@ -180,7 +179,7 @@ def check_text_source(asked: argparse.Namespace, text: str | None, stream: bool)
 
 
 def with_lines(job: Job, numbered: list[tuple[int, str]]) -> Job:
-    """The job with a text that is complete."""
+    """The job with the numbered lines of a complete text."""
     job = dataclasses.replace(job, lines=script_lines(job, numbered))
     if len(job.lines) > 1 and not job.join and not goes_to_file(job.output):
         raise ValueError(f"{len(job.lines)} utterances cannot go to stdout one by one: add --join")
@@ -188,7 +187,7 @@ def with_lines(job: Job, numbered: list[tuple[int, str]]) -> Job:
 
 
 def script_lines(job: Job, numbered: list[tuple[int, str]]) -> list[list[Part]]:
-    """The parts of each line that has words. A pause on a line of its own comes before the next one."""
+    """The parts of each line that has words. A pause on a line of its own is added to the next line."""
     if job.plain:
         return [[Part(line.replace("\n", " "), line=number)] for number, line in numbered]
     lines, silence = [], []
@@ -204,8 +203,8 @@ def script_lines(job: Job, numbered: list[tuple[int, str]]) -> list[list[Part]]:
 
 
 def output_of(asked: argparse.Namespace) -> tuple[Path, str | None, int | None]:
-    """The file to write, PLAYED_ONLY, or - for stdout; its format, if --format names one, and another rate than the
-    model's."""
+    """The file to write, - for stdout or PLAYED_ONLY; its format, if --format names one; and its sample rate, if it is
+    not the model's."""
     output = asked.output
     if asked.play:
         sound_device()
@@ -225,7 +224,7 @@ def output_of(asked: argparse.Namespace) -> tuple[Path, str | None, int | None]:
 
 
 def inputs_of(asked: argparse.Namespace) -> list[str | Path | None]:
-    """Files that are read."""
+    """The files that the options name to be read."""
     return [asked.ref_audio, asked.text_file, asked.lexicon, *(asked.speaker or []), *asked.voices.values()]
 
 
@@ -243,7 +242,7 @@ def check_subtitles(asked: argparse.Namespace, output: Path) -> None:
 
 
 def free_name(path: Path) -> Path:
-    """This name or, if there are files of it, one with a number: the file, its parts, or its numbered utterances."""
+    """This name, or one with a number if the file, its folder of parts or its numbered utterances exist."""
 
     def is_taken(name: Path) -> bool:
         return any([*path.parent.glob(f"{name.name}*"), *path.parent.glob(f"{name.stem}-[0-9][0-9][0-9]{name.suffix}")])
