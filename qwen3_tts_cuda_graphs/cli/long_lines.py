@@ -16,7 +16,7 @@ from qwen3_tts_cuda_graphs.prompts.script import Part, cut_parts
 
 
 def cut_lines(job: Job) -> list[list[Part]]:
-    """Cut parts that may not fit into the cache. A line of one part becomes several lines; others keep all of theirs."""
+    """Cut parts that may not fit into the cache. A line of one part becomes several lines, others stay one line."""
 
     @functools.cache
     def most_tokens(name: str | None, style: str | None) -> int:
