@@ -13,7 +13,7 @@ from helpers import ROOT
 from qwen3_tts_cuda_graphs.bench import SIZES, bounds, tables
 from qwen3_tts_cuda_graphs.bench.calibrate import GAINS, SELF_TEST
 from qwen3_tts_cuda_graphs.bench.parity import MARGIN
-from qwen3_tts_cuda_graphs.bench.report import COLUMNS, print_row
+from qwen3_tts_cuda_graphs.bench.report import FIGURES, print_row
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
 
 CALIBRATIONS = ("calibration_", "self_test_")
@@ -67,7 +67,7 @@ def mistakes(stem, results):
                 numbers = [figure for figure in figures if isinstance(figure, int | float)]
                 if not all(map(math.isfinite, numbers)):
                     yield f"{size}: {name}: {key} is {value}"
-                elif key in COLUMNS and not all(number >= 0 for number in numbers):
+                elif key in FIGURES and not all(number >= 0 for number in numbers):
                     yield f"{size}: {name}: {key} is {value}, below 0"
 
 

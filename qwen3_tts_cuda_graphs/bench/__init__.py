@@ -1,6 +1,7 @@
 """The command `qwen3-tts bench`, which is also `python bench.py`: measure the speed, check the results.
 
-__main__.py has the options. Each of these modules has a `measure` that yields rows of the results:
+__main__.py has the options. Each of these modules has a `measure` that yields rows of the results, and COLUMNS, the
+keys that are printed as a table:
 
 single.py       one listener: upstream, the three files alone, each path, each kind of voice, arriving text
                 (frame_times.py: the parts of a frame; bounds.py: the memory bandwidth's bound; peer.py:

@@ -41,21 +41,7 @@ MODES = {  # option -> its help
     "plot": "draw results/*.svg, do not time",
     "tables": "write README.md and docs/ from results/, do not time",
 }
-MEASUREMENTS = {  # mode -> the module whose `measure` yields the rows, and the columns of the printed table
-    "": (
-        "single",
-        "ms_per_frame x_real_time first_audio_ms late_chunks underruns peak_gib seconds_to_capture",
-    ),
-    "streams": (
-        "streams",
-        "audio_seconds_per_second first_audio_ms first_audio_p95_ms first_audio_p99_ms underruns seconds_to_capture",
-    ),
-    "ready": ("ready", ""),
-    "listen": (
-        "quality",
-        "word_errors_percent word_errors_low word_errors_high change_low change_high similarity seconds runaways",
-    ),
-}
+MODULES = {"": "single", "streams": "streams", "ready": "ready", "listen": "quality"}  # with `measure` and `COLUMNS`
 
 
 def main(words: list[str] | None = None) -> None:
@@ -147,11 +133,10 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     kind = f"_{args.mode}" if args.mode else ""
     output = args.output or Path(f"bench_results_{device.replace(' ', '_')}{kind}.json")
     check_writable(output)
-    module, columns = MEASUREMENTS[args.mode]
-    measure = import_module(f"{__package__}.{module}").measure
+    module = import_module(f"{__package__}.{MODULES[args.mode]}")
     effort = choose_effort(args.quick, args.recognizer)
-    rows = ((checkpoint.name, *row) for checkpoint in checkpoints for row in measure(checkpoint, effort))
-    report(rows, columns.split(), dict(card=card, models={}), output)
+    rows = ((checkpoint.name, *row) for checkpoint in checkpoints for row in module.measure(checkpoint, effort))
+    report(rows, module.COLUMNS, dict(card=card, models={}), output)
     print(f"\n{output}")
 
 

@@ -29,6 +29,8 @@ from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 ROWS = 16  # sentences that are spoken together
 RESAMPLES = 2000  # of the bootstrap
+COLUMNS = ["word_errors_percent", "word_errors_low", "word_errors_high", "change_low", "change_high"]
+COLUMNS += ["similarity", "seconds", "runaways"]
 
 Scores = dict[str, Any]  # the transcript and the figures of one sentence that one path has spoken
 SpeakAll = Callable[[list[dict]], Iterator[Chunk]]  # the arguments of each request -> its audio

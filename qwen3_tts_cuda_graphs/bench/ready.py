@@ -28,6 +28,7 @@ from qwen3_tts_cuda_graphs.common.quick_start import bytecode_environment, keep_
 
 REQUESTS = 10
 WAV_HEADER = 44  # bytes
+COLUMNS = []  # no table: the row is printed as text
 
 
 def measure(checkpoint, effort) -> Iterator[tuple[str, dict]]:

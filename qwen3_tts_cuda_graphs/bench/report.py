@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 WIDTH = 100  # columns of the terminal
-COLUMNS = {  # key of a row -> its title in the table, and the digits after the point
+FIGURES = {  # key of a row -> its title in the table, and the digits after the point
     "ms_per_frame": ("ms/frame", 2),
     "x_real_time": ("x real time", 2),
     "audio_seconds_per_second": ("audio s/s", 1),
@@ -32,12 +32,12 @@ def report(rows: Iterable[tuple[str, str, dict]], columns: list[str], results: d
     """Print the rows, add them to `results["models"]`, and write `results` to the file.
 
     rows: the model's name, the row's name, and its figures
-    columns: keys of COLUMNS; a row that has none of them is printed as text
+    columns: keys of FIGURES; a row that has none of them is printed as text
     """
     for model, name, row in rows:
         if model not in results["models"]:
             print()
-            print_table_line(model, columns, [COLUMNS[key][0] for key in columns])
+            print_table_line(model, columns, [FIGURES[key][0] for key in columns])
         results["models"].setdefault(model, {})[name] = row
         print_row(name, row, columns)
         if row.get("errors"):
@@ -50,13 +50,13 @@ def print_row(name: str, row: dict, columns: list[str]) -> None:
     if not row.keys() & columns:
         print_wrapped(f"{name}: {as_text(row)}")
         return
-    figures = [(row.get(key), COLUMNS[key][1]) for key in columns]
+    figures = [(row.get(key), FIGURES[key][1]) for key in columns]
     print_table_line(name, columns, ["" if value is None else f"{value:.{digits}f}" for value, digits in figures])
 
 
 def print_table_line(name: str, columns: list[str], cells: list[str]) -> None:
     """Print the cells right-aligned below their titles. A long name may run into empty cells."""
-    line = "".join(f"{cell:>{len(COLUMNS[key][0]) + 2}}" for cell, key in zip(cells, columns)).rjust(WIDTH)
+    line = "".join(f"{cell:>{len(FIGURES[key][0]) + 2}}" for cell, key in zip(cells, columns)).rjust(WIDTH)
     print((name + line[len(name) :]).rstrip(), flush=True)
 
 

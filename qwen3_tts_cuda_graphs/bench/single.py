@@ -25,6 +25,7 @@ CHUNKS = {"1": 1, "8": 8, "1, 1, 2, 4, 8, ...": None}  # frames per chunk as in 
 RATE = 24000
 TOKENS_PER_SECOND = 50
 CHARACTERS_PER_TOKEN = 4  # English text, in a usual language model
+COLUMNS = "ms_per_frame x_real_time first_audio_ms late_chunks underruns peak_gib seconds_to_capture".split()
 
 
 def measure(checkpoint: Checkpoint, effort: Effort) -> NamedRows:

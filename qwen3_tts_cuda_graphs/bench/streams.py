@@ -16,6 +16,8 @@ from qwen3_tts_cuda_graphs.speech.engine import Engine
 REQUESTS_PER_SECOND = 20
 POISSON_FRAMES = round(4.6 * FRAME_RATE)
 LONG_FRAMES = round(60 * FRAME_RATE)
+COLUMNS = ["audio_seconds_per_second", "first_audio_ms", "first_audio_p95_ms", "first_audio_p99_ms"]
+COLUMNS += ["underruns", "seconds_to_capture"]
 
 
 def measure(checkpoint: Checkpoint, effort: Effort) -> NamedRows:

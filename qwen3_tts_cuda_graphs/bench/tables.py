@@ -36,7 +36,7 @@ DETAILS = {
     "upstream, fastest to slowest run, ms per frame": (UPSTREAM, "ms_per_frame_spread"),
     "first audio, preset voice, 63 tokens of text, ms": ("voice: preset voice", "first_audio_63_tokens_ms"),
 }
-COLUMNS = {  # key of a row -> title
+TITLES = {  # key of a row -> title
     "ms_per_frame": "ms per frame",
     "x_real_time": "x real time",
     "first_audio_ms": "first audio, ms",
@@ -131,12 +131,12 @@ def every_key(*names: str) -> dict[str, tuple[str, str]]:
 
 
 def by_row() -> str:
-    """Every row of one listener that has one of the COLUMNS, with both sizes in a cell."""
+    """Every row of one listener that has one of the TITLES, with both sizes in a cell."""
     lines = []
     for name, row in results_of()["models"]["0.6B"].items():
-        if row.keys() & COLUMNS:
-            lines.append([name, *(" / ".join(both_sizes(name, key)) if key in row else "" for key in COLUMNS)])
-    return markdown_table(["0.6B / 1.7B", *COLUMNS.values()], lines)
+        if row.keys() & TITLES:
+            lines.append([name, *(" / ".join(both_sizes(name, key)) if key in row else "" for key in TITLES)])
+    return markdown_table(["0.6B / 1.7B", *TITLES.values()], lines)
 
 
 def by_load(title: str, models: dict[str, dict]) -> str:

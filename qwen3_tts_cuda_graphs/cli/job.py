@@ -15,7 +15,7 @@ from pathlib import Path
 from qwen3_tts_cuda_graphs.cli.options import OUTPUT, make_parser
 from qwen3_tts_cuda_graphs.cli.player import sound_device
 from qwen3_tts_cuda_graphs.cli.text_files import Pipe, read_text_lines
-from qwen3_tts_cuda_graphs.cli.voice_options import OneVoice, check_choice, check_voice_pairs, clones, voices_of
+from qwen3_tts_cuda_graphs.cli.voice_options import VoiceOption, check_choice, check_voice_pairs, clones, voices_of
 from qwen3_tts_cuda_graphs.common.choices import nearest
 from qwen3_tts_cuda_graphs.common.command import check_device_name, install_command
 from qwen3_tts_cuda_graphs.common.formats import format_and_rate, suffix_of
@@ -43,7 +43,7 @@ class Job:
     max_seq_len: int
     fused: bool | None
 
-    voices: dict[str | None, OneVoice]  # by the names in the script; None: the voice of parts that name none
+    voices: dict[str | None, VoiceOption]  # by the names in the script; None: the voice of parts that name none
     instruct: str | None
 
     lines: list[list[Part]] | Pipe | None  # the parts of each line; None: stdin has still to be read

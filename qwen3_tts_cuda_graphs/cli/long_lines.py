@@ -6,7 +6,7 @@ from functools import partial
 import transformers
 
 from qwen3_tts_cuda_graphs.cli.job import Job
-from qwen3_tts_cuda_graphs.cli.voice_options import OneVoice
+from qwen3_tts_cuda_graphs.cli.voice_options import VoiceOption
 from qwen3_tts_cuda_graphs.common.checkpoint_files import file_errors
 from qwen3_tts_cuda_graphs.common.hub import local_folder
 from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
@@ -20,7 +20,7 @@ def cut_lines(job: Job) -> list[list[Part]]:
 
     @functools.cache
     def most_tokens(name: str | None, style: str | None) -> int:
-        voice = job.voices.get(name and name.lower(), OneVoice())
+        voice = job.voices.get(name and name.lower(), VoiceOption())
         reference = 0
         if voice.ref_text:
             audio, rate = voice.content

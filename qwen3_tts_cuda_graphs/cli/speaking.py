@@ -20,7 +20,7 @@ from qwen3_tts_cuda_graphs.cli.long_lines import cut_lines
 from qwen3_tts_cuda_graphs.cli.player import Player
 from qwen3_tts_cuda_graphs.cli.progress import Progress
 from qwen3_tts_cuda_graphs.cli.text_files import Pipe, read_text_lines
-from qwen3_tts_cuda_graphs.cli.voice_options import OneVoice
+from qwen3_tts_cuda_graphs.cli.voice_options import VoiceOption
 from qwen3_tts_cuda_graphs.common.command import show_note, show_progress, show_warning
 from qwen3_tts_cuda_graphs.common.formats import format_of
 from qwen3_tts_cuda_graphs.common.loading import choose_device, load, model_errors
@@ -212,7 +212,7 @@ def prepared(job: Job) -> Job:
     return replace(job, lines=cut_lines(job), join=job.join or len(job.lines) == 1)
 
 
-def with_content(voice: OneVoice, hidden_size: int) -> OneVoice:
+def with_content(voice: VoiceOption, hidden_size: int) -> VoiceOption:
     if not voice.files:
         return voice
     return replace(voice, content=load_speakers(voice.files, voice.weights, hidden_size))
@@ -242,7 +242,7 @@ def method_and_arguments(job: Job, tts) -> tuple[Callable, dict, dict[str, dict]
     return tts.generate_voice_clone, arguments, voices
 
 
-def voice_arguments(voice: OneVoice, tts) -> dict:
+def voice_arguments(voice: VoiceOption, tts) -> dict:
     if voice.speaker is not None:
         return {"speaker": voice.speaker}
     if voice.ref_audio:

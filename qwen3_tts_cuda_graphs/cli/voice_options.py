@@ -40,7 +40,7 @@ class Speakers(Once):
 
 
 @dataclasses.dataclass(frozen=True)
-class OneVoice:
+class VoiceOption:
     """A voice: a speaker's name, speaker files or a recording; none of them for a VoiceDesign model."""
 
     speaker: str | None = None  # of a CustomVoice model
@@ -92,7 +92,7 @@ def check_voice_pairs(args: argparse.Namespace) -> None:
         raise ValueError("--no-append-silence is for a recording with its transcript: give --ref-text, or leave it out")
 
 
-def voices_of(args: argparse.Namespace) -> tuple[dict[str | None, OneVoice], str | None]:
+def voices_of(args: argparse.Namespace) -> tuple[dict[str | None, VoiceOption], str | None]:
     """The `voices` and `instruct` of a Job. Raises an error if the model cannot speak with them."""
     model, config = args.model, args.config
     kind, speakers = config["tts_model_type"], config["talker_config"]["spk_id"]
@@ -121,7 +121,7 @@ def voices_of(args: argparse.Namespace) -> tuple[dict[str | None, OneVoice], str
         check_kind(f"--voice {name}={value}", True, *kinds_for(value))
         if kind == "custom_voice":
             check_choice("speaker", value, speakers)
-        voices[name] = OneVoice(speaker=value) if kind == "custom_voice" else voice_in_file(value)
+        voices[name] = VoiceOption(speaker=value) if kind == "custom_voice" else voice_in_file(value)
     if kind == "base":
         voices[None] = cloned_voice(args, voices)
     elif kind == "custom_voice":
@@ -132,19 +132,19 @@ def voices_of(args: argparse.Namespace) -> tuple[dict[str | None, OneVoice], str
                 f"--instruct is not for {model}, whose speakers take no instruction: use it with --model "
                 "1.7B-CustomVoice"
             )
-        voices[None] = OneVoice(speaker=speaker)
+        voices[None] = VoiceOption(speaker=speaker)
     else:
         instruct = instruct or DESCRIPTION
-        voices[None] = OneVoice()
+        voices[None] = VoiceOption()
     return voices, instruct
 
 
-def cloned_voice(args: argparse.Namespace, voices: dict) -> OneVoice:
+def cloned_voice(args: argparse.Namespace, voices: dict) -> VoiceOption:
     """The voice of parts that name none, for a Base model. voices: those of the script"""
     own = Path(args.model) / "speaker.pt"
     if args.speaker is None and args.ref_audio is None and args.ref_text is None:
         if own.is_file():
-            return OneVoice(files=(str(own),), weights=(1.0,))
+            return VoiceOption(files=(str(own),), weights=(1.0,))
         if voices:
             return next(iter(voices.values()))
     if (args.speaker is None) == (args.ref_audio is None):
@@ -163,22 +163,22 @@ def cloned_voice(args: argparse.Namespace, voices: dict) -> OneVoice:
             "or a larger --max-seq-len"
         )
     silence = 0.0 if args.no_append_silence else REFERENCE_SILENCE
-    return OneVoice(ref_audio=args.ref_audio, ref_text=args.ref_text, silence=silence, content=recording)
+    return VoiceOption(ref_audio=args.ref_audio, ref_text=args.ref_text, silence=silence, content=recording)
 
 
-def voice_in_file(value: str) -> OneVoice:
+def voice_in_file(value: str) -> VoiceOption:
     """The voice of a speaker file, of a recording, or of a mix such as a.pt:0.7,b.pt:0.3."""
     if is_recording(value):
-        return OneVoice(ref_audio=Path(value), content=read_recording(Path(value)))
+        return VoiceOption(ref_audio=Path(value), content=read_recording(Path(value)))
     mix = [] if os.path.isfile(value) else read_mix(value)
     return mixed_voice(*zip(*mix)) if mix else mixed_voice([value], [1.0])
 
 
-def mixed_voice(files: Iterable[str], weights: Iterable[float]) -> OneVoice:
+def mixed_voice(files: Iterable[str], weights: Iterable[float]) -> VoiceOption:
     files = tuple(files)
     for file in files:
         check_speaker_file(file)
-    return OneVoice(files=files, weights=tuple(normalized_weights(weights, len(files))))
+    return VoiceOption(files=files, weights=tuple(normalized_weights(weights, len(files))))
 
 
 def read_recording(path: Path) -> tuple:

@@ -31,6 +31,7 @@ class Resampler:
     def __init__(self, rate: int, wanted: int):
         import soxr
 
+        self.rate = wanted
         self.stream = soxr.ResampleStream(rate, wanted, 1, dtype="float32", quality="HQ")  # int16 would be dithered
 
     def add(self, samples: np.ndarray, last: bool = False) -> np.ndarray:
@@ -43,8 +44,7 @@ class Resampler:
 
 def at_rate(chunks: Iterable[Chunk], wanted: int) -> Iterator[Chunk]:
     """Resample chunks as they come."""
-    for audio, _ in filtered(chunks, lambda rate: Resampler(rate, wanted)):
-        yield audio, wanted
+    return filtered(chunks, lambda rate: Resampler(rate, wanted))
 
 
 def filtered(chunks: Iterable[Chunk], make: Callable) -> Iterator[Chunk]:
@@ -52,14 +52,10 @@ def filtered(chunks: Iterable[Chunk], make: Callable) -> Iterator[Chunk]:
     stream = None
     for audio, rate in chunks:
         stream = stream or make(rate)
-        yield from as_chunk(stream.add(to_int16(audio)), rate)
-    if stream:
-        yield from as_chunk(stream.finish(), rate)
-
-
-def as_chunk(samples: np.ndarray, rate: int) -> Iterator[Chunk]:
-    if len(samples):
-        yield from_int16(samples), rate
+        if len(samples := stream.add(to_int16(audio))):
+            yield from_int16(samples), stream.rate
+    if stream and len(samples := stream.finish()):
+        yield from_int16(samples), stream.rate
 
 
 def to_int16(audio: np.ndarray) -> np.ndarray:

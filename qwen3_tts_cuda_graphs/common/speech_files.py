@@ -85,7 +85,8 @@ def write_growing(
 
     The file is opened when the first chunk is there. length_is_known: there is one chunk
     """
-    size, header = 0, wav_header if container == "WAV" else lambda *_: b""
+    header = wav_header if container == "WAV" else lambda *_: b""
+    size = 0
     with contextlib.ExitStack() as files:
         for audio, rate in chunks:
             samples = to_bytes(to_int16(audio), subtype)
