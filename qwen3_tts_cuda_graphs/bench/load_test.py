@@ -107,8 +107,7 @@ def drive_here(start: StartStream, load: Load, begin_at: float = 0.0) -> Outcome
 def drive_processes(start: StartStream, clients: int, load: Load) -> Outcome:
     """Divide a load's listeners between processes, which begin at the same time.
 
-    They have the server's priority: where the cores are busy, it is the server that is to wait for them, not its
-    listeners.
+    They get the server's priority, so that on busy cores the server may have to wait, but not its listeners.
     """
     from qwen3_tts_cuda_graphs.serving.server_options import raise_priority
 

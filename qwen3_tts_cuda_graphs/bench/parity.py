@@ -99,7 +99,7 @@ class TeacherForced:
 
 
 class Megakernel(TeacherForced):
-    """The same with the megakernel, for a talker whose layers this class replaces itself."""
+    """TeacherForced on the megakernel. Replaces the talker's layers by those of fast/layers.py."""
 
     def __init__(self, talker, length: int, row_count: int = 1):
         self.keepalive = replace_layers(talker, length)

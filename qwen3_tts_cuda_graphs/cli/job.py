@@ -34,7 +34,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The options, checked and with their defaults. Fields that are explained nowhere have the name of their option."""
+    """The options, checked and with their defaults. A field without a comment is the option of that name."""
 
     model: str
     config: dict  # the model's config.json
@@ -81,7 +81,7 @@ class Job:
         return self.lines if isinstance(self.lines, Pipe) else None
 
     def check_voice(self, name: str) -> None:
-        """Raise an error if a script names a voice that there is not."""
+        """Raise an error if a script names an unknown voice."""
         known = [*filter(None, self.voices), *self.config["talker_config"]["spk_id"]]
         if name.lower() not in map(str.lower, known):
             choice = f"choose {nearest(name, known)}, or " if known else ""

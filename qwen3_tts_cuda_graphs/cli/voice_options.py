@@ -153,8 +153,7 @@ def cloned_voice(args: argparse.Namespace, voices: dict) -> VoiceOption:
             "with qwen3-tts clone), one of the two, or use --model 0.6B-CustomVoice, which has voices"
         )
     if args.ref_audio is None:
-        weights = args.weights or [1.0] * len(args.speaker)
-        return voice_in_file(*args.speaker) if len(weights) == 1 else mixed_voice(args.speaker, weights)
+        return voice_in_file(*args.speaker) if len(args.speaker) == 1 else mixed_voice(args.speaker, args.weights)
     recording = read_recording(args.ref_audio)
     frames = int(len(recording[0]) / recording[1] * FRAME_RATE)
     if args.ref_text and frames >= args.max_seq_len:  # each frame takes a position of the cache
@@ -171,10 +170,10 @@ def voice_in_file(value: str) -> VoiceOption:
     if is_recording(value):
         return VoiceOption(ref_audio=Path(value), content=read_recording(Path(value)))
     mix = [] if os.path.isfile(value) else read_mix(value)
-    return mixed_voice(*zip(*mix)) if mix else mixed_voice([value], [1.0])
+    return mixed_voice(*zip(*mix)) if mix else mixed_voice([value])
 
 
-def mixed_voice(files: Iterable[str], weights: Iterable[float]) -> VoiceOption:
+def mixed_voice(files: Iterable[str], weights: Iterable[float] | None = None) -> VoiceOption:
     files = tuple(files)
     for file in files:
         check_speaker_file(file)

@@ -77,7 +77,7 @@ def read_json(path: Path) -> dict:
 
 
 def check_weights(path: Path) -> None:
-    """Raise an error if the file is shorter or longer than its header says."""
+    """Raise an error if a safetensors file is shorter or longer than its header says, or if any other file is empty."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

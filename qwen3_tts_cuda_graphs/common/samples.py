@@ -48,7 +48,7 @@ def at_rate(chunks: Iterable[Chunk], wanted: int) -> Iterator[Chunk]:
 
 
 def filtered(chunks: Iterable[Chunk], make: Callable) -> Iterator[Chunk]:
-    """Send chunks through a Tempo or a Resampler. make: creates one for the rate of the chunks"""
+    """Send chunks through a Tempo or a Resampler. make: creates it for the rate of the chunks"""
     stream = None
     for audio, rate in chunks:
         stream = stream or make(rate)
