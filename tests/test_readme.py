@@ -133,7 +133,7 @@ def test_the_code_imports_what_there_is():
 
 
 def download_bytes(size: str) -> int:
-    """Bytes of a Base model's weights in bfloat16 and of its codec's in float32. Other models have 1% less, because they
+    """Bytes of the weights of a Base model in bfloat16 and of its codec in float32. Other models have 1% less, as they
     lack a speaker encoder."""
     with torch.device("meta"):
         codec = Qwen3TTSTokenizerV2Model(Qwen3TTSTokenizerV2Config(**codec_config(size)))
