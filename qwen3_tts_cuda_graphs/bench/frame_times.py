@@ -1,12 +1,14 @@
 """The parts of a frame and of the first audio, each timed alone."""
 
+import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from cudagraph_talker import draw_noise
 from qwen3_tts_cuda_graphs.bench.bounds import POSITION
-from qwen3_tts_cuda_graphs.bench.timing import Row, clock, median_ms
+from qwen3_tts_cuda_graphs.bench.timing import Row, clock, repeat
 from qwen3_tts_cuda_graphs.prompts.build import prepare_request
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance
@@ -67,4 +69,4 @@ def first_audio_parts(tts, arguments: dict, runs: int) -> Row:
         "first codes": runner.graphs.of(1).predict,
         "codec and copy": lambda: runner.codec.feed([0], runner.rows.codes[:1, :1]).wait(),
     }
-    return {name: median_ms(part, runs) for name, part in parts.items()}
+    return {name: statistics.median(ms for ms, _ in repeat(partial(clock, part), runs)) for name, part in parts.items()}

@@ -129,18 +129,16 @@ def time_arriving_text(method: Callable, effort: Effort, text: list[str], **argu
             times.append(time.perf_counter())
             yield piece
 
-    first_audio = []
-    underruns = 0
-    for run in range(1 + effort.runs):
+    def run() -> tuple[float, int]:
         times = []
         heard = listen(partial(stream, method, text=language_model(times), **arguments))
-        if run > 0:  # the first run is a warm-up
-            first_audio.append(heard.first_audio_ms - (times[needed - 1] - heard.asked) * 1e3)
-            underruns += heard.underruns
+        return heard.first_audio_ms - (times[needed - 1] - heard.asked) * 1e3, heard.underruns
+
+    first_audio, underruns = zip(*timing.repeat(run, effort.runs))
     return dict(
         first_audio_ms=statistics.median(first_audio),
         first_audio_max_ms=max(first_audio),
-        underruns=underruns,
+        underruns=sum(underruns),
         pieces_to_begin=needed,
         tokens_per_second=TOKENS_PER_SECOND,
         runs=effort.runs,

@@ -8,7 +8,16 @@ import torch
 
 from qwen3_tts_cuda_graphs.bench.listeners import listen_at, poisson_arrivals, summary
 from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
-from qwen3_tts_cuda_graphs.bench.timing import Effort, NamedRows, Row, clock, load_measured, median_of, speech_arguments
+from qwen3_tts_cuda_graphs.bench.timing import (
+    Effort,
+    NamedRows,
+    Row,
+    clock,
+    load_measured,
+    median_of,
+    repeat,
+    speech_arguments,
+)
 from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.engine import Engine
@@ -34,9 +43,9 @@ def measure(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
     with engine:
         for count in effort.streams:
             name = "1 stream alone" if count == 1 else f"{count} streams at once"
-            start = stream_of(effort.frames[-1])
-            runs = [summary(*listen_at(start, [0.0] * count)) for _ in range(1 + effort.streams_runs)]
-            yield name, medians(runs[1:]) | engine_row  # the first run is a warm-up
+            listeners_at_once = partial(listen_at, stream_of(effort.frames[-1]), [0.0] * count)
+            runs = [summary(*heard) for heard in repeat(listeners_at_once, effort.streams_runs)]
+            yield name, medians(runs) | engine_row
         if effort.poisson_seconds:
             arrivals = poisson_arrivals(REQUESTS_PER_SECOND, effort.poisson_seconds)
             row = summary(*listen_at(stream_of(POISSON_FRAMES), arrivals))
@@ -61,13 +70,13 @@ def time_list(tts, engine: Engine, checkpoint: Checkpoint, texts: int, effort: E
         "upstream_method": partial(tts.generate_voice_clone, **arguments),
         "engine": partial(engine.generate, tts.generate_voice_clone, **arguments),
     }
-    speeds = {name: [] for name in calls}
-    for run in range(1 + effort.runs):
-        for name, speak in calls.items():
-            ms, (audios, rate) = clock(speak)
-            if run > 0:  # the first run is a warm-up
-                speeds[name].append(sum(map(len, audios)) / rate / (ms / 1e3))
-    return {name: statistics.median(values) for name, values in speeds.items()}
+
+    def run() -> list[float]:
+        timed = map(clock, calls.values())
+        return [sum(map(len, audios)) / rate / (ms / 1e3) for ms, (audios, rate) in timed]
+
+    speeds = zip(*repeat(run, effort.runs))
+    return {name: statistics.median(values) for name, values in zip(calls, speeds)}
 
 
 def memory_gib() -> float:

@@ -6,7 +6,7 @@ Figures are medians. Beside each, a row has the minimum and maximum (`..._spread
 import gc
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -114,42 +114,43 @@ def clock(fn: Callable[[], Any]) -> tuple[float, Any]:
     return (time.perf_counter() - start) * 1e3, result
 
 
-def median_ms(fn: Callable[[], Any], runs: int) -> float:
-    """The median time of a call in milliseconds, after a warm-up."""
-    fn()
-    return statistics.median(clock(fn)[0] for _ in range(runs))
+def repeat(run: Callable[[], Any], runs: int) -> list:
+    """Call `run` once as a warm-up, and then `runs` times. Returns the results except that of the warm-up."""
+    return [run() for _ in range(1 + runs)][1:]
 
 
-def median_of(name: str, values: list[float]) -> Row:
+def median_of(name: str, values: Sequence[float]) -> Row:
     return {name: statistics.median(values), f"{name}_spread": [min(values), max(values)], f"{name}_runs": len(values)}
 
 
 def time_whole_calls(speak: Callable[[int], float], frames: tuple[int, int], effort: Effort) -> Row:
     """Time calls of two lengths: x real time is that of the longer one, ms per frame the slope between them."""
-    x_real_time, ms_per_frame = [], []
-    for run in range(1 + effort.runs):
+
+    def run() -> tuple[float, float, float]:
         (short_ms, short), (long_ms, long) = (clock(partial(speak, length)) for length in frames)
         if long <= short:
             raise ValueError(f"the speech ends after {round(long * FRAME_RATE)} frames: too soon to time")
-        if run > 0:  # the first run is a warm-up
-            x_real_time.append(long / (long_ms / 1e3))
-            ms_per_frame.append((long_ms - short_ms) / ((long - short) * FRAME_RATE))
+        return long, long / (long_ms / 1e3), (long_ms - short_ms) / ((long - short) * FRAME_RATE)
+
+    seconds, x_real_time, ms_per_frame = zip(*repeat(run, effort.runs))
     medians = median_of("x_real_time", x_real_time) | median_of("ms_per_frame", ms_per_frame)
-    return dict(frames=round(long * FRAME_RATE), **medians)
+    return dict(frames=round(seconds[-1] * FRAME_RATE), **medians)
 
 
 def time_stream(start_stream: Callable[[int], Generator], effort: Effort) -> Row:
     """Time to the first audio, from the call to samples on the host, and x real time of whole streams."""
     start = partial(start_stream, effort.frames[-1])
-    first_audio_ms, x_real_time = [], []
-    for _ in range(1 + effort.first_audio_runs):
+
+    def first_audio_ms() -> float:
         synchronize()
-        first_audio_ms.append(listen(start, leave_after=0).first_audio_ms)
-    for _ in range(1 + effort.runs):
+        return listen(start, leave_after=0).first_audio_ms
+
+    def x_real_time() -> float:
         ms, heard = clock(partial(listen, start))
-        x_real_time.append(heard.seconds / (ms / 1e3))
-    # The first run of each kind is a warm-up.
-    return median_of("first_audio_ms", first_audio_ms[1:]) | median_of("x_real_time", x_real_time[1:])
+        return heard.seconds / (ms / 1e3)
+
+    first_audio = median_of("first_audio_ms", repeat(first_audio_ms, effort.first_audio_runs))
+    return first_audio | median_of("x_real_time", repeat(x_real_time, effort.runs))
 
 
 def load_measured(model: str):
