@@ -25,7 +25,6 @@ from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
 MAX_ROWS = 64  # the graphs for up to so many rows are checked
-LENGTH = 512  # positions of the caches
 MAX_GPU_DIFFERENCE = 0.02  # of full scale, between streamed and whole audio: a GPU decodes chunks with other kernels
 ROUNDING_MARGIN = 4  # times the codec's own error in float32 is allowed; correct audio differed by 0.8 to 1.6 times
 
@@ -51,7 +50,7 @@ def check(checkpoint: Checkpoint, frames: int) -> Iterator[Result]:
     vocabulary = tts.model.talker.config.code_predictor_config.vocab_size
     tokens = torch.randint(vocabulary, (frames, tts.model.talker.config.num_code_groups), device=tts.device)
     paths = {
-        name: TeacherForced(tts.model.talker, LENGTH, row_count, make_graphs).logits(tokens, **request)
+        name: TeacherForced(tts.model.talker, row_count=row_count, make_graphs=make_graphs).logits(tokens, **request)
         for name, row_count, make_graphs in checked_graphs(tts)
     }
     del tts  # its GPU memory is needed for float32
@@ -112,9 +111,9 @@ def check_audio(tts, model: str, arguments: dict, allowed: float) -> Iterator[Re
 
 def check_logits(model: str, paths: dict, tokens: torch.Tensor, request: dict) -> Iterator[Result]:
     """Compare logits with float32. paths: name -> logits of the predictor and of the talker"""
-    own = TeacherForced(load_upstream(model, dtype=torch.bfloat16).model.talker, LENGTH).logits(tokens, **request)
+    own = TeacherForced(load_upstream(model, dtype=torch.bfloat16).model.talker).logits(tokens, **request)
     talker = load_upstream(model, dtype=torch.float32).model.talker
-    exact = TeacherForced(talker, LENGTH).logits(tokens, **request)
+    exact = TeacherForced(talker).logits(tokens, **request)
     passed = one_pass(talker, tokens, **request)
 
     ratio = max(error(e, p, 0.99) / error(o, p, 0.99) for o, e, p in zip(own, exact, passed))

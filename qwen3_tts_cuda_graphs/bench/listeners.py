@@ -46,9 +46,9 @@ def listen(start_stream: StartStream, leave_after: float = math.inf) -> Hearing:
     return heard
 
 
-def poisson_arrivals(per_second: float, seconds: float, seed: int = 0) -> Iterator[float]:
+def poisson_arrivals(per_second: float, seconds: float) -> Iterator[float]:
     """Times in seconds at which independent listeners start their requests."""
-    generator = random.Random(seed)
+    generator = random.Random(0)
     arrival = 0.0
     while (arrival := arrival + generator.expovariate(per_second)) < seconds:
         yield arrival

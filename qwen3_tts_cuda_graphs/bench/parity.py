@@ -19,6 +19,7 @@ from qwen3_tts_cuda_graphs.fast.frame_graphs import MegakernelGraphs, PlainGraph
 from qwen3_tts_cuda_graphs.fast.layers import replace_layers
 from qwen3_tts_cuda_graphs.fast.rows import SharedRows
 
+LENGTH = 512  # positions of a cache
 MARGIN = 1.05  # a path's error may be this many times the model's own
 FORCED = 100.0, None, 1.0  # temperature, top-k and top-p that leave every code a chance
 FALSE_ALARM_RATE = 1e-11  # of one comparison of best tokens, if the cases are independent of each other
@@ -28,7 +29,13 @@ class TeacherForced:
     """The graphs of a frame with a cache of their own. The noise is chosen so that the sampler picks given tokens."""
 
     @torch.no_grad()
-    def __init__(self, talker, length: int, row_count: int = 1, make_graphs: Callable[..., PlainGraphs] = PlainGraphs):
+    def __init__(
+        self,
+        talker,
+        length: int = LENGTH,
+        row_count: int = 1,
+        make_graphs: Callable[..., PlainGraphs] = PlainGraphs,
+    ):
         self.talker = talker
         self.rows = SharedRows(talker.config, row_count, round_up(length), talker.dtype, talker.device)
         self.graphs = make_graphs(talker, self.rows)
@@ -101,7 +108,7 @@ class TeacherForced:
 class Megakernel(TeacherForced):
     """TeacherForced on the megakernel. Replaces the talker's layers by those of fast/layers.py."""
 
-    def __init__(self, talker, length: int, row_count: int = 1):
+    def __init__(self, talker, length: int = LENGTH, row_count: int = 1):
         self.keepalive = replace_layers(talker, length)
         super().__init__(talker, length, row_count, MegakernelGraphs)
 
