@@ -44,8 +44,8 @@ class FinishedParts:
             self.remove()
         with write_errors(self.folder):
             self.folder.mkdir(exist_ok=True)
-        with replacement_for(self.label) as beside:
-            beside.write_bytes(self.fingerprint.encode())
+        with replacement_for(self.label) as temporary:
+            temporary.write_bytes(self.fingerprint.encode())
 
     def path(self, number: int) -> Path:
         return self.folder / f"{number:06}.wav"

@@ -189,15 +189,15 @@ def script_lines(job: Job, numbered: list[tuple[int, str]]) -> list[list[Part]]:
     """The parts of each line that has words. A pause on a line of its own is added to the next line."""
     if job.plain:
         return [[Part(line.replace("\n", " "), line=number)] for number, line in numbered]
-    lines, silence = [], []
+    lines, pending = [], []
     for parts in read_lines(numbered, job.script, job.check_voice):
-        silence += parts
+        pending += parts
         if any(part.text for part in parts):
-            lines.append(silence)
-            silence = []
+            lines.append(pending)
+            pending = []
     if not lines:
         raise ValueError("the script has no words: give something to say")
-    lines[-1] += silence
+    lines[-1] += pending
     return lines
 
 

@@ -53,24 +53,24 @@ def is_stdout(path: Path) -> bool:
 def replacement_for(path: Path, option: str = "--output") -> Iterator[Path]:
     """Yield the path of a new file beside `path`. It replaces `path` at the end, or is removed after an error."""
     target = Path(os.path.realpath(path))  # a symbolic link stays a link
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     with write_errors(path, option):
-        beside.touch(exist_ok=False)
+        temporary.touch(exist_ok=False)
     try:
-        yield beside
+        yield temporary
         with write_errors(path, option):
             if target.exists():
-                beside.chmod(stat.S_IMODE(target.stat().st_mode))
+                temporary.chmod(stat.S_IMODE(target.stat().st_mode))
             try:
-                beside.replace(target)
+                temporary.replace(target)
             except OSError as error:  # a file that is mounted, or another user's in a folder like /tmp
                 if error.errno not in (errno.EBUSY, errno.EPERM) or not target.exists():
                     raise
-                with open(beside, "rb") as source, open(target, "r+b") as file:
+                with open(temporary, "rb") as source, open(target, "r+b") as file:
                     shutil.copyfileobj(source, file)
                     file.truncate()
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_bytes(path: Path, content: bytes, option: str = "--output") -> None:
@@ -82,8 +82,8 @@ def write_bytes(path: Path, content: bytes, option: str = "--output") -> None:
         with write_errors(path, option):
             path.write_bytes(content)
     else:
-        with replacement_for(path, option) as beside, write_errors(path, option):
-            beside.write_bytes(content)
+        with replacement_for(path, option) as temporary, write_errors(path, option):
+            temporary.write_bytes(content)
 
 
 def open_stdout() -> BinaryIO:

@@ -52,17 +52,17 @@ def write_file(path: Path, chunks: Iterable[Chunk], container: str, subtype: str
     if container == "WAV" and CODES[subtype][1] * samples > MAX_WAV_BYTES:
         container = "RF64"  # a WAV with 64-bit sizes
     frames = 0
-    with replacement_for(path) as beside, contextlib.ExitStack() as files:
+    with replacement_for(path) as temporary, contextlib.ExitStack() as files:
         for audio, rate in chunks:
             with write_errors(path):
                 if frames == 0:
-                    name = for_soundfile(beside)
+                    name = for_soundfile(temporary)
                     file = files.enter_context(soundfile.SoundFile(name, "w", rate, 1, subtype, format=container))
                 file.write(to_int16(audio))
             frames += len(audio)
         with write_errors(path):
             files.close()
-            if frames_in(beside, container, subtype) < frames:
+            if frames_in(temporary, container, subtype) < frames:
                 raise OSError("incomplete")
     return frames / rate
 
