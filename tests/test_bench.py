@@ -2,10 +2,12 @@
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import re
 import time
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +25,7 @@ from qwen3_tts_cuda_graphs.bench.parity import TeacherForced, one_pass
 from qwen3_tts_cuda_graphs.bench.peer import run_peer
 from qwen3_tts_cuda_graphs.bench.processes import output_of
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
-from qwen3_tts_cuda_graphs.common.loading import load
+from qwen3_tts_cuda_graphs.common.loading import load, load_upstream
 from qwen3_tts_cuda_graphs.prompts.build import talker_arguments
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
@@ -224,6 +226,24 @@ def test_rows_that_quick_leaves_out(tmp_path, capsys):
     rows = dict(single.time_voices(single.accelerate(tts), measured, SHORT))
     assert [*rows] == ["voice: x-vector", "voice: in-context"]
     assert "voice: preset voice left out: " in capsys.readouterr().out
+
+
+def test_models_are_freed_before_the_next_one_is_measured(tmp_path, monkeypatch):
+    """The figures of peak memory would include them."""
+    write_checkpoint(tmp_path, "tiny", ends=False)
+    measured = Checkpoint("tiny", str(tmp_path), None, tmp_path / "speaker.pt")
+    models = []
+
+    def load_and_watch(model):
+        assert not any(earlier() for earlier in models)
+        tts = load_upstream(model)
+        models.append(weakref.ref(tts.model))
+        return tts
+
+    monkeypatch.setattr(timing, "load_upstream", load_and_watch)
+    rows = itertools.islice(single.time_all(measured, SHORT), 3)
+    assert [name for name, _ in rows] == ["upstream", "the three files alone", "separate kernels"]
+    assert len(models) == 3
 
 
 def test_times_as_fast_compares_with_what_was_timed():

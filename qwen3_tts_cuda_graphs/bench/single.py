@@ -37,20 +37,23 @@ def measure(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
 
 
 def time_all(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
-    load_ms, tts = clock(lambda: load_measured(checkpoint.model))
-    speak = timing.whole_call(tts.generate_voice_clone, **checkpoint.voice())
-    row = timing.time_whole_calls(speak, effort.upstream_frames, effort)
-    yield UPSTREAM, row | dict(seconds_to_load=load_ms / 1e3)
-    paths = timing.available_paths(tts)
-    del tts
-
+    """No variable here may hold a model: it would stay in memory and count in the `peak_gib` of later rows."""
+    row, paths = time_upstream(checkpoint, effort)
+    yield UPSTREAM, row
     if not effort.is_quick and (accelerate_alone := accelerate_of_three_files()):
-        _, row = time_captured(checkpoint, effort, accelerate_alone)
-        yield THREE_FILES, row
+        yield THREE_FILES, time_captured(checkpoint, effort, accelerate_alone)[1]
     for path in paths:
         yield from time_path(checkpoint, path, path == paths[-1], effort)
     if timing.ON_GPU and not effort.is_quick:
         yield from run_peer(checkpoint)
+
+
+def time_upstream(checkpoint: Checkpoint, effort: Effort) -> tuple[Row, list[str]]:
+    """Time whole calls of upstream's model. Also returns the paths that can replace it."""
+    load_ms, tts = clock(lambda: load_measured(checkpoint.model))
+    speak = timing.whole_call(tts.generate_voice_clone, **checkpoint.voice())
+    row = timing.time_whole_calls(speak, effort.upstream_frames, effort)
+    return row | dict(seconds_to_load=load_ms / 1e3), timing.available_paths(tts)
 
 
 def accelerate_of_three_files() -> Callable | None:

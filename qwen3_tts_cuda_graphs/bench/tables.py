@@ -14,6 +14,7 @@ from pathlib import Path
 from qwen3_tts_cuda_graphs.bench import MEGAKERNEL, PEER, ROOT, SIZES, THREE_FILES, UPSTREAM
 from qwen3_tts_cuda_graphs.bench.bounds import BANDWIDTH, POSITION, bound_ms, bytes_per_frame, file_stem, meta_model
 from qwen3_tts_cuda_graphs.bench.plot import short
+from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
 from qwen3_tts_cuda_graphs.serving.settings import LIMITS
 
 BLOCK = re.compile(r"^(<!-- results: (\w+) -->\n)(?:(?!<!--).*\n)*(?=<!-- end of results -->$)", re.MULTILINE)
@@ -52,7 +53,6 @@ READY = {  # label -> key of results/h200_ready.json
     "from the shell to the first audio of `generate.py`, s": "shell_to_first_audio_s",
     "importing upstream and loading its model alone, s": "upstream_imported_and_loaded_s",
 }
-FRAME_MS = 80  # of audio
 EXAMPLES = ("RTX 3060", "RTX 4090", "RTX 5090", "Jetson AGX Orin")  # in README.md
 LABELS = {"Thor": "Jetson Thor", "GB10": "DGX Spark (GB10)"}
 PUBLISHED = {  # what others have published for one listener, not measured here; two figures are of 0.6B / 1.7B
@@ -209,7 +209,8 @@ def measured_frame(gpu: str) -> str:
 
 def by_example() -> str:
     """The bound of seconds of audio per second, for a few GPUs."""
-    lines = ([size, *(f"{FRAME_MS / bounds_of(gpu)[size]:.1f}" for gpu in EXAMPLES)] for size in SIZES)
+    frame_ms = 1000 / FRAME_RATE
+    lines = ([size, *(f"{frame_ms / bounds_of(gpu)[size]:.1f}" for gpu in EXAMPLES)] for size in SIZES)
     return markdown_table(["x real time at most, calculated", *EXAMPLES], lines)
 
 
