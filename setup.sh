@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv with everything the 12 Hz models need, and download weights, try it, or run the tests: ./setup.sh --help
 set -euo pipefail
-cd "$(dirname "$(readlink -f "$0")")"  # also through a link
+cd "$(dirname "$(readlink -f "$0")")"  # readlink: the script may be called through a link
 
 show_help() {
   cat << 'END'
@@ -27,7 +27,7 @@ options:
 END
 }
 
-# Each step is said, with the minutes and seconds since the start.
+# Print what is done next, with the minutes and seconds since the start.
 step() {
   printf '[%d:%02d] %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$*"
 }
@@ -64,7 +64,7 @@ if [ -n "$download" ]; then
   models=${models:-0.6B-CustomVoice}
 fi
 
-# A section of requirements.txt: what stands between its title and the next one.
+# The packages of a section of requirements.txt, which ends at the title of the next one.
 packages_of() {
   sed -n "/^# $1\$/,/^# /p" requirements.txt | grep ==
 }
@@ -76,14 +76,14 @@ if [ $venv = .venv5 ]; then
   qwen_tts="qwen-tts-hf==0.1.1.post1"
 fi
 
-# An environment that was made for the other kind of torch is made anew.
+# Remove an environment that was made with the other choice of --system-torch.
 linked=$(compgen -G "$venv/lib/python*/site-packages/torch.pth" > /dev/null && echo yes || true)
 if [ -d $venv ] && [ "$linked" != "$system_torch" ]; then
   echo "making $venv anew: it was made for the other kind of torch" >&2
   rm -rf $venv
 fi
 
-# The environment. torch.pth makes the packages of the active environment visible, behind those installed here.
+# Make the environment. torch.pth makes the packages of the active environment visible, after those installed here.
 [ -d $venv ] || step "making $venv"
 if [ -n "$system_torch" ]; then
   torch_folder=$(python3 -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))') || {
@@ -107,22 +107,23 @@ quiet=--quiet
 if [ -z "$system_torch" ] && command -v uv > /dev/null; then
   install="uv pip install $quiet --python $venv/bin/python"
   uninstall="uv pip uninstall --quiet --python $venv/bin/python"
-else  # what qwen-tts and librosa miss is left out on purpose
+else  # no warnings about missing dependencies of qwen-tts and librosa, which are left out on purpose
   install="$venv/bin/python -m pip install $quiet --no-warn-conflicts --disable-pip-version-check"
   uninstall="$venv/bin/python -m pip uninstall --quiet --yes"
 fi
 
-# The packages. qwen-tts comes without its dependencies: torchaudio, sox, onnxruntime and gradio are for the 25 Hz
+# Install the packages, and qwen-tts without its dependencies: torchaudio, sox, onnxruntime and gradio are for the 25 Hz
 # models and the demo.
 step "installing into $venv what is missing of" $packages "$qwen_tts (gigabytes and 2 to 10 minutes, the first time)"
 $install $packages
 $install --no-deps "$qwen_tts"
-# librosa brings scikit-learn, for functions that nobody calls here. transformers imports it where it is installed, which
+# Remove scikit-learn, which librosa needs for functions that are not called here: transformers would import it, which
 # takes a sixth of the time to start.
 $uninstall scikit-learn
-# The package itself, in place: the command $venv/bin/qwen3-tts. Once, as it needs the network to be built.
+# Install the package itself, in place, with the command $venv/bin/qwen3-tts. Only once, because building it needs the
+# network.
 [ $venv/bin/qwen3-tts -nt pyproject.toml ] || $install --no-deps --editable .
-# The first import compiles torch and transformers, and takes as long as installing the rest.
+# Import in the background: the first import compiles torch and transformers, which takes as long as installing the rest.
 first_import="import qwen3_tts_cuda_graphs.common.loading"
 $venv/bin/python -c "$first_import" &
 import=$!
@@ -130,8 +131,8 @@ if [ "$sections" != base ]; then
   step "installing what the sections${sections#base} of requirements.txt name (a minute, the first time)"
   $install $(for section in ${sections#base}; do packages_of $section; done | sort -u)
 fi
-# What the tests compare with, in a folder that only they look into: the interface of faster-qwen3-tts, and the handler
-# of speech-to-speech, which wants transformers 5.
+# Install what the tests compare with, in a folder that only they use: faster-qwen3-tts, and the handler of
+# speech-to-speech, which needs transformers 5.
 if [[ $sections == *test* ]]; then
   $install --no-deps --upgrade --target $venv/peers faster-qwen3-tts==0.5.4
   if [ $venv = .venv5 ]; then
@@ -139,10 +140,10 @@ if [[ $sections == *test* ]]; then
   fi
 fi
 step "importing torch and transformers (a minute the first time, when Python compiles them)"
-wait $import || $venv/bin/python -c "$first_import"  # a package may have been replaced meanwhile
+wait $import || $venv/bin/python -c "$first_import"  # it may have failed while a package was replaced
 step "environment ready: $venv"
 
-# The weights.
+# Download the weights.
 for model in $models; do
   step "downloading the weights of $model, if they are not there yet (gigabytes)"
   if ! $venv/bin/python -m qwen3_tts_cuda_graphs.common.hub "$model"; then
@@ -154,7 +155,7 @@ for model in $models; do
   step "weights ready: $model"
 done
 
-# What comes next.
+# Run the demo or the tests, or print how to speak.
 case $then in
   demo)
     step "making a tiny model with random weights (10 to 30 seconds)"

@@ -1,19 +1,19 @@
-"""Qwen3-TTS with every frame captured as CUDA graphs, and all of the speed.
+"""Fast Qwen3-TTS: every frame is captured as CUDA graphs.
 
     from qwen3_tts_cuda_graphs import load, stream, astream, stream_long, stream_script, Engine, FasterQwen3TTS
 
-cli/, serving/, bench/   programs: they ask, and show what comes back (__main__.py is the command qwen3-tts)
-common/                  what programs share
+cli/, serving/, bench/   the command line, the server, the benchmarks (__main__.py is the command qwen3-tts)
+common/                  what these programs share
 compat.py                the interface of faster-qwen3-tts
-speech/                  requests in, sound out: whole calls, streams, the engine
+speech/                  requests in, audio out: whole calls, streams, the engine
 prompts/                 text and voice in, a request out
-fast/                    the same frame and codec, faster
+fast/                    faster implementations of the frame and of the codec
 upstream.py              upstream's classes
 """
 
 from importlib import import_module
 
-HOMES = {  # a public name -> its module, imported when the name is used: the command must start without torch
+HOMES = {  # public name -> its module, which is imported when the name is used, because a command starts without torch
     "FasterQwen3TTS": "compat",
     "GGMLQwen3TTS": "compat",
     "Qwen3TTSCudaGraphs": "compat",

@@ -1,4 +1,4 @@
-"""The command qwen3-tts, and `python -m qwen3_tts_cuda_graphs`: `qwen3-tts speak` is `python generate.py`."""
+"""The command qwen3-tts, which is also `python -m qwen3_tts_cuda_graphs`."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from qwen3_tts_cuda_graphs.common.command import cli_errors
 from qwen3_tts_cuda_graphs.common.parser import Parser
 
 COMMAND = "qwen3-tts"
-SUBCOMMANDS = {  # -> the module whose `main` it calls, and what that does
+SUBCOMMANDS = {  # name -> the module whose `main` is called, and a description
     "speak": ("cli.__main__", "speak a text into an audio file"),
     "clone": ("cli.clone", "turn a recording into a speaker.pt"),
     "serve": ("serving.__main__", "serve speech over HTTP and WebSocket"),

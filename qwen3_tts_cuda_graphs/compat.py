@@ -1,8 +1,8 @@
 """A class with the public interface of faster-qwen3-tts 0.5: the same methods, arguments and defaults.
 
-It stands on `load` and the stream of speech/; upstream's model is its attribute `model`. Arguments that make
-no difference here are accepted: `attn_implementation` and `parity_mode` (the kernels are the project's own),
-`prefill_len` (all graphs are captured at load), and those of the GGML backend, which is refused.
+It calls `load` and the streams of speech/; its attribute `model` is upstream's model. Some arguments are accepted and
+make no difference: `attn_implementation` and `parity_mode` (the kernels are the project's own), `prefill_len` (all
+graphs are captured at load), and those of the GGML backend, which itself is refused.
 """
 
 import dataclasses
@@ -27,15 +27,15 @@ from qwen3_tts_cuda_graphs.prompts.checks import check_counts
 from qwen3_tts_cuda_graphs.speech.streaming import audio_chunks
 from qwen3_tts_cuda_graphs.upstream import Qwen3TTSModel, VoiceClonePromptItem
 
-MAX_VOICES = 64  # prompts that are kept
-WHOLE_CALL_FRAMES = 64  # per chunk where nobody waits for the first
+MAX_VOICES = 64  # prompts of recordings that are cached
+WHOLE_CALL_FRAMES = 64  # per chunk of a whole call
 TORCH_ONLY = "this package runs on torch only; for GGML use faster-qwen3-tts"
 
 Chunks = Generator[tuple[np.ndarray, int, dict], None, None]
 
 
 def whole(streaming: Callable) -> Callable:
-    """The method that returns a streaming method's audio in one piece: ([float32 samples], sample rate)."""
+    """Make the method that returns a streaming method's audio in one piece: ([float32 samples], sample rate)."""
     signature = inspect.signature(streaming)
     kept = [item for name, item in signature.parameters.items() if name not in ("chunk_size", "parity_mode")]
     signature = signature.replace(parameters=kept, return_annotation=tuple[list, int])
@@ -155,7 +155,7 @@ class FasterQwen3TTS:
         chunk_size: frames of a chunk.
         xvec_only: take the speaker's embedding only, without the recording in the prompt.
         non_streaming_mode: True puts the whole text into the prompt; None is upstream's default.
-        append_silence: after a recording that is in the prompt.
+        append_silence: add silence after a recording that is in the prompt.
         instruct: how to speak.
         voice_clone_prompt: from upstream's create_voice_clone_prompt, or a dict with ref_spk_embedding. Replaces
             ref_audio and xvec_only; ref_text is needed for a dict with ref_code.
@@ -206,15 +206,15 @@ class FasterQwen3TTS:
     def stream(
         self, method, text: str, chunk_size: int, max_new_tokens: int, min_new_tokens: int, **arguments
     ) -> Chunks:
-        """Check and build a request of upstream's `method` now, so that mistakes raise an error here; generate while
-        being read."""
+        """Check and build a request of upstream's `method` now, so that mistakes raise an error here. The audio is
+        generated while the result is read."""
         check_counts(chunk_size=chunk_size, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens)
         start = time.perf_counter()
         if arguments["non_streaming_mode"] is None:
             del arguments["non_streaming_mode"]  # upstream's default
         speech = self.model.speech
         speech.turns.check_process()
-        # Upstream's last token has no frame.
+        # Upstream's last token has no frame, so it gets one more.
         request = prepare_request(method, text, max_new_tokens=max_new_tokens + 1, **arguments)
         settings = request.settings | {"min_new_tokens": min_new_tokens}
         chunks = audio_chunks(speech, dataclasses.replace(request, settings=settings), itertools.repeat(chunk_size))
@@ -222,9 +222,8 @@ class FasterQwen3TTS:
         return self.timed(chunks, chunk_size, prompt_ms)
 
     def timed(self, chunks: Iterable[tuple[np.ndarray, int]], chunk_size: int, prompt_ms: float) -> Chunks:
-        """Add faster-qwen3-tts' timing. The first decode_ms includes the prefill; prefill_ms is for the prompt.
-
-        is_final is True for a last chunk that is not full, as there.
+        """Add the timing of faster-qwen3-tts. prefill_ms is the time to build the prompt; the first decode_ms includes
+        the prefill. As there, is_final is True for a last chunk only if it is not full.
         """
         samples_per_frame = self.speech_tokenizer.get_decode_upsample_rate()
         frames = 0
@@ -261,7 +260,7 @@ class FasterQwen3TTS:
         return request | {"method": self.model.generate_voice_clone, "voice_clone_prompt": prompt}
 
     def voice_of_recording(self, ref_audio, ref_text: str, xvec_only: bool, append_silence: bool) -> list:
-        """Encode a recording, once for each file."""
+        """The prompt of a recording, which is encoded once for each file."""
         if ref_audio is None:
             raise ValueError("ref_audio is missing: give a recording of the voice, or voice_clone_prompt")
         if not isinstance(ref_audio, str | Path):
@@ -282,7 +281,7 @@ class GGMLQwen3TTS:
 
 
 def encode_recording(model: Qwen3TTSModel, path: Path, version, ref_text: str | None, silence: float) -> list:
-    """The prompt of a recording. A cache keeps it until the file has another `version`."""
+    """The prompt of a recording. `version` is not used: it makes the cache encode a file again that has changed."""
     return clone_prompt(model, *read_audio(path), ref_text, silence)
 
 
@@ -291,7 +290,7 @@ def without_self(arguments: dict) -> dict:
 
 
 def prompt_item(prompt: dict | list, ref_text: str) -> VoiceClonePromptItem:
-    """A prompt for one text, in any of the forms that faster-qwen3-tts takes -> upstream's."""
+    """Convert a prompt for one text, in any of the forms that faster-qwen3-tts takes, to upstream's class."""
     if isinstance(prompt, list | tuple):
         if len(prompt) != 1:
             raise ValueError(f"voice_clone_prompt has {len(prompt)} entries, it must have one, as there is one text")

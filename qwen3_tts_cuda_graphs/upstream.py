@@ -1,6 +1,9 @@
-"""Upstream's classes, imported without what only its 25 Hz models need, and loaded without made-up weights. Import them
-from here, not from qwen_tts. The package does not import generate.py, which has the same two functions: a test compares
-them."""
+"""Upstream's classes, imported without what only its 25 Hz models need. Weights that are missing in a checkpoint are an
+error, instead of being initialized at random.
+
+Import them from here, not from qwen_tts. generate.py has a copy of both functions, because it runs without the package;
+a test compares the copies.
+"""
 
 import os
 import sys

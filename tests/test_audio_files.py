@@ -1,4 +1,5 @@
-"""Audio files are written whole or not at all, in the format of their extension; streamed ones play as they grow."""
+"""Audio files are written completely or not at all, in the format of their extension; streamed files can be played
+while they grow."""
 
 import os
 import stat
@@ -35,7 +36,7 @@ def tone(frames, loudness=0.5):
 
 
 def run(program, shell='"$0" -c "$1"', **options):
-    """Run a Python program, $0 -c $1 in the shell's command."""
+    """Run a Python program in a shell command, in which it is "$0" -c "$1"."""
     program = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(program)
     return subprocess.run(["bash", "-c", shell, sys.executable, program], capture_output=True, **options)
 
@@ -43,7 +44,7 @@ def run(program, shell='"$0" -c "$1"', **options):
 @pytest.mark.parametrize("playable", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("extension", ["", ".wav", ".WAV", ".flac", ".ogg", ".opus", ".mp3"])
 def test_the_extension_chooses_the_format(tmp_path, extension, playable):
-    """Every file was a WAV, whatever its name said. WAV and FLAC have the same 16-bit samples, clipped."""
+    """The format is that of the extension. WAV and FLAC have the same clipped 16-bit samples."""
     lossy = {".ogg": "OGG", ".opus": "OGG", ".mp3": "MP3"}
     path, chunks = tmp_path / f"speech{extension}", tone(25, loudness=0.5 if extension in lossy else 1.2)
     assert write_audio(path, iter(chunks), playable) == pytest.approx(2.0)
@@ -62,7 +63,7 @@ def test_the_extension_chooses_the_format(tmp_path, extension, playable):
 
 
 def test_more_than_4_gib(tmp_path, monkeypatch):
-    """The sizes in a WAV's header have 32 bits: a day of speech failed after all the work."""
+    """The sizes in a WAV's header have 32 bits, so a longer file becomes RF64."""
     monkeypatch.setattr(speech_files, "MAX_WAV_BYTES", 3 * FRAME)
     write_audio(tmp_path / "whole.wav", tone(4), samples=4 * FRAME)
     assert soundfile.info(tmp_path / "whole.wav").format == "RF64"
@@ -83,7 +84,7 @@ def test_names_that_are_refused(name):
 
 
 def test_streamed_file_can_be_played_at_every_moment(tmp_path):
-    """The header says the length that is there, after every chunk and after an interrupt."""
+    """The header has the current length after every chunk, and after an interrupt."""
 
     def chunks():
         for count in range(1, 4):
@@ -102,7 +103,7 @@ def test_streamed_file_can_be_played_at_every_moment(tmp_path):
 @pytest.mark.parametrize("name", ["out.wav", "out.flac", "out.mp3"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_speech_that_fails_leaves_the_old_file(tmp_path, name, error):
-    """An error or an interrupt halfway replaced the file of the last run by half of this one, or removed it."""
+    """After an error or an interrupt, the file of the last run is neither replaced nor removed."""
     path = tmp_path / name
     path.write_bytes(b"the file of the last run")
 
@@ -118,7 +119,7 @@ def test_speech_that_fails_leaves_the_old_file(tmp_path, name, error):
 
 
 def test_a_terminated_process_leaves_nothing_unfinished(tmp_path):
-    """SIGTERM, as timeout and docker stop send it, left hidden files beside the output."""
+    """SIGTERM, which timeout and docker stop send, leaves no hidden files beside the output."""
     program = """
         from pathlib import Path
         import time
@@ -139,7 +140,7 @@ def test_a_terminated_process_leaves_nothing_unfinished(tmp_path):
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path):
-    """A whole file is complete or not there, with what was there before; a stream's plays as far as it goes."""
+    """If the disk is full, the old file stays; a streamed file can be played as far as it goes."""
     old = {name: f"the old {name}".encode() for name in ("whole.wav", "whole.flac", "whole.mp3", "speaker.pt")}
     for name, content in old.items():
         (tmp_path / name).write_bytes(content)
@@ -175,7 +176,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
 
 
 def test_a_read_only_folder_is_refused_before_the_work(tmp_path):
-    """A new file is written beside the old one: the folder must be writable, too, and that is checked early."""
+    """A new file is written beside the old one, so the folder must be writable, which is checked first."""
     (tmp_path / "out.wav").write_bytes(b"old")
     (tmp_path / "out.wav").chmod(0o666)
     tmp_path.chmod(0o555)
@@ -208,8 +209,8 @@ def test_a_read_only_folder_is_refused_before_the_work(tmp_path):
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("playable", [False, True], ids=["whole", "streamed"])
 def test_a_player_that_was_closed(tmp_path, playable, unbuffered):
-    """head, or a player's window: exit code 141 as for any other program in a pipe, and no traceback. A file that is
-    called - was deleted. With PYTHONUNBUFFERED=1 half of the audio was written without an error."""
+    """If the reader of the pipe ends, the exit code is 141, as for other programs, and there is no traceback. A file
+    named - stays. With PYTHONUNBUFFERED=1 all of the audio is written, too."""
     (tmp_path / "-").write_bytes(b"somebody's file")
     program = f"""
         from pathlib import Path
@@ -229,7 +230,7 @@ def test_a_player_that_was_closed(tmp_path, playable, unbuffered):
 @pytest.mark.parametrize("playable", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_symbolic_link_stays_one(tmp_path, playable, is_there):
-    """latest.wav -> 2026/speech.wav: the file behind the link is made or replaced, not the link."""
+    """The file that the link points to is made or replaced, not the link."""
     (tmp_path / "folder").mkdir()
     target, link = tmp_path / "folder/speech.wav", tmp_path / "latest.wav"
     if is_there:
@@ -241,7 +242,7 @@ def test_a_symbolic_link_stays_one(tmp_path, playable, is_there):
 
 
 def test_the_mode_of_a_file_is_kept(tmp_path):
-    """A private file became readable to all when it was written again, and a shared one private."""
+    """A private file stays private when it is replaced, and a shared one shared."""
     for name, mode in (("private.wav", 0o600), ("shared.flac", 0o664), ("speaker.pt", 0o640)):
         path = tmp_path / name
         path.touch()
@@ -256,7 +257,7 @@ def test_the_mode_of_a_file_is_kept(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's file")
 def test_a_file_that_cannot_be_replaced():
-    """One that is mounted, as into a container, or another user's in /tmp: it is written to."""
+    """A file that is mounted, as into a container, or another user's file in /tmp is overwritten in place."""
     program = """
         import os
         from pathlib import Path
@@ -276,7 +277,7 @@ def test_a_file_that_cannot_be_replaced():
 
 
 def test_a_named_pipe_stays_one(tmp_path):
-    """A pipe cannot be replaced by a file: its reader would wait for ever. Only WAV can be written without seeking."""
+    """A file must not replace a named pipe, whose reader would wait forever. Only WAV is written without seeking."""
     pipe = tmp_path / "pipe.wav"
     os.mkfifo(pipe)
     reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
@@ -290,7 +291,7 @@ def test_a_named_pipe_stays_one(tmp_path):
 
 
 def test_bytes_to_a_file_and_to_stdout(tmp_path):
-    """extract_speaker.py --output - must neither make a file called - nor stop halfway without an error."""
+    """extract_speaker.py --output - must neither make a file named - nor stop halfway without an error."""
     write_bytes(tmp_path / "speaker.pt", b"content")
     assert (tmp_path / "speaker.pt").read_bytes() == b"content"
     program = """
@@ -337,7 +338,7 @@ def sine(rate, seconds=3.0):
 
 @pytest.mark.parametrize("name", PHONES)
 def test_a_phones_recording_is_read(tmp_path, name):
-    """soundfile knows none of these. The name does not matter."""
+    """soundfile reads none of these formats. The extension of the file does not matter."""
     container, codec, rate, layout = PHONES[name]
     path = tmp_path / f"{name}.wav"
     path.write_bytes(phone_recording(sine(rate), rate, container, codec, layout))
@@ -350,7 +351,7 @@ def test_a_phones_recording_is_read(tmp_path, name):
 
 
 def with_counts(data, count):
-    """An MP4 whose tables promise so many samples of one byte."""
+    """An MP4 whose tables have this number of samples of one byte."""
     data = bytearray(data)
     for box, offset, values in ((b"stsz", 8, (1, count)), (b"stsc", 16, (count,)), (b"stts", 12, (count, 1))):
         struct.pack_into(f">{len(values)}I", data, data.find(box) + offset, *values)
@@ -359,7 +360,7 @@ def with_counts(data, count):
 
 @pytest.mark.parametrize("what", ["cut", "noise", "only a header", "40 million samples", "2**31 samples", "no frames"])
 def test_a_phones_recording_that_is_broken(tmp_path, what):
-    """Whatever the header says, it takes seconds and little memory, and is one sentence."""
+    """Whatever the header says, the error comes within seconds, needs little memory, and is one sentence."""
     good = phone_recording(sine(44100), 44100, "ipod", "alac")
     content = {
         "cut": good[:-100],  # what says where the samples are is at the end

@@ -2,10 +2,12 @@
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import re
 import time
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -21,9 +23,9 @@ from qwen3_tts_cuda_graphs.bench.__main__ import main
 from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
 from qwen3_tts_cuda_graphs.bench.parity import TeacherForced, one_pass
 from qwen3_tts_cuda_graphs.bench.peer import run_peer
-from qwen3_tts_cuda_graphs.bench.processes import printed_by
+from qwen3_tts_cuda_graphs.bench.processes import output_of
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import write_checkpoint
-from qwen3_tts_cuda_graphs.common.loading import load
+from qwen3_tts_cuda_graphs.common.loading import load, load_upstream
 from qwen3_tts_cuda_graphs.prompts.build import talker_arguments
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
@@ -34,7 +36,7 @@ SHORT = replace(  # utterances as short as can be timed
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch, capsys):
-    """bench(word, ...) -> what a short run in tmp_path prints, and the rows of the tiny model that it writes"""
+    """bench(word, ...) runs a short benchmark in tmp_path. Returns what it prints, and the rows of the tiny model."""
     monkeypatch.setattr(timing, "SMALL", SHORT)
 
     def run(*words):
@@ -50,7 +52,7 @@ def bench(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def ended(tmp_path, capsys):
-    """ended(word, ...) -> exit code, stdout and stderr of a run in tmp_path that ends by itself"""
+    """ended(word, ...) runs a command in tmp_path that exits. Returns the exit code, stdout and stderr."""
 
     def run(*words):
         with contextlib.chdir(tmp_path), pytest.raises(SystemExit) as end:
@@ -61,7 +63,7 @@ def ended(tmp_path, capsys):
 
 
 def test_without_a_gpu_it_times_the_tiny_model_and_says_so(bench, tmp_path):
-    """A folder named tiny, as the README makes one, is not used: its model ends its speech by itself."""
+    """A folder named tiny, as the README makes one, is not used, because its model would end its speech by itself."""
     write_checkpoint(tmp_path / "tiny", "tiny")
     printed, rows = bench("--quick")
     card = json.loads((tmp_path / "bench_results_CPU.json").read_text())["card"]
@@ -80,14 +82,14 @@ def test_without_a_gpu_it_times_the_tiny_model_and_says_so(bench, tmp_path):
 
 
 def test_the_time_of_a_frame_is_the_difference_of_two_calls(monkeypatch):
-    """Calls of 100 ms and 20 ms per frame. Of real ones so short, a busy machine makes any number."""
+    """The calls take 100 ms and 20 ms per frame. Real calls would be too short to measure on a busy machine."""
     monkeypatch.setattr(timing, "clock", lambda speak: (100 + 20 * 12.5 * speak(), speak()))
     row = timing.time_whole_calls(lambda frames: frames / 12.5, (2, 5), SHORT)
     assert (row["frames"], row["ms_per_frame"], row["x_real_time"]) == (5, pytest.approx(20), pytest.approx(2))
 
 
 def test_many_listeners_and_lists(bench):
-    """Lists go through upstream's method and through the engine."""
+    """Lists are timed with upstream's method and with the engine."""
     _, rows = bench("--streams")
     for count, name in ((1, "1 stream alone"), (4, "4 streams at once")):
         assert rows[name]["listeners"] == count
@@ -98,7 +100,7 @@ def test_many_listeners_and_lists(bench):
 
 
 def write_recognizer(folder) -> None:
-    """A speech recognizer of random weights: it hears letters in anything."""
+    """A speech recognizer with random weights, which recognizes letters in any audio."""
     folder.mkdir()
     letters = ["[PAD]", "[UNK]", "|", *"abcdefghijklmnopqrstuvwxyz"]
     (folder / "vocab.json").write_text(json.dumps({letter: number for number, letter in enumerate(letters)}))
@@ -114,7 +116,7 @@ def write_recognizer(folder) -> None:
 
 @pytest.mark.slow
 def test_each_path_is_heard(bench, tmp_path):
-    """Random weights prove only that it runs: the same audio must be judged the same, on every path."""
+    """With random weights only this can be tested: the same audio gets the same scores on every path."""
     write_recognizer(tmp_path / "recognizer")
     _, rows = bench("--listen", "--recognizer", "recognizer")
     assert [*rows] == ["upstream", "separate kernels", "separate kernels, streamed", "16 at once"]
@@ -138,15 +140,15 @@ def test_word_errors():
         assert quality.edit_distance(*(quality.words_of(text, "English") for text in (expected, heard))) == errors
     assert quality.words_of("你好，世界。", "Chinese") == ["你", "好", "世", "界"]
     counted = dict(words=10, similarity=0.5, seconds=1.0, is_runaway=False)
-    judged = [counted | dict(errors=errors) for errors in (0, 1, 2, 5)]
-    row = quality.compare(judged, judged)
+    scores = [counted | dict(errors=errors) for errors in (0, 1, 2, 5)]
+    row = quality.summarize(scores, scores)
     assert row["word_errors_percent"] == 20 and (row["change_low"], row["change_high"]) == (0, 0)
     assert 0 <= row["word_errors_low"] < 20 < row["word_errors_high"] <= 50
     assert row["similarity_change_low"] == row["similarity_change_high"] == 0
 
 
 def test_what_a_listener_counts():
-    """Audio of 0.1 s after 0.1 s, 60 s of it 0.3 s later, which is too late, and some more, which is on time."""
+    """0.1 s of audio come after 0.1 s, 60 s of audio 0.3 s later, which is too late, and more of it in time."""
 
     def speak():
         for pause, seconds in ((0.1, 0.1), (0.3, 60), (0, 1)):
@@ -166,8 +168,8 @@ def test_how_listeners_are_summed_up():
 
 
 def test_arrivals_are_independent_and_as_many_as_asked_for():
-    """A mean of 20 per second over 1000 s: beyond 5 standard deviations once in a million seeds. The seed is fixed."""
-    arrivals = [*listeners.poisson_arrivals(20, 1000, seed=0)]
+    """20 per second over 1000 s: one in a million seeds is beyond 5 standard deviations. The seed is fixed."""
+    arrivals = [*listeners.poisson_arrivals(20, 1000)]
     assert abs(len(arrivals) - 20000) < 5 * 20000**0.5 and arrivals == sorted(arrivals) and arrivals[-1] < 1000
     gaps = [later - earlier for earlier, later in zip(arrivals, arrivals[1:])]
     assert abs(sum(gap > 0.05 for gap in gaps) / len(gaps) - math.exp(-1)) < 0.02
@@ -193,7 +195,7 @@ def test_the_load_script_counts_what_fails():
 
 @pytest.mark.slow
 def test_how_long_until_a_process_speaks(bench):
-    """It starts processes of its own, which no other test imports from."""
+    """It starts other processes, whose code no other test runs."""
     _, rows = bench("--ready")
     row = rows["ready"]
     assert row["runs"] == 1
@@ -202,15 +204,15 @@ def test_how_long_until_a_process_speaks(bench):
 
 
 def test_a_process_that_does_not_speak():
-    """The benchmark must neither wait for it nor hide why."""
+    """The benchmark must neither wait for it forever nor hide the reason."""
     with pytest.raises(ValueError, match="-c 1 / 0 has failed: ZeroDivisionError: division by zero"):
-        next(printed_by(["-c", "1 / 0"], 1))
+        next(output_of(["-c", "1 / 0"], 1))
     with pytest.raises(ValueError, match="it took too long"):
-        next(printed_by(["-c", "import time; time.sleep(100)"], 1, limit=0.5))
+        next(output_of(["-c", "import time; time.sleep(100)"], 1, timeout=0.5))
 
 
 def test_rows_that_quick_leaves_out(tmp_path, capsys):
-    """The three files alone run on upstream's layers and codec. A voice that cannot be loaded is left out."""
+    """The three files alone use upstream's layers and codec. A voice that cannot be loaded is left out."""
     write_checkpoint(tmp_path, "tiny", ends=False)
     measured = Checkpoint("tiny", str(tmp_path), str(tmp_path / "missing"), tmp_path / "speaker.pt")
 
@@ -226,6 +228,24 @@ def test_rows_that_quick_leaves_out(tmp_path, capsys):
     assert "voice: preset voice left out: " in capsys.readouterr().out
 
 
+def test_models_are_freed_before_the_next_one_is_measured(tmp_path, monkeypatch):
+    """The figures of peak memory would include them."""
+    write_checkpoint(tmp_path, "tiny", ends=False)
+    measured = Checkpoint("tiny", str(tmp_path), None, tmp_path / "speaker.pt")
+    models = []
+
+    def load_and_watch(model):
+        assert not any(earlier() for earlier in models)
+        tts = load_upstream(model)
+        models.append(weakref.ref(tts.model))
+        return tts
+
+    monkeypatch.setattr(timing, "load_upstream", load_and_watch)
+    rows = itertools.islice(single.time_all(measured, SHORT), 3)
+    assert [name for name, _ in rows] == ["upstream", "the three files alone", "separate kernels"]
+    assert len(models) == 3
+
+
 def test_times_as_fast_compares_with_what_was_timed():
     rows = {name: dict(ms_per_frame=ms) for name, ms in (("upstream", 120), ("separate kernels", 10))}
     assert dict(single.times_as_fast(rows)) == {"separate kernels, times as fast": {"than upstream": 12}}
@@ -239,7 +259,7 @@ def test_times_as_fast_compares_with_what_was_timed():
 @pytest.mark.slow
 @pytest.mark.parametrize("is_right", [True, False])
 def test_the_check(is_right, ended, monkeypatch):
-    """It passes, and finds what is wrong: without its repetition penalty the speech is not upstream's."""
+    """It passes for a correct model, and fails without the repetition penalty, as the speech is not upstream's then."""
     if not is_right:
         configure = Rows.configure
         monkeypatch.setattr(Rows, "configure", lambda rows, **all: configure(rows, **all | {"repetition_penalty": 1.0}))
@@ -249,7 +269,7 @@ def test_the_check(is_right, ended, monkeypatch):
 
 
 def test_a_codec_that_rounds_more_passes(tmp_path):
-    """Other random codecs differ by 3e-05 between chunks and the whole, where 1e-05 was allowed: that is no fault."""
+    """With some random codecs, chunks and the whole correctly differ by 3e-05. Once, only 1e-05 was allowed."""
     with published_blocks():
         write_checkpoint(tmp_path, "tiny", codec_gain=1.2)
     tts = load(str(tmp_path), "cpu")
@@ -279,7 +299,7 @@ def test_mistakes(checkpoint, tmp_path, ended, words, answer):
 
 @pytest.mark.parametrize("name", ["x-vector", "in-context"])
 def test_forced_logits_are_those_of_one_pass(voices, name):
-    """The measure of `--check`, frame by frame over a static cache, against upstream's forward of all at once."""
+    """The logits that `--check` compares, frame by frame over a static cache, are those of upstream's one forward."""
     voice = voices(name)
     talker = voice.upstream.model.talker
     tokens = torch.randint(2048, (30, 3), generator=torch.Generator().manual_seed(0))
@@ -289,7 +309,7 @@ def test_forced_logits_are_those_of_one_pass(voices, name):
 
 
 def test_the_figure_is_drawn_from_the_results(tmp_path):
-    """What has not changed is not written again."""
+    """A figure that has not changed is not written again."""
     pytest.importorskip("matplotlib")
     results = json.loads((ROOT / "results/h200.json").read_text())
     (tmp_path / "some.json").write_text(json.dumps(results))
@@ -312,7 +332,7 @@ def test_a_phone_shows_the_figures_in_legible_type(path):
 
 
 def test_the_servers_figure_has_the_engine_and_the_server():
-    """At each rate, in its order; not what was measured at one rate only, under other conditions."""
+    """It has the rates in their order, and leaves out conditions that were measured at one rate only."""
     rows = {f"{rate} requests per second for 10 s": dict(first_audio_ms=5, first_audio_p95_ms=50) for rate in (40, 5)}
     one = dict([*rows.items()][:1])
     _, groups = plot.server({"engine": rows, "over HTTP": rows, "over HTTP, busy": one}).values()
@@ -322,7 +342,7 @@ def test_the_servers_figure_has_the_engine_and_the_server():
 
 
 def test_the_peer_runs_with_a_python_of_its_own(tmp_path, capsys):
-    """Its transformers is another one. A peer that cannot run is left out with a line, without ending the benchmark."""
+    """It needs another transformers. A peer that cannot run is left out with a message; the benchmark continues."""
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
     row = ["faster-qwen3-tts", dict(ms_per_frame=20.0, version="0.5.4")]

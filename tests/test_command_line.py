@@ -45,7 +45,7 @@ def options(folder, **change):
 
 
 def test_generate_writes_what_the_function_speaks(call, checkpoint):
-    """An option that does not reach upstream's method gives other audio. test_wheel.py has a process of its own."""
+    """An option that does not reach upstream's method would give other audio. test_wheel.py runs the real command."""
     sampling = "--temperature 0.8 --top-k 30 --top-p 0.9 --repetition-penalty 1.1"
     words = f"--language English --seed 2 {sampling} --max-seq-len 300 --dtype float32".split()
     code, stdout, stderr = call(main, *options(checkpoint()), *words)
@@ -64,7 +64,7 @@ def test_generate_writes_what_the_function_speaks(call, checkpoint):
 
 
 def test_streamed_bytes_are_the_same(speak, call):
-    """To a file, streamed to a file, and streamed to stdout, whose header cannot know the length."""
+    """Written to a file, streamed to a file, and streamed to stdout, where the header cannot have the length."""
     for output, more in (("whole", ()), ("streamed", ["--stream"]), ("-", ["--stream"])):
         _, stdout, stderr = speak("base", "Hello!", "-o", output, *more)
         summary, other = (stderr, stdout) if output == "-" else (stdout, stderr)
@@ -76,8 +76,8 @@ def test_streamed_bytes_are_the_same(speak, call):
 
 
 def test_cut_off_speech_is_reported(speak):
-    """Speech that ends because the cache is full: one line on stderr, not silence and not a traceback. Python shows the
-    same warning once only, so that the second utterance was cut off silently."""
+    """If speech ends because the cache is full, there is one line on stderr for each utterance. By default Python shows
+    the same warning only once."""
     arguments = "--max-seq-len", 32, "--join", "--seed", 26  # which would go on
     code, _, stderr = speak("base", "Hello!", *arguments)
     warning = "the speech was cut off after 23 frames, before its end: raise --max-seq-len"
@@ -95,7 +95,7 @@ def recording_file(recording, tmp_path):
 
 @pytest.fixture
 def requests(call):
-    """What reaches the model, which is not asked: two short chunks are its answer to each text."""
+    """The requests that reach the model. It is not called: two short chunks are the answer to each text."""
     requests = []
 
     def answer(method, *, text, **request):
@@ -107,7 +107,7 @@ def requests(call):
 
 
 def test_every_voice_reaches_the_model(speak, requests, checkpoint, recording_file):
-    """An option that is ignored would make two requests the same."""
+    """No two requests are the same, as they would be if an option was ignored."""
     voices = {
         "x-vector": ("base", "--speaker", checkpoint() / "speaker.pt"),
         "recording": ("base", "--ref-audio", recording_file),
@@ -124,8 +124,8 @@ def test_every_voice_reaches_the_model(speak, requests, checkpoint, recording_fi
 
 
 def test_several_lines(speak, requests):
-    """One file per line, or one for all; from a file or from stdin the same; the first is what it would be alone. A
-    byte order mark, which editors on Windows write in front of the text, is a token, and must not be spoken."""
+    """One file per line, or one for all, from a file or from stdin; the first line is spoken as if it was alone. Byte
+    order marks, which editors on Windows write at the beginning, must not be spoken."""
     Path("lines.txt").write_text("\ufeffOne.\n\n  \ufeffTwo, zwei, \u4e8c.\n", encoding="utf-8")  # two files, joined
     _, stdout, _ = speak("custom_voice", "--text-file", "lines.txt")
     assert [*map(str, sorted(Path().glob("*.wav")))] == ["out-001.wav", "out-002.wav"]
@@ -147,13 +147,13 @@ def test_several_lines(speak, requests):
     ],
 )
 def test_mistakes_in_a_pipe(speak, data, more, message):
-    """One line, and no file."""
+    """One line is printed, and no file is written."""
     assert_refused(speak("base", "--text", "-", "--stream", *more, stdin=[data]), message)
     assert not Path("out.wav").exists()
 
 
 def test_nothing_but_audio_goes_to_stdout(speak, call):
-    """Upstream prints warnings about a recording that is too loud, in the middle of the WAV."""
+    """Upstream prints warnings about a recording that is too loud, which must not get into the WAV."""
     loud = 2 * np.sign(np.sin(np.arange(2 * 24000) / 20)).astype(np.float32)
     soundfile.write("loud.wav", loud, 24000, subtype="FLOAT")
     _, _, stderr = speak("base", "Hello!", "--ref-audio", "loud.wav", "--output", "-")
@@ -162,14 +162,14 @@ def test_nothing_but_audio_goes_to_stdout(speak, call):
 
 
 def test_a_full_disk_is_one_line(speak, requests):
-    """After the work is done, too: no traceback, and the device is still there."""
+    """Also if it is full only at the end: there is no traceback, and the device is not removed."""
     result = speak("base", "Hello!", "-o", "/dev/full")
     assert_refused(result, "error: cannot write /dev/full: No space left")
     assert result[1] == "" and Path("/dev/full").exists()
 
 
 def test_nothing_but_a_text(call, checkpoint, requests, tmp_path):
-    """Without a voice the first speaker, a description, or the folder's own speaker.pt; without --output a new name."""
+    """Default voices: the first speaker, a description, or the folder's speaker.pt. The default file is a new one."""
     (tmp_path / "speech.wav").write_bytes(b"somebody's file")
     (tmp_path / "speech-2-001.wav").write_bytes(b"somebody's file")
     for number, kind in enumerate(("custom_voice", "voice_design", "base"), 3):
@@ -194,13 +194,13 @@ def test_nothing_but_a_text(call, checkpoint, requests, tmp_path):
     ],
 )
 def test_the_model_follows_the_voice(call, voice, model):
-    """Only a voice to clone needs a Base model, which has none of its own."""
+    """The default is a Base model, which has no voice of its own, only if a voice is to be cloned."""
     code, stdout, stderr = call(main, *voice, "--list-speakers")
     assert (stdout.split() == sorted(SPEAKERS)) if "Custom" in model else f"{model} has no speakers" in stderr
 
 
 def test_words_of_other_programs(speak, checkpoint, requests):
-    """A text without an option, --voice, -o: `--voice ryan` was answered with --device, -o with nothing."""
+    """A text without an option, --voice and -o are accepted, because other programs have them."""
     config = checkpoint("custom_voice") / "config.json"
     for words in (("Hello,", "there!", "--voice", "Ryan"), ("--voice=Ryan", "Hello, there!")):
         code, stdout, stderr = speak("custom_voice", *words)
@@ -218,14 +218,14 @@ def test_words_of_other_programs(speak, checkpoint, requests):
 
 @pytest.mark.parametrize("speed", [1, 0.25, 0.8, 1.5, 4])
 def test_speed(speak, call, requests, speed):
-    """To files of every format, to stdout and played alike; the silence between utterances stays as --pause says."""
+    """--speed changes files of every format, stdout and what is played; the silence of --pause keeps its length."""
     pytest.importorskip("av")
     words = "--speed", speed, "--text", "One.\nTwo.", "--join", "--pause", 0.5
     device, heard = FakeSoundDevice(), []
     for output in ("whole.wav", "whole.flac", "streamed.wav", "streamed.flac", "-", "played.wav"):
         more = ["--stream"] * output.startswith("streamed") + ["--play"] * output.startswith("played")
         speak("custom_voice", *words, *more, "-o", output, device=device)
-        requests.clear()  # they count
+        requests.clear()  # the fixture numbers its answers by them
         heard.append(soundfile.read(io.BytesIO(call.audio) if output == "-" else output, dtype="int16")[0])
     assert len(heard[0]) == 2 * round(2 * 1920 / speed) + 12000 and np.abs(heard[0]).max() > 1000
     for audio in (*heard, np.rint(np.concatenate(device.heard) * 32767)):
@@ -233,7 +233,7 @@ def test_speed(speak, call, requests, speed):
 
 
 def test_a_long_text_is_cut_wherever_it_comes_from(speak, requests, tmp_path):
-    """As --text it was refused. One line is one file, however many utterances it takes."""
+    """It may be given as --text, too. One line is one file, even if it is cut into several utterances."""
     text = "This is a sentence. " * 10 + "x" * 500
     (tmp_path / "long.txt").write_text(text)
     heard = []
@@ -277,7 +277,7 @@ class FakeSoundDevice:
 
 
 def test_play(speak, requests, tmp_path):
-    """All that is generated is heard, also of text from a pipe; without --output no file is written."""
+    """Everything that is generated is played, also of text from a pipe; without --output no file is written."""
     (tmp_path / "lines.txt").write_text("One.\nTwo.\n")
     file = "--text-file", "lines.txt"
     for more in ((*file, "--join", "--output", "out.wav"), ("--text", "-"), file):
@@ -303,13 +303,13 @@ def test_play(speak, requests, tmp_path):
     ids=["no package", "no device", "unplugged"],
 )
 def test_play_without_a_device(speak, requests, device, words):
-    """One line, and before the model is loaded where that is possible."""
+    """One line says so, if possible before the model is loaded."""
     loading = {} if device and device.fails_after else {"load": None}
     assert_refused(speak("base", "--text", "Hello!", "--play", device=device, **loading), words)
 
 
 def test_text_as_it_is_written_with_a_transcript(speak, recording_file, requests):
-    """Nothing was heard for as long as the reference was not covered by text, and nothing said why."""
+    """With a transcript, nothing is spoken before the text is as long as the reference, and a note says so."""
     words = "--ref-audio", recording_file, "--text", "-", "--stream", "--ref-text", "what it says"
     code, _, stderr = speak("base", *words, stdin=[b"Hello!\n"])
     frames = 32  # of the recording and the silence behind it: 2.5 s
@@ -318,7 +318,7 @@ def test_text_as_it_is_written_with_a_transcript(speak, recording_file, requests
 
 
 def test_a_python_without_the_packages():
-    """`python generate.py` outside of .venv was a traceback."""
+    """`python generate.py` outside of .venv ends with one line, not with a traceback."""
     for script, package in (("generate.py", "huggingface_hub"), ("extract_speaker.py", "soundfile")):
         program = f"""
             import runpy
@@ -332,7 +332,7 @@ def test_a_python_without_the_packages():
 
 
 def test_two_recordings_at_once():
-    """Two threads that redirect stdout left it redirected: what the server printed later went to stderr."""
+    """sys.stdout must not be redirected meanwhile: two threads that do so may leave it redirected."""
     inside, first_has_left = threading.Barrier(2), threading.Event()
 
     def create(recording, *_, **__):
@@ -352,7 +352,7 @@ def test_two_recordings_at_once():
 
 
 def test_lists(call, checkpoint):
-    """What --speaker and --language take: sorted, and without the dialects, which only speakers choose."""
+    """The values for --speaker and --language, sorted, and without the dialects, which depend on the speaker."""
     code, speakers, _ = call(main, "--model", checkpoint("custom_voice"), "--list-speakers")
     assert code == 0 and speakers.split() == sorted(speakers.split()) and "ono_anna" in speakers.split()
     code, languages, _ = call(main, "--model", checkpoint("base"), "--list-languages")
@@ -362,7 +362,7 @@ def test_lists(call, checkpoint):
 
 @pytest.fixture
 def no_hub(monkeypatch):
-    """A hub that cannot be reached, as huggingface_hub reports it."""
+    """The hub cannot be reached: its functions raise what huggingface_hub raises."""
 
     def unreachable(*_, **__):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
@@ -372,7 +372,7 @@ def no_hub(monkeypatch):
 
 
 def test_published_models_are_known_without_a_hub(call, tmp_path, no_hub):
-    """Lists and mistakes waited for a download. The facts are those that random checkpoints are made of."""
+    """Lists and mistakes need no download. What is known about a published model is also in random checkpoints."""
     tokenizer = random_checkpoint.byte_tokenizer(tmp_path, 0)
     for name, hub_id in MODELS.items():
         size, kind = hub_id.split("-")[-2:]
@@ -398,7 +398,7 @@ def test_published_models_are_known_without_a_hub(call, tmp_path, no_hub):
 
 
 def test_codes_of_languages(speak, requests):
-    """As other services name them: --language en was "there is no language"."""
+    """Codes such as `en`, which other services take, name a language."""
     assert speak("base", "Hello!", "--language", "de")[0] == 0 and requests[0]["language"] == "german"
     names = {word: model_config.language_name(word) for word in ("EN-us", "zh_CN", "Auto", "xx")}
     assert names == {"EN-us": "english", "zh_CN": "chinese", "Auto": "Auto", "xx": "xx"}
@@ -411,7 +411,7 @@ class Boom:
 
 @pytest.fixture(scope="session")
 def wrong_files(tmp_path_factory, checkpoint):
-    """A folder of files and checkpoints that are each wrong in one way."""
+    """A folder with files and checkpoints, each of which is wrong in one way."""
     folder = tmp_path_factory.mktemp("wrong")
     torch.save(torch.zeros(128), folder / "wide.pt")
     torch.save(torch.full((64,), torch.nan), folder / "nan.pt")
@@ -571,7 +571,7 @@ LATE_MISTAKES = [  # those that take torch, the tokenizer or the model to find
 
 @pytest.fixture
 def mistaken(checkpoint, wrong_files, tmp_path):
-    """mistaken(change) -> the options of a good call with a change, in the folder of the wrong files."""
+    """mistaken(change): the options of a correct call with a change, in the folder of the wrong files."""
 
     def mistaken(change):
         good = dict(model="base", speaker=checkpoint() / "speaker.pt", text="Hello!", output=tmp_path / "out.wav")
@@ -587,7 +587,7 @@ def mistaken(checkpoint, wrong_files, tmp_path):
 
 @pytest.mark.parametrize("change, words", MISTAKES + LATE_MISTAKES, ids=lambda value: str(value)[:50])
 def test_mistakes_get_one_line(call, mistaken, wrong_files, tmp_path, change, words):
-    """What was wrong and what to do, before anything is written: no traceback, and no code of a file is executed."""
+    """The line says what is wrong and what to do. Nothing is written, and no code in a file is executed."""
     files = sorted(wrong_files.iterdir())
     refused = call(main, *mistaken(change))
     assert_refused(refused, words)
@@ -601,7 +601,7 @@ FOR_RECORDINGS = ["numpy", "soundfile"]
 
 @pytest.mark.parametrize("with_recording", [False, True], ids=["without numpy", "with numpy"])
 def test_mistakes_are_found_without_slow_imports(mistaken, with_recording):
-    """torch and transformers take 5 to 15 s to import, and the answer to a mistyped option waited for them."""
+    """A mistyped option is answered before torch and transformers are imported, which takes 5 to 15 s."""
     mistakes = [(change, words) for change, words in MISTAKES if bool(change.get("ref_audio")) == with_recording]
     program = f"""
         import json
@@ -629,7 +629,7 @@ def test_mistakes_are_found_without_slow_imports(mistaken, with_recording):
     ],
 )
 def test_the_scripts_themselves_import_nothing_slow_first(script, slow):
-    """The test above does not see what generate.py imports before it hands over to cli/."""
+    """The test above does not include what generate.py imports before it calls cli/."""
     command = [sys.executable, "-X", "importtime", ROOT / script, "--hlep"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}  # for serving/, which is run with -m
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -647,8 +647,8 @@ def test_the_scripts_themselves_import_nothing_slow_first(script, slow):
     ],
 )
 def test_the_garbage_collector_rests_during_imports_only(mistaken, tmp_path, device, init, started):
-    """A process without garbage collection fills the memory. CUDA starts beside the imports, if it is to be used. At
-    the end all is freed: of what is left, triton's bindings (nanobind) print a list of 30 lines."""
+    """The garbage collector is on again after the imports. CUDA is initialized during the imports, if it will be used.
+    At exit everything is freed; otherwise triton's bindings (nanobind) print a list of 30 lines."""
     (tmp_path / "torch.py").write_text(f"""if True:
         import threading
         class Bound:
@@ -682,7 +682,7 @@ def test_the_garbage_collector_rests_during_imports_only(mistaken, tmp_path, dev
 
 
 def test_ctrl_c_during_imports(mistaken, tmp_path):
-    """Some packages take the exception for a module that is missing, and the program went on without it."""
+    """The program ends, although some packages would take the exception for a missing module and continue."""
     (tmp_path / "torch.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(60)")
     program = "from qwen3_tts_cuda_graphs.cli.__main__ import main\nmain()"
     command = [sys.executable, "-c", program, *mistaken({})]
@@ -705,7 +705,7 @@ def test_ctrl_c_during_imports(mistaken, tmp_path):
 
 
 def test_what_nobody_calls_is_not_imported(tmp_path):
-    """transformers looks for these packages, and imports what is there."""
+    """transformers would import these packages if they are installed."""
     names = ("jax", "sklearn", "tensorflow")
     for name in names:
         (tmp_path / f"{name}.py").write_text("print('imported', __name__)")
@@ -725,7 +725,7 @@ def test_what_nobody_calls_is_not_imported(tmp_path):
     "closed, words", [("stdin", "--text - reads stdin"), ("stdout", "--output - writes to stdout")]
 )
 def test_closed_streams(mistaken, closed, words):
-    """A service may be started without them: Python's sys.stdin is None then."""
+    """A service may be started without stdin, stdout or stderr, which Python then sets to None."""
     program = f"""
         sys.argv[1:] = {mistaken(dict(text="-") if closed == "stdin" else dict(output="-"))}
         sys.{closed} = None
@@ -737,7 +737,7 @@ def test_closed_streams(mistaken, closed, words):
 
 
 def test_lines_where_they_belong():
-    """Notes never get into audio on stdout, and a terminal that cannot show a file's name shows its code."""
+    """Messages never get into audio on stdout, and a terminal that cannot show a character shows its code."""
     program = """
         from pathlib import Path
         from qwen3_tts_cuda_graphs.common.command import cli_errors, show_note
@@ -757,7 +757,7 @@ def test_lines_where_they_belong():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_starts_beside_the_imports():
-    """start_cuda hides its errors: one that always fails would go unnoticed."""
+    """start_cuda hides its errors, so this test would be the only one to notice that it fails."""
     program = """
         from qwen3_tts_cuda_graphs.common.quick_start import heavy_imports
         with heavy_imports(None):
@@ -769,7 +769,7 @@ def test_cuda_starts_beside_the_imports():
 
 
 def test_out_of_gpu_memory(speak):
-    """Torch's message has many lines; what to do is none of them."""
+    """torch's message of many lines, which does not say what to do, is replaced by one line."""
 
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -778,7 +778,7 @@ def test_out_of_gpu_memory(speak):
 
 
 def test_interrupted_stream_stays_a_valid_file(speak):
-    """Ctrl-C: the audio so far can be played, and the exit code is the shell's for an interrupt."""
+    """After Ctrl-C the audio so far can be played, and the exit code is that of an interrupted program."""
 
     def interrupted(method, **kwargs):
         yield from [(np.zeros(1920), 24000)] * 2
@@ -790,7 +790,7 @@ def test_interrupted_stream_stays_a_valid_file(speak):
 
 
 def test_broken_files_are_read_or_refused(checkpoint, recording, tmp_path):
-    """Many files with changed bytes: torch and soundfile raise many types of errors, users see one."""
+    """Files with changed bytes make torch and soundfile raise many types of errors, all of which become one line."""
     soundfile.write(tmp_path / "voice.wav", *recording)
     random, path, outcomes = np.random.default_rng(0), tmp_path / "fuzzed", {"read": 0, "refused": 0}
     sources = [
@@ -838,8 +838,8 @@ def test_extract_speaker_mistakes(call, checkpoint, wrong_files):
 
 
 def test_extract_speaker(call, checkpoint, recording_at_another_rate, recording_file):
-    """The file holds the vector alone, not the storage it is a view of. Of several recordings none must be dropped; a
-    short one is said to be short."""
+    """The file holds the vector alone, not the storage that it is a view of. All of several recordings count, and a
+    short one gets a warning."""
     audio, rate = recording_at_another_rate
     soundfile.write("other.wav", audio[::-1], rate)
 
@@ -864,7 +864,7 @@ def test_random_checkpoint_of_each_type(call, tmp_path):
 
 
 def test_setup_downloads_the_weights(tmp_path):
-    """Nothing else runs this line of setup.sh, which calls a function of the project."""
+    """setup.sh calls a function of the project, which no other test runs in this way."""
     (module,) = re.findall(r'bin/python -m (\S+) "\$model"', (ROOT / "setup.sh").read_text())
     (tmp_path / "huggingface_hub.py").write_text("snapshot_download = print")
     command = [sys.executable, "-m", module, "0.6B"]
@@ -874,7 +874,7 @@ def test_setup_downloads_the_weights(tmp_path):
 
 
 def test_setup_says_what_it_knows():
-    """A mistyped word must not start an installation. The help names every model, and setup.sh takes them all."""
+    """A mistyped word must not start an installation. The help names every model, and setup.sh accepts all of them."""
     run = functools.partial(subprocess.run, capture_output=True, text=True)
     result = run(["bash", ROOT / "setup.sh", "0.6B", "7B"])
     message = "error: setup.sh does not know 7B: see ./setup.sh --help\n"
@@ -887,7 +887,7 @@ def test_setup_says_what_it_knows():
 
 @pytest.mark.parametrize("on_a_terminal", [False, True])
 def test_setup_shows_how_far_it_is(tmp_path, on_a_terminal):
-    """`./setup.sh demo` was silent for minutes: each step is said, and a terminal shows the downloads' own progress."""
+    """setup.sh prints each step, and a terminal shows the progress of the downloads."""
     for path in (ROOT / "setup.sh", ROOT / "requirements.txt"):
         shutil.copy(path, tmp_path)
     uv = tmp_path / "uv"  # stands in for the real one: notes its arguments, and makes an environment without anything

@@ -1,4 +1,4 @@
-"""Folders as users bring them: each speaks as upstream does, or is refused in one line that names the file.
+"""Folders of users: each one speaks as with upstream, or is refused in one line that names the file.
 
 A case changes a copy of one small checkpoint, in which the unchanged files are links.
 """
@@ -36,7 +36,7 @@ NAMED = *SMALL, "speech_tokenizer/preprocessor_config.json", "vocab.json", "merg
 
 
 class Folder:
-    """A copy whose files can be replaced."""
+    """A copy of a checkpoint whose files can be replaced."""
 
     def __init__(self, original, path):
         self.path = path
@@ -73,7 +73,7 @@ class Folder:
         save_file({key: weight.contiguous() for key, weight in weights.items()}, self.path / name, {"format": "pt"})
 
     def pickle(self, name, shards=1):
-        """As pytorch_model.bin, or in shards with an index."""
+        """Store the weights as pytorch_model.bin, or in shards with an index."""
         weights = load_file(self.path / name)
         place = (self.path / name).parent
         self.remove(name)
@@ -105,7 +105,7 @@ def with_nan(weights):
 
 
 def as_upstreams_recipe(folder):
-    """A finetuned speaker: another type, no speaker encoder, float32, the optimizer's file beside."""
+    """Make it a finetuned speaker: another type, no speaker encoder, float32, and an optimizer's file beside."""
     folder.update("config.json", tts_model_type="custom_voice")
     folder.update_talker(spk_id={"anna": 2999}, spk_is_dialect={"anna": False})
     folder.save(lambda weights: {name: weight.float() for name, weight in without("speaker_encoder.")(weights).items()})
@@ -203,7 +203,7 @@ def test_a_folder_that_speaks_as_upstream_does(case, folder, call, recording, tm
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_folder_that_is_refused(case, folder, call, tmp_path):
-    """Missing weights were random ones, and broken files ended in tracebacks or in a wish for protobuf."""
+    """Missing weights are not initialized at random, and broken files do not end in tracebacks."""
     change, wanted = REFUSED[case]
     change(folder)
     read_config.cache_clear()
@@ -220,7 +220,7 @@ def test_a_folder_that_is_refused(case, folder, call, tmp_path):
 
 
 def test_configs_are_utf8_in_every_locale(folder):
-    """They were read in the locale's encoding."""
+    """They are not read in the locale's encoding."""
     folder.update("config.json", note=NOT_ASCII)
     program = f"""
         from qwen3_tts_cuda_graphs.common.model_config import read_config
@@ -235,7 +235,7 @@ def test_configs_are_utf8_in_every_locale(folder):
     "case", ["keys with a prefix", *slow("NaN in the codec", "vocab.json is cut", "config.json is cut")]
 )
 def test_such_a_model_is_not_served(case, folder, tmp_path):
-    """The server said `ready`."""
+    """The server does not become ready with it."""
     change, wanted = REFUSED[case]
     change(folder)
     command = [sys.executable, *"-m qwen3_tts_cuda_graphs serve --port 0 --device cpu --model".split(), folder.path]
@@ -248,7 +248,7 @@ def test_such_a_model_is_not_served(case, folder, tmp_path):
 
 @pytest.mark.parametrize("case", ["no speaker encoder", "NaN", "config.json is binary"])
 def test_no_voice_is_extracted_with_such_a_model(case, folder, call, tmp_path, recording):
-    """Each time it was another random voice."""
+    """With random weights it would be another voice each time."""
     REFUSED[case][0](folder)
     soundfile.write(tmp_path / "voice.wav", *recording)
     code, _, stderr = call(clone.main, "--model", folder.path, "--ref-audio", "voice.wav", *ON_CPU)
@@ -257,7 +257,7 @@ def test_no_voice_is_extracted_with_such_a_model(case, folder, call, tmp_path, r
 
 @pytest.fixture(scope="module")
 def demo_voice(checkpoint, recording):
-    """demo_voice(with_transcript) -> the content of a file as upstream's demo writes it"""
+    """demo_voice(with_transcript): the content of a file as upstream's demo writes it."""
     tts = load(str(checkpoint()), "cpu", max_seq_len=64)
 
     def make(with_transcript):
@@ -269,7 +269,7 @@ def demo_voice(checkpoint, recording):
 
 @pytest.mark.parametrize("with_transcript", [False, True], ids=["x-vector", "in-context"])
 def test_a_voice_of_upstreams_demo(with_transcript, demo_voice, checkpoint, call, tmp_path):
-    """Its button "save voice" writes a file that could not be used here."""
+    """The file that its button "save voice" writes can be used."""
     content = demo_voice(with_transcript)
     torch.save(content, tmp_path / "demo.pt")
     words = "--model", checkpoint(), "--speaker", "demo.pt", "--text", "Hi", "--seed", 3, "--max-seq-len", 128
@@ -314,7 +314,7 @@ def test_a_broken_voice_of_upstreams_demo(case, demo_voice, checkpoint, call, tm
 
 @pytest.mark.parametrize("name", ["tinny", "models/tinny", "a/b/c", ""])
 def test_a_name_that_is_no_folder(name, tmp_path):
-    """In Python it was Hugging Face's traceback of three screens."""
+    """`load` raises an error that names it, instead of Hugging Face's traceback of three screens."""
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").touch()
     with contextlib.chdir(tmp_path), pytest.raises(ValueError, match="tiny$" if name == "tinny" else "give") as error:
@@ -324,7 +324,7 @@ def test_a_name_that_is_no_folder(name, tmp_path):
 
 @pytest.mark.parametrize("script", ["generate.py", "extract_speaker.py", "bench.py", "setup.sh", "benchmark.sh"])
 def test_a_script_through_a_link_is_the_same_program(script, tmp_path):
-    """generate.py was one with four options, on the slow path; the others did not find their files."""
+    """Each script finds its files, and generate.py has all options of the package's command line."""
     if script == "benchmark.sh" and not (ROOT / ".venv/bin/python").exists():
         pytest.skip("it would make .venv")
     (tmp_path / script).symlink_to(ROOT / script)

@@ -1,6 +1,6 @@
 """The files as they are published: a vocabulary above 100,000 entries, in folders and in the hub's cache, offline.
 
-transformers treats a tokenizer of that size in other ways than a small one, and a folder in other ways than a hub id.
+transformers treats such a tokenizer differently from a small one, and a folder differently from a hub id.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ NEEDED = ("config.json", "vocab.json", "merges.txt", "model.safetensors", "speec
 
 @pytest.fixture(scope="session")
 def published(tmp_path_factory):
-    """published(kind) -> a folder with the files of the published models, and speaker.pt for a Base model."""
+    """published(kind): a folder with the files of the published models, and speaker.pt for a Base model."""
 
     @functools.cache
     def write(kind):
@@ -58,7 +58,7 @@ def published(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def hub_cache(published, tmp_path_factory):
-    """The hub's cache after a download of 0.6B: refs, snapshots, and links to blobs."""
+    """The hub's cache after a download of 0.6B, with refs, snapshots, and links to blobs."""
     folder, home = published("base"), tmp_path_factory.mktemp("huggingface")
     repository = home / "hub" / ("models--" + MODELS["0.6B"].replace("/", "--"))
     snapshot = repository / "snapshots" / ("0123456789" * 4)
@@ -78,7 +78,7 @@ class Hub:
     """The model hub, which cannot be reached."""
 
     def __init__(self, put):
-        """put: as setattr, until the test ends"""
+        """put: like setattr, undone after the test"""
         self.put = put
         self.asked = []  # the names that are looked up, none of which is found
         put(socket, "getaddrinfo", self.look_up)
@@ -94,7 +94,7 @@ class Hub:
         text_tokenizer.cache_clear()
 
     def answer(self, download):
-        """It can be reached, and this downloads a model."""
+        """Let the hub be reachable; `download` downloads a model."""
         self.put(huggingface_hub, "model_info", lambda *_, **__: None)
         self.put(huggingface_hub, "snapshot_download", download)
 
@@ -106,7 +106,7 @@ def hub(monkeypatch):
 
 @pytest.fixture
 def half_a_cache(hub_cache, hub, tmp_path):
-    """half_a_cache(name) -> the cache in use has all but this file, and the blob it was a link to"""
+    """half_a_cache(name): use a copy of the cache without this file. Returns its path, and the blob it linked to."""
 
     def take(name):
         home = tmp_path / "huggingface"
@@ -122,7 +122,7 @@ def half_a_cache(hub_cache, hub, tmp_path):
 
 @functools.cache
 def qwen_tokens(folder):
-    """What upstream has by hub id: a tokenizer that nobody has given another pattern."""
+    """The tokens that upstream has with a hub id, with the tokenizer's own pattern."""
     return transformers.Qwen2TokenizerFast.from_pretrained(folder, fix_mistral_regex=False)(TEXT).input_ids
 
 
@@ -138,7 +138,7 @@ def in_pieces(text):
 
 
 def test_the_pattern_is_the_one_of_training(published):
-    """From a folder, words like iPhone were cut as Mistral does, into tokens that the model was not trained on."""
+    """With a folder, transformers would cut words like iPhone as for Mistral, which the model was not trained on."""
     folder = published("base")
     assert tokens(load_upstream(str(folder), "cpu")) == qwen_tokens(folder)
     assert count_tokens(str(folder), TEXT) == len(qwen_tokens(folder))  # the command line's, by the same tokenizer
@@ -150,7 +150,7 @@ def test_the_pattern_is_the_one_of_training(published):
 
 @pytest.mark.parametrize("name", ["in-context", *slow("preset", "designed")])
 def test_every_voice_has_upstreams_tokens(published, recording, name):
-    """Whole, streamed, and from text that is still arriving, which was refused for published models in a folder."""
+    """Whole calls, streams, and text that is still arriving have the same tokens as upstream, from a folder too."""
     voice = Voice(name, published, recording).end_comes_up(False)
     voice.assert_same_tokens(text=TEXT, max_new_tokens=9)
     method = getattr(voice.fast, voice.method)
@@ -164,7 +164,7 @@ def test_every_voice_has_upstreams_tokens(published, recording, name):
 
 
 def test_ways_to_name_a_folder(published, tmp_path):
-    """Relative, by a link, with a slash at the end, and one that nobody may write to."""
+    """A relative path, a link, a slash at the end, and a read-only folder."""
     folder = published("base")
     link = tmp_path / "link"
     link.symlink_to(folder)
@@ -197,14 +197,14 @@ def copy_with_links(folder, to, without=()):
 
 @pytest.mark.parametrize("file", NEEDED)
 def test_a_missing_file_is_named(published, tmp_path, file):
-    """Without merges.txt the error was that protobuf is not installed."""
+    """Without merges.txt, transformers would say that protobuf is not installed."""
     folder = copy_with_links(published("base"), tmp_path / "model", without=[file])
     with pytest.raises(ValueError, match=f"it has no {file}: "):
         read_config(str(folder))
 
 
 def test_optional_files(published, tmp_path):
-    """The vocabulary may be in tokenizer.json alone, and then has its pattern in it, which may be Mistral's."""
+    """The vocabulary may be in tokenizer.json alone, which has its own pattern. It may be Mistral's."""
     original = published("base")
     folder = copy_with_links(original, tmp_path / "model", ("vocab.json", "merges.txt", "preprocessor_config.json"))
     upstreams = transformers.Qwen2TokenizerFast.from_pretrained(original, fix_mistral_regex=True)
@@ -214,7 +214,7 @@ def test_optional_files(published, tmp_path):
 
 
 def in_shards(folder, to):
-    """A copy of a checkpoint whose weights are in two files with an index."""
+    """A copy of a checkpoint, with the weights in two files and an index."""
     copy_with_links(folder, to, without=["model.safetensors"])
     weights = load_file(folder / "model.safetensors")
     names = sorted(weights)
@@ -227,7 +227,7 @@ def in_shards(folder, to):
 
 
 def test_shards(published, tmp_path):
-    """A missing shard or index was a bare "No such file"."""
+    """The error names the missing shard or index."""
     folder = in_shards(published("base"), tmp_path / "model")
     assert read_config(str(folder))
     weights = load_upstream(str(folder), "cpu").model.state_dict()
@@ -249,7 +249,7 @@ def test_shards(published, tmp_path):
 
 @pytest.mark.parametrize("offline", [False, True], ids=["no network", "HF_HUB_OFFLINE"])
 def test_what_is_in_the_cache_needs_no_network(published, hub_cache, hub, offline):
-    """With a hub id, transformers 4.57 asks the hub about the model's tags: without network for six minutes."""
+    """With a hub id, transformers 4.57 would ask the hub about the model's tags, without network for six minutes."""
     hub.use_cache(hub_cache, offline)
     for name in ("0.6B", MODELS["0.6B"]):
         assert read_config(name)["tts_model_type"] == "base"
@@ -259,7 +259,7 @@ def test_what_is_in_the_cache_needs_no_network(published, hub_cache, hub, offlin
 
 
 def test_a_snapshot_given_as_a_folder(published, hub_cache):
-    """The server called it by its hash."""
+    """The model has the name of its repository, not its hash."""
     (snapshot,) = hub_cache.glob("hub/*/snapshots/*")
     assert display_name(str(snapshot)) == display_name(f"{snapshot}/") == "Qwen3-TTS-12Hz-0.6B-Base"
     assert display_name("0.6B") == "0.6B" and display_name("owner/name") == "name"
@@ -278,7 +278,7 @@ def test_no_network_and_no_weights(half_a_cache, hub, tmp_path, cached):
 
 
 def test_a_cache_that_cannot_be_written(hub):
-    """A user without a home was sent to look at the network."""
+    """For a user without a home, the error names the cache, and not the network."""
     hub.answer(lambda *_, **__: os.makedirs("/dev/null/hub"))
     with pytest.raises(ValueError, match=r"owner/name cannot be kept in \S+: let \$HF_HOME name a writable folder"):
         read_config("owner/name")
@@ -286,7 +286,7 @@ def test_a_cache_that_cannot_be_written(hub):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "speech_tokenizer/model.safetensors"])
 def test_half_a_cache_is_completed(name, published, half_a_cache, hub):
-    """An interrupted download leaves a snapshot without its weights."""
+    """The snapshot of an interrupted download, which lacks the weights, is completed."""
     missing, blob = half_a_cache(name)
     downloads = []
 
@@ -331,7 +331,7 @@ def model(request, published, tmp_path):
 
 @pytest.mark.slow
 def test_a_published_model_in_python(model, recording):
-    """All its voices: greedy, seeded, in lists, streamed, in the engine, arriving and long texts, and the package."""
+    """All its voices, greedy and seeded, in lists, streams and the engine, with arriving and long texts."""
     folder, voices = model
     for name in voices:
         voice = Voice(name, lambda _: folder, recording).end_comes_up(False)
@@ -361,7 +361,7 @@ def test_a_published_model_in_python(model, recording):
 
 @pytest.mark.slow
 def test_a_published_model_over_http(model, tmp_path):
-    """A request, text that arrives, text that cannot fit, and what it is called."""
+    """A request, arriving text, text that does not fit, and the model's name."""
     folder, _ = model
     with serving(folder, tmp_path / "voices", max_seq_len=256) as server:
         (listed,) = server.ask("GET", "/v1/models").json["data"]

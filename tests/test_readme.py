@@ -1,5 +1,5 @@
-"""README.md, CONTRIBUTING.md and docs/: every measured number is one that a results file has, links lead somewhere, and
-what the examples import exists."""
+"""README.md, CONTRIBUTING.md and docs/: every measured number is in a results file, every link has a target, and what
+the examples import exists."""
 
 import ast
 import importlib
@@ -27,7 +27,7 @@ def read_pages() -> dict[str, str]:
 
 # ---- Numbers
 
-TABLES = {  # that hold nothing measured here, by their first line
+TABLES = {  # first lines of tables without figures that were measured here
     "| project | GPU, size | figure |",  # what others published
     "| file or folder | what it is |",
     "| option | meaning |",
@@ -46,7 +46,7 @@ NOT_MEASURED = {"80 ms", "1.5 GiB", "4 GiB"}  # a frame, what the server leaves 
 
 
 def measured_by_hand(text: str) -> set[str]:
-    """Tables and figures that look measured, but do not stand where `--tables` writes them."""
+    """Tables and figures that look measured, but are outside of the blocks that `--tables` writes."""
     text = re.sub(r"^Figures published by others(?:.+\n)+", "", BLOCK.sub("", text), flags=re.M)
     tables = re.findall(r"^(\|.*\|)\n\|-", text, re.M)
     prose = re.sub(r"^\|.*", "", text, flags=re.M)
@@ -54,7 +54,7 @@ def measured_by_hand(text: str) -> set[str]:
 
 
 def test_every_figure_is_what_was_measured():
-    """`bench.py --tables` writes what the pages have, and all that is measured, but for a page that says so."""
+    """`bench.py --tables` would change nothing, and all measured figures are in its blocks, except on one page."""
     pages = read_pages()
     names = [name for text in pages.values() for name in re.findall(r"^<!-- results: (\w+)", text, re.M)]
     assert len(names) == sum(len(BLOCK.findall(text)) for text in pages.values()) and {*names} == BLOCKS.keys()
@@ -64,7 +64,7 @@ def test_every_figure_is_what_was_measured():
 
 
 def test_tables_are_written(tmp_path):
-    """Where something differs from results/, and the pages that have changed are named."""
+    """Figures that differ from results/ are replaced, and the changed pages are returned."""
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     (tmp_path / "README.md").write_text(read_pages()["README.md"].replace("| 0.23 |", "| 0.22 |"))
     assert write_tables(tmp_path) == [tmp_path / "README.md"] and write_tables(tmp_path) == []
@@ -97,8 +97,8 @@ def broken_links(page: str, text: str, pages: dict[str, str]) -> Iterator[str]:
 
 
 def missing_files(page: str, text: str) -> Iterator[str]:
-    """Files and folders of the project that a page names between backticks, from the root or inside the package; its
-    modules and commands."""
+    """Files, folders, modules and commands that a page names, and that do not exist. Paths begin at the root or in the
+    package."""
     folders = "bench|cli|common|docs|examples|fast|prompts|qwen3_tts_cuda_graphs|results|serving|speech|tests"
     for name in re.findall(rf"`(?:python )?((?:(?:{folders})/[\w./*-]*|[\w-]+\.(?:py|sh|md)))[ `]", text):
         places = (ROOT, ROOT / "qwen3_tts_cuda_graphs")
@@ -133,14 +133,15 @@ def test_the_code_imports_what_there_is():
 
 
 def download_bytes(size: str) -> int:
-    """Of a Base model's weights in bfloat16, and its codec's in float32. Others have no speaker encoder: 1% less."""
+    """Bytes of the weights of a Base model in bfloat16 and of its codec in float32. Other models have 1% less, as they
+    lack a speaker encoder."""
     with torch.device("meta"):
         codec = Qwen3TTSTokenizerV2Model(Qwen3TTSTokenizerV2Config(**codec_config(size)))
     return sum(weight.nbytes for part in (meta_model(size), codec) for weight in part.state_dict().values())
 
 
 def test_the_readme_is_short_and_says_how_to_test():
-    """And which voices and languages there are; use comes before how it works."""
+    """It also names all voices and languages, and its use comes before how it works."""
     readme = read_pages()["README.md"]
     assert len(readme.splitlines()) <= 230
     assert all(f"`{name}`" in readme for name in SPEAKERS) and all(name.title() in readme for name in LANGUAGE_IDS)
@@ -151,7 +152,7 @@ def test_the_readme_is_short_and_says_how_to_test():
 
 
 def placeholders(text: str) -> list[str]:
-    """What a reader would have to replace in a shell command: <address of this page>. <break/> is SSML."""
+    """Placeholders such as <address of this page> in shell commands. <break/> is SSML and no placeholder."""
     commands = re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S) + re.findall(r"`([^`\n]+ [^`\n]+)`", text)
     return [found for command in commands for found in re.findall(r"<[a-zA-Z][^<>\n]*(?<!/)>", command)]
 

@@ -1,5 +1,5 @@
-"""results/ holds what bench.py wrote, on which GPU, with which versions and from which commit; the bounds that the
-figures are compared with are computed from the model's weights."""
+"""The files in results/ name their GPU, versions and commit, and have the figures that the documentation states. The
+bounds of other GPUs are computed from the models' weights."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from helpers import ROOT
 from qwen3_tts_cuda_graphs.bench import SIZES, bounds, tables
 from qwen3_tts_cuda_graphs.bench.calibrate import GAINS, SELF_TEST
 from qwen3_tts_cuda_graphs.bench.parity import MARGIN
-from qwen3_tts_cuda_graphs.bench.report import COLUMNS, print_row
+from qwen3_tts_cuda_graphs.bench.report import FIGURES, print_row
 from qwen3_tts_cuda_graphs.common.loading import load_upstream
 
 CALIBRATIONS = ("calibration_", "self_test_")
@@ -47,7 +47,7 @@ def mistakes_of_card(results):
 
 
 def mistakes(stem, results):
-    """What is wrong with a results file, in words."""
+    """What is wrong with a results file."""
     yield from mistakes_of_card(results)
     name_of_gpu = str(results.get("card", {}).get("gpu", ""))
     gpu, kind = re.fullmatch(r"(.*?)(_streams|_ready|_server|_formats)?", stem).groups()
@@ -67,7 +67,7 @@ def mistakes(stem, results):
                 numbers = [figure for figure in figures if isinstance(figure, int | float)]
                 if not all(map(math.isfinite, numbers)):
                     yield f"{size}: {name}: {key} is {value}"
-                elif key in COLUMNS and not all(number >= 0 for number in numbers):
+                elif key in FIGURES and not all(number >= 0 for number in numbers):
                     yield f"{size}: {name}: {key} is {value}, below 0"
 
 
@@ -81,7 +81,7 @@ def test_results_say_where_they_come_from(path):
 
 @pytest.mark.parametrize("size, gigabytes", [("0.6B", 3.33), ("1.7B", 5.28)])
 def test_bytes_of_a_frame(size, gigabytes):
-    """Counted here from the shapes alone: q, k, v, o, gate, up, down and four norms of each layer."""
+    """The expected number is calculated from the shapes: q, k, v, o, gate, up, down and four norms of each layer."""
 
     def layer(hidden, inner, heads=16, kv_heads=8, dim=128):
         return (2 * heads + 2 * kv_heads) * dim * hidden + 3 * hidden * inner + 2 * hidden + 2 * dim
@@ -98,7 +98,7 @@ def test_bytes_of_a_frame(size, gigabytes):
 
 
 def test_bytes_of_a_loaded_model(checkpoint):
-    """bench.py counts the weights that it has loaded, also when fast/ has moved some of them."""
+    """bench.py counts the weights of the loaded model."""
     talker = load_upstream(str(checkpoint())).model.talker
     element = 4  # float32
     predicted = talker.config.num_code_groups - 1
@@ -122,13 +122,13 @@ def test_bytes_of_a_loaded_model(checkpoint):
     ],
 )
 def test_bandwidths(name, bandwidth, properties):
-    """A GPU is looked up by its whole name: an RTX 4060 Ti is not an RTX 4060. Others are asked themselves."""
+    """A GPU is looked up by its whole name: an RTX 4060 Ti is not an RTX 4060. For others, the driver is asked."""
     found = bounds.bandwidth_of(SimpleNamespace(name=name, **properties))
     assert found == (bandwidth and pytest.approx(bandwidth, rel=0.01))
 
 
 def test_the_benchmark_says_what_share_it_reached(capsys):
-    """The row has the figures, and is printed as a line of its own. Without a GPU there is none."""
+    """The row has the figures, and is printed as text. Without a GPU there is no such row."""
     talker = bounds.meta_model("0.6B").talker
     assert bounds.memory_bound(talker, 10.0) == {}
     row = bounds.memory_bound(talker, 10.0, bandwidth=1000)
@@ -140,7 +140,7 @@ def test_the_benchmark_says_what_share_it_reached(capsys):
 
 
 def test_the_table_names_every_gpu():
-    """Each line has the bound of both sizes; the H200's has what results/h200.json says, too."""
+    """Each line has the bounds of both sizes; the line of the H200 also has the measured figures."""
     lines = {line.split(" | ")[0].removeprefix("| "): line for line in tables.by_gpu().splitlines()[2:]}
     assert len(lines) == len(bounds.BANDWIDTH) and tables.PUBLISHED.keys() <= bounds.BANDWIDTH.keys()
     assert "| 1,008 | 3.31 ms | 5.24 ms |" in lines["RTX 4090"] and "16 / 19 ms per step" in lines["RTX 4090"]
@@ -150,15 +150,15 @@ def test_the_table_names_every_gpu():
 
 
 def mcnemar_spread(name: str, runs: list[dict]) -> float:
-    """How many more best tokens only the model's own has right than only the megakernel, in standard deviations of
-    McNemar's test: how far that spreads over the runs. 1: the cases are independent."""
+    """The spread over the runs of the difference between best tokens that only the model's own forward has and those
+    that only the megakernel has, in standard deviations of McNemar's test. It is 1 if the cases are independent."""
     pairs = [(run[name]["only_own"], run[name]["only_megakernel"]) for run in runs]
     return statistics.stdev((own - megakernel) / math.sqrt(max(1, own + megakernel)) for own, megakernel in pairs)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_said_of_the_calibration(size):
-    """In CONTRIBUTING.md and in `verdict` of bench/parity.py."""
+    """The figures in CONTRIBUTING.md and in `verdict` of bench/parity.py are those of the file."""
     said = r"were (\S+) to (\S+) times the model's own, with a standard deviation of at\s+most (\S+),"
     low, high, deviation = map(float, re.search(said, (ROOT / "CONTRIBUTING.md").read_text()).groups())
     results = json.loads((ROOT / f"results/calibration_{size}.json").read_text())
@@ -176,7 +176,7 @@ def test_what_is_said_of_the_calibration(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_said_of_the_self_test(size):
-    """In CONTRIBUTING.md and in fast/self_test.py."""
+    """The figures in CONTRIBUTING.md and in fast/self_test.py are those of the file."""
     results = json.loads((ROOT / f"results/self_test_{size}.json").read_text())
     runs = [run[SELF_TEST] for run in results["runs"]]
     assert (results["size"], len(runs)) == (size, 50)

@@ -1,4 +1,4 @@
-"""Scripts on the command line: what is heard, when, in which voices, and what is said about mistakes."""
+"""Scripts on the command line: the audio, the subtitles, the voices, and the messages about mistakes."""
 
 import json
 import os
@@ -28,14 +28,14 @@ RATE = 24000
 
 @pytest.fixture(autouse=True)
 def short_speech():
-    """Random models go on until they are stopped."""
+    """Limit the speech of random models, which would not end soon."""
     with frame_limits(8, per_token=0):
         yield
 
 
 @pytest.fixture
 def spoken(speak):
-    """spoken(kind, option, ...) -> samples of the file"""
+    """spoken(kind, option, ...): the samples of the file that the command writes."""
 
     def spoken(kind, *words, **options):
         code, _, stderr = speak(kind, *words, **options)
@@ -47,7 +47,7 @@ def spoken(speak):
 
 
 def library(loaded, checkpoint, kind, **arguments):
-    """(cues, samples as in a file) of the library's stream_script."""
+    """The cues and the samples, as in a file, of the library's stream_script."""
     tts = loaded(str(checkpoint(kind)), torch.device("cpu"), None, max_seq_len=300, fused=None)
     name = {"custom_voice": "generate_custom_voice", "base": "generate_voice_clone"}[kind]
     cues, chunks = [], []
@@ -67,7 +67,7 @@ SCRIPT = """[pause 0.5] One, nginx.
 
 
 def test_a_script_is_that_of_the_library(spoken, loaded, checkpoint, tmp_path):
-    """To the sample, with its silences, and the subtitles say where each part is."""
+    """The audio is the same sample by sample, silences included, and the subtitles have the position of each part."""
     (tmp_path / "a.txt").write_text(SCRIPT)
     (tmp_path / "lexicon.txt").write_text("nginx\tengine x\n")
     words = "--text-file", "a.txt", "--lexicon", "lexicon.txt", "--speaker", "aiden", "--join", "--subtitles", "a.json"
@@ -97,7 +97,7 @@ def test_a_script_is_that_of_the_library(spoken, loaded, checkpoint, tmp_path):
     [("See [1] and x[0].\n...\nTwo.", False), ("See [1] and x[0].\n...\nTwo.", True), ("One [pause 1] two.", True)],
 )
 def test_text_without_tags_is_spoken_as_before(spoken, loaded, checkpoint, text, is_plain):
-    """Also where it has brackets, and lines that are marks alone. With --plain tags are words."""
+    """This includes brackets that are no tags, and lines of punctuation. With --plain, tags are spoken."""
     heard = spoken("custom_voice", "--text", text, "--join", "--speaker", "aiden", *["--plain"] * is_plain)
     _, expected = library(loaded, checkpoint, "custom_voice", text=text, notation=False, speaker="aiden", instruct=None)
     np.testing.assert_array_equal(heard, expected)
@@ -116,7 +116,7 @@ PLAY = "Bea: Hello.\n\nCarl：Hi: you.\nYes.\nBea: Bye."
 
 
 def test_a_play_of_two_voices(spoken, loaded, checkpoint, recording, speakers, tmp_path):
-    """A speaker file and a recording; the text may come with blank lines."""
+    """The voices are a speaker file and a recording; the text may have empty lines."""
     soundfile.write(tmp_path / "carl.wav", *recording, subtype="FLOAT")
     words = "--text", PLAY, "--script", "--voice", "bea=a.pt", "--voice", "Carl=carl.wav", "--join"
     heard = spoken("base", *words, "--subtitles", "out.srt")
@@ -138,7 +138,7 @@ def test_a_play_of_two_voices(spoken, loaded, checkpoint, recording, speakers, t
 
 @pytest.mark.parametrize("weights, shares", [((0.7, 0.3), (0.7, 0.3)), ((3, 1), (0.75, 0.25)), (None, (0.5, 0.5))])
 def test_mixed_speakers(spoken, speakers, tmp_path, weights, shares):
-    """As a speaker.pt of the mixed embedding, as --speaker and as a voice of the script."""
+    """A mix as --speaker, or as a voice of the script, is the same as a speaker.pt of the mixed embedding."""
     torch.save(shares[0] * speakers[0] + shares[1] * speakers[1], tmp_path / "mixed.pt")
     expected = spoken("base", "--text", "Hello!", "--speaker", "mixed.pt")
     options = ("--weights", *weights) if weights else ()
@@ -167,7 +167,7 @@ def test_mixing_is_arithmetic(speakers, tmp_path):
 
 
 def test_each_line_is_a_file_and_a_voice_lasts(speak, spoken, tmp_path):
-    """Subtitles are numbered as the sound; a pause on a line of its own comes before the next."""
+    """Subtitles are numbered as the audio files; a pause on a line of its own is added to the next line."""
     text = "[voice ryan]One. [pause 0.1] Two.\n[pause 0.5]\nThree."
     assert speak("custom_voice", "--text", text, "--subtitles", "out.vtt")[0] == 0
     assert sorted(os.listdir()) == ["out-001.vtt", "out-001.wav", "out-002.vtt", "out-002.wav"]
@@ -181,7 +181,7 @@ def test_each_line_is_a_file_and_a_voice_lasts(speak, spoken, tmp_path):
 
 
 def test_speed_changes_the_times(spoken, tmp_path):
-    """They are those of what is heard; silences stay."""
+    """The subtitles have the times of the faster audio; silences keep their length."""
     pytest.importorskip("av")
     words = "--text", "One.\n[pause 0.5]Two.", "--join", "--subtitles", "a.json"
     lengths = []
@@ -257,8 +257,8 @@ ARRIVING += "[1] Thr[pause 0.05]ee! [voice]你好。\n[pause 1]"
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_a_script_that_arrives(spoken, tmp_path, size):
-    """Letter by letter, so that characters are cut, too: the sound and the subtitles of the whole text. What has come
-    is heard before more is written."""
+    """A text that arrives byte by byte, so that characters are cut, gives the audio and subtitles of the whole text.
+    The audio begins before the text ends."""
     (tmp_path / "a.txt").write_text(ARRIVING)
     (tmp_path / "lexicon.txt").write_text("nginx\tengine x\n")
     words = "--lexicon", "lexicon.txt", "--no-non-streaming-mode", "--subtitles", "a.json", "--speaker", "aiden"
@@ -283,7 +283,7 @@ def test_a_script_that_arrives(spoken, tmp_path, size):
 
 @pytest.mark.parametrize("name", ["out.wav", *slow("out.flac")])
 def test_a_mistake_in_arriving_text_comes_at_its_place(speak, tmp_path, name):
-    """What came before it is spoken to its end and kept."""
+    """Everything before the mistake is spoken and kept."""
     words = "--no-non-streaming-mode", "--speaker", "aiden", "--text"
     for mistake, problem in (("[laugh]", "there is no tag [laugh]"), ("[voice nobody]", "there is no voice 'nobody'")):
         pieces = [b"One.\n", b"Two. ", mistake.encode(), b" Three."]
@@ -302,8 +302,8 @@ def test_a_mistake_in_arriving_text_comes_at_its_place(speak, tmp_path, name):
 
 @pytest.mark.parametrize("join", [True, False], ids=["joined", "numbered"])
 def test_resume(speak, speakers, tmp_path, join):
-    """What an interrupted run has spoken is not spoken again, and the result is that of an uninterrupted run. Another
-    text, lexicon or voice is another run."""
+    """What an interrupted run has spoken is not spoken again, and the result is that of an uninterrupted run. With
+    another text, lexicon or voice, --resume is refused."""
     (tmp_path / "lexicon.txt").write_text("two\tzwei\n")
     words = ["--voice", "b=b.pt", "--lexicon", "lexicon.txt", "--subtitles", "out.json", *["--join"] * join]
     text = "[pause 0.2]One. [voice b] Two.\n[pause 0.3]Three.\nFour."
@@ -348,7 +348,7 @@ def test_resume(speak, speakers, tmp_path, join):
 
 
 def test_parts_of_a_machine_that_lost_power(tmp_path):
-    """An empty file is no finished part. Names and options need not be UTF-8."""
+    """After a power failure a file may be empty, and is then no finished part. Names and options need not be UTF-8."""
     finished = FinishedParts(tmp_path / os.fsdecode(b"caf\xe9.wav"), "caf\xe9\r\n")
     finished.open(resume=False)
     assert finished.belong_to_this_run() and not finished.has(1)
@@ -361,7 +361,7 @@ def test_parts_of_a_machine_that_lost_power(tmp_path):
 
 
 def test_paragraphs_and_pauses(spoken, tmp_path):
-    """Wrapped lines of a book are one utterance; joined ones have silence between them."""
+    """Wrapped lines of a book are one utterance; joined utterances have silence between them."""
     texts = []
     (tmp_path / "book.txt").write_text("One\ntwo.\n\n\nThree.\n")
     with watched(speaking, "speak", lambda *_, text, **__: texts.append(text)):
@@ -404,7 +404,7 @@ def test_formats_of_subtitles():
     ],
 )
 def test_the_examples(call, checkpoint, tmp_path, name, sound, texts):
-    """A command that stands in for the installed one says what it is given; that is spoken here."""
+    """A fake qwen3-tts prints the options that the example passes to it, and the real command is run with them here."""
     (tmp_path / "qwen3-tts").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     (tmp_path / "qwen3-tts").chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
@@ -431,7 +431,7 @@ def test_subtitles_that_cannot_be_written_are_named_by_their_option():
 
 
 def test_a_text_with_an_arrow_is_one_cue():
-    """Parsers look for it: the text of SRT cannot be escaped."""
+    """Parsers of SRT look for `-->`, which cannot be escaped in a text."""
     cue = Cue(Part("00:00:05,000 --> 00:00:06,000"), 0, 24000)
     assert format_subtitles(".srt", [cue], 24000).count("-->") == 1
     assert format_subtitles(".vtt", [cue], 24000).count("-->") == 1

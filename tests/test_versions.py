@@ -1,4 +1,4 @@
-"""Versions of other packages: which pairs work, and what is said about the others."""
+"""Versions of other packages: the pairs that work, and the error messages for others."""
 
 import re
 import shutil
@@ -23,7 +23,7 @@ PAIRS = "transformers==4.57.3 with qwen-tts==0.1.1, or transformers==5.16.1 with
     [("5.16.1", "qwen-tts"), ("4.57.3", "qwen-tts-hf"), ("5.17.0", "qwen-tts-hf"), ("5.0.0", "qwen-tts")],
 )
 def test_a_wrong_pair_is_named(version, package, tmp_path):
-    """A TypeError in a decorator or a missing attribute of a config, deep in qwen_tts, tells nobody what to install."""
+    """Without this check, the error is a TypeError or a missing attribute deep in qwen_tts."""
     (tmp_path / "transformers.py").write_text(f"__version__ = {version!r}")
     (tmp_path / "torch.py").write_text("backends = None")
     (tmp_path / "qwen_tts").mkdir()
@@ -45,7 +45,7 @@ def test_without_qwen_tts_its_absence_is_the_error(tmp_path):
 
 
 def test_the_pairs_are_those_that_setup_installs():
-    """A message or a script that still names the release before."""
+    """No message and no script names an older release."""
     installed = (ROOT / "setup.sh").read_text() + (ROOT / "requirements.txt").read_text()
     for name in re.findall(r"\S+==[\w.]+\w", PAIRS):
         assert name in installed
@@ -53,7 +53,7 @@ def test_the_pairs_are_those_that_setup_installs():
 
 
 def test_the_promised_python_can_install_all_that_is_pinned():
-    """A pin can be raised to a release that has left a Python behind, which then cannot install it."""
+    """A newer release of a pinned package may have dropped a version of Python that this project supports."""
     promised = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1]
     files = (ROOT / "setup.sh").read_text() + "".join(path.read_text() for path in ROOT.glob("requirements*.txt"))
     names = set(re.findall(r"^(?:qwen_tts=\")?([\w-]+)(?:\[\w+\])?==", files, re.M)) - {"qwen-tts-hf"}
@@ -67,7 +67,7 @@ def test_the_promised_python_can_install_all_that_is_pinned():
 
 
 def test_an_older_torch_is_named(monkeypatch):
-    """JetPack's torch may be older than the graphs need: a sentence at load, not an AttributeError while capturing."""
+    """JetPack's torch may be older than the graphs need. `load` says so, before capturing fails."""
     old = SimpleNamespace(__version__="2.3.1", nn=SimpleNamespace(functional=SimpleNamespace()))
     monkeypatch.setattr(paths, "torch", old)
     with pytest.raises(ValueError, match="torch 2.3.1 has no torch.nn.functional.rms_norm: install torch 2.5 or newer"):
@@ -76,10 +76,10 @@ def test_an_older_torch_is_named(monkeypatch):
 
 @pytest.mark.slow
 def test_a_torch_without_enable_gqa_gives_the_same_tokens(checkpoint, tmp_path):
-    """JetPack's torch 2.5.0a0: its attention refuses an argument that transformers passes to any torch 2.5.
+    """The attention of JetPack's torch 2.5.0a0 refuses an argument that transformers passes to any torch 2.5.
 
-    It passes it where there is no mask, which upstream's own talker.generate does. Our graphs always pass one. This is
-    about the three files alone, whose codec is upstream's, and in-context, where upstream encodes the reference.
+    transformers passes it where there is no mask. Our graphs always have a mask, but upstream's codec, which the three
+    files alone use, and upstream's encoder of in-context references have none.
     """
     for name in ("cudagraph_talker.py", "cudagraph_predictor.py", "generate.py"):
         shutil.copy(ROOT / name, tmp_path)
@@ -111,7 +111,7 @@ def test_a_torch_without_enable_gqa_gives_the_same_tokens(checkpoint, tmp_path):
 
 
 def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch, tmp_path):
-    """pip's torch has no CUDA on Windows and Jetson, and a container may lack --gpus: the CPU spoke, without a word."""
+    """pip's torch has no CUDA on Windows and Jetson, and a container may lack --gpus. A warning says so."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(loading, "SIGNS_OF_A_GPU", [tmp_path])

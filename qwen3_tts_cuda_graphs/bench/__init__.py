@@ -1,25 +1,33 @@
-"""What `qwen3-tts bench` measures and checks, which is also `python bench.py`; __main__.py has its options.
+"""The command `qwen3-tts bench`, which is also `python bench.py`: measure the speed, check the results.
+
+__main__.py has the options. Each of these modules has a `measure` that yields rows of the results, and COLUMNS, the
+keys that are printed as a table:
 
 single.py       one listener: upstream, the three files alone, each path, each kind of voice, arriving text
-frame_times.py  where the time of a frame and of the first audio goes
-bounds.py       what the memory's bandwidth allows
-peer.py         faster-qwen3-tts, in a process of its own
+                (frame_times.py: the parts of a frame; bounds.py: the memory bandwidth's bound; peer.py:
+                faster-qwen3-tts)
 streams.py      many listeners, and lists of texts, through the engine
 ready.py        how long a new process takes to speak
-tables.py       the figures in README.md and docs/, from results/
-quality.py      word errors, voice and runaways beside upstream's, on sentences.tsv
-check.py        is the accelerated model the same model (parity.py: logits with forced tokens)
+quality.py      word errors, voice and runaways compared with upstream's, on sentences.tsv
+
+They share:
+
 measured.py     the models that are measured, the voice, and the machine
 timing.py       how much is measured, and how a call is timed
-listeners.py    who listens to a stream, and what is heard
-processes.py    programs that measure in a process of their own
-report.py       rows, printed and written
-plot.py         the figures
+listeners.py    simulated listeners of a stream
+processes.py    measurements in a process of their own
+report.py       prints and writes rows
 
-Programs of their own, `python -m qwen3_tts_cuda_graphs.bench.load_test --help`:
+The other modes:
 
-load_test.py    drives a server (over_http.py), or compares it with the engine (engine_alone.py)
-calibrate.py    how the figures of a correct megakernel vary
+check.py        is the accelerated model the same model? (parity.py: logits with teacher forcing)
+plot.py         draws the figures in README.md and docs/
+tables.py       writes the measured numbers in README.md and docs/
+
+Separate programs, as in `python -m qwen3_tts_cuda_graphs.bench.load_test --help`:
+
+load_test.py    sends requests to a server (over_http.py), or compares it with the engine (engine_alone.py)
+calibrate.py    the distribution of the checked figures for a correct megakernel
 random_checkpoint.py
                 writes a model with random weights
 """
@@ -28,6 +36,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]  # of a checkout
 SIZES = ("0.6B", "1.7B")
-# Rows of the results, also of those in results/
+# Names of rows in the results
 UPSTREAM, PEER, THREE_FILES = "upstream", "faster-qwen3-tts", "the three files alone"
 SEPARATE, MEGAKERNEL = "separate kernels", "megakernel"

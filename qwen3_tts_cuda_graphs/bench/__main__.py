@@ -33,31 +33,19 @@ from qwen3_tts_cuda_graphs.common.output_files import check_writable
 from qwen3_tts_cuda_graphs.common.parser import Parser
 from qwen3_tts_cuda_graphs.common.voice_files import check_speaker_file
 
-MODES = {  # option -> what it does, what yields its rows, and the columns of its table
-    "": (
-        "",
-        "single.time_one_listener",
-        "ms_per_frame x_real_time first_audio_ms late_chunks underruns peak_gib seconds_to_capture",
-    ),
-    "streams": (
-        "time many listeners at once, and nothing else",
-        "streams.time_streams",
-        "audio_seconds_per_second first_audio_ms first_audio_p95_ms first_audio_p99_ms underruns seconds_to_capture",
-    ),
-    "ready": ("time how long a new process takes to speak, nothing else", "ready.time_ready", ""),
-    "listen": (
-        "word errors, speaker similarity and runaways of each path, do not time",
-        "quality.measure_quality",
-        "word_errors_percent word_errors_low word_errors_high change_low change_high similarity seconds runaways",
-    ),
-    "check": ("compare, do not time; exit code 1 if anything is wrong", "", ""),
-    "plot": ("draw results/*.svg, do not time", "", ""),
-    "tables": ("write README.md and docs/ from results/, do not time", "", ""),
+MODES = {  # option -> its help
+    "streams": "time many listeners at once, and nothing else",
+    "ready": "time how long a new process takes to speak, nothing else",
+    "listen": "word errors, speaker similarity and runaways of each path, do not time",
+    "check": "compare, do not time; exit code 1 if anything is wrong",
+    "plot": "draw results/*.svg, do not time",
+    "tables": "write README.md and docs/ from results/, do not time",
 }
+MODULES = {"": "single", "streams": "streams", "ready": "ready", "listen": "quality"}  # with `measure` and `COLUMNS`
 
 
 def main(words: list[str] | None = None) -> None:
-    """words: of the command line; default: the process's own"""
+    """Run the command line `words`; default: sys.argv."""
     with cli_errors():
         args = parse_arguments(words)
         if args.mode == "plot":
@@ -72,7 +60,7 @@ def main(words: list[str] | None = None) -> None:
             print(*write_tables(ROOT) or ["every figure is as in results/"], sep="\n")
             return
 
-        # imports torch, which takes seconds: after the options are checked
+        # Imports torch, which takes seconds, so the options are checked first.
         from qwen3_tts_cuda_graphs.common.loading import model_errors
 
         warnings.filterwarnings("ignore", message="the speech was cut off")
@@ -88,8 +76,8 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--speaker", type=Path, help="a speaker.pt for the voice; default: a random one")
     parser.add_argument("--quick", action="store_true", help="fewer rows and runs: within a minute on an H200 (0.6B)")
     modes = parser.add_mutually_exclusive_group()
-    for name in filter(None, MODES):
-        modes.add_argument(f"--{name}", action="store_const", dest="mode", const=name, default="", help=MODES[name][0])
+    for mode, description in MODES.items():
+        modes.add_argument(f"--{mode}", action="store_const", dest="mode", const=mode, default="", help=description)
     parser.add_argument(
         "--recognizer", default="openai/whisper-large-v3", help="for --listen: a hub id or a folder (%(default)s)"
     )
@@ -106,7 +94,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     if args.speaker and len(args.models) > 1:
         parser.error("a speaker belongs to one size: give one model with --speaker")
     for name in args.models:
-        if name not in [*SIZES, "tiny"] and not os.path.isdir(name):  # "" is none
+        if name not in [*SIZES, "tiny"] and not os.path.isdir(name):
             parser.error(f"{name!r} is neither 0.6B, 1.7B nor a folder")
     if not args.recognizer:
         raise ValueError("--recognizer is empty: give a hub id or a folder")
@@ -118,7 +106,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, folder: Path) -> None:
-    """Measure or check every model. Checkpoints that have to be made are written into `folder`."""
+    """Measure or check every model. Random checkpoints and voices are written into `folder`."""
     from qwen3_tts_cuda_graphs.bench.measured import find_checkpoints, machine_card
     from qwen3_tts_cuda_graphs.bench.timing import ON_GPU, choose_effort
 
@@ -133,29 +121,27 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     if is_heard and not args.speaker and not are_random:
         raise ValueError("--listen needs a voice: make one with qwen3-tts clone, and give it as --speaker")
     with_custom_voice = not (args.quick or args.mode)
-    # the speech of a random model ends where it is heard; for a figure of speed it must not
+    # A random model must end its speech by itself for --listen, and must not where the speed is measured.
     checkpoints = find_checkpoints(args.models, are_random, with_custom_voice, args.speaker, folder, ends=is_heard)
     card = machine_card("random" if are_random else "published, or of the folder given")
     print_wrapped("  ".join(f"{name}: {value}" for name, value in card.items()))
     if args.mode == "check":
-        wrong = sum(check_one(checkpoint, ON_GPU) for checkpoint in checkpoints)
+        wrong = sum(count_wrong(checkpoint, ON_GPU) for checkpoint in checkpoints)
         sys.exit(f"{wrong} wrong" if wrong else 0)
 
     device = card["gpu"] if ON_GPU else "CPU"
     kind = f"_{args.mode}" if args.mode else ""
     output = args.output or Path(f"bench_results_{device.replace(' ', '_')}{kind}.json")
     check_writable(output)
-    _, measure, columns = MODES[args.mode]
-    module, function = measure.split(".")
-    measure = getattr(import_module(f"{__package__}.{module}"), function)
+    module = import_module(f"{__package__}.{MODULES[args.mode]}")
     effort = choose_effort(args.quick, args.recognizer)
-    rows = ((checkpoint.name, *row) for checkpoint in checkpoints for row in measure(checkpoint, effort))
-    report(rows, columns.split(), dict(card=card, models={}), output)
+    rows = ((checkpoint.name, *row) for checkpoint in checkpoints for row in module.measure(checkpoint, effort))
+    report(rows, module.COLUMNS, dict(card=card, models={}), output)
     print(f"\n{output}")
 
 
-def check_one(checkpoint, on_gpu: bool) -> int:
-    """How many checks of a model it does not pass."""
+def count_wrong(checkpoint, on_gpu: bool) -> int:
+    """Print the checks of a model, and return how many of them failed."""
     from qwen3_tts_cuda_graphs.bench.check import check
 
     print(f"\n{checkpoint.name}")

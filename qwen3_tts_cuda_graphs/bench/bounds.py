@@ -1,8 +1,8 @@
-"""How fast a frame can be at most: the bytes that it must read, over the memory bandwidth. A bound, not a measurement.
+"""The shortest time of a frame: the bytes that it must read, over the memory bandwidth. A bound, not a measurement.
 
-A frame reads the talker's layers once and the predictor's 15 times, once for each code but the first: 157 MB, more than
-the caches of these GPUs hold. The heads are read once, and the keys and values of all positions so far. Embeddings and
-activations are small and left out. The codec is not part of a frame here. tables.py writes the bounds of some GPUs.
+A frame reads the talker's layers once and the predictor's 15 times, once for each code but the first: they are 157 MB,
+more than the caches of these GPUs hold. It reads the heads once, and the keys and values of all positions so far.
+Embeddings and activations are small and left out, and so is the codec. tables.py writes the bounds of some GPUs.
 """
 
 import functools
@@ -13,8 +13,8 @@ import torch
 from qwen3_tts_cuda_graphs.bench.random_checkpoint import talker_config
 from qwen3_tts_cuda_graphs.upstream import Qwen3TTSConfig, Qwen3TTSForConditionalGeneration
 
-POSITION = 200  # of the frame whose keys and values are counted
-BANDWIDTH = {  # GPU -> GB/s as its maker states it; the name as torch gives it, without NVIDIA and GeForce
+POSITION = 200  # number of positions whose keys and values are counted
+BANDWIDTH = {  # torch's name of a GPU, without NVIDIA and GeForce -> GB/s that its maker states
     "RTX 3060": 360,  # with 12 GB
     "RTX 3090": 936,
     "RTX 4060": 272,
@@ -49,7 +49,7 @@ def bytes_per_frame(talker) -> int:
     predictor = talker.code_predictor
     config = talker.config
     element = talker.codec_head.weight.element_size()
-    passes = config.num_code_groups - 1  # the first has two positions
+    passes = config.num_code_groups - 1  # the first pass takes two positions
     key_values = len(talker.model.layers) * 2 * config.num_key_value_heads * config.head_dim * element * POSITION
     return (
         weight_bytes(talker.model.layers)
@@ -71,7 +71,7 @@ def bound_ms(talker, gigabytes_per_second: float) -> float:
 
 def memory_bound(talker, frame_ms: float, bandwidth: float | None = None) -> dict[str, float]:
     """A row of the benchmark: the bound of this GPU, and the share of it that was reached. Empty if the bandwidth is
-    neither given nor known."""
+    not known. bandwidth: GB/s; default: that of the talker's GPU"""
     if bandwidth is None and talker.device.type == "cuda":
         bandwidth = bandwidth_of(torch.cuda.get_device_properties(talker.device))
     if bandwidth is None:
@@ -87,20 +87,19 @@ def memory_bound(talker, frame_ms: float, bandwidth: float | None = None) -> dic
 
 
 def short_name(gpu: str) -> str:
-    """The name that torch gives, without the maker's."""
+    """torch's name of a GPU, without NVIDIA and GeForce."""
     return re.sub(r"^NVIDIA (GeForce )?", "", gpu)
 
 
 def file_stem(gpu: str) -> str:
-    """The name of a results file: rtx_4090 for NVIDIA GeForce RTX 4090"""
+    """The name of a results file, such as rtx_4090 for NVIDIA GeForce RTX 4090."""
     return short_name(gpu).lower().replace(" ", "_")
 
 
 def bandwidth_of(gpu) -> float | None:
-    """GB/s from the table, else from what the driver says of the memory, if it says so. `gpu` has the properties that
-    torch knows."""
+    """GB/s from the table, otherwise calculated from torch's properties of the GPU, if they include the memory's."""
     name = short_name(gpu.name)
-    if name == "Orin" and gpu.multi_processor_count >= 14:  # an NX and a Nano have 8 or fewer
+    if name == "Orin" and gpu.multi_processor_count >= 14:  # Orin NX and Nano have 8 or fewer
         name = "Jetson AGX Orin"
     if name in BANDWIDTH:
         return BANDWIDTH[name]

@@ -3,9 +3,9 @@
     python -m qwen3_tts_cuda_graphs.bench.calibrate 1.7B --output results/calibration_1.7B.json
     python -m qwen3_tts_cuda_graphs.bench.calibrate 1.7B --frames 0 --output results/self_test_1.7B.json
 
-Each run has other random weights, another prompt and other tokens. It gives the megakernel's error relative to that of
-the model's own bfloat16 forward, in how many cases only one of the two has the best token of float32, and the figures
-of fast/self_test.py. How far the limits are away is what tests/test_results.py checks. Needs a GPU that runs the
+Each run has other random weights, another prompt and other tokens. It records the megakernel's error relative to that
+of the model's own bfloat16 forward, in how many cases only one of the two has the best token of float32, and the
+figures of fast/self_test.py. tests/test_results.py checks how far these are from the limits. Needs a GPU that runs the
 megakernel.
 """
 
@@ -36,14 +36,16 @@ from qwen3_tts_cuda_graphs.fast.megakernel import SOURCE, stacks_of
 from qwen3_tts_cuda_graphs.fast.self_test import run_test
 
 SELF_TEST = "self-test"
-LENGTH = 512
-GAINS = (1.0, 3.0)  # of the weights, in turn
+GAINS = (1.0, 3.0)  # of the random weights; the runs take turns
 
 
 @torch.no_grad()
 def one_run(models: list, paths: list, seed: int, gain: float, frames: int) -> dict:
-    """New weights for all models, the self-test, then the same tokens through all: the model's own layers, a model on
-    the megakernel, and one in float32. Without frames the last is not needed."""
+    """Give all models the same new weights, run the self-test, then compare the logits of the same tokens.
+
+    models: on the model's own layers, on the megakernel and, unless `frames` is 0, in float32
+    paths: TeacherForced and Megakernel of the first two
+    """
     torch.manual_seed(seed)
     device = models[0].device
     randomize(models[0], gain)
@@ -69,14 +71,14 @@ def one_run(models: list, paths: list, seed: int, gain: float, frames: int) -> d
 
 
 def smallest_loss(name: str, runs: list[dict]) -> float:
-    """The share of best tokens that a kernel must lose for the check of one run to find it."""
+    """The smallest share of best tokens that a kernel can lose and the check of one run still finds it."""
     sigmas = statistics.NormalDist().inv_cdf(1 - FALSE_ALARM_RATE)
     per_run = statistics.mean(run[name]["only_own"] + run[name]["only_megakernel"] for run in runs)
     return sigmas * math.sqrt(per_run) / statistics.mean(run[name]["cases"] for run in runs)
 
 
-def one_run_per_line(card: dict, size: str, frames: int, runs: list[dict]) -> str:
-    """One run per line."""
+def results_json(card: dict, size: str, frames: int, runs: list[dict]) -> str:
+    """The results file, with one run per line."""
     lines = ",\n  ".join(json.dumps(run) for run in runs)
     return f'{{"card": {json.dumps(card)}, "size": "{size}", "frames": {frames}, "runs": [\n  {lines}\n]}}\n'
 
@@ -100,13 +102,13 @@ def main() -> None:
     if reason := SOURCE.why_not(*stacks_of(models[1])):
         parser.error(f"the megakernel does not run here: {reason}")
     with torch.no_grad():
-        paths = [TeacherForced(models[0], LENGTH), Megakernel(models[1], LENGTH)]
+        paths = [TeacherForced(models[0]), Megakernel(models[1])]
     card = machine_card("random")
     runs = []
     for seed in range(args.runs):
         runs.append(one_run(models, paths, seed, GAINS[seed % len(GAINS)], args.frames))
         print(f"run {seed + 1} of {args.runs}", file=sys.stderr)
-        args.output.write_text(one_run_per_line(card, args.size, args.frames, runs))
+        args.output.write_text(results_json(card, args.size, args.frames, runs))
     for name in sorted(runs[0].keys() - {SELF_TEST}):
         print(f"{name}: the check of one run finds a loss of {smallest_loss(name, runs):.1%} of the best tokens")
     print(args.output)

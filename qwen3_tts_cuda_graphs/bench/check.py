@@ -24,16 +24,15 @@ from qwen3_tts_cuda_graphs.prompts.build import talker_arguments
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
-MAX_ROWS = 64  # frames of up to that many rows are checked
-LENGTH = 512  # positions of the caches
-MAX_GPU_DIFFERENCE = 0.02  # between streamed and whole audio, of full scale; a GPU decodes chunks with other kernels
-ROUNDING_MARGIN = 4  # times the codec's own error in float32; right audio was seen to differ by 0.8 to 1.6 times that
+MAX_ROWS = 64  # the graphs for up to so many rows are checked
+MAX_GPU_DIFFERENCE = 0.02  # of full scale, between streamed and whole audio: a GPU decodes chunks with other kernels
+ROUNDING_MARGIN = 4  # times the codec's own error in float32 is allowed; correct audio differed by 0.8 to 1.6 times
 
-Result = tuple[str, bool, str]  # what was checked, whether it is right, and figures
+Result = tuple[str, bool, str]  # what was checked, whether it passed, and the figures
 
 
 def check(checkpoint: Checkpoint, frames: int) -> Iterator[Result]:
-    """Check a Base model with an utterance of that many frames."""
+    """Check a Base model with an utterance of `frames` frames."""
     tts = accelerate(load_upstream(checkpoint.model))
     on_gpu = tts.speech.on_gpu
     voice = checkpoint.voice()
@@ -51,7 +50,7 @@ def check(checkpoint: Checkpoint, frames: int) -> Iterator[Result]:
     vocabulary = tts.model.talker.config.code_predictor_config.vocab_size
     tokens = torch.randint(vocabulary, (frames, tts.model.talker.config.num_code_groups), device=tts.device)
     paths = {
-        name: TeacherForced(tts.model.talker, LENGTH, row_count, make_graphs).logits(tokens, **request)
+        name: TeacherForced(tts.model.talker, row_count=row_count, make_graphs=make_graphs).logits(tokens, **request)
         for name, row_count, make_graphs in checked_graphs(tts)
     }
     del tts  # its GPU memory is needed for float32
@@ -61,9 +60,9 @@ def check(checkpoint: Checkpoint, frames: int) -> Iterator[Result]:
 
 
 def checked_graphs(tts) -> Iterator[tuple[str, int, Callable[..., PlainGraphs]]]:
-    """What is checked on a GPU: its name, number of rows, and what makes the frame."""
+    """The graphs that are checked on a GPU: a name, the number of rows, and the class or function that makes them."""
     yield "upstream's modules with layers.py", 1, PlainGraphs
-    kernel_graphs = functools.partial(KernelGraphs, like=tts.speech.runner.graphs.of(1))  # as an engine makes it
+    kernel_graphs = functools.partial(KernelGraphs, like=tts.speech.runner.graphs.of(1))  # as an engine makes them
     for count in batch_sizes(MAX_ROWS):
         if has_kernels(tts.model.talker):
             yield f"batch of {count}", count, kernel_graphs
@@ -90,7 +89,7 @@ def check_stream(tts, arguments: dict, whole: np.ndarray, allowed: float) -> Res
 
 @torch.no_grad()
 def codec_error(tts) -> float:
-    """How much the codec rounds in float32, of full scale, on random codes. Some weights amplify it."""
+    """The codec's rounding error in float32 on random codes, of full scale. It depends on the weights."""
     codec = tts.model.speech_tokenizer.model.decoder
     shape = 1, codec.config.num_quantizers, 60
     codes = torch.randint(codec.config.codebook_size, shape, generator=torch.Generator().manual_seed(0))
@@ -98,7 +97,7 @@ def codec_error(tts) -> float:
 
 
 def check_audio(tts, model: str, arguments: dict, allowed: float) -> Iterator[Result]:
-    """In float32 the same seed must give upstream's audio, which only the same tokens do."""
+    """In float32 the same seed must give upstream's audio. Other tokens would give other audio."""
     upstream = load_upstream(model)
     for name, settings in {
         "greedy": dict(do_sample=False, subtalker_dosample=False),
@@ -111,10 +110,10 @@ def check_audio(tts, model: str, arguments: dict, allowed: float) -> Iterator[Re
 
 
 def check_logits(model: str, paths: dict, tokens: torch.Tensor, request: dict) -> Iterator[Result]:
-    """`paths` has the logits of predictor and talker by the name of the path."""
-    own = TeacherForced(load_upstream(model, dtype=torch.bfloat16).model.talker, LENGTH).logits(tokens, **request)
+    """Compare logits with float32. paths: name -> logits of the predictor and of the talker"""
+    own = TeacherForced(load_upstream(model, dtype=torch.bfloat16).model.talker).logits(tokens, **request)
     talker = load_upstream(model, dtype=torch.float32).model.talker
-    exact = TeacherForced(talker, LENGTH).logits(tokens, **request)
+    exact = TeacherForced(talker).logits(tokens, **request)
     passed = one_pass(talker, tokens, **request)
 
     ratio = max(error(e, p, 0.99) / error(o, p, 0.99) for o, e, p in zip(own, exact, passed))

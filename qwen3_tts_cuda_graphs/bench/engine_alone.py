@@ -14,8 +14,8 @@ from qwen3_tts_cuda_graphs.serving.server_options import raise_priority
 
 
 def measure_engine(args: argparse.Namespace) -> Iterator[tuple[str, dict]]:
-    """args: those of load_test.py, with the `request` that listeners make"""
-    raise_priority()  # before there are threads, which have that of the one that starts them
+    """args: those of load_test.py, with the `request` of each listener"""
+    raise_priority()  # before any thread starts: a thread inherits the priority of the one that starts it
 
     from qwen3_tts_cuda_graphs.common.loading import choose_device, load
     from qwen3_tts_cuda_graphs.speech.engine import Engine

@@ -1,12 +1,14 @@
-"""Where the time goes: the parts of a frame and of the first audio, each timed alone."""
+"""The parts of a frame and of the first audio, each timed alone."""
 
+import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from cudagraph_talker import draw_noise
 from qwen3_tts_cuda_graphs.bench.bounds import POSITION
-from qwen3_tts_cuda_graphs.bench.timing import Row, clock, median_ms
+from qwen3_tts_cuda_graphs.bench.timing import Row, clock, repeat
 from qwen3_tts_cuda_graphs.prompts.build import prepare_request
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance
@@ -17,10 +19,10 @@ REPLAYS = 20
 
 @torch.no_grad()
 def frame_parts(tts, arguments: dict) -> Row:
-    """Each step with its noise, back to back; then both together, at two positions of the cache."""
+    """Time the predictor and the talker alone, then a whole frame at two positions of the cache; noise included."""
     runner = tts.speech.runner
     chunks = stream(tts.generate_voice_clone, **arguments)
-    next(chunks)  # the request is in row 0
+    next(chunks)  # now the request is in row 0
     rows, graphs = runner.views[0], runner.graphs.of(1)
 
     def predict() -> None:
@@ -44,7 +46,7 @@ def frame_parts(tts, arguments: dict) -> Row:
 
 
 def time_replays(replay: Callable[[], None]) -> float:
-    """Milliseconds of one replay."""
+    """Milliseconds of one replay, of many that run back to back."""
     replay()  # warm-up
     ms, _ = clock(lambda: [replay() for _ in range(REPLAYS)])
     return ms / REPLAYS
@@ -52,7 +54,7 @@ def time_replays(replay: Callable[[], None]) -> float:
 
 @torch.no_grad()
 def first_audio_parts(tts, arguments: dict, runs: int) -> Row:
-    """The audio of the first frame needs the prompt, of a voice that has spoken before, and the predictor."""
+    """Time what happens before the first audio, for a voice that has spoken before."""
     speech, runner = tts.speech, tts.speech.runner
 
     def make_utterance() -> Utterance:
@@ -67,4 +69,4 @@ def first_audio_parts(tts, arguments: dict, runs: int) -> Row:
         "first codes": runner.graphs.of(1).predict,
         "codec and copy": lambda: runner.codec.feed([0], runner.rows.codes[:1, :1]).wait(),
     }
-    return {name: median_ms(part, runs) for name, part in parts.items()}
+    return {name: statistics.median(ms for ms, _ in repeat(partial(clock, part), runs)) for name, part in parts.items()}

@@ -1,7 +1,7 @@
-"""Listeners of a stream, whoever speaks: a model, the engine or a server. Needs only Python's standard library.
+"""Simulated listeners of a stream, which may come from a model, the engine or a server. Standard library only.
 
-A listener reads its stream as fast as it comes and plays from the first chunk on. An underrun is a chunk that arrives
-after the player needs it.
+A listener reads its stream as fast as it comes, and plays it from the first chunk on. An underrun is a chunk that
+arrives after the player needs it.
 """
 
 import contextlib
@@ -14,61 +14,56 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 TEXT = "Real time speech synthesis means that the first sound arrives before you notice the wait."
-NO_LIMIT = 10_000  # threads; only as many are started as are needed
-HEAD_START = 0.3  # seconds in which hundreds of threads are started, before their listeners ask
+MAX_THREADS = 10_000  # an executor starts only as many as it needs
+HEAD_START = 0.3  # seconds by which a listener's thread starts before its request
 
-StartStream = Callable[[], Generator]  # yields samples, how many of them make a second, and what a listener ignores
+StartStream = Callable[[], Generator]  # yields tuples that begin with the samples and their rate
 
 
 @dataclass
 class Hearing:
-    """What one request was like."""
+    """What one listener has heard, and when."""
 
-    asked: float  # time.perf_counter()
+    asked: float  # time.perf_counter() of the request
     first_audio_ms: float | None = None
     seconds: float = 0.0  # of audio
     underruns: int = 0
 
 
 def listen(start_stream: StartStream, leave_after: float = math.inf, ask_at: float = 0.0) -> Hearing:
-    """Ask for a stream at this time and take the times. `leave_after`: seconds of audio after which the listener goes
-    away."""
+    """Start a stream, not before the time `ask_at`, and listen to it until more than `leave_after` seconds of audio have
+    come."""
     sleep_until(ask_at)
-    listener = Hearing(asked=time.perf_counter())
+    heard = Hearing(asked=time.perf_counter())
     with contextlib.closing(start_stream()) as chunks:
         for samples, rate, *_ in chunks:
             now = time.perf_counter()
-            if listener.first_audio_ms is None:
-                listener.first_audio_ms = (now - listener.asked) * 1e3
+            if heard.first_audio_ms is None:
+                heard.first_audio_ms = (now - heard.asked) * 1e3
                 playback_began = now
-            elif now > playback_began + listener.seconds:
-                listener.underruns += 1
-            listener.seconds += len(samples) / rate
-            if listener.seconds > leave_after:
+            elif now > playback_began + heard.seconds:
+                heard.underruns += 1
+            heard.seconds += len(samples) / rate
+            if heard.seconds > leave_after:
                 break
-    return listener
+    return heard
 
 
-def poisson_arrivals(per_second: float, seconds: float, seed: int = 0) -> Iterator[float]:
-    """Times at which independent listeners ask."""
-    dice = random.Random(seed)
+def poisson_arrivals(per_second: float, seconds: float) -> Iterator[float]:
+    """Times in seconds at which independent listeners start their requests."""
+    generator = random.Random(0)
     arrival = 0.0
-    while (arrival := arrival + dice.expovariate(per_second)) < seconds:
+    while (arrival := arrival + generator.expovariate(per_second)) < seconds:
         yield arrival
 
 
-def crowd(start_stream: StartStream, arrivals: Iterable[float], threads: int = NO_LIMIT) -> dict:
-    return summary(*listen_at(start_stream, arrivals, threads))
-
-
 def listen_at(
-    start_stream: StartStream, arrivals: Iterable[float], threads: int = NO_LIMIT
+    start_stream: StartStream, arrivals: Iterable[float], threads: int = MAX_THREADS
 ) -> tuple[list[Hearing], float]:
-    """A listener in a thread of its own at each of these times. Slow answers do not delay later listeners. Returns
-    what they heard, and how many seconds it took.
+    """Start a listener, in a thread of its own, at each of these times, so that slow answers delay nobody else.
 
-    Each thread is started a little before its time: what starts threads is not what is measured, and a hundred of them
-    take longer to start than to be answered.
+    Threads start ahead of their listeners' requests: the start of a hundred threads takes longer than an answer, and is
+    not what is measured. Returns what the listeners heard, and the seconds until all had finished.
     """
     began = time.perf_counter() + HEAD_START
     with ThreadPoolExecutor(threads, "listener") as pool:
@@ -84,17 +79,18 @@ def sleep_until(moment: float) -> None:
 
 
 def summary(listeners: list[Hearing], wall: float) -> dict:
-    times = sorted(listener.first_audio_ms for listener in listeners if listener.first_audio_ms is not None)
+    """A row of the results. wall: seconds that all listeners took together"""
+    times = sorted(heard.first_audio_ms for heard in listeners if heard.first_audio_ms is not None)
     return dict(
         listeners=len(listeners),
-        audio_seconds_per_second=sum(listener.seconds for listener in listeners) / wall,
+        audio_seconds_per_second=sum(heard.seconds for heard in listeners) / wall,
         first_audio_ms=statistics.median(times) if times else None,
         first_audio_p95_ms=percentile(times, 0.95),
         first_audio_p99_ms=percentile(times, 0.99),
-        underruns=sum(listener.underruns for listener in listeners),
+        underruns=sum(heard.underruns for heard in listeners),
     )
 
 
 def percentile(ordered: list[float], share: float) -> float | None:
-    """The smallest value that is not below this share of all values."""
+    """The smallest value that at least this share of all values does not exceed."""
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None

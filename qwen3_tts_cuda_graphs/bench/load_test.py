@@ -1,4 +1,4 @@
-"""Drive a running server over HTTP and report what listeners hear. But for --compare, it needs Python alone.
+"""Send requests to a running server and report what listeners hear. Except for --compare, it needs Python alone.
 
     python -m qwen3_tts_cuda_graphs.bench.load_test --rate 20 --seconds 60  # independent (Poisson) arrivals
     python -m qwen3_tts_cuda_graphs.bench.load_test --at-once 64  # requests in the same instant
@@ -25,87 +25,106 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 from qwen3_tts_cuda_graphs.bench.listeners import TEXT, Hearing, StartStream, listen_at, poisson_arrivals, summary
-from qwen3_tts_cuda_graphs.bench.over_http import in_format, running_server, until_it_speaks
+from qwen3_tts_cuda_graphs.bench.over_http import in_format, running_server, wait_for_first_audio
 from qwen3_tts_cuda_graphs.bench.processes import rows_from
 from qwen3_tts_cuda_graphs.bench.report import report
 from qwen3_tts_cuda_graphs.common.command import cli_errors
 from qwen3_tts_cuda_graphs.common.parser import Parser
 from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
 
-SHORT = 10.0  # seconds of requests, for what is measured beside --rate
-SECONDS_TO_START = 1.0  # of the processes of listeners
+SHORT = 10.0  # seconds of requests, for --other-rates and for the further conditions of --compare
+SECONDS_TO_START = 1.0  # time for the listeners' processes to start
 COLUMNS = "first_audio_ms first_audio_p95_ms first_audio_p99_ms audio_seconds_per_second underruns".split()
 
-Drive = Callable[[list[float], bool], tuple[list[Hearing], list[str], float]]
-# takes when listeners come, and whether each waits for the one before; returns them, their errors, and the seconds
+
+class Load(NamedTuple):
+    """When the listeners of a row of the results start their requests."""
+
+    name: str
+    arrivals: list[float]  # in seconds
+    one_by_one: bool = False  # each listener waits for the one before
+    times: int = 1  # how often it is repeated
+
+
+class Outcome(NamedTuple):
+    """What the listeners of a load have heard."""
+
+    listeners: list[Hearing]
+    errors: list[str]
+    seconds: float  # until all had finished
+
+
+Drive = Callable[[Load], Outcome]
 
 
 def measure(args: argparse.Namespace, drive: Drive, is_short: bool = False) -> Iterator[tuple[str, dict]]:
-    """Rows of results, each with its name, when it is measured. Without --compare, one of the three kinds."""
-    cases, rates = {}, {}
+    """Yield the name and the row of each load as soon as it is measured."""
+    loads = [*planned_loads(args, is_short)]
+    warm_up = drive(Load("warm-up", [0.0], one_by_one=True))
+    if warm_up.errors:
+        raise OSError(warm_up.errors[0])
+    for load in loads:
+        listeners, errors, seconds = zip(*(drive(load) for _ in range(load.times)))
+        row = summary(sum(listeners, []), sum(seconds)) | {"errors": sum(errors, [])}
+        if load.times > 1:  # one slow repetition shows here
+            p95s = [summary(*repetition)["first_audio_p95_ms"] for repetition in zip(listeners, seconds)]
+            row["first_audio_p95_ms_of_each"] = p95s
+        yield load.name, row
+
+
+def planned_loads(args: argparse.Namespace, is_short: bool) -> Iterator[Load]:
+    """The loads that the options ask for. Without --compare, they are of one kind."""
     if args.one_by_one:
-        cases[f"{args.one_by_one} one by one"] = [([0.0] * args.one_by_one, True)]
+        yield Load(f"{args.one_by_one} one by one", [0.0] * args.one_by_one, one_by_one=True)
+    rates = {}
     if args.compare or not (args.one_by_one or args.crowds):
         rates[args.rate] = min(args.seconds, SHORT) if is_short else args.seconds
         rates |= {} if is_short else dict.fromkeys(args.other_rates, SHORT)
     for rate, seconds in sorted(rates.items()):
-        cases[f"{rate:g} requests per second for {seconds:g} s"] = [([*poisson_arrivals(rate, seconds)], False)]
+        yield Load(f"{rate:g} requests per second for {seconds:g} s", [*poisson_arrivals(rate, seconds)])
     for count in args.crowds:
-        cases[f"{count} at once"] = [([0.0] * count, False)] * args.times
-    _, errors, _ = drive([0.0], True)  # warm-up
-    if errors:
-        raise OSError(errors[0])
-    for name, runs in cases.items():
-        parts, errors, walls = zip(*(drive(*run) for run in runs))
-        row = summary(sum(parts, []), sum(walls)) | {"errors": sum(errors, [])}
-        if len(runs) > 1:  # one slow crowd of many shows here
-            p95s = [summary(part, wall)["first_audio_p95_ms"] for part, wall in zip(parts, walls)]
-            row["first_audio_p95_ms_of_each"] = p95s
-        yield name, row
+        yield Load(f"{count} at once", [0.0] * count, times=args.times)
 
 
-def drive_here(
-    start: StartStream, arrivals: list[float], one_by_one: bool, begin_at: float = 0.0
-) -> tuple[list[Hearing], list[str], float]:
-    """Listeners in this process."""
+def drive_here(start: StartStream, load: Load, begin_at: float = 0.0) -> Outcome:
+    """Run a load's listeners in this process. begin_at: time.time() at which they begin"""
     errors = []
 
     def start_noting_errors() -> Iterator:
         try:
             yield from start()
-        except OSError as error:  # what was heard before it counts, too
+        except OSError as error:  # what was heard before the error counts, too
             errors.append(str(error))
 
     time.sleep(max(0.0, begin_at - time.time()))
-    listeners, wall = listen_at(start_noting_errors, arrivals, *([1] if one_by_one else []))
-    return listeners, errors, wall
+    listeners, seconds = listen_at(start_noting_errors, load.arrivals, *([1] if load.one_by_one else []))
+    return Outcome(listeners, errors, seconds)
 
 
-def drive_processes(
-    start: StartStream, clients: int, arrivals: list[float], one_by_one: bool
-) -> tuple[list[Hearing], list[str], float]:
-    """The listeners divided between processes, which begin at the same time. Busy cores are to keep the server waiting,
-    not its listeners, so they have the same priority."""
+def drive_processes(start: StartStream, clients: int, load: Load) -> Outcome:
+    """Divide a load's listeners between processes, which begin at the same time.
+
+    They get the server's priority, so that on busy cores the server may have to wait, but not its listeners.
+    """
     from qwen3_tts_cuda_graphs.serving.server_options import raise_priority
 
-    clients = 1 if one_by_one else min(clients, len(arrivals))
+    clients = 1 if load.one_by_one else min(clients, len(load.arrivals))
     begin_at = time.time() + SECONDS_TO_START
     with ProcessPoolExecutor(clients, get_context("spawn"), initializer=raise_priority) as processes:
-        parts = [
-            processes.submit(drive_here, start, arrivals[number::clients], one_by_one, begin_at)
-            for number in range(clients)
-        ]
-        listeners, errors, walls = zip(*(part.result() for part in parts))
-    return sum(listeners, []), sum(errors, []), max(walls)
+        shares = [load._replace(arrivals=load.arrivals[number::clients]) for number in range(clients)]
+        futures = [processes.submit(drive_here, start, share, begin_at) for share in shares]
+        listeners, errors, seconds = zip(*(future.result() for future in futures))
+    return Outcome(sum(listeners, []), sum(errors, []), max(seconds))
 
 
 # ---- Beside the engine
 
 
 def beside_engine(args: argparse.Namespace, request: dict) -> Iterator[tuple[str, str, dict]]:
-    """Who was measured, and what `measure` yields."""
+    """Measure the engine alone, then the server. Yields what was measured, and the name and row of each load."""
     from qwen3_tts_cuda_graphs.serving.server_options import raise_file_limit
 
     size = Path(args.compare).name
@@ -117,29 +136,30 @@ def beside_engine(args: argparse.Namespace, request: dict) -> Iterator[tuple[str
     options += ["--device", args.device] if args.device else []
     options += ["--speaker", args.speaker] if args.speaker else []
     with running_server(*options) as (server, url):
-        until_it_speaks(server, url)
+        wait_for_first_audio(server, url)
         start = in_format(url, None, "pcm", request)
         name = f"{size}, over HTTP"
         for row in measure(args, partial(drive_processes, start, 1)):
             yield name, *row
-        nothing = contextlib.nullcontext()
-        conditions = [(kind, in_format(url, None, kind, request), 1, nothing) for kind in args.formats]
+
+        as_usual = contextlib.nullcontext()
+        conditions = [(kind, in_format(url, None, kind, request), 1, as_usual) for kind in args.formats]
         if args.clients > 1:
-            conditions += [(f"{args.clients} processes of listeners", start, args.clients, nothing)]
+            conditions += [(f"{args.clients} processes of listeners", start, args.clients, as_usual)]
         if args.idle_websockets:
             idle = idle_websockets(url, args.idle_websockets)
             conditions += [(f"{args.idle_websockets} idle WebSockets", start, 1, idle)]
         if args.busy:
             conditions += [("all cores busy", start, 1, busy_cores())]
-        for which, start, clients, condition in conditions:
-            with condition:
+        for condition, start, clients, context in conditions:
+            with context:
                 for row in measure(args, partial(drive_processes, start, clients), is_short=True):
-                    yield f"{name}, {which}", *row
+                    yield f"{name}, {condition}", *row
 
 
 @contextlib.contextmanager
 def idle_websockets(url: str, count: int) -> Iterator[None]:
-    """Sessions that are configured and then say nothing."""
+    """Open WebSockets that send their configuration and nothing else."""
     from websockets.sync.client import connect  # which the server needs, too
 
     with contextlib.ExitStack() as connections:
@@ -152,7 +172,7 @@ def idle_websockets(url: str, count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def busy_cores() -> Iterator[None]:
-    """A loop for each core."""
+    """Run an endless loop for each core."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count())]
     try:
         yield
@@ -201,14 +221,14 @@ def main() -> None:
         from qwen3_tts_cuda_graphs.bench.measured import machine_card  # imports torch
 
         args.one_by_one = args.one_by_one or 50
-        result = {"card": machine_card(args.weights), "max_streams": args.max_streams, "models": {}}
+        results = {"card": machine_card(args.weights), "max_streams": args.max_streams, "models": {}}
         rows = beside_engine(args, request)
     else:
-        result = {"models": {}}
+        results = {"models": {}}
         start = in_format(args.url, args.api_key, args.format, request)
         rows = ((args.url, *row) for row in measure(args, partial(drive_here, start)))
-    report(rows, COLUMNS, result, args.json)
-    sys.exit(any(row["errors"] for rows in result["models"].values() for row in rows.values()))
+    report(rows, COLUMNS, results, args.json)
+    sys.exit(any(row["errors"] for rows in results["models"].values() for row in rows.values()))
 
 
 if __name__ == "__main__":

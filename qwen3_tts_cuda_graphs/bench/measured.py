@@ -1,4 +1,4 @@
-"""What is measured: the checkpoints, the voice that speaks, and the machine."""
+"""What is measured: the checkpoints, their voice, and the machine."""
 
 import contextlib
 import importlib.metadata
@@ -22,7 +22,7 @@ from qwen3_tts_cuda_graphs.prompts.clone_prompts import prompt_field, speaker_pr
 class Checkpoint:
     name: str
     model: str  # a Base model: a folder or a short name
-    custom_voice: str | None  # the same size with preset voices, where there is one
+    custom_voice: str | None  # a CustomVoice model of the same size, if that is measured, too
     speaker_file: Path
 
     @property
@@ -32,16 +32,16 @@ class Checkpoint:
         return speaker
 
     def voice(self, texts: int = 1) -> dict:
-        """Arguments of upstream's method that say whose voice it is."""
+        """The argument of upstream's generate_voice_clone that says whose voice it is."""
         return dict(voice_clone_prompt=speaker_prompt(self.speaker, texts))
 
 
 def find_checkpoints(
     names: list[str], are_random: bool, with_custom_voice: bool, speaker_file: Path | None, folder: Path, ends: bool
 ) -> Iterator[Checkpoint]:
-    """Sizes and folders by their names. What has to be made is written into `folder`, each when its turn comes.
+    """The checkpoints of these sizes and folders. Random ones are written into `folder`, each when it is needed.
 
-    ends: whether a random model's speech ends by itself
+    ends: whether the speech of a random model ends by itself
     """
     for name in names:
         model, custom_voice = name, None
@@ -57,7 +57,7 @@ def find_checkpoints(
 
 
 def write_speaker(model: str, folder: Path) -> Path:
-    """A random speaker embedding of the model's size."""
+    """Write a random speaker embedding of the model's size."""
     path = folder / "speaker.pt"
     torch.save(torch.randn(hidden_size_of(model), generator=torch.Generator().manual_seed(0)), path)
     return path
@@ -71,7 +71,7 @@ def hidden_size_of(model: str) -> int:
 
 
 def machine_card(weights: str) -> dict[str, Any]:
-    """What the figures depend on: machine, versions, weights."""
+    """What the figures depend on: the machine, the versions of the software, and the weights."""
     if torch.cuda.is_available():
         driver = first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         machine = dict(gpu=torch.cuda.get_device_name(), driver=driver, dtype="bfloat16")
@@ -86,8 +86,8 @@ def machine_card(weights: str) -> dict[str, Any]:
 
 
 def project_version() -> str:
-    """The checkout's commit, or the version that is installed, which may lie in somebody else's repository."""
-    if (ROOT / ".git").exists():
+    """The commit of a checkout, or the version of the installed package."""
+    if (ROOT / ".git").exists():  # git would also find another repository that the package was installed into
         return first_line("git", "describe", "--always", "--dirty")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("qwen3-tts-cuda-graphs")
@@ -95,7 +95,7 @@ def project_version() -> str:
 
 
 def first_line(*command: str) -> str:
-    """The first line that a program prints; unknown without the program."""
+    """The first line that a program prints; "unknown" where there is no such program."""
     try:
         lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""A server, and a listener of it over HTTP. Needs Python alone."""
+"""Start a server, and stream speech from it over HTTP. Standard library only."""
 
 import contextlib
 import http.client
@@ -15,16 +15,16 @@ from functools import partial
 from qwen3_tts_cuda_graphs.bench.listeners import TEXT, StartStream
 from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
 
-BYTES_PER_SECOND = 2 * 24000  # of audio as pcm
-LIMIT = 120.0  # seconds to wait for an answer of a server, or for its end
-LIMIT_TO_SPEAK = 300.0  # seconds until a server speaks
-SECONDS_BETWEEN_REQUESTS = 0.02  # while it does not
+BYTES_PER_SECOND = 2 * 24000  # of pcm
+TIMEOUT = 120.0  # seconds for an answer of the server, and for its end after SIGTERM
+TIMEOUT_TO_SPEAK = 300.0  # seconds for its first audio after the start
+SECONDS_BETWEEN_ATTEMPTS = 0.02  # until the first audio
 
 
 def audio_from(
     url: str, api_key: str | None = None, bytes_per_second: float = BYTES_PER_SECOND, **request
 ) -> Iterator[tuple[bytes, float]]:
-    """Audio as a server sends it, and how many bytes make a second. Raises OSError for all that can go wrong."""
+    """Yields the bytes of the answer as they come, each with `bytes_per_second`. Every failure is an OSError."""
     address = urllib.parse.urlsplit(url)
     if not address.hostname:
         raise OSError(f"{url} is no address: give one like http://127.0.0.1:8000")
@@ -32,7 +32,7 @@ def audio_from(
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
     kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
-    connection = kind(address.hostname, address.port, timeout=LIMIT)
+    connection = kind(address.hostname, address.port, timeout=TIMEOUT)
     try:
         connection.request("POST", "/v1/audio/speech", json.dumps(request), headers)
         with connection.getresponse() as response:
@@ -49,7 +49,10 @@ def audio_from(
 
 
 def in_format(url: str, api_key: str | None, name: str, request: dict) -> StartStream:
-    """Listeners who ask for this format. One answer, whose length is known, tells how many bytes make a second."""
+    """Return a function that starts a stream in this format.
+
+    How many bytes make a second is measured with one request, whose number of frames is known.
+    """
     start = partial(audio_from, url, api_key, **request | dict(response_format=name))
     if name == "pcm":
         return start
@@ -59,7 +62,7 @@ def in_format(url: str, api_key: str | None, name: str, request: dict) -> StartS
 
 @contextlib.contextmanager
 def running_server(*options, environment: dict | None = None) -> Iterator[tuple[subprocess.Popen, str]]:
-    """A server on a free port, and its address. It is still loading its model."""
+    """Start a server on a free port. Yields its process and its address, while it still loads its model."""
     with tempfile.TemporaryDirectory() as voices:
         program = ["-m", "qwen3_tts_cuda_graphs", "serve", "--port", "0", "--voices", voices, *map(str, options)]
         server = subprocess.Popen([sys.executable, *program], stdout=subprocess.PIPE, text=True, env=environment)
@@ -70,16 +73,16 @@ def running_server(*options, environment: dict | None = None) -> Iterator[tuple[
             yield server, listening[1]
         finally:
             server.terminate()
-            server.communicate(timeout=LIMIT)
+            server.communicate(timeout=TIMEOUT)
 
 
-def until_it_speaks(server: subprocess.Popen, url: str) -> None:
-    """Ask again and again, until the first audio comes."""
-    deadline = time.monotonic() + LIMIT_TO_SPEAK
+def wait_for_first_audio(server: subprocess.Popen, url: str) -> None:
+    """Repeat a request until its first audio comes."""
+    deadline = time.monotonic() + TIMEOUT_TO_SPEAK
     while True:
-        with contextlib.suppress(OSError):  # it is starting, or its engine is
+        with contextlib.suppress(OSError):  # the server or its engine is starting
             next(audio_from(url, input=TEXT, response_format="pcm", max_new_tokens=40))
             return
         if server.poll() is not None or time.monotonic() > deadline:
             raise ValueError("the server has ended or does not speak: it says why above")
-        time.sleep(SECONDS_BETWEEN_REQUESTS)
+        time.sleep(SECONDS_BETWEEN_ATTEMPTS)

@@ -21,7 +21,7 @@ from qwen3_tts_cuda_graphs.common.model_names import hub_name
 
 
 def run_peer(checkpoint: Checkpoint, python: Path = ROOT / ".venv5" / "bin" / "python") -> NamedRows:
-    """The rows of `time_peer`, from a process with that python."""
+    """Run `time_peer` in a process of `python` and yield its rows. If it fails, print why and yield no more."""
     environment = os.environ | {"PYTHONPATH": f"{python.parents[1] / 'peers'}{os.pathsep}{ROOT}"}
     try:
         yield from rows_from("peer", checkpoint.model, checkpoint.speaker_file, python=python, environment=environment)

@@ -1,4 +1,4 @@
-"""What is measured in a process of its own: a Python program that prints rows as JSON, each when it is measured."""
+"""Measurements in a process of their own: a Python program that prints each row as JSON as soon as it is measured."""
 
 import json
 import os
@@ -9,21 +9,24 @@ import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-LIMIT = 1200.0  # seconds, more than ten times what any of them takes on an H200
+TIMEOUT = 1200.0  # seconds, more than ten times what any of the programs takes on an H200
 
 
-def printed_by(
+def output_of(
     program: list,
     first_bytes: int | None = None,
     python: str | Path = sys.executable,
     environment: dict | None = None,
-    limit: float = LIMIT,
+    timeout: float = TIMEOUT,
 ) -> Iterator[bytes]:
-    """The lines that a Python program prints. Or its first bytes: then it is stopped. ValueError if it fails."""
+    """Run a Python program and yield the lines that it prints. With `first_bytes`, yield that many bytes and kill it.
+
+    A program that fails is a ValueError with the last line of its stderr.
+    """
     with tempfile.TemporaryFile() as errors:
         with subprocess.Popen([python, *program], stdout=subprocess.PIPE, stderr=errors, env=environment) as process:
-            killer = threading.Timer(limit, process.kill)
-            killer.start()
+            timer = threading.Timer(timeout, process.kill)
+            timer.start()
             try:
                 if first_bytes is None:
                     yield from process.stdout
@@ -32,7 +35,7 @@ def printed_by(
                     yield output
                     return
             finally:
-                killer.cancel()
+                timer.cancel()
                 process.kill()
         if first_bytes or process.returncode:
             errors.seek(0)
@@ -41,16 +44,16 @@ def printed_by(
 
 
 def rows_from(module: str, *arguments, **options) -> Iterator[list]:
-    """What a module of this folder gives to `print_rows`."""
-    for line in printed_by(["-m", f"{__package__}.{module}", *arguments], **options):
+    """Run a module of this folder and yield the rows that it prints with `print_rows`."""
+    for line in output_of(["-m", f"{__package__}.{module}", *arguments], **options):
         if line.startswith(b"["):
             yield json.loads(line)
 
 
 def print_rows(rows: Iterable[tuple[str, dict]]) -> None:
-    """Whatever else is printed meanwhile goes to stderr. Ends the process: torch need not tidy up."""
+    """Print the rows to stdout and end the process at once, without waiting for torch to free everything."""
     output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    os.dup2(2, 1)  # what libraries print goes to stderr
     for row in rows:
         print(json.dumps(row), file=output, flush=True)
     os._exit(0)

@@ -5,7 +5,7 @@
     python -m qwen3_tts_cuda_graphs.bench.random_checkpoint 1.7B --type custom_voice OUT
 
 Upstream's from_pretrained loads all of it: model, codec and processor. The audio is noise. The text tokenizer is made
-here: every byte is a token, and so are the special tokens and words of upstream's prompt format.
+here: a token is a byte, or a special token or word of upstream's prompt format.
 """
 
 import argparse
@@ -43,7 +43,7 @@ CODEC_IDS = dict(
 
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>"]
 
-# What is not here is the default of the config's class, which is that of the published checkpoints.
+# Only what differs from the defaults of the config classes, which are those of the published checkpoints.
 ROPE_SCALING = dict(interleaved=True, rope_type="default", type="default")
 TALKER = published.TALKER | dict(
     num_hidden_layers=28,
@@ -74,7 +74,7 @@ TALKER_SIZES = {
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_code_groups=3,  # upstream's time on a CPU is mostly that of the predictor's steps
+        num_code_groups=3,  # on a CPU upstream spends most of its time in the predictor's steps
         text_vocab_size=512,
         text_hidden_size=48,
         rope_scaling=ROPE_SCALING | dict(mrope_section=[4, 2, 2]),
@@ -88,7 +88,8 @@ TINY_SPEAKER_ENCODER = dict(
 TINY_LAYERS = dict(
     hidden_size=32, intermediate_size=64, head_dim=16, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2
 )
-# Half of the published number of blocks, for as many samples per frame: small convolutions take the longest.
+# Half as many blocks as the published codec, for the same number of samples per frame, because small convolutions take
+# the longest.
 TINY_DECODER = dict(latent_dim=64, codebook_dim=32, decoder_dim=16, upsample_rates=(24, 20), upsampling_ratios=(2, 2))
 TINY_DECODER |= TINY_LAYERS
 TINY_ENCODER = dict(num_filters=4, num_quantizers=8, codebook_dim=16, vector_quantization_hidden_dimension=16)
@@ -126,12 +127,12 @@ def write_checkpoint(
 ) -> int:
     """Write a checkpoint folder, with a speaker.pt for a Base model. Returns the number of weights of the main model.
 
-    ends: whether the model ends its speech by itself, after some seconds, or speaks for as long as it is asked to.
-    Default: tiny models end; those of the published sizes are for timing and do not.
-    merges: further entries of the vocabulary, made of two or three bytes. Above 100,000 entries transformers treats a
-    tokenizer in other ways.
-    codec_gain: with the default the codec is well-conditioned.
-    talker, predictor: sizes in their configs that differ.
+    ends: whether the model ends its speech by itself, after some seconds, or only at max_new_tokens. Default: tiny
+    models end; those of the published sizes are for timing and do not.
+    merges: the number of further entries of the vocabulary, made of two or three bytes. Above 100,000 entries
+    transformers treats a tokenizer differently.
+    codec_gain: scale of the codec's weights; with the default the codec is well-conditioned
+    talker, predictor: sizes that replace those of their configs
     """
     if ends is None:
         ends = size == "tiny"
@@ -168,7 +169,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def byte_tokenizer(folder: Path, further_merges: int) -> Qwen2TokenizerFast:
-    """A byte-level tokenizer. Upstream's prompts rely on `<|im_start|>assistant` and a newline being three tokens."""
+    """A byte-level tokenizer in which `<|im_start|>assistant` and a newline are three tokens, as upstream expects."""
     vocab = dict.fromkeys(sorted(ByteLevel.alphabet()))
     merges = []
     for word in ("assistant", "user"):
@@ -191,7 +192,7 @@ def byte_tokenizer(folder: Path, further_merges: int) -> Qwen2TokenizerFast:
 
 
 def talker_config(size: str, kind: str, sizes: dict | None = None, predictor_sizes: dict | None = None) -> dict:
-    """The talker's config, with the code predictor's in it. `sizes` of either may differ."""
+    """The talker's config, which includes the code predictor's."""
     talker = TALKER | TALKER_SIZES[size] | CODEC_IDS | published.speakers_and_languages(kind) | (sizes or {})
     predictor = PREDICTOR | (TINY_PREDICTOR if size == "tiny" else {}) | (predictor_sizes or {})
     return talker | dict(code_predictor_config=predictor | dict(num_code_groups=talker["num_code_groups"]))
@@ -204,7 +205,7 @@ def main_config(size: str, kind: str, tokenizer: Qwen2TokenizerFast, *sizes: dic
     token_id = tokenizer.convert_tokens_to_ids
     config = dict(
         architectures=["Qwen3TTSForConditionalGeneration"],
-        random_weights=True,  # for the server's page
+        random_weights=True,  # the server's page shows it
         model_type="qwen3_tts",
         tts_model_type=kind,
         tokenizer_type="qwen3_tts_tokenizer_12hz",
@@ -224,7 +225,7 @@ def main_config(size: str, kind: str, tokenizer: Qwen2TokenizerFast, *sizes: dic
 
 
 def codec_config(size: str, codes: int | None = None) -> dict:
-    """The config.json of the 12 Hz codec, in the folder speech_tokenizer. codes: per frame, if they differ"""
+    """The config.json of the 12 Hz codec, in the folder speech_tokenizer. codes: per frame; default: the size's"""
     is_tiny = size == "tiny"
     codes = codes or (TALKER | TALKER_SIZES[size])["num_code_groups"]
     return dict(
@@ -237,7 +238,7 @@ def codec_config(size: str, codes: int | None = None) -> dict:
 
 
 def randomize(model: torch.nn.Module, gain: float = 1.0) -> torch.nn.Module:
-    """Normal weights: matrices keep the variance of what they multiply, times `gain` squared; embeddings have a
+    """Normally distributed weights: matrices keep the variance of their input, times `gain` squared; embeddings have a
     standard deviation of `gain`; vectors stay as initialized."""
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
         if "embed" in name and weight.dim() == 2:

@@ -1,12 +1,12 @@
-"""Rows of figures, each printed and written when it is measured: a table for each model, and one JSON file."""
+"""Print and write each row of figures as soon as it is measured: a table for each model, and one JSON file."""
 
 import json
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-WIDTH = 100  # of what is printed
-COLUMNS = {  # key of a row -> its title in the table, and digits
+WIDTH = 100  # columns of the terminal
+FIGURES = {  # key of a row -> its title in the table, and the digits after the point
     "ms_per_frame": ("ms/frame", 2),
     "x_real_time": ("x real time", 2),
     "audio_seconds_per_second": ("audio s/s", 1),
@@ -29,15 +29,15 @@ COLUMNS = {  # key of a row -> its title in the table, and digits
 
 
 def report(rows: Iterable[tuple[str, str, dict]], columns: list[str], results: dict, path: Path | None) -> None:
-    """rows: a model's name, the row's name, and the row
+    """Print the rows, add them to `results["models"]`, and write `results` to the file.
 
-    columns: of the table; a row without any of them is a line of words
-    results: the content of the file; its `models` gets the rows
+    rows: the model's name, the row's name, and its figures
+    columns: keys of FIGURES; a row that has none of them is printed as text
     """
     for model, name, row in rows:
         if model not in results["models"]:
             print()
-            print_table_line(model, columns, [COLUMNS[key][0] for key in columns])
+            print_table_line(model, columns, [FIGURES[key][0] for key in columns])
         results["models"].setdefault(model, {})[name] = row
         print_row(name, row, columns)
         if row.get("errors"):
@@ -48,26 +48,26 @@ def report(rows: Iterable[tuple[str, str, dict]], columns: list[str], results: d
 
 def print_row(name: str, row: dict, columns: list[str]) -> None:
     if not row.keys() & columns:
-        print_wrapped(f"{name}: {in_words(row)}")
+        print_wrapped(f"{name}: {as_text(row)}")
         return
-    figures = [(row.get(key), COLUMNS[key][1]) for key in columns]
+    figures = [(row.get(key), FIGURES[key][1]) for key in columns]
     print_table_line(name, columns, ["" if value is None else f"{value:.{digits}f}" for value, digits in figures])
 
 
 def print_table_line(name: str, columns: list[str], cells: list[str]) -> None:
-    """Cells at the right, each as wide as its title. A long name may take the place of empty cells."""
-    line = "".join(f"{cell:>{len(COLUMNS[key][0]) + 2}}" for cell, key in zip(cells, columns)).rjust(WIDTH)
+    """Print the cells right-aligned below their titles. A long name may run into empty cells."""
+    line = "".join(f"{cell:>{len(FIGURES[key][0]) + 2}}" for cell, key in zip(cells, columns)).rjust(WIDTH)
     print((name + line[len(name) :]).rstrip(), flush=True)
 
 
-def in_words(row: dict) -> str:
-    words = []
+def as_text(row: dict) -> str:
+    figures = []
     for key, value in row.items():
         if isinstance(value, dict):
-            words.append(f"{key} ({in_words(value)})")
+            figures.append(f"{key} ({as_text(value)})")
         else:
-            words.append(f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}")
-    return ", ".join(words)
+            figures.append(f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}")
+    return ", ".join(figures)
 
 
 def print_wrapped(text: str) -> None:

@@ -1,4 +1,4 @@
-"""`bench.py` without an option: one listener on upstream, the three files alone, each path of fast/ and a peer."""
+"""`bench.py` without a mode: one listener on upstream, the three files alone, each path of fast/, faster-qwen3-tts."""
 
 import runpy
 import statistics
@@ -15,19 +15,20 @@ from qwen3_tts_cuda_graphs.bench.frame_times import first_audio_parts, frame_par
 from qwen3_tts_cuda_graphs.bench.listeners import listen
 from qwen3_tts_cuda_graphs.bench.measured import Checkpoint
 from qwen3_tts_cuda_graphs.bench.peer import run_peer
-from qwen3_tts_cuda_graphs.bench.timing import Effort, NamedRows, Row, clock, load_alone
+from qwen3_tts_cuda_graphs.bench.timing import Effort, NamedRows, Row, clock, load_measured
 from qwen3_tts_cuda_graphs.common.speech_files import write_audio
 from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText
 from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.streaming import stream
 
-CHUNKS = {"1": 1, "8": 8, "1, 1, 2, 4, 8, ...": None}  # frames per chunk, in words -> chunk_frames of `stream`
+CHUNKS = {"1": 1, "8": 8, "1, 1, 2, 4, 8, ...": None}  # frames per chunk as in a row's name -> chunk_frames of `stream`
 RATE = 24000
 TOKENS_PER_SECOND = 50
-CHARACTERS_PER_TOKEN = 4  # of English, in a usual language model
+CHARACTERS_PER_TOKEN = 4  # English text, in a usual language model
+COLUMNS = "ms_per_frame x_real_time first_audio_ms late_chunks underruns peak_gib seconds_to_capture".split()
 
 
-def time_one_listener(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
+def measure(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
     rows = {}
     for name, row in time_all(checkpoint, effort):
         rows[name] = row
@@ -36,33 +37,38 @@ def time_one_listener(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
 
 
 def time_all(checkpoint: Checkpoint, effort: Effort) -> NamedRows:
-    load_ms, tts = clock(lambda: load_alone(checkpoint.model))
-    speak = timing.whole_call(tts.generate_voice_clone, **checkpoint.voice())
-    row = timing.time_whole_calls(speak, effort.upstream_frames, effort)
-    yield UPSTREAM, row | dict(seconds_to_load=load_ms / 1e3)
-    paths = timing.paths_of(tts)
-    del tts
-
+    """No variable here may hold a model: it would stay in memory and count in the `peak_gib` of later rows."""
+    row, paths = time_upstream(checkpoint, effort)
+    yield UPSTREAM, row
     if not effort.is_quick and (accelerate_alone := accelerate_of_three_files()):
-        _, row = time_captured(checkpoint, effort, accelerate_alone)
-        yield THREE_FILES, row
+        yield THREE_FILES, time_captured(checkpoint, effort, accelerate_alone)[1]
     for path in paths:
         yield from time_path(checkpoint, path, path == paths[-1], effort)
     if timing.ON_GPU and not effort.is_quick:
         yield from run_peer(checkpoint)
 
 
+def time_upstream(checkpoint: Checkpoint, effort: Effort) -> tuple[Row, list[str]]:
+    """Time whole calls of upstream's model. Also returns the paths that can replace it."""
+    load_ms, tts = clock(lambda: load_measured(checkpoint.model))
+    speak = timing.whole_call(tts.generate_voice_clone, **checkpoint.voice())
+    row = timing.time_whole_calls(speak, effort.upstream_frames, effort)
+    return row | dict(seconds_to_load=load_ms / 1e3), timing.available_paths(tts)
+
+
 def accelerate_of_three_files() -> Callable | None:
-    """`accelerate` of this checkout's generate.py: upstream's layers and codec, without fast/. None: the package is
-    installed, and a generate.py beside it is another one."""
+    """`accelerate` of this checkout's generate.py: upstream's layers and codec, without fast/.
+
+    None where the package is installed: a generate.py beside it would belong to another program.
+    """
     if not (ROOT / "setup.sh").is_file():
         return None
     return runpy.run_path(str(ROOT / "generate.py"), run_name="generate")["accelerate"]
 
 
 def time_captured(checkpoint: Checkpoint, effort: Effort, accelerate: Callable) -> tuple[object, Row]:
-    """A model made fast, and its whole calls."""
-    tts = load_alone(checkpoint.model)
+    """Accelerate a model, and time the captures and whole calls."""
+    tts = load_measured(checkpoint.model)
     capture_ms, _ = clock(lambda: accelerate(tts))
     speak = timing.whole_call(tts.generate_voice_clone, **checkpoint.voice())
     row = timing.time_whole_calls(speak, effort.frames, effort)
@@ -70,8 +76,10 @@ def time_captured(checkpoint: Checkpoint, effort: Effort, accelerate: Callable) 
 
 
 def time_path(checkpoint: Checkpoint, path: str, is_fastest: bool, effort: Effort) -> NamedRows:
-    """Whole calls, streams and where the time goes. The fastest path also has a long stream, arriving text, a sample
-    to hear and every kind of voice."""
+    """Time whole calls, streams, and the parts of a frame and of the first audio.
+
+    The fastest path is also timed with a long stream, arriving text and every kind of voice, and writes a sample.
+    """
     voice = checkpoint.voice()
     tts, row = time_captured(checkpoint, effort, partial(accelerate, fused=path == MEGAKERNEL))
     yield path, row
@@ -83,8 +91,8 @@ def time_path(checkpoint: Checkpoint, path: str, is_fastest: bool, effort: Effor
         start_stream = timing.streamed_call(method, size, **voice)
         row = timing.time_stream(start_stream, effort)
         if is_fastest:
-            listener = listen(partial(start_stream, effort.late_chunk_frames))
-            row |= dict(late_chunks=listener.underruns, seconds=listener.seconds)
+            heard = listen(partial(start_stream, effort.late_chunk_frames))
+            row |= dict(late_chunks=heard.underruns, seconds=heard.seconds)
         yield f"{path}, chunks of {name}", row
 
     arguments = timing.speech_arguments(effort.frames[-1], **voice)
@@ -103,36 +111,37 @@ def time_path(checkpoint: Checkpoint, path: str, is_fastest: bool, effort: Effor
 
 
 def time_arriving_text(method: Callable, effort: Effort, text: list[str], **arguments) -> Row:
-    """A language model that is still writing, simulated: a piece of text every 20 ms. First audio is counted from the
-    moment at which the text that it needs has arrived. `arguments` are those of the method."""
+    """Time text from a simulated language model that writes a piece every 20 ms.
+
+    First audio is counted from the moment at which the text that it needs has arrived. `text` and `arguments` are
+    those of the method.
+    """
     starts = range(0, len(text[0]), CHARACTERS_PER_TOKEN)
     pieces = [text[0][start : start + CHARACTERS_PER_TOKEN] for start in starts]
     arriving = ArrivingText(method, **arguments)
-    needed = 0  # pieces, for the first audio
+    needed = 0  # pieces before the first audio
     while needed < len(pieces) and not arriving.can_begin:
         arriving.push(pieces[needed])
         needed += 1
 
     def language_model(times: list[float]) -> Iterator[str]:
-        """`times` gets those at which the pieces came."""
+        """Yield the pieces, and append to `times` when each was written."""
         start = time.perf_counter()
         for number, piece in enumerate(pieces, 1):
             time.sleep(max(0.0, start + number / TOKENS_PER_SECOND - time.perf_counter()))
             times.append(time.perf_counter())
             yield piece
 
-    first_audio = []
-    underruns = 0
-    for run in range(1 + effort.runs):
+    def run() -> tuple[float, int]:
         times = []
-        listener = listen(partial(stream, method, text=language_model(times), **arguments))
-        if run > 0:  # the first one warms up
-            first_audio.append(listener.first_audio_ms - (times[needed - 1] - listener.asked) * 1e3)
-            underruns += listener.underruns
+        heard = listen(partial(stream, method, text=language_model(times), **arguments))
+        return heard.first_audio_ms - (times[needed - 1] - heard.asked) * 1e3, heard.underruns
+
+    first_audio, underruns = zip(*timing.repeat(run, effort.runs))
     return dict(
         first_audio_ms=statistics.median(first_audio),
         first_audio_max_ms=max(first_audio),
-        underruns=underruns,
+        underruns=sum(underruns),
         pieces_to_begin=needed,
         tokens_per_second=TOKENS_PER_SECOND,
         runs=effort.runs,
@@ -140,7 +149,7 @@ def time_arriving_text(method: Callable, effort: Effort, text: list[str], **argu
 
 
 def time_voices(tts, checkpoint: Checkpoint, effort: Effort) -> NamedRows:
-    """Every kind of voice: whole calls and streams."""
+    """Time whole calls and streams of every kind of voice."""
 
     def in_context() -> tuple[Callable, dict]:
         recording = np.random.default_rng(0).normal(size=3 * RATE).astype(np.float32) * 0.1
@@ -148,7 +157,7 @@ def time_voices(tts, checkpoint: Checkpoint, effort: Effort) -> NamedRows:
         return tts.generate_voice_clone, dict(voice_clone_prompt=reference)
 
     def preset() -> tuple[Callable, dict]:
-        model = accelerate(load_alone(checkpoint.custom_voice))
+        model = accelerate(load_measured(checkpoint.custom_voice))
         return model.generate_custom_voice, dict(speaker=model.get_supported_speakers()[0])
 
     voices = {"x-vector": lambda: (tts.generate_voice_clone, checkpoint.voice()), "in-context": in_context}
@@ -158,7 +167,7 @@ def time_voices(tts, checkpoint: Checkpoint, effort: Effort) -> NamedRows:
             method, voice = prepare()
             row = timing.time_whole_calls(timing.whole_call(method, **voice), effort.frames, effort)
             row |= timing.time_stream(timing.streamed_call(method, **voice), effort)
-            if prepare is preset:  # its whole text is in the prompt: the first audio with as many tokens as usual, too
+            if prepare is preset:  # its whole text is in the prompt, so a text of as many tokens as usual is timed, too
                 usual = timing.streamed_call(method, text=timing.TEXT[: timing.PUBLISHED_TOKENS], **voice)
                 usual_ms = timing.time_stream(usual, effort)["first_audio_ms"]
                 row[f"first_audio_{timing.PUBLISHED_TOKENS}_tokens_ms"] = usual_ms
@@ -168,7 +177,7 @@ def time_voices(tts, checkpoint: Checkpoint, effort: Effort) -> NamedRows:
 
 
 def times_as_fast(rows: dict[str, Row]) -> NamedRows:
-    """Ratios of the ms per frame of whole calls."""
+    """How many times as fast as the others each path is, by the ms per frame of whole calls."""
     others = [name for name in (UPSTREAM, PEER) if name in rows]
     for path in (THREE_FILES, SEPARATE, MEGAKERNEL):
         if path in rows:

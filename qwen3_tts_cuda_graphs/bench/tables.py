@@ -1,4 +1,4 @@
-"""`bench.py --tables`: writes every measured figure in README.md and docs/ from results/*.json.
+"""`bench.py --tables`: write every measured figure in README.md and docs/ from results/*.json.
 
 On a page, figures stand between the lines `<!-- results: NAME -->` and `<!-- end of results -->`. NAME is a key of
 BLOCKS, whose function returns what is written there.
@@ -14,6 +14,7 @@ from pathlib import Path
 from qwen3_tts_cuda_graphs.bench import MEGAKERNEL, PEER, ROOT, SIZES, THREE_FILES, UPSTREAM
 from qwen3_tts_cuda_graphs.bench.bounds import BANDWIDTH, POSITION, bound_ms, bytes_per_frame, file_stem, meta_model
 from qwen3_tts_cuda_graphs.bench.plot import short
+from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
 from qwen3_tts_cuda_graphs.serving.settings import LIMITS
 
 BLOCK = re.compile(r"^(<!-- results: (\w+) -->\n)(?:(?!<!--).*\n)*(?=<!-- end of results -->$)", re.MULTILINE)
@@ -36,7 +37,7 @@ DETAILS = {
     "upstream, fastest to slowest run, ms per frame": (UPSTREAM, "ms_per_frame_spread"),
     "first audio, preset voice, 63 tokens of text, ms": ("voice: preset voice", "first_audio_63_tokens_ms"),
 }
-COLUMNS = {  # key of a row -> title
+TITLES = {  # key of a row -> title
     "ms_per_frame": "ms per frame",
     "x_real_time": "x real time",
     "first_audio_ms": "first audio, ms",
@@ -52,10 +53,9 @@ READY = {  # label -> key of results/h200_ready.json
     "from the shell to the first audio of `generate.py`, s": "shell_to_first_audio_s",
     "importing upstream and loading its model alone, s": "upstream_imported_and_loaded_s",
 }
-FRAME_MS = 80  # of audio
 EXAMPLES = ("RTX 3060", "RTX 4090", "RTX 5090", "Jetson AGX Orin")  # in README.md
 LABELS = {"Thor": "Jetson Thor", "GB10": "DGX Spark (GB10)"}
-PUBLISHED = {  # what others have published for one listener, not measured here; 0.6B / 1.7B where there are two
+PUBLISHED = {  # what others have published for one listener, not measured here; two figures are of 0.6B / 1.7B
     "RTX 4060": "faster-qwen3-tts: 2.26 / 1.83 x real time, with codec",
     "RTX 4090": "qwen3-tts-cuda-graphs: 16 / 19 ms per step",
     "RTX 5070 Ti": "qwenTTS-turbo: 8.7 ms per frame (0.6B)",
@@ -67,16 +67,19 @@ PUBLISHED = {  # what others have published for one listener, not measured here;
 
 
 def write_tables(folder: Path) -> list[Path]:
-    """Bring the pages of a checkout up to date. Returns those that have changed."""
-    texts = {path: path.read_text() for path in (folder / "README.md", *sorted((folder / "docs").glob("*.md")))}
-    written = {path: up_to_date(text) for path, text in texts.items()}
-    changed = [path for path in texts if written[path] != texts[path]]
-    for path in changed:
-        path.write_text(written[path])
+    """Write the figures into the pages of a checkout, and return the pages that have changed."""
+    changed = []
+    for path in (folder / "README.md", *sorted((folder / "docs").glob("*.md"))):
+        page = path.read_text()
+        written = up_to_date(page)
+        if written != page:
+            path.write_text(written)
+            changed.append(path)
     return changed
 
 
 def up_to_date(page: str) -> str:
+    """The page with the figures of results/*.json."""
     return BLOCK.sub(lambda found: f"{found[1]}{wrapped(BLOCKS[found[2]]())}\n", page)
 
 
@@ -94,7 +97,7 @@ def results_of(kind: str = "") -> dict:
 
 @functools.cache
 def rows_of(size: str) -> dict[str, dict]:
-    """The rows of one listener and of many; no name is in both."""
+    """The rows of one listener and of many. They have no names in common."""
     return results_of()["models"][size] | results_of("_streams")["models"][size]
 
 
@@ -128,20 +131,20 @@ def every_key(*names: str) -> dict[str, tuple[str, str]]:
 
 
 def by_row() -> str:
-    """Every row of one listener that has one of the columns, with both sizes in a cell."""
+    """Every row of one listener that has one of the TITLES, with both sizes in a cell."""
     lines = []
     for name, row in results_of()["models"]["0.6B"].items():
-        if row.keys() & COLUMNS:
-            lines.append([name, *(" / ".join(both_sizes(name, key)) if key in row else "" for key in COLUMNS)])
-    return markdown_table(["0.6B / 1.7B", *COLUMNS.values()], lines)
+        if row.keys() & TITLES:
+            lines.append([name, *(" / ".join(both_sizes(name, key)) if key in row else "" for key in TITLES)])
+    return markdown_table(["0.6B / 1.7B", *TITLES.values()], lines)
 
 
 def by_load(title: str, models: dict[str, dict]) -> str:
-    """First audio (median / 95th percentile) and audio seconds per second of each model, and the underruns of all."""
+    """First audio (median / 95th percentile) and audio seconds per second of each model, and the sum of underruns."""
     lines = []
     for name, first in next(iter(models.values())).items():
         if "first_audio_ms" not in first:
-            continue  # the lists of texts
+            continue  # the row of the lists of texts
         line = [name]
         for rows in models.values():
             line.append(" / ".join(cell(rows, name, key) for key in ("first_audio_ms", "first_audio_p95_ms")))
@@ -151,17 +154,17 @@ def by_load(title: str, models: dict[str, dict]) -> str:
     return markdown_table([title, *columns, "underruns"], lines)
 
 
-def server_by_load(title: str, ways: str, kind: str = "_server") -> str:
-    """The models whose names match after the size; the pattern's group is their title, without one it is pcm."""
-    found = [(re.fullmatch(f"[^,]+, {ways}", name), rows) for name, rows in results_of(kind)["models"].items()]
+def server_by_load(title: str, pattern: str, kind: str = "_server") -> str:
+    """A column for each model whose name after the size matches the pattern. Its group is the title; if empty, pcm."""
+    found = [(re.fullmatch(f"[^,]+, {pattern}", name), rows) for name, rows in results_of(kind)["models"].items()]
     return by_load(title, {name[1] or "pcm": rows for name, rows in found if name})
 
 
 def by_list() -> str:
     sizes = [results_of("_streams")["models"][size]["lists"] for size in SIZES]
     columns = [title for size in SIZES for title in (f"{size}: upstream's method", "engine.generate")]
-    ways = ("upstream_method", "engine")
-    lines = ([texts, *(cell(size, texts, way) for size in sizes for way in ways)] for texts in sizes[0])
+    calls = ("upstream_method", "engine")
+    lines = ([texts, *(cell(lists, texts, call) for lists in sizes for call in calls)] for texts in sizes[0])
     return markdown_table(["texts", *columns], lines)
 
 
@@ -194,7 +197,7 @@ def by_gpu() -> str:
 
 
 def measured_frame(gpu: str) -> str:
-    """Milliseconds of a frame on the fastest path, and the share of the bound, from this GPU's results file."""
+    """The time of a frame on the fastest path, and the share of the bound that it reaches, from the GPU's results."""
     path = ROOT / "results" / f"{file_stem(gpu)}.json"
     key = f"frame at position {POSITION}"
     cells = []
@@ -205,8 +208,9 @@ def measured_frame(gpu: str) -> str:
 
 
 def by_example() -> str:
-    """Seconds of audio per second at most, for a few GPUs."""
-    lines = ([size, *(f"{FRAME_MS / bounds_of(gpu)[size]:.1f}" for gpu in EXAMPLES)] for size in SIZES)
+    """The bound of seconds of audio per second, for a few GPUs."""
+    frame_ms = 1000 / FRAME_RATE
+    lines = ([size, *(f"{frame_ms / bounds_of(gpu)[size]:.1f}" for gpu in EXAMPLES)] for size in SIZES)
     return markdown_table(["x real time at most, calculated", *EXAMPLES], lines)
 
 

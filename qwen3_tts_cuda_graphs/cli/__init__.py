@@ -1,16 +1,16 @@
 """The commands `qwen3-tts speak`, which is also `python generate.py`, and `qwen3-tts clone`.
 
-__main__.py     checks the options, then imports what takes time, then speaks
+__main__.py     `speak`: checks the options, then imports what takes time, then speaks
 options.py      its options, and --help
-job.py          the options checked, as far as nothing slow must be imported: a Job
+job.py          checks the options as far as possible without slow imports, and makes a Job of them
 voice_options.py
-                those that say whose voice it is
-clone.py        recording -> speaker.pt
+                checks the options that say whose voice it is
 speaking.py     does the Job: the checks that need torch or the tokenizer, then load, speak and write
 text_files.py   the lines of a text, or a pipe that is still being written to
 long_lines.py   cuts lines that may not fit into the cache
-progress.py     how far it is
+progress.py     shows how much is spoken, and the time that is left
 player.py       --play
 finished_parts.py
-                finished parts of a long text, for --resume
+                keeps finished parts of a long text, for --resume
+clone.py        `clone`: recording -> speaker.pt
 """

@@ -16,7 +16,7 @@ from qwen3_tts_cuda_graphs.common.quick_start import heavy_imports
 
 
 def main() -> None:
-    with cli_errors():  # also of imports: this may be a Python without the packages
+    with cli_errors():  # includes import errors: this Python may lack the packages
         from qwen3_tts_cuda_graphs.common.model_config import base_config
         from qwen3_tts_cuda_graphs.common.model_names import model_name
         from qwen3_tts_cuda_graphs.common.recording_files import read_audio
@@ -50,7 +50,7 @@ def main() -> None:
         base_config(args.model)
 
         show_progress(f"loading {args.model}")
-        with heavy_imports(args.device):  # a mistake is answered without them
+        with heavy_imports(args.device):  # only now, so that mistakes are answered at once
             import torch
 
             from qwen3_tts_cuda_graphs.common.loading import choose_device, load_upstream, model_errors

@@ -1,8 +1,7 @@
-"""The options of `qwen3-tts speak`, checked as far as no package is needed that is slow to import.
+"""Check the options of `qwen3-tts speak` as far as possible without slow imports, and make a Job for speaking.py.
 
-The checkpoint's config.json says what kind of model it is, which speakers and languages it has, and which numbers it
-takes. A mistake ends the command with one line that says what to do, and exit code 2. What is left is a Job for
-speaking.py.
+The checkpoint's config.json says what kind of model it is, which speakers and languages it has, and which ranges of
+numbers it takes. A mistake ends the command with one line that says what to do, and exit code 2.
 """
 
 import argparse
@@ -16,7 +15,7 @@ from pathlib import Path
 from qwen3_tts_cuda_graphs.cli.options import OUTPUT, make_parser
 from qwen3_tts_cuda_graphs.cli.player import sound_device
 from qwen3_tts_cuda_graphs.cli.text_files import Pipe, read_text_lines
-from qwen3_tts_cuda_graphs.cli.voice_options import OneVoice, check_choice, check_voice_pairs, clones, voices_of
+from qwen3_tts_cuda_graphs.cli.voice_options import VoiceOption, check_choice, check_voice_pairs, clones, voices_of
 from qwen3_tts_cuda_graphs.common.choices import nearest
 from qwen3_tts_cuda_graphs.common.command import check_device_name, install_command
 from qwen3_tts_cuda_graphs.common.formats import format_and_rate, suffix_of
@@ -35,23 +34,23 @@ SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is to be spoken, how, and where it goes: the options, checked, with their defaults."""
+    """The options, checked and with their defaults. A field without a comment is the option of that name."""
 
     model: str
-    config: dict
+    config: dict  # the model's config.json
     device: str | None  # speaking.py makes it a torch.device
     dtype: str | None  # speaking.py makes it a torch.dtype
     max_seq_len: int
     fused: bool | None
 
-    voices: dict[str | None, OneVoice]  # by their names in the script; None: of all that has none
+    voices: dict[str | None, VoiceOption]  # by the names in the script; None: the voice of parts that name none
     instruct: str | None
 
-    lines: list[list[Part]] | Pipe | None  # a list for each file, if they are not joined. None: to be read from stdin
-    inputs: list[str | Path | None]  # files that are read
+    lines: list[list[Part]] | Pipe | None  # the parts of each line; None: stdin has still to be read
+    inputs: list[str | Path | None]  # files that are read, and must not be overwritten
     paragraphs: bool
     plain: bool
-    script: bool  # --script: a play, whose lines may begin with a voice's name
+    script: bool  # lines may begin with the name of a voice
     lexicon: Lexicon
     language: str
     non_streaming_mode: bool | None
@@ -78,11 +77,11 @@ class Job:
 
     @property
     def pipe(self) -> Pipe | None:
-        """The text, if it is still being written."""
+        """The text if it is still being written, otherwise None."""
         return self.lines if isinstance(self.lines, Pipe) else None
 
     def check_voice(self, name: str) -> None:
-        """Whether a script may name this voice."""
+        """Raise an error if a script names an unknown voice."""
         known = [*filter(None, self.voices), *self.config["talker_config"]["spk_id"]]
         if name.lower() not in map(str.lower, known):
             choice = f"choose {nearest(name, known)}, or " if known else ""
@@ -93,94 +92,93 @@ class Job:
 
 
 def read_job() -> Job:
-    """The command line's job. Cheap checks come first."""
-    asked = make_parser().parse_args()
-    text = text_of(asked)
-    model = asked.model
-    if model is None:  # one with voices of its own, unless a voice is to be cloned
-        model = CLONING_MODEL if clones(asked) else PRESET_MODEL
-    if asked.list_speakers or asked.list_languages:
-        print_lists(asked, model)
+    """The job of sys.argv. Cheap checks come first."""
+    args = make_parser().parse_args()
+    args.text = text_of(args)
+    if args.model is None:
+        args.model = CLONING_MODEL if clones(args) else PRESET_MODEL
+    if args.list_speakers or args.list_languages:
+        print_lists(args)
         sys.exit()
-    check_device_name(asked.device)
-    check_voice_pairs(asked)
-    output, sound_format, sample_rate = output_of(asked)
-    check_subtitles(asked, output)
-    stream = asked.stream or asked.play
-    join = asked.join or (asked.play and asked.output is None)
-    check_text_source(asked, text, stream)
-    check_pairs(asked, goes_to_one_file=join or (text == "-" and stream))
-    numbered = None if text == "-" else read_text_lines(text, asked.text_file, asked.paragraphs)
-    lexicon = load_lexicon(asked.lexicon)
-    config = quick_config(model)
-    for name in number_ranges(config):
-        check_number(config, name, getattr(asked, name))
-    if asked.speed != 1 and find_spec("av") is None:
+    check_device_name(args.device)
+    check_voice_pairs(args)
+    args.inputs = [args.ref_audio, args.text_file, args.lexicon, *(args.speaker or []), *args.voices.values()]
+    args.stream = args.stream or args.play
+    args.join = args.join or (args.play and args.output is None)
+    args.output, args.format, args.sample_rate = output_of(args)
+    check_subtitles(args)
+    check_text_source(args)
+    check_pairs(args)
+    numbered = None if args.text == "-" else read_text_lines(args.text, args.text_file, args.paragraphs)
+    args.lexicon = load_lexicon(args.lexicon)
+    args.config = quick_config(args.model)
+    for name in number_ranges(args.config):
+        check_number(args.config, name, getattr(args, name))
+    if args.speed != 1 and find_spec("av") is None:
         raise ValueError(f"--speed needs PyAV: run {install_command('av')}, or leave it out")
-    decided = dict(model=model, config=config, lines=None, lexicon=lexicon, output=output, join=join, stream=stream)
-    decided |= voices_of(asked, model, config)
-    decided["language"] = language_name(asked.language)
-    check_choice("language", decided["language"], languages(config))
-    decided |= {"format": sound_format, "sample_rate": sample_rate, "inputs": inputs_of(asked)}
-    decided["pause"] = PAUSE if asked.pause is None else asked.pause
-    decided["sampling"] = {name: getattr(asked, name) for name in SAMPLING}
-    names = {field.name for field in dataclasses.fields(Job)}
-    job = Job(**{name: value for name, value in vars(asked).items() if name in names} | decided)
+    args.voices, args.instruct = voices_of(args)
+    args.language = language_name(args.language)
+    check_choice("language", args.language, languages(args.config))
+    args.pause = PAUSE if args.pause is None else args.pause
+    args.sampling = {name: getattr(args, name) for name in SAMPLING}
+    args.lines = None
+    job = Job(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Job)})
     if numbered:
         job = with_lines(job, numbered)
-    return dataclasses.replace(job, config=read_config(model))  # only now: the hub may be slow
+    return dataclasses.replace(job, config=read_config(args.model))  # last, because the hub may be slow
 
 
-def text_of(asked: argparse.Namespace) -> str | None:
-    """--text, or the words without an option."""
-    words = [*asked.words, *asked.more_words]
+def text_of(args: argparse.Namespace) -> str | None:
+    """The value of --text, or the words that belong to no option."""
+    words = [*args.words, *args.more_words]
     if not words:
-        return asked.text
+        return args.text
     text = " ".join(words)
-    if asked.text is not None or asked.text_file is not None:
+    if args.text is not None or args.text_file is not None:
         raise ValueError(f"{text[:40]!r} is a second text: give one, as --text or without an option")
     if os.path.isfile(text):
         raise ValueError(f"{text} is a file: give it as --text-file {text}, or as --text to speak its name")
     return text
 
 
-def check_pairs(asked: argparse.Namespace, goes_to_one_file: bool) -> None:
-    """Options that mean something only beside another one."""
-    if asked.plain and asked.script:
+def check_pairs(args: argparse.Namespace) -> None:
+    """Raise an error for options that need another one, or exclude each other."""
+    if args.plain and args.script:
         raise ValueError("--plain says that names and tags are words, --script that they are not: give one of them")
-    if asked.retry and not asked.limit_speech:
+    if args.retry and not args.limit_speech:
         raise ValueError("--retry speaks again what --limit-speech has stopped: leave out --no-limit-speech")
-    if asked.pause is not None and not goes_to_one_file:
+    goes_to_one_file = args.join or (args.text == "-" and args.stream)
+    if args.pause is not None and not goes_to_one_file:
         raise ValueError("--pause is the silence between utterances in one file: add --join")
 
 
-def print_lists(asked: argparse.Namespace, model: str) -> None:
-    config = quick_config(model)
+def print_lists(args: argparse.Namespace) -> None:
+    config = quick_config(args.model)
     speakers = config["talker_config"]["spk_id"]
-    if asked.list_speakers and not speakers:
+    if args.list_speakers and not speakers:
         models = " or ".join(MODELS_OF_KIND["custom_voice"])
-        raise ValueError(f"{model} has no speakers of its own: use --model {models}")
-    if asked.list_speakers:
+        raise ValueError(f"{args.model} has no speakers of its own: use --model {models}")
+    if args.list_speakers:
         print(*sorted(speakers), sep="\n")
-    if asked.list_languages:
+    if args.list_languages:
         print(*sorted(languages(config)), sep="\n")
 
 
-def check_text_source(asked: argparse.Namespace, text: str | None, stream: bool) -> None:
-    if (text is None) == (asked.text_file is None):
+def check_text_source(args: argparse.Namespace) -> None:
+    if (args.text is None) == (args.text_file is None):
         raise ValueError("give what to say as --text, --text-file, or --text - for stdin, one of them")
-    if str(asked.text_file) == "-":
+    if str(args.text_file) == "-":
         raise ValueError("--text-file - is no file: use --text - for stdin")
-    if text == "-" and sys.stdin is None:
+    if args.text == "-" and sys.stdin is None:
         raise ValueError("--text - reads stdin, which is closed: pipe a text into it")
     for option in ("paragraphs", "non_streaming_mode", "retry"):
-        if text == "-" and stream and getattr(asked, option):
+        if args.text == "-" and args.stream and getattr(args, option):
             name = "--" + option.replace("_", "-")
             raise ValueError(f"{name} needs the whole text at once: leave it out, or leave out --stream")
 
 
 def with_lines(job: Job, numbered: list[tuple[int, str]]) -> Job:
-    """The job with a text that is complete."""
+    """The job with the numbered lines of a complete text."""
     job = dataclasses.replace(job, lines=script_lines(job, numbered))
     if len(job.lines) > 1 and not job.join and not goes_to_file(job.output):
         raise ValueError(f"{len(job.lines)} utterances cannot go to stdout one by one: add --join")
@@ -188,62 +186,57 @@ def with_lines(job: Job, numbered: list[tuple[int, str]]) -> Job:
 
 
 def script_lines(job: Job, numbered: list[tuple[int, str]]) -> list[list[Part]]:
-    """The parts of each line that has words. A pause on a line of its own comes before the next one."""
+    """The parts of each line that has words. A pause on a line of its own is added to the next line."""
     if job.plain:
         return [[Part(line.replace("\n", " "), line=number)] for number, line in numbered]
-    lines, silence = [], []
+    lines, pending = [], []
     for parts in read_lines(numbered, job.script, job.check_voice):
-        silence += parts
+        pending += parts
         if any(part.text for part in parts):
-            lines.append(silence)
-            silence = []
+            lines.append(pending)
+            pending = []
     if not lines:
         raise ValueError("the script has no words: give something to say")
-    lines[-1] += silence
+    lines[-1] += pending
     return lines
 
 
-def output_of(asked: argparse.Namespace) -> tuple[Path, str | None, int | None]:
-    """The file to write, PLAYED_ONLY, or - for stdout; its format, if --format names one, and another rate than the
-    model's."""
-    output = asked.output
-    if asked.play:
+def output_of(args: argparse.Namespace) -> tuple[Path, str | None, int | None]:
+    """The file to write, - for stdout or PLAYED_ONLY; its format, if --format names one; and its sample rate, if it is
+    not the model's."""
+    output = args.output
+    if args.play:
         sound_device()
-        if output is None and (asked.format or asked.sample_rate is not None):
+        if output is None and (args.format or args.sample_rate is not None):
             raise ValueError("--format and --sample-rate are for a file: give --output, too, or leave them out")
         output = output or PLAYED_ONLY
-    if output is None and asked.resume:
+    if output is None and args.resume:
         raise ValueError("--resume needs the --output of the run that was interrupted: give it")
     if output is None:
-        output = free_name(OUTPUT.with_suffix(suffix_of(asked.format)))
-    if asked.resume and (asked.stream or asked.play or not goes_to_file(output)):
+        output = free_name(OUTPUT.with_suffix(suffix_of(args.format)))
+    if args.resume and (args.stream or not goes_to_file(output)):
         raise ValueError("--resume keeps the finished utterances of a file: leave it out with --stream and --output -")
     if str(output) == "-" and sys.stdout is None:
         raise ValueError("--output - writes to stdout, which is closed: pipe it into a player")
-    check_writable(output, *inputs_of(asked))
-    return output, *format_and_rate(output, asked.format, asked.sample_rate)
+    check_writable(output, *args.inputs)
+    return output, *format_and_rate(output, args.format, args.sample_rate)
 
 
-def inputs_of(asked: argparse.Namespace) -> list[str | Path | None]:
-    """Files that are read."""
-    return [asked.ref_audio, asked.text_file, asked.lexicon, *(asked.speaker or []), *asked.voices.values()]
-
-
-def check_subtitles(asked: argparse.Namespace, output: Path) -> None:
-    path = asked.subtitles
+def check_subtitles(args: argparse.Namespace) -> None:
+    path = args.subtitles
     if path is None:
         return
     if path.suffix.lower() not in SUBTITLE_SUFFIXES:
         raise ValueError(
             f"cannot write {path}: subtitles end in one of {', '.join(SUBTITLE_SUFFIXES)}: choose another name"
         )
-    if os.path.realpath(path) == os.path.realpath(output):
+    if os.path.realpath(path) == os.path.realpath(args.output):
         raise ValueError(f"cannot write {path}: it is the --output: choose another --subtitles")
-    check_writable(path, *inputs_of(asked), option="--subtitles")
+    check_writable(path, *args.inputs, option="--subtitles")
 
 
 def free_name(path: Path) -> Path:
-    """This name or, if there are files of it, one with a number: the file, its parts, or its numbered utterances."""
+    """This name, or one with a number if the file, its folder of parts or its numbered utterances exist."""
 
     def is_taken(name: Path) -> bool:
         return any([*path.parent.glob(f"{name.name}*"), *path.parent.glob(f"{name.stem}-[0-9][0-9][0-9]{name.suffix}")])

@@ -1,4 +1,4 @@
-"""Lines that may not fit into the cache, cut into parts before the model's weights are there."""
+"""Cut lines that may not fit into the cache into parts, before the model's weights are downloaded or loaded."""
 
 import functools
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 import transformers
 
 from qwen3_tts_cuda_graphs.cli.job import Job
-from qwen3_tts_cuda_graphs.cli.voice_options import OneVoice
+from qwen3_tts_cuda_graphs.cli.voice_options import VoiceOption
 from qwen3_tts_cuda_graphs.common.checkpoint_files import file_errors
 from qwen3_tts_cuda_graphs.common.hub import local_folder
 from qwen3_tts_cuda_graphs.common.published import FRAME_RATE
@@ -16,11 +16,11 @@ from qwen3_tts_cuda_graphs.prompts.script import Part, cut_parts
 
 
 def cut_lines(job: Job) -> list[list[Part]]:
-    """Cut parts that may not fit into the cache. Of several lines, one that is a single part becomes several files."""
+    """Cut parts that may not fit into the cache. A line of one part becomes several lines, others stay one line."""
 
     @functools.cache
     def most_tokens(name: str | None, style: str | None) -> int:
-        voice = job.voices.get(name and name.lower(), OneVoice())
+        voice = job.voices.get(name and name.lower(), VoiceOption())
         reference = 0
         if voice.ref_text:
             audio, rate = voice.content
@@ -31,7 +31,7 @@ def cut_lines(job: Job) -> list[list[Part]]:
     def cut_part(part: Part) -> list[str]:
         try:
             most = most_tokens(part.voice, part.style)
-        except ValueError:  # a short text has room even so, and speech that is cut off is reported
+        except ValueError:  # there is no room for a long text, but a short one may fit; otherwise a warning follows
             if count_tokens(job.model, job.lexicon.replace(part.text)) < job.max_seq_len:
                 return [part.text]
             raise
@@ -50,7 +50,7 @@ def count_tokens(model: str, text: str) -> int:
 
 @functools.cache
 def text_tokenizer(model: str):
-    """The model's own tokenizer, before its weights are there."""
+    """The model's own tokenizer, which needs no weights."""
     folder = local_folder(model)
     with file_errors(folder):
         return transformers.Qwen2TokenizerFast.from_pretrained(folder, fix_mistral_regex=False)

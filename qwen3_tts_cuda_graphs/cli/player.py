@@ -1,4 +1,4 @@
-"""--play: the sound device, where there is one. Imports nothing that takes time."""
+"""--play: play on the sound device. Imports nothing that takes time."""
 
 import contextlib
 import queue
@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator
 
 from qwen3_tts_cuda_graphs.common.command import install_command
 
-TIMEOUT = 10.0  # seconds that the device may take beyond the length of the audio
+TIMEOUT = 10.0  # seconds that the device may take longer than the audio lasts
 
 
 def sound_device():
-    """The package sounddevice, if it can play here."""
+    """The package sounddevice. Raises an error if nothing can be played."""
     try:
         import sounddevice
     except ImportError:
         raise ValueError(f"--play needs the package sounddevice: run {install_command('sounddevice')}") from None
-    except OSError:  # the package is there, the library is not
+    except OSError:  # the package is installed, but not the library
         raise ValueError("--play needs the library PortAudio: on Debian, apt-get install libportaudio2") from None
     try:
         sounddevice.query_devices(kind="output")
@@ -26,7 +26,7 @@ def sound_device():
 
 
 class Player:
-    """Plays chunks in a thread of its own, so that they are generated as fast as without it."""
+    """Plays chunks in a thread of its own, so that it does not slow down their generation."""
 
     def __init__(self):
         self.package = sound_device()
@@ -40,7 +40,7 @@ class Player:
         return self
 
     def follow(self, chunks: Iterable) -> Iterator:
-        """Chunks (samples, rate), which are also played."""
+        """Yield the chunks (samples, rate), and play them."""
         for audio, rate in chunks:
             if self.device is None:
                 self.open(rate)
@@ -61,7 +61,7 @@ class Player:
         try:
             while (audio := self.queue.get()) is not None:
                 self.device.write(audio)
-            self.device.stop()  # returns when all was heard
+            self.device.stop()  # returns when everything was played
         except self.package.PortAudioError as error:
             self.error = error
 
@@ -70,7 +70,7 @@ class Player:
             raise ValueError(f"the sound device has stopped: {self.error}: leave out --play")
 
     def __exit__(self, failure, *_) -> None:
-        """Wait until all is heard; after an error or Ctrl-C be silent at once."""
+        """Wait until everything was played; after an error or Ctrl-C, stop at once."""
         if self.device is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""How far the speech is, and how long the rest will take, on a terminal."""
+"""Show on a terminal how much is spoken, and how long the rest will take."""
 
 import datetime
 import time
@@ -11,14 +11,14 @@ from qwen3_tts_cuda_graphs.prompts.script import PartText
 
 class Progress:
     def __init__(self, texts: list[str]):
-        self.texts = texts  # of all utterances, if they are known
-        self.seconds = 0.0  # audio so far
-        self.spoken = 0  # characters of finished utterances
-        self.skipped = 0
+        self.texts = texts  # of all utterances; empty if they are not known yet
+        self.seconds = 0.0  # of audio so far
+        self.spoken = 0  # characters that were spoken
+        self.skipped = 0  # characters that an interrupted run has spoken
         self.finished = 0  # utterances
 
     def begin(self) -> None:
-        """The model is loaded."""
+        """Start the clock, after the model is loaded."""
         self.start = time.perf_counter()
 
     def skip(self, text: str) -> None:
@@ -35,7 +35,7 @@ class Progress:
         self.finished += 1
 
     def show_warning(self, message: Warning, *_) -> None:
-        """It is about the utterance that is being spoken."""
+        """Replaces warnings.showwarning, to name the utterance that is being spoken."""
         show_warning(message if len(self.texts) == 1 else f"utterance {self.finished + 1}: {message}")
 
     def line(self) -> str:

@@ -20,7 +20,7 @@ from qwen3_tts_cuda_graphs.cli.long_lines import cut_lines
 from qwen3_tts_cuda_graphs.cli.player import Player
 from qwen3_tts_cuda_graphs.cli.progress import Progress
 from qwen3_tts_cuda_graphs.cli.text_files import Pipe, read_text_lines
-from qwen3_tts_cuda_graphs.cli.voice_options import OneVoice
+from qwen3_tts_cuda_graphs.cli.voice_options import VoiceOption
 from qwen3_tts_cuda_graphs.common.command import show_note, show_progress, show_warning
 from qwen3_tts_cuda_graphs.common.formats import format_of
 from qwen3_tts_cuda_graphs.common.loading import choose_device, load, model_errors
@@ -39,7 +39,7 @@ PIPE_TIMEOUT = 600.0  # seconds that a part of stdin may stay unfinished
 
 @dataclass(frozen=True)
 class Output:
-    """A file, and what is spoken in it."""
+    """A file, and the parts that are spoken in it."""
 
     path: Path
     subtitles: Path | None
@@ -54,7 +54,14 @@ def run(job: Job) -> None:
         progress = Progress([part.text for part in all_parts(job) if part.text])
         try:
             with Player() if job.play else contextlib.nullcontext() as player:
-                speak_into(job, outputs, finished, progress, player)
+                narrator = Narrator(job, finished, progress, player)
+                for output in outputs:
+                    summary = narrator.write(output)
+                    if output is outputs[0]:  # the path is the same for all files
+                        summary += f"; {narrator.tts.speech.path}"
+                    print(summary, file=sys.stderr if is_stdout(output.path) else sys.stdout, flush=True)
+                if job.pipe and job.pipe.error:  # everything before the error is spoken and kept
+                    raise job.pipe.error
         except KeyboardInterrupt as stop:
             stop.args = (what_is_kept(job, finished, progress.seconds),)
             raise
@@ -62,38 +69,71 @@ def run(job: Job) -> None:
             finished.remove()
 
 
-def speak_into(
-    job: Job, outputs: list[Output], finished: FinishedParts | None, progress: Progress, player: Player | None
-) -> None:
-    tts = load(job.model, job.device, job.dtype, max_seq_len=job.max_seq_len, fused=job.fused)
-    show_progress("")
-    speak_numbered = numbered_speech(job, tts, progress)
-    rate = tts.speech.rate
-    path = f"; {tts.speech.path}"
-    progress.begin()
-    warnings.showwarning = progress.show_warning
-    if finished:
-        finished.open(job.resume)
-    numbers = itertools.count()  # of the utterances in all files
-    for output in outputs:
-        start, spoken_before, kept_before = time.perf_counter(), progress.seconds, progress.skipped
-        script, again = itertools.tee(output.script)  # with_cues reads a part of a pipe before its utterance does
-        numbered = ((next(numbers), part) for part in again if part.text)
-        samples = 0
+class Narrator:
+    """Loads the model of a job, speaks its parts and writes its files."""
+
+    def __init__(self, job: Job, finished: FinishedParts | None, progress: Progress, player: Player | None):
+        self.job = job
+        self.finished = finished
+        self.progress = progress
+        self.player = player
+        self.tts = load(job.model, job.device, job.dtype, max_seq_len=job.max_seq_len, fused=job.fused)
+        show_progress("")
+        self.method, arguments, voices = method_and_arguments(job, self.tts)
+        self.arguments = functools.cache(partial(part_arguments, self.method, arguments, voices))
+        self.utterance = utterance_function(job, self.method)
+        self.has_warned = False  # that styles are ignored
+        self.numbers = itertools.count()  # of the utterances in all files; they decide the seeds
+        progress.begin()
+        warnings.showwarning = progress.show_warning
         if finished:
+            finished.open(job.resume)
+
+    def speak(self, number: int, part: Part) -> Iterator[Chunk]:
+        if part.style and not takes_style(self.method) and not self.has_warned:
+            show_warning(style_warning(part.style))
+            self.has_warned = True
+        lexicon = self.job.lexicon
+        text = lexicon.replace(part.text) if isinstance(part.text, str) else lexicon.follow(part.text)
+        own = self.arguments(part.voice, part.style) | dict(text=text, seed=nth_seed(self.job.seed, number))
+        return self.progress.follow(self.utterance(**own), part.text)
+
+    def speak_or_keep(self, numbered: list[tuple[int, Part]]) -> Iterator[Iterator[Chunk]]:
+        """Speak each part into a file of its own, unless an interrupted run has finished it. Then read all of them."""
+        for number, part in numbered:
+            if self.finished.has(number):
+                self.progress.skip(part.text)
+            else:
+                write_audio(self.finished.path(number), self.speak(number, part))
+        return (self.finished.read(number) for number, _ in numbered)
+
+    def chunks_of(self, output: Output, cues: list[Cue]) -> tuple[Iterator[Chunk], int]:
+        """The audio of a file, and an upper bound of its samples if that is known, otherwise 0. The cues of its parts
+        are appended to `cues` as they are spoken."""
+        job = self.job
+        script, parts = itertools.tee(output.script)  # of a pipe, with_cues reads a part before its utterance does
+        numbered = ((next(self.numbers), part) for part in parts if part.text)
+        samples = 0
+        if self.finished:
             numbered = [*numbered]
-            speak_parts(finished, numbered, speak_numbered, progress)
-            spoken = [finished.read(number) for number, _ in numbered]
+            utterances = self.speak_or_keep(numbered)
             silence = silence_in(output.script, job.pause)
-            samples = finished.samples([number for number, _ in numbered], silence, job.sample_rate)
+            samples = self.finished.samples([number for number, _ in numbered], silence, job.sample_rate)
         else:
-            spoken = itertools.starmap(speak_numbered, numbered)
-        cues = []
-        chunks = without_cues(with_cues(script, iter(spoken), rate, job.pause), cues)
-        if player:
-            chunks = player.follow(chunks)
+            utterances = itertools.starmap(self.speak, numbered)
+        chunks = without_cues(with_cues(script, utterances, self.tts.speech.rate, job.pause), cues)
+        if self.player:
+            chunks = self.player.follow(chunks)
         if job.sample_rate:
             chunks = at_rate(chunks, job.sample_rate)
+        return chunks, samples
+
+    def write(self, output: Output) -> str:
+        """Write a file and its subtitles. Returns a line that says so."""
+        job, progress = self.job, self.progress
+        start, spoken_before, kept_before = time.perf_counter(), progress.seconds, progress.skipped
+        cues = []
+        chunks, samples = self.chunks_of(output, cues)
         first = next(chunks, None)
         if first is None:
             raise (job.pipe and job.pipe.error) or ValueError("the text is empty: give something to say")
@@ -101,48 +141,35 @@ def speak_into(
         seconds = write_audio(output.path, itertools.chain([first], chunks), job.stream, samples, job.format)
         if output.subtitles:
             suffix = output.subtitles.suffix.lower()
-            subtitles = format_subtitles(suffix, cues, rate, job.language, job.sample_rate)
+            subtitles = format_subtitles(suffix, cues, self.tts.speech.rate, job.language, job.sample_rate)
             write_bytes(output.subtitles, subtitles.encode(), "--subtitles")
         show_progress("")
+
         wall = time.perf_counter() - start
-        now = progress.seconds - spoken_before  # without pauses and without what --resume has kept
-        summary = f"{'played' if player and output.path == PLAYED_ONLY else output.path}: {seconds:.2f} s of audio"
+        now = progress.seconds - spoken_before  # without pauses, and without what --resume has kept
+        summary = f"{'played' if self.player and output.path == PLAYED_ONLY else output.path}: {seconds:.2f} s of audio"
         if progress.skipped > kept_before:
             summary += f", {now:.2f} s of it now"
         summary += f" in {wall:.2f} s, {now / wall:.2f} x real time"
         if job.stream and not job.pipe:
             summary += f", first audio after {first_ms:.0f} ms"
-        print(f"{summary}{path}", file=sys.stderr if is_stdout(output.path) else sys.stdout, flush=True)
-        path = ""  # it is the same for all files
-    if job.pipe and job.pipe.error:  # what came before it is spoken and kept
-        raise job.pipe.error
+        return summary
 
 
-def numbered_speech(job: Job, tts, progress: Progress) -> Callable[[int, Part], Iterator[Chunk]]:
-    """A function that speaks a part. Its number decides its seed."""
-    method, kwargs, voices = method_and_arguments(job, tts)
-    arguments = functools.cache(partial(part_arguments, method, kwargs, voices))
+def utterance_function(job: Job, method: Callable) -> Callable[..., Iterator[Chunk]]:
+    """A function that speaks one text with these options. Pauses between texts keep their length with --speed."""
     utterance = partial(speak if job.limit_speech else stream, method)
     if job.retry:
         utterance = partial(utterance, retries=job.retry)
-    if job.speed != 1:
-        utterance = in_tempo(utterance, job.speed)
-    ignored_styles = []
+    if job.speed == 1:
+        return utterance
+    from qwen3_tts_cuda_graphs.common.tempo import at_speed  # imports PyAV
 
-    def speak_numbered(number: int, part: Part) -> Iterator[Chunk]:
-        if part.style and not takes_style(method):
-            if not ignored_styles:
-                show_warning(style_warning(part.style))
-            ignored_styles.append(part.style)
-        say = job.lexicon.replace if isinstance(part.text, str) else job.lexicon.follow
-        own = arguments(part.voice, part.style) | dict(text=say(part.text), seed=nth_seed(job.seed, number))
-        return progress.follow(utterance(**own), part.text)
-
-    return speak_numbered
+    return lambda **request: at_speed(utterance(**request), job.speed)
 
 
 def without_cues(items: Iterable[Chunk | Cue], cues: list[Cue]) -> Iterator[Chunk]:
-    """The chunks. Cues go to the list."""
+    """Yield the chunks, and append the cues to the list."""
     for item in items:
         if isinstance(item, Cue):
             cues.append(item)
@@ -155,15 +182,8 @@ def silence_in(script: list[Part], pause: float) -> float:
     return sum(silence_before(part, previous, pause) for previous, part in zip([None, *script], script))
 
 
-def in_tempo(utterance: Callable, speed: float) -> Callable:
-    """Each utterance by itself: pauses between them stay as long as --pause says."""
-    from qwen3_tts_cuda_graphs.common.tempo import at_speed  # imports PyAV
-
-    return lambda **request: at_speed(utterance(**request), speed)
-
-
 def what_is_kept(job: Job, finished: FinishedParts | None, seconds: float) -> str:
-    """What to tell somebody who has interrupted the command."""
+    """The message after Ctrl-C."""
     kept = finished.count() if finished else 0
     if kept:
         number = sum(bool(part.text) for part in all_parts(job))
@@ -179,8 +199,8 @@ def what_is_kept(job: Job, finished: FinishedParts | None, seconds: float) -> st
 
 
 def prepared(job: Job) -> Job:
-    """The job with what job.py leaves open: the device, the voices in files, and parts that fit into the cache. A
-    line that is cut stays one file if it is the only one."""
+    """The job with what job.py leaves open: the device, the voices of files, and lines cut into parts that fit into
+    the cache. If there is one line, its parts stay in one file."""
     size = job.config["talker_config"]["hidden_size"]
     voices = {name: with_content(voice, size) for name, voice in job.voices.items()}
     dtype = job.dtype and getattr(torch, job.dtype)
@@ -192,14 +212,14 @@ def prepared(job: Job) -> Job:
     return replace(job, lines=cut_lines(job), join=job.join or len(job.lines) == 1)
 
 
-def with_content(voice: OneVoice, hidden_size: int) -> OneVoice:
+def with_content(voice: VoiceOption, hidden_size: int) -> VoiceOption:
     if not voice.files:
         return voice
     return replace(voice, content=load_speakers(voice.files, voice.weights, hidden_size))
 
 
 def method_and_arguments(job: Job, tts) -> tuple[Callable, dict, dict[str, dict]]:
-    """Upstream's method for these voices, its arguments except the text, and those that another voice changes."""
+    """Upstream's method, its arguments except the text, and the arguments that each voice of the script replaces."""
     arguments = {"language": job.language, **job.sampling}
     if job.non_streaming_mode is not None:
         arguments["non_streaming_mode"] = job.non_streaming_mode
@@ -213,8 +233,8 @@ def method_and_arguments(job: Job, tts) -> tuple[Callable, dict, dict[str, dict]
         return tts.generate_custom_voice, arguments, voices
     if job.kind == "voice_design":
         return tts.generate_voice_design, arguments, voices
-    tokens = tokens_in_prompt(tts, arguments["voice_clone_prompt"]) + 1  # and the one of the first frame
-    if job.pipe and tokens > 2:  # in-context
+    tokens = tokens_in_prompt(tts, arguments["voice_clone_prompt"]) + 1  # with the one of the first frame
+    if job.pipe and tokens > 2:  # an in-context voice
         show_note(
             f"with a transcript a line is spoken once it has {tokens} tokens or has ended; without one from its second "
             "token on"
@@ -222,7 +242,7 @@ def method_and_arguments(job: Job, tts) -> tuple[Callable, dict, dict[str, dict]
     return tts.generate_voice_clone, arguments, voices
 
 
-def voice_arguments(voice: OneVoice, tts) -> dict:
+def voice_arguments(voice: VoiceOption, tts) -> dict:
     if voice.speaker is not None:
         return {"speaker": voice.speaker}
     if voice.ref_audio:
@@ -230,22 +250,13 @@ def voice_arguments(voice: OneVoice, tts) -> dict:
     return {"voice_clone_prompt": voice.content} if voice.files else {}
 
 
-def speak_parts(finished: FinishedParts, numbered: list, speak_numbered: Callable, progress: Progress) -> None:
-    """Speak the parts that are not finished, each into a file of its own."""
-    for number, part in numbered:
-        if finished.has(number):
-            progress.skip(part.text)
-        else:
-            write_audio(finished.path(number), speak_numbered(number, part))
-
-
 def all_parts(job: Job) -> list[Part]:
-    """The parts of a complete text. Those of a pipe are not known yet."""
+    """The parts of a complete text. Empty for a pipe, whose parts are not known yet."""
     return [] if job.pipe else [*itertools.chain(*job.lines)]
 
 
 def finished_parts(job: Job) -> FinishedParts | None:
-    """Where finished parts are kept until all are spoken, for --resume."""
+    """The folder that keeps finished parts for --resume, if this job has one."""
     if sum(bool(part.text) for part in all_parts(job)) == 1 or job.stream or not goes_to_file(job.output):
         return None
     finished = FinishedParts(job.output, fingerprint(job))
@@ -254,7 +265,7 @@ def finished_parts(job: Job) -> FinishedParts | None:
 
 
 def plan_outputs(job: Job) -> list[Output]:
-    """One file, or one for each line. All lines of a pipe go to one file."""
+    """One file for the whole text or for a pipe, otherwise one for each line."""
     if job.pipe or job.join:
         return [Output(job.output, job.subtitles, job.pipe.parts() if job.pipe else all_parts(job))]
     outputs = []
@@ -268,7 +279,7 @@ def plan_outputs(job: Job) -> list[Output]:
 
 
 def fingerprint(job: Job) -> str:
-    """A hash of everything that decides what is spoken."""
+    """A hash of everything that the speech depends on."""
     changes = dict(config={}, inputs=[], lexicon=job.lexicon.entries, resume=False, subtitles=None)
     changes["lines"] = [[replace(part, line=0) for part in line] for line in job.lines]
     digest = hashlib.sha256(repr(replace(job, **changes)).encode())

@@ -1,4 +1,4 @@
-"""What to say: the lines of an option, of a file or of stdin, or the parts of a pipe that is still being written to."""
+"""The text to speak: lines of an option, a file or stdin, or the parts of a pipe that is still being written to."""
 
 import codecs
 import itertools
@@ -15,7 +15,7 @@ END_OF_LINE = "\n"
 
 
 def read_text_lines(text: str | None, file: Path | None, paragraphs: bool) -> list[tuple[int, str]]:
-    """Lines that are not empty, or paragraphs of them, with their numbers. text: - for stdin"""
+    """The lines that are not empty, or the paragraphs, with their line numbers. text: - for stdin"""
     text = read_text(file or text) if file or text == "-" else checked_text(text, "--text")
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
     if paragraphs:
@@ -38,7 +38,7 @@ def read_text(file: Path | str) -> str:
 
 
 def checked_text(text: str, source: str) -> str:
-    """The text without byte order marks: files that were joined have several. Bytes that are not UTF-8 are refused."""
+    """The text without byte order marks, of which joined files have several. Raises an error if it was not UTF-8."""
     try:
         text.encode()
     except UnicodeError as error:
@@ -54,16 +54,10 @@ def cannot_read(source: str, error: OSError | UnicodeError) -> ValueError:
 
 
 class Pipe:
-    """The parts of a text that is still being written. A mistake in it ends it: `error` is to be raised when all before
-    it was spoken."""
+    """The parts of a text that is still being written. A mistake ends the text, and is kept in `error`, to be raised
+    when everything before it was spoken."""
 
-    def __init__(
-        self,
-        file: BinaryIO,
-        play: bool = False,
-        notation: bool = True,
-        check_voice: Callable[[str], None] | None = None,
-    ):
+    def __init__(self, file: BinaryIO, play: bool, notation: bool, check_voice: Callable[[str], None]):
         self.file = file
         self.decode = codecs.getincrementaldecoder("utf-8")().decode
         self.notation = Notation(play, check_voice=check_voice) if notation else None
@@ -71,7 +65,7 @@ class Pipe:
         self.error = None
 
     def parts(self) -> Iterator[Part]:
-        """The parts of each line, as PartReader gives them."""
+        """The parts of all lines, each as soon as it begins."""
         reader = PartReader()
         items = self.items()
         has_words = False
@@ -84,7 +78,7 @@ class Pipe:
             self.error = self.error or ValueError("the script has no words: give something to say")
 
     def items(self) -> Iterator[str | Tag]:
-        """Words, tags and END_OF_LINE, each as soon as it is there."""
+        """Words, tags and END_OF_LINE, each as soon as it is read."""
         for item in self.read():
             if isinstance(item, Tag):
                 self.has_tags = True
@@ -96,7 +90,7 @@ class Pipe:
                 yield END_OF_LINE
 
     def read(self) -> Iterator[str | Tag]:
-        """Tags, and words of at most a line."""
+        """Tags, and words of at most one line."""
         is_end = False
         try:
             while not is_end:

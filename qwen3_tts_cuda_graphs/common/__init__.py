@@ -2,13 +2,13 @@
 
 Models:
 
-published.py    the published ones, as far as they are known without a download
+published.py    what is known about the published ones without a download
 model_names.py  their names, as users write them
-hub.py          the folder of one, which may have to be downloaded
+hub.py          finds the folder of a model, and downloads what is missing
 checkpoint_files.py
-                which files it must have, and whether they are whole
+                which files it must have, and whether they are complete
 model_config.py what its config.json says
-loading.py      loads it: the device, and what can go wrong
+loading.py      loads it, chooses the device, and explains what went wrong
 
 Voices:
 
@@ -17,18 +17,19 @@ voices.py       speaker embeddings and recordings as arguments of upstream's met
 
 Commands:
 
-parser.py       their options, and what a mistyped one may stand for
+parser.py       parses options, and suggests the right one for a mistyped one
 command.py      mistakes and warnings as one line, progress
-choices.py      the names that a message offers to choose from
-quick_start.py  imports of torch and the rest, while CUDA starts, compiled once; skipped_imports.py: what they leave out
+choices.py      the names that an error message suggests
+quick_start.py  imports torch and the rest while CUDA starts (skipped_imports.py: what is not imported)
 
 Audio:
 
-recording_files.py, speech_files.py
-                recordings in, speech out
-formats.py      formats: their names, their rates, and which one a file has
-output_files.py files that are written whole or not at all
-samples.py      speech as chunks of samples: at another rate, as 16 bits
-tempo.py        faster or slower
+recording_files.py
+                reads recordings
+speech_files.py writes speech
+formats.py      the names and sample rates of formats, and which one a file has
+output_files.py files that are written completely or not at all
+samples.py      chunks of samples: resampling, 16 bits
+tempo.py        speech faster or slower
 subtitles.py    when each part of a script is heard
 """

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: which of them are missing, and whether they are whole.
+"""The files of a checkpoint: which of them are missing, and whether they are complete.
 
 Imports nothing that takes time: safetensors would import numpy.
 """
@@ -27,7 +27,7 @@ SAMPLING_DEFAULTS = {  # numbers in generation_config.json
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What a checkpoint needs and this folder has not."""
+    """Files that a checkpoint needs and this folder does not have."""
     needed = [*CHECKPOINT_FILES]
     if not (folder / "tokenizer.json").is_file():
         needed += VOCABULARY
@@ -37,7 +37,7 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def weight_files(folder: Path, prefix: str) -> list[str]:
-    """One file, or an index and the shards that it names, in either of transformers' formats."""
+    """The files of the weights, in either of transformers' formats: one file, or the shards that an index names."""
     for whole in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{whole}.index.json"
         if (folder / whole).is_file():
@@ -52,7 +52,7 @@ def weight_files(folder: Path, prefix: str) -> list[str]:
 
 
 def check_files(folder: Path) -> None:
-    """Whether the small files can be read, and the weights are whole: what the libraries raise seldom names a file."""
+    """Raise an error if a file is broken or incomplete, because the libraries' errors seldom name the file."""
     small = {file: read_json(folder / file) for file in CHECKPOINT_FILES}
     for file in OPTIONAL_FILES:
         if (folder / file).exists():
@@ -62,7 +62,7 @@ def check_files(folder: Path) -> None:
             raise ValueError(f"{folder / 'generation_config.json'} has {name} {value!r}: give a number, or null")
     for part in ("", "speech_tokenizer/"):
         for file in weight_files(folder / part, part):
-            if (folder / file).is_file():  # those of the hub are downloaded later
+            if (folder / file).is_file():  # weights from the hub are downloaded later
                 check_weights(folder / file)
 
 
@@ -77,7 +77,7 @@ def read_json(path: Path) -> dict:
 
 
 def check_weights(path: Path) -> None:
-    """Whether the file is as long as its header says. safetensors would say the same, but import numpy."""
+    """Raise an error if a safetensors file is shorter or longer than its header says, or if any other file is empty."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -94,7 +94,7 @@ def check_weights(path: Path) -> None:
 
 
 def vocabulary_problem(folder: Path) -> str | None:
-    """Takes a second, so it is for a tokenizer that could not be loaded."""
+    """What is wrong with the files of the tokenizer. Takes a second, so it is called when loading has failed."""
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
     try:
         if (folder / "tokenizer.json").exists():
@@ -114,7 +114,7 @@ def vocabulary_problem(folder: Path) -> str | None:
 
 @contextlib.contextmanager
 def file_errors(folder: Path) -> Iterator[None]:
-    """What libraries raise while they read a checkpoint, as one sentence that names the file if it can be found."""
+    """Turn an error while a checkpoint is read into one sentence, which names the broken file if it can be found."""
     try:
         yield
     except Exception as error:

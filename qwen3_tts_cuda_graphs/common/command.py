@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: as Ctrl-C, all that is unfinished is removed."""
+    """Raised on SIGTERM, so that unfinished files are removed as after Ctrl-C."""
 
 
 def check_device_name(name: str | None) -> None:
@@ -27,7 +27,7 @@ def check_device_name(name: str | None) -> None:
 
 
 def show_progress(line: str) -> None:
-    """Replace the last line of a terminal. A pipe gets nothing."""
+    """Replace the last line of a terminal. Does nothing if stderr is no terminal."""
     if sys.stderr and sys.stderr.isatty():
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
@@ -37,26 +37,26 @@ def show_warning(message: Warning | str, *_) -> None:
 
 
 def show_note(line: str) -> None:
-    if sys.stderr:  # else print would take stdout, where audio may go
+    if sys.stderr:  # without one, print would write to stdout, which may be the audio
         show_progress("")
         print(line, file=sys.stderr)
 
 
 def with_option_names(message: str) -> str:
-    """The library's messages name an argument of `load`."""
+    """The library's messages, which name an argument of `load`, with the option of the command line."""
     return message.replace("raise max_seq_len", "raise --max-seq-len")
 
 
 @contextlib.contextmanager
 def cli_errors() -> Iterator[None]:
-    """Around a script's main: a user's mistake is one line and exit code 2, a warning is one line."""
+    """Wraps a script's main: a user's mistake ends it with one line and exit code 2, a warning is one line."""
     warnings.showwarning = show_warning
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files that the terminal cannot show
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when huggingface_hub is imported
+        sys.stdout.reconfigure(errors="backslashreplace")  # for file names that the terminal cannot show
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # huggingface_hub reads it when it is imported
     log = logging.getLogger("qwen3_tts_cuda_graphs")
     log.setLevel(logging.INFO)
-    log.handlers = [logging.Handler()]  # shows what the library logs while it loads
+    log.handlers = [logging.Handler()]  # shows the library's log messages as progress
     log.handlers[0].emit = lambda record: show_progress(record.getMessage())
     terminate = signal.getsignal(signal.SIGTERM)
     if terminate is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
@@ -91,13 +91,13 @@ def end(code: int, message: str) -> None:
 
 
 def install_command(package: str) -> str:
-    """What installs a package into the environment of this Python, which need not be the one of the shell's pip."""
+    """The command that installs a package into this Python's environment, which may not be that of the shell's pip."""
     python = Path(sys.executable)
-    pip = python.with_name("pip")
-    command = f"{shown(pip)} install" if pip.exists() else f"uv pip install --python {shown(python)}"  # uv has no pip
+    pip = python.with_name("pip")  # environments made by uv have none
+    command = f"{shown(pip)} install" if pip.exists() else f"uv pip install --python {shown(python)}"
     return f"{command} {shlex.quote(package)}"
 
 
 def shown(path: Path) -> str:
-    """A path as one types it in the current folder."""
+    """A path, relative to the current folder if it is in it."""
     return os.path.relpath(path) if path.is_relative_to(os.getcwd()) else str(path)

@@ -1,7 +1,6 @@
-"""Audio formats: their names, those of other programs included, the sample rates and bit rates that they take, and
-which of them a file has.
+"""Audio formats: their names, also those of other programs, their sample rates and bit rates, and the format of a file.
 
-Imports nothing that takes time: a mistake in --format is answered at once.
+Imports nothing that takes time, so that a mistake in --format is answered at once.
 """
 
 import re
@@ -11,12 +10,12 @@ from qwen3_tts_cuda_graphs.common.choices import one_of
 from qwen3_tts_cuda_graphs.common.output_files import is_special
 
 RATES = 8000, 16000, 22050, 24000, 44100, 48000  # Hz
-RATES_OF = {"opus": (8000, 16000, 24000, 48000)}  # for formats that take fewer
-TELEPHONE_RATE = 8000  # the default of G.711; all others have the model's rate
-SUBTYPES = {"pcm": "PCM_16", "mulaw": "ULAW", "alaw": "ALAW"}  # plain samples -> soundfile's name
+RATES_OF = {"opus": (8000, 16000, 24000, 48000)}  # formats that take fewer rates
+TELEPHONE_RATE = 8000  # the default of G.711; the default of all others is the model's rate
+SUBTYPES = {"pcm": "PCM_16", "mulaw": "ULAW", "alaw": "ALAW"}  # formats without a header -> soundfile's subtype
 BIT_RATES = range(32, 193)  # kbit/s
 WITH_BIT_RATE = "mp3", "opus", "aac"
-FORMATS = {  # file name extension -> soundfile's format and subtype, and what --format calls it
+FORMATS = {  # file name extension -> soundfile's format and subtype, and the name that --format takes
     "": ("WAV", "PCM_16", "wav"),
     ".wav": ("WAV", "PCM_16", "wav"),
     ".flac": ("FLAC", "PCM_16", "flac"),
@@ -43,7 +42,7 @@ FORMAT_ALIASES = {
 
 
 def read_format(name: str) -> tuple[str, int | None, int | None]:
-    """The format that a name means, its rate, and kbit/s: `mp3_44100_128` has all of them."""
+    """Read a name such as `mp3_44100_128`: the format, and the sample rate and kbit/s or None."""
     name = name.strip().lower()
     if numbers := re.fullmatch(r"(.+?)_([0-9]{1,6})(?:_([0-9]{1,6}))?", name):
         name, rate, kilobits = numbers.groups()
@@ -52,7 +51,7 @@ def read_format(name: str) -> tuple[str, int | None, int | None]:
 
 
 def rate_for(name: str | None, rate: int | None, what: str = "sample_rate") -> int | None:
-    """The rate of a format, if it is possible. None: the model's own. what: the field or option that it is from"""
+    """Check and return the sample rate of a format; None is the model's own. what: the field or option to name"""
     if rate is None:
         return TELEPHONE_RATE if name in ("mulaw", "alaw") else None
     possible = RATES_OF.get(name, RATES)
@@ -74,11 +73,11 @@ def check_bit_rate(name: str | None, kilobits: int | None) -> int | None:
     return kilobits
 
 
-# ---- Of a file
+# ---- Files
 
 
 def check_format(path: Path, name: str | None = None) -> None:
-    """name: what --format says"""
+    """Raise an error if a file cannot be written in the format that --format or its extension names."""
     suffix = path.suffix.lower()
     if name is not None and name not in EXTENSIONS:
         raise ValueError(f"--format is {name or repr(name)}, which is not written here: choose {one_of(EXTENSIONS)}")
@@ -98,7 +97,7 @@ def check_format(path: Path, name: str | None = None) -> None:
 
 
 def format_of(path: Path, name: str | None = None) -> tuple[str, str]:
-    """soundfile's format and subtype of a file. Plain samples have no header, but in a .wav they are a WAV."""
+    """soundfile's format and subtype of a file. pcm, mulaw and alaw have no header, except in a file named .wav."""
     suffix = path.suffix.lower()
     if suffix == ".wav" and name in SUBTYPES:
         return "WAV", SUBTYPES[name]
@@ -106,14 +105,14 @@ def format_of(path: Path, name: str | None = None) -> tuple[str, str]:
 
 
 def suffix_of(name: str | None) -> str:
-    """The extension of a file whose name is not given: a WAV, unless --format says what no WAV can have."""
+    """The extension of the default output file: .wav, unless --format names what a WAV cannot hold."""
     kind = read_format(name)[0] if name else "wav"
     return ".wav" if kind in SUBTYPES else EXTENSIONS.get(kind, ".wav")
 
 
 def format_and_rate(path: Path, name: str | None, rate: int | None) -> tuple[str | None, int | None]:
-    """What --output, --format and --sample-rate mean together: the format, if one was named, and the rate. None: the
-    model's."""
+    """Check --output, --format and --sample-rate together. Returns the format if --format names one, and the rate if it
+    is not the model's."""
     named, own_rate, kilobits = (None, None, None) if name is None else read_format(name)
     if kilobits is not None:
         raise ValueError(f"--format {name} has a bit rate, which only the server takes: give {named}_{own_rate}")

@@ -1,4 +1,4 @@
-"""Where a model is: in the folder that was given, or in the cache of the model hub, from which it is downloaded.
+"""Find the folder of a model: one that the user names, or the hub's cache, into which it is downloaded.
 
 `python -m qwen3_tts_cuda_graphs.common.hub MODEL` downloads one, for setup.sh.
 """
@@ -16,12 +16,12 @@ from qwen3_tts_cuda_graphs.common.command import show_progress
 from qwen3_tts_cuda_graphs.common.model_names import hub_name, model_name
 from qwen3_tts_cuda_graphs.common.published import MODELS
 
-SMALL_FILES = ("*.json", "*.txt")  # all but the weights
+SMALL_FILES = ("*.json", "*.txt")  # everything but the weights
 HUB_TIMEOUT = 10.0  # seconds
 
 
 def local_folder(model: str, with_weights: bool = False) -> Path:
-    """The model's folder, or the one in the hub's cache. What is not there is downloaded."""
+    """The model's folder, or the one in the hub's cache. Missing files are downloaded; weights only `with_weights`."""
     if Path(model).is_dir():
         return Path(model)
     name = hub_name(model)
@@ -35,10 +35,10 @@ def local_folder(model: str, with_weights: bool = False) -> Path:
             return folder
     show_progress(f"fetching {name} from the model hub")
     try:
-        huggingface_hub.model_info(name, timeout=HUB_TIMEOUT)  # snapshot_download is content with half a cache
+        huggingface_hub.model_info(name, timeout=HUB_TIMEOUT)  # offline, snapshot_download returns an incomplete cache
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=None if with_weights else SMALL_FILES))
     except hub_errors() as error:
-        if isinstance(error, OSError) and error.filename:  # not of the network
+        if isinstance(error, OSError) and error.filename:  # the disk's, not the network's
             place = huggingface_hub.constants.HF_HUB_CACHE
             raise ValueError(f"{name} cannot be kept in {place}: let $HF_HOME name a writable folder") from None
         raise ValueError(
@@ -49,7 +49,7 @@ def local_folder(model: str, with_weights: bool = False) -> Path:
 
 
 def download(model: str) -> None:
-    """All files of a model, with the hub's own progress bars."""
+    """Download all files of a model, with the hub's own progress bars."""
     name = hub_name(model_name(model))
     try:
         huggingface_hub.snapshot_download(name)
@@ -58,7 +58,7 @@ def download(model: str) -> None:
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
-    """What a download can raise. A function, because the last one imports much of huggingface_hub."""
+    """What a download can raise. Not a constant, because the last one's import is slow."""
     return OSError, ValueError, huggingface_hub.errors.HfHubHTTPError
 
 

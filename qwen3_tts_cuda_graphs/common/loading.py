@@ -1,4 +1,4 @@
-"""Loading: upstream's model, accelerated; and around it the device, and what loading and running it can raise."""
+"""Load upstream's model and accelerate it. Chooses the device, and explains what loading and running can raise."""
 
 import contextlib
 import os
@@ -20,12 +20,11 @@ from qwen3_tts_cuda_graphs.speech import accelerate
 from qwen3_tts_cuda_graphs.speech.runner import KernelStopped
 from qwen3_tts_cuda_graphs.upstream import Qwen3TTSModel
 
-# Where NVIDIA's driver says that it is there; the second is Jetson's.
-SIGNS_OF_A_GPU = Path("/proc/driver/nvidia/version"), Path("/etc/nv_tegra_release")
+SIGNS_OF_A_GPU = Path("/proc/driver/nvidia/version"), Path("/etc/nv_tegra_release")  # of the driver; on a Jetson
 
 
 def load(model: str, device=None, dtype: torch.dtype | None = None, **options):
-    """Load and accelerate a model. Default: CUDA and bfloat16, without CUDA CPU and float32."""
+    """Load and accelerate a model. Default: CUDA with bfloat16 or, where there is no CUDA, the CPU with float32"""
     return accelerate(load_upstream(model, device, dtype), **options)
 
 
@@ -33,7 +32,7 @@ def load_upstream(model: str, device=None, dtype: torch.dtype | None = None):
     """Upstream's model. `model` is a folder, a hub id or a short name from MODELS."""
     device = torch.device(device) if device else choose_device()
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    read_config(str(model))  # whether it is one that runs here
+    read_config(str(model))  # raises an error if it is no model that runs here
     folder = local_folder(str(model), with_weights=True)
     with file_errors(folder):
         tts = Qwen3TTSModel.from_pretrained(str(folder), device_map=device, dtype=dtype)
@@ -42,7 +41,7 @@ def load_upstream(model: str, device=None, dtype: torch.dtype | None = None):
 
 
 def choose_device(name: str | None = None) -> torch.device:
-    """The device of that name; without one, CUDA where there is CUDA, else the CPU."""
+    """The device of that name. Default: CUDA where there is CUDA, otherwise the CPU"""
     check_device_name(name)
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if not name and device.type == "cpu" and has_unused_gpu():
@@ -60,18 +59,18 @@ def choose_device(name: str | None = None) -> torch.device:
 
 
 def has_unused_gpu() -> bool:
-    """Whether there seems to be an NVIDIA GPU that nobody has hidden on purpose."""
+    """Whether there seems to be an NVIDIA GPU that the user has not hidden with CUDA_VISIBLE_DEVICES."""
     is_there = shutil.which("nvidia-smi") or any(path.exists() for path in SIGNS_OF_A_GPU)
     return bool(is_there) and "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 @contextlib.contextmanager
 def model_errors() -> Iterator[None]:
-    """Turn what the libraries raise into a ValueError that says what to do, for cli_errors around it. Quiet them."""
+    """Turn GPU errors into a ValueError that says what to do, for cli_errors around it, and silence the libraries."""
     for library in (transformers.utils, huggingface_hub.utils):
         library.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()  # transformers 5 shows one for each part of the model
-    huggingface_hub.utils.enable_progress_bars()  # downloads take long
+    transformers.utils.logging.disable_progress_bar()  # transformers 5 has one for each part of the model
+    huggingface_hub.utils.enable_progress_bars()  # for downloads, which take long
     try:
         yield
     except torch.OutOfMemoryError:

@@ -21,7 +21,7 @@ TALKER_KEYS = {"hidden_size", "vocab_size", "max_position_embeddings", "spk_id",
 
 @functools.cache
 def read_config(model: str) -> dict:
-    """The config.json of a Qwen3-TTS 12 Hz checkpoint: a folder, a hub id or a short name."""
+    """The config.json of a Qwen3-TTS 12 Hz checkpoint. model: a folder, a hub id or a short name"""
     if not model:
         raise ValueError("the name of the model is empty: give --model a folder, a hub id or a short name")
     if Path(model).is_file():
@@ -49,7 +49,7 @@ def read_config(model: str) -> dict:
 
 
 def quick_config(model: str) -> dict:
-    """What the checks of options read of it, without a download if the model is a published one."""
+    """The config, or as much of it as is known without a download if the model is a published one."""
     return published_config(model) or read_config(model)
 
 
@@ -65,6 +65,6 @@ def languages(config: dict) -> list[str]:
 
 
 def language_name(code_or_name: str) -> str:
-    """The models' name of a language that was given as a code: "en", "en-US" or "en_US" is english. All else stays as
-    it is."""
+    """The name that models use for a language code: "en", "en-US" and "en_US" are "english". A name is returned
+    unchanged."""
     return LANGUAGES.get(code_or_name.lower().replace("_", "-").partition("-")[0], code_or_name)

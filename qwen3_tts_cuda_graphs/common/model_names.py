@@ -1,4 +1,4 @@
-"""Names of models: as a user writes them, on the hub, and as they are shown. Imports nothing that takes time."""
+"""Names of models: as a user writes them, on the hub, and as they are displayed. Imports nothing that takes time."""
 
 import os
 from pathlib import Path
@@ -7,8 +7,8 @@ from qwen3_tts_cuda_graphs.common.published import MODELS
 
 
 def model_name(word: str) -> str:
-    """The name of a published model that was written in another way: 1.7b, 1.7B-Base, qwen3-tts-12hz-1.7b-base. All
-    else stays as it is."""
+    """The usual name of a published model that was written as 1.7b, 1.7B-Base or qwen3-tts-12hz-1.7b-base. Any other
+    name is returned unchanged."""
     if os.path.exists(word):
         return word
     for name, hub_id in MODELS.items():
@@ -21,19 +21,19 @@ def model_name(word: str) -> str:
 
 
 def hub_name(model: str) -> str:
-    """The name on the model hub. A folder stays as it is."""
+    """The name on the model hub. The path of a folder is returned unchanged."""
     return model if Path(model).is_dir() else MODELS.get(model, model)
 
 
 def split_name(model: str) -> tuple[str | None, str]:
-    """A model that was given as name=folder -> both. A path may have an = in it, too."""
+    """Split name=folder. The name is None if there is none: the = may be part of a path."""
     name, equals, folder = model.partition("=")
     is_named = equals and name.strip() and "/" not in name and not Path(model).exists()
     return (name.strip(), folder) if is_named else (None, model)
 
 
 def display_name(model: str) -> str:
-    """A model's name without its owner or its place. A snapshot in the hub's cache has the name of its repository."""
+    """A model's name without its owner or folder. For a snapshot in the hub's cache, it is the repository's name."""
     if not Path(model).is_dir():
         return Path(model).name
     path = Path(os.path.abspath(model))

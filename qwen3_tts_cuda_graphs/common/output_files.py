@@ -1,6 +1,6 @@
-"""Output files: checked before the work, and written whole or not at all.
+"""Output files: checked before the work, and written completely or not at all.
 
-Imports nothing that takes time: a mistake in --output is answered at once.
+Imports nothing that takes time, so that a mistake in --output is answered at once.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from typing import BinaryIO
 
 
 def check_writable(path: Path, *inputs: str | Path | None, option: str = "--output") -> None:
-    """Raise an error now rather than after the work. None of the inputs is overwritten."""
+    """Raise an error if the file cannot be written, or is one of the inputs. option: the one that names it"""
     if str(path) == "-":
         return
-    folder = os.path.dirname(os.path.realpath(path))  # a new file is written there, and then renamed
+    folder = os.path.dirname(os.path.realpath(path))  # the new file is written there, and then renamed
     if path.is_dir():
         problem = "it is a folder"
     elif any(given and os.path.isfile(given) and path.exists() and path.samefile(given) for given in inputs):
@@ -36,12 +36,12 @@ def check_writable(path: Path, *inputs: str | Path | None, option: str = "--outp
 
 
 def is_special(path: Path) -> bool:
-    """A device or a named pipe, which cannot be replaced by a file."""
+    """Whether it is a device or a named pipe, which a file must not replace."""
     return path.exists() and not path.is_file()
 
 
 def is_stdout(path: Path) -> bool:
-    """Whether the program's own lines would get into what is written there: `-`, /dev/stdout."""
+    """Whether it is stdout (`-` or /dev/stdout), so that the program must print its messages elsewhere."""
     if str(path) == "-":
         return True
     with contextlib.suppress(OSError, ValueError, AttributeError):  # stdout may be closed, or none at all
@@ -51,30 +51,30 @@ def is_stdout(path: Path) -> bool:
 
 @contextlib.contextmanager
 def replacement_for(path: Path, option: str = "--output") -> Iterator[Path]:
-    """A new file beside `path` that takes its place if all goes well, and is removed if not."""
-    target = Path(os.path.realpath(path))  # a symbolic link stays one
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    """Yield the path of a new file beside `path`. It replaces `path` at the end, or is removed after an error."""
+    target = Path(os.path.realpath(path))  # a symbolic link stays a link
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     with write_errors(path, option):
-        beside.touch(exist_ok=False)
+        temporary.touch(exist_ok=False)
     try:
-        yield beside
+        yield temporary
         with write_errors(path, option):
             if target.exists():
-                beside.chmod(stat.S_IMODE(target.stat().st_mode))
+                temporary.chmod(stat.S_IMODE(target.stat().st_mode))
             try:
-                beside.replace(target)
+                temporary.replace(target)
             except OSError as error:  # a file that is mounted, or another user's in a folder like /tmp
                 if error.errno not in (errno.EBUSY, errno.EPERM) or not target.exists():
                     raise
-                with open(beside, "rb") as source, open(target, "r+b") as file:
+                with open(temporary, "rb") as source, open(target, "r+b") as file:
                     shutil.copyfileobj(source, file)
                     file.truncate()
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_bytes(path: Path, content: bytes, option: str = "--output") -> None:
-    """Write to a file or, for "-", to stdout. option: the one that names it"""
+    """Write to a file or, for "-", to stdout."""
     if str(path) == "-":
         with write_errors(path, option), open_stdout() as file:
             file.write(content)
@@ -82,21 +82,21 @@ def write_bytes(path: Path, content: bytes, option: str = "--output") -> None:
         with write_errors(path, option):
             path.write_bytes(content)
     else:
-        with replacement_for(path, option) as beside, write_errors(path, option):
-            beside.write_bytes(content)
+        with replacement_for(path, option) as temporary, write_errors(path, option):
+            temporary.write_bytes(content)
 
 
 def open_stdout() -> BinaryIO:
-    """Always buffered: with PYTHONUNBUFFERED, sys.stdout.buffer may write less than it is given, without an error."""
+    """A buffered stdout: with PYTHONUNBUFFERED, sys.stdout.buffer may silently write less than it is given."""
     return open(sys.stdout.fileno(), "wb", closefd=False)
 
 
 @contextlib.contextmanager
 def write_errors(path: Path, option: str = "--output") -> Iterator[None]:
-    """Failed writes as one sentence. soundfile's are a RuntimeError or, on a full disk, an AssertionError."""
+    """Turn failed writes into one sentence. soundfile raises RuntimeError or, on a full disk, AssertionError."""
     try:
         yield
-    except BrokenPipeError:  # not a mistake: the player was closed
+    except BrokenPipeError:  # not an error: the player was closed
         raise
     except (OSError, RuntimeError, AssertionError) as error:
         reason = getattr(error, "strerror", None) or "the file could not be written completely, is the disk full?"

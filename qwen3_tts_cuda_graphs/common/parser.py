@@ -1,5 +1,4 @@
-"""The options of a command: a mistake in them is a ValueError that says what to do, and a mistyped one is answered with
-the option that it looks like.
+"""The command lines' parser: a mistake is a ValueError that says what to do, and suggests an option for a mistyped one.
 
 Imports nothing that takes time.
 """
@@ -9,7 +8,7 @@ import difflib
 import sys
 from pathlib import Path
 
-OPTION_ALIASES = {  # option -> what other speech programs call it
+OPTION_ALIASES = {  # option -> its names in other speech programs
     "--speaker": "voice voice-name voice-id speaker-id speaker-idx speaker-name spk v",
     "--output": "out-path out-file output-file output-path write-media save w o",
     "--format": "response-format output-format codec encoding",
@@ -38,7 +37,7 @@ OPTION_ALIASES = {  # option -> what other speech programs call it
 
 
 class Once(argparse.Action):
-    """Takes one value. argparse's own takes the last of several, and drops the others silently."""
+    """An option that may be given once. argparse's own silently takes the last of several values."""
 
     given = None
 
@@ -56,7 +55,7 @@ def file_name(word: str) -> Path:
 
 
 class Parser(argparse.ArgumentParser):
-    """A mistake is a ValueError, and a mistyped option is answered with the one that it looks like."""
+    """An ArgumentParser that raises ValueError. Options take one value only, and the name of a file is not empty."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -74,7 +73,7 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}: see --help")
 
     def option_like(self, word: str) -> str | None:
-        """The option that an unknown one may stand for."""
+        """The option that an unknown one probably means, by its names in other programs or by a similar spelling."""
         known = {option.lstrip("-"): option for option in self._option_string_actions if option.startswith("--")}
         is_cut_short = self.allow_abbrev and any(option.startswith(word) for option in self._option_string_actions)
         if not word.startswith("-") or word in self._option_string_actions or is_cut_short:

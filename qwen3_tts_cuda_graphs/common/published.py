@@ -1,16 +1,16 @@
-"""The published models: their names, and what is known of them without a download."""
+"""The published models: their names, and what is known about them without a download."""
 
 import os
 
 VARIANTS = ("0.6B-Base", "1.7B-Base", "0.6B-CustomVoice", "1.7B-CustomVoice", "1.7B-VoiceDesign")
-# short name -> hub id; generate.py, which runs without this file, has the same
+# Short name -> hub id. generate.py has a copy, because it runs without the package.
 MODELS = {name.removesuffix("-Base"): f"Qwen/Qwen3-TTS-12Hz-{name}" for name in VARIANTS}
 KIND_OF = {"Base": "base", "CustomVoice": "custom_voice", "VoiceDesign": "voice_design"}
 MODELS_OF_KIND = {
     kind: [name for name, hub_id in MODELS.items() if hub_id.endswith(variant)] for variant, kind in KIND_OF.items()
 }
-CLONING_MODEL, PRESET_MODEL = "0.6B", "0.6B-CustomVoice"  # the defaults, with and without a voice to clone
-FRAME_RATE = 12.5  # frames per second, of the 12 Hz models
+CLONING_MODEL, PRESET_MODEL = "0.6B", "0.6B-CustomVoice"  # the default models with and without a voice to clone
+FRAME_RATE = 12.5  # frames per second of the "12 Hz" models
 HIDDEN_SIZES = {"0.6B": 1024, "1.7B": 2048}
 TALKER = dict(vocab_size=3072, max_position_embeddings=32768)
 LANGUAGE_IDS = dict(
@@ -43,7 +43,7 @@ def speakers_and_languages(kind: str) -> dict:
 
 
 def published_config(model: str) -> dict | None:
-    """What the checks of options read of a published model's config.json. None for any other model."""
+    """The part of a published model's config.json that the checks of options need. None for any other model."""
     hub_id = MODELS.get(model, model)
     if os.path.exists(model) or hub_id not in MODELS.values():
         return None

@@ -1,5 +1,4 @@
-"""A quick start: CUDA starts while torch and what needs it are imported, what is not used is not imported, and nothing
-is compiled twice.
+"""Start a command quickly: initialize CUDA during the imports, skip unused imports, and keep Python's bytecode.
 
 Imports nothing that takes time by itself.
 """
@@ -18,26 +17,26 @@ from qwen3_tts_cuda_graphs.common.command import raise_terminated
 from qwen3_tts_cuda_graphs.common.skipped_imports import skipping_unused
 from qwen3_tts_cuda_graphs.fast.cache_folder import open_folder
 
-CUDA_TIMEOUT = 60.0  # seconds to wait for CUDA's start
+CUDA_TIMEOUT = 60.0  # seconds to wait until CUDA is initialized
 
 
 @contextlib.contextmanager
 def heavy_imports(device: str | None) -> Iterator[None]:
-    """Around a script's imports of torch and of what needs it: CUDA starts in a thread, what is not used is not
-    imported, and garbage is not collected.
+    """Wraps a script's imports of torch and everything that needs it. CUDA is initialized in a thread meanwhile, unused
+    modules are skipped, and the garbage collector is off.
 
-    Where torch is imported already, this is not the script's own process, and nothing is changed in it.
+    If torch is imported already, the process belongs to another program, and nothing is changed.
     """
     if "torch" in sys.modules:
         yield
         return
     keep_bytecode()
-    # A signal ends the process: packages take an exception for a missing module.
+    # Let signals end the process: some packages would take KeyboardInterrupt for a missing module.
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: raise_terminated}
     handlers = {number: handler for number, handler in handlers.items() if signal.getsignal(number) is handler}
     for number in handlers:
         signal.signal(number, signal.SIG_DFL)
-    gc.disable()  # imports make many objects and little garbage
+    gc.disable()  # imports create many objects and little garbage
     cuda = None
     try:
         with skipping_unused():
@@ -48,27 +47,28 @@ def heavy_imports(device: str | None) -> Iterator[None]:
                 cuda.start()
             yield
     finally:
-        if cuda:  # a process that ends while CUDA starts may crash
+        if cuda:  # a process that exits during CUDA's initialization may crash
             cuda.join(CUDA_TIMEOUT)
-        gc.freeze()  # what is imported stays: later collections skip it
-        atexit.register(gc.unfreeze)  # the last collection frees it; nanobind's modules would print what is left
+        gc.freeze()  # later collections skip the imported objects
+        atexit.register(gc.unfreeze)  # frees them at exit; nanobind's modules would print what is not freed
         gc.enable()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def keep_bytecode() -> None:
-    """Where nobody keeps what Python compiles, each process would compile torch again, in seconds: an image forbids it
-    (PYTHONDONTWRITEBYTECODE), or its folders are read-only. Then keep it in the user's cache, beside the kernels.
+    """Keep bytecode in the user's cache, beside the kernels, if Python does not keep it beside torch.
 
-    Processes that this one starts do the same if they get `bytecode_environment`.
+    This happens where PYTHONDONTWRITEBYTECODE is set, as in container images, or where the packages are read-only.
+    Each process would then compile torch again, which takes seconds. Child processes use the same folder if they get
+    `bytecode_environment`.
     """
     torch = find_spec("torch")
     if torch is None or torch.origin is None or sys.pycache_prefix or os.path.exists(cache_from_source(torch.origin)):
         return
     if not sys.dont_write_bytecode and os.access(os.path.dirname(torch.origin), os.W_OK):
-        return  # Python keeps it there
-    with contextlib.suppress(OSError, RuntimeError):  # as with kernels, a cache that cannot be used is no error
+        return  # Python keeps it beside torch
+    with contextlib.suppress(OSError, RuntimeError):  # a cache that cannot be used is not an error
         folder = open_folder("bytecode")
         if folder and os.access(folder, os.W_OK):
             sys.pycache_prefix = str(folder)
@@ -76,14 +76,14 @@ def keep_bytecode() -> None:
 
 
 def bytecode_environment() -> dict[str, str]:
-    """Variables for processes that this one starts: they keep what Python compiles where this one does."""
+    """Environment variables for child processes, so that they keep bytecode where this process does."""
     if sys.pycache_prefix is None:
         return {}
     return {"PYTHONPYCACHEPREFIX": sys.pycache_prefix, "PYTHONDONTWRITEBYTECODE": "1" * sys.dont_write_bytecode}
 
 
 def start_cuda(torch, device: str) -> None:
-    """The first calls of CUDA and cuBLAS take long. The main thread meets their errors again and reports them."""
+    """Make the first calls of CUDA and cuBLAS, which take long. The main thread will repeat and report any error."""
     with contextlib.suppress(Exception):
         torch.cuda.init()
         matrix = torch.ones(16, 16, dtype=torch.bfloat16, device=device)

@@ -1,4 +1,4 @@
-"""Recordings in: audio files of every kind that soundfile reads, and those of phones and browsers, which PyAV reads."""
+"""Read recordings: with soundfile, or with PyAV for the formats of phones and browsers."""
 
 import re
 import warnings
@@ -13,14 +13,14 @@ from qwen3_tts_cuda_graphs.common.samples import Chunk
 
 MAX_SECONDS = 600.0  # longest recording that PyAV decodes
 MIN_RATE, MAX_RATE = 4_000, 192_000  # Hz
-CODECS = {"aac", "alac", "flac", "mp3", "opus", "pcm_s16le", "vorbis"}  # the only ones that PyAV decodes
-RECORDINGS = "a WAV, FLAC, OGG, MP3, M4A, AAC or WebM file"  # what can be read
+CODECS = {"aac", "alac", "flac", "mp3", "opus", "pcm_s16le", "vorbis"}  # PyAV may decode no others
+RECORDINGS = "a WAV, FLAC, OGG, MP3, M4A, AAC or WebM file"  # for error messages
 if find_spec("av") is None:
     RECORDINGS = "a WAV, FLAC, OGG or MP3 file, or run pip install av, which reads M4A, AAC and WebM"
 
 
 def read_audio(path: Path) -> Chunk:
-    """A recording as mono float32 samples, and its rate."""
+    """Read a recording as mono float32 samples, and their rate."""
     if not path.is_file():
         if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:/|data:", str(path)):
             raise ValueError(f"{str(path)[:80]} is an address: download the recording, and give its file")
@@ -47,23 +47,25 @@ def read_audio(path: Path) -> Chunk:
 
 
 def demuxer_for(start: bytes) -> str | None:
-    """FFmpeg's name for a phone's or a browser's format, by the first 12 bytes of a file. None: soundfile's."""
+    """FFmpeg's demuxer for a file that begins with these 12 bytes, or None if soundfile reads it."""
     if start[4:8] in (b"ftyp", b"moov", b"mdat", b"wide"):
         return "mp4"
     if start[:4] == b"\x1a\x45\xdf\xa3":
         return "matroska"  # WebM, too
-    has_aac_header = len(start) > 1 and start[0] == 0xFF and start[1] & 0xF6 == 0xF0  # MP3 has a layer there
+    has_aac_header = len(start) > 1 and start[0] == 0xFF and start[1] & 0xF6 == 0xF0  # MP3 has other layer bits
     return "aac" if has_aac_header else None
 
 
 def decode_with_ffmpeg(file: BinaryIO, demuxer: str, seconds: float) -> tuple[np.ndarray, int, int]:
-    """Samples (N, 1) of at most so many seconds and one more, rate, and channels of the file. Raises RuntimeError."""
+    """Decode at most `seconds` and one more sample. Returns samples (N, 1), their rate, and the file's number of
+    channels. Raises RuntimeError."""
     try:
         import av
     except ImportError:
         raise RuntimeError("PyAV is not installed") from None
     av.logging.set_level(None)
-    resampler, pieces, left = None, [], 1  # samples that are wanted, once the rate is known
+    resampler, pieces = None, []
+    left = 1  # samples to decode; set when the rate is known
     try:
         with av.open(file, format=demuxer) as container:
             stream = container.streams.audio[0]
@@ -90,7 +92,7 @@ def decode_with_ffmpeg(file: BinaryIO, demuxer: str, seconds: float) -> tuple[np
 
 
 def check_recording(audio: np.ndarray, rate: int, name: str) -> float:
-    """Whether a voice can be made from mono samples. Returns their length in seconds."""
+    """Raise an error if no voice can be made from these mono samples. Returns their length in seconds."""
     seconds = len(audio) / rate
     if not np.isfinite(audio).all() or np.abs(audio).max(initial=0) < 1e-4:
         raise ValueError(f"{name} is silent or broken: give a recording of the voice")

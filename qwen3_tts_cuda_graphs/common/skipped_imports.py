@@ -1,4 +1,4 @@
-"""Imports that a command skips: half of the modules behind torch, transformers and librosa, which nobody calls here.
+"""Imports that a command skips: half of the modules that torch, transformers and librosa import are never called here.
 
 Imports nothing that takes time.
 """
@@ -9,17 +9,17 @@ import types
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 
-# Packages that transformers runs without.
+# Optional dependencies of transformers.
 PACKAGES = ("hqq", "jax", "sklearn", "tensorflow", "torchvision")
-# Modules that transformers and librosa take names from: to train, to compile, for several GPUs, for music.
+# Modules from which transformers and librosa import names, for training, compiling, several GPUs, and music.
 MODULES = ("numba", "scipy.ndimage", "scipy.optimize", "scipy.signal", "scipy.sparse")
 MODULES += ("torch._dynamo", "torch.distributed.tensor")
 
 
 @contextlib.contextmanager
 def skipping_unused() -> Iterator[None]:
-    """Imports inside find that the packages are not installed, and stand-ins for the modules. Later imports find the
-    real ones."""
+    """Imports inside this context find no such PACKAGES, and stand-ins for the MODULES. Later imports find the real
+    ones."""
     packages = [name for name in PACKAGES if name not in sys.modules]
     sys.modules.update(dict.fromkeys(packages))
     finder = StandInFinder()
@@ -31,12 +31,12 @@ def skipping_unused() -> Iterator[None]:
         for name in [*packages, *finder.made]:
             del sys.modules[name]
             parent, _, child = name.rpartition(".")
-            if parent in sys.modules:  # the import has made it an attribute
+            if parent in sys.modules:  # the import has added an attribute to the parent
                 vars(sys.modules[parent]).pop(child, None)
 
 
 class StandInFinder:
-    """Finds the MODULES and all modules in them. What was imported before stays."""
+    """Finds a StandIn for each of the MODULES and their submodules. Modules that are already imported stay."""
 
     def __init__(self):
         self.made = []
@@ -55,13 +55,13 @@ class StandInFinder:
 
 
 class StandIn(types.ModuleType):
-    """A module that has every name. Each is a class that nothing is an object of, and a decorator that changes nothing:
-    isinstance(tensor, DTensor), @jit(nopython=True)."""
+    """A module that has every name. Each is a class without instances, as for isinstance(tensor, DTensor), and a
+    decorator that changes nothing, as for @jit(nopython=True)."""
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        if name == "TransformGetItemToIndex":  # transformers makes masks with it
+        if name == "TransformGetItemToIndex":  # transformers really uses it, for masks
             return indexing_mode()
         return UnusedClass(name, (), {})
 
@@ -72,7 +72,8 @@ class UnusedClass(type):
 
 
 def indexing_mode() -> type:
-    """A context in which x[i, j] is a lookup also inside of vmap, where i and j are one number each of a tensor."""
+    """A class in place of torch's TransformGetItemToIndex: a context in which x[i, j], where i and j are tensors of one
+    number each, is a lookup also inside vmap."""
     import torch
     from torch.overrides import TorchFunctionMode
 

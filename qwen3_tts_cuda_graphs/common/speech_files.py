@@ -1,7 +1,7 @@
-"""Speech out: audio files in every format that soundfile writes.
+"""Write speech to audio files, in every format that soundfile writes.
 
-The only formats written by hand are those that soundfile cannot write: a WAV file, or plain samples, that can be
-played while the file grows, and both on stdout.
+Written by hand is only what soundfile cannot write: a WAV or plain samples (without a header) that can be played while
+the file grows, and both on stdout.
 """
 
 import contextlib
@@ -21,20 +21,20 @@ from qwen3_tts_cuda_graphs.common.formats import format_of
 from qwen3_tts_cuda_graphs.common.output_files import is_special, open_stdout, replacement_for, write_errors
 from qwen3_tts_cuda_graphs.common.samples import Chunk, join, to_int16
 
-WAV_HEADER_BYTES = 36  # those of the 44-byte header that the RIFF size field counts
+WAV_HEADER_BYTES = 36  # the part of the 44-byte header that the RIFF size includes
 CODES = {"PCM_16": (1, 2), "ALAW": (6, 1), "ULAW": (7, 1)}  # subtype -> code in a WAV's header, bytes per sample
-MAX_WAV_BYTES = 0xFFFFFFFF - WAV_HEADER_BYTES  # samples that the header can count
-UNKNOWN_LENGTH = MAX_WAV_BYTES  # in the header of a stream, which cannot be corrected later
+MAX_WAV_BYTES = 0xFFFFFFFF - WAV_HEADER_BYTES  # the largest size of the samples that a header can hold
+UNKNOWN_LENGTH = MAX_WAV_BYTES  # the size in the header of a stream, which cannot be corrected later
 
 
 def write_audio(
     path: Path, chunks: Iterable[Chunk], playable: bool = False, samples: int = 0, name: str | None = None
 ) -> float:
-    """Write chunks as they come, to a file or, for "-", to stdout. Returns the seconds of audio.
+    """Write chunks to a file or, for "-", to stdout. Returns the seconds of audio.
 
-    playable: a WAV can be played while it grows, and stays as far as it got if the chunks end with an error. Without
-    it, or in another format, the file appears under its name only when it is complete.
-    samples: how many there will be, if they may be more than fit into a WAV
+    playable: a WAV or plain samples can be played while they grow, and stay if the chunks end with an error. Otherwise
+    the file appears under its name only when it is complete.
+    samples: an upper bound of their number, if they may be more than fit into a WAV
     name: of the format; default: by the file's extension
     """
     container, subtype = format_of(path, name)
@@ -48,32 +48,32 @@ def write_audio(
 
 
 def write_file(path: Path, chunks: Iterable[Chunk], container: str, subtype: str, samples: int) -> float:
-    """A complete file in one of soundfile's formats, written beside `path` and renamed."""
+    """Write a complete file with soundfile, beside `path`, and rename it."""
     if container == "WAV" and CODES[subtype][1] * samples > MAX_WAV_BYTES:
         container = "RF64"  # a WAV with 64-bit sizes
     frames = 0
-    with replacement_for(path) as beside, contextlib.ExitStack() as files:
+    with replacement_for(path) as temporary, contextlib.ExitStack() as files:
         for audio, rate in chunks:
             with write_errors(path):
                 if frames == 0:
-                    name = for_soundfile(beside)
+                    name = for_soundfile(temporary)
                     file = files.enter_context(soundfile.SoundFile(name, "w", rate, 1, subtype, format=container))
                 file.write(to_int16(audio))
             frames += len(audio)
         with write_errors(path):
             files.close()
-            if frames_in(beside, container, subtype) < frames:
+            if frames_in(temporary, container, subtype) < frames:
                 raise OSError("incomplete")
     return frames / rate
 
 
 def for_soundfile(path: Path) -> str | bytes:
-    """A file's name, which may be no UTF-8: soundfile refuses a str then. On Windows it wants one."""
+    """A file's name as soundfile takes it: bytes, because it may not be UTF-8, but on Windows a str."""
     return str(path) if os.name == "nt" else os.fsencode(path)
 
 
 def frames_in(path: Path, container: str, subtype: str) -> int:
-    if container == "RAW":  # nothing in it says how many
+    if container == "RAW":  # no header has their number
         return path.stat().st_size // CODES[subtype][1]
     return soundfile.info(for_soundfile(path)).frames
 
@@ -81,17 +81,18 @@ def frames_in(path: Path, container: str, subtype: str) -> int:
 def write_growing(
     path: Path, chunks: Iterable[Chunk], container: str, subtype: str, length_is_known: bool = False
 ) -> float:
-    """Plain samples, in a WAV whose header is corrected after every chunk, where that is possible, or without a header.
+    """Write plain samples, or a WAV whose header is corrected after every chunk if the file is seekable.
 
-    The file is opened when there is something to write. With a known length there is one chunk.
+    The file is opened when the first chunk is there. length_is_known: there is one chunk
     """
-    size, header = 0, wav_header if container == "WAV" else lambda *_: b""
+    header = wav_header if container == "WAV" else lambda *_: b""
+    size = 0
     with contextlib.ExitStack() as files:
         for audio, rate in chunks:
             samples = to_bytes(to_int16(audio), subtype)
             with write_errors(path):
                 if size == 0:
-                    to_stdout = str(path) == "-"  # stdout may be a file with something else in front
+                    to_stdout = str(path) == "-"  # never corrected: stdout may be a file with something else in front
                     file = open_stdout() if to_stdout else open(path, "wb")
                     files.callback(close_quietly, file)
                     can_correct = file.seekable() and not to_stdout
@@ -111,13 +112,13 @@ def write_growing(
 
 
 def close_quietly(file: BinaryIO) -> None:
-    """Every chunk was flushed: what close could report has been reported."""
+    """Close a file after every write was flushed, so that nothing is left to fail."""
     with contextlib.suppress(OSError):
         file.close()
 
 
 def wav_header(rate: int, size: int, subtype: str = "PCM_16") -> bytes:
-    """Mono, with `size` bytes of samples, or more than the header can say."""
+    """The header of a mono WAV with `size` bytes of samples, or the largest size that it can hold."""
     size = min(size, MAX_WAV_BYTES)
     code, width = CODES[subtype]
     channels = 1
@@ -127,7 +128,7 @@ def wav_header(rate: int, size: int, subtype: str = "PCM_16") -> bytes:
 
 
 def to_bytes(samples: np.ndarray, subtype: str) -> bytes:
-    """16-bit samples as they are, or in the 8 bits of G.711."""
+    """The bytes of 16-bit samples, or of their 8-bit G.711 codes."""
     if subtype != "PCM_16":
         samples = g711_bytes(subtype)[samples.view(np.uint16)]
     return samples.tobytes()
@@ -135,7 +136,7 @@ def to_bytes(samples: np.ndarray, subtype: str) -> bytes:
 
 @functools.cache
 def g711_bytes(subtype: str) -> np.ndarray:
-    """The byte of every 16-bit sample, (65536,), as libsndfile writes it."""
+    """A table of the byte that libsndfile writes for every 16-bit sample, (65536,)."""
     file = io.BytesIO()
     soundfile.write(file, np.arange(1 << 16, dtype=np.uint16).view(np.int16), 8000, subtype, format="RAW")
     return np.frombuffer(file.getvalue(), np.uint8)

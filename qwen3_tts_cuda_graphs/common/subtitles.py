@@ -18,8 +18,8 @@ def format_subtitles(
 ) -> str:
     """The content of a file with this suffix.
 
-    rate: that of the cues' samples
-    file_rate: that of the sound's file, if it is another
+    rate: of the cues' positions
+    file_rate: of the audio file, if it differs
     """
     parts = [cue_fields(cue, rate, language, file_rate) for cue in cues]
     if suffix == ".json":
@@ -35,7 +35,7 @@ def format_subtitles(
 
 
 def cue_fields(cue: Cue, rate: int, language: str | None = None, file_rate: int | None = None) -> dict:
-    """What is said of a part whose sound is complete. Times are exact to the sample."""
+    """A part whose audio is complete, as in the JSON. Times are exact to the sample."""
     text = str(cue.part.text)
     scale = (file_rate or rate) / rate
     return {
@@ -51,7 +51,7 @@ def cue_fields(cue: Cue, rate: int, language: str | None = None, file_rate: int 
 
 
 def timestamp(seconds: float, point: str) -> str:
-    """01:02:03,456"""
+    """A time as 01:02:03,456, or with a point in WebVTT."""
     milliseconds = round(seconds * 1000)
     minutes, milliseconds = divmod(milliseconds, 60_000)
     return f"{minutes // 60:02}:{minutes % 60:02}:{milliseconds // 1000:02}{point}{milliseconds % 1000:03}"

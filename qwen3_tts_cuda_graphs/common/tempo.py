@@ -1,4 +1,4 @@
-"""Speech faster or slower, with the same pitch. PyAV brings FFmpeg's filters."""
+"""Speech faster or slower, with the same pitch, by FFmpeg's filter atempo, which PyAV contains."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -9,17 +9,17 @@ import numpy as np
 
 from qwen3_tts_cuda_graphs.common.samples import Chunk, filtered
 
-SLOWEST_STEP = 0.5  # the slowest tempo of FFmpeg's atempo: a slower one takes two of them
+SLOWEST_STEP = 0.5  # the slowest tempo of atempo; for slower speech two of them are chained
 
 
 class Tempo:
-    """One stream of 16-bit samples: `add` them as they come, then `finish`."""
+    """Changes the tempo of one stream of 16-bit samples: call `add` as they come, then `finish`."""
 
     def __init__(self, rate: int, speed: float):
         self.rate = rate
         self.speed = speed
-        self.samples = 0
-        self.taken = 0
+        self.samples = 0  # that were added
+        self.taken = 0  # samples that were returned
         self.ready = np.empty(0, np.int16)
         self.graph = av.filter.Graph()
         steps = [SLOWEST_STEP, speed / SLOWEST_STEP] if speed < SLOWEST_STEP else [speed]
@@ -35,7 +35,7 @@ class Tempo:
         return self.take()
 
     def finish(self) -> np.ndarray:
-        """atempo keeps the last milliseconds to itself, so some silence follows them, and is cut off again."""
+        """Return the rest. atempo holds back the last milliseconds, so silence is added to push them out."""
         self.push(np.zeros(self.rate // 5, np.int16))
         self.graph.push(None)
         return self.take()
@@ -44,7 +44,7 @@ class Tempo:
         self.graph.push(audio_frame(samples, self.rate, self.samples))
 
     def take(self) -> np.ndarray:
-        """What is ready, but no more than the samples so far take at this speed: all of it has exactly that length."""
+        """The samples that are ready, but no more in total than the added ones take at this speed."""
         pieces = [self.ready]
         with contextlib.suppress(av.BlockingIOError, av.EOFError):
             while True:
@@ -65,5 +65,5 @@ def audio_frame(samples: np.ndarray, rate: int, position: int):
 
 
 def at_speed(chunks: Iterable[Chunk], speed: float) -> Iterator[Chunk]:
-    """An utterance in another tempo, as it is made."""
+    """Change the tempo of an utterance, chunk by chunk."""
     return filtered(chunks, lambda rate: Tempo(rate, speed))

@@ -1,4 +1,4 @@
-"""Voices as a user gives them, a speaker file or a mix as in a.pt:0.7,b.pt:0.3, checked without torch.
+"""Speaker files, and mixes such as a.pt:0.7,b.pt:0.3, checked without torch.
 
 Imports nothing that takes time.
 """
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from qwen3_tts_cuda_graphs.common.published import MODELS_OF_KIND, SPEAKERS
 
-TORCH_FILES = b"PK\3\4", b"\x80\2"  # how files of torch.save begin: a zip, or a pickle in those of old versions
+TORCH_FILES = b"PK\3\4", b"\x80\2"  # the first bytes of files by torch.save: a zip, or in old versions a pickle
 REFERENCE_SILENCE = 0.5  # seconds between an in-context reference and the speech
 
 
 def read_mix(text: str) -> list[tuple[str, float]]:
-    """(name, weight) of each voice. Empty: it is no mix."""
+    """The (name, weight) of each voice of a mix. Empty if the text is not a mix."""
     voices = []
     for piece in text.split(","):
         name, _, weight = piece.rpartition(":")
@@ -27,7 +27,7 @@ def read_mix(text: str) -> list[tuple[str, float]]:
 
 
 def normalized_weights(weights: Iterable[float] | None, voices: int) -> list[float]:
-    """The weights, scaled to a sum of 1. None: equal ones"""
+    """The weights, scaled to a sum of 1. None: equal weights"""
     weights = [1.0] * voices if weights is None else [*weights]
     if len(weights) != voices:
         raise ValueError(f"there are {len(weights)} weights for {voices} voices: give each voice one")
@@ -41,7 +41,7 @@ def normalized_weights(weights: Iterable[float] | None, voices: int) -> list[flo
 
 
 def check_speaker_file(path: str | Path) -> None:
-    """What can be seen without torch."""
+    """Raise an error if the file is missing, or does not begin as a file by torch.save."""
     if not os.path.isfile(path):
         if str(path).lower() in SPEAKERS:
             models = " or ".join(MODELS_OF_KIND["custom_voice"])

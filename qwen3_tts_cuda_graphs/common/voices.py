@@ -1,4 +1,4 @@
-"""Voices as upstream's methods take them: speaker embeddings, recordings, names of speakers, descriptions."""
+"""Voices as arguments of upstream's methods: from speaker files, mixes of them, and recordings."""
 
 import contextlib
 import sys
@@ -18,14 +18,16 @@ from qwen3_tts_cuda_graphs.upstream import VoiceClonePromptItem
 
 
 def load_speaker(file: str | Path | BinaryIO, hidden_size: int, path: str | Path | None = None) -> dict | list:
-    """A speaker.pt, or a voice that upstream's demo has saved, as a voice_clone_prompt. Nothing in it is executed.
-    `path` names it in messages."""
+    """Load a speaker.pt, or a voice saved by upstream's demo, as a voice_clone_prompt. No code in it is executed.
+
+    path: names the file in messages, if `file` is not a path
+    """
     if path is None:
         path = file
         check_speaker_file(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an error follows, or nothing is wrong
+            warnings.simplefilter("ignore")  # if something is wrong, an error follows
             speaker = torch.load(file, map_location="cpu", weights_only=True)
     except Exception:
         raise ValueError(f"{path} is not a speaker file: make one with qwen3-tts clone") from None
@@ -47,13 +49,13 @@ def load_speaker(file: str | Path | BinaryIO, hidden_size: int, path: str | Path
 
 
 def load_speakers(files: Iterable[str | Path], weights: Iterable[float], hidden_size: int) -> dict | list:
-    """The voice of a file, or of several, mixed."""
+    """Load a file, or mix several."""
     prompts = [load_speaker(file, hidden_size) for file in files]
     return prompts[0] if len(prompts) == 1 else mix_embeddings(prompts, weights)
 
 
 def saved_item(content, path: str | Path) -> dict | None:
-    """The voice in a file of upstream's demo, which is {"items": [its fields]}. None: it is another file."""
+    """The fields of the voice in a file of upstream's demo, which holds {"items": [fields]}. None for other files."""
     if not isinstance(content, dict):
         return None
     items = content.get("items")
@@ -64,14 +66,14 @@ def saved_item(content, path: str | Path) -> dict | None:
     item = dict.fromkeys(("ref_code", "ref_spk_embedding", "ref_text")) | items[0]
     for name in ("ref_code", "ref_spk_embedding"):
         if isinstance(item[name], list):
-            with contextlib.suppress(ValueError, TypeError, RuntimeError):  # it is checked below
+            with contextlib.suppress(ValueError, TypeError, RuntimeError):  # what is no tensor is refused later
                 item[name] = torch.tensor(item[name])
     item["icl_mode"] = bool(item.get("icl_mode", not item.get("x_vector_only_mode", False)))
     return item
 
 
 def in_context_item(item: dict, path: str | Path):
-    """The item of a voice_clone_prompt."""
+    """The item of an in-context voice_clone_prompt."""
     codes, transcript = item["ref_code"], item["ref_text"]
     has_codes = torch.is_tensor(codes) and codes.dim() == 2 and not (codes.is_floating_point() or codes.is_complex())
     if not has_codes or not len(codes) or not isinstance(transcript, str) or not transcript.strip():
@@ -82,8 +84,11 @@ def in_context_item(item: dict, path: str | Path):
 
 
 def mix_embeddings(prompts: list[dict | list], weights: Iterable[float] | None = None) -> dict:
-    """A voice between several: the weighted mean of their speaker embeddings, without any transcripts. The first
-    embedding of each voice_clone_prompt counts. weights: any sum above 0; default: equal"""
+    """Mix voices: the weighted mean of their speaker embeddings, without any transcripts.
+
+    prompts: voice_clone_prompts, of which the first embedding is taken
+    weights: with any sum above 0; default: equal
+    """
     speakers = [prompt_field(prompt, "ref_spk_embedding")[0].detach().cpu().float() for prompt in prompts]
     sizes = sorted({len(speaker) for speaker in speakers})
     if len(sizes) > 1:
@@ -94,15 +99,15 @@ def mix_embeddings(prompts: list[dict | list], weights: Iterable[float] | None =
 
 def clone_prompt(tts, audio: np.ndarray, rate: int, ref_text: str | None, silence: float = REFERENCE_SILENCE) -> list:
     """Upstream's voice_clone_prompt for a recording: in-context with a transcript, else its speaker embedding alone."""
-    if ref_text:  # silence keeps the last phoneme of the recording out of the speech
+    if ref_text:  # without silence the speech may begin with the recording's last phoneme
         audio = np.append(audio, np.zeros(int(silence * rate), dtype=audio.dtype))
     keep_stdout_clean(tts.model)
-    wanted = tts.model.speaker_encoder_sample_rate  # the codec's, too
+    wanted = tts.model.speaker_encoder_sample_rate  # it is also the codec's
     audio = resample(audio, rate, wanted)
     return tts.create_voice_clone_prompt((audio, wanted), ref_text, x_vector_only_mode=not ref_text)
 
 
 def keep_stdout_clean(model) -> None:
-    """Upstream's model prints warnings about recordings, and stdout may be the audio. To redirect sys.stdout would not
-    do: it is the same for all threads."""
+    """Let upstream's model print its warnings about recordings to stderr, because stdout may be the audio. Only its
+    module's `print` is replaced: sys.stdout is shared by all threads."""
     sys.modules[type(model).__module__].print = partial(print, file=sys.stderr)
