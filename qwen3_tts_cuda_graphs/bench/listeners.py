@@ -31,7 +31,7 @@ class Hearing:
 
 
 def listen(start_stream: StartStream, leave_after: float = math.inf, ask_at: float = 0.0) -> Hearing:
-    """Start a stream, not before the time `ask_at`, and listen to it until more than `leave_after` seconds of audio have
+    """Start a stream, not before the time `ask_at`, and listen until more than `leave_after` seconds of audio have
     come."""
     sleep_until(ask_at)
     heard = Hearing(asked=time.perf_counter())
