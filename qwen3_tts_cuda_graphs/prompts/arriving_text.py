@@ -20,7 +20,13 @@ from unicodedata import normalize
 import torch
 
 from qwen3_tts_cuda_graphs.prompts.build import prepare_request
-from qwen3_tts_cuda_graphs.prompts.checks import check_encodable, check_text, check_text_timeout, model_of
+from qwen3_tts_cuda_graphs.prompts.checks import (
+    TEXT_TIMEOUT,
+    check_encodable,
+    check_text,
+    check_text_timeout,
+    model_of,
+)
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import is_in_context, with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.prompts.cut import end_after_tokens
 from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import IncrementalTokenizer
@@ -36,7 +42,7 @@ class StreamTimeout(TimeoutError):
 class ArrivingText:
     """One text, and the request that speaks it."""
 
-    def __init__(self, method: Callable, timeout: float = 60.0, max_tokens: float = math.inf, **kwargs):
+    def __init__(self, method: Callable, timeout: float = TEXT_TIMEOUT, max_tokens: float = math.inf, **kwargs):
         """method: a method of upstream's model that generates speech; kwargs: its arguments but the text
         timeout: seconds without new text after which it has `timed_out`
         max_tokens: where it ends by itself: what follows is not part of it

@@ -10,6 +10,7 @@ from numbers import Integral
 from qwen3_tts_cuda_graphs.prompts.notation import MAX_PAUSE
 
 SLOWEST, FASTEST = 0.25, 4.0  # OpenAI's limits of the speed
+TEXT_TIMEOUT = 60.0  # default of `text_timeout`: seconds that a stream waits for the next piece of its text
 
 
 def model_of(method: Callable):

@@ -20,6 +20,7 @@ FRAMES_PER_TOKEN = 12
 USUAL_FRAMES_PER_TOKEN = 6
 MIN_FRAME_LIMIT = 192  # for short texts, 15 seconds
 PAUSE = 0.4  # seconds of silence between two parts
+MAX_SEQ_LEN = 2048  # default of `max_seq_len`: positions of the cache, for prompt and speech together
 
 PROMPT_POSITIONS = 16  # a prompt without text, instruction and reference
 POSITIONS_PER_BYTE = 8  # more than any text takes, even digits

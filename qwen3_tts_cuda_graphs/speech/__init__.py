@@ -35,6 +35,7 @@ from qwen3_tts_cuda_graphs.fast.paths import check_torch
 from qwen3_tts_cuda_graphs.fast.rows import batch_sizes
 from qwen3_tts_cuda_graphs.prompts.build import Prompts
 from qwen3_tts_cuda_graphs.prompts.checks import check_counts
+from qwen3_tts_cuda_graphs.prompts.cut import MAX_SEQ_LEN
 from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import use_qwens_pre_tokens
 from qwen3_tts_cuda_graphs.prompts.text_table import use_text_table
 from qwen3_tts_cuda_graphs.speech.runner import Runner
@@ -43,7 +44,7 @@ from qwen3_tts_cuda_graphs.speech.warm_up import warm_up
 from qwen3_tts_cuda_graphs.speech.whole_calls import take_over
 
 
-def accelerate(tts, max_seq_len: int = 2048, rows: int = 1, fused: bool | None = None):
+def accelerate(tts, max_seq_len: int = MAX_SEQ_LEN, rows: int = 1, fused: bool | None = None):
     """Make a model's methods fast, in place. No other thread may use the GPU during it. After an error, load it again.
 
     max_seq_len: positions for prompt and speech together, one per frame (12.5 per second).

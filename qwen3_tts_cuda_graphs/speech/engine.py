@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from qwen3_tts_cuda_graphs.fast.codec import PendingAudio
-from qwen3_tts_cuda_graphs.prompts.checks import check_counts, check_seed, check_text, is_arriving
+from qwen3_tts_cuda_graphs.prompts.checks import TEXT_TIMEOUT, check_counts, check_seed, check_text, is_arriving
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.prompts.pieces import END, aread_pieces, start_reader
 from qwen3_tts_cuda_graphs.prompts.script import nth_seed
@@ -108,7 +108,7 @@ class Engine:
         *,
         text: str | Iterable[str],
         seed: int | None = None,
-        text_timeout: float = 60.0,
+        text_timeout: float = TEXT_TIMEOUT,
         **kwargs,
     ) -> Iterator[Chunk]:
         """Speak one text and yield (float32 samples, sample rate) while it is generated.
@@ -142,7 +142,7 @@ class Engine:
         *,
         text: str | Iterable[str] | AsyncIterable[str],
         seed: int | None = None,
-        text_timeout: float = 60.0,
+        text_timeout: float = TEXT_TIMEOUT,
         **kwargs,
     ) -> AsyncIterator[Chunk]:
         """The same for asyncio, but queued at the first iteration, where mistakes raise. Never blocks the loop."""

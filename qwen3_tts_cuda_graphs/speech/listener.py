@@ -17,6 +17,7 @@ from concurrent.futures import Future
 
 from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES
 from qwen3_tts_cuda_graphs.prompts.arriving_text import StreamTimeout
+from qwen3_tts_cuda_graphs.prompts.checks import TEXT_TIMEOUT
 from qwen3_tts_cuda_graphs.prompts.pieces import END
 from qwen3_tts_cuda_graphs.speech.schedule import RowStatus
 from qwen3_tts_cuda_graphs.speech.streaming import Chunk
@@ -28,7 +29,7 @@ class QueueFull(RuntimeError):
 
 
 class Listener(Utterance):
-    def __init__(self, engine, put: Callable, text_timeout: float = 60.0, max_text_tokens: float = math.inf):
+    def __init__(self, engine, put: Callable, text_timeout: float = TEXT_TIMEOUT, max_text_tokens: float = math.inf):
         """text_timeout: seconds without new text after which it ends with a StreamTimeout
         max_text_tokens: where a text that is still to come ends: what follows is not part of this utterance
         """

@@ -15,7 +15,7 @@ import numpy as np
 
 from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText
 from qwen3_tts_cuda_graphs.prompts.build import prepare_request
-from qwen3_tts_cuda_graphs.prompts.checks import check_counts, check_seed, is_arriving, model_of
+from qwen3_tts_cuda_graphs.prompts.checks import TEXT_TIMEOUT, check_counts, check_seed, is_arriving, model_of
 from qwen3_tts_cuda_graphs.prompts.pieces import TextReader, aread_pieces
 from qwen3_tts_cuda_graphs.prompts.request import Request
 from qwen3_tts_cuda_graphs.speech.runner import Runner
@@ -30,7 +30,7 @@ def stream(
     *,
     text: str | list[str] | Iterable[str],
     chunk_frames: int | None = None,
-    text_timeout: float = 60.0,
+    text_timeout: float = TEXT_TIMEOUT,
     seed: int | None = None,
     warn: bool = True,
     **kwargs,
