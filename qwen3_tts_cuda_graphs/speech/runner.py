@@ -125,7 +125,7 @@ class Runner:
             busy, and where cores are shared the scheduler preempts such a thread often.
         """
         self.sleeps = sleeps
-        for utterance in [utterance for utterance in self.active if utterance.is_abandoned]:
+        for utterance in [utterance for utterance in self.active if utterance.must_be_released]:
             self.release(utterance)
         if self.on_gpu:
             stream = torch.cuda.current_stream(self.device)
