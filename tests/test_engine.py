@@ -188,12 +188,12 @@ def test_full_chunks_are_decoded_together(endless):
     one, and all where frames are slow, do not wait."""
 
     def decoded(speech, together: bool) -> list[tuple[int, int, int]]:
-        """(beat, frames, utterances) of what the codec decodes; the second begins 3 frames after the first."""
+        """(frames since idle, frames, utterances) of what the codec decodes. The second begins 3 frames later."""
         runner, active, chunks = speech.runner, [], []
 
         def hand_over(decoded):
             utterances, audio = decoded
-            chunks.append((runner.beat, len(audio.wait()[0]) // 1920, len(utterances)))
+            chunks.append((runner.frames_since_idle, len(audio.wait()[0]) // 1920, len(utterances)))
 
         runner.enter()
         assert not runner.active
@@ -250,12 +250,12 @@ def test_mistakes_in_a_list_come_first(voice):
     """They came after the texts before had been spoken, some as an IndexError."""
     two = {name: column and column[:2] for name, column in voice.arguments["voice_clone_prompt"].items()}
     with engine_for(voice, 2) as engine:
-        frames = engine.runner.beat
+        frames = engine.runner.frames_since_idle
         with pytest.raises(ValueError, match="the text is empty"):
             engine.generate(engine.method, text=["Hello."] * 8 + [""], **voice.arguments)
         with pytest.raises(ValueError, match="2 voices for 3 texts"):
             engine.generate(engine.method, text=["Hello."] * 3, **voice.arguments | dict(voice_clone_prompt=two))
-        assert engine.runner.beat == frames
+        assert engine.runner.frames_since_idle == frames
         (_, last), _ = engine.generate(
             engine.method, text=["Hi", "Hi"], seed=2**64 - 1, max_new_tokens=4, **voice.arguments
         )

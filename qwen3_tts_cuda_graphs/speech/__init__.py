@@ -41,7 +41,7 @@ from qwen3_tts_cuda_graphs.prompts.text_table import use_text_table
 from qwen3_tts_cuda_graphs.speech.runner import Runner
 from qwen3_tts_cuda_graphs.speech.speech import Speech
 from qwen3_tts_cuda_graphs.speech.warm_up import warm_up
-from qwen3_tts_cuda_graphs.speech.whole_calls import take_over
+from qwen3_tts_cuda_graphs.speech.whole_calls import replace_methods
 
 
 def accelerate(tts, max_seq_len: int = MAX_SEQ_LEN, rows: int = 1, fused: bool | None = None):
@@ -70,7 +70,7 @@ def accelerate(tts, max_seq_len: int = MAX_SEQ_LEN, rows: int = 1, fused: bool |
     runner = Runner(talker, tts.model.speech_tokenizer, rows, max_seq_len, fused, keepalive)
     tts.prompts = Prompts(tts, max_seq_len, host_talker)
     tts.speech = Speech(tts, runner)
-    take_over(tts)
+    replace_methods(tts)
     if on_gpu:
         warm_up(tts)
     return tts

@@ -155,14 +155,16 @@ class ListenerChunks(Iterator):
         self.is_closed = False
 
     def __next__(self) -> Chunk:
+        if self.is_closed:
+            raise StopIteration
         try:
-            if not self.is_closed and (audio := self.listener.receive(self.items.get())) is not END:
-                return audio, self.listener.engine.rate
+            audio = self.listener.receive(self.items.get())
+            if audio is END:
+                raise StopIteration
         except BaseException:
             self.close()
             raise
-        self.close()
-        raise StopIteration
+        return audio, self.listener.engine.rate
 
     def close(self) -> None:
         if not self.is_closed:

@@ -104,7 +104,7 @@ class Runner:
         self.row_settings = [None] * row_count  # the settings that were last written into each row
 
         self.active = []  # admitted utterances, each with its row
-        self.beat = 0  # frames launched since the runner was idle; aligns the chunks of several utterances
+        self.frames_since_idle = 0  # frames launched since the runner was idle; aligns the chunks of several utterances
         self.free = list(range(row_count))  # rows without an utterance: a heap
         self.in_flight = collections.deque()  # FrameInFlight, in order
         self.advance_on_host = None  # host copy of rows.advance
@@ -149,7 +149,7 @@ class Runner:
         if not utterances:
             return []
         if not self.active:
-            self.beat = 0
+            self.frames_since_idle = 0
         states = [utterance.generator and utterance.generator.get_state() for utterance in utterances]
         for utterance in utterances:
             utterance.row = heapq.heappop(self.free)
@@ -187,8 +187,8 @@ class Runner:
             for utterance in utterances:
                 self.views[utterance.row].whole_cache.zero_()
         self.prefills.read(utterances)
-        lengths = [0] * len(self.new_lengths)
         self.load_rows(utterances)
+        lengths = [0] * len(self.new_lengths)
         for utterance in utterances:
             lengths[utterance.row] = utterance.prompt_length
         copy_to_device(torch.tensor(lengths), self.new_lengths)
@@ -282,7 +282,7 @@ class Runner:
 
         self.draw(self.rows.code_noise, [utterance for utterance in utterances if utterance.samples_codes])
         graphs.predict()
-        self.beat += 1
+        self.frames_since_idle += 1
         for utterance in utterances:
             utterance.launched += 1
         if without_sound := [utterance for utterance in utterances if utterance.decoded == 0]:
@@ -367,7 +367,7 @@ class Runner:
         """Whether a full chunk waits for others. Groups of 64 rows are decoded together, each in every 8th frame."""
         if utterance.chunk_size < FULL_CHUNK or utterance.finished or utterance.lacks_text():
             return False
-        return (self.beat + utterance.row // MAX_BATCH) % FULL_CHUNK != 0
+        return (self.frames_since_idle + utterance.row // MAX_BATCH) % FULL_CHUNK != 0
 
     def decode_chunk(self, utterances: list[Utterance], size: int, hand_over: HandOver) -> None:
         codes = self.gather_codes(utterances, size)

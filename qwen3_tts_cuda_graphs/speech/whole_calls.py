@@ -32,7 +32,7 @@ MAX_PROMPTS_PER_FRAME = 16  # texts of a list that are admitted between two fram
 MAX_PENDING = 8  # batches of a list that are being decoded or copied to the host
 
 
-def take_over(tts) -> None:
+def replace_methods(tts) -> None:
     """Replace what upstream's methods call, and on a GPU the methods."""
     stand_ins = StandIns(tts.speech)
     tts.model.talker.generate = stand_ins.generate
