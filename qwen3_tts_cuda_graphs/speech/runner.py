@@ -272,13 +272,12 @@ class Runner:
                 self.write_text(utterance)
         self.close_gaps()
         graphs = self.graphs.of(1 + max(utterance.row for utterance in self.active))
-        indices = [utterance.row for utterance in utterances]
-        mask = [False] * len(self.rows.advance)
-        for row in indices:
-            mask[row] = True
-        if mask != self.advance_on_host:
-            copy_to_device(torch.tensor(mask), self.rows.advance)
-            self.advance_on_host = mask
+        rows = {utterance: utterance.row for utterance in utterances}
+        indices = {*rows.values()}
+        advance = [row in indices for row in range(len(self.rows.advance))]
+        if advance != self.advance_on_host:
+            copy_to_device(torch.tensor(advance), self.rows.advance)
+            self.advance_on_host = advance
 
         self.draw(self.rows.code_noise, [utterance for utterance in utterances if utterance.samples_codes])
         graphs.predict()
@@ -294,7 +293,7 @@ class Runner:
 
         ended = torch.empty(len(graphs.rows.ended), dtype=torch.bool, pin_memory=self.on_gpu)
         ended.copy_(graphs.rows.ended, non_blocking=True)
-        self.in_flight.append(FrameInFlight(self.record_event(self.sleeps), ended, dict(zip(utterances, indices))))
+        self.in_flight.append(FrameInFlight(self.record_event(self.sleeps), ended, rows))
 
     def draw(self, noise: torch.Tensor, utterances: list[Utterance]) -> None:
         """Draw the noise (B, N, V) for the next samples. Utterances that share a generator share one draw."""

@@ -130,6 +130,7 @@ def audio_chunks(
                 older_chunks = len(pending)
                 runner.step([utterance], pending.append)
                 is_late = utterance.lacks_text() and not utterance.finished
+                # Waits for the audio of this step only if it is the first, or before a wait for text.
                 while pending and (is_first or is_late or older_chunks > 0 or pending[0].audio.is_ready()):
                     is_first = False
                     older_chunks -= 1

@@ -99,8 +99,7 @@ def audios_of(speech: Speech, utterances: Iterable[Utterance]) -> list[np.ndarra
         collect(MAX_PENDING)
 
     with speech.turns.take():
-        for utterance in decode_all(speech.runner, utterances, pending.append, before_frame):
-            utterance.warn_if_cut_off()
+        decode_all(speech.runner, utterances, pending.append, before_frame, Utterance.warn_if_cut_off)
     collect(0)
     return [np.frombuffer(samples, np.float32) for samples in audio.values()]
 
@@ -110,11 +109,12 @@ def decode_all(
     utterances: Iterable[Utterance],
     hand_over: HandOver | None,
     before_frame: Callable[[list[Utterance]], None],
-) -> Iterator[Utterance]:
-    """Decode all utterances, as many at a time as there are free rows. Yields each when it is complete, before its row
-    is released.
+    when_complete: Callable[[Utterance], None],
+) -> None:
+    """Decode all utterances, as many at a time as there are free rows.
 
     before_frame: called with the utterances that have a row
+    when_complete: called with each utterance before its row is released
 
     On a CPU finished texts keep decoding until all have ended, as upstream's random numbers depend on it.
     """
@@ -137,8 +137,8 @@ def decode_all(
             complete = [utterance for utterance in active if utterance.is_complete()]
             if not runner.on_gpu and len(complete) < len(active):
                 continue
-            yield from complete
             for utterance in complete:
+                when_complete(utterance)
                 active.remove(utterance)
                 runner.release(utterance)
     finally:
@@ -179,14 +179,16 @@ class StandIns:
                 if not self.on_gpu or utterance.may_advance():
                     hiddens[utterance].append(runner.rows.hidden[utterance.row, 0].clone())
 
+        def keep(utterance: Utterance) -> None:
+            # On a CPU a finished text has as many frames as the longest, as upstream returns it.
+            frames = utterance.valid_frames if self.on_gpu else len(hiddens[utterance])
+            codes = runner.rows.codes[utterance.row, :frames].clone()
+            spoken[utterance] = codes, torch.stack(hiddens[utterance][:frames])
+            utterance.warn_if_cut_off()
+
         with self.speech.turns.take():
             runner = self.runner_for(len(utterances))
-            for utterance in decode_all(runner, utterances, hand_over=None, before_frame=keep_hidden):
-                # On a CPU a finished text has as many frames as the longest, as upstream returns it.
-                frames = utterance.valid_frames if self.on_gpu else len(hiddens[utterance])
-                codes = runner.rows.codes[utterance.row, :frames].clone()
-                spoken[utterance] = codes, torch.stack(hiddens[utterance][:frames])
-                utterance.warn_if_cut_off()
+            decode_all(runner, utterances, None, keep_hidden, keep)
         return as_upstream(*zip(*map(spoken.get, utterances)), end=self.talker.config.codec_eos_token_id)
 
     @torch.no_grad()
