@@ -12,7 +12,7 @@ PASS = 0.04  # seconds per pass: a listener with less than twice as much audio a
 
 def listener(lead=9.0, **details):
     """Somebody who has been hearing audio."""
-    return RowStatus(lead=lead, **dict(has_heard=True, has_sound=True) | details)
+    return RowStatus(lead=lead, **dict(has_delivered=True, has_decoded=True) | details)
 
 
 NEW = RowStatus()  # has heard nothing yet
@@ -69,7 +69,7 @@ def test_limits_of_admissions(listeners, rows, waiting, expected):
         ((9.0, 0.15), dict(waiting=1), False),
         ((9.0, schedule.LEAD_TO_KEEP + 2 * PASS), dict(waiting=1), False),
         ((9.0, NEW), dict(waiting=1), False),  # the one it would be for
-        ((9.0, listener(has_sound=False)), dict(waiting=1), False),
+        ((9.0, listener(has_decoded=False)), dict(waiting=1), False),
         ((9.0, listener(0.05, paused_for=1.0)), dict(waiting=1), True),
         ((9.0, RowStatus(may_advance=False)), dict(waiting=1), True),
         ((PAUSED,), dict(waiting=1), False),
@@ -79,7 +79,7 @@ def test_limits_of_admissions(listeners, rows, waiting, expected):
         ((9.0,), dict(), False),
         ((9.0,), dict(waiting=1, rows=1), False),
         ((9.0,), dict(preparing=1, rows=1), True),
-        ((9.0, listener(may_advance=False, has_heard=False)), dict(), True),  # no audio yet, and no text for it
+        ((9.0, listener(may_advance=False, has_delivered=False)), dict(), True),  # no audio yet, and no text for it
     ],
 )
 def test_those_far_ahead_wait(listeners, details, expected):

@@ -45,7 +45,7 @@ class Lexicon:
 
 
 def load_lexicon(path: Path | None) -> Lexicon:
-    """The lexicon in a file. None: an empty one"""
+    """The lexicon in a file, or an empty one without a file."""
     if path is None:
         return Lexicon({})
     try:

@@ -118,7 +118,7 @@ class Notation:
             return mark.end(), Tag(name, self.seconds(value, mark[0]) if name == "pause" else value or None, self.line)
         meant = difflib.get_close_matches(name, TAGS, 1, 0.7)
         is_link = self.text.startswith("(", mark.end())  # of Markdown
-        if is_link or value and not (has_colon or value[0].isdigit() or meant):  # [as he said] is no tag
+        if is_link or value and not (has_colon or value[0].isdigit() or meant):  # such as [as he said]
             return mark.end(), mark[0]
         hint = (
             f": did you mean [{meant[0]} ...]?" if meant else f": there are {', '.join(f'[{it} ...]' for it in TAGS)}"

@@ -31,7 +31,7 @@ class Request:
         return len(self.prefix) + 1
 
     def max_frames(self, max_seq_len: int) -> int:
-        """The most frames that it can have. Raises an error if it cannot have any."""
+        """The most frames that the speech can have. Raises an error if it cannot have any."""
         used, max_new_tokens = self.prompt_length, self.max_new_tokens
         if used >= max_seq_len:
             raise ValueError(f"the prompt takes {used} of {max_seq_len} positions: raise max_seq_len")
@@ -78,7 +78,7 @@ def request_of(arguments: dict, reference: torch.Tensor | None = None, on_gpu: b
 
 @lru_cache(maxsize=256, typed=True)
 def check_sampling(do_sample, temperature, top_k, top_p) -> None:
-    """Cached: most requests have the same settings, and this makes tensors."""
+    """Cached, as most requests have the same settings, and this check creates tensors."""
     if not isinstance(top_k, Integral | None):
         raise ValueError(f"top_k is {top_k}, it must be a whole number, or 0 or None for all")
     Sampling(vocab_size=1, row_count=1).set(do_sample, temperature, top_k, top_p)

@@ -22,7 +22,7 @@ def nth_seed(seed: int | None, number: int) -> int | None:
 
 
 def takes_instructions(kind: str, size: str | None) -> bool:
-    """Whether a model follows instructions: 1.7B-CustomVoice and VoiceDesign. kind, size: of its config"""
+    """Whether a model follows instructions: 1.7B-CustomVoice and VoiceDesign do. kind, size: from its config"""
     return kind == "voice_design" or (kind == "custom_voice" and size != "0b6")
 
 
@@ -54,7 +54,7 @@ class Cue:
 
 
 class PartText:
-    """The text of one part, without whitespace around it: an iterator of its pieces as they come."""
+    """The arriving text of one part: an iterator of its pieces, without whitespace around the text."""
 
     def __init__(self, words: str, items: Iterator[str | Tag]):
         self.items = itertools.chain([words.lstrip()], items)

@@ -51,7 +51,7 @@ class HostTalker(nn.Module):
 
 
 def use_text_table(talker) -> HostTalker:
-    """Replace the talker's text embedding and its projection, in place."""
+    """Replace the talker's text embedding and its projection by a table, in place."""
     if not isinstance(talker.get_text_embeddings(), TextTable):
         talker.model.text_embedding = TextTable(talker)
         talker.text_projection = nn.Identity()

@@ -216,7 +216,7 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """False once it has been closed, or has stopped with an error."""
+        """False once the engine has been closed, or has stopped with an error."""
         return not self.why_closed
 
     def check_running(self) -> None:
@@ -278,7 +278,7 @@ class Engine:
         while self.is_running:
             began = time.monotonic()
             situation = self.current_situation()
-            self.drop_overdue(situation)
+            self.evict_idle(situation)
             has_admitted = self.admit(admissions(situation))
             is_held_back = not has_admitted and holds_back(situation)
             advancing = []
@@ -288,7 +288,7 @@ class Engine:
                 self.runner.step(self.active, self.decoding.put, advancing, together=can_decode_together(situation))
             except KernelStopped as stopped:
                 for listener in stopped.utterances:
-                    listener.close(KernelStopped(stopped.reason))  # a new one for each thread
+                    listener.close(KernelStopped(stopped.reason))  # one exception object for each thread
             self.release_finished()
             self.passes += 1
             self.pass_seconds = max(time.monotonic() - began, 0.9 * self.pass_seconds)
@@ -329,8 +329,8 @@ class Engine:
         )
         return bool(not self.is_running or can_admit or can_advance)
 
-    def drop_overdue(self, situation: Situation) -> None:
-        """End the streams whose rows go to waiting requests."""
+    def evict_idle(self, situation: Situation) -> None:
+        """End the streams that lose their rows to waiting requests."""
         for i in evictions(situation, self.patience):
             reason = "its text came too slowly" if situation.listeners[i].lacks_text else "nobody has read it"
             message = f"others were waiting and {reason} for {self.patience:g} s: its place was given away"
@@ -413,7 +413,7 @@ class Engine:
             self.active.clear()
             self.intake.waiting.clear()
         for listener in listeners:
-            listener.put(RuntimeError(self.why_closed))  # a new error for each thread
+            listener.put(RuntimeError(self.why_closed))  # one exception object for each thread
 
     def count_delivered(self, listeners: list[Listener], samples: int) -> None:
         """Note that each of them gets a chunk of so many samples. Takes the lock once for all of them, as the engine's

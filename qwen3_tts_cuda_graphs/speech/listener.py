@@ -117,8 +117,8 @@ class Listener(Utterance):
         return RowStatus(
             lead=self.delivered * seconds_per_frame - played,
             may_advance=self.may_advance(),
-            has_heard=self.first_delivered_at is not None,
-            has_sound=self.decoded > 0,
+            has_delivered=self.first_delivered_at is not None,
+            has_decoded=self.decoded > 0,
             paused_for=None if self.paused_at is None else now - self.paused_at,
             lacks_text=self.lacks_text() and not self.finished,
         )

@@ -31,7 +31,7 @@ from qwen3_tts_cuda_graphs.prompts.templates import tokenize
 from qwen3_tts_cuda_graphs.speech.streaming import Chunk, stream
 from qwen3_tts_cuda_graphs.speech.utterance import warn_each_time
 
-REFERENCE = "voice_clone_prompt", "ref_audio", "ref_text", "x_vector_only_mode"  # arguments that say whose voice it is
+REFERENCE = "voice_clone_prompt", "ref_audio", "ref_text", "x_vector_only_mode"  # arguments that define a cloned voice
 
 
 def stream_long(method: Callable, *, text: str, **kwargs) -> Iterator[Chunk]:
@@ -86,9 +86,9 @@ def stream_script(
 
     def cut_part(part: Part) -> list[str]:
         voice = arguments(part.voice, part.style)
-        most = max_tokens or tokens_that_fit(tts.prompts.max_seq_len, voice)
+        limit = max_tokens or tokens_that_fit(tts.prompts.max_seq_len, voice)
         paragraphs = part.text.splitlines()
-        return cut(paragraphs, most, lambda said: len(tokenize(tts, said)), language, lexicon.replace)
+        return cut(paragraphs, limit, lambda text: len(tokenize(tts, text)), language, lexicon.replace)
 
     parts = read_script(text, play, notation, functools.partial(check_voice, method, voices))
     styles = [part.style for part in parts if part.style]
@@ -202,7 +202,7 @@ def speak_until_it_ends(
     """
     samples_per_frame = tts.model.speech_tokenizer.get_decode_upsample_rate()
     for chunks in attempts:
-        heard = []
+        kept = []
         samples = 0
         was_stopped = has_ended = False
         while not was_stopped:
@@ -220,13 +220,13 @@ def speak_until_it_ends(
             chunk = audio[: limit - samples], rate
             samples += len(chunk[0])
             if is_kept_back:
-                heard.append(chunk)
+                kept.append(chunk)
             else:
                 yield chunk
         chunks.close()
         if has_ended:
             break
-    yield from heard
+    yield from kept
     if was_stopped:
         warn_each_time(f"the speech of {''.join(seen)[:30]!r} did not end: stopped after {samples / rate:.0f} s")
 

@@ -225,8 +225,8 @@ class Runner:
         else:
             indices = torch.tensor([utterance.row for utterance in utterances])
             self.rows.text[to_device(indices, self.device)] = padding
-        most = self.rows.text.shape[1]
-        texts = [utterance.request.inputs[1:-1][:most] for utterance in utterances]
+        max_frames = self.rows.text.shape[1]
+        texts = [utterance.request.inputs[1:-1][:max_frames] for utterance in utterances]
         targets = [self.views[utterance.row].text[: len(text)] for utterance, text in zip(utterances, texts)]
         torch._foreach_copy_(targets, texts, non_blocking=True)
 

@@ -19,8 +19,8 @@ class RowStatus(NamedTuple):
 
     lead: float = 0.0
     may_advance: bool = True
-    has_heard: bool = False  # its first audio has been delivered
-    has_sound: bool = False  # its first audio has been delivered or is being decoded
+    has_delivered: bool = False  # its first audio has been delivered
+    has_decoded: bool = False  # its first audio has at least been handed to the codec
     paused_for: float | None = None  # seconds since too much of its audio is unread; None: it is not paused
     lacks_text: bool = False  # it cannot advance before more of its text has come
 
@@ -49,7 +49,7 @@ class Situation(NamedTuple):
     @property
     def has_newcomers(self) -> bool:
         """Whether there is a listener without first audio, admitted or soon to be."""
-        return bool(self.preparing or self.can_admit or not all(listener.has_heard for listener in self.listeners))
+        return bool(self.preparing or self.can_admit or not all(listener.has_delivered for listener in self.listeners))
 
     @property
     def lead_to_admit(self) -> float:
@@ -62,7 +62,7 @@ def admissions(situation: Situation) -> int:
     would_run_dry = any(
         0 < listener.lead < situation.lead_to_admit
         for listener in situation.listeners
-        if listener.has_heard and listener.advances
+        if listener.has_delivered and listener.advances
     )
     if would_run_dry and situation.longest_wait <= LONGEST_HOLD:
         return 0
@@ -75,7 +75,7 @@ def holds_back(situation: Situation) -> bool:
     if not advancing or not situation.has_newcomers:
         return False
     lead_to_keep = LEAD_TO_KEEP + situation.lead_to_admit
-    return all(listener.has_sound and listener.lead > lead_to_keep for listener in advancing)
+    return all(listener.has_decoded and listener.lead > lead_to_keep for listener in advancing)
 
 
 def can_decode_together(situation: Situation) -> bool:

@@ -124,8 +124,8 @@ def decode_all(
     runner.require_row()
     try:
         while True:
-            most = min(len(runner.free), MAX_PROMPTS_PER_FRAME) if runner.on_gpu else len(runner.free)
-            new = [*itertools.islice(waiting, most)]
+            max_new = min(len(runner.free), MAX_PROMPTS_PER_FRAME) if runner.on_gpu else len(runner.free)
+            new = [*itertools.islice(waiting, max_new)]
             active += new
             if not active:
                 return
