@@ -53,7 +53,7 @@ log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 
 def count_bytes(text: str) -> int:
-    """An upper bound of the number of tokens, as each stands for at least one byte."""
+    """An upper bound for the tokens of a text, as each stands for at least one byte."""
     return len(text.encode())
 
 
@@ -225,7 +225,9 @@ def end_after_tokens(
     settled: number of tokens that can no longer change; they stand for the text before `pending`
     """
     for share, end in ARRIVING_ENDS:
-        for found in end.finditer(text, max(0, seen - LONGEST_END)) if settled >= share * max_tokens else ():
+        if settled < share * max_tokens:
+            continue
+        for found in end.finditer(text, max(0, seen - LONGEST_END)):
             if found.end() >= seen and text[: found.end()].strip():
                 return found.end()
     rest = text[pending:]
@@ -237,6 +239,7 @@ def end_after_tokens(
 
     if settled + count_bytes(rest) <= max_tokens or fits(rest):
         return None
-    letters = len("".join(split_text([rest], fits, language)[0].split()))
+    # Count the characters of the first part without whitespace, as `split_text` changes that.
+    characters = len("".join(split_text([rest], fits, language)[0].split()))
     places = [place for place, character in enumerate(rest) if not character.isspace()]
-    return pending + places[letters - 1] + 1
+    return pending + places[characters - 1] + 1

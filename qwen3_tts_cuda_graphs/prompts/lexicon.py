@@ -10,7 +10,7 @@ from qwen3_tts_cuda_graphs.prompts.checks import check_encodable
 MAX_ENTRIES = 10_000
 MAX_WORD = 100  # characters
 MAX_REPLACEMENT = 500
-WITHOUT_SPACES = "CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR"  # no spaces between words
+WITHOUT_SPACES = "CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR"  # scripts without word spaces
 
 
 class Lexicon:
@@ -150,7 +150,7 @@ def straight(text: str) -> str:
 
 
 def lower(text: str) -> str:
-    """The text in lower case, with as many characters: one whose lower case has two is left as it is."""
+    """The text in lower case, of the same length: a character whose lower case has two stays as it is."""
     return "".join(small if len(small := character.lower()) == 1 else character for character in straight(text))
 
 

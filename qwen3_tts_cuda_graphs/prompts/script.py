@@ -1,8 +1,8 @@
 """A text as a script: parts that are spoken one after another, each with its voice, style and the silence before it.
 
-`Notation` splits a text into words and tags, and `PartReader` makes parts of them, both also for arriving text. A text
-without tags is one part. `PartReader` waits for arriving text in its thread. The server must not wait, so it has
-serving/arriving_script.py for that.
+`Notation` splits a text into words and tags, and `PartReader` makes parts of them. Both also take arriving text, for
+which `PartReader` waits; the server must not wait, and uses serving/arriving_script.py instead. A text without tags is
+one part.
 
 Imports quickly, as the command line and the server's front process read scripts.
 """
