@@ -20,13 +20,7 @@ from unicodedata import normalize
 import torch
 
 from qwen3_tts_cuda_graphs.prompts.build import prepare_request
-from qwen3_tts_cuda_graphs.prompts.checks import (
-    TEXT_TIMEOUT,
-    check_encodable,
-    check_text,
-    check_text_timeout,
-    model_of,
-)
+from qwen3_tts_cuda_graphs.prompts.checks import TEXT_TIMEOUT, check_encodable, check_text, check_text_timeout, model_of
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import is_in_context, with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.prompts.cut import end_after_tokens
 from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import IncrementalTokenizer
@@ -96,8 +90,7 @@ class ArrivingText:
             self.finish()
 
     def end_of_what_fits(self, piece: str) -> int | None:
-        """How many characters of the next piece belong to this text, which ends there. None: all of them, and the text
-        continues."""
+        """How many characters of the next piece fit into this text, which ends there. None: all, and it continues."""
         seen = len(self.text)
         settled = max(0, len(self.tokenizer.settled) - ROLE_TOKENS)
         pending = max(0, seen - len(self.tokenizer.tail))
@@ -161,8 +154,7 @@ class ArrivingText:
         return math.inf if self.is_finished else self.taken - self.tokens_in_prompt
 
     def characters_read(self, frames: int) -> int:
-        """Characters of the text that so many frames have consumed, one token each. An utterance may end before the end
-        of its text."""
+        """Characters of the text that so many frames have consumed. Speech may end before the end of its text."""
         ids = self.ids[:-1] if self.is_finished else self.ids
         read = max(0, self.tokens_in_prompt + frames)
         if self.is_finished and read >= len(ids):
@@ -172,9 +164,8 @@ class ArrivingText:
         return bisect.bisect_right(places, composed, key=lambda end: len(normalize("NFC", self.text[:end]))) - 1
 
     def take_embeddings(self) -> tuple[int, torch.Tensor, float] | None:
-        """After `begin`: the text that has become known since the last call, as a frame number, embeddings (T, H) for
-        the frames from that one on, and `frames_with_text`. None: no further token is known, as in the middle of a
-        word."""
+        """After `begin`: the embeddings (T, H) that have become known since the last call, with the first frame that
+        they are for before them, and `frames_with_text` behind them. None: no further token is known."""
         first, ids = self.taken - self.tokens_in_prompt, self.ids[self.taken :]
         if not ids:
             return None

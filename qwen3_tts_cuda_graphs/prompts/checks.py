@@ -44,8 +44,7 @@ def check_text_timeout(seconds: float) -> None:
 
 
 def number_ranges(config: dict) -> dict[str, tuple[Callable, str]]:
-    """For each number that a user may set: a test of a value, and a text that says what it must be. config: the
-    model's"""
+    """For each number that a user may set: a test of a value, and what a good value is. config: the model's"""
     talker = config["talker_config"]
     vocab, positions = talker["vocab_size"], talker["max_position_embeddings"]
     return {

@@ -25,8 +25,7 @@ def one_thread() -> Iterator[None]:
 
 @cache
 def find_omp_set_num_threads() -> Callable[[int], None]:
-    """OpenMP's function that sets the number for the calling thread, from the library that torch is linked with. It is
-    called with the GIL held."""
+    """OpenMP's function for the calling thread, from the library that torch is linked with. Called with the GIL."""
     library = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
     try:
         return ctypes.PyDLL(str(library), os.RTLD_NOW | os.RTLD_NOLOAD).omp_set_num_threads

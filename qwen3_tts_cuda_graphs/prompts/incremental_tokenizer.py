@@ -29,8 +29,7 @@ LONG_PRE_TOKEN = 64  # characters after which a pre-token is cut; words are shor
 
 
 def use_qwens_pre_tokens(tokenizer) -> None:
-    """Restore Qwen's pre-tokens: upstream passes fix_mistral_regex=True, and transformers 4.57 then installs
-    Mistral's."""
+    """Restore Qwen's: upstream passes fix_mistral_regex=True, with which transformers 4.57 installs Mistral's."""
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN_PATTERN), "isolated")
     tokenizer.backend_tokenizer.pre_tokenizer[0] = split
 
@@ -89,8 +88,7 @@ class Rules:
         return self.backend.encode(text, add_special_tokens=False)
 
     def final_ids(self, text: str) -> tuple[list[int], list[int], int]:
-        """Final ids: those of complete pre-tokens, those at the start of the next pre-token, and where that pre-token
-        begins in the text."""
+        """The final ids of complete pre-tokens, those inside the next pre-token, and where that one begins."""
         start = text.rfind("<")
         if start >= 0 and text[start:] in self.starts_of_added:
             text = text[:start]

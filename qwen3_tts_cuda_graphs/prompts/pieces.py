@@ -90,8 +90,7 @@ class TextReader:
             self.take()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for pieces until the condition holds. Raises the error of the iterator or of a piece, if that comes
-        first."""
+        """Take pieces until the condition holds, and wait for them. Raises the error of the iterator or of a piece."""
         self.arriving.came_at = time.monotonic()  # the timeout begins now, however long ago the last piece came
         while not condition():
             if self.arriving.error:

@@ -416,8 +416,7 @@ class Engine:
             listener.put(RuntimeError(self.why_closed))  # one exception object for each thread
 
     def count_delivered(self, listeners: list[Listener], samples: int) -> None:
-        """Note that each of them gets a chunk of so many samples. Takes the lock once for all of them, as the engine's
-        thread needs it, too."""
+        """Note that each of them gets so many samples. Takes the lock once, as the engine's thread needs it, too."""
         frames = round(samples / self.rate / self.speech.seconds_per_frame)
         with self.changed:
             for listener in listeners:

@@ -181,8 +181,7 @@ class Runner:
 
     @torch.no_grad()
     def read_prompts(self, utterances: list[Utterance]) -> None:
-        """Prefill all positions but the last. The last positions of all prompts are then read by one step of the
-        talker, which samples the first tokens."""
+        """Prefill all positions but the last. One step of the talker then reads these, and samples the first tokens."""
         if self.graphs.reads_masked_positions():
             for utterance in utterances:
                 self.views[utterance.row].whole_cache.zero_()
@@ -200,11 +199,8 @@ class Runner:
         self.load_text(utterances)  # last, as the step does not need it
 
     def load_rows(self, utterances: list[Utterance]) -> None:
-        """Write the prompts' last positions and the settings, unless a row has these settings already: most requests
-        have the same.
-
-        Makes few calls of torch, as after each of them another thread may keep the GIL for 5 ms.
-        """
+        """Write the prompts' last positions, and the settings if a row has other ones. Makes few calls of torch, as
+        after each of them another thread may keep the GIL for 5 ms."""
         targets = [self.views[utterance.row].embedding for utterance in utterances]
         values = [utterance.request.inputs[:1] for utterance in utterances]
         for utterance in utterances:
@@ -217,8 +213,7 @@ class Runner:
             self.row_settings[utterance.row] = utterance.settings
 
     def load_text(self, utterances: list[Utterance]) -> None:
-        """Write the text embeddings that the frames add, and behind them the padding, which is the same for all. Makes
-        few calls of torch, as `load_rows` does."""
+        """Write the text that the frames add, and the padding behind it, in few calls of torch as in `load_rows`."""
         padding = utterances[0].request.inputs[-1:].to(self.device, non_blocking=True)
         if len(utterances) == 1:
             self.views[utterances[0].row].text.copy_(padding)
@@ -231,8 +226,7 @@ class Runner:
         torch._foreach_copy_(targets, texts, non_blocking=True)
 
     def wait_for(self, ready: torch.cuda.Event | None, *tensors: torch.Tensor) -> None:
-        """Let the current CUDA stream wait for the kernels that compute these tensors on another one. `ready` was
-        recorded after them; None: there is nothing to wait for."""
+        """Let the current CUDA stream wait for `ready`, recorded after the kernels that compute these tensors."""
         if ready:
             ready.wait()
             for tensor in tensors:
@@ -329,8 +323,7 @@ class Runner:
             utterance.row = row
 
     def read_ended(self, keep: int = 0) -> None:
-        """Read which utterances have ended, from all frames launched so far but the last `keep`, which may still be
-        running."""
+        """Read which utterances have ended, after all launched frames but the last `keep`, which may be running."""
         while len(self.in_flight) > keep:
             frame = self.in_flight.popleft()
             if frame.done:

@@ -84,8 +84,7 @@ def can_decode_together(situation: Situation) -> bool:
 
 
 def evictions(situation: Situation, patience: float) -> list[int]:
-    """Indices of the listeners that lose their row to waiting requests: those idle for more than `patience` seconds,
-    the longest idle first."""
+    """Indices of the listeners that lose their row to waiting requests, as they were idle for more than `patience`."""
     if len(situation.listeners) < situation.rows:
         return []
     idle = sorted(((listener.idle_for, i) for i, listener in enumerate(situation.listeners)), reverse=True)

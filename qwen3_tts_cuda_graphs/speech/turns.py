@@ -26,8 +26,7 @@ class Turns:
         self.process = os.getpid()
 
     def check_process(self) -> None:
-        """Refuse a forked process: CUDA, captured graphs and torch's threads do not survive a fork, and calls would
-        hang or fail with obscure errors."""
+        """Refuse a fork of the process, which CUDA, graphs and torch's threads do not survive: calls would hang."""
         if os.getpid() != self.process:
             raise RuntimeError(
                 f"this model was loaded by process {self.process}, and this is its fork {os.getpid()}: load the model "

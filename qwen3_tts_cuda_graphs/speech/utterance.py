@@ -22,8 +22,7 @@ def growing_chunks() -> Iterator[int]:
 
 
 def warn_each_time(warning: str | Warning) -> None:
-    """Warn even if the same text was shown before, which `warnings.warn` does not: no speech may be cut short
-    silently."""
+    """No speech may be cut short silently, but `warnings.warn` shows the same text only once."""
     warnings.warn_explicit(warning, UserWarning, __file__, 1)
 
 
