@@ -40,6 +40,7 @@ from qwen3_tts_cuda_graphs.speech.listener import Listener, ListenerChunks, Stre
 from qwen3_tts_cuda_graphs.speech.runner import KernelStopped
 from qwen3_tts_cuda_graphs.speech.schedule import Situation, admissions, can_decode_together, evictions, holds_back
 from qwen3_tts_cuda_graphs.speech.streaming import Chunk
+from qwen3_tts_cuda_graphs.speech.turns import PATIENCE
 from qwen3_tts_cuda_graphs.speech.whole_calls import value_for
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
@@ -57,7 +58,7 @@ class Engine:
         tts,
         max_unread: int = 64,
         max_waiting: int = 1024,
-        patience: float = 10.0,
+        patience: float = PATIENCE,
         cut_off_is_error: bool = False,
         after_delivery: Callable[[], None] = lambda: None,
     ):
@@ -417,7 +418,7 @@ class Engine:
 
     def count_delivered(self, listeners: list[Listener], samples: int) -> None:
         """Note that each of them gets so many samples. Takes the lock once, as the engine's thread needs it, too."""
-        frames = round(samples / self.rate / self.speech.seconds_per_frame)
+        frames = round(samples / self.speech.samples_per_frame)
         with self.changed:
             for listener in listeners:
                 listener.unread += 1

@@ -200,7 +200,7 @@ def speak_until_it_ends(
     seen: the pieces of the text so far
     is_kept_back: whether to yield audio only when its attempt is over
     """
-    samples_per_frame = tts.model.speech_tokenizer.get_decode_upsample_rate()
+    samples_per_frame = tts.speech.samples_per_frame
     for chunks in attempts:
         kept = []
         samples = 0

@@ -17,15 +17,15 @@ class Speech:
     """The runner of a model, and whose turn it is to use it."""
 
     def __init__(self, tts, runner: Runner):
-        codec = tts.model.speech_tokenizer
         self.tts = tts
         self.device = runner.device
         self.on_gpu = runner.on_gpu
         self.turns = Turns()
         self.generator_lock = threading.Lock()
         self.runner = runner
-        self.rate = codec.get_output_sample_rate()
-        self.seconds_per_frame = codec.get_decode_upsample_rate() / self.rate
+        self.rate = tts.model.speech_tokenizer.get_output_sample_rate()
+        self.samples_per_frame = runner.codec.samples_per_frame
+        self.seconds_per_frame = self.samples_per_frame / self.rate
 
     @property
     def path(self) -> str:

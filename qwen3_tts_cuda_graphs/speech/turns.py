@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
+PATIENCE = 10.0  # seconds for which a paused stream keeps its turn, or its row in an engine, while others wait
+
 
 class Turns:
     """A lock that a paused stream can lose.
@@ -20,7 +22,7 @@ class Turns:
     """
 
     def __init__(self):
-        self.patience = 10.0
+        self.patience = PATIENCE
         self.changed = threading.Condition()
         self.current = None
         self.process = os.getpid()
