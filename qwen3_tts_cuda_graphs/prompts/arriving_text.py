@@ -20,13 +20,19 @@ from unicodedata import normalize
 import torch
 
 from qwen3_tts_cuda_graphs.prompts.build import prepare_request
-from qwen3_tts_cuda_graphs.prompts.checks import TEXT_TIMEOUT, check_encodable, check_text, check_text_timeout, model_of
+from qwen3_tts_cuda_graphs.prompts.checks import check_encodable, check_text, model_of
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import is_in_context, with_voice_clone_prompt
-from qwen3_tts_cuda_graphs.prompts.cut import end_after_tokens
+from qwen3_tts_cuda_graphs.prompts.cut import ANY_END, SENTENCE_END, count_bytes, split_text
 from qwen3_tts_cuda_graphs.prompts.incremental_tokenizer import IncrementalTokenizer
 from qwen3_tts_cuda_graphs.prompts.pieces import END
 from qwen3_tts_cuda_graphs.prompts.request import Request
 from qwen3_tts_cuda_graphs.prompts.templates import CLOSING_TOKENS, ROLE_TOKENS, tokenize, transcript_ids
+
+TEXT_TIMEOUT = 60.0  # default of `text_timeout`: seconds that a stream waits for the next piece of its text
+
+# Where text that is still arriving may be cut, once it has this share of the tokens that fit.
+ARRIVING_ENDS = (0.6, SENTENCE_END), (0.9, ANY_END)
+LONGEST_END = 4  # characters of an end; they may come in two pieces
 
 
 class StreamTimeout(TimeoutError):
@@ -47,7 +53,8 @@ class ArrivingText:
             raise ValueError(
                 "non_streaming_mode=True puts the whole text into the prompt: text that arrives needs False"
             )
-        check_text_timeout(timeout)
+        if not 0 < timeout < math.inf:
+            raise ValueError(f"text_timeout is {timeout}, it must be above 0 and finite, in seconds")
         self.method = method
         self.tts = tts = model_of(method)
         self.kwargs = with_voice_clone_prompt(method, kwargs)
@@ -91,16 +98,28 @@ class ArrivingText:
 
     def end_of_what_fits(self, piece: str) -> int | None:
         """How many characters of the next piece fit into this text, which ends there. None: all, and it continues."""
-        seen = len(self.text)
-        settled = max(0, len(self.tokenizer.settled) - ROLE_TOKENS)
-        pending = max(0, seen - len(self.tokenizer.tail))
+        seen, text = len(self.text), self.text + piece
+        settled = max(0, len(self.tokenizer.settled) - ROLE_TOKENS)  # tokens that can no longer change
+        for share, end in ARRIVING_ENDS:
+            if settled < share * self.max_tokens:
+                continue
+            for found in end.finditer(text, max(0, seen - LONGEST_END)):
+                if found.end() >= seen and text[: found.end()].strip():
+                    return found.end() - seen
+        pending = max(0, seen - len(self.tokenizer.tail))  # where the text of the other tokens begins
+        rest = text[pending:]
+        if not rest.strip():
+            return None
 
-        def count_tokens(part: str) -> int:
-            return len(tokenize(self.tts, part))
+        def fits(part: str) -> bool:
+            return len(part) == 1 or settled + len(tokenize(self.tts, part)) <= self.max_tokens
 
-        language = self.kwargs.get("language")
-        end = end_after_tokens(self.text + piece, seen, settled, pending, self.max_tokens, count_tokens, language)
-        return None if end is None else max(0, end - seen)  # never before what has been added
+        if settled + count_bytes(rest) <= self.max_tokens or fits(rest):
+            return None
+        first_part = split_text([rest], fits, self.kwargs.get("language"))[0]
+        characters = len("".join(first_part.split()))  # without whitespace, which `split_text` changes
+        places = [place for place, character in enumerate(rest) if not character.isspace()]
+        return max(0, pending + places[characters - 1] + 1 - seen)  # never before what has been added
 
     def finish(self) -> None:
         """End the text. Raises an error if it is empty."""
@@ -164,8 +183,8 @@ class ArrivingText:
         return bisect.bisect_right(places, composed, key=lambda end: len(normalize("NFC", self.text[:end]))) - 1
 
     def take_embeddings(self) -> tuple[int, torch.Tensor, float] | None:
-        """After `begin`: the embeddings (T, H) that have become known since the last call, with the first frame that
-        they are for before them, and `frames_with_text` behind them. None: no further token is known."""
+        """After `begin`: what has become known since the last call, as its first frame, its embeddings (T, H), and
+        `frames_with_text`. None: no further token is known."""
         first, ids = self.taken - self.tokens_in_prompt, self.ids[self.taken :]
         if not ids:
             return None

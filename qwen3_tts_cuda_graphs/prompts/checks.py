@@ -3,14 +3,12 @@
 Imports quickly, as the command line and the server's front process use it, too.
 """
 
-import math
 from collections.abc import Callable
 from numbers import Integral
 
 from qwen3_tts_cuda_graphs.prompts.notation import MAX_PAUSE
 
 SLOWEST, FASTEST = 0.25, 4.0  # OpenAI's limits of the speed
-TEXT_TIMEOUT = 60.0  # default of `text_timeout`: seconds that a stream waits for the next piece of its text
 
 
 def model_of(method: Callable):
@@ -36,11 +34,6 @@ def check_seed(seed: int | None) -> None:
     """Refuse a seed that torch does not take."""
     if seed is not None and not (isinstance(seed, Integral) and -(2**63) <= seed < 2**64):
         raise ValueError(f"seed is {seed!r}, it must be a whole number from -2**63 to 2**64 - 1")
-
-
-def check_text_timeout(seconds: float) -> None:
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"text_timeout is {seconds}, it must be above 0 and finite, in seconds")
 
 
 def number_ranges(config: dict) -> dict[str, tuple[Callable, str]]:

@@ -40,10 +40,6 @@ ANY_END = re.compile(r"[\s。！？，、]")
 PLAIN_SENTENCE = re.compile(rf"(?s).+?(?:(?:{SENTENCE_END.pattern})\s*|\Z)")
 CLAUSE = re.compile(r"(?s).+?(?:[,;:.!?…，、；：。！？–—)\]}）】»”’/|·]+|\Z)")
 
-# Where text that is still arriving may be cut, once it has this share of the tokens that fit.
-ARRIVING_ENDS = (0.6, SENTENCE_END), (0.9, ANY_END)
-LONGEST_END = 4  # characters of an end; they may come in two pieces
-
 TokenCount = Callable[[str], int]
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
@@ -208,38 +204,3 @@ def end_after_bytes(text: str, start: int, size: int) -> int | None:
 def index_after(text: str, start: int, size: int) -> int:
     """The index of the first character after `size` bytes of UTF-8."""
     return start + len(text[start : start + size].encode()[:size].decode(errors="ignore"))
-
-
-def end_after_tokens(
-    text: str,
-    seen: int,
-    settled: int,
-    pending: int,
-    max_tokens: int,
-    count_tokens: TokenCount,
-    language: str | None = None,
-) -> int | None:
-    """Where a part of at most `max_tokens` ends, looked for in its new piece. None: it fits and continues.
-
-    text: the part, with the new piece, which begins at `seen`
-    settled: number of tokens that can no longer change; they stand for the text before `pending`
-    """
-    for share, end in ARRIVING_ENDS:
-        if settled < share * max_tokens:
-            continue
-        for found in end.finditer(text, max(0, seen - LONGEST_END)):
-            if found.end() >= seen and text[: found.end()].strip():
-                return found.end()
-    rest = text[pending:]
-    if not rest.strip():  # whitespace alone
-        return None
-
-    def fits(part: str) -> bool:
-        return len(part) == 1 or settled + count_tokens(part) <= max_tokens
-
-    if settled + count_bytes(rest) <= max_tokens or fits(rest):
-        return None
-    # Count the characters of the first part without whitespace, as `split_text` changes that.
-    characters = len("".join(split_text([rest], fits, language)[0].split()))
-    places = [place for place, character in enumerate(rest) if not character.isspace()]
-    return pending + places[characters - 1] + 1

@@ -31,7 +31,8 @@ import numpy as np
 import torch
 
 from qwen3_tts_cuda_graphs.fast.codec import PendingAudio
-from qwen3_tts_cuda_graphs.prompts.checks import TEXT_TIMEOUT, check_counts, check_seed, check_text, is_arriving
+from qwen3_tts_cuda_graphs.prompts.arriving_text import TEXT_TIMEOUT
+from qwen3_tts_cuda_graphs.prompts.checks import check_counts, check_seed, check_text, is_arriving
 from qwen3_tts_cuda_graphs.prompts.clone_prompts import with_voice_clone_prompt
 from qwen3_tts_cuda_graphs.prompts.pieces import END, aread_pieces, start_reader
 from qwen3_tts_cuda_graphs.prompts.script import nth_seed
@@ -361,7 +362,7 @@ class Engine:
             self.runner.release(listener)
         # Only now, with their rows free: who has received the end of a stream can rely on a free row.
         if over := [listener for listener in over if not listener.is_closed]:
-            self.decoding.put((over, [listener.last_item() for listener in over]))
+            self.decoding.put((over, [(listener.arriving and listener.arriving.error) or END for listener in over]))
 
     # ---- The delivery thread
 

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES
-from qwen3_tts_cuda_graphs.prompts.arriving_text import StreamTimeout
-from qwen3_tts_cuda_graphs.prompts.checks import TEXT_TIMEOUT
+from qwen3_tts_cuda_graphs.prompts.arriving_text import TEXT_TIMEOUT, StreamTimeout
 from qwen3_tts_cuda_graphs.prompts.pieces import END
 from qwen3_tts_cuda_graphs.speech.schedule import RowStatus
 from qwen3_tts_cuda_graphs.speech.streaming import Chunk
@@ -126,10 +125,6 @@ class Listener(Utterance):
     def text_has_failed(self) -> bool:
         """Whether its text has ended with an error, and all text before that has been spoken."""
         return bool(self.arriving and self.arriving.error and self.lacks_text() and self.checked == self.launched)
-
-    def last_item(self) -> BaseException | None:
-        """What is delivered after its audio: END, or the error of its text."""
-        return (self.arriving and self.arriving.error) or END
 
     @property
     def awaits_text(self) -> bool:

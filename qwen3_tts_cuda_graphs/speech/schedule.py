@@ -43,13 +43,10 @@ class Situation(NamedTuple):
     pass_seconds: float = 0.0  # duration of a pass of the engine's loop, lately the longest
 
     @property
-    def can_admit(self) -> bool:
-        return self.waiting > 0 and len(self.listeners) < self.rows
-
-    @property
     def has_newcomers(self) -> bool:
         """Whether there is a listener without first audio, admitted or soon to be."""
-        return bool(self.preparing or self.can_admit or not all(listener.has_delivered for listener in self.listeners))
+        can_admit = self.waiting > 0 and len(self.listeners) < self.rows
+        return bool(self.preparing or can_admit or not all(listener.has_delivered for listener in self.listeners))
 
     @property
     def lead_to_admit(self) -> float:

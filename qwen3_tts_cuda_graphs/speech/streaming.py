@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText
+from qwen3_tts_cuda_graphs.prompts.arriving_text import TEXT_TIMEOUT, ArrivingText
 from qwen3_tts_cuda_graphs.prompts.build import prepare_request
-from qwen3_tts_cuda_graphs.prompts.checks import TEXT_TIMEOUT, check_counts, check_seed, is_arriving, model_of
+from qwen3_tts_cuda_graphs.prompts.checks import check_counts, check_seed, is_arriving, model_of
 from qwen3_tts_cuda_graphs.prompts.pieces import TextReader, aread_pieces
 from qwen3_tts_cuda_graphs.prompts.request import Request
 from qwen3_tts_cuda_graphs.speech.runner import Runner
