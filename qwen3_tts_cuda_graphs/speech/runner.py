@@ -322,7 +322,7 @@ class Runner:
             self.row_settings[row] = self.row_settings[utterance.row]
             utterance.row = row
 
-    def read_ended(self, keep: int = 0) -> None:
+    def read_ended(self, keep: int) -> None:
         """Read which utterances have ended, after all launched frames but the last `keep`, which may be running."""
         while len(self.in_flight) > keep:
             frame = self.in_flight.popleft()

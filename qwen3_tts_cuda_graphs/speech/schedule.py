@@ -36,11 +36,11 @@ class RowStatus(NamedTuple):
 
 class Situation(NamedTuple):
     listeners: list[RowStatus]
-    rows: int  # how many listeners can be admitted, with those that have been
+    rows: int  # taken by these listeners or free
     preparing: int = 0  # requests whose prompts are being built
     waiting: int = 0  # requests that wait for a row
     longest_wait: float = 0.0  # seconds that the first of them has waited
-    pass_seconds: float = 0.0  # duration of a pass of the engine's loop, lately the longest
+    pass_seconds: float = 0.0  # duration of the longest of the engine's recent passes
 
     @property
     def has_newcomers(self) -> bool:

@@ -41,7 +41,7 @@ class Speech:
         utterance.load(request, self.runner)
         return utterance
 
-    def seeded_generator(self, seed: int | None = None) -> torch.Generator:
+    def seeded_generator(self, seed: int | None) -> torch.Generator:
         """A generator for one request. Without a seed it continues torch's default generator.
 
         On a GPU it is a copy of the default generator, as other threads may draw from that one meanwhile. The default
