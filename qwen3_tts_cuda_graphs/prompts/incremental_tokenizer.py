@@ -96,9 +96,7 @@ class Rules:
             return [], [], 0
 
         encoding = self.encode(text)
-        starts = []  # of the pre-tokens
-        ids = []
-        symbols = []  # one per byte
+        starts, ids, symbols = [], [], []  # of each pre-token; it has one symbol per byte
         for token_id, token, word, (offset, _) in zip(
             encoding.ids, encoding.tokens, encoding.word_ids, encoding.offsets
         ):

@@ -114,16 +114,18 @@ class Notation:
         value = value[has_colon:].lstrip()
         if name == "voice":
             return mark.end(), self.voice(value or None)
-        if name in TAGS:
-            return mark.end(), Tag(name, self.seconds(value, mark[0]) if name == "pause" else value or None, self.line)
+        if name == "pause":
+            return mark.end(), Tag(name, self.seconds(value, mark[0]), self.line)
+        if name == "style":
+            return mark.end(), Tag(name, value or None, self.line)
         meant = difflib.get_close_matches(name, TAGS, 1, 0.7)
         is_link = self.text.startswith("(", mark.end())  # of Markdown
-        if is_link or value and not (has_colon or value[0].isdigit() or meant):  # such as [as he said]
+        is_words = value and not (has_colon or value[0].isdigit() or meant)  # such as [as he said]
+        if is_link or is_words:
             return mark.end(), mark[0]
-        hint = (
-            f": did you mean [{meant[0]} ...]?" if meant else f": there are {', '.join(f'[{it} ...]' for it in TAGS)}"
-        )
-        raise self.mistake(f"there is no tag {mark[0]}{hint}")
+        known = ", ".join(f"[{tag} ...]" for tag in TAGS)
+        hint = f"did you mean [{meant[0]} ...]?" if meant else f"there are {known}"
+        raise self.mistake(f"there is no tag {mark[0]}: {hint}")
 
     def voice(self, name: str | None, ends_style: bool = False) -> Tag:
         if name and self.check_voice:

@@ -102,7 +102,7 @@ def stream_script(
         return speak(method, language=language, retries=retries, **own, **arguments(part.voice, part.style))
 
     utterances = (utterance(part) for part in parts if part.text)
-    first = next(utterances)
+    first = next(utterances)  # mistakes raise here
     return with_cues(parts, itertools.chain([first], utterances), tts.speech.rate, pause)
 
 
@@ -181,9 +181,9 @@ def speak(
     def attempt(number: int) -> Iterator[Chunk]:
         return stream(method, text=text, seed=nth_seed(seed, number << 32), warn=number == retries, **kwargs)
 
-    first = attempt(0)
-    attempts = itertools.chain([first], map(attempt, range(1, retries + 1)))
-    return speak_until_it_ends(method.__self__, seen, attempts, bool(retries))
+    attempts = map(attempt, range(retries + 1))
+    first = next(attempts)  # mistakes raise here
+    return speak_until_it_ends(method.__self__, seen, itertools.chain([first], attempts), bool(retries))
 
 
 def recorded(pieces: Iterable[str], seen: list[str]) -> Iterator[str]:
