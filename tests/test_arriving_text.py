@@ -1,4 +1,5 @@
-"""Text that is still being written: the tokens and the speech are those of the whole text, however it is cut."""
+"""Text that is still being written: its tokens and speech are those of the whole text, however it is cut into
+pieces."""
 
 import asyncio
 import contextvars
@@ -47,7 +48,7 @@ ENGLISH = TEXTS[0]
 
 @pytest.fixture(scope="module")
 def tokenizer(checkpoint):
-    """Qwen's steps with more merges than the tiny checkpoints have, learned from the texts of this file."""
+    """A tokenizer with Qwen's steps and more merges than the tiny checkpoints have, learned from this file's texts."""
     backend = tokenizers.Tokenizer.from_file(str(checkpoint() / "tokenizer.json"))
     added = [token for _, token in sorted(backend.get_added_tokens_decoder().items())]
     learned = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -73,7 +74,7 @@ def cuts(text, seed):
 
 
 def test_known_tokens_are_those_of_the_whole_text(tokenizer):
-    """A token was given out that later text changed: a word grew, an accent came, whitespace went on."""
+    """No token is final that later text can change, by a longer word, an accent or more whitespace."""
     dice = random.Random(0)
     characters = sorted({*"".join(TEXTS)})
     mixed = ["".join(dice.choices(characters, k=30)) for _ in range(100)]
@@ -91,7 +92,7 @@ def test_known_tokens_are_those_of_the_whole_text(tokenizer):
 
 @pytest.mark.parametrize("text", [ENGLISH, TEXTS[9], "Line one.\n\nLine two, 1 2 3."])
 def test_complete_words_are_known(tokenizer, text):
-    """When a word is followed by the beginning of the next one, it must not be held back."""
+    """A word must not be held back once the next one has begun."""
     so_far = IncrementalTokenizer(tokenizer, OPENING)
     for position, character in enumerate(text):
         so_far.push(character)
@@ -102,7 +103,7 @@ def test_complete_words_are_known(tokenizer, text):
 
 
 def test_characters_that_combine():
-    """NFC must not change what precedes a boundary. Compared with this Python's Unicode tables, all of them."""
+    """NFC must not change text before a boundary. Checked for all characters in Python's Unicode tables."""
 
     def kind(character):
         category = unicodedata.category(character)
@@ -119,7 +120,7 @@ def test_characters_that_combine():
 
 
 def test_another_tokenizer_is_refused(tokenizer):
-    """Rules that do not fit a tokenizer would give wrong tokens silently."""
+    """A tokenizer with other rules is refused, as its tokens would silently be wrong."""
     other = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     other.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
@@ -135,11 +136,11 @@ def test_another_tokenizer_is_refused(tokenizer):
 
 
 def spoken(voice, text, seed=0, **arguments):
-    """Codes of a stream, and the next random number."""
+    """The codes of a stream, and the next random number."""
     arguments = voice.arguments | dict(non_streaming_mode=False) | arguments
     torch.manual_seed(seed)
     audio = joined(stream(voice.fast_method, text=text, **arguments))
-    codes = voice.fast.speech.runner.rows.codes[0, : len(audio) // 1920]  # it was alone: in the first row
+    codes = voice.fast.speech.runner.rows.codes[0, : len(audio) // 1920]  # alone, so in the first row
     return codes, torch.rand(1)
 
 
@@ -153,7 +154,7 @@ def test_same_tokens_as_the_whole_text(voices, name):
         (ENGLISH[:12], list, 16, {}),
         ("Hi", list, 6, GREEDY),
     )
-    for text, cut, tokens, sampling in cases[1:2] if name == "in-context" else cases:  # its prompts take long
+    for text, cut, tokens, sampling in cases[1:2] if name == "in-context" else cases:  # in-context prompts take long
         arguments = dict(max_new_tokens=tokens, **sampling)
         expected, after = voice.codes(voice.upstream, seed=3, text=text, non_streaming_mode=False, **arguments)
         codes, after_ours = spoken(voice, iter(cut(text)), seed=3, **arguments)
@@ -166,7 +167,8 @@ def speak(voice, text, **arguments):
 
 
 def test_speech_begins_before_the_text_ends_and_waits_for_it(voice):
-    """A frame that was made without its text, or random numbers drawn while waiting, would change what follows."""
+    """No frame is computed without its text, and no random numbers are drawn while waiting: either would change the
+    speech that follows."""
     text = "Hello there."
     torch.manual_seed(0)
     expected = joined(stream(voice.fast_method, text=text, **voice.arguments))
@@ -186,7 +188,7 @@ def test_speech_begins_before_the_text_ends_and_waits_for_it(voice):
     early = [next(chunks)]
     reading = threading.Thread(target=early.extend, args=[chunks])
     reading.start()
-    while len(joined(early)) < known_rows * 1920:  # all that there is, before the iterator goes on
+    while len(joined(early)) < known_rows * 1920:  # all known frames come before the next piece
         time.sleep(0.01)
     before = torch.get_rng_state()
     time.sleep(0.3)
@@ -194,11 +196,11 @@ def test_speech_begins_before_the_text_ends_and_waits_for_it(voice):
     assert torch.equal(torch.get_rng_state(), before)
     may_go_on.set()
     reading.join()
-    np.testing.assert_allclose(joined(early), expected, rtol=0, atol=1e-6)  # the chunks have other sizes
+    np.testing.assert_allclose(joined(early), expected, rtol=0, atol=1e-6)  # not to the bit, as chunk sizes differ
 
 
 def test_text_that_is_there_early_has_the_same_chunks(voice):
-    """Each piece was taken when its frame needed it, so that the text seemed late: every chunk had a single frame."""
+    """Each piece was taken only when its frame needed it. The text seemed late, and every chunk had a single frame."""
     all_there = threading.Event()
 
     def pieces():
@@ -215,7 +217,7 @@ def test_text_that_is_there_early_has_the_same_chunks(voice):
 
 
 def test_an_iterator_that_fails_ends_the_stream(voice):
-    """Half a text must not pass for a whole one; what was known before the error is still heard."""
+    """Half a text must not be taken for a whole one. What was known before the error is still spoken."""
 
     def pieces():
         yield "Hello there"
@@ -231,7 +233,7 @@ def test_an_iterator_that_fails_ends_the_stream(voice):
 
 @pytest.mark.parametrize("first", ["", "Hello"])
 def test_an_iterator_that_never_yields_is_given_up(voice, first):
-    """A language model that hangs must not hold the model for ever. Empty pieces are no text."""
+    """A language model that hangs must not block the model forever. Empty pieces do not count as text."""
     closed = threading.Event()
 
     def pieces():
@@ -248,7 +250,8 @@ def test_an_iterator_that_never_yields_is_given_up(voice, first):
 
 
 def test_late_text_does_not_lose_its_turn(voice):
-    """Its limit is text_timeout. Another request took over after the 10 s that a paused listener has."""
+    """A stream may wait for text up to text_timeout. Another request took over after 10 s, the limit for paused
+    listeners."""
     is_speaking, is_late = threading.Event(), threading.Event()
 
     def pieces():
@@ -270,7 +273,7 @@ def test_late_text_does_not_lose_its_turn(voice):
 
 
 def test_threads_share_the_tokenizer(voice):
-    """Another padding than upstream's, in another thread: RuntimeError: Already borrowed."""
+    """Tokenizing with another padding than upstream's, in another thread, raised RuntimeError: Already borrowed."""
     tts = voice.fast
     with ThreadPoolExecutor(2) as threads:
         upstream = threads.submit(lambda: [tts._tokenize_texts(["Hello there. " * 50]) for _ in range(300)])
@@ -279,7 +282,7 @@ def test_threads_share_the_tokenizer(voice):
 
 
 def test_a_closed_stream_stops_reading(voice):
-    """A listener who leaves must not leave a thread behind that reads the language model to its end."""
+    """A cancelled stream must not leave a thread behind that reads the language model to its end."""
     read = []
 
     def pieces():
@@ -306,13 +309,13 @@ def test_a_closed_stream_stops_reading(voice):
     ],
 )
 def test_mistakes_in_the_text(voice, pieces, message):
-    """Bad pieces must be named, not fail somewhere inside."""
+    """A bad piece is reported as such, and does not fail somewhere inside."""
     with pytest.raises(ValueError, match=message):
         list(speak(voice, iter(pieces)))
 
 
 def test_mistakes_in_the_request_raise_at_once(voice):
-    """An error after the language model has begun to write comes too late."""
+    """Mistakes raise before the language model has begun to write."""
     never = iter(threading.Event().wait, True)
     with pytest.raises(ValueError, match="temperature"):
         speak(voice, never, do_sample=True, temperature=-1.0)
@@ -340,7 +343,7 @@ def test_asyncio(voice):
 
     async def main():
         arrived = await listen(pieces())
-        np.testing.assert_allclose(arrived, expected, rtol=0, atol=1e-6)  # smaller chunks where the text was late
+        np.testing.assert_allclose(arrived, expected, rtol=0, atol=1e-6)  # chunks are smaller when the text was late
         np.testing.assert_array_equal(await listen("Hello there."), expected)
         with pytest.raises(ValueError, match="use astream"):
             speak(voice, pieces())
@@ -355,8 +358,8 @@ def test_asyncio(voice):
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
 def test_how_much_was_read(voice, form):
-    """In characters of the text as it was sent. Tokens are of composed ones: what was read of decomposed text was
-    counted too short, and spoken again."""
+    """`characters_read` counts characters of the text as it was sent. Tokens stand for composed characters: for
+    decomposed text the count was too small, and text was spoken again."""
     composed = "é한글 ô und dann noch mehr"
     sent = unicodedata.normalize(form, composed)
     text = ArrivingText(voice.fast_method, **voice.arguments)
@@ -370,7 +373,8 @@ def test_how_much_was_read(voice, form):
 
 @pytest.mark.parametrize("surplus", [-5, 0, 40])
 def test_a_transcript_is_not_counted_as_text(voices, surplus):
-    """One that is longer than its recording: what was left of it counted as read text, which was then never spoken."""
+    """If a transcript is longer than its recording, its rest was counted as text that had been read, and so much text
+    was never spoken."""
     voice = voices("in-context")
     (item,) = voice.arguments["voice_clone_prompt"]
     positions = 1 + len(item.ref_code)
@@ -400,7 +404,7 @@ def test_a_transcript_is_not_counted_as_text(voices, surplus):
     ids=["letters", "hash", "；：", "Thai", "accents", "emoji", "digits", "sentences", "line ends"],
 )
 def test_a_text_that_does_not_fit_is_cut(voice, text, ends, size):
-    """All of it is spoken, in utterances that fit. Without spaces it was never cut: it could not fit."""
+    """All of the text is spoken, in utterances that fit. Text without spaces was never cut, and did not fit."""
     most, utterances = 40, []
     tts = voice.fast
     with engine_of(tts, 2) as engine:
@@ -419,7 +423,7 @@ def test_a_text_that_does_not_fit_is_cut(voice, text, ends, size):
 
 
 def test_a_prompt_that_is_a_dict_with_codes(voice):
-    """Upstream takes one, too."""
+    """Upstream takes such a prompt, too."""
     codes = torch.randint(64, (6, voice.fast.model.talker.config.num_code_groups))
     prompt = voice.arguments["voice_clone_prompt"] | {"ref_code": [codes], "icl_mode": [False]}
     arguments = voice.arguments | GREEDY | dict(max_new_tokens=4, voice_clone_prompt=prompt, non_streaming_mode=False)
@@ -432,7 +436,8 @@ def test_a_prompt_that_is_a_dict_with_codes(voice):
 
 @pytest.mark.parametrize("run", ["\u0301", "\u200d", " ", "\u1161", " word"], ids=ascii)
 def test_what_never_settles_takes_no_longer_per_character(tokenizer, run):
-    """Accents without end, a wide gap, a page: each character was encoded with all before it, accents took 16 s."""
+    """With endless accents, wide whitespace or a long page each character was encoded with all before it. Accents took
+    16 s."""
     encoded = []
     so_far = IncrementalTokenizer(tokenizer, OPENING)
     text = "e" + run * (4000 // len(run))
@@ -446,8 +451,8 @@ def test_what_never_settles_takes_no_longer_per_character(tokenizer, run):
 
 @pytest.mark.parametrize("first", ["", "今天天气真好" * 50, "x" * 300])
 def test_a_long_piece_is_known_soon(tokenizer, first):
-    """What follows must not wait until as much again has come. Chinese has no spaces: speech must not wait for the end
-    of a clause."""
+    """Speech must not wait until twice as much text has come. In Chinese, which has no spaces, it must not wait for the
+    end of a clause."""
     so_far = IncrementalTokenizer(tokenizer, OPENING)
     text = OPENING
     for piece in [first, *("今天天气真好" * 10)]:
@@ -460,7 +465,7 @@ def test_a_long_piece_is_known_soon(tokenizer, first):
 
 @pytest.mark.parametrize("run", ["-", "!?", "a", "今", "—"])
 def test_a_run_of_punctuation_takes_no_longer_per_character(tokenizer, run):
-    """It is one pre-token. 1,000 hyphens took 45 ms per character, on the only thread that makes prompts."""
+    """A long run is one pre-token. 1,000 hyphens took 45 ms per character, on the only thread that builds prompts."""
     so_far = IncrementalTokenizer(tokenizer, OPENING)
     text = run * 1000
     for character in text:

@@ -1,4 +1,5 @@
-"""Streams that share a batch: each gets what it would get alone, whoever joins, leaves, stalls or fails beside it."""
+"""The engine: each of the streams that share a batch gets the audio that it would get alone, whichever other streams
+join, leave, stall or fail."""
 
 import asyncio
 import dataclasses
@@ -51,13 +52,13 @@ def alone(voice, **request) -> np.ndarray:
 
 
 def assert_same(audio: np.ndarray, expected: np.ndarray) -> None:
-    """Other codes would give other audio. Rows of a batch differ from a single row in the last bits of float32."""
+    """The audio is that of the same codes. Rows of a batch differ from a single row in the last bits of float32."""
     assert len(audio) == len(expected)
     np.testing.assert_allclose(audio, expected, rtol=0, atol=1e-5)
 
 
 def wait_until_idle(engine: Engine) -> None:
-    """Every place must become free again."""
+    """Wait until all streams have ended, and check that all rows are free again."""
     end = time.monotonic() + LIMIT
     runner = engine.runner
     while engine.counts() != (0, 0) or len(runner.free) < runner.row_count:
@@ -68,7 +69,8 @@ def wait_until_idle(engine: Engine) -> None:
 
 @on_gpu
 def test_on_a_gpu(checkpoint):
-    """A seed alone gives the speech of a call alone; streams together are of the right length, and finite."""
+    """A seeded stream that is alone gives the speech of a whole call; several streams have the right length and are
+    finite."""
     tts = load(str(checkpoint("base", "0.6B")), max_seq_len=256, rows=6)
     prompt = speaker_prompt(torch.randn(1024, generator=torch.Generator().manual_seed(0)))
     request = dict(text="Hello there.", language="English", voice_clone_prompt=prompt)
@@ -88,7 +90,7 @@ def test_on_a_gpu(checkpoint):
 
 @on_gpu
 def test_the_audio_is_that_of_its_own_codes(checkpoint):
-    """When a stream ends, another moves into its row. A GPU's codec may not have read the last codes yet."""
+    """When a stream ends, another moves into its row, even if the GPU's codec has not read the last codes yet."""
     tts = load(str(checkpoint("base", "0.6B")), max_seq_len=256, rows=3)
     runner, codes, hidden_size = tts.speech.runner, {}, tts.model.talker.config.hidden_size
     prompt = speaker_prompt(torch.randn(hidden_size, generator=torch.Generator().manual_seed(0)))
@@ -112,7 +114,7 @@ def test_the_audio_is_that_of_its_own_codes(checkpoint):
 @pytest.mark.parametrize("name", ["x-vector", *slow("in-context", "preset")])
 def test_streams_that_join_and_leave_are_as_alone(voices, name):
     """More requests than rows, started one after another: prefill, copies between rows, other rows' settings and noise
-    must not leak, and a stream that is alone again goes back to the frame of a single row."""
+    must not leak, and a stream that is alone again returns to the graphs of a single row."""
     voice = voices(name).end_comes_up(True)
     requests = requests_of(voice, 8)
     expected = [alone(voice, **request) for request in requests]
@@ -127,7 +129,7 @@ def test_streams_that_join_and_leave_are_as_alone(voices, name):
 
 
 def test_a_seed_holds_beside_streams_without_one(endless):
-    """Those share a generator and a draw, which begins at row 0: it replaced the noise of the seeded stream there."""
+    """Streams without a seed share one draw, which begins at row 0: it overwrote the noise of a seeded stream there."""
     request = dict(text="Hello there.", max_new_tokens=24, **endless.arguments)
     expected = alone(endless, seed=7, **request)
     with engine_for(endless, 3) as engine:
@@ -157,8 +159,8 @@ def test_prompts_that_wait_together_are_prefilled_together(voice):
 
 
 def test_prompts_that_wait_are_built_together(voice):
-    """Their tokens are those that each has alone, without the padding that upstream's own calls switch on. One that is
-    cancelled meanwhile is left out, one that cannot be built fails alone, and nobody waits for a long one."""
+    """Each text has the tokens that it has alone, without the padding that upstream's own calls switch on. A request
+    that is cancelled meanwhile is left out, one that cannot be built fails alone, and none waits for a long text."""
     requests = requests_of(voice, 5)
     expected = [alone(voice, **request) for request in requests]
     together, may_go_on = [], threading.Event()
@@ -190,16 +192,16 @@ def test_prompts_that_wait_are_built_together(voice):
 
 
 def test_full_chunks_are_decoded_together(endless):
-    """Streams that began at different frames give the codec their chunks of 8 at the same ones. First chunks, the last
-    one, and all where frames are slow, do not wait."""
+    """Streams that began at different frames hand their chunks of 8 frames to the codec at the same frame. The first
+    chunks and the last one do not wait, and none waits if frames are slow."""
 
     def decoded(speech, together: bool) -> list[tuple[int, int, int]]:
-        """(beat, frames, utterances) of what the codec decodes; the second begins 3 frames after the first."""
+        """(frames since idle, frames, utterances) of what the codec decodes. The second begins 3 frames later."""
         runner, active, chunks = speech.runner, [], []
 
         def hand_over(decoded):
             utterances, audio = decoded
-            chunks.append((runner.beat, len(audio.wait()[0]) // 1920, len(utterances)))
+            chunks.append((runner.frames_since_idle, len(audio.wait()[0]) // 1920, len(utterances)))
 
         runner.enter()
         assert not runner.active
@@ -222,7 +224,7 @@ def test_full_chunks_are_decoded_together(endless):
 
 
 def test_what_goes_to_the_codec_is_a_copy(voice):
-    """The codec of a GPU reads it later, when the row may have another one's codes."""
+    """A GPU's codec reads the codes later, when the row may already belong to another stream."""
     runner, shared, batches = voice.fast.speech.runner, [], set()
 
     def see(rows, codes):
@@ -253,15 +255,15 @@ def test_a_list_of_texts(voices, name):
 
 
 def test_mistakes_in_a_list_come_first(voice):
-    """They came after the texts before had been spoken, some as an IndexError."""
+    """The errors came only after the texts before had been spoken, some as an IndexError."""
     two = {name: column and column[:2] for name, column in voice.arguments["voice_clone_prompt"].items()}
     with engine_for(voice, 2) as engine:
-        frames = engine.runner.beat
+        frames = engine.runner.frames_since_idle
         with pytest.raises(ValueError, match="the text is empty"):
             engine.generate(engine.method, text=["Hello."] * 8 + [""], **voice.arguments)
         with pytest.raises(ValueError, match="2 voices for 3 texts"):
             engine.generate(engine.method, text=["Hello."] * 3, **voice.arguments | dict(voice_clone_prompt=two))
-        assert engine.runner.beat == frames
+        assert engine.runner.frames_since_idle == frames
         (_, last), _ = engine.generate(
             engine.method, text=["Hi", "Hi"], seed=2**64 - 1, max_new_tokens=4, **voice.arguments
         )
@@ -284,8 +286,8 @@ def test_a_listener_who_leaves_early_disturbs_nobody(voice):
 
 
 def test_a_slow_reader_pauses_and_hears_the_same(voice):
-    """A paused row must not advance or draw random numbers. Nor does its stream hold up a call on the same model that
-    its listener waits for."""
+    """A paused row must not advance or draw random numbers, and its stream must not block another call on the same
+    model that its listener makes."""
     slow, quick = requests_of(voice, 2)
     slow["max_new_tokens"] = 60
     expected = alone(voice, **slow), alone(voice, **quick)
@@ -311,7 +313,7 @@ def test_a_place_that_nobody_reads_from_is_given_away(endless):
 
 
 def test_a_place_whose_text_comes_slowly_is_given_away(endless):
-    """Listeners who send a word now and then kept all places for as long as they liked."""
+    """Listeners that sent a word now and then kept all rows for as long as they liked."""
     request = dict(text="Hello.", max_new_tokens=5, **endless.arguments)
     is_over = threading.Event()
 
@@ -331,7 +333,8 @@ def test_a_place_whose_text_comes_slowly_is_given_away(endless):
 
 
 def test_a_cancelled_task_stops_waiting_for_text(voice):
-    """Its text never comes, and neither does a result: asyncio.wait_for may lose a cancellation, before Python 3.12."""
+    """The text of a task never comes, and the task is cancelled. Before Python 3.12 asyncio.wait_for may lose a
+    cancellation."""
 
     async def pieces():
         await asyncio.sleep(LIMIT)
@@ -351,7 +354,7 @@ def test_a_cancelled_task_stops_waiting_for_text(voice):
 
 
 def test_nobody_waits_for_text_that_is_not_needed_yet(endless):
-    """A listener who pauses may do so for longer than `text_timeout`, while there is text for what comes next."""
+    """A listener may pause for longer than `text_timeout`, as long as there is text for the next frame."""
     has_paused = threading.Event()
 
     def pieces():
@@ -368,7 +371,8 @@ def test_nobody_waits_for_text_that_is_not_needed_yet(endless):
 
 
 def test_a_request_that_has_gone_takes_no_place(endless):
-    """It waited for a moment: a stream that had been paused for long lost its row to nobody."""
+    """A cancelled request counted as waiting for a moment, and a stream that had been paused for long lost its row for
+    nothing."""
     request = dict(text="Hello.", max_new_tokens=20, **endless.arguments)
     with engine_for(endless, 1, max_unread=1, patience=0.05) as engine:
         paused = engine.ask(**request)
@@ -388,8 +392,8 @@ def test_bad_input_fails_alone_and_at_the_call(voice):
     with engine_for(voice, 2) as engine:
         for bad, message in (
             (dict(text=" "), "empty"),
-            (dict(text=None), "the text is a NoneType"),  # None is how the engine marks one to come
-            # Others would wait while it is tokenized.
+            (dict(text=None), "the text is a NoneType"),  # inside the engine None stands for a text that is to come
+            # Other requests would wait while it is tokenized.
             (dict(text="word " * 400_000), "2000000 characters, more than 10752 never fit into 384 positions"),
             (dict(text=async_pieces_of("Hello.")), "use astream"),
             (dict(max_new_tokens=1), "max_new_tokens"),
@@ -416,7 +420,7 @@ def test_an_error_in_one_prompt_leaves_the_others_speaking(endless):
     good, bad = requests_of(endless, 2)
     good["max_new_tokens"] = 40
     expected = alone(endless, **good)
-    with engine_for(endless, 2, max_unread=1) as engine:  # the good one waits for its listener
+    with engine_for(endless, 2, max_unread=1) as engine:  # the good stream pauses until its audio is read
         chunks = engine.ask(**good)
         heard = [next(chunks)]
         broken = mock.patch.object(engine.runner.prefills, "read", side_effect=ZeroDivisionError)
@@ -435,7 +439,7 @@ def test_a_stream_closed_before_its_first_chunk_frees_its_place(voice):
 
 
 def test_an_engine_that_fails_leaves_the_rows_to_others(voice):
-    """Those of its streams were lost, and later calls found all rows taken."""
+    """The rows of the engine's streams were never released, and later calls found all rows taken."""
     runner = voice.fast.speech.runner
     broken = mock.patch.object(runner, "step", side_effect=torch.OutOfMemoryError("no memory"))
     with engine_for(voice, runner.row_count) as engine, broken, pytest.raises(RuntimeError, match="no memory"):
@@ -446,7 +450,8 @@ def test_an_engine_that_fails_leaves_the_rows_to_others(voice):
 
 
 def test_closing_delivers_the_audio_there_is_and_then_an_error(endless):
-    """Closed after 8 frames, with chunks of 1, 2 and 4 frames in the codec. A second stream waits for a place."""
+    """The engine is closed after 8 frames, with chunks of 1, 2 and 4 frames in the codec, while a second stream waits
+    for a row."""
     request = dict(text="Hello.", seed=1, max_new_tokens=300, **endless.arguments)
     expected = alone(endless, **request | dict(max_new_tokens=9))
     engine = engine_for(endless, 1)
@@ -492,7 +497,7 @@ def test_other_calls_on_the_model_wait_their_turn(voice):
 
 @pytest.mark.slow
 def test_a_stream_that_fills_the_cache(voice):
-    """Its row stays in the batch while its last chunk is decoded, at a position behind the cache."""
+    """The row stays in the batch while its last chunk is decoded, at a position behind the end of the cache."""
     tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=64, rows=2)
     tts.model.talker.codec_head.weight.data[voice.end_token] = 0  # it never ends
     full = dict(text="Hello.", seed=1, max_new_tokens=10_000, **voice.arguments)
@@ -512,7 +517,7 @@ async def collect(engine, request):
 
 
 def test_asyncio(voice):
-    """Several streams in one event loop, which stays responsive; a cancelled one frees its place."""
+    """Several streams run in one event loop, which stays responsive; a cancelled stream frees its row."""
     requests = requests_of(voice, 3)
     expected = [alone(voice, **request) for request in requests]
 
@@ -543,7 +548,8 @@ async def async_pieces_of(text):
 
 @pytest.mark.parametrize("name", ["x-vector", *slow("in-context", "preset")])
 def test_texts_that_arrive_are_spoken_as_if_they_were_whole(voices, name):
-    """Beside other streams, from threads and from asyncio, at different speeds."""
+    """Arriving texts give the speech of whole texts beside other streams, from threads and from asyncio, at different
+    speeds."""
     voice = voices(name).end_comes_up(True)
     requests = [
         request | dict(text=f"{request['text']}, and 3 more.", non_streaming_mode=False)
@@ -564,7 +570,7 @@ def test_texts_that_arrive_are_spoken_as_if_they_were_whole(voices, name):
 
 
 def test_a_stream_whose_text_is_late_waits_and_others_go_on(endless):
-    """The frames that are known are heard at once, however small the chunk."""
+    """Before a stream waits for text it delivers all frames that it has, however small the chunk."""
     go_on = threading.Event()
     text = "one two three four five six"
 
@@ -584,8 +590,8 @@ def test_a_stream_whose_text_is_late_waits_and_others_go_on(endless):
 
 
 def test_an_idle_engine_sleeps(endless):
-    """Its delivery thread woke up ten times a second to look at texts that arrive, where none did; it does so only as
-    long as one does."""
+    """The delivery thread woke up ten times a second to check arriving texts, even if there was none. It does so only
+    while a text is arriving."""
 
     def wakes() -> int:
         threads = [thread.native_id for thread in threading.enumerate() if thread.name.startswith("speech")]
@@ -605,7 +611,7 @@ def test_an_idle_engine_sleeps(endless):
 
 
 def test_an_iterator_that_fails_or_stops_ends_its_stream_only(endless):
-    """test_arriving_text.py has the mistakes of texts that arrive."""
+    """See test_arriving_text.py for mistakes in arriving texts."""
     (request,) = requests_of(endless, 1)
     request |= dict(non_streaming_mode=False, max_new_tokens=12)
 
@@ -627,7 +633,7 @@ def test_an_iterator_that_fails_or_stops_ends_its_stream_only(endless):
             wait_until_idle(engine)
         unread = engine.ask(**request | dict(text=stopping(start), max_new_tokens=40), text_timeout=0.3)
         next(unread)
-        wait_until_idle(engine)  # its place must not depend on a listener who has stopped reading
+        wait_until_idle(engine)  # its row must become free even if the listener has stopped reading
         with pytest.raises(StreamTimeout, match="no text"):
             list(unread)
         pieces = iter(["one ", "\ud800", "five " * 30, "six"])
@@ -643,7 +649,7 @@ def test_an_iterator_that_fails_or_stops_ends_its_stream_only(endless):
 
 @pytest.mark.parametrize("pieces", [["Hi th", "<", " a"], ["Hi th", "", " a"]], ids=str)
 def test_a_piece_without_a_new_token(voice, pieces):
-    """In the middle of a word no token may be known yet."""
+    """A piece in the middle of a word may make no further token known."""
     request = dict(seed=1, max_new_tokens=30, non_streaming_mode=False, **voice.arguments)
     expected = alone(voice, text="".join(pieces), **request)
     with engine_for(voice, 2) as engine:
@@ -651,7 +657,7 @@ def test_a_piece_without_a_new_token(voice, pieces):
 
 
 def test_too_many_requests(voice):
-    """A burst that finds places free is not refused: only what waits beyond them counts."""
+    """A burst of requests is not refused while rows are free: only requests beyond the free rows count as waiting."""
     with engine_for(voice, 3, max_waiting=1) as engine:
         with engine.speech.turns.take():  # nobody is admitted yet
             streams = [engine.ask(**request) for request in requests_of(voice, 4)]
@@ -681,13 +687,13 @@ def test_cancelled_while_its_prompt_is_queued(voice):
 
 
 def test_a_bad_reference_fails_alone(voices):
-    """Whatever fails while a stream is admitted, its listener must hear of it, and the engine speaks on. Those admitted
-    with it are read again, from the same random numbers."""
+    """If a stream cannot be admitted, its listener gets the error, and the engine continues. The requests that were
+    admitted with it are prefilled again, with the same random numbers."""
     voice = voices("in-context").end_comes_up(True)
     bad, request = requests_of(voice, 2)
     calls = itertools.count()
     fails_twice = watched(voice.fast.speech.runner.codec, "feed", lambda *_: 1 / 0 if next(calls) < 2 else None)
-    with engine_for(voice, 2) as engine, fails_twice:  # the second time when they are read again, each alone
+    with engine_for(voice, 2) as engine, fails_twice:  # the second time when each is admitted alone
         with engine.speech.turns.take():  # both are admitted together
             streams = [engine.ask(**bad), engine.ask(**request)]
         with pytest.raises(ZeroDivisionError):
@@ -697,7 +703,7 @@ def test_a_bad_reference_fails_alone(voices):
 
 
 def test_reference_codes_beyond_the_codebook_are_refused_at_the_call(voices):
-    """They raised an IndexError in the engine's thread, and on a GPU a kernel would fail, and all streams with it."""
+    """Such codes raised an IndexError in the engine's thread. On a GPU a kernel would fail, and with it all streams."""
     voice = voices("in-context")
     (item,) = voice.arguments["voice_clone_prompt"]
     with engine_for(voice, 1) as engine:
@@ -725,7 +731,7 @@ def test_closing_ends_streams_whose_text_has_not_come(voice):
 
 
 def test_every_utterance_that_is_cut_short_warns(endless):
-    """Python's own filter shows a text once per line of code: the second utterance was cut off silently."""
+    """Python's own filter shows the same warning only once: the second utterance was cut off silently."""
     request = dict(text="Hi", **endless.arguments)
     with engine_for(endless, 1) as engine, warnings.catch_warnings(record=True) as warned, frame_limits(1, 0):
         warnings.simplefilter("default")
@@ -740,8 +746,8 @@ def test_every_utterance_that_is_cut_short_warns(endless):
 
 @pytest.mark.filterwarnings("error", "ignore:the speech was cut off")
 def test_a_plain_stream_that_is_paused(voice):
-    """A closing engine neither waits for it nor takes over. A running one takes over after a while, and goes on even
-    where warnings are errors."""
+    """An engine that is being closed neither waits for the stream nor takes over. A running engine takes over after a
+    while, and continues even if warnings are errors."""
     (request,) = requests_of(voice, 1)
     engine = engine_for(voice, 1)
     paused = stream(engine.method, **request)
@@ -764,7 +770,7 @@ def test_a_plain_stream_that_is_paused(voice):
 
 
 def test_audio_that_cannot_be_delivered_is_not_left_out(voice):
-    """A chunk that is lost must not be followed by a normal end."""
+    """A stream that has lost a chunk must not end normally."""
     (request,) = requests_of(voice, 1)
     broken = mock.patch.object(PendingAudio, "wait", side_effect=ZeroDivisionError)
     with engine_for(voice, 1) as engine, broken, pytest.raises(RuntimeError, match="stopped"):

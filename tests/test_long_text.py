@@ -26,7 +26,7 @@ def no_longer_than(limit):
 
 
 def test_texts_are_cut_at_sentence_ends():
-    """Not after "Dr.", not within a number, and never in the middle of a sentence that fits."""
+    """A text is not cut after "Dr.", within a number, or in the middle of a sentence that fits."""
     cut = split_text([SENTENCES[0] * 2], no_longer_than(50), "English")
     assert cut == ["Dr. Smith paid $3.50 to J. R. Jones. Really? Yes!"] * 2
     assert split_text([SENTENCES[1]], no_longer_than(8), "Chinese") == ["今天天气真好。", "我们去公园吧！"]
@@ -34,7 +34,7 @@ def test_texts_are_cut_at_sentence_ends():
 
 
 class Panic(BaseException):
-    """As pyo3_runtime.PanicException: not an Exception."""
+    """Not an Exception, like pyo3_runtime.PanicException."""
 
 
 def panic(language, text):
@@ -61,7 +61,8 @@ def test_nothing_is_lost_and_everything_fits(limit, splitter):
 @pytest.mark.parametrize("space", "\u00a0\u2003\u202f\u3000\u1680\u205f\x85\u2028", ids=ascii)
 @pytest.mark.parametrize("language", [None, "German", "Chinese", "Russian"])
 def test_a_text_that_sentencex_panics_at(space, language, capfd):
-    """A capital, a space that is not ASCII and a full stop; its panic is no Exception, and is printed, too."""
+    """sentencex panics at a capital, a space that is not ASCII and a full stop. The panic is not an Exception, and a
+    trace is printed."""
     text = f"Take vitamin C{space}. And{space}more of it. Or Ж{space}. Yes."
     parts = split_text([text], no_longer_than(30), language)
     assert re.sub(r"\s", "", "".join(parts)) == re.sub(r"\s", "", text) and max(map(len, parts)) <= 30
@@ -70,7 +71,7 @@ def test_a_text_that_sentencex_panics_at(space, language, capfd):
 
 @pytest.mark.parametrize("text", ["1 " * 2000, "One sentence. " * 100 + "a " * 500, "x" * 1000, "Short."])
 def test_few_counts_are_enough_for_an_estimate(text):
-    """Each count stops the engine: a client stopped it for half a second with every text, once for each word."""
+    """Each count delays the engine. There was one for each word, and so half a second for every text of a client."""
     counted = []
     parts = cut_by_estimate(text, 100, lambda part: counted.append(part) or len(part.replace(" ", "")))
     assert "".join(parts).replace(" ", "") == text.replace(" ", "")
@@ -92,19 +93,19 @@ def test_a_splitter_that_fails_is_replaced():
     ],
 )
 def test_where_a_text_without_spaces_is_cut(text, limit, parts):
-    """After a punctuation mark, and not between a letter and its accents."""
+    """It is cut after a punctuation mark, and not between a letter and its accents."""
     assert split_text([text], no_longer_than(limit)) == parts
 
 
 def test_the_largest_seed(voice):
-    """The second utterance, or the second attempt, had a seed that torch does not take: it failed midway."""
+    """The second utterance or attempt had a seed that torch does not take, so the call failed midway."""
     request = dict(text="One.\nTwo.", seed=2**64 - 1, max_new_tokens=4, **voice.arguments)
     for retries in (0, 1):
         assert len(joined(stream_long(voice.fast_method, retries=retries, **request))) > 0
 
 
 def test_a_recording_is_encoded_once(voice, recording):
-    """It was encoded for each paragraph, and the tokens that fit did not count its codes."""
+    """The recording was encoded for each paragraph, and its codes were not counted for the tokens that fit."""
     encoded = []
     request = dict(text=["One.\nTwo."], ref_audio=recording, ref_text="what it says", max_new_tokens=3)
     with watched(voice.fast, "create_voice_clone_prompt", lambda *recording: encoded.append(recording)):
@@ -114,7 +115,7 @@ def test_a_recording_is_encoded_once(voice, recording):
 
 @pytest.mark.slow
 def test_200_000_characters(voice):
-    """A book: every utterance once and in order, and memory that does not grow with the text."""
+    """Of a book, every utterance is spoken once and in order, and the memory does not grow with the text."""
     text = "\n".join(f"{number} {SENTENCES[number % 3] * 60}" for number in range(125))
     assert len(text) > 200_000
     spoken = []
@@ -134,7 +135,7 @@ def test_200_000_characters(voice):
 
 @pytest.mark.parametrize("make_text", [str, iter], ids=["whole", "arriving"])
 def test_speech_that_does_not_end_is_stopped(endless, make_text):
-    """One run in 200 to 300 goes on until the cache is full: minutes of noise after a short sentence."""
+    """One run in 200 to 300 continues until the cache is full, with minutes of noise after a short sentence."""
     assert frame_limit(16) == 192 and frame_limit(100) == 1200
     stopped = pytest.warns(UserWarning, match="the speech of 'Hi' did not end: stopped after 1 s")
     with frame_limits(6, per_token=4), stopped:  # so that the test need not wait: 8 frames for "Hi", where a chunk ends
@@ -156,7 +157,7 @@ def test_speech_that_ends_is_not_touched(voice):
 
 
 def test_a_retry_speaks_with_another_seed(voice):
-    """The first attempt does not end and must not be heard; the second must not repeat its random numbers."""
+    """The first attempt does not end, and its audio is not yielded. The second must have other random numbers."""
     seeds = []
 
     def see(seed):
@@ -171,8 +172,8 @@ def test_a_retry_speaks_with_another_seed(voice):
 
 
 def test_a_retry_after_a_full_cache(endless):
-    """Speech that fills the cache before it reaches its frame limit has not ended either. The warning is about what is
-    heard: an attempt that is dropped gave one, too."""
+    """Speech that fills the cache before it reaches its frame limit has not ended either. Only the attempt that is
+    yielded warns; a dropped one did, too."""
     seeds = set()
     request = dict(text="Hi", max_new_tokens=5, **endless.arguments, **GREEDY)
     cut_off = pytest.warns(UserWarning, match="cut off after 4 frames")
@@ -184,20 +185,20 @@ def test_a_retry_after_a_full_cache(endless):
 @pytest.mark.parametrize("mistake", [dict(text=" "), dict(language="Klingon"), dict(temperature=-1.0), dict(seed="a")])
 @pytest.mark.parametrize("function", [speak, stream_long])
 def test_mistakes_raise_at_the_call(voice, function, mistake):
-    """As those of `stream`: they were raised at the first chunk."""
+    """Mistakes raise at the call, as in `stream`. They were raised at the first chunk."""
     with pytest.raises(ValueError):
         function(voice.fast_method, **dict(text="Hi") | voice.arguments | mistake)
 
 
 @pytest.mark.parametrize("pause", [-1.0, float("inf"), float("nan")])
 def test_a_pause_that_cannot_be(voice, pause):
-    """It failed after the first utterance."""
+    """An invalid pause failed only after the first utterance."""
     with pytest.raises(ValueError, match="pause"):
         stream_long(voice.fast_method, text="Hi", pause=pause, **voice.arguments)
 
 
 def test_a_stream_takes_a_seed(voice):
-    """It went to upstream, which ignores what it does not know."""
+    """The seed was passed to upstream, which ignores unknown arguments."""
     torch.manual_seed(5)
     (expected,), _ = voice.fast_method(text="Hi", **voice.arguments)
     state = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""Prompts that differ in their last position: the keys and values before it are kept, and the speech is the same."""
+"""Keys and values of a prompt's prefix are kept for requests with other texts, and the speech is the same."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ STREAMING = dict(non_streaming_mode=False, max_new_tokens=6)
 
 @pytest.fixture
 def prepared(voices, monkeypatch):
-    """prepared(name) -> a voice of which nothing is kept, and the rows of each prefill from here on"""
+    """prepared(name): a voice without kept prefixes, and a list that gets the rows of each prefill"""
 
     def prepare(name, end_comes_up=True):
         voice = voices(name).end_comes_up(end_comes_up)
@@ -56,7 +56,7 @@ def assert_same(audio, expected):
 
 @pytest.mark.parametrize("name", ["x-vector", *slow("preset", "designed")])
 def test_another_text_reads_no_prefix(prepared, name):
-    """Tokens are upstream's with a kept prefix, too, and to the bit those without one."""
+    """With a kept prefix the tokens are upstream's, and the audio equals that without one to the bit."""
     texts = ["Hello there.", "Hi", "One, two, three, and so on."]
     voice, prefills = prepared(name)
     without = []
@@ -86,7 +86,7 @@ def test_each_voice_and_language_has_its_own(prepared):
 
 
 def test_a_text_that_arrives_and_streams_together(prepared):
-    """Whoever comes next has the prefix that the first one has left."""
+    """All later requests use the prefix that the first one has left."""
     voice, prefills = prepared("x-vector")
     expected = speak(voice)
     assert_same(speak(voice, iter(["Hel", "lo th", "ere."])), expected)
@@ -101,7 +101,7 @@ def test_a_text_that_arrives_and_streams_together(prepared):
 
 @pytest.mark.parametrize("name", ["in-context", "x-vector"])
 def test_text_or_recording_in_the_prompt_is_not_kept(prepared, name):
-    """It would not come again."""
+    """Such a prefix would not be used again."""
     voice, prefills = prepared(name)
     for _ in range(2):
         speak(voice, non_streaming_mode=name == "x-vector")
@@ -109,7 +109,7 @@ def test_text_or_recording_in_the_prompt_is_not_kept(prepared, name):
 
 
 def test_those_used_last_are_kept(voices):
-    """As many as fit into a row."""
+    """The kept prefixes together have at most as many positions as a row."""
     config = voices("x-vector").fast.model.talker.config
     rows = SharedRows(config, 2, 64, torch.float32, torch.device("cpu"))
     prefixes = PrefixCache(rows)

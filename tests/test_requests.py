@@ -1,4 +1,4 @@
-"""One request after another: nothing of the one before shows, and nothing is cut short silently."""
+"""Requests one after another: none is influenced by the one before, and none is cut short silently."""
 
 import copy
 import dataclasses
@@ -30,7 +30,7 @@ def voice(voices):
 
 
 def assert_same_audio(audios, expected):
-    """Upstream cuts off the reference, rounded down by a sample."""
+    """Upstream cuts off the reference's audio, whose length it may round down by a sample."""
     for audio, whole in zip(audios, expected, strict=True):
         assert 0 <= len(whole) - len(audio) <= 1
         np.testing.assert_allclose(audio, whole[len(whole) - len(audio) :], rtol=0, atol=1e-5)
@@ -38,7 +38,7 @@ def assert_same_audio(audios, expected):
 
 @pytest.fixture
 def assert_as_fresh(voice):
-    """assert_as_fresh(**settings): a whole call and a stream are upstream's speech."""
+    """assert_as_fresh(**settings): a whole call and a stream give upstream's speech, and all rows are free."""
 
     def check(**settings):
         audios = []
@@ -79,19 +79,19 @@ def test_after_other_settings(voice, assert_as_fresh):
 
 
 def test_another_end_token(voice):
-    """Upstream lets the caller name the end token; the next request has its own again."""
+    """As in upstream, a request may name its end token. The next request has the model's own again."""
     codes, _ = voice.codes(voice.upstream, text=TEXT, do_sample=False)
     other_end = dict(text=TEXT, do_sample=False, eos_token_id=int(codes[0][-1, 0]), max_new_tokens=100)
     voice.assert_same_tokens(**other_end)
     voice.assert_same_tokens(text=TEXT, do_sample=False)
     texts = [TEXT, "And another one, which goes on."]
     codes, _ = voice.codes(voice.upstream, text=texts, seed=6, max_new_tokens=12)
-    for row in codes:  # the row that has ended is padded while the other speaks
+    for row in codes:  # a row that has ended is padded while the other continues
         voice.assert_same_tokens(text=texts, seed=6, max_new_tokens=12, eos_token_id=int(row[3, 0]))
 
 
 def test_two_requests_share_one_seed(voice):
-    """The surplus frame that is decoded behind the last must leave no trace in the random numbers."""
+    """The surplus frame after the last one must not change the random numbers of the next request."""
 
     def two(tts):
         first, _ = voice.codes(tts, text=TEXT, seed=7)
@@ -101,7 +101,7 @@ def test_two_requests_share_one_seed(voice):
 
 
 def patience(voice, seconds):
-    """In this context, for how long a paused stream keeps its turn."""
+    """A context in which a paused stream keeps its turn for so many seconds."""
     return mock.patch.object(voice.fast.speech.turns, "patience", seconds)
 
 
@@ -126,7 +126,8 @@ def test_interleaved_streams_are_refused(voice, heard, caplog):
 
 
 def test_a_stream_may_be_resumed_in_any_thread(voices):
-    """As servers with thread pools do. A second stream waits, even in a thread that has resumed the first one."""
+    """Servers with thread pools resume a stream in any thread. A second stream waits, even in a thread that has resumed
+    the first one."""
     voice = voices("x-vector").end_comes_up(False)
     request = dict(chunk_frames=2, text=TEXT, max_new_tokens=20, **voice.arguments, **GREEDY)
     expected = joined(stream(voice.fast_method, **request))
@@ -140,7 +141,7 @@ def test_a_stream_may_be_resumed_in_any_thread(voices):
 
 
 def test_a_stream_that_nobody_resumes(voice, assert_as_fresh, caplog):
-    """It is kept, but its thread has ended: the next request waits for a while, and not for ever."""
+    """If a stream is kept but not resumed, the next request waits for a while, but not forever."""
     kept = stream(voice.fast_method, chunk_frames=1, text="Never mind.", **voice.arguments)
     with ThreadPoolExecutor(1) as thread:
         thread.submit(next, kept).result()
@@ -152,7 +153,7 @@ def test_a_stream_that_nobody_resumes(voice, assert_as_fresh, caplog):
 
 
 def test_numbers_that_are_not_finite(voice, assert_as_fresh):
-    """NaN in a prompt is refused; and if one got into the cache, it must not reach the next request: 0 x NaN is NaN."""
+    """NaN in a prompt is refused. NaN in the cache must not reach the next request, although 0 x NaN is NaN."""
     speaker = voice.arguments["voice_clone_prompt"]["ref_spk_embedding"][0].clone()
     speaker[3] = float("nan")
     prompt = voice.arguments["voice_clone_prompt"] | dict(ref_spk_embedding=[speaker])
@@ -188,7 +189,7 @@ def test_threads_take_turns(voice):
 
 @pytest.mark.parametrize("name", ["x-vector", *slow("in-context", "preset", "designed")])
 def test_chunks_joined_are_the_whole(voices, name):
-    """A chunk that is lost, repeated or decoded from the wrong state; and chunks of other sizes than promised."""
+    """No chunk is lost, repeated or decoded from a wrong state, and all have the promised sizes."""
     voice = voices(name).end_comes_up(True)
     method = getattr(voice.fast, voice.method)
     torch.manual_seed(2)
@@ -220,7 +221,8 @@ def test_a_list_is_one_batch_on_a_cpu(voice):
 
 
 def test_graphs_of_the_last_size_are_kept(voice):
-    """Rows for every length of list would fill the memory; built anew for each request, they would take its time."""
+    """The runner for the last length of a list is kept. One for every length would fill the memory, and making one for
+    each request would take too long."""
     tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=100)
 
     def runner_after(*texts, **settings):
@@ -232,12 +234,12 @@ def test_graphs_of_the_last_size_are_kept(voice):
     assert runner_after("e", "f", "g") is not two
 
 
-# ---- Upstream's methods on the runner's rows, as on a GPU. Here they are upstream's own, to compare with.
+# ---- The methods that replace upstream's on a GPU, compared with upstream's own, which a CPU keeps
 
 
 @pytest.fixture
 def two_rows():
-    """two_rows(voice) -> its method on two rows, which the test leaves free."""
+    """two_rows(voice): the voice's method on two rows. Checks that they are free after the test."""
     runners = []
 
     def method(voice):
@@ -269,7 +271,8 @@ def different_voices(voice):
 
 @pytest.mark.parametrize("name", ["in-context", *slow("x-vector", "preset", "designed")])
 def test_a_list_on_rows(voices, two_rows, name):
-    """More texts than rows, which end apart, with a language and a voice for each: in order, each with its own."""
+    """There are more texts than rows, they end at different frames, and each has its own language and voice. The audio
+    comes in the order of the texts."""
     voice = voices(name).end_comes_up(True)
     texts = ["Hello there.", "Hi", "A sentence that is a good deal longer than the others.", "Four!"]
     lists = dict(language=["German", "English", "Auto", "Chinese"]) | different_voices(voice)
@@ -283,7 +286,7 @@ def test_a_list_on_rows(voices, two_rows, name):
 
 
 def test_one_text_on_rows(voice, two_rows):
-    """A seed gives the speech that it gives upstream, and leaves the same random numbers to the next."""
+    """A seed gives the same speech as upstream, and the next request gets the same random numbers."""
     method = two_rows(voice)
     results = []
     for speak in (method, voice.fast_method):
@@ -295,7 +298,7 @@ def test_one_text_on_rows(voice, two_rows):
 
 
 def test_mistakes_in_a_list_on_rows(voice, two_rows):
-    """An error among several texts must leave all rows free, whatever has been admitted with it."""
+    """After an error in one of several texts all rows are free, whichever texts were admitted with it."""
     method = two_rows(voice)
     request = dict(text=["One.", "Two."], max_new_tokens=4, **voice.arguments)
     for mistake in (
@@ -314,13 +317,13 @@ def test_mistakes_in_a_list_on_rows(voice, two_rows):
     request["voice_clone_prompt"] = speaker_prompt(request["voice_clone_prompt"]["ref_spk_embedding"][0])  # for both
     with pytest.warns(UserWarning, match="cut off after 3 frames") as warned:
         assert [len(audio) for audio in method(**request, **GREEDY)[0]] == [3 * 1920] * 2
-    assert len(warned) == 2  # each text of its own
+    assert len(warned) == 2  # one for each text
 
 
 def test_max_new_tokens_before_the_end_warns(voice):
-    """Speech that is cut off silently. The warning says where, and which limit to raise."""
+    """Speech is never cut off silently: a warning says where, and which limit to raise."""
     with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("default")  # Python's own filter shows a text once per line of code
+        warnings.simplefilter("default")  # Python's own filter, which shows a text once per line of code
         for _ in range(2):
             voice.codes(voice.fast, text=TEXT, max_new_tokens=4)
     texts = [str(warning.message) for warning in warned]
@@ -328,7 +331,7 @@ def test_max_new_tokens_before_the_end_warns(voice):
 
 
 def test_full_cache_before_the_end_warns(voices):
-    """The same where the cache is the limit; the frames up to there are upstream's."""
+    """The warning also comes if the cache is full. The frames up to there are upstream's."""
     voice = voices("x-vector").end_comes_up(False)
     tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=20)
     tts.model.talker.codec_head.weight.data[voice.end_token] = 0
@@ -344,14 +347,14 @@ def test_whole_numbers_may_be_numpys(voice):
 
 
 def test_the_end_at_the_limit_does_not_warn(voice, recwarn):
-    """Speech that ends with the last frame that it may have is complete."""
+    """Speech that ends with the last allowed frame is complete."""
     codes, _ = voice.codes(voice.fast, text=TEXT, seed=2)
     voice.codes(voice.fast, text=TEXT, seed=2, max_new_tokens=len(codes[0]) + 1)
     assert not [warning for warning in recwarn if "cut off" in str(warning.message)]
 
 
 def test_prompt_longer_than_the_cache_is_refused(voice):
-    """Before it is written behind the cache's end."""
+    """It is refused before it is written behind the end of the cache."""
     with pytest.raises(ValueError, match=r"the prompt takes \d{3} of 384 positions: raise max_seq_len"):
         voice.codes(voice.fast, text="x" * 500, non_streaming_mode=True)
 
@@ -369,14 +372,14 @@ def test_prompt_longer_than_the_cache_is_refused(voice):
     ],
 )
 def test_impossible_settings_are_refused(voice, name, values):
-    """They would give NaN, or no token to choose, without an error."""
+    """Without a check, such settings would give NaN, or leave no token to sample."""
     for value in values:
         with pytest.raises(ValueError):
             voice.codes(voice.fast, text=TEXT, **{name: value})
 
 
 def test_next_to_no_temperature_takes_the_best(voice):
-    """Scores divided by a very small number overflow, and infinity minus infinity is NaN."""
+    """Scores divided by a very small temperature overflow, and infinity minus infinity is NaN."""
     (greedy,) = voice.codes(voice.fast, text=TEXT, **GREEDY)[0]
     (cold,) = voice.codes(voice.fast, text=TEXT, temperature=1e-45, subtalker_temperature=1e-45)[0]
     assert torch.equal(cold, greedy)
@@ -405,13 +408,13 @@ def test_next_to_no_temperature_takes_the_best(voice):
     ids=str,
 )
 def test_stream_reports_mistakes_at_the_call(voice, mistake, message):
-    """At the first next() it is too late: a server has sent its headers by then. None of these must be spoken."""
+    """An error at the first next() would be too late, as a server has sent its headers by then."""
     with pytest.raises(ValueError, match=message):
         stream(voice.fast_method, **dict(text="a") | voice.arguments | mistake)
 
 
 def test_an_interrupted_prefill_frees_its_row(voice):
-    """Ctrl-C took the row away for good."""
+    """Ctrl-C during a prefill lost the row for good."""
     runner = voice.fast.speech.runner
     interrupted = mock.patch.object(runner, "read_prompts", side_effect=KeyboardInterrupt)
     with interrupted, pytest.raises(KeyboardInterrupt):
@@ -426,13 +429,13 @@ def test_a_model_without_room(voice, size):
 
 
 def test_stream_needs_an_accelerated_model(voice):
-    """An AttributeError of upstream's objects would not say what to do."""
+    """The error says what to do, unlike an AttributeError of upstream's objects."""
     with pytest.raises(ValueError, match="call accelerate"):
         stream(voice.upstream.generate_voice_clone, text="a", **voice.arguments)
 
 
 def test_a_model_can_be_accelerated_again(voice):
-    """What the first call replaced must not be replaced twice."""
+    """A second `accelerate` must not replace again what the first one has replaced."""
     tts = load(str(voice.folder), max_seq_len=100, device="cpu")
     accelerate(tts, max_seq_len=300)
     codes, expected = (voice.codes(model, text=TEXT, seed=5)[0][0] for model in (tts, voice.upstream))
@@ -440,7 +443,8 @@ def test_a_model_can_be_accelerated_again(voice):
 
 
 def test_accelerated_again_under_an_open_stream(voice):
-    """Its graphs still read the tensors that the model's modules had then: kept until the stream ends, not longer."""
+    """The stream's graphs still read the tensors that the model's modules had before. They are kept until the stream
+    ends, and no longer."""
     tts = accelerate(load_upstream(str(voice.folder), "cpu"), max_seq_len=100)
     chunks = stream(tts.generate_voice_clone, chunk_frames=1, text=TEXT, **voice.arguments)
     next(chunks)
@@ -454,10 +458,8 @@ def test_accelerated_again_under_an_open_stream(voice):
 
 
 def test_configs_of_an_accelerated_model(voice):
-    """They answer faster by another class: what is saved, sent or copied must have upstream's, and the same content.
-
-    Configs of a model in the same process that is not accelerated stay as they are.
-    """
+    """The configs of an accelerated model have a faster class. A config that was pickled or copied must have upstream's
+    class and the same content. Configs of other models in the process stay as they are."""
     ours, theirs = (tts.model.config for tts in (voice.fast, voice.upstream))
     assert type(ours).__getattribute__ is object.__getattribute__ is not type(theirs).__getattribute__
     for config, original in ((ours, theirs), (ours.talker_config, theirs.talker_config)):

@@ -1,4 +1,5 @@
-"""The megakernel cannot hang: every wait has a limit, the request then fails with a reason, the next one runs."""
+"""The megakernel cannot hang: every wait has a time limit. Beyond it the request fails with a reason, and the next one
+runs."""
 
 import shutil
 import subprocess
@@ -33,7 +34,7 @@ LENGTH = 300  # of the cache
 
 PUBLISHES = "store_relaxed((char *)destination + replica * sizeof(Exchange), epoch << 16 | bits);"
 TWO_SECONDS = "WAIT_LIMIT_NS = 2'000'000'000"
-SHORT_LIMIT = "WAIT_LIMIT_NS = 10'000'000"  # for a CPU, where it is counted in turns of all threads
+SHORT_LIMIT = "WAIT_LIMIT_NS = 10'000'000"  # on a CPU this counts turns of all threads, not nanoseconds
 FILLS = "fill(cursor, producer, source, bytes_per_slice, policy);"
 
 
@@ -58,7 +59,8 @@ def silent_block(condition: str) -> str:
     ids=["a kernel that works", "a block never publishes", "weights never come"],
 )
 def test_a_wait_that_is_never_over_ends_on_a_cpu(source, reason, tmp_path):
-    """All blocks leave and the host learns why: in both cases the others wait for block 3."""
+    """Block 3 does not publish, or gets no weights, and the other blocks wait for it. All blocks exit, and the host
+    gets the reason."""
     source = source.replace(TWO_SECONDS, SHORT_LIMIT)
     it = some_talker(cpu_kernel_for(tmp_path, source, grid=8), 1024, LENGTH, layers=1)
     it.launch()
@@ -68,7 +70,7 @@ def test_a_wait_that_is_never_over_ends_on_a_cpu(source, reason, tmp_path):
 
 
 class StoppingGraphs:
-    """Takes the place of the graphs of a frame: it gives up in one and leaves NaN behind, as a megakernel may."""
+    """Replaces the graphs of a frame. Gives up in one frame and writes NaN, as a megakernel may."""
 
     name = "the megakernel"
 
@@ -99,7 +101,7 @@ class StoppingGraphs:
 
 
 class Stopping:
-    """An accelerated model whose frames of one or two rows give up in the fifth, and the request as it should be."""
+    """An accelerated model whose graphs for one or two rows give up in the fifth frame, and the expected audio."""
 
     def __init__(self, folder: Any) -> None:
         self.tts = accelerate(load_upstream(str(folder), "cpu"), max_seq_len=128, rows=2)
@@ -123,7 +125,7 @@ class Stopping:
         return joined(engine.stream(self.method, seed=3, **self.request))
 
     def check_that_it_is_left(self, engine: Engine) -> None:
-        """The engine's next request and the next call outside are right, without the graphs that have stopped."""
+        """The engine's next request and the next plain call are right, and do not use the graphs that have stopped."""
         np.testing.assert_allclose(self.speak_in(engine), self.expected, rtol=0, atol=1e-5)
         np.testing.assert_allclose(self.speak_alone(), self.expected, rtol=0, atol=1e-5)
         assert not any(graphs.waiting_launches for graphs in self.graphs.by_size.values())
@@ -151,7 +153,7 @@ def test_in_the_engine_the_requests_fail_and_the_next_ones_run(stopping, rows):
 
 @pytest.mark.filterwarnings("ignore:the speech was cut off")
 def test_a_stream_that_joins_in_that_moment_is_right(stopping):
-    """Only the one that took part in the stopped frame fails."""
+    """Only the stream that took part in the stopped frame fails."""
     graphs = stopping.stop_in(1)
     with engine_of(stopping.tts, 2) as engine:
         first = engine.stream(stopping.method, seed=3, **stopping.request)
@@ -205,14 +207,15 @@ def test_a_block_that_never_publishes(bulk_copies, on_cuda):
     taken = seconds_of(it.step)
     print(f"{taken:.2f} s: {it.step.why_failed()}")
     assert "for another one" in it.step.why_failed() and taken < 5
-    assert seconds_of(it.step) < 5  # the word stays set, and the next launch ends as well
+    assert seconds_of(it.step) < 5  # the flag stays set, so the next launch ends as well
 
 
 @on_gpu
 def test_more_blocks_than_fit(on_cuda):
-    """The driver refuses a cooperative launch. Without its help the blocks that are there give up, the rest follow."""
+    """The driver refuses such a cooperative launch. In a plain launch the resident blocks give up, and then the others
+    run and give up, too."""
     source = changed_source(megakernel, ("GRID <= 128,", "GRID <= 256,"))
-    # Each split of the attention takes room in the exchange.
+    # The exchange must be larger, as each split of the attention takes space in it.
     it = some_talker(gpu_kernel_for(source, grid=256, exchange_bytes=2 << 20), 2048, LENGTH)
     with pytest.raises(RuntimeError, match="cuLaunchCooperativeKernel"):
         it.step()
@@ -244,7 +247,7 @@ extern "C" __global__ void occupy(unsigned long long nanoseconds) {
 @on_gpu
 @pytest.mark.parametrize("seconds", [1.0, 4.0])
 def test_beside_a_kernel_that_occupies_multiprocessors(seconds, on_cuda):
-    """For a second it waits and is right; for longer it may give up, but it ends."""
+    """If the SMs are occupied for a second, the step waits and is right. If for longer, it may give up, but it ends."""
     it = some_talker(gpu_kernel_for(), 1024, LENGTH)
     device = torch.device("cuda", 0)
     gpu = torch.cuda.get_device_properties(device)
@@ -270,8 +273,8 @@ def test_beside_a_kernel_that_occupies_multiprocessors(seconds, on_cuda):
 
 @on_gpu
 def test_the_request_fails_and_the_next_one_runs(checkpoint):
-    """On separate kernels, and the path says why. The talker's block 3 falls silent long after the self-test: 28 layers
-    per launch."""
+    """The next request runs on separate kernels, and `path` says why. Block 3 of the talker stops publishing after 40
+    launches of 28 layers, which is long after the self-test."""
     folder = checkpoint("base", "0.6B")
     with compile_with(gpu_kernel_for(silent_block("CODES == 1 && epoch > 40 * LAYERS"))):
         tts = accelerate(load_upstream(str(folder)), max_seq_len=256)
@@ -307,7 +310,7 @@ TWO_PROCESSES = """
 
 @on_gpu
 def test_two_processes(checkpoint):
-    """Both speak the same again and again, on the megakernel."""
+    """Two processes on one GPU speak the same text repeatedly on the megakernel, each with equal audio."""
     program = textwrap.dedent(TWO_PROCESSES).format(root=str(ROOT), folder=str(checkpoint("base", "0.6B")))
     processes = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for process in processes:
@@ -319,7 +322,8 @@ def test_two_processes(checkpoint):
 @on_gpu
 @pytest.mark.parametrize("size, width", [("0.6B", 1024), ("1.7B", 2048)])
 def test_rows_on_the_megakernel(size, width, checkpoint):
-    """Its kernels pass their test, and streams that run on them are complete; a single one again has its own bits."""
+    """The megakernels for several rows pass their self-test, and streams on them are complete. A stream that is alone
+    again has the bits of a single row."""
     tts = load(str(checkpoint("base", size)), max_seq_len=256, rows=4)
     prompt = speaker_prompt(torch.randn(width, generator=torch.Generator().manual_seed(0)))
     request = dict(text="Hello there.", language="English", voice_clone_prompt=prompt)

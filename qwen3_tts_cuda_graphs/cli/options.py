@@ -10,7 +10,7 @@ from qwen3_tts_cuda_graphs.common.model_names import model_name
 from qwen3_tts_cuda_graphs.common.parser import Parser
 from qwen3_tts_cuda_graphs.common.published import CLONING_MODEL, MODELS, PRESET_MODEL
 from qwen3_tts_cuda_graphs.common.voice_files import REFERENCE_SILENCE
-from qwen3_tts_cuda_graphs.prompts.cut import FRAMES_PER_TOKEN, MIN_FRAME_LIMIT, PAUSE
+from qwen3_tts_cuda_graphs.prompts.cut import FRAMES_PER_TOKEN, MAX_SEQ_LEN, MIN_FRAME_LIMIT, PAUSE
 
 OUTPUT = Path("speech.wav")
 EXAMPLES = """examples:
@@ -126,7 +126,7 @@ def make_parser() -> Parser:
     machine = parser.add_argument_group("machine")
     machine.add_argument(
         "--max-seq-len",
-        default=2048,
+        default=MAX_SEQ_LEN,
         type=int,
         help="positions for prompt and speech, 12.5 per second; default: %(default)s",
     )

@@ -1,9 +1,8 @@
-"""What can be wrong with what is asked, in numbers and texts, each with a message that says what to do.
+"""Checks of a request's numbers and texts. Each raises a ValueError whose message says what to do.
 
-Imports nothing that takes time: the command line and the server's front process check with it, too.
+Imports quickly, as the command line and the server's front process use it, too.
 """
 
-import math
 from collections.abc import Callable
 from numbers import Integral
 
@@ -37,13 +36,8 @@ def check_seed(seed: int | None) -> None:
         raise ValueError(f"seed is {seed!r}, it must be a whole number from -2**63 to 2**64 - 1")
 
 
-def check_text_timeout(seconds: float) -> None:
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"text_timeout is {seconds}, it must be above 0 and finite, in seconds")
-
-
 def number_ranges(config: dict) -> dict[str, tuple[Callable, str]]:
-    """Numbers that a user may set -> whether a value is good, and what it must be in words. config: the model's"""
+    """For each number that a user may set: a test of a value, and what a good value is. config: the model's"""
     talker = config["talker_config"]
     vocab, positions = talker["vocab_size"], talker["max_position_embeddings"]
     return {
@@ -60,7 +54,7 @@ def number_ranges(config: dict) -> dict[str, tuple[Callable, str]]:
 
 
 def check_number(config: dict, name: str, value: float | None) -> None:
-    """Refuse the value of an option that is out of its range."""
+    """Refuse a value of an option that is out of range."""
     is_good, wanted = number_ranges(config)[name]
     if value is not None and not is_good(value):
         option = "--" + name.replace("_", "-")
@@ -71,7 +65,7 @@ def check_number(config: dict, name: str, value: float | None) -> None:
 
 
 def check_text(text: str | list[str]) -> str:
-    """The text, if it is one that can be spoken."""
+    """The text, if it can be spoken."""
     if isinstance(text, list | tuple):
         if len(text) != 1:
             raise ValueError(f"stream speaks one text at a time, not {len(text)}")
@@ -92,7 +86,7 @@ def check_encodable(text: str, what: str = "the text") -> None:
 
 
 def is_arriving(text) -> bool:
-    """Whether it is an iterator of pieces. An async one raises an error."""
+    """Whether a text is an iterator of its pieces. Raises an error if it is an async one."""
     if hasattr(text, "__aiter__"):
         raise ValueError("the text is an async iterator: use astream instead of stream")
     return hasattr(text, "__iter__") and not isinstance(text, str | bytes | list | tuple | dict | set)

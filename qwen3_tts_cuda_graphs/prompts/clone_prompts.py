@@ -16,7 +16,7 @@ def speaker_prompt(speaker: torch.Tensor, texts: int = 1) -> dict:
 
 
 def with_voice_clone_prompt(method: Callable, kwargs: dict) -> dict:
-    """The method's arguments, with a voice_clone_prompt in place of a recording: now its codes are known."""
+    """The method's arguments, with a voice_clone_prompt in place of a recording, which is encoded here."""
     if kwargs.get("voice_clone_prompt") is not None or kwargs.get("ref_audio") is None:
         return kwargs
     kwargs = dict(kwargs)
@@ -25,7 +25,7 @@ def with_voice_clone_prompt(method: Callable, kwargs: dict) -> dict:
 
 
 def prompt_field(voice_clone_prompt: dict | list | None, name: str) -> list:
-    """This field of each text's prompt."""
+    """The values of this field, one for each text."""
     if isinstance(voice_clone_prompt, dict):
         return voice_clone_prompt.get(name) or []
     return [getattr(item, name) for item in voice_clone_prompt or []]
@@ -48,7 +48,7 @@ def is_on_gpu(voice_clone_prompt) -> bool:
 
 
 def check_speaker_size(config, voice_clone_prompt) -> None:
-    """Refuse an embedding of the other model size."""
+    """Refuse a speaker embedding of another model size."""
     width = config.hidden_size
     for speaker in prompt_field(voice_clone_prompt, "ref_spk_embedding"):
         if torch.is_tensor(speaker) and speaker.numel() != width:
@@ -59,7 +59,7 @@ def check_speaker_size(config, voice_clone_prompt) -> None:
 
 
 def check_reference(config, codes: torch.Tensor | None) -> None:
-    """Codes beyond the codebooks would stop a GPU's kernels, and with them all other requests."""
+    """Refuse codes beyond the codebooks: they would make a kernel fail, and with it all other requests."""
     if codes is None:
         return
     groups, size = config.num_code_groups, config.code_predictor_config.vocab_size

@@ -1,9 +1,10 @@
-"""Long text -> parts, each spoken as one utterance that fits into the cache.
+"""Cuts long text into parts, each spoken as one utterance that fits into the cache.
 
-Parts end at paragraph and sentence ends. sentencex finds the sentence ends; where it fails, a plain rule does. Text
-that is still arriving is cut by the plain rule, which needs no next sentence to see an end.
+Parts end at paragraph and sentence ends. sentencex finds the sentence ends; if it fails, a regular expression does.
+Text that is still arriving is always cut by the regular expression, as it finds an end before the next sentence is
+there.
 
-Imports nothing that takes time: the command line and the server's front process need these limits, too.
+Imports quickly, as the command line and the server's front process need these limits, too.
 """
 
 import itertools
@@ -14,16 +15,18 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 
 # Usual speech takes 3 to 5 frames per token. A limit of 6, and of 75 frames for short texts, has cut off slow and
-# emotional speech: the library and the command line stop an utterance after twice as many, which their parts leave room
-# for. The server has no such limit, so its parts are as long as usual speech allows: one long utterance sounds best.
+# emotional speech. So the library and the command line stop an utterance after 12 frames per token, and their parts are
+# short enough for that. The server stops no utterance by default. Its parts are as long as usual speech allows, because
+# one long utterance sounds best.
 FRAMES_PER_TOKEN = 12
 USUAL_FRAMES_PER_TOKEN = 6
 MIN_FRAME_LIMIT = 192  # for short texts, 15 seconds
 PAUSE = 0.4  # seconds of silence between two parts
+MAX_SEQ_LEN = 2048  # default of `max_seq_len`: positions of the cache, for prompt and speech together
 
-PROMPT_POSITIONS = 16  # a prompt without text, instruction and reference
+PROMPT_POSITIONS = 16  # of a prompt without text, instruction and reference
 POSITIONS_PER_BYTE = 8  # more than any text takes, even digits
-USUAL_POSITIONS_PER_BYTE = 3  # more than usual speech takes, by enough for the voice and for slow speech
+USUAL_POSITIONS_PER_BYTE = 3  # more than usual speech takes; leaves room for the voice and for slow speech
 
 # ISO 639-1 code -> the models' name
 LANGUAGES = dict(zh="chinese", en="english", de="german", it="italian", pt="portuguese")
@@ -37,10 +40,6 @@ ANY_END = re.compile(r"[\s。！？，、]")
 PLAIN_SENTENCE = re.compile(rf"(?s).+?(?:(?:{SENTENCE_END.pattern})\s*|\Z)")
 CLAUSE = re.compile(r"(?s).+?(?:[,;:.!?…，、；：。！？–—)\]}）】»”’/|·]+|\Z)")
 
-# Where text that is still arriving may end, once this share of the tokens that fit is there.
-ARRIVING_ENDS = (0.6, SENTENCE_END), (0.9, ANY_END)
-LONGEST_END = 4  # characters, of which the last may be the next piece's
-
 TokenCount = Callable[[str], int]
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
@@ -50,7 +49,7 @@ log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 
 def count_bytes(text: str) -> int:
-    """The most tokens that a text can have: each stands for one byte or more."""
+    """An upper bound for the tokens of a text, as each stands for at least one byte."""
     return len(text.encode())
 
 
@@ -61,11 +60,11 @@ def tokens_that_fit(
     count_tokens: TokenCount = count_bytes,
     reference: int = 0,
 ) -> int:
-    """Tokens of a part whose speech ends before the cache is full, even if each of them takes so many frames.
+    """The most tokens that a part can have so that its speech fits into the cache at `frames_per_token`.
 
     voice: arguments of upstream's methods
-    count_tokens: for the other texts in the prompt
-    reference: positions of a recording and its transcript that are not in `voice` yet
+    count_tokens: counts those of the other texts in the prompt
+    reference: positions of a recording and its transcript, if they are not in `voice` yet
     """
     prompt = voice.get("voice_clone_prompt")
     if isinstance(prompt, list) and prompt[0].ref_code is not None:
@@ -80,7 +79,7 @@ def tokens_that_fit(
 
 
 def surely_fits(text: str, max_seq_len: int) -> bool:
-    """Whether a text needs no cut, as can be told without its tokens."""
+    """Whether a text surely needs no cut, estimated without its tokens."""
     return POSITIONS_PER_BYTE * count_bytes(text) <= max_seq_len
 
 
@@ -96,7 +95,7 @@ def cut(
 ) -> list[str]:
     """Cut paragraphs into parts of at most `max_tokens`: whole paragraphs, or as many of their sentences as fit.
 
-    say: what is written -> what is said, whose tokens count
+    say: a written text -> the text that is spoken, whose tokens count
     """
 
     def fits(part: str) -> bool:
@@ -107,8 +106,8 @@ def cut(
 
 
 def cut_by_estimate(text: str, max_tokens: int, count_tokens: TokenCount, language: str | None = None) -> list[str]:
-    """`cut` with few counts, for which the server's engine has to wait. A part's tokens are estimated by the text's
-    average, with a tenth to spare, and only a part with still too many is cut again."""
+    """`cut` with few calls of `count_tokens`, as they delay the server's engine. Estimates the tokens of a part by the
+    average of the text, with a tenth to spare, and counts only to see whether a part must be cut again."""
     tokens = count_tokens(text)
     if tokens <= max_tokens:
         return [text]
@@ -128,28 +127,28 @@ def split_text(paragraphs: Iterable[str], fits: Callable[[str], bool], language:
 
 
 def sentences(text: str, language: str | None) -> list[str]:
-    """The sentences with the space after them, so that they join to the text."""
+    """The sentences, with the space after each: joined they are the text."""
     try:
         from sentencex import segment
     except ImportError:
         raise ValueError("long texts need a package that finds sentence ends: pip install sentencex") from None
     language = LANGUAGE_CODES.get((language or "").lower(), "en")
-    try:  # sentencex 1.0.32 panics at "vitamin C\u00a0. And", and prints that, too: it gets plain spaces
+    try:  # sentencex 1.0.32 panics at "vitamin C\u00a0. And" and prints a trace, so all spaces are made plain ones
         ends = [0, *itertools.accumulate(map(len, segment(language, OTHER_SPACE.sub(" ", text))))]
         if ends[-1] == len(text):
             return [text[start:end] for start, end in itertools.pairwise(ends)]
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic of Rust is no Exception
+    except BaseException as error:  # a panic in Rust is not an Exception
         log.info("sentencex has failed (%s): the text is cut at plain sentence ends", error)
     return PLAIN_SENTENCE.findall(text)
 
 
 def packed(pieces: Iterable[str], fits: Callable[[str], bool]) -> Iterator[str]:
-    """Join pieces while they fit. One that does not fit alone is cut into smaller ones."""
+    """Join pieces to parts while they fit. A piece that does not fit alone is cut into smaller ones."""
     part = ""
     for piece in pieces:
-        if not piece.strip():  # a gap, which may be wider than what fits
+        if not piece.strip():  # whitespace alone, which may be too long to fit
             part += " "
             continue
         if fits(part + piece):
@@ -169,7 +168,7 @@ def packed(pieces: Iterable[str], fits: Callable[[str], bool]) -> Iterator[str]:
 
 
 def smaller_pieces(text: str) -> list[str]:
-    """Words; a single word is cut after punctuation marks, or in halves. They join to the text."""
+    """The words of a text, or, of a single word, its pieces between punctuation marks, or else its halves."""
     words = [f"{word} " for word in text.split()]
     pieces = words if len(words) > 1 else CLAUSE.findall(text)
     if len(pieces) > 1:
@@ -178,7 +177,7 @@ def smaller_pieces(text: str) -> list[str]:
     if half == len(text):
         raise ValueError("a single character does not fit into the cache: raise max_seq_len")
     is_mark = [unicodedata.category(character)[0] == "M" for character in text[half:]]
-    half += is_mark.index(False) if False in is_mark else 0  # marks belong to the character before them
+    half += is_mark.index(False) if False in is_mark else 0  # combining marks stay with the character before them
     return [text[:half], text[half:]]
 
 
@@ -186,13 +185,13 @@ def smaller_pieces(text: str) -> list[str]:
 
 
 def arriving_bytes(max_seq_len: int) -> int:
-    """Bytes of arriving text after which its part ends with the sentence."""
+    """Bytes of arriving text after which a part ends at the next sentence end."""
     return max_seq_len // USUAL_POSITIONS_PER_BYTE
 
 
 def end_after_bytes(text: str, start: int, size: int) -> int | None:
-    """Where the part from `start` on ends: at the first sentence end after so many bytes from its first word on; after
-    half as many again at any space or comma. None: not yet."""
+    """Where the part that begins at `start` ends: at the first sentence end that is `size` bytes or more behind its
+    first word. If there is none within another half of `size`, at the next space or comma. None: not yet."""
     word = WORD.search(text, start)
     if word is None:
         return None
@@ -205,35 +204,3 @@ def end_after_bytes(text: str, start: int, size: int) -> int | None:
 def index_after(text: str, start: int, size: int) -> int:
     """The index of the first character after `size` bytes of UTF-8."""
     return start + len(text[start : start + size].encode()[:size].decode(errors="ignore"))
-
-
-def end_after_tokens(
-    text: str,
-    seen: int,
-    settled: int,
-    pending: int,
-    max_tokens: int,
-    count_tokens: TokenCount,
-    language: str | None = None,
-) -> int | None:
-    """Where a part of at most `max_tokens` ends, once a new piece of it has come. None: all of it fits.
-
-    text: the part with the new piece, which begins at `seen`
-    settled: tokens that can no longer change, of the text before `pending`
-    """
-    for share, end in ARRIVING_ENDS:
-        for found in end.finditer(text, max(0, seen - LONGEST_END)) if settled >= share * max_tokens else ():
-            if found.end() >= seen and text[: found.end()].strip():
-                return found.end()
-    rest = text[pending:]
-    if not rest.strip():  # a wide gap
-        return None
-
-    def fits(part: str) -> bool:
-        return len(part) == 1 or settled + count_tokens(part) <= max_tokens
-
-    if settled + count_bytes(rest) <= max_tokens or fits(rest):
-        return None
-    letters = len("".join(split_text([rest], fits, language)[0].split()))
-    places = [place for place, character in enumerate(rest) if not character.isspace()]
-    return pending + places[letters - 1] + 1

@@ -1,13 +1,13 @@
-"""Token ids of a text that is still arriving: those that no further text can change.
+"""The token ids of a text that is still arriving which no further text can change.
 
-The tokenizer itself does the work; this file only decides how much of its result is final. Qwen's tokenizer has four
-steps, and each has a reason to wait:
+The tokenizer itself does the work. This file decides how much of its result is final. Qwen's tokenizer has four steps,
+and each is a reason to wait:
 
     added tokens    "<|im_e" may become <|im_end|>: wait from a "<" that may begin one
     NFC             "e" becomes "é" when a combining accent follows: wait from the last character that can change
-    pre-tokens      words, digits, punctuation, whitespace: only the last one can grow, but a run of whitespace is split
-                    differently depending on what follows it
-    BPE             inside the last pre-token: see `stable_prefix`
+    pre-tokens      words, digits, punctuation, whitespace: only the last one can grow. A run of whitespace is split
+                    depending on what follows it.
+    BPE             further text can change the tokens inside the last pre-token: see `stable_prefix`
 """
 
 import bisect
@@ -18,19 +18,18 @@ import unicodedata
 
 import tokenizers
 
-# The pre-tokens that this file relies on: further text makes the last one longer, or splits whitespace differently. It
-# is transformers' PRETOKENIZE_REGEX.
+# The pre-tokens that this file relies on, as transformers' PRETOKENIZE_REGEX defines them.
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-LONGEST_TAIL = 256  # characters that are encoded again with each piece
-LONG_PRE_TOKEN = 64  # characters, after which a pre-token is cut inside; words are shorter
+LONGEST_TAIL = 256  # characters; a shorter tail is encoded again with each piece
+LONG_PRE_TOKEN = 64  # characters after which a pre-token is cut; words are shorter
 
 
 def use_qwens_pre_tokens(tokenizer) -> None:
-    """Upstream passes fix_mistral_regex=True, and transformers 4.57 then installs Mistral's: put Qwen's back."""
+    """Restore Qwen's: upstream passes fix_mistral_regex=True, with which transformers 4.57 installs Mistral's."""
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN_PATTERN), "isolated")
     tokenizer.backend_tokenizer.pre_tokenizer[0] = split
 
@@ -51,15 +50,15 @@ class IncrementalTokenizer:
         if len(self.tail) < self.wait_for:
             return
         before, inside, length = self.rules.final_ids(self.tail)
-        self.ids = max(self.ids, self.settled + before + inside, key=len)  # each is final
-        # Forget what is settled, so that a long text takes no longer per piece than a short one.
+        self.ids = max(self.ids, self.settled + before + inside, key=len)  # both are final
+        # Drop settled text from the tail, so that a long text takes no longer per piece than a short one.
         unsettled = self.tail
         start, rest = self.tail[:length], self.tail[length:]
         if start and not may_combine(rest[0]) and self.rules.encode(start).ids == before:
             self.settle(before, length)
         elif length == 0 and len(self.tail) > LONG_PRE_TOKEN:
             self.settle(*self.rules.cut_inside(self.tail, inside))
-        # Accents without end or a wide gap never settle: look again when there is more of it, in growing steps.
+        # Endless accents or whitespace never settle. Try again when there is more of the tail, in growing steps.
         is_stuck = len(self.tail) > LONGEST_TAIL and self.tail == unsettled
         self.wait_for = len(self.tail) * 9 // 8 if is_stuck else 0
 
@@ -70,7 +69,7 @@ class IncrementalTokenizer:
 
 @functools.lru_cache(maxsize=4)
 def rules_of(tokenizer) -> "Rules":
-    """Made once per tokenizer: sorting a vocabulary takes 0.1 s."""
+    """The Rules of a tokenizer. Cached, as sorting a vocabulary takes 0.1 s."""
     return Rules(tokenizer.backend_tokenizer)
 
 
@@ -89,7 +88,7 @@ class Rules:
         return self.backend.encode(text, add_special_tokens=False)
 
     def final_ids(self, text: str) -> tuple[list[int], list[int], int]:
-        """Ids of complete pre-tokens, ids at the start of the next pre-token, and where that begins in the text."""
+        """The final ids of complete pre-tokens, those inside the next pre-token, and where that one begins."""
         start = text.rfind("<")
         if start >= 0 and text[start:] in self.starts_of_added:
             text = text[:start]
@@ -97,9 +96,7 @@ class Rules:
             return [], [], 0
 
         encoding = self.encode(text)
-        starts = []  # of the pre-tokens
-        ids = []
-        symbols = []  # one per byte
+        starts, ids, symbols = [], [], []  # of each pre-token; it has one symbol per byte
         for token_id, token, word, (offset, _) in zip(
             encoding.ids, encoding.tokens, encoding.word_ids, encoding.offsets
         ):
@@ -123,10 +120,10 @@ class Rules:
         return before, self.stable_prefix(inside), starts[held]
 
     def cut_inside(self, text: str, final: list[int]) -> tuple[list[int], int]:
-        """Where to cut a pre-token between two of its final ids: those before the cut, and its place in the text.
+        """Where to cut a pre-token between two of its final ids: the ids before the cut, and its place in the text.
 
-        BPE has merged nothing across the cut, so both sides are encoded as if they stood alone. The right side must
-        begin like the pre-token, or the text that follows would be split in other ways.
+        BPE has merged nothing across the cut, so both sides have the ids that they have alone. The right side must
+        begin with the same kind of characters as the pre-token, or the text would be split differently from there on.
         """
         offsets = self.encode(text).offsets
         for count in range(min(len(final), len(offsets) - 1), 0, -1):
@@ -138,15 +135,15 @@ class Rules:
         return [], 0
 
     def symbols(self, text: str) -> str:
-        """The text as the vocabulary writes it: a character per byte."""
+        """The text in the vocabulary's notation, one character per byte."""
         return "".join(self.encode(text).tokens)
 
     def stable_prefix(self, symbols: str) -> list[int]:
-        """The ids at the start of a pre-token that begins with these symbols, whatever follows in it.
+        """The first ids of a pre-token that begins with these symbols, whatever follows them in it.
 
-        In the final ids one token reaches over the end of `symbols`, or begins there. What precedes that token is
-        encoded as if it stood alone, because BPE has not merged across the token's start. So every start that such a
-        token of the vocabulary can have gives one possible encoding, and what all of them have in common is final.
+        In the final ids one token reaches across the end of `symbols`, or begins there. BPE does not merge across the
+        start of that token, so the symbols before it have the ids that they have alone. Each possible start of such a
+        token gives one possible encoding. The prefix that all of them share is final.
         """
         stable = None
         for start in range(max(0, len(symbols) - self.longest), len(symbols) + 1):
@@ -158,13 +155,13 @@ class Rules:
         return stable
 
     def begins_token(self, symbols: str) -> bool:
-        """Whether a token of the vocabulary begins with these and is longer."""
+        """Whether the vocabulary has a longer token that begins with these symbols."""
         following = bisect.bisect_right(self.vocabulary, symbols)
         return following < len(self.vocabulary) and self.vocabulary[following].startswith(symbols)
 
 
 def check_tokenizer(backend) -> None:
-    """Refuse tokenizers that work in another way."""
+    """Refuse a tokenizer with other steps."""
     normalizer, pre_tokenizer = (
         json.loads(part.__getstate__()) for part in (backend.normalizer, backend.pre_tokenizer)
     )
@@ -185,7 +182,7 @@ def check_tokenizer(backend) -> None:
 
 
 def last_nfc_boundary(text: str) -> int:
-    """Where the last character begins that cannot combine with an earlier one. NFC keeps what precedes it."""
+    """The place of the last character that cannot combine with an earlier one. What precedes it is final in NFC."""
     boundary = len(text) - 1
     while boundary > 0 and may_combine(text[boundary]):
         boundary -= 1
@@ -193,7 +190,7 @@ def last_nfc_boundary(text: str) -> int:
 
 
 def may_combine(character: str) -> bool:
-    """Whether NFC may join this character with an earlier one. One that is not assigned yet may be a mark some day."""
+    """Whether NFC may combine this character with an earlier one. An unassigned one may become a mark in Unicode."""
     is_mark = unicodedata.category(character) in ("Mn", "Mc", "Me", "Cn")
     is_hangul = "\u1160" <= character <= "\u11ff"  # vowels and final consonants
     is_kirat_rai = character in "\U00016d63\U00016d67"  # vowel signs that are letters
@@ -201,7 +198,7 @@ def may_combine(character: str) -> bool:
 
 
 def is_inside_run(text: str, place: int) -> bool:
-    """Whether letters stand on both sides, or punctuation, of which the next two would begin the same pre-token: one
-    alone may join a letter that follows."""
+    """Whether there are letters on both sides of a place, or punctuation: one mark before it and two behind, as a
+    single mark may become one pre-token with a letter that follows."""
     kinds = [unicodedata.category(character)[0] for character in text[place - 1 : place + 2]]
     return kinds[:2] == ["L", "L"] or (len(kinds) == 3 and set(kinds) <= {"P", "S"})

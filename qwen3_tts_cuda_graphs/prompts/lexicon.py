@@ -1,4 +1,4 @@
-"""How to say some words: a lexicon replaces whole words of a text by others, also while the text is still arriving."""
+"""A lexicon: replaces whole words of a text by how to say them, also while the text is still arriving."""
 
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -10,12 +10,12 @@ from qwen3_tts_cuda_graphs.prompts.checks import check_encodable
 MAX_ENTRIES = 10_000
 MAX_WORD = 100  # characters
 MAX_REPLACEMENT = 500
-WITHOUT_SPACES = "CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR"  # in these, words touch each other
+WITHOUT_SPACES = "CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR"  # scripts without word spaces
 
 
 class Lexicon:
-    """Replaces the longest entry that fits. An entry in lower case stands for all cases, and its replacement follows
-    the text's; any other stands for itself alone. Both kinds of apostrophes are the same."""
+    """Where several entries match, the longest is replaced. An entry in lower case matches any case, and its
+    replacement takes the case of the text. Any other entry matches itself alone. ' and ’ are equal."""
 
     def __init__(self, entries: dict[str, str], max_entries: int = MAX_ENTRIES):
         self.entries = {straight(word): said for word, said in check_entries(entries, max_entries).items()}
@@ -26,14 +26,14 @@ class Lexicon:
         return "".join(LexiconReader(self).read(text, is_end=True)) if self.entries else text
 
     def follow(self, pieces: Iterable[str]) -> Iterator[str]:
-        """The same for a text that is still arriving."""
+        """`replace` for a text that is still arriving, in pieces."""
         reader = LexiconReader(self)
         for piece in pieces:
             yield from reader.read(piece)
         yield from reader.read("", is_end=True)
 
     def find(self, text: str, lowered: str, start: int) -> tuple[int, str] | None:
-        """Where the longest entry that begins here ends, and what is said."""
+        """The longest entry that begins at `start`: where it ends in the text, and its replacement."""
         found, end = None, start + 1
         while end <= len(text) and lowered[start:end] in self.beginnings:
             word = straight(text[start:end])
@@ -45,7 +45,7 @@ class Lexicon:
 
 
 def load_lexicon(path: Path | None) -> Lexicon:
-    """The lexicon in a file. None: an empty one"""
+    """The lexicon in a file, or an empty one without a file."""
     if path is None:
         return Lexicon({})
     try:
@@ -56,7 +56,10 @@ def load_lexicon(path: Path | None) -> Lexicon:
 
 
 def read_lexicon(text: str, name: str) -> Lexicon:
-    """Lines of a word, a tab and how to say it. Empty lines and those after # are skipped."""
+    """A lexicon of lines with a word, a tab and how to say it. Empty lines and those that begin with # are skipped.
+
+    name: of the file, for errors
+    """
     entries = {}
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
         word, tab, said = line.strip().partition("\t")
@@ -65,7 +68,7 @@ def read_lexicon(text: str, name: str) -> Lexicon:
         try:
             if not tab:
                 raise ValueError("there is no tab between the word and how to say it")
-            entries[check_entry("word", word, MAX_WORD)] = check_entry("replacement", said, MAX_REPLACEMENT)
+            entries |= check_entries({word: said}, max_entries=1)
         except ValueError as error:
             raise ValueError(f"{name}, line {number}: {error}: write word<TAB>how to say it") from None
     try:
@@ -75,18 +78,18 @@ def read_lexicon(text: str, name: str) -> Lexicon:
 
 
 class LexiconReader:
-    """Pieces of a text -> the same with words replaced, each when it can no longer grow."""
+    """Replaces words in pieces of a text. A word is yielded once no further text can make it longer."""
 
     def __init__(self, lexicon: Lexicon):
         self.lexicon = lexicon
-        self.before = ""  # the last character of what was yielded
+        self.before = ""  # the last character that was yielded
         self.text = ""  # not yielded yet
 
     def read(self, piece: str, is_end: bool = False) -> Iterator[str]:
         return (said for said, _ in self.read_pairs(piece, is_end))
 
     def read_pairs(self, piece: str, is_end: bool = False) -> Iterator[tuple[str, str]]:
-        """What is said, and what is written for it."""
+        """Pairs of the text to speak and the text as it was written."""
         text = self.before + self.text + piece
         lowered = lower(text)
         place, given = len(self.before), len(self.before)
@@ -147,12 +150,12 @@ def straight(text: str) -> str:
 
 
 def lower(text: str) -> str:
-    """The text in lower case, each character in its place: one whose small letter is two stays."""
+    """The text in lower case, of the same length: a character whose lower case has two stays as it is."""
     return "".join(small if len(small := character.lower()) == 1 else character for character in straight(text))
 
 
 def in_case_of(word: str, said: str) -> str:
-    """HTTP is not Http: a word in capitals is said so, one with a capital begins with one."""
+    """The replacement in the case of the word: all capitals, a capital first, or unchanged."""
     if sum(map(str.isalpha, word)) > 1 and word.isupper():
         return said.upper()
     return said[0].upper() + said[1:] if word[0].isupper() else said

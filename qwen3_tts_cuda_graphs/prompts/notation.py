@@ -1,11 +1,11 @@
-"""What people write into a text to say how it is spoken:
+"""The notation of scripts: tags in a text that say how to speak it.
 
     [pause 0.8]   [pause:0.8s]   [pause 800ms]   <break time="800ms"/>    silence
-    [voice aiden]          another voice from here on; [voice]: the one that was asked for
-    [style: whispering]    another style from here on; [style]: the one that was asked for
+    [voice aiden]          another voice from here on; [voice]: back to the request's voice
+    [style: whispering]    another style from here on; [style]: back to the request's style
     Aiden: Hello!          in a play, a line of this voice
 
-A tag that is wrong or unknown is an error and never spoken. Imports nothing that takes time.
+A wrong or unknown tag is an error, and is never spoken. This file imports quickly.
 """
 
 import difflib
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 
 MAX_PAUSE = 60.0  # seconds
 MAX_VALUE = 200  # characters of a tag after its name
-MAX_WORD = 50  # of its name
+MAX_WORD = 50  # characters of a tag's name
 MAX_TAG = MAX_WORD + MAX_VALUE
 MAX_NAME = 64  # characters of a voice's name before a colon
 
 TAGS = "pause", "voice", "style"
 ELEMENTS = "break speak prosody emphasis say-as phoneme sub voice audio lang mark".split()  # of SSML
 
-ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"  # of lines, as str.splitlines knows them
+ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"  # line ends of str.splitlines
 SPACES = rf"[^\S{ENDS}]{{0,99}}+"
-COMPOUND = r"(?!['’-][a-z])"  # [voice-over] is not [voice ...]
+COMPOUND = r"(?!['’-][a-z])"  # not the first half of a word such as [voice-over]
 
 MARK = re.compile(rf"\[{SPACES}([a-z]{{1,{MAX_WORD}}}+){COMPOUND}([^\[\]{ENDS}]{{0,{MAX_VALUE}}}+)\]", re.IGNORECASE)
 ELEMENT = re.compile(rf"<(/?)({'|'.join(ELEMENTS)})\b([^<>{ENDS}]{{0,{MAX_VALUE}}}+)>", re.IGNORECASE)
@@ -46,28 +46,29 @@ class Tag:
     name: str
     value: float | str | None
     line: int
-    ends_style: bool = False  # a name at the beginning of a line, without a style before it
+    ends_style: bool = False  # for a name that begins a line of a play, with no style tag before it in the line
 
 
 class Notation:
-    """Pieces of a text -> its words, line by line, and tags, each as soon as it is clear which of them it is.
+    """Splits the pieces of a text into strings of words, none longer than a line, and tags. Each is yielded as soon as
+    no further text can change what it is.
 
     play: lines may begin with a voice's name and a colon
-    check_voice: raises ValueError for a name that is no voice
+    check_voice: raises ValueError if there is no voice of that name
     """
 
     def __init__(self, play: bool = False, line: int = 1, check_voice: Callable[[str], None] | None = None):
         self.play = play
-        self.line = line  # of what was yielded last
+        self.line = line  # number of the line in which the last item begins
         self.check_voice = check_voice
         self.text = ""
-        self.place = 0  # in the text: what follows was not yielded yet, as it may become a tag
-        self.begins_line = True  # all so far: a speaker's name may follow
-        self.has_style = False  # the line has one
+        self.place = 0  # the text from here on was not yielded yet: it may become a tag
+        self.begins_line = True  # the line has nothing yet that a speaker's name could not follow
+        self.has_style = False  # the line has a style tag
 
     def read(self, piece: str, is_end: bool = False) -> Iterator[str | Tag]:
-        """Raises ValueError at a tag that is wrong, after all before it was yielded."""
-        known = max(self.place - 1, 0)  # the character before it may be half of a line end
+        """Raises ValueError at a wrong tag, after it has yielded everything before it."""
+        known = max(self.place - 1, 0)  # keeps the character before it, which may be the first half of \r\n
         self.text = self.text[known:] + piece
         self.place -= known
         while self.place < len(self.text):
@@ -84,7 +85,7 @@ class Notation:
             self.line += line_ends
 
     def next_item(self, is_end: bool) -> tuple[int, str | Tag | None]:
-        """Where the next item ends, and the item. None: more text must come before it is known."""
+        """Where the next item ends, and the item. None: that depends on text that has not come yet."""
         text, start = self.text, self.place
         if self.play and self.begins_line:
             if speaker := SPEAKER.match(text, start):
@@ -113,16 +114,18 @@ class Notation:
         value = value[has_colon:].lstrip()
         if name == "voice":
             return mark.end(), self.voice(value or None)
-        if name in TAGS:
-            return mark.end(), Tag(name, self.seconds(value, mark[0]) if name == "pause" else value or None, self.line)
+        if name == "pause":
+            return mark.end(), Tag(name, self.seconds(value, mark[0]), self.line)
+        if name == "style":
+            return mark.end(), Tag(name, value or None, self.line)
         meant = difflib.get_close_matches(name, TAGS, 1, 0.7)
         is_link = self.text.startswith("(", mark.end())  # of Markdown
-        if is_link or value and not (has_colon or value[0].isdigit() or meant):  # [as he said] is no tag
+        is_words = value and not (has_colon or value[0].isdigit() or meant)  # such as [as he said]
+        if is_link or is_words:
             return mark.end(), mark[0]
-        hint = (
-            f": did you mean [{meant[0]} ...]?" if meant else f": there are {', '.join(f'[{it} ...]' for it in TAGS)}"
-        )
-        raise self.mistake(f"there is no tag {mark[0]}{hint}")
+        known = ", ".join(f"[{tag} ...]" for tag in TAGS)
+        hint = f"did you mean [{meant[0]} ...]?" if meant else f"there are {known}"
+        raise self.mistake(f"there is no tag {mark[0]}: {hint}")
 
     def voice(self, name: str | None, ends_style: bool = False) -> Tag:
         if name and self.check_voice:

@@ -1,6 +1,7 @@
-"""Read the pieces of a text from an iterator, for whoever speaks it: a stream, an engine, or a worker of the server.
+"""Reads the pieces of an arriving text from an iterator.
 
-Each piece goes to a function, then END or the error of the iterator. `TextReader` hands them to a stream's own thread.
+Each piece is passed to a function, then END or the error of the iterator. For an engine that is `Listener.push`. A
+stream without an engine has a `TextReader`, which hands the pieces to the thread that speaks the text.
 """
 
 import asyncio
@@ -13,13 +14,13 @@ from collections.abc import AsyncIterable, Callable, Iterable
 from concurrent.futures import Future
 
 END = None
-MAX_PIECES_AHEAD = 256  # how many an iterator may have given that the stream has not taken
+MAX_PIECES_AHEAD = 256  # pieces that may have been read from the iterator and not taken by the stream
 
 Push = Callable[[str | BaseException | None], Future]  # a piece, END or an error -> whether another one is wanted
 
 
 def start_reader(pieces: Iterable[str], push: Push) -> None:
-    """A thread of its own: the iterator may take its time, and is given up if it never returns."""
+    """Read an iterator in a thread of its own. If it never returns, the thread is abandoned."""
     run = contextvars.copy_context().run
     threading.Thread(target=run, args=(read_pieces, pieces, push), name="text reader", daemon=True).start()
 
@@ -37,7 +38,7 @@ def read_pieces(pieces: Iterable[str], push: Push) -> None:
 
 
 async def aread_pieces(pieces: AsyncIterable[str], push: Push) -> None:
-    """The same on an event loop, without a thread for each text."""
+    """`read_pieces` for an async iterator, on the event loop."""
     last = END
     try:
         async for piece in pieces:
@@ -60,19 +61,19 @@ class TextReader:
     """Hands the pieces of a text over from any thread to the thread that speaks it."""
 
     def __init__(self, iterator: Iterable[str] | None = None):
-        """iterator: of the pieces. None: they are pushed by whoever has them"""
+        """iterator: yields the pieces. None: the caller pushes them"""
         self.iterator = iterator
         self.arriving = None  # ArrivingText
-        self.pieces = queue.SimpleQueue()  # each with a Future that is done when it is taken
+        self.pieces = queue.SimpleQueue()  # (piece, Future that is done when the piece is taken)
         self.ahead = deque()  # the Futures
         self.is_closed = False
 
-    # ---- For whoever has the pieces
+    # ---- For the thread that has the pieces
 
     def push(self, piece: str | BaseException | None) -> Future:
-        """The Future is True when there is room for another one, False when no more is wanted."""
+        """The Future is True when there is room for another piece, and False if no more is wanted."""
         taken = Future()
-        taken.set_running_or_notify_cancel()  # whoever stops waiting for it must not cancel it
+        taken.set_running_or_notify_cancel()  # so that a task that stops waiting for it cannot cancel it
         self.ahead.append(taken)
         self.pieces.put((piece, taken))
         return self.ahead.popleft() if len(self.ahead) > MAX_PIECES_AHEAD else done_future(not self.is_closed)
@@ -84,13 +85,13 @@ class TextReader:
             start_reader(self.iterator, self.push)
 
     def take_until(self, condition: Callable[[], bool]) -> None:
-        """Take what has come until the condition holds."""
+        """Take pieces that have come, until the condition holds or none is left."""
         while not condition() and not self.arriving.error and not self.pieces.empty():
             self.take()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for text. Raises the error of the iterator, or of its text, once all text before it is used up."""
-        self.arriving.came_at = time.monotonic()  # it may have come long ago, with enough to say
+        """Take pieces until the condition holds, and wait for them. Raises the error of the iterator or of a piece."""
+        self.arriving.came_at = time.monotonic()  # the timeout begins now, however long ago the last piece came
         while not condition():
             if self.arriving.error:
                 raise self.arriving.error
@@ -108,7 +109,7 @@ class TextReader:
             self.arriving.error = error
 
     def close(self) -> None:
-        """No more is wanted."""
+        """Take no more pieces."""
         self.is_closed = True
         while not self.pieces.empty():
             self.pieces.get()[1].set_result(False)

@@ -1,10 +1,10 @@
 """A text as a script: parts that are spoken one after another, each with its voice, style and the silence before it.
 
-`Notation` reads a text as it arrives, and `PartReader` makes parts of its words and tags. A whole text is handed to the
-same two, and one without tags is one part, as it is. The server, which must not wait for text, makes parts of arriving
-text in serving/arriving_script.py.
+`Notation` splits a text into words and tags, and `PartReader` makes parts of them. Both also take arriving text, for
+which `PartReader` waits; the server must not wait, and uses serving/arriving_script.py instead. A text without tags is
+one part.
 
-Imports nothing that takes time: the command line and the server's front process read scripts.
+Imports quickly, as the command line and the server's front process read scripts.
 """
 
 import itertools
@@ -17,25 +17,25 @@ from qwen3_tts_cuda_graphs.prompts.notation import Notation, Tag
 
 
 def nth_seed(seed: int | None, number: int) -> int | None:
-    """Each of several texts or attempts has a seed of its own, whichever were spoken before it."""
+    """The seed of one of several texts or attempts. It does not depend on which were spoken before it."""
     return None if seed is None else (seed + number) % 2**64
 
 
 def takes_instructions(kind: str, size: str | None) -> bool:
-    """Whether a model follows instructions: 1.7B-CustomVoice and VoiceDesign. kind, size: of its config"""
+    """Whether a model follows instructions: 1.7B-CustomVoice and VoiceDesign do. kind, size: from its config"""
     return kind == "voice_design" or (kind == "custom_voice" and size != "0b6")
 
 
 @dataclass(frozen=True)
 class Part:
     text: str  # without tags; empty: only the silence; a PartText: it is still arriving
-    voice: str | None = None  # None: the one that was asked for
-    style: str | None = None  # None: the same
-    pause: float | None = None  # seconds of silence before it; None: as between any two parts
-    line: int = 1  # where it begins
+    voice: str | None = None  # None: that of the request
+    style: str | None = None  # None: that of the request
+    pause: float | None = None  # seconds of silence before it; None: the usual silence between two parts
+    line: int = 1  # number of the line in which it begins
 
     def after(self, tag: Tag) -> "Part":
-        """This part, which has no text yet, as a tag changes it."""
+        """A copy that the tag has changed."""
         if tag.name == "pause":
             return replace(self, pause=(self.pause or 0.0) + tag.value)
         if tag.name == "style":
@@ -46,23 +46,23 @@ class Part:
 
 @dataclass
 class Cue:
-    """Where in the sound a part is heard, in samples."""
+    """Where in the audio a part is heard, in samples."""
 
     part: Part
     start: int
-    end: int | None = None  # once all of it was made
+    end: int | None = None  # None until all of its audio has been generated
 
 
 class PartText:
-    """The text of one part, without whitespace around it: an iterator of its pieces as they come."""
+    """The arriving text of one part: an iterator of its pieces, without whitespace around the text."""
 
     def __init__(self, words: str, items: Iterator[str | Tag]):
         self.items = itertools.chain([words.lstrip()], items)
-        self.lock = threading.Lock()  # the reader of an utterance that has ended early may still be waiting for text
+        self.lock = threading.Lock()  # the reader of an utterance that has ended early may still wait for a piece
         self.has_ended = False
-        self.tag = None  # at which it has ended
-        self.spaces = ""  # spoken only if something follows them
-        self.seen = []
+        self.tag = None  # the tag after it; None: it is the last of its line
+        self.spaces = ""  # held back until text follows them
+        self.seen = []  # the pieces so far
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -83,19 +83,19 @@ class PartText:
         raise StopIteration
 
     def __str__(self) -> str:
-        """What has come."""
+        """The text so far."""
         return "".join(self.seen)
 
 
 class PartReader:
-    """The words and tags of one line after another -> parts. Voice and style last until they change."""
+    """Makes parts of the words and tags of one line after another. Voice and style last until they change."""
 
     def __init__(self):
-        self.following = Part("")
+        self.following = Part("")  # voice, style and pause of the next part
 
     def read(self, items: Iterable[str | Tag]) -> Iterator[Part]:
-        """The parts of a line, which may be a paragraph of several. Each comes with its first word, when the one before
-        is read to its end. Marks without a word are spoken only where they are all of a line."""
+        """The parts of a line, or of a paragraph of several lines. A part is yielded at its first word, after the part
+        before it has been read to its end. Punctuation without a word is spoken only if the line has nothing else."""
         items = iter(items)
         words, has_tag = "", False
         for item in items:
@@ -114,7 +114,7 @@ class PartReader:
             yield from self.part_of("")
 
     def part_of(self, text: str | PartText) -> Iterator[Part]:
-        """One part, whose text is then read to its end."""
+        """Yield one part, then read its text to the end."""
         yield replace(self.following, text=text)
         for _ in text:
             pass
@@ -127,7 +127,7 @@ class PartReader:
 def read_script(
     text: str, play: bool = False, notation: bool = True, check_voice: Callable[[str], None] | None = None
 ) -> list[Part]:
-    """The parts of a text. One with tags, and a play, has a part for each line at least; any other is one part."""
+    """The parts of a text. In a play or a text with tags each line begins a new part. Any other text is one part."""
     if play and not notation:
         raise ValueError("play=True reads names at the beginning of lines: leave notation=True")
     if not notation or not play and all(isinstance(item, str) for item in Notation().read(text, is_end=True)):
@@ -141,19 +141,19 @@ def read_script(
 def read_lines(
     lines: Iterable[tuple[int, str]], play: bool = False, check_voice: Callable[[str], None] | None = None
 ) -> Iterator[list[Part]]:
-    """The parts of each line, which may be a paragraph of several, with the number of the first."""
+    """The parts of each line. lines: (number of the line, its text), or of the first line of a paragraph"""
     reader = PartReader()
     for number, text in lines:
         notation = Notation(play, number, check_voice)
         parts = []
         for part in reader.read(notation.read(text, is_end=True)):
-            line = notation.line  # where its first word is: the text is read only now
+            line = notation.line  # of its first word: the rest of the text is read only below
             parts.append(replace(part, text="".join(part.text).replace("\n", " "), line=line))
         yield parts
 
 
 def cut_parts(parts: Iterable[Part], cut: Callable[[Part], list[str]]) -> list[Part]:
-    """Parts that fit into the cache. cut: a part -> the texts that it is cut into"""
+    """Cut parts so that they fit into the cache. cut: returns the texts that a part is cut into"""
     smaller = []
     for part in parts:
         first, *others = cut(part) if part.text else [""]
@@ -162,7 +162,7 @@ def cut_parts(parts: Iterable[Part], cut: Callable[[Part], list[str]]) -> list[P
 
 
 def silence_before(part: Part, previous: Part | None, usual: float = PAUSE) -> float:
-    """Seconds. Between two parts there is the usual silence, or what tags say."""
+    """Seconds of silence before a part: as tags say, or the usual silence between two parts."""
     if part.pause is not None:
         return part.pause
     return usual if previous and previous.text and part.text else 0.0

@@ -1,9 +1,10 @@
-"""Prompts built on the host, from a table of what the talker makes of each text token.
+"""A table on the host with the projected embedding of each text token, so that prompts are built there.
 
 Upstream embeds a text token and projects it to the talker's width. The result depends on the token alone, so it is
-computed once for the whole vocabulary, on the GPU, and kept on the host. The embedding's own memory on the GPU is
-freed. All other steps of a prompt are lookups and sums of two embeddings, which give the same bits on a CPU.
-`HostTalker` lets upstream's prompt code run there. On the GPU it takes a hundred small kernels and a dozen
+computed once for the whole vocabulary, on the GPU, and kept on the host. The embedding's own GPU memory is freed. All
+other steps of a prompt are lookups and sums of two embeddings, which give the same bits on a CPU.
+
+`HostTalker` lets upstream's prompt code run on the host. On the GPU it takes a hundred small kernels and a dozen
 synchronizations, which would wait for the frames of other streams.
 """
 
@@ -13,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-ROWS_AT_ONCE = 4096  # text_projection's intermediate results are as wide as the embedding
+ROWS_AT_ONCE = 4096  # limits the memory of text_projection's intermediate results
 
 
 class TextTable(nn.Module):
-    """Takes the place of the text embedding and its projection. The table is not a parameter: it stays on the host."""
+    """Replaces the text embedding and its projection. The table is not a parameter, so that it stays on the host."""
 
     @torch.no_grad()
     def __init__(self, talker):
@@ -32,7 +33,7 @@ class TextTable(nn.Module):
 
 
 class HostTalker(nn.Module):
-    """What upstream's prompt code reads of a talker, on the host. `generate` is set by the caller."""
+    """Has the attributes of a talker that upstream's prompt code reads, on the host. The caller sets `generate`."""
 
     def __init__(self, talker):
         super().__init__()
@@ -50,7 +51,7 @@ class HostTalker(nn.Module):
 
 
 def use_text_table(talker) -> HostTalker:
-    """Replace the talker's text embedding and its projection, in place."""
+    """Replace the talker's text embedding and its projection by a table, in place."""
     if not isinstance(talker.get_text_embeddings(), TextTable):
         talker.model.text_embedding = TextTable(talker)
         talker.text_projection = nn.Identity()

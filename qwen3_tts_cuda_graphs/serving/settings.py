@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from qwen3_tts_cuda_graphs.prompts.cut import MAX_SEQ_LEN
+
 API_KEY_VARIABLE = "QWEN3_TTS_API_KEY"
 MB = 1_000_000
 MAX_PENDING = 2048  # connections that the system keeps until the server takes them
@@ -32,7 +34,7 @@ class Settings:
     max_waiting: int = limit(256, "requests that may wait for a place; more get 429")
     max_connections: int = limit(1024, "connections at the same time; more get 503")
     encoders: int | None = limit(None, "processes that encode mp3, opus, aac and flac, by default 3 for 4 cores")
-    max_seq_len: int = limit(2048, "positions for prompt and speech of one request, 12.5 per second")
+    max_seq_len: int = limit(MAX_SEQ_LEN, "positions for prompt and speech of one request, 12.5 per second")
 
     # How much in one request
     max_text: int = limit(4096, "characters of a text, a transcript or an instruction")

@@ -1,12 +1,12 @@
-"""The engine's port: one request, the text that is still coming for it, and where its audio goes.
+"""One request to the engine: its text, which may still be arriving, and a callback that takes its audio.
 
-    listener = Listener(engine, put)                  `put` takes its audio, then END, or an error; in any thread
-    listener.ask(method, text, seed, arguments)       text: None if it is still to come; then
-    listener.push(piece)                              its pieces, and END or an error
-    listener.read(chunks)                             what was taken of its audio: with too much unread it pauses
-    listener.cancel()                                 always, also after its end
+    listener = Listener(engine, put)               `put` is called with audio, then END or an error, from any thread
+    listener.ask(method, text, seed, arguments)    text: None if it is still to come
+    listener.push(piece)                           for such a text: its pieces, then END or an error
+    listener.read(chunks)                          how much audio has been read: a stream with too much unread pauses
+    listener.cancel()                              always, also after its end
 
-`Engine.stream`, `astream`, `generate` and the server differ in what they do with the items, and in who pushes the text.
+`Engine.stream`, `astream`, `generate` and the server differ in what they do with the audio, and in who pushes the text.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from qwen3_tts_cuda_graphs.fast.codec import BATCH_CHUNK_SIZES
-from qwen3_tts_cuda_graphs.prompts.arriving_text import StreamTimeout
+from qwen3_tts_cuda_graphs.prompts.arriving_text import TEXT_TIMEOUT, StreamTimeout
 from qwen3_tts_cuda_graphs.prompts.pieces import END
 from qwen3_tts_cuda_graphs.speech.schedule import RowStatus
 from qwen3_tts_cuda_graphs.speech.streaming import Chunk
@@ -28,30 +28,30 @@ class QueueFull(RuntimeError):
 
 
 class Listener(Utterance):
-    def __init__(self, engine, put: Callable, text_timeout: float = 60.0, max_text_tokens: float = math.inf):
-        """text_timeout: seconds without new text after which it ends with a StreamTimeout
-        max_text_tokens: where a text that is still to come ends: what follows is not part of this utterance
+    def __init__(self, engine, put: Callable, text_timeout: float = TEXT_TIMEOUT, max_text_tokens: float = math.inf):
+        """text_timeout: seconds without new text after which the stream ends with a StreamTimeout
+        max_text_tokens: where an arriving text ends: what follows is not part of this utterance
         """
         super().__init__(growing_chunks())  # the same for every stream, so that a seed reproduces
         self.engine = engine
         self.put = put
         self.queued_at = None  # time; None while its prompt is being built or waits for text
-        self.is_closed = False  # it has got an error or was cancelled: nothing more is delivered
+        self.is_closed = False  # cancelled, or ended by an error: nothing more is delivered
         # a text that is still arriving
         self.arriving = None  # ArrivingText
         self.max_text_tokens = max_text_tokens
         self.text_timeout = text_timeout
         # its audio
-        self.delivered = 0  # frames whose audio it has, or could have
+        self.delivered = 0  # frames whose audio was given to `put`, or dropped because the listener was closed
         self.first_delivered_at = None  # time
-        self.unread = 0  # chunks that it has not taken yet
-        self.paused_at = None  # time since which it has left too much unread
+        self.unread = 0  # chunks that were delivered and not read yet
+        self.paused_at = None  # time since which too many are unread
 
-    # ---- For whoever listens, in any thread
+    # ---- For the caller, in any thread
 
     def ask(self, method: Callable, text: str | None, seed: int | None, arguments: dict) -> Future:
-        """Queue the request. The Future is done when its prompt is built, or raises why it cannot be, which `put` gets,
-        too.
+        """Queue the request. The Future is done when its prompt is built. If that fails, the Future and `put` get the
+        error.
 
         text: None if it is still to come
         arguments: the method's other arguments
@@ -62,25 +62,28 @@ class Listener(Utterance):
         """Take the next piece of its text, END, or the iterator's error. The Future says whether more is wanted."""
         return self.engine.intake.push(self, piece)
 
+    @property
+    def has_too_much_unread(self) -> bool:
+        return self.unread >= self.engine.max_unread
+
     def read(self, chunks: int = 1) -> None:
-        """Say that so many chunks of its audio have been taken."""
-        most = self.engine.max_unread
+        """Note that so many chunks of its audio have been read."""
         with self.engine.changed:
-            was_paused = self.unread >= most
+            was_paused = self.has_too_much_unread
             self.unread -= chunks
-            if was_paused and self.unread < most:
+            if was_paused and not self.has_too_much_unread:
                 self.engine.changed.notify_all()
 
     def cancel(self) -> None:
         with self.engine.changed:
             self.close()
             self.engine.listeners.discard(self)
-            with contextlib.suppress(ValueError):  # it does not wait for a row
+            with contextlib.suppress(ValueError):  # it was not waiting for a row
                 self.engine.intake.waiting.remove(self)
             self.engine.changed.notify_all()
 
     def receive(self, item):
-        """An item that `put` got: audio, which counts as read from now on, or END. Raises it if it is an error."""
+        """Handle an item that `put` got: audio, which counts as read from now on, END, or an error, which is raised."""
         if isinstance(item, BaseException):
             raise item
         if item is END:
@@ -90,57 +93,54 @@ class Listener(Utterance):
         return item
 
     def characters_read(self) -> int | None:
-        """How much of a text that came in pieces has been spoken, after its end. None: it came as a whole."""
+        """At the end of an arriving text: how much of it has been spoken. None: the text came as a whole."""
         return self.arriving and self.arriving.characters_read(self.valid_frames)
 
     # ---- For the engine
 
     def close(self, error: BaseException | None = None) -> None:
-        """Deliver nothing more but this error."""
+        """Deliver this error, and nothing after it."""
         self.is_closed = True
         if error is not None:
             self.put(error)
 
     def next_chunk(self) -> int:
-        """Frames of the chunk to decode next, in a size that the codec decodes for several streams at once."""
+        """Frames of the chunk to decode next: a size that the codec decodes for several streams at once."""
         available = 0 if self.is_closed else super().next_chunk()
         return next((size for size in BATCH_CHUNK_SIZES if size <= available), 0)
 
     def row_status(self, now: float, seconds_per_frame: float) -> RowStatus:
-        """What the schedule reads."""
+        """This stream as schedule.py sees it."""
         played = 0.0 if self.first_delivered_at is None else now - self.first_delivered_at
         return RowStatus(
             lead=self.delivered * seconds_per_frame - played,
             may_advance=self.may_advance(),
-            has_heard=self.first_delivered_at is not None,
-            has_sound=self.decoded > 0,
+            has_delivered=self.first_delivered_at is not None,
+            has_decoded=self.decoded > 0,
             paused_for=None if self.paused_at is None else now - self.paused_at,
             lacks_text=self.lacks_text() and not self.finished,
         )
 
     def text_has_failed(self) -> bool:
-        """Whether all there was before an error of the text has been spoken, and the error comes next."""
+        """Whether its text has ended with an error, and all text before that has been spoken."""
         return bool(self.arriving and self.arriving.error and self.lacks_text() and self.checked == self.launched)
-
-    def last_item(self) -> BaseException | None:
-        """What follows its audio: END, or the error of its text."""
-        return (self.arriving and self.arriving.error) or END
 
     @property
     def awaits_text(self) -> bool:
-        """Whether more of its text is to come, needed by now or not."""
+        """Whether more of its text is to come, whether or not a frame needs it now."""
         return bool(self.arriving and not (self.arriving.is_over or self.is_closed))
 
     def text_timed_out(self) -> StreamTimeout | None:
-        """The error of a stream that needs text, and has waited for it for too long."""
+        """The error of a stream that has waited for text for too long."""
         needs_text = self.queued_at is None or self.lacks_text()
         return self.arriving.timed_out() if self.awaits_text and needs_text else None
 
 
 class ListenerChunks(Iterator):
-    """What a listener hears. To close it, or to drop it, cancels the request.
+    """The audio of a listener, chunk by chunk. Closing or dropping it cancels the request.
 
-    Not a generator: one that was never started runs no `finally`, and none can be closed while a thread waits in it.
+    Not a generator: a generator that was never started runs no `finally`, and none can be closed while another thread
+    waits in it.
     """
 
     def __init__(self, listener: Listener, items: queue.SimpleQueue):
@@ -149,14 +149,16 @@ class ListenerChunks(Iterator):
         self.is_closed = False
 
     def __next__(self) -> Chunk:
+        if self.is_closed:
+            raise StopIteration
         try:
-            if not self.is_closed and (audio := self.listener.receive(self.items.get())) is not END:
-                return audio, self.listener.engine.rate
+            audio = self.listener.receive(self.items.get())
+            if audio is END:
+                raise StopIteration
         except BaseException:
             self.close()
             raise
-        self.close()
-        raise StopIteration
+        return audio, self.listener.engine.rate
 
     def close(self) -> None:
         if not self.is_closed:

@@ -1,10 +1,10 @@
-"""Scripts and long texts, and speech that does not end.
+"""Scripts, long texts, and speech that does not end.
 
-A script has parts that are spoken one after another; a part that is too long for the cache is cut into several.
+A script has parts that are spoken one after another. A part that is too long for the cache is cut into several.
 
-The model sometimes misses its end and goes on with silence, noise or repetitions until the cache is full: in 0.3 to 0.5
-percent of all runs, as users of several implementations report. So an utterance is stopped after a number of frames in
-proportion to its text.
+The model sometimes misses the end of its text and continues with silence, noise or repetitions until the cache is full:
+in 0.3 to 0.5 percent of all runs, as users of several implementations report. So an utterance is stopped after a number
+of frames in proportion to its text.
 """
 
 import functools
@@ -31,13 +31,11 @@ from qwen3_tts_cuda_graphs.prompts.templates import tokenize
 from qwen3_tts_cuda_graphs.speech.streaming import Chunk, stream
 from qwen3_tts_cuda_graphs.speech.utterance import warn_each_time
 
-REFERENCE = "voice_clone_prompt", "ref_audio", "ref_text", "x_vector_only_mode"  # arguments that say whose voice it is
+REFERENCE = "voice_clone_prompt", "ref_audio", "ref_text", "x_vector_only_mode"  # arguments that define a cloned voice
 
 
 def stream_long(method: Callable, *, text: str, **kwargs) -> Iterator[Chunk]:
-    """`stream` for a text of any length, which has no tags. Paragraphs end at line ends.
-
-    kwargs: as for `stream_script`
+    """`stream_script` for a text without tags: yields its chunks only. Each line is a paragraph.
 
     Mistakes raise an error here, before the first chunk.
     """
@@ -60,18 +58,20 @@ def stream_script(
     max_tokens: int | None = None,
     **kwargs,
 ) -> Iterator[Chunk | Cue]:
-    """Speak a script of any length, in the notation of prompts/notation.py. Yields a Cue, which says where its part
-    is heard, before the chunks of that part.
+    """Speak a script of any length. Before the chunks of a part it yields a Cue, which says where in the audio the part
+    is heard.
 
+    text: may have tags, see prompts/notation.py
     voices: name -> arguments of `method` for this voice, such as {"voice_clone_prompt": ...}. The speakers of a
         CustomVoice model need none.
     play: lines may begin with a voice's name and a colon
+    notation: False: brackets are spoken, and there are no tags
     lexicon: word -> how to say it
-    pause: seconds of silence between two parts where no tag says another
+    pause: seconds of silence between two parts, unless a tag gives others
     retries: how often a part that does not end is spoken again, with another seed
     seed: each part has a seed of its own, derived from this one
-    max_tokens: tokens of one part. Default: what surely fits into the cache.
-    kwargs: as for `stream`; the voice and style of parts without their own
+    max_tokens: the most tokens of one part. Default: what surely fits into the cache.
+    kwargs: as for `stream`; also the voice and style of parts that have none of their own
 
     Mistakes raise an error here, before the first chunk.
     """
@@ -86,9 +86,9 @@ def stream_script(
 
     def cut_part(part: Part) -> list[str]:
         voice = arguments(part.voice, part.style)
-        most = max_tokens or tokens_that_fit(tts.prompts.max_seq_len, voice)
+        limit = max_tokens or tokens_that_fit(tts.prompts.max_seq_len, voice)
         paragraphs = part.text.splitlines()
-        return cut(paragraphs, most, lambda said: len(tokenize(tts, said)), language, lexicon.replace)
+        return cut(paragraphs, limit, lambda text: len(tokenize(tts, text)), language, lexicon.replace)
 
     parts = read_script(text, play, notation, functools.partial(check_voice, method, voices))
     styles = [part.style for part in parts if part.style]
@@ -102,14 +102,14 @@ def stream_script(
         return speak(method, language=language, retries=retries, **own, **arguments(part.voice, part.style))
 
     utterances = (utterance(part) for part in parts if part.text)
-    first = next(utterances)
+    first = next(utterances)  # mistakes raise here
     return with_cues(parts, itertools.chain([first], utterances), tts.speech.rate, pause)
 
 
 def part_arguments(method: Callable, kwargs: dict, voices: dict, voice: str | None, style: str | None) -> dict:
-    """The arguments of upstream's method for a part, but its text. voice, style: None for those of the script
+    """The arguments of upstream's method for a part, except the text. A style is ignored if the model takes none.
 
-    A style is ignored where the model takes none.
+    kwargs: those of the whole script, whose voice and style are used where `voice` or `style` is None
     """
     if voice is not None:
         kwargs = {name: value for name, value in kwargs.items() if name not in REFERENCE}
@@ -138,7 +138,10 @@ def style_warning(style: str) -> str:
 def with_cues(
     parts: Iterable[Part], utterances: Iterator[Iterable[Chunk]], rate: int, pause: float
 ) -> Iterator[Chunk | Cue]:
-    """Parts one after another: the silence before each, its cue, and the chunks of its utterance."""
+    """The audio of all parts with their cues. For each part: the silence before it, its cue, and its chunks.
+
+    utterances: the chunks of each part that has text
+    """
     samples, previous = 0, None
     for part in parts:
         silence = np.zeros(round(silence_before(part, previous, pause) * rate), dtype=np.float32)
@@ -159,13 +162,15 @@ def with_cues(
 def speak(
     method: Callable, *, text: str | Iterable[str], retries: int = 0, seed: int | None = None, **kwargs
 ) -> Iterator[Chunk]:
-    """`stream` for one utterance, stopped with a warning if it does not end. Mistakes raise an error here, too.
+    """`stream` for one utterance, which is stopped with a warning if it does not end.
 
-    retries: how often to speak it again, with another seed, if it does not end before this limit or that of the cache.
-        Its audio then comes when it is complete.
+    retries: how often to speak it again, with another seed, if it is stopped or fills the cache. With retries, audio is
+        yielded only when the utterance is complete.
+
+    Mistakes raise an error here, before the first chunk.
     """
     check_seed(seed)
-    seen = []  # the pieces of the text that have come
+    seen = []  # the pieces of the text so far
     if not is_arriving(text):
         seen.append(check_text(text))
     elif retries:
@@ -176,9 +181,9 @@ def speak(
     def attempt(number: int) -> Iterator[Chunk]:
         return stream(method, text=text, seed=nth_seed(seed, number << 32), warn=number == retries, **kwargs)
 
-    first = attempt(0)
-    attempts = itertools.chain([first], map(attempt, range(1, retries + 1)))
-    return speak_until_it_ends(method.__self__, seen, attempts, bool(retries))
+    attempts = map(attempt, range(retries + 1))
+    first = next(attempts)  # mistakes raise here
+    return speak_until_it_ends(method.__self__, seen, itertools.chain([first], attempts), bool(retries))
 
 
 def recorded(pieces: Iterable[str], seen: list[str]) -> Iterator[str]:
@@ -190,14 +195,14 @@ def recorded(pieces: Iterable[str], seen: list[str]) -> Iterator[str]:
 def speak_until_it_ends(
     tts, seen: list[str], attempts: Iterable[Iterator[Chunk]], is_kept_back: bool
 ) -> Iterator[Chunk]:
-    """The first attempt that ends by itself, or the last.
+    """The chunks of the first attempt that ends by itself, or else of the last attempt.
 
-    seen: the text, or the pieces of it that have come
+    seen: the pieces of the text so far
     is_kept_back: whether to yield audio only when its attempt is over
     """
-    samples_per_frame = tts.model.speech_tokenizer.get_decode_upsample_rate()
+    samples_per_frame = tts.speech.samples_per_frame
     for chunks in attempts:
-        heard = []
+        kept = []
         samples = 0
         was_stopped = has_ended = False
         while not was_stopped:
@@ -211,21 +216,21 @@ def speak_until_it_ends(
                 limit = frame_limit(len(tokenize(tts, "".join(seen)))) * samples_per_frame
             was_stopped = samples + len(audio) > limit
             if samples == limit:
-                break  # an empty chunk would be no audio
+                break  # the chunk would be empty
             chunk = audio[: limit - samples], rate
             samples += len(chunk[0])
             if is_kept_back:
-                heard.append(chunk)
+                kept.append(chunk)
             else:
                 yield chunk
         chunks.close()
         if has_ended:
             break
-    yield from heard
+    yield from kept
     if was_stopped:
         warn_each_time(f"the speech of {''.join(seen)[:30]!r} did not end: stopped after {samples / rate:.0f} s")
 
 
 def frame_limit(tokens: int) -> int:
-    """Frames after which an utterance is taken for one that does not end."""
+    """Frames after which an utterance is stopped, as one that does not end."""
     return max(MIN_FRAME_LIMIT, FRAMES_PER_TOKEN * tokens)

@@ -1,14 +1,14 @@
-"""Rows of one model: requests are admitted into rows, advance together, hand over their sound, and are released.
+"""The rows of one model. Requests are admitted into rows, advance together, and are released.
 
     runner.admit(utterances)              prefill their prompts
-    runner.step(utterances, hand_over)    a frame of each; full chunks go to the codec, and their audio to `hand_over`
-    runner.release(utterance)             also before its end
+    runner.step(utterances, hand_over)    one frame of each; decode complete chunks, pass their audio to `hand_over`
+    runner.release(utterance)             at its end or before
 
-No threads and no locks: one caller at a time (turns.py). Whole calls, streams and the engine differ in which utterances
-they let advance, and in what they do with the audio.
+Has no threads and no locks: one caller at a time uses it (turns.py). Whole calls, streams and the engine differ in
+which utterances they let advance, and in what they do with the audio.
 
-On a GPU the host runs one frame behind, so that the GPU never waits for it: that an utterance has ended is known when
-the frame after its last one is running, which is then dropped.
+On a GPU the host is one frame behind, so that the GPU never waits for it: the host learns that an utterance has ended
+while the frame after its last one is running. That frame is dropped.
 """
 
 import collections
@@ -34,13 +34,13 @@ from qwen3_tts_cuda_graphs.speech.utterance import Utterance
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 FULL_CHUNK = max(BATCH_CHUNK_SIZES)
-MAX_MOVES = 8  # utterances that change their row between two frames; each takes the host 0.4 ms
+MAX_MOVES = 8  # utterances that are moved to another row between two frames; each move takes the host 0.4 ms
 
 
 class Batch(NamedTuple):
-    """Chunks that the codec decodes together."""
+    """Chunks that the codec decodes together, one of each utterance."""
 
-    utterances: list[Utterance]  # whose they are
+    utterances: list[Utterance]
     audio: PendingAudio
 
 
@@ -51,12 +51,12 @@ class FrameInFlight(NamedTuple):
     """A frame whose `ended` flags the host has not read yet."""
 
     done: torch.cuda.Event | None
-    ended: torch.Tensor  # (B), on the host once `done` has come
-    rows: dict[Utterance, int]  # the row that each had then: `close_gaps` moves them
+    ended: torch.Tensor  # (B), on the host; valid once `done` has occurred
+    rows: dict[Utterance, int]  # the row of each in that frame, as `close_gaps` may move it later
 
 
 class KernelStopped(RuntimeError):
-    """A kernel whose thread blocks wait for each other has waited too long. What it computed since is worthless."""
+    """A kernel whose thread blocks wait for each other has waited too long. Its results are invalid."""
 
     def __init__(self, reason: str, utterances: Iterable[Utterance] = ()):
         """utterances: those whose speech is lost"""
@@ -77,7 +77,7 @@ class Runner:
         fused: bool | None,
         keepalive: list[torch.Tensor],
     ):
-        """Capture what decodes up to `row_count` requests at once.
+        """Capture the graphs that decode up to `row_count` requests at once.
 
         fused: as in `accelerate`
         keepalive: tensors that the captured graphs read, besides the weights
@@ -87,8 +87,9 @@ class Runner:
         self.row_count = row_count
         self.max_seq_len = max_seq_len
         self.keepalive = keepalive
+        # Cached, as most requests have the same settings.
         self.settings_on_host = functools.lru_cache(64, typed=True)(functools.partial(settings_on_host, talker))
-        has_spare = row_count > 1  # padding of a prefill is read into a row that belongs to no request
+        has_spare = row_count > 1  # one more row, for the padding of prefills
         self.rows = SharedRows(talker.config, row_count + has_spare, round_up(max_seq_len), talker.dtype, self.device)
         self.rows.advance.fill_(False)
         self.views = [self.rows[row] for row in range(row_count)]
@@ -100,32 +101,32 @@ class Runner:
         self.prefills = Prefills(talker, self.rows, row_count, self.graphs.pool, with_kernels)
         self.new_lengths = torch.zeros(row_count + has_spare, dtype=torch.long, device=self.device)
         self.begin = self.graphs.pool.capture(lambda: self.rows.begin(self.new_lengths))
-        self.row_settings = [None] * row_count  # the settings that each row has
+        self.row_settings = [None] * row_count  # the settings that were last written into each row
 
-        self.active = []  # admitted utterances, each in its row
-        self.beat = 0  # frames launched since the runner was idle, to decode chunks together
-        self.free = list(range(row_count))  # rows that belong to no utterance: a heap
+        self.active = []  # admitted utterances, each with its row
+        self.frames_since_idle = 0  # frames launched since the runner was idle; aligns the chunks of several utterances
+        self.free = list(range(row_count))  # rows without an utterance: a heap
         self.in_flight = collections.deque()  # FrameInFlight, in order
         self.advance_on_host = None  # host copy of rows.advance
         self.last_stream = None  # the CUDA stream of the last caller
-        self.sleeps = False
-        self.shared_generator = torch.Generator(self.device)  # of all utterances without a generator of their own
+        self.sleeps = False  # see `enter`
+        self.shared_generator = torch.Generator(self.device)  # for utterances without a generator of their own
         self.shared_generator.seed()
 
     def record_event(self, sleeps: bool = False) -> torch.cuda.Event | None:
-        """sleeps: a thread that waits for it sleeps instead of polling"""
+        """An event on the current CUDA stream. sleeps: a thread that waits for it sleeps instead of polling"""
         if not self.on_gpu:
             return None
         return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(blocking=sleeps))
 
     def enter(self, sleeps: bool = False) -> None:
-        """Call this at the start of a turn: this CUDA stream then waits for that of the last caller.
+        """Call this at the start of a turn: the current CUDA stream then waits for that of the last caller.
 
-        sleeps: sleep until a frame is done instead of polling. Polling notices it a little sooner, but keeps a core
-            busy, and where cores are shared the scheduler preempts such a thread often.
+        sleeps: sleep until a frame is done instead of polling. Polling reacts a little sooner, but keeps a core busy,
+            and on a busy machine the operating system often preempts such a thread.
         """
         self.sleeps = sleeps
-        for utterance in [utterance for utterance in self.active if utterance.is_abandoned]:
+        for utterance in [utterance for utterance in self.active if utterance.must_be_released]:
             self.release(utterance)
         if self.on_gpu:
             stream = torch.cuda.current_stream(self.device)
@@ -144,23 +145,24 @@ class Runner:
         return self.free[0]
 
     def admit(self, utterances: list[Utterance]) -> list[tuple[Utterance, Exception]]:
-        """Read prompts, at most as many as there are free rows. Returns those that failed, with their errors."""
+        """Prefill prompts, at most as many as there are free rows. Returns the utterances that failed, with errors."""
         if not utterances:
             return []
         if not self.active:
-            self.beat = 0
+            self.frames_since_idle = 0
         states = [utterance.generator and utterance.generator.get_state() for utterance in utterances]
         for utterance in utterances:
             utterance.row = heapq.heappop(self.free)
         try:
             for utterance in utterances:
-                self.wait_for_prompt(utterance)
-                if utterance.request.reference is not None:  # prime the codec with it and discard that audio
+                request = utterance.request
+                self.wait_for(utterance.prompt_ready, request.prefix, request.inputs)
+                if request.reference is not None:  # prime the codec with it and discard that audio
                     self.codec.reset(utterance.row)
-                    self.codec.feed([utterance.row], utterance.request.reference[None])
+                    self.codec.feed([utterance.row], request.reference[None])
             self.read_prompts(utterances)
             if indices := [one.row for one in utterances if one.request.reference is None]:
-                self.codec.reset(*indices)  # after the prompts, which take the GPU longer
+                self.codec.reset(*indices)  # launched after the prompts, which take the GPU longer
         except BaseException as error:
             for utterance, state in zip(utterances, states):
                 heapq.heappush(self.free, utterance.row)
@@ -170,7 +172,8 @@ class Runner:
                 raise
             if len(utterances) == 1:
                 return [(utterances[0], error)]
-            return [failed for utterance in utterances for failed in self.admit([utterance])]  # which one is it?
+            # One at a time, to find out which of them fail.
+            return [failed for utterance in utterances for failed in self.admit([utterance])]
         for utterance in utterances:
             utterance.request = utterance.settings = None
             self.active.append(utterance)
@@ -178,13 +181,13 @@ class Runner:
 
     @torch.no_grad()
     def read_prompts(self, utterances: list[Utterance]) -> None:
-        """Read all positions but the last, then the last of all prompts together: a step chooses their first tokens."""
+        """Prefill all positions but the last. One step of the talker then reads these, and samples the first tokens."""
         if self.graphs.reads_masked_positions():
             for utterance in utterances:
                 self.views[utterance.row].whole_cache.zero_()
         self.prefills.read(utterances)
-        lengths = [0] * len(self.new_lengths)
         self.load_rows(utterances)
+        lengths = [0] * len(self.new_lengths)
         for utterance in utterances:
             lengths[utterance.row] = utterance.prompt_length
         copy_to_device(torch.tensor(lengths), self.new_lengths)
@@ -193,13 +196,11 @@ class Runner:
         self.advance_on_host = [length > 0 for length in lengths]
         self.begin()
         graphs.step()
-        self.load_text(utterances)  # the step does not need it
+        self.load_text(utterances)  # last, as the step does not need it
 
     def load_rows(self, utterances: list[Utterance]) -> None:
-        """Write the prompts' last positions and the settings. Most requests have the same, which are in the row.
-
-        In few calls, as in `gather_codes`: after each call of torch another thread may have the interpreter for 5 ms.
-        """
+        """Write the prompts' last positions, and the settings if a row has other ones. Makes few calls of torch, as
+        after each of them another thread may keep the GIL for 5 ms."""
         targets = [self.views[utterance.row].embedding for utterance in utterances]
         values = [utterance.request.inputs[:1] for utterance in utterances]
         for utterance in utterances:
@@ -212,24 +213,23 @@ class Runner:
             self.row_settings[utterance.row] = utterance.settings
 
     def load_text(self, utterances: list[Utterance]) -> None:
-        """Write what the frames add to their embeddings: the text, then the padding, which is the same for all. In few
-        calls, as in `load_rows`."""
+        """Write the text that the frames add, and the padding behind it, in few calls of torch as in `load_rows`."""
         padding = utterances[0].request.inputs[-1:].to(self.device, non_blocking=True)
         if len(utterances) == 1:
             self.views[utterances[0].row].text.copy_(padding)
         else:
             indices = torch.tensor([utterance.row for utterance in utterances])
             self.rows.text[to_device(indices, self.device)] = padding
-        most = self.rows.text.shape[1]
-        texts = [utterance.request.inputs[1:-1][:most] for utterance in utterances]
+        max_frames = self.rows.text.shape[1]
+        texts = [utterance.request.inputs[1:-1][:max_frames] for utterance in utterances]
         targets = [self.views[utterance.row].text[: len(text)] for utterance, text in zip(utterances, texts)]
         torch._foreach_copy_(targets, texts, non_blocking=True)
 
-    def wait_for_prompt(self, utterance: Utterance) -> None:
-        """Order this CUDA stream behind the one that the prompt was built on."""
-        if utterance.prompt_ready:
-            utterance.prompt_ready.wait()
-            for tensor in (utterance.request.prefix, utterance.request.inputs):
+    def wait_for(self, ready: torch.cuda.Event | None, *tensors: torch.Tensor) -> None:
+        """Let the current CUDA stream wait for `ready`, recorded after the kernels that compute these tensors."""
+        if ready:
+            ready.wait()
+            for tensor in tensors:
                 tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def release(self, utterance: Utterance) -> None:
@@ -247,10 +247,10 @@ class Runner:
         advancing: list[Utterance] | None = None,
         together: bool = False,
     ) -> None:
-        """Launch a frame; learn who has ended; start to decode complete chunks.
+        """Launch a frame, read which utterances have ended, and start to decode complete chunks.
 
-        utterances: all of this caller's
-        advancing: those of them that the frame is for. Default: all that may advance.
+        utterances: all utterances of this caller
+        advancing: those that this frame computes. Default: all that may advance.
         together: full chunks may wait for those of others, up to 7 frames, so that the codec decodes them together
         """
         if advancing is None:
@@ -266,55 +266,52 @@ class Runner:
                 self.write_text(utterance)
         self.close_gaps()
         graphs = self.graphs.of(1 + max(utterance.row for utterance in self.active))
-        indices = [utterance.row for utterance in utterances]
-        mask = [False] * len(self.rows.advance)
-        for row in indices:
-            mask[row] = True
-        if mask != self.advance_on_host:
-            copy_to_device(torch.tensor(mask), self.rows.advance)
-            self.advance_on_host = mask
+        rows = {utterance: utterance.row for utterance in utterances}
+        indices = {*rows.values()}
+        advance = [row in indices for row in range(len(self.rows.advance))]
+        if advance != self.advance_on_host:
+            copy_to_device(torch.tensor(advance), self.rows.advance)
+            self.advance_on_host = advance
 
         self.draw(self.rows.code_noise, [utterance for utterance in utterances if utterance.samples_codes])
         graphs.predict()
-        self.beat += 1
+        self.frames_since_idle += 1
         for utterance in utterances:
             utterance.launched += 1
         if without_sound := [utterance for utterance in utterances if utterance.decoded == 0]:
-            self.decode_chunks(without_sound, hand_over)  # the first sound: its codes are complete
-            if graphs.waiting_launches and self.on_gpu:  # such a launch would take all multiprocessors from the codec
+            self.decode_chunks(without_sound, hand_over)  # as early as possible: the codes of the first frame are there
+            if graphs.waiting_launches and self.on_gpu:  # the next launch would take all SMs from the codec
                 torch.cuda.current_stream(self.device).wait_stream(self.codec.stream)
         self.draw(self.rows.noise, [utterance for utterance in utterances if utterance.samples_token])
         graphs.step()
 
         ended = torch.empty(len(graphs.rows.ended), dtype=torch.bool, pin_memory=self.on_gpu)
         ended.copy_(graphs.rows.ended, non_blocking=True)
-        self.in_flight.append(FrameInFlight(self.record_event(self.sleeps), ended, dict(zip(utterances, indices))))
+        self.in_flight.append(FrameInFlight(self.record_event(self.sleeps), ended, rows))
 
     def draw(self, noise: torch.Tensor, utterances: list[Utterance]) -> None:
-        """Noise (B, N, V) of the next choices. Utterances that share a generator share one draw."""
+        """Draw the noise (B, N, V) for the next samples. Utterances that share a generator share one draw."""
         indices_of = collections.defaultdict(list)
         for utterance in utterances:
             indices_of[utterance.generator].append(utterance.row)
-        # The widest draw first: it begins at row 0, and must not replace what rows with a generator of their own have.
+        # A draw for several rows begins at row 0 and overwrites other rows, so it precedes the draws for single rows.
         for generator, indices in sorted(indices_of.items(), key=lambda item: len(item[1]), reverse=True):
             first = indices[0] if len(indices) == 1 else 0
             draw_seeded(noise[first : max(indices) + 1], generator or self.shared_generator)
 
     def write_text(self, utterance: Utterance) -> None:
-        """Put text that has arrived where the frames read it. There may be more of it than they can reach."""
+        """Write new text into the utterance's row, as far as it fits: frames never read what is behind."""
         text = self.rows.text[utterance.row]
         while utterance.new_text:
             new = utterance.new_text.popleft()
             utterance.frames_with_text = new.frames_with_text
-            if new.ready:
-                new.ready.wait()
-                new.embeddings.record_stream(torch.cuda.current_stream(self.device))
+            self.wait_for(new.ready, new.embeddings)
             embeddings = new.embeddings[: max(0, len(text) - new.first_frame)]
             text[new.first_frame : new.first_frame + len(embeddings)] = embeddings
 
     def close_gaps(self) -> None:
-        """Move utterances to lower rows where a smaller frame is enough for them: a few at a time, or all wait for
-        dozens of moves when half of a crowd has ended."""
+        """Move utterances to lower rows if graphs for fewer rows are then enough. Moves a few per frame: when many
+        utterances have ended at once, dozens of moves would delay all others."""
         enough = next(size for size in self.graphs.sizes if size >= len(self.active))
         to_move = [utterance for utterance in self.active if utterance.row >= enough]
         for utterance in to_move[:MAX_MOVES]:
@@ -325,13 +322,13 @@ class Runner:
             self.row_settings[row] = self.row_settings[utterance.row]
             utterance.row = row
 
-    def read_ended(self, keep: int = 0) -> None:
-        """Learn which utterances have ended after the frames launched so far. The last `keep` may still be running."""
+    def read_ended(self, keep: int) -> None:
+        """Read which utterances have ended, after all launched frames but the last `keep`, which may be running."""
         while len(self.in_flight) > keep:
             frame = self.in_flight.popleft()
             if frame.done:
                 frame.done.synchronize()
-            if reason := self.graphs.why_stopped():  # the state of all who have taken part in a frame since is lost
+            if reason := self.graphs.why_stopped():  # all utterances of this frame and the later ones are lost
                 took_part = itertools.chain(frame.rows, *(later.rows for later in self.in_flight))
                 lost = {utterance for utterance in took_part if utterance in self.active}
                 self.in_flight.clear()
@@ -343,7 +340,7 @@ class Runner:
                 utterance.note_ended(ended[row])
 
     def decode_chunks(self, utterances: list[Utterance], hand_over: HandOver, together: bool = False) -> None:
-        """Hand complete chunks to the codec: one of each utterance at a time, as they must be decoded in order."""
+        """Hand complete chunks to the codec, one of each utterance per round, as it must decode them in order."""
         utterances = [
             one for one in utterances if one.may_have_chunk() and not (together and self.waits_for_others(one))
         ]
@@ -352,17 +349,17 @@ class Runner:
             for utterance in utterances:
                 if size := utterance.next_chunk():
                     by_size[size].append(utterance)
-            # Small chunks first: they are those of utterances with little audio ahead of their playback.
+            # Small chunks first, as their utterances have little audio ahead of the playback.
             for size, ready in sorted(by_size.items()):
                 for first in range(0, len(ready), MAX_BATCH):
                     self.decode_chunk(ready[first : first + MAX_BATCH], size, hand_over)
-            utterances = [utterance for ready in by_size.values() for utterance in ready]  # they may have more
+            utterances = [utterance for ready in by_size.values() for utterance in ready]  # may have another chunk
 
     def waits_for_others(self, utterance: Utterance) -> bool:
-        """Whether a full chunk waits for others. Every 64 rows are decoded together, in every 8th frame."""
+        """Whether a full chunk waits for others. Groups of 64 rows are decoded together, each in every 8th frame."""
         if utterance.chunk_size < FULL_CHUNK or utterance.finished or utterance.lacks_text():
             return False
-        return (self.beat + utterance.row // MAX_BATCH) % FULL_CHUNK != 0
+        return (self.frames_since_idle + utterance.row // MAX_BATCH) % FULL_CHUNK != 0
 
     def decode_chunk(self, utterances: list[Utterance], size: int, hand_over: HandOver) -> None:
         codes = self.gather_codes(utterances, size)
@@ -374,15 +371,16 @@ class Runner:
     def gather_codes(self, utterances: list[Utterance], size: int) -> torch.Tensor:
         """The next codes of each, (B, size, 16)."""
         if len(utterances) == 1:
-            (one,) = utterances  # a copy: the codec may read it when the row belongs to another one
-            return self.rows.codes[one.row, one.decoded : one.decoded + size][None].clone()
+            (one,) = utterances
+            codes = self.rows.codes[one.row, one.decoded : one.decoded + size]
+            return codes[None].clone()  # the codec may read it after the row was given to another utterance
         first = np.array([utterance.row * self.rows.codes.shape[1] + utterance.decoded for utterance in utterances])
         places = torch.from_numpy(first[:, None] + np.arange(size))
         return self.rows.codes.flatten(0, 1)[to_device(places, self.device)]
 
 
 def settings_on_host(talker, **settings) -> list[torch.Tensor]:
-    """The tensors of `SharedRows.settings` for one row. They are cached: most requests have the same settings."""
+    """The tensors of `SharedRows.settings` for one row, on the host."""
     row = SharedRows(talker.config, 1, 1, torch.float32, torch.device("cpu"))
     row.configure(**settings)
     return [tensor[0].pin_memory() if talker.device.type == "cuda" else tensor[0] for tensor in row.settings()]

@@ -1,8 +1,8 @@
-"""Audio while it is generated: one utterance in the runner, chunk by chunk.
+"""The audio of one text while it is generated, chunk by chunk.
 
 The codec decodes a chunk on its own CUDA stream while the next frame is computed, so `stream` yields a chunk one frame
-after its codes exist. The first chunk is yielded at once, and so is everything there is before a wait for text that is
-still being written.
+after its codes are computed. It does not wait for another frame before it yields the first chunk, nor before it waits
+for text that is still being written.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from qwen3_tts_cuda_graphs.prompts.arriving_text import ArrivingText
+from qwen3_tts_cuda_graphs.prompts.arriving_text import TEXT_TIMEOUT, ArrivingText
 from qwen3_tts_cuda_graphs.prompts.build import prepare_request
 from qwen3_tts_cuda_graphs.prompts.checks import check_counts, check_seed, is_arriving, model_of
 from qwen3_tts_cuda_graphs.prompts.pieces import TextReader, aread_pieces
@@ -30,7 +30,7 @@ def stream(
     *,
     text: str | list[str] | Iterable[str],
     chunk_frames: int | None = None,
-    text_timeout: float = 60.0,
+    text_timeout: float = TEXT_TIMEOUT,
     seed: int | None = None,
     warn: bool = True,
     **kwargs,
@@ -39,12 +39,12 @@ def stream(
 
     method: tts.generate_voice_clone, generate_custom_voice or generate_voice_design of an accelerated model
     text: a text, or an iterator of its pieces, as a language model writes them. Speech begins when the first tokens
-        are there and waits when the text is late. The iterator runs in a thread of its own.
-    kwargs: the method's other arguments. Text from an iterator is spoken with non_streaming_mode=False.
+        are known, and waits when the text is late. The iterator runs in a thread of its own.
     chunk_frames: frames of 80 ms per chunk. Default: 1, 1, 2, 4, 8, 8, ..., for an early start and then fewer chunks.
     text_timeout: seconds without new text after which the stream ends with a TimeoutError
-    seed: gives the speech that `torch.manual_seed(seed)` before a whole call does
+    seed: gives the same speech as `torch.manual_seed(seed)` before a whole call
     warn: whether to warn if the speech is cut off at a limit
+    kwargs: the method's other arguments. Text from an iterator is spoken with non_streaming_mode=False.
 
     The chunks joined are the audio of the whole call. Mistakes raise an error here, before the first chunk.
     """
@@ -70,7 +70,7 @@ async def astream(
     """
     reader = TextReader() if hasattr(text, "__aiter__") else None
     reading = None
-    thread = ThreadPoolExecutor(1, "speech")  # only one: `close` comes after a `next` whose caller was cancelled
+    thread = ThreadPoolExecutor(1, "speech")  # one thread, so that `close` comes after a `next` that was cancelled
     run = asyncio.get_running_loop().run_in_executor
     try:
         chunks = await run(thread, lambda: stream(method, text=reader or text, **kwargs))
@@ -91,7 +91,7 @@ async def astream(
 def arriving_audio_chunks(
     speech: Speech, reader: TextReader, sizes: Iterator[int], seed: int | None, warn: bool
 ) -> Generator[Chunk, None, bool]:
-    """`audio_chunks` of a text that is still arriving. The model is not locked before there is enough of it."""
+    """`audio_chunks` of a text that is still arriving. Waits for the model's turn only once there is enough text."""
     reader.start()
     try:
         reader.wait_until(lambda: reader.arriving.can_begin)
@@ -108,9 +108,10 @@ def audio_chunks(
     warn: bool = True,
     reader: TextReader | None = None,
 ) -> Generator[Chunk, None, bool]:
-    """Speak a request chunk by chunk. Returns whether it has ended by itself, and not at a limit.
+    """Speak a request chunk by chunk. Returns whether the speech has ended by itself, and not at a limit.
 
-    sizes: the frames of each chunk
+    sizes: frames of each chunk
+    reader: has the rest of a text that is still arriving
     """
     runner = speech.runner
     utterance = speech.utterance(request, sizes, seed)
@@ -129,12 +130,13 @@ def audio_chunks(
                 older_chunks = len(pending)
                 runner.step([utterance], pending.append)
                 is_late = utterance.lacks_text() and not utterance.finished
+                # Waits for the audio of this step only if it is the first, or before a wait for text.
                 while pending and (is_first or is_late or older_chunks > 0 or pending[0].audio.is_ready()):
                     is_first = False
                     older_chunks -= 1
                     with turn.paused():
                         yield pending.popleft().audio.wait()[0], speech.rate
-                if is_late:  # this keeps its turn: `text_timeout` is the limit
+                if is_late:  # keeps its turn meanwhile, for at most `text_timeout`
                     reader.wait_until(lambda: reader.arriving.has_text_for(utterance.launched))
         finally:
             if turn.is_current():
@@ -147,8 +149,8 @@ def audio_chunks(
 
 
 def feed_text(reader: TextReader, runner: Runner, utterance: Utterance) -> None:
-    """Hand text that has come to the utterance: that of the next frame and, if it is there, of the one after it. Else
-    the utterance would lack text after each frame, and have chunks of one."""
+    """Hand new text to the utterance, for the next frame and, if there is enough, for the frame after it: without that
+    one the utterance would lack text after each frame, and each of its chunks would have one frame."""
     arriving = reader.arriving
     reader.take_until(lambda: arriving.has_text_for(utterance.launched + 1))
     if new := arriving.take_embeddings():

@@ -1,4 +1,4 @@
-"""One request at a time on one model, also when a stream is paused between two chunks."""
+"""Turns: one caller at a time uses a model, even if a stream is paused between two chunks."""
 
 import contextlib
 import logging
@@ -9,24 +9,26 @@ from collections.abc import Callable, Iterator
 
 log = logging.getLogger("qwen3_tts_cuda_graphs")
 
+PATIENCE = 10.0  # seconds for which a paused stream keeps its turn, or its row in an engine, while others wait
+
 
 class Turns:
     """A lock that a paused stream can lose.
 
     A request waits until the one before it has ended. If that is a stream whose consumer has not asked for the next
-    chunk for `patience` seconds, it may never do so: the waiting request takes over with a warning, and the stream
-    raises an error when it is resumed. Streams may be resumed in any thread, as thread pools do, but always under the
-    same CUDA stream.
+    chunk for `patience` seconds, the waiting request takes over with a warning, as the consumer may never come back. If
+    it does, the stream raises an error. A stream may be resumed in another thread, as thread pools do, but always under
+    the same CUDA stream.
     """
 
     def __init__(self):
-        self.patience = 10.0
+        self.patience = PATIENCE
         self.changed = threading.Condition()
         self.current = None
         self.process = os.getpid()
 
     def check_process(self) -> None:
-        """CUDA, captured graphs and torch's threads do not survive a fork: the child would fail oddly, or hang."""
+        """Refuse a fork of the process, which CUDA, graphs and torch's threads do not survive: calls would hang."""
         if os.getpid() != self.process:
             raise RuntimeError(
                 f"this model was loaded by process {self.process}, and this is its fork {os.getpid()}: load the model "
@@ -37,7 +39,7 @@ class Turns:
     def take(
         self, give_up: Callable[[], bool] = lambda: False, on_lost: Callable[[], None] = lambda: None
     ) -> Iterator["Turn | None"]:
-        """Wait for a turn. None: it is somebody else's, and `give_up` has returned True.
+        """Wait for a turn. Yields None if `give_up` returned True while another caller still had it.
 
         on_lost: called when another request takes over
         """
@@ -74,7 +76,7 @@ class Turn:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Around a `yield`: the consumer decides when to resume, and whether at all."""
+        """To be used around a `yield`: the consumer decides when to resume, and whether at all."""
         self.paused_at = time.monotonic()
         yield
         with self.turns.changed:

@@ -1,4 +1,4 @@
-"""One request in the runner: what to decode, how far it is, and which of its frames are to be heard next."""
+"""One request in the runner: what to decode, its progress, and which frames the codec gets next."""
 
 import collections
 import itertools
@@ -17,59 +17,59 @@ class CutOff(UserWarning):
 
 
 def growing_chunks() -> Iterator[int]:
-    """Frames per chunk: an early start, then fewer chunks."""
+    """Frames per chunk: small ones first, for an early start, then larger ones."""
     return itertools.chain((1, 1, 2, 4), itertools.repeat(8))
 
 
 def warn_each_time(warning: str | Warning) -> None:
-    """`warnings.warn` shows the same text once per line of code, but no speech may be cut short silently."""
+    """No speech may be cut short silently, but `warnings.warn` shows the same text only once."""
     warnings.warn_explicit(warning, UserWarning, __file__, 1)
 
 
 class NewText(NamedTuple):
-    """Text that has come after the request was made."""
+    """Text that came after the request was made."""
 
-    first_frame: int  # the first that it is for
-    embeddings: torch.Tensor  # what this frame and those after it add (T, H)
-    frames_with_text: float  # how many have text then
-    ready: torch.cuda.Event | None  # after the kernels that made the embeddings
+    first_frame: int  # the frame that adds the first of the embeddings
+    embeddings: torch.Tensor  # (T, H), one for each frame from `first_frame` on
+    frames_with_text: float  # frames whose text is known, with this text
+    ready: torch.cuda.Event | None  # recorded after the kernels that compute the embeddings
 
 
 class Utterance:
-    """Three counts of frames say how far it is:
+    """A request with its progress, as three counts of frames:
 
-    launched   the GPU has got them: one more than there are, where the host learns late of the end
-    checked    the host has read, after each of them, whether it is the last
-    decoded    the codec has got them: at most `valid_frames`, which surely belong to the speech
+    launched   launched on the GPU; one frame too many if the host reads the end only after the next launch
+    checked    frames after which the host has read whether the speech has ended
+    decoded    handed to the codec; at most `valid_frames`, which are known to belong to the speech
     """
 
     def __init__(self, chunk_sizes: Iterator[int] | None = None):
         """chunk_sizes: frames of each chunk of audio; None: only codes are wanted"""
-        self.request = None  # dropped when it is admitted: its embeddings take memory, and the rest is copied below
-        self.settings = None  # tensors on the host
+        self.request = None  # dropped on admission, to free the memory of its embeddings
+        self.settings = None  # tensors on the host; dropped on admission, too
         self.prompt_ready = None  # a CUDA event after the kernels that built the prompt, if it was built on the GPU
         self.prompt_length = 0
         self.max_frames = 0
         self.max_new_tokens = 0
-        self.samples_token = self.samples_codes = True  # False: the best is chosen
-        self.generator = None  # None: an unseeded stream of an engine, which shares `Runner.shared_generator`
+        self.samples_token = self.samples_codes = True  # False: greedy
+        self.generator = None  # None: an unseeded stream of an engine, which uses `Runner.shared_generator`
         self.row = None
         # a text that is still arriving
         self.new_text = collections.deque()  # NewText that the runner has not written yet
         self.frames_with_text = math.inf  # frames whose text is known
-        # how far it is, in frames
+        # progress, in frames
         self.launched = 0
         self.checked = 0
         self.decoded = 0
         self.finished = False  # no further frame will be launched
         self.was_cut_off = False
-        self.is_abandoned = False  # whoever drives the runner next is to release it
+        self.must_be_released = False  # by the next call that uses the runner, as its engine has stopped
         self.chunk_sizes = chunk_sizes
         self.chunk_size = next(chunk_sizes) if chunk_sizes else 0
 
     def load(self, request: Request, runner) -> None:
-        """Take over what a request is to speak, in a row of that runner."""
-        if request.inputs.is_cuda:  # with a reference recording
+        """Set what to speak, in a row of this runner."""
+        if request.inputs.is_cuda:  # built on the GPU, with a reference recording
             self.prompt_ready = runner.record_event()
         self.request = request
         self.settings = runner.settings_on_host(**request.settings)
@@ -87,7 +87,7 @@ class Utterance:
 
     @property
     def valid_frames(self) -> int:
-        """Frames known to belong to the speech. The flag after frame k tells whether there is a frame k + 1."""
+        """Frames known to belong to the speech. The flag after frame k says whether there is a frame k + 1."""
         return self.checked if self.finished else min(self.launched, self.checked + 1)
 
     def lacks_text(self) -> bool:
@@ -97,11 +97,11 @@ class Utterance:
         return self.launched < self.max_frames and not self.lacks_text() and not self.finished
 
     def is_complete(self) -> bool:
-        """Whether all of it has been decoded."""
+        """Whether it has ended, and all of its frames have been decoded."""
         return self.finished and (self.chunk_sizes is None or self.decoded >= self.valid_frames)
 
     def may_have_chunk(self) -> bool:
-        """False where `next_chunk` is 0 for sure: a quick look, for hundreds of utterances in every frame."""
+        """A fast test before `next_chunk`, for hundreds of utterances in every frame: if False, that returns 0."""
         return (
             self.launched - self.decoded >= self.chunk_size or self.finished or self.launched >= self.frames_with_text
         )
@@ -116,20 +116,20 @@ class Utterance:
         return self.chunk_size if self.chunk_size <= available else 0
 
     def note_decoded(self, size: int) -> None:
-        """The codec has got the next chunk, of so many frames."""
+        """Note that the codec has got the next chunk, of so many frames."""
         self.decoded += size
         if not self.finished:
             self.chunk_size = next(self.chunk_sizes)
 
     def note_ended(self, has_ended: bool) -> None:
-        """The host has read the `ended` flag after the next frame."""
+        """Note that the host has read the `ended` flag of the next frame."""
         if not self.finished:
             self.checked += 1
             self.was_cut_off = self.checked >= self.max_frames and not has_ended
             self.finished = has_ended or self.was_cut_off
 
     def warn_if_cut_off(self, is_error: bool = False) -> None:
-        """Tell the listener of an utterance that ended at a limit, by a warning or an error."""
+        """Warn, or raise an error, if the utterance ended at a limit."""
         if not self.was_cut_off:
             return
         name = "max_seq_len" if self.max_frames + 1 < self.max_new_tokens else "max_new_tokens"

@@ -1,4 +1,4 @@
-"""The first request of a process is slow: libraries are loaded and memory is pinned. So `accelerate` makes two."""
+"""Two requests that `accelerate` makes, as the first one of a process is slow: it loads libraries and pins memory."""
 
 import logging
 
@@ -11,16 +11,16 @@ log = logging.getLogger("qwen3_tts_cuda_graphs")
 
 
 def warm_up(tts) -> None:
-    """Speak one frame twice: the first prompt is upstream's, the second one is made like it."""
+    """Speak one frame twice: upstream builds the first prompt, and the second is made from it as a template."""
     device = tts.speech.device
     try:
         method, voice = some_voice(tts)
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a user's seed stays what it was
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # keeps the state of a user's seed
             for _ in range(2):
                 chunks = stream(method, text="a", max_new_tokens=2, **voice)
                 next(chunks)
                 chunks.close()
-    except Exception as error:  # such a request fails for the user too, or this model is unusual: both can be loaded
+    except Exception as error:  # an unusual model; loading goes on, and the user's own request shows the error
         log.info("the first request will be slower than the others: %s", error)
     tts.prompts.templates.clear()
 

@@ -1,12 +1,11 @@
-"""Whole calls: upstream's methods on the runner's rows.
-
-On a GPU upstream's three methods speak with the runner's rows: a list of texts is spoken as many at a time as there are
-rows, and the next text joins when a row is free. On a CPU the methods stay upstream's and call `generate`, which
-decodes all texts of a list together, so that a seed gives upstream's tokens. Streams and the engine use the runner on
-either.
+"""Whole calls: upstream's methods, which return complete audio, on the runner's rows.
 
     tts.generate_...(texts)   on a GPU: on_rows -> audios_of -> decode_all -> the runner, frame after frame
-                              on a CPU: upstream's own -> StandIns.generate -> decode_all; then StandIns.decode
+                              on a CPU: upstream's method -> StandIns.generate -> decode_all; then StandIns.decode
+
+On a GPU upstream's three methods are replaced: of a list of texts as many are spoken at a time as there are rows, and
+the next text joins when a row is free. On a CPU upstream's methods remain and only what they call is replaced. All
+texts of a list are decoded together there, so that a seed gives upstream's tokens.
 """
 
 import collections
@@ -29,11 +28,11 @@ from qwen3_tts_cuda_graphs.speech.speech import Speech
 from qwen3_tts_cuda_graphs.speech.utterance import Utterance
 
 METHODS = ("generate_voice_clone", "generate_custom_voice", "generate_voice_design")
-MAX_PROMPTS_PER_FRAME = 16  # how many texts of a list are admitted between two frames
-MAX_PENDING = 8  # chunks of a list that are on their way to the host
+MAX_PROMPTS_PER_FRAME = 16  # texts of a list that are admitted between two frames
+MAX_PENDING = 8  # batches of a list that are being decoded or copied to the host
 
 
-def take_over(tts) -> None:
+def replace_methods(tts) -> None:
     """Replace what upstream's methods call, and on a GPU the methods."""
     stand_ins = StandIns(tts.speech)
     tts.model.talker.generate = stand_ins.generate
@@ -44,7 +43,7 @@ def take_over(tts) -> None:
 
 
 def on_rows(name: str, model_class: type) -> Callable:
-    """One of upstream's methods that generate speech, on the runner's rows."""
+    """A replacement for one of upstream's methods that generate speech, which uses the runner's rows."""
     upstream = getattr(model_class, name)
     signature = inspect.signature(upstream)
 
@@ -70,7 +69,8 @@ def on_rows(name: str, model_class: type) -> Callable:
 
 
 def value_for(number: int, texts: int, name: str, value):
-    """The argument of one text out of several. Upstream's voice_clone_prompt has lists inside, of one voice or more."""
+    """The value of an argument for one of several texts. Upstream's voice_clone_prompt may be a dict of lists, for one
+    voice or several."""
     if isinstance(value, dict):
         voices = max((len(column or ()) for column in value.values()), default=0)
         if 1 < voices < texts:
@@ -83,11 +83,11 @@ def value_for(number: int, texts: int, name: str, value):
 
 def audios_of(speech: Speech, utterances: Iterable[Utterance]) -> list[np.ndarray]:
     """The samples of each, in order. Warns of those that were cut off."""
-    audio: dict[Utterance, bytearray] = {}  # float32; they grow without being copied
+    audio: dict[Utterance, bytearray] = {}  # float32; appending to a bytearray does not copy what is in it
     pending = collections.deque()  # Batch, in order
 
     def collect(max_pending: int) -> None:
-        """Collect what is there, and wait until no more than `max_pending` chunks are on their way."""
+        """Collect the audio that is ready, and wait until no more than `max_pending` batches are pending."""
         while len(pending) > max_pending or (pending and pending[0].audio.is_ready()):
             batch = pending.popleft()
             for utterance, samples in zip(batch.utterances, batch.audio.views()):
@@ -99,8 +99,7 @@ def audios_of(speech: Speech, utterances: Iterable[Utterance]) -> list[np.ndarra
         collect(MAX_PENDING)
 
     with speech.turns.take():
-        for utterance in decode_all(speech.runner, utterances, pending.append, before_frame):
-            utterance.warn_if_cut_off()
+        decode_all(speech.runner, utterances, pending.append, before_frame, Utterance.warn_if_cut_off)
     collect(0)
     return [np.frombuffer(samples, np.float32) for samples in audio.values()]
 
@@ -110,10 +109,14 @@ def decode_all(
     utterances: Iterable[Utterance],
     hand_over: HandOver | None,
     before_frame: Callable[[list[Utterance]], None],
-) -> Iterator[Utterance]:
-    """Decode all of them, as many at a time as there are free rows. Yields each when it is complete, still in its row.
+    when_complete: Callable[[Utterance], None],
+) -> None:
+    """Decode all utterances, as many at a time as there are free rows.
 
-    On a CPU finished texts keep decoding until all have ended: upstream's random numbers depend on it.
+    before_frame: called with the utterances that have a row
+    when_complete: called with each utterance before its row is released
+
+    On a CPU finished texts keep decoding until all have ended, as upstream's random numbers depend on it.
     """
     waiting = iter(utterances)
     active = []
@@ -121,8 +124,8 @@ def decode_all(
     runner.require_row()
     try:
         while True:
-            most = min(len(runner.free), MAX_PROMPTS_PER_FRAME) if runner.on_gpu else len(runner.free)
-            new = [*itertools.islice(waiting, most)]
+            max_new = min(len(runner.free), MAX_PROMPTS_PER_FRAME) if runner.on_gpu else len(runner.free)
+            new = [*itertools.islice(waiting, max_new)]
             active += new
             if not active:
                 return
@@ -134,8 +137,8 @@ def decode_all(
             complete = [utterance for utterance in active if utterance.is_complete()]
             if not runner.on_gpu and len(complete) < len(active):
                 continue
-            yield from complete
             for utterance in complete:
+                when_complete(utterance)
                 active.remove(utterance)
                 runner.release(utterance)
     finally:
@@ -144,7 +147,7 @@ def decode_all(
 
 
 class StandIns:
-    """What upstream's methods call, on the runner's rows: talker.generate and the speech tokenizer's decode."""
+    """Replacements for what upstream's methods call: talker.generate and the speech tokenizer's decode."""
 
     def __init__(self, speech: Speech):
         self.speech = speech
@@ -154,8 +157,9 @@ class StandIns:
         self.list_runner = None  # see `runner_for`
 
     def runner_for(self, texts: int) -> Runner:
-        """The runner for a list of so many texts. On a CPU all are decoded together, in the first rows: upstream draws
-        their random numbers together. The runner of the last such list is kept."""
+        """The runner for a list of so many texts. On a CPU all are decoded together, in the first rows, as upstream
+        draws their random numbers together. If the model has too few rows, a runner is made for the list and kept for
+        the next list of the same length."""
         if self.on_gpu or (texts <= self.runner.row_count and not self.runner.active):
             return self.runner
         if self.list_runner is None or self.list_runner.row_count != texts:
@@ -165,7 +169,7 @@ class StandIns:
         return self.list_runner
 
     def generate(self, **arguments):
-        """Stands in for talker.generate: codes and hidden states, without audio."""
+        """Replaces talker.generate: codes and hidden states, without audio."""
         check_finite(arguments["inputs_embeds"])
         utterances = [self.speech.utterance(request_of(own, on_gpu=self.on_gpu)) for own in single_texts(arguments)]
         spoken, hiddens = {}, collections.defaultdict(list)
@@ -175,19 +179,21 @@ class StandIns:
                 if not self.on_gpu or utterance.may_advance():
                     hiddens[utterance].append(runner.rows.hidden[utterance.row, 0].clone())
 
+        def keep(utterance: Utterance) -> None:
+            # On a CPU a finished text has as many frames as the longest, as upstream returns it.
+            frames = utterance.valid_frames if self.on_gpu else len(hiddens[utterance])
+            codes = runner.rows.codes[utterance.row, :frames].clone()
+            spoken[utterance] = codes, torch.stack(hiddens[utterance][:frames])
+            utterance.warn_if_cut_off()
+
         with self.speech.turns.take():
             runner = self.runner_for(len(utterances))
-            for utterance in decode_all(runner, utterances, hand_over=None, before_frame=keep_hidden):
-                # On a CPU a finished text has the other texts' frames, too, as upstream returns them.
-                frames = utterance.valid_frames if self.on_gpu else len(hiddens[utterance])
-                codes = runner.rows.codes[utterance.row, :frames].clone()
-                spoken[utterance] = codes, torch.stack(hiddens[utterance][:frames])
-                utterance.warn_if_cut_off()
+            decode_all(runner, utterances, None, keep_hidden, keep)
         return as_upstream(*zip(*map(spoken.get, utterances)), end=self.talker.config.codec_eos_token_id)
 
     @torch.no_grad()
     def decode(self, encoded) -> tuple[list[np.ndarray], int]:
-        """Stands in for the speech tokenizer's decode: whole utterances, one after another."""
+        """Replaces the speech tokenizer's decode: whole utterances, one after another."""
         codes = encoded.audio_codes if hasattr(encoded, "audio_codes") else encoded
         if isinstance(codes, dict):
             codes = codes["audio_codes"]
@@ -216,8 +222,8 @@ def single_texts(arguments: dict) -> Iterator[dict]:
 
 
 def as_upstream(codes: tuple, hiddens: tuple, end: int) -> transformers.generation.GenerateDecoderOnlyOutput:
-    """Codes (T, 16) and hidden states (T, H) of each text as upstream reads them, one entry per forward: first the
-    prompt's, whose codes are None, then one for each frame, with its codes."""
+    """Codes (T, 16) and hidden states (T, H) of each text, as upstream expects them: one entry per forward. The first
+    is the prompt's, whose codes are None; the others are those of the frames."""
     codes = pad_sequence(codes, batch_first=True, padding_value=end)  # (B, T, 16)
     hiddens = pad_sequence(hiddens, batch_first=True).split(1, dim=1)  # T x (B, 1, H)
     steps = zip([*hiddens, hiddens[-1]], [None, *codes.unbind(1)])  # the last hidden state is not read
