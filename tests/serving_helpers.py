@@ -19,8 +19,8 @@ import numpy as np
 import uvicorn
 from websockets.sync.client import connect
 
-from qwen3_tts_cuda_graphs.serving import process
-from qwen3_tts_cuda_graphs.serving.server import create_app
+from qwen3_tts_cuda_graphs.serving.routes import create_app
+from qwen3_tts_cuda_graphs.serving.server import Server, uvicorn_config
 from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 from qwen3_tts_cuda_graphs.serving.worker import Worker
@@ -252,8 +252,8 @@ class RunningServer(Client):
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         app = strip_path(self.app, self.below) if self.below else self.app
-        server = uvicorn.Server(process.uvicorn_config(app, self.settings))
-        self.server = process.Server(self.speech) if self.drains else server
+        server = uvicorn.Server(uvicorn_config(app, self.settings))
+        self.server = Server(self.speech) if self.drains else server
         self.serving = self.speech.submit(self.server.serve(sockets=[self.socket]))
         wait_until(lambda: self.server.started)
         return self

@@ -61,7 +61,7 @@ from qwen3_tts_cuda_graphs.serving.engine_host import RECORDING_THREADS
 from qwen3_tts_cuda_graphs.serving.model import OPENAI_VOICES
 from qwen3_tts_cuda_graphs.serving.recordings import Decoders, start_decoder
 from qwen3_tts_cuda_graphs.serving.requests import SpeechRequest, parse
-from qwen3_tts_cuda_graphs.serving.server import MAX_REGISTRATIONS
+from qwen3_tts_cuda_graphs.serving.routes import MAX_REGISTRATIONS
 from qwen3_tts_cuda_graphs.serving.server_options import make_settings, parse_arguments
 from qwen3_tts_cuda_graphs.serving.service import Service
 from qwen3_tts_cuda_graphs.serving.settings import Settings, check_host

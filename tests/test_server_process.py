@@ -29,9 +29,9 @@ from serving_helpers import FRAME, LIMIT, Client, is_running, read_answer, reque
 
 from qwen3_tts_cuda_graphs.bench.listeners import listen
 from qwen3_tts_cuda_graphs.bench.over_http import audio_from
-from qwen3_tts_cuda_graphs.serving import messages, process
+from qwen3_tts_cuda_graphs.serving import messages, server
 from qwen3_tts_cuda_graphs.serving.__main__ import main
-from qwen3_tts_cuda_graphs.serving.process import greeting
+from qwen3_tts_cuda_graphs.serving.server import greeting
 from qwen3_tts_cuda_graphs.serving.server_options import PRIORITY, keep_to_this_machine
 from qwen3_tts_cuda_graphs.serving.server_options import open_port as bind
 from qwen3_tts_cuda_graphs.serving.service import Service
@@ -369,21 +369,21 @@ def test_a_server_whose_terminal_is_gone(checkpoint, tmp_path):
             raise BrokenPipeError
 
     with contextlib.redirect_stdout(None), contextlib.redirect_stderr(Gone()):
-        server = process.Server(Service(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path)))
-        server.handle_exit(signal.SIGTERM, None)
-    assert server.service.is_draining and not server.should_exit
+        running = server.Server(Service(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path)))
+        running.handle_exit(signal.SIGTERM, None)
+    assert running.service.is_draining and not running.should_exit
 
 
 def test_garbage_is_collected_between_streams(checkpoint, tmp_path, monkeypatch):
     """All objects of 1,000 WebSockets take 0.1 s, and a crowd of 64 listeners had to wait."""
-    server = process.Server(Service(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path)))
+    running = server.Server(Service(str(checkpoint()), "cpu", settings=Settings(voices=tmp_path)))
     collector = SimpleNamespace(collected=[])
     collector.get_count = lambda: (0, 0, collector.count)
     collector.collect = lambda: collector.collected.append(collector.count)
-    monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.process.gc", collector)
+    monkeypatch.setattr("qwen3_tts_cuda_graphs.serving.server.gc", collector)
     for streams, collector.count in [(0, 10), (1, 11), (0, 11), (1, 1000), (1, 1001)]:
-        server.service.models[0].engine.in_flight = streams
-        asyncio.run(server.on_tick(1))
+        running.service.models[0].engine.in_flight = streams
+        asyncio.run(running.on_tick(1))
     assert collector.collected == [11, 1001]
 
 

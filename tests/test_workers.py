@@ -34,8 +34,8 @@ from qwen3_tts_cuda_graphs.serving.answer import Answer
 from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.messages import LENGTHS, Unpacker, pack
-from qwen3_tts_cuda_graphs.serving.process import Server
 from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
+from qwen3_tts_cuda_graphs.serving.server import Server
 from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 from qwen3_tts_cuda_graphs.serving.worker_connection import Call, Timeouts, WorkerConnection

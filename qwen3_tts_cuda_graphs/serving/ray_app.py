@@ -32,7 +32,7 @@ from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.memory import MAX_ROWS
 from qwen3_tts_cuda_graphs.serving.model import named_models
 from qwen3_tts_cuda_graphs.serving.requests import parse
-from qwen3_tts_cuda_graphs.serving.server import create_app
+from qwen3_tts_cuda_graphs.serving.routes import create_app
 from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import API_KEY_VARIABLE, LIMITS, Settings, check_origin
 
@@ -117,7 +117,7 @@ class Replica:
     async def __init__(self, models: list[str], device: str, dtype: str | None, settings: Settings, speakers: dict):
         self.service = Service(models, device, dtype, settings, speakers)
         await self.service.start()
-        gc.freeze()  # as in process.py
+        gc.freeze()  # as in server.py
         self.publishing = asyncio.create_task(publish(self.service.metrics.registry))
 
     def __serve_build_asgi_app__(self) -> Starlette:

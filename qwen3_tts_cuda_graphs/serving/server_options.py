@@ -56,7 +56,7 @@ def run() -> None:
         spare = Spare()
         spare.start(args.device or "cuda")
         try:
-            from qwen3_tts_cuda_graphs.serving.process import serve
+            from qwen3_tts_cuda_graphs.serving.server import serve
 
             serve(args, settings, listening, spare)
         finally:
