@@ -1,10 +1,10 @@
-"""The HTTP server: OpenAI's speech interface, voices to register, health and metrics; websocket.py is the other half.
+"""The HTTP routes: OpenAI's speech interface, voices, models, health and metrics. websocket.py has the WebSocket.
 
     service = Service("0.6B")
     await service.start()  # in the server's event loop: see server.py
     app = create_app(service)
 
-A speech request is read, checked against the model, and answered by a SpeechResponse, which speaks while it sends.
+A speech request is parsed and checked; then a SpeechResponse speaks it and sends the audio as it is generated.
 """
 
 import asyncio
@@ -41,16 +41,14 @@ from qwen3_tts_cuda_graphs.serving.signed_addresses import AddressRequest, read_
 from qwen3_tts_cuda_graphs.serving.speech_response import MAX_WRITE, SpeechResponse
 from qwen3_tts_cuda_graphs.serving.websocket import Session
 
-MAX_REGISTRATIONS = 16  # voices that are being made or wait for that, each with its recording
-MAX_CONVERSIONS = 4  # at the same time
+MAX_REGISTRATIONS = 16  # concurrent, each with its recording in memory
+MAX_CONVERSIONS = 4  # concurrent
 
 
 class App(Starlette):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Keep uvicorn's own `send` for `past_middlewares`.
-
-        Ignore doubled slashes: some programs add their route to an address that ends with a slash.
-        """
+        """Keep uvicorn's own `send` for `past_middlewares`, and collapse repeated slashes in the path: some programs
+        append their route to a base URL that ends with a slash."""
         scope["send"] = send
         if "path" in scope:
             scope["path"] = "/" + "/".join(filter(None, scope["path"].split("/")))
@@ -73,7 +71,7 @@ def create_app(service: Service) -> Starlette:
         Route("/v1/audio/models", handlers.list_audio_models),
         Route("/health", handlers.health),
         Route("/livez", live),
-        Route("/v1/test", live),  # wyoming-openai asks this to learn whether it may list our voices
+        Route("/v1/test", live),  # wyoming-openai requests this to find out whether it can list the voices
         Route("/metrics", handlers.metrics),
         *(Route(path, page) for path in PAGES),
         NO_SUCH_WEBSOCKET,
@@ -84,20 +82,25 @@ def create_app(service: Service) -> Starlette:
             CORSMiddleware,
             allow_origins=list(service.settings.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],  # OpenAI's client sends headers of its own
+            allow_headers=["*"],  # OpenAI's client sends its own
             expose_headers=["X-Sample-Rate", "X-Request-Id", "X-Ignored"],
-            allow_private_network=True,  # Chromium asks for it where a public page calls this machine
+            allow_private_network=True,  # Chromium requires it when a public page calls this machine
         )
         middleware.insert(0, cors)
-    errors = {ApiError: refuse, ValueError: refuse, HTTPException: not_found, Exception: fail}
-    errors[ClientDisconnect] = client_has_left
+    errors = {
+        ApiError: refuse,
+        ValueError: refuse,
+        HTTPException: not_found,
+        ClientDisconnect: client_has_left,
+        Exception: fail,
+    }
     app = App(routes=routes, middleware=middleware, exception_handlers=errors)
     app.router.redirect_slashes = False
     return app
 
 
 class Handlers:
-    """The routes that ask the service, one method each."""
+    """The routes that use the service, one method each."""
 
     def __init__(self, service: Service):
         self.service = service
@@ -106,7 +109,7 @@ class Handlers:
         self.converters = ThreadPoolExecutor(MAX_CONVERSIONS, "convert")
 
     async def read_speech_request(self, kind: type[SpeechRequest], content: dict) -> tuple[SpeechRequest, list[Part]]:
-        """Parse and check it, and read its text as a script."""
+        """Parse and check a request, and read its text as a script."""
         speech_request = parse(kind, content)
         await self.service.refresh_if_unknown(speech_request.voice)
         self.service.check(speech_request)
@@ -126,7 +129,7 @@ class Handlers:
         return SpeechResponse(Answer(self.service, speech_request, parts), ignored)
 
     async def sign_address(self, request: Request) -> Response:
-        """An address for whoever is to hear the speech without having the key."""
+        """A signed URL of this request, for clients that do not have the key."""
         self.service.check_ready()
         content = await json_content(request, self.settings)
         speech_request, _ = await self.read_speech_request(AddressRequest, content)
@@ -150,7 +153,7 @@ class Handlers:
         return JSONResponse({"id": name.lower(), "object": "audio.voice.deleted", "deleted": True})
 
     async def convert_speech(self, request: Request) -> Response:
-        """Encode a WAV file: the page saves as mp3 what it has played."""
+        """Encode a WAV file. The page uses it to save speech as MP3."""
         options = parse(SpeechOptions, {"response_format": request.query_params.get("response_format") or "mp3"})
         check_encoding(options)
         with time_limit(request, self.settings):
@@ -162,14 +165,14 @@ class Handlers:
 
     async def describe_models(self) -> list[dict]:
         await self.service.cloned_voices.refresh()
-        for_page = {name: getattr(self.settings, name) for name in ("max_text", "max_reference_seconds")}
-        return [model.describe() | for_page for model in self.service.models]
+        limits = {name: getattr(self.settings, name) for name in ("max_text", "max_reference_seconds")}  # for the page
+        return [model.describe() | limits for model in self.service.models]
 
     async def list_models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": await self.describe_models()})
 
     async def list_audio_models(self, _: Request) -> Response:
-        """The list in the form that Open WebUI reads."""
+        """The models in the form that Open WebUI reads."""
         return JSONResponse({"models": await self.describe_models()})
 
     async def find_model(self, request: Request) -> Response:
@@ -189,13 +192,13 @@ class Handlers:
 
 
 async def live(_: Request) -> Response:
-    """Whether this process serves, whatever its engines do."""
+    """Whether this process responds, whatever the state of its engines."""
     return JSONResponse({"status": "ok"})
 
 
 async def page(request: Request) -> Response:
     path = request.scope["path"]
-    if path == "/docs" and request.scope.get("raw_path", b"").endswith(b"/"):  # its addresses are relative
+    if path == "/docs" and request.scope.get("raw_path", b"").endswith(b"/"):  # its links are relative
         return Response(status_code=307, headers={"Location": "../docs"})
     return page_response(path, known=request.headers.get("if-none-match", ""))
 
@@ -223,7 +226,7 @@ async def not_found(request: Request, error: HTTPException) -> Response:
 async def fail(request: Request, error: Exception) -> Response:
     request_id = request.scope["request_id"]
     response = as_api_error(error, request_id).response()
-    response.headers["X-Request-Id"] = request_id  # this response does not pass the guard
+    response.headers["X-Request-Id"] = request_id  # Starlette sends this response outside the guard
     return response
 
 
@@ -236,7 +239,8 @@ NO_SUCH_WEBSOCKET = WebSocketRoute("/{path:path}", no_such_websocket)
 
 
 async def json_content(request: Request, settings: Settings) -> dict:
-    """Only JSON: web pages of other hosts can send any other content type without asking the server first."""
+    """The body as JSON. No other content type is accepted: browsers send some of them for pages of any origin without a
+    preflight request."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(f"the content type is {content_type[:80]!r}, it must be application/json", 415)
@@ -251,12 +255,12 @@ async def read_voice(request: Request, settings: Settings) -> tuple[str, bytes, 
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise ApiError("a voice is sent as multipart/form-data: name, audio_sample and, if known, ref_text", 415)
     _, options = parse_options_header(request.headers["content-type"])
-    if options.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):  # punycode, say, would take a minute
+    if options.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):  # decoding punycode may take a minute
         raise ApiError("the form's charset must be utf-8", 415)
     with time_limit(request, settings):
         try:
             parser = MultiPartParser(request.headers, request.stream(), max_files=1, max_fields=10)
-            parser.spool_max_size = settings.max_body  # in memory, where it is counted: a disk may be full
+            parser.spool_max_size = settings.max_body  # in memory, where the guard counts it: a disk may be full
             form = await parser.parse()
         except MultiPartException as error:
             raise ApiError(f"the form cannot be read: {error.message}") from None
@@ -275,7 +279,7 @@ async def read_voice(request: Request, settings: Settings) -> tuple[str, bytes, 
 
 @contextlib.contextmanager
 def time_limit(request: Request, settings: Settings):
-    """Limit the time for the body. Most bodies are small and come with the head."""
+    """Limit the time until the body has arrived. Most bodies are small and arrive with the head."""
     connection = connection_of(request.scope)
     if connection and connection.has_whole_request():
         yield

@@ -1,4 +1,4 @@
-"""The server as a process: starts the workers, says what it has, and drains when it is told to stop."""
+"""uvicorn's server with workers: starts them, prints a greeting, and drains before it stops."""
 
 import argparse
 import asyncio
@@ -22,23 +22,23 @@ from qwen3_tts_cuda_graphs.serving.routes import create_app
 from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import MAX_PENDING, Settings
 
-# A full garbage collection takes 0.1 s with 1,000 WebSockets, so Python's own is off. `on_tick` runs one after this
-# many collections of younger objects.
+# A full garbage collection takes 0.1 s with 1,000 WebSockets, so Python's automatic one is disabled. `on_tick` runs one
+# after this many collections of the second generation.
 COLLECTIONS = 10
 COLLECTIONS_WHILE_SPEAKING = 1000
 NEVER = 2**30
 
-ACCEPTS = 16  # connections that are taken at once
-SECONDS_BETWEEN_WARNINGS = 60.0  # that there are no files left
-SECONDS_TO_CLOSE = 5  # for connections to close when the server ends
+ACCEPTS = 16  # connections accepted in one turn of the event loop
+SECONDS_BETWEEN_WARNINGS = 60.0  # about missing file descriptors
+SECONDS_TO_CLOSE = 5  # for open connections when the server ends
 
 
 def serve(args: argparse.Namespace, settings: Settings, listening: socket.socket, spare: Spare) -> None:
-    """Serve until a signal comes. `args` are the options of serving/server_options.py."""
+    """Serve until a signal arrives. args: the options of server_options.py"""
     log_to_stderr()
     service = Service(args.model, args.device, args.dtype, settings, read_speakers(args.speaker), spare=spare)
     host, port = listening.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # wildcards: print an address that a client can use
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # for a wildcard, an address that clients can use
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     print(f"listening on {address}, loading {', '.join(args.model)}", flush=True)
     server = Server(service, address)
@@ -48,35 +48,35 @@ def serve(args: argparse.Namespace, settings: Settings, listening: socket.socket
 
 
 class Server(uvicorn.Server):
-    """uvicorn with workers. SIGTERM first drains: new requests get 503 until the streams in flight have ended."""
+    """SIGTERM drains first: new requests get 503 until the streams in flight have ended."""
 
     def __init__(self, service: Service, address: str | None = None):
-        """address: for the greeting; without it, `service` has been started and is closed by others"""
+        """address: for the greeting. Without it, the caller starts and closes the service."""
         super().__init__(uvicorn_config(create_app(service), service.settings))
         self.service = service
         self.address = address
-        self.starting = None  # a task
-        self.failure = None  # why a model could not be loaded, or the exit status after an engine was given up
+        self.starting = None  # the task that starts the service
+        self.failure = None  # to raise at the end: why a model could not be loaded, or an exit status
         self.drain_until = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         asyncio.get_running_loop().set_exception_handler(AcceptErrors())
         for listening in sockets or ():
-            listening.listen(MAX_PENDING)  # asyncio has made it ACCEPTS
+            listening.listen(MAX_PENDING)  # asyncio has set it to ACCEPTS
         if self.address:
             self.starting = asyncio.create_task(self.start())
 
     async def start(self) -> None:
-        """Beside the server, so that /health can be asked meanwhile."""
+        """Start the service in a task, so that /health answers meanwhile."""
         try:
             await self.service.start()
         except Exception as error:
             self.failure = error
             self.should_exit = True
         else:
-            gc.freeze()  # all that is loaded stays
-            gc.set_threshold(*gc.get_threshold()[:2], NEVER)  # on_tick does it
+            gc.freeze()  # exclude all modules and other lasting objects from collections
+            gc.set_threshold(*gc.get_threshold()[:2], NEVER)  # on_tick collects
             print(greeting(self.service, self.address), flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -100,7 +100,7 @@ class Server(uvicorn.Server):
             model.engine.speak_to_the_end()
         streams = self.service.in_flight
         until = f" when {streams} streams have ended" if streams else ""
-        with contextlib.suppress(OSError):  # in a signal's handler: it would be raised anywhere in the event loop
+        with contextlib.suppress(OSError):  # from a signal handler it would be raised anywhere in the event loop
             print(f"shutting down{until}", file=sys.stderr, flush=True)
 
     async def on_tick(self, counter: int) -> bool:
@@ -124,22 +124,22 @@ def uvicorn_config(app: Starlette, settings: Settings) -> uvicorn.Config:
         ws_per_message_deflate=False,  # audio does not compress
         backlog=ACCEPTS,
         timeout_keep_alive=settings.keep_alive_seconds,
-        ws_ping_timeout=None,  # the answer to a ping waits behind unread audio, and that has a limit of its own
+        ws_ping_timeout=None,  # a pong may wait behind unread audio, for which there is another limit
         timeout_graceful_shutdown=SECONDS_TO_CLOSE,
         log_level="warning",
-        use_colors=False,  # else it asks stdout, which may be closed
+        use_colors=False,  # by default it inspects stdout, which may be closed
         server_header=False,
-        proxy_headers=False,  # nothing here asks for the client's address
+        proxy_headers=False,  # the client's address is not used
     )
     config.settings = settings
-    config.unfinished = 0  # bytes of messages whose end has not arrived, of all WebSockets
+    config.unfinished = 0  # bytes of unfinished messages of all WebSockets
     logging.getLogger("uvicorn.error").addFilter(is_no_client_mistake)
-    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it warns of forms that cannot be parsed
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it warns about each form that it cannot parse
     return config
 
 
 def is_no_client_mistake(record: logging.LogRecord) -> bool:
-    """uvicorn logs each WebSocket that is refused with an HTTP response, and each request that cannot be parsed."""
+    """False for uvicorn's messages about WebSockets that were refused over HTTP, and requests that cannot be parsed."""
     return record.msg not in (
         "ASGI callable returned without completing handshake.",
         "Invalid HTTP request received.",
@@ -149,7 +149,8 @@ def is_no_client_mistake(record: logging.LogRecord) -> bool:
 
 
 class AcceptErrors:
-    """The event loop's exception handler. Without files left, asyncio tries again every second, and logs each time."""
+    """The event loop's exception handler. When file descriptors run out, asyncio retries each second and logs each
+    failure: here they are logged once a minute."""
 
     warned = -math.inf
 
@@ -162,7 +163,7 @@ class AcceptErrors:
 
 
 def greeting(service: Service, address: str) -> str:
-    """What there is, and a line to try it with."""
+    """The models, the voices, and a command to try."""
     voices = service.voice_names()
     key = ' -H "Authorization: Bearer KEY"' if service.settings.api_key else ""
     instead = ", with your API key instead of KEY" if key else ""
