@@ -1,4 +1,4 @@
-"""A worker under another name, so that `ps` shows which one waits. It is renamed when a model is loaded in it."""
+"""A spare worker. Its own module name distinguishes it in `ps`, until `show_as_worker` renames it."""
 
 from qwen3_tts_cuda_graphs.serving.worker import main
 
