@@ -16,7 +16,7 @@ cloned_voices.py  voices made from recordings; voice_folder.py keeps those that 
 recordings.py     decodes recordings of clients in helper processes
 helper.py         the connection to such a helper process, and its main loop
 engine_process.py keeps the worker of a model running; worker_connection.py sends it calls
-child_process.py  starts and ends processes, and keeps a spare worker ready, which runs as spare_worker.py
+child_process.py  starts and ends these processes; spare_worker.py keeps a worker ready to replace another
 errors.py, metrics.py, settings.py
                   API errors and logging, Prometheus metrics, limits and their defaults
 page/             the web page

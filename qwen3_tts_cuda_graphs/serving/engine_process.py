@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from qwen3_tts_cuda_graphs.serving.child_process import Spare, end_process, is_stopped, start_module, with_socket
+from qwen3_tts_cuda_graphs.serving.child_process import end_process, is_stopped, start_module, with_socket
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, engine_failed, log
+from qwen3_tts_cuda_graphs.serving.spare_worker import Spare
 from qwen3_tts_cuda_graphs.serving.worker_connection import Timeouts, WorkerConnection
 
 MAX_DEATHS = 3

@@ -15,12 +15,12 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from qwen3_tts_cuda_graphs.serving.child_process import Spare
 from qwen3_tts_cuda_graphs.serving.connections import HttpConnection, WebSocketConnection
 from qwen3_tts_cuda_graphs.serving.errors import log, log_to_stderr
 from qwen3_tts_cuda_graphs.serving.routes import create_app
 from qwen3_tts_cuda_graphs.serving.service import Service, read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import MAX_PENDING, Settings
+from qwen3_tts_cuda_graphs.serving.spare_worker import Spare
 
 # A full garbage collection takes 0.1 s with 1,000 WebSockets, so Python's automatic one is disabled. `on_tick` runs one
 # after this many collections of the second generation.

@@ -21,7 +21,6 @@ from qwen3_tts_cuda_graphs.common.published import CLONING_MODEL, MODELS, PRESET
 from qwen3_tts_cuda_graphs.common.quick_start import keep_bytecode
 from qwen3_tts_cuda_graphs.common.voice_files import check_speaker_file
 from qwen3_tts_cuda_graphs.prompts.checks import check_number
-from qwen3_tts_cuda_graphs.serving.child_process import Spare
 from qwen3_tts_cuda_graphs.serving.settings import (
     API_KEY_VARIABLE,
     LIMITS,
@@ -30,6 +29,7 @@ from qwen3_tts_cuda_graphs.serving.settings import (
     check_host,
     check_origin,
 )
+from qwen3_tts_cuda_graphs.serving.spare_worker import Spare
 
 PACKAGES = "starlette", "uvicorn", "httptools", "websockets", "pydantic", "prometheus_client", "python_multipart"
 PRIORITY = -10  # nice value
@@ -54,7 +54,7 @@ def run() -> None:
         settings = keep_to_file_limit(settings)
         keep_bytecode()
         spare = Spare()
-        spare.start(args.device or "cuda")
+        spare.start("worker", args.device or "cuda")
         try:
             from qwen3_tts_cuda_graphs.serving.server import serve
 

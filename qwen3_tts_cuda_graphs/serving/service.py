@@ -18,7 +18,7 @@ from qwen3_tts_cuda_graphs.prompts.lexicon import MAX_ENTRIES, Lexicon, load_lex
 from qwen3_tts_cuda_graphs.prompts.script import Part, read_script
 from qwen3_tts_cuda_graphs.serving.answer import voice_and_style
 from qwen3_tts_cuda_graphs.serving.audio_formats import Encoder, av
-from qwen3_tts_cuda_graphs.serving.child_process import Spare, start_module
+from qwen3_tts_cuda_graphs.serving.child_process import start_module
 from qwen3_tts_cuda_graphs.serving.cloned_voices import ClonedVoices
 from qwen3_tts_cuda_graphs.serving.encoders import Encoders
 from qwen3_tts_cuda_graphs.serving.engine_process import EngineProcess
@@ -28,6 +28,7 @@ from qwen3_tts_cuda_graphs.serving.model import Model, named_models, unknown_voi
 from qwen3_tts_cuda_graphs.serving.recordings import check_base64
 from qwen3_tts_cuda_graphs.serving.requests import MAX_OWN_ENTRIES, SpeechOptions, SpeechRequest
 from qwen3_tts_cuda_graphs.serving.settings import Settings
+from qwen3_tts_cuda_graphs.serving.spare_worker import Spare
 from qwen3_tts_cuda_graphs.serving.voice_folder import RegisteredVoice, check_name
 
 
