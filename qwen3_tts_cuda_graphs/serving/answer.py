@@ -52,7 +52,7 @@ class Answer:
         self.chunk_times = ChunkTimes(service.metrics)
         self.characters_read = None  # how much of an arriving text was spoken, once the speech has ended
         self.connections = {}  # Model in which this answer has a place -> WorkerConnection
-        self.own_keys = []  # voices made for this answer only: (WorkerConnection, key)
+        self.request_keys = []  # voices made for this answer only: (WorkerConnection, key)
 
     @property
     def rate(self) -> int:
@@ -129,7 +129,7 @@ class Answer:
         finally:
             for model in self.connections:
                 model.engine.in_flight -= 1
-            for connection, key in self.own_keys:
+            for connection, key in self.request_keys:
                 connection.send(op="forget", keys=[key])
             self.service.metrics.requests.labels(outcome).inc()
 
@@ -161,7 +161,7 @@ class Answer:
                 return {}, np.array(options.speaker_embedding, np.float32).tobytes()
         if options.ref_audio is not None:
             key = await service.cloned_voices.request_key(prepared.connection, options)
-            self.own_keys.append((prepared.connection, key))
+            self.request_keys.append((prepared.connection, key))
             return {"key": key}, b""
         if self.pieces is not None:  # the voice was checked when the session was configured
             await service.refresh_if_unknown(options.voice)

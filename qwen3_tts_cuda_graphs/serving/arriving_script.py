@@ -85,10 +85,6 @@ class ArrivingScript:
         self.early_end = {}  # {"cancelled": True}, {"error": True} or both, if nothing more is spoken
         self.changed = asyncio.Event()
 
-    @property
-    def ended_early(self) -> bool:
-        return bool(self.early_end)
-
     # ---- Adding text
 
     def add(self, text: str, is_end: bool = False) -> None:
@@ -148,24 +144,22 @@ class ArrivingScript:
         """Yields each part when it has a word or is complete."""
         for number in itertools.count():
             await self.wait_until(self.is_settled, number)
-            if self.ended_early or number == len(self.parts):
+            if self.early_end or number == len(self.parts):
                 return
             yield self.parts[number]
 
     def is_settled(self, number: int) -> bool:
         """Whether speaking the part of this number can begin, or it is certain that there is none."""
-        if self.ended_early or number == len(self.parts):
-            return self.ended_early or self.is_complete or self.mistake is not None
+        if self.early_end:
+            return True
+        if number == len(self.parts):
+            return self.is_complete or self.mistake is not None
         return self.parts[number].is_complete or self.parts[number].has_words()
 
     async def has_more(self, part: ArrivingPart) -> bool:
         """Whether a part has something to speak. Waits for text until the part is complete."""
-
-        def is_known() -> bool:
-            return part.is_complete or part.has_words() or part.hit_max_new_tokens or self.ended_early
-
-        await self.wait_until(is_known)
-        return part.is_spoken() and not (part.hit_max_new_tokens or self.ended_early)
+        await self.wait_until(lambda: part.is_complete or part.has_words() or part.hit_max_new_tokens or self.early_end)
+        return part.is_spoken() and not (part.hit_max_new_tokens or self.early_end)
 
     async def pieces(self, part: ArrivingPart, max_bytes: int | None = None) -> AsyncIterator[str]:
         """Yields `said` as it arrives, until it is complete; with max_bytes, until a sentence end near that size.
@@ -174,8 +168,8 @@ class ArrivingScript:
         """
         start, end = part.taken, None
         while end is None and not (part.is_complete and not part.rest):
-            await self.wait_until(lambda: part.is_complete or part.rest or self.ended_early)
-            if self.ended_early:
+            await self.wait_until(lambda: part.is_complete or part.rest or self.early_end)
+            if self.early_end:
                 return
             end = max_bytes and end_after_bytes(part.said, start, max_bytes)
             piece = part.said[part.taken : end]

@@ -114,10 +114,10 @@ class SpokenScript:
             known = replace(part.part, text=part.said.strip())  # the text so far
             pause = silence_before(known, previous)
             previous = known
-            while (await script.has_more(part) or pause) and not script.ended_early:
+            while (await script.has_more(part) or pause) and not script.early_end:
                 await self.speak_sentence(part, pause)
                 pause = 0.0
-        if script.mistake and not script.ended_early:
+        if script.mistake and not script.early_end:
             await self.fail(script.mistake)
         await script.wait_until(lambda: script.is_complete)
         end = dict(script.early_end)

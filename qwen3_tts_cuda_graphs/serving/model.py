@@ -135,17 +135,15 @@ class Model:
     def check(self, options: SpeechOptions) -> None:
         """Refuse what this model does not support, before any work starts."""
         for name in (*NUMBERS, "seed"):
-            self.check_number(name, getattr(options, name))
+            value = getattr(options, name)
+            is_possible, wanted = self.ranges[name]
+            if value is not None and not is_possible(value):
+                raise ApiError(f"{name} is {value}, it must be {wanted}", param=name, code="invalid_value")
         languages = model_config.languages(self.config)
         if options.language and options.language.lower() not in languages:
             nearest = choices.nearest(options.language, languages)
             raise ApiError(f"there is no language {options.language!r}: choose {nearest}", param="language")
         self.check_reference(options)
-
-    def check_number(self, name: str, value: float | None) -> None:
-        is_good, wanted = self.ranges[name]
-        if value is not None and not is_good(value):
-            raise ApiError(f"{name} is {value}, it must be {wanted}", param=name, code="invalid_value")
 
     def check_reference(self, options: SpeechOptions) -> None:
         """Refuse fields that do not describe exactly one voice."""

@@ -18,7 +18,7 @@ from qwen3_tts_cuda_graphs.serving.errors import ApiError
 MAX_VALUES = 50_000  # per JSON body
 MAX_DIGITS = 1000  # per number
 MAX_UNKNOWN = 20  # unknown fields that are reported to the client
-MAX_OWN_ENTRIES = 1000  # of the lexicon in a request
+MAX_REQUEST_ENTRIES = 1000  # of the lexicon in a request
 FIELD_ALIASES = {  # another server's name of a field -> our name
     "text": "input",
     "prompt": "input",
@@ -130,7 +130,7 @@ class SpeechOptions(BaseModel):
     @field_validator("lexicon")
     @classmethod
     def possible_lexicon(cls, value: dict[str, str] | None) -> dict[str, str] | None:
-        return value and check_entries(value, MAX_OWN_ENTRIES)
+        return value and check_entries(value, MAX_REQUEST_ENTRIES)
 
     @field_validator("sample_rate")
     @classmethod

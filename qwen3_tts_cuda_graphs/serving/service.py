@@ -26,7 +26,7 @@ from qwen3_tts_cuda_graphs.serving.errors import ApiError, mistakes_in
 from qwen3_tts_cuda_graphs.serving.metrics import Metrics
 from qwen3_tts_cuda_graphs.serving.model import Model, named_models, unknown_voice
 from qwen3_tts_cuda_graphs.serving.recordings import check_base64
-from qwen3_tts_cuda_graphs.serving.requests import MAX_OWN_ENTRIES, SpeechOptions, SpeechRequest
+from qwen3_tts_cuda_graphs.serving.requests import MAX_REQUEST_ENTRIES, SpeechOptions, SpeechRequest
 from qwen3_tts_cuda_graphs.serving.settings import Settings
 from qwen3_tts_cuda_graphs.serving.spare_worker import Spare
 from qwen3_tts_cuda_graphs.serving.voice_folder import RegisteredVoice, check_name
@@ -56,11 +56,11 @@ class Service:
         named = named_models([models] if isinstance(models, str) else models)
         sources = [*named.values()]
         cloning = [source for source in sources if model_config.read_config(source)["tts_model_type"] == "base"]
-        own_speakers = {(cloning or sources)[0]: speakers or {}}
+        speakers_of = {(cloning or sources)[0]: speakers or {}}
         engines = {}
         for id, source in named.items():
             check_number(model_config.read_config(source), "max_seq_len", self.settings.max_seq_len)
-            files = own_speakers.get(source, {})
+            files = speakers_of.get(source, {})
             if files:
                 model_config.base_config(source)  # raises for a model that cannot clone
             spec = dict(model=source, device=device, dtype=dtype, max_seq_len=self.settings.max_seq_len)
@@ -68,7 +68,7 @@ class Service:
             engines[id] = EngineProcess(spec, self.settings.max_streams, spawn, spare)
         self.cloned_voices = ClonedVoices(self.settings, engines.values(), has_folder=bool(cloning))
         self.models = [
-            Model(id, source, engines[id], own_speakers.get(source, ()), self.cloned_voices)
+            Model(id, source, engines[id], speakers_of.get(source, ()), self.cloned_voices)
             for id, source in named.items()
         ]
         self.spare = spare
@@ -211,7 +211,9 @@ class Service:
         """The server's entries and the request's, which take precedence. In a thread: large lexicons take a while."""
         if not options.lexicon:
             return self.lexicon
-        return await asyncio.to_thread(Lexicon, self.lexicon.entries | options.lexicon, MAX_ENTRIES + MAX_OWN_ENTRIES)
+        return await asyncio.to_thread(
+            Lexicon, self.lexicon.entries | options.lexicon, MAX_ENTRIES + MAX_REQUEST_ENTRIES
+        )
 
     def ignored(self, options: SpeechOptions, parts: Iterable[Part] = ()) -> tuple[str, ...]:
         """Fields of a request that have no effect: unknown ones, and instructions that its model does not support."""

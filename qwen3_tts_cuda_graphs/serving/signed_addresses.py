@@ -26,7 +26,7 @@ MAX_ADDRESS = 60_000  # characters: the head of a request may have 64 KB
 MAX_PARAMETERS = 100
 MAX_SECONDS = 3600
 JSON_TYPES = {int, float, bool, dict[str, str]}  # parameters of these types are parsed as JSON
-OWN_KEY = secrets.token_bytes(32)  # for a server without --api-key
+RANDOM_KEY = secrets.token_bytes(32)  # for a server without --api-key
 
 Parameters = list[tuple[str, str]]
 
@@ -59,7 +59,7 @@ def signed_address(wanted: AddressRequest, settings: Settings) -> dict:
 
 def signature(parameters: Parameters, settings: Settings) -> str:
     """The signature of these parameters, in any order."""
-    secret = settings.api_key.strip().encode() if settings.api_key else OWN_KEY
+    secret = settings.api_key.strip().encode() if settings.api_key else RANDOM_KEY
     key = hmac.digest(secret, b"signature of an address of speech", "sha256")  # signatures are public, the key is not
     message = urlencode(sorted(parameters), errors="surrogateescape").encode()
     return hmac.new(key, message, hashlib.sha256).hexdigest()
