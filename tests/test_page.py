@@ -334,7 +334,7 @@ def test_speech_that_breaks_off_is_an_error(page, speech):
 
 
 def as_one_utterance(route):
-    """The page has no field for max_new_tokens."""
+    """The page has no field for non_streaming_mode."""
     route.continue_(post_data=json.dumps(route.request.post_data_json | {"non_streaming_mode": True}))
 
 

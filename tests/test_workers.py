@@ -474,7 +474,7 @@ def test_instructions_that_no_model_with_the_voice_can_use(checkpoint, tmp_path,
     speakers = read_speakers([checkpoint() / "speaker.pt"])
     speech = Service(folders, "cpu", settings=Settings(voices=tmp_path), speakers=speakers)
     options = SpeechOptions(voice=voice, instructions="Speak calmly.")
-    speech.check(options)
+    asyncio.run(speech.check(options))
     assert speech.ignored(options) == ("instructions",)
     model = speech.model_for(options)
     assert model.id == chosen and model.resolve_voice(voice)

@@ -35,7 +35,7 @@ class ClonedVoices:
         self.settings = settings
         self.engines = engines
         self.folder = VoiceFolder(settings) if has_folder else None
-        self.registered = self.folder.voices if has_folder else {}  # the content of the folder when it was last read
+        self.registered = self.folder.voices if has_folder else {}  # assigned in the event loop only
         self.refreshing = None  # the task that reads it regularly
         self.decoders = Decoders()
         self.slots = asyncio.Semaphore(MAX_RECORDINGS)

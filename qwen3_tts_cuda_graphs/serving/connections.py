@@ -170,7 +170,7 @@ class WebSocketConnection(LimitedConnection, WebSocketsSansIOProtocol):
             self.transport.resume_reading()
 
     def shutdown(self) -> None:
-        """uvicorn's own raises if the client has begun to close the connection, and the shutdown of the server ends."""
+        """uvicorn's own raises if the client has begun to close the connection, which would end the server's."""
         try:
             super().shutdown()
         except InvalidState:

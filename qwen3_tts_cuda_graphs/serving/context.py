@@ -177,10 +177,7 @@ class SpokenScript:
 
     async def options_of(self, part: ArrivingPart) -> SpeechOptions:
         """The options of a part, with its voice, style and seed."""
-        options = self.options.for_part(part.part)
-        if options is not self.options:
-            await self.service.refresh_if_unknown(options.voice)
-            self.service.check_part(options, part.part)
+        options = await self.service.options_for_part(self.options, part.part)
         parts = self.script.parts
         number = sum(spoken.taken > 0 for spoken in parts[: parts.index(part)])
         return options.model_copy(update={"seed": nth_seed(options.seed, number)})

@@ -71,5 +71,5 @@ class ChunkTimes:
         self.metrics.audio.inc(seconds)
 
     def read(self) -> None:
-        """The client has taken it."""
+        """The client has read the chunk."""
         self.blocked += time.perf_counter() - self.last_chunk

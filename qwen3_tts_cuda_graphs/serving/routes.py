@@ -111,9 +111,7 @@ class Handlers:
     async def read_speech_request(self, kind: type[SpeechRequest], content: dict) -> tuple[SpeechRequest, list[Part]]:
         """Parse and check a request, and read its text as a script."""
         speech_request = parse(kind, content)
-        await self.service.refresh_if_unknown(speech_request.voice)
-        self.service.check(speech_request)
-        check_encoding(speech_request)
+        await self.service.check(speech_request)
         return speech_request, await self.service.read_parts(speech_request)
 
     async def create_speech(self, request: Request) -> Response:

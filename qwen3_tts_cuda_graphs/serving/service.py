@@ -17,7 +17,7 @@ from qwen3_tts_cuda_graphs.prompts.checks import check_encodable, check_number
 from qwen3_tts_cuda_graphs.prompts.lexicon import MAX_ENTRIES, Lexicon, load_lexicon
 from qwen3_tts_cuda_graphs.prompts.script import Part, read_script
 from qwen3_tts_cuda_graphs.serving.answer import voice_and_style
-from qwen3_tts_cuda_graphs.serving.audio_formats import Encoder, av
+from qwen3_tts_cuda_graphs.serving.audio_formats import Encoder, av, check_encoding
 from qwen3_tts_cuda_graphs.serving.child_process import start_module
 from qwen3_tts_cuda_graphs.serving.cloned_voices import ClonedVoices
 from qwen3_tts_cuda_graphs.serving.encoders import Encoders
@@ -56,7 +56,7 @@ class Service:
         named = named_models([models] if isinstance(models, str) else models)
         sources = [*named.values()]
         cloning = [source for source in sources if model_config.read_config(source)["tts_model_type"] == "base"]
-        speakers_of = {(cloning or sources)[0]: speakers or {}}
+        speakers_of = {(cloning or sources)[0]: speakers or {}}  # without a Base model, base_config raises below
         engines = {}
         for id, source in named.items():
             check_number(model_config.read_config(source), "max_seq_len", self.settings.max_seq_len)
@@ -124,11 +124,11 @@ class Service:
 
     # ---- Voices
 
-    async def refresh_if_unknown(self, *voices: str | None) -> None:
-        """Read the folder of voices again if one of these is unknown. A request for a known voice does not wait for a
+    async def refresh_if_unknown(self, voice: str | None) -> None:
+        """Read the folder of voices again if this one is unknown. A request for a known voice does not wait for a
         thread and a disk, which takes milliseconds when the event loop is busy: a task of `cloned_voices` reads the
         folder regularly."""
-        if not all(map(self.models_with_voice, voices)):
+        if not self.models_with_voice(voice):
             await self.cloned_voices.refresh()
 
     def voices(self) -> list[dict]:
@@ -172,8 +172,9 @@ class Service:
     def models_with_voice(self, voice: str | None) -> list[Model]:
         return [model for model in self.models if model.knows_voice(voice)]
 
-    def check(self, options: SpeechOptions) -> None:
-        """Refuse what is not supported, before any work starts. Call `refresh_if_unknown` for its voice first."""
+    async def check(self, options: SpeechOptions) -> None:
+        """Refuse what is not supported, before any work starts."""
+        await self.refresh_if_unknown(options.voice)
         for name in ("model", "instructions", "ref_text", "voice", "language"):
             self.check_field(name, getattr(options, name))
         check_base64(options.ref_audio or "")
@@ -184,6 +185,7 @@ class Service:
                 if not (self.models_with_voice(name) or self.models_with_voice(options.voice)):
                     raise unknown_voice(name, self.voice_names())
         self.model_for(options).check(options)
+        check_encoding(options)
 
     async def read_parts(self, speech_request: SpeechRequest) -> list[Part]:
         """Read the text of a checked request as a script, and check its tags, voices and styles."""
@@ -193,19 +195,19 @@ class Service:
             raise ApiError("the text is empty: give something to say", param="input", code="invalid_value")
         with mistakes_in("input"):
             parts = read_script(text, speech_request.script, speech_request.notation)
-        await self.refresh_if_unknown(*{part.voice for part in parts if part.voice is not None})
         for part in {voice_and_style(part): part for part in reversed(parts)}.values():  # the first part with each
-            options = speech_request.for_part(part)
-            if options is not speech_request:
-                self.check_part(options, part)
+            await self.options_for_part(speech_request, part)
         return parts
 
-    def check_part(self, options: SpeechOptions, part: Part) -> None:
-        """options: those of the part. An error names its line."""
+    async def options_for_part(self, options: SpeechOptions, part: Part) -> SpeechOptions:
+        """Checked options with the voice and the style of a part. An error names its line."""
+        changed = options.for_part(part)
         try:
-            self.check(options)
+            if changed is not options:
+                await self.check(changed)
         except ApiError as error:
             raise ApiError(f"line {part.line}: {error.message}", error.status, "input", error.code) from None
+        return changed
 
     async def lexicon_for(self, options: SpeechOptions) -> Lexicon:
         """The server's entries and the request's, which take precedence. In a thread: large lexicons take a while."""

@@ -1,4 +1,4 @@
-"""The WebSocket: text comes in while it is written, audio goes out while it is made.
+"""The WebSocket: receives text while it is written, and sends audio as it is generated.
 
     client: session.config, input.text ..., input.done, input.cancel, session.close
     server: audio.start, binary audio ..., audio.done, session.done, error (context.py)
@@ -18,7 +18,6 @@ import math
 import anyio
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from qwen3_tts_cuda_graphs.serving.audio_formats import check_encoding
 from qwen3_tts_cuda_graphs.serving.context import Context, SpokenScript
 from qwen3_tts_cuda_graphs.serving.errors import ApiError
 from qwen3_tts_cuda_graphs.serving.guard import SUBPROTOCOL, connection_of
@@ -138,9 +137,7 @@ class Session:
         if None in self.contexts and self.contexts[None].writing:
             raise ApiError("session.config came within an utterance: send input.done or input.cancel first")
         options = parse(SpeechOptions, message)
-        await self.service.refresh_if_unknown(options.voice)
-        self.service.check(options)
-        check_encoding(options)
+        await self.service.check(options)
         self.lexicon = await self.service.lexicon_for(options)
         self.options = options
         self.count_recordings()
