@@ -29,7 +29,6 @@ from qwen3_tts_cuda_graphs.prompts.cut import PAUSE
 from qwen3_tts_cuda_graphs.prompts.script import Cue, Part
 from qwen3_tts_cuda_graphs.serving import engine_host
 from qwen3_tts_cuda_graphs.serving.answer import Answer
-from qwen3_tts_cuda_graphs.serving.audio_formats import encode_whole
 from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
 from qwen3_tts_cuda_graphs.serving.service import read_speakers
 from qwen3_tts_cuda_graphs.serving.settings import Settings
@@ -289,7 +288,7 @@ def test_a_whole_file_is_sent_in_pieces(server, speech, format):
 
     async def pieces():
         answer = Answer(speech, SpeechOptions(response_format=format), [Part("", pause=60), Part("", pause=40)])
-        return [piece async for piece in encode_whole(answer, lambda size: None)]
+        return [piece async for piece in answer.encode_whole(lambda size: None)]
 
     whole = speech.submit(pieces()).result(LIMIT)
     assert max(map(len, whole)) < 3 * RATE

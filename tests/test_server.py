@@ -54,6 +54,7 @@ from websockets.sync.client import connect
 from qwen3_tts_cuda_graphs.common.formats import SUBTYPES
 from qwen3_tts_cuda_graphs.common.samples import to_int16
 from qwen3_tts_cuda_graphs.serving import engine_host, voice_folder
+from qwen3_tts_cuda_graphs.serving.answer import Answer
 from qwen3_tts_cuda_graphs.serving.audio_formats import COMPRESSED, CONTENT_TYPES, Encoder
 from qwen3_tts_cuda_graphs.serving.connections import SECONDS_TO_BEGIN
 from qwen3_tts_cuda_graphs.serving.encoders import Encoders
@@ -1360,13 +1361,17 @@ async def sent_by(receive, chunks):
     async def send(message):
         sent.append(message)
 
-    class Spoken(SimpleNamespace):
+    class Spoken(Answer):
+        def __init__(self, **attributes):
+            vars(self).update(attributes)
+
         def __aiter__(self):
             return chunks()
 
     wanted = parse(SpeechRequest, {"input": "Hi.", "response_format": "pcm"})
     service = SimpleNamespace(responses=0, encoders=Encoders(0), settings=Settings(request_seconds=LIMIT))
-    response = SpeechResponse(Spoken(rate=24000, sample_rate=24000, options=wanted, service=service))
+    model = SimpleNamespace(engine=SimpleNamespace(rate=24000))
+    response = SpeechResponse(Spoken(model=model, options=wanted, service=service))
     await asyncio.wait_for(response({"type": "http", "request_id": "1"}, receive, send), LIMIT)
     return sent
 

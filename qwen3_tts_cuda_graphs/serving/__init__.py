@@ -10,8 +10,8 @@ routes.py         the HTTP routes; speech_response.py sends the speech of a requ
 websocket.py      what a WebSocket receives; context.py sends its speech, arriving_script.py holds its unfinished text
 requests.py       the fields of a request; signed_addresses.py reads them from a URL, which may be signed
 service.py        the models: chooses one for each request, refuses what none supports; model.py is one of them
-answer.py         the audio of a request: speaks its parts, with the silences between them
-audio_formats.py  encodes audio; encoders.py does it in helper processes
+answer.py         the audio of a request: speaks its parts, with the silences between them, and encodes it
+audio_formats.py  the encoders of all formats; encoders.py runs them in helper processes
 cloned_voices.py  voices made from recordings; voice_folder.py keeps those that were registered
 recordings.py     decodes recordings of clients in helper processes
 helper.py         the connection to such a helper process, and its main loop

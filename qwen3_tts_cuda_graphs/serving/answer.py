@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ from qwen3_tts_cuda_graphs.common import published
 from qwen3_tts_cuda_graphs.prompts.cut import surely_fits
 from qwen3_tts_cuda_graphs.prompts.lexicon import lower
 from qwen3_tts_cuda_graphs.prompts.script import Cue, Part, cut_parts, nth_seed, silence_before
+from qwen3_tts_cuda_graphs.serving.audio_formats import encoder_arguments, with_length
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, log
 from qwen3_tts_cuda_graphs.serving.metrics import ChunkTimes
 from qwen3_tts_cuda_graphs.serving.model import Model, sampling
@@ -30,8 +31,8 @@ class PreparedVoice:
 
 
 class Answer:
-    """The audio of a script: `async for samples, part in answer`. `part` is the number of a part, or None for silence.
-    The attributes say what has been sent so far.
+    """The audio of a script: `async for samples, part in answer`, or `async for data in answer.encode()`. `part` is the
+    number of a part, or None for silence. The attributes say what has been sent so far.
     """
 
     def __init__(self, service, options: SpeechOptions, parts: list[Part], pieces: AsyncIterator[str] | None = None):
@@ -247,6 +248,41 @@ class Answer:
             self.samples += size
             yield np.zeros(size, "<i2"), None
             self.chunk_times.read()
+
+    # ---- Encoded
+
+    async def encode(self) -> AsyncIterator[bytes]:
+        """Speak, and encode the audio as the options say. Closing this generator ends the speech."""
+        stream = None
+        try:
+            async with contextlib.aclosing(aiter(self)) as chunks:
+                async for samples, part in chunks:
+                    stream = stream or self.service.encoders.open(*encoder_arguments(self.options, self.rate))
+                    if data := await stream.add(samples, part):
+                        yield data
+            if stream:
+                data = await stream.finish()
+                self.encoded_samples = stream.samples
+                if data:
+                    yield data
+        finally:
+            if stream:
+                stream.close()
+
+    async def encode_whole(self, keep: Callable[[int], None]) -> AsyncIterator[bytes]:
+        """The same, but nothing is yielded before all of it is encoded, so that the file's header has its length.
+
+        keep: is called with the size of each piece that is buffered until then, and may raise an error
+        """
+        pieces = []
+        async with contextlib.aclosing(self.encode()) as stream:
+            async for data in stream:
+                keep(len(data))
+                pieces.append(data)
+        if pieces:
+            for piece in with_length(self.options.response_format, self.sample_rate, self.encoded_samples, pieces):
+                yield piece
+                await asyncio.sleep(0)  # a file may be long: let other tasks run
 
     # ---- What clients are told about the parts
 

@@ -4,11 +4,10 @@ PyAV, which includes FFmpeg's libraries, encodes and changes the tempo as the sp
 Plain samples need neither.
 """
 
-import asyncio
 import contextlib
 import io
 import wave
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -60,41 +59,6 @@ def check_encoding(options: SpeechOptions) -> None:
             param="response_format" if what == options.response_format else "speed",
             code="not_installed",
         )
-
-
-async def encode_stream(answer) -> AsyncIterator[bytes]:
-    """Speak an Answer and encode it as its options say. Closing this generator ends the speech."""
-    stream = None
-    try:
-        async with contextlib.aclosing(aiter(answer)) as chunks:
-            async for samples, part in chunks:
-                stream = stream or answer.service.encoders.open(*encoder_arguments(answer.options, answer.rate))
-                if data := await stream.add(samples, part):
-                    yield data
-        if stream:
-            data = await stream.finish()
-            answer.encoded_samples = stream.samples
-            if data:
-                yield data
-    finally:
-        if stream:
-            stream.close()
-
-
-async def encode_whole(answer, keep: Callable[[int], None]) -> AsyncIterator[bytes]:
-    """The same, but nothing is yielded before all of it is encoded, so that the file's header has its length.
-
-    keep: is called with the size of each piece that is buffered until then, and may raise an error
-    """
-    pieces = []
-    async with contextlib.aclosing(encode_stream(answer)) as stream:
-        async for data in stream:
-            keep(len(data))
-            pieces.append(data)
-    if pieces:
-        for piece in with_length(answer.options.response_format, answer.sample_rate, answer.encoded_samples, pieces):
-            yield piece
-            await asyncio.sleep(0)  # a file may be long: let other tasks run
 
 
 def encoder_arguments(options: SpeechOptions, rate: int) -> tuple:

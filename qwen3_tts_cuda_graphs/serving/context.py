@@ -20,7 +20,7 @@ from qwen3_tts_cuda_graphs.prompts.lexicon import Lexicon
 from qwen3_tts_cuda_graphs.prompts.script import Part, nth_seed, silence_before
 from qwen3_tts_cuda_graphs.serving.answer import Answer
 from qwen3_tts_cuda_graphs.serving.arriving_script import ArrivingPart, ArrivingScript
-from qwen3_tts_cuda_graphs.serving.audio_formats import encode_stream, slices
+from qwen3_tts_cuda_graphs.serving.audio_formats import slices
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, to_json
 from qwen3_tts_cuda_graphs.serving.requests import SpeechOptions
 from qwen3_tts_cuda_graphs.serving.service import Service
@@ -151,7 +151,7 @@ class SpokenScript:
         part, before = sentence.part, self.sent
         options = await self.options_of(part)
         answer = self.answer_for(part, options, pause)
-        async with contextlib.aclosing(encode_stream(answer)) as pieces:
+        async with contextlib.aclosing(answer.encode()) as pieces:
             async for data in pieces:
                 if sentence.total_bytes == 0:
                     self.sentences.append(sentence)

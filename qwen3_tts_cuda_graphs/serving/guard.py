@@ -47,7 +47,7 @@ class Guard:
             await self.refusal(scope, error)(scope, receive, send)
             return
         self.open += 1
-        memory = scope["memory"] = Memory(self, receive)
+        memory = scope["memory"] = RequestMemory(self, receive)
         try:
             await self.app(scope, memory.receive_http if scope["type"] == "http" else memory.receive_websocket, send)
         finally:
@@ -134,7 +134,7 @@ class Guard:
         )
 
 
-class Memory:
+class RequestMemory:
     """The memory of one request or WebSocket. That of all together is limited by max_held.
 
     Received data is counted as it arrives, since a body may have no Content-Length. An answer that is sent as a whole

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from qwen3_tts_cuda_graphs.serving.answer import Answer
-from qwen3_tts_cuda_graphs.serving.audio_formats import CONTENT_TYPES, encode_stream, encode_whole, slices
+from qwen3_tts_cuda_graphs.serving.audio_formats import CONTENT_TYPES, slices
 from qwen3_tts_cuda_graphs.serving.errors import ApiError, as_api_error, log, to_json
 from qwen3_tts_cuda_graphs.serving.guard import connection_of
 
@@ -108,7 +108,7 @@ class SpeechResponse(Response):
         connection = connection_of(scope)
         is_unchunked = connection and scope["http_version"] == "1.0" and not self.is_whole
         keep = partial(self.keep, scope)
-        pieces = encode_whole(self.answer, keep) if self.is_whole else encode_stream(self.answer)
+        pieces = self.answer.encode_whole(keep) if self.is_whole else self.answer.encode()
         if self.is_json:
             pieces = self.with_times(pieces)
         async with contextlib.aclosing(pieces):
