@@ -3,7 +3,6 @@ Run as a module, this is such a helper.
 """
 
 import base64
-import binascii
 import io
 import re
 import resource
@@ -92,7 +91,7 @@ def decode_base64(text: str) -> bytes:
     try:
         plain = text.encode("ascii").translate(None, b" \t\r\n\f\v")  # line breaks are common
         return base64.b64decode(plain, validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise ApiError(NOT_BASE64, param="ref_audio") from None
 
 
@@ -114,7 +113,7 @@ def decode_recording(data: bytes, settings: Settings, name: str) -> Chunk:
                     raise ValueError
                 check_layout(rate, file.channels, name)
                 audio = file.read(int(settings.max_reference_seconds * rate) + 1, dtype="float32", always_2d=True)
-    except (soundfile.LibsndfileError, ValueError, OSError, MemoryError, RuntimeError):
+    except (ValueError, OSError, MemoryError, RuntimeError):  # soundfile raises RuntimeErrors
         raise ValueError(f"{name} is not audio that can be read: give {RECORDINGS}") from None
     if len(audio) == 0:
         raise ValueError(f"{name} has no samples: give a recording of the voice")

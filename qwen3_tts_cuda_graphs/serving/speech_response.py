@@ -99,7 +99,7 @@ class SpeechResponse(Response):
         # file: HTTP has no other way. The same for server-sent events: some clients ignore those of an unknown type.
         log.warning("request %s was broken off: %s", scope["request_id"], error.message)
         if self.is_sse:
-            with contextlib.suppress(asyncio.TimeoutError):
+            with contextlib.suppress(TimeoutError):
                 event_of_error = body(event({"type": "error", **error.content()}))
                 await asyncio.wait_for(past_middlewares(scope, send)(event_of_error), self.settings.send_seconds)
         return False
