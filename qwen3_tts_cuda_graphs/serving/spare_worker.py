@@ -9,7 +9,6 @@ This module imports nothing that takes long.
 """
 
 import contextlib
-import ctypes
 import socket
 import subprocess
 import time
@@ -80,18 +79,6 @@ class Spare:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1.0)
             self.ours = self.process = None
-
-
-def show_as_worker() -> None:
-    """Let `ps` show a spare under the name of a worker, by overwriting the arguments in this process's memory."""
-    try:
-        with open("/proc/self/stat") as file:
-            begin, end = map(int, file.read().rpartition(")")[2].split()[45:47])
-    except (OSError, ValueError):
-        return
-    before = ctypes.string_at(begin, end - begin)
-    after = before.replace(b".spare_worker\0", b".worker\0").ljust(len(before), b"\0")
-    ctypes.memmove(begin, after, len(before))
 
 
 if __name__ == "__main__":
